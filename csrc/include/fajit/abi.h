@@ -1,0 +1,128 @@
+// The binary interface between the host library and a compiled artifact.
+//
+// Plain C: no torch, no Python, no STL. An artifact exports four entry points (bottom of this file)
+// that take a versioned, fixed-layout argument block. The host checks `fajit_describe()` at load and
+// refuses an artifact whose `abi_version` differs.
+//
+// Addressing. q, k, v and out are seen as [request, head, row, dim] with strides in elements and a
+// contiguous last dim. A packed (varlen) tensor has request stride 0 and a first row per request
+// (`q_row0`, `kv_row0`); a dense one has first rows 0. Row r of request b is at
+//   ptr + b * stride[0] + head * stride[1] + (row0[b] + r) * stride[2].
+//
+// Work. The host plans a list of work items. The query rows of an item are *packed rows*: for heads
+// [head_begin, head_begin + head_count) of one request, packed row p is
+//   query row p / head_count, head head_begin + p % head_count,
+// so a group of grouped-query heads shares every K and V tile that is loaded.
+#pragma once
+#include <stdint.h>
+
+#define FAJIT_ABI_VERSION 1
+#define FAJIT_MAX_RANK 8
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum fajit_status {
+  FAJIT_OK = 0,
+  FAJIT_BAD_ABI = 1,        // abi_version or args_bytes differ from what was compiled
+  FAJIT_BAD_ARGS = 2,       // dims differ from the compiled ones, or a required pointer is null
+  FAJIT_OUT_OF_MEMORY = 3,  // per-thread scratch could not be allocated
+};
+
+enum fajit_flags {
+  FAJIT_WRITE_LSE = 1,  // lse is written
+  FAJIT_PARTIAL = 2,    // out is fp32 and unfinalised: before sink and output_mod
+};
+
+enum fajit_tile_state { FAJIT_TILE_EMPTY = 0, FAJIT_TILE_PARTIAL = 1, FAJIT_TILE_FULL = 2 };
+
+// A param tensor of a variant. Dtype, rank and which strides are 0 or 1 are compiled in.
+typedef struct fajit_tensor {
+  const void* ptr;
+  int64_t sizes[FAJIT_MAX_RANK];
+  int64_t strides[FAJIT_MAX_RANK];  // elements
+} fajit_tensor;
+
+typedef struct fajit_work {
+  int32_t request;
+  int32_t head_begin, head_count;  // query heads; all of one kv head
+  int32_t row_begin, row_end;      // packed rows
+  int32_t kv_begin, kv_end;        // logical key positions
+  int32_t partial;                 // -1: final; else first row of its partial state
+} fajit_work;
+
+// Packed rows [row_begin, row_end) whose state is spread over `num_splits` partial states, the i-th
+// starting at partial row first_partial + i * (row_end - row_begin).
+typedef struct fajit_merge_work {
+  int32_t request;
+  int32_t head_begin, head_count;
+  int32_t row_begin, row_end;
+  int32_t first_partial, num_splits;
+  int32_t reserved;
+} fajit_merge_work;
+
+// Block sparsity with FlexAttention's meaning: one fajit_tile_state byte a block. EMPTY blocks are
+// not visited, FULL ones run no mask_mod, PARTIAL ones run it. Feature `block_mask` only; work items
+// then never straddle a q block, and have head_count 1 unless the states are shared by all heads.
+typedef struct fajit_block_mask {
+  const uint8_t* states;
+  int64_t strides[4];  // request, head, q block, kv block (0 where broadcast)
+  int32_t q_block, kv_block;
+} fajit_block_mask;
+
+typedef struct fajit_args {
+  uint32_t abi_version;
+  uint32_t args_bytes;  // sizeof(fajit_args)
+
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;   // q's dtype; fp32 with FAJIT_PARTIAL
+  float* lse;  // natural log; null unless FAJIT_WRITE_LSE
+  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];  // request, head, row
+
+  int32_t num_requests, num_q_heads, num_kv_heads, head_dim, head_dim_v;
+  int32_t flags;
+  float scale;
+  int32_t num_threads;
+
+  // Per request, num_requests entries each.
+  const int32_t* q_len;
+  const int32_t* kv_len;
+  const int32_t* q_row0;
+  const int32_t* kv_row0;
+  const int32_t* q_offset;  // q_idx = q_offset[b] + row
+
+  const fajit_tensor* tensors;  // param tensors, then lo/hi tables (see the artifact's description)
+  const uint64_t* scalars;      // int64 or double bits, as the variant declares
+  int32_t num_tensors, num_scalars;
+
+  const fajit_work* work;
+  const fajit_merge_work* merge_work;
+  int32_t num_work, num_merge_work;
+  float* partial_out;  // [partial rows, head_dim_v]
+  float* partial_lse;  // [partial rows]
+
+  fajit_block_mask block_mask;
+} fajit_args;
+
+// Classifies every tile of a grid for one request and heads [head_begin, head_end):
+// states[i * num_kv_tiles + j] for q_idx in [q_begin + i*tile_q, ...) clipped at q_end, and
+// kv_idx in [kv_begin + j*tile_kv, ...) clipped at kv_end.
+typedef struct fajit_classify_args {
+  const fajit_args* args;
+  int32_t request, head_begin, head_end;
+  int32_t q_begin, q_end, tile_q;
+  int32_t kv_begin, kv_end, tile_kv;
+  uint8_t* states;
+} fajit_classify_args;
+
+int fajit_attention(const fajit_args* args);
+int fajit_merge(const fajit_args* args);
+int fajit_classify(const fajit_classify_args* args);
+const char* fajit_describe(void);  // JSON: abi_version, key, layout
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,43 @@
+"""The errors that this package raises. All are `FlashAttnJitError`; none is raised after work began."""
+
+from __future__ import annotations
+
+
+class FlashAttnJitError(Exception):
+    """Base of every error of this package."""
+
+
+class InputError(FlashAttnJitError, ValueError):
+    """An argument has a wrong shape, dtype, device, stride or value."""
+
+
+class ParamError(FlashAttnJitError, TypeError):
+    """A variant's param is missing, unknown, or of the wrong kind, shape or dtype."""
+
+
+class VariantError(FlashAttnJitError, ValueError):
+    """A variant is ill-formed: conflicting hooks, normalisers or param names."""
+
+
+class TraceError(VariantError):
+    """A hook does something that cannot become a kernel. Names the user's file, line and remedy."""
+
+
+class TargetError(FlashAttnJitError, ValueError):
+    """A target is unknown, or this machine cannot run it."""
+
+
+class CompileError(FlashAttnJitError, RuntimeError):
+    """The compiler is missing or failed. Holds the first error line, the log's and source's path."""
+
+
+class CacheError(FlashAttnJitError, RuntimeError):
+    """The kernel cache cannot be used: wrong owner or mode, or a corrupt entry that stays corrupt."""
+
+
+class AbiError(FlashAttnJitError, RuntimeError):
+    """A loaded artifact does not speak this version's binary interface."""
+
+
+class GradError(FlashAttnJitError, RuntimeError):
+    """An input requires grad while grad mode is on; this engine is inference only."""

@@ -1,0 +1,1 @@
+"""Attention variants: what attention computes, without shapes or devices."""

@@ -1,0 +1,366 @@
+"""The IR of a traced hook: typed, canonical, serialisable as JSON, independent of torch.
+
+A `Graph` is a list of nodes in topological order, each a scalar (shape ``()``) or a short vector
+(shape ``(n,)``, only in row hooks and small captured rows). Equal sub-expressions are one node and
+dead nodes do not exist, so that equal hooks have equal graphs and equal JSON.
+
+Everything that a hook may do is a row of `OPS`. Type promotion has happened before: the arguments
+of an arithmetic node share its dtype, and every conversion is an explicit ``cast`` node.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
+"""Dtypes of values inside a hook. Half-precision and fp8 tensors are read as float32."""
+
+STORAGE_DTYPES = (*DTYPES, "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Dtypes that a captured tensor may have in memory."""
+
+INPUTS = ("score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "lse")
+"""What a hook is a function of. `h` is the query head, `kv_h` the key-value head, `row` one fp32
+row of q, k, v or the output, `lse` the row's log-sum-exp."""
+
+Attr = bool | int | float | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """One row of the operation table.
+
+    kind: ``leaf`` (no value arguments), ``load`` (reads a param), ``map`` (elementwise, vectors and
+    scalars broadcast), ``vector`` (rearranges a vector), ``reduce`` (vector to scalar).
+    """
+
+    kind: Literal["leaf", "load", "map", "vector", "reduce"]
+    arity: int  # -1: any
+    attrs: tuple[str, ...] = ()
+
+
+def _maps(arity: int, names: str) -> dict[str, OpInfo]:
+    return {name: OpInfo("map", arity) for name in names.split()}
+
+
+OPS: Mapping[str, OpInfo] = {
+    # leaves
+    "input": OpInfo("leaf", 0, ("name",)),  # one of INPUTS
+    "const": OpInfo("leaf", 0, ("value",)),
+    "scalar": OpInfo("leaf", 0, ("slot",)),  # runtime scalar param: int64 or float64
+    # loads: indices wrap when negative and are then clamped; no unsafe read exists
+    "gather": OpInfo("load", -1, ("slot",)),  # one int index per dim; one fewer gives the last dim
+    "searchsorted": OpInfo("load", 1, ("slot", "right")),  # in a sorted 1-D param; int64
+    "q_len": OpInfo("load", 1),  # (b) -> int32
+    "kv_len": OpInfo("load", 1),
+    "q_row": OpInfo("load", 2),  # (b, q_idx) -> row in the packed q, int64
+    "kv_slot": OpInfo("load", 2),  # (b, kv_idx) -> physical slot, int64
+    # elementwise, arguments and result of one dtype
+    **_maps(2, "add sub mul div floordiv truncdiv remainder fmod pow minimum maximum"),
+    **_maps(2, "and or xor shl shr atan2"),  # `and or xor` on bool are logical
+    **_maps(1, "neg abs sign not exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid"),
+    **_maps(1, "sin cos tan asin acos atan sinh cosh erf floor ceil round trunc"),
+    # elementwise, result bool
+    **_maps(2, "ge gt le lt eq ne"),
+    **_maps(1, "isnan isinf"),
+    "where": OpInfo("map", 3),  # (bool, x, x) -> x
+    "cast": OpInfo("map", 1),  # to the node's dtype; float to bool is != 0, float to int truncates
+    # vectors
+    "slice": OpInfo("vector", 1, ("start", "step", "length")),  # step may be negative
+    "cat": OpInfo("vector", -1),
+    "interleave": OpInfo("vector", -1),  # n vectors of length m -> n*m: a0 b0 a1 b1 ...
+    "broadcast": OpInfo("vector", 1, ("length",)),
+    "iota": OpInfo("leaf", 0, ("length",)),  # 0, 1, 2, ...
+    **{name: OpInfo("reduce", 1) for name in ("sum", "prod", "amax", "amin", "any", "all")},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. `args` are indices of earlier nodes of the same graph."""
+
+    op: str
+    args: tuple[int, ...]
+    dtype: str
+    shape: tuple[int, ...] = ()
+    attrs: tuple[tuple[str, Attr], ...] = ()
+
+    def attr(self, name: str) -> Attr:
+        """The attribute `name`; KeyError when the operation has none."""
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        raise KeyError(f"{self.op} has no attribute {name!r}")
+
+    def int_attr(self, name: str) -> int:
+        """The attribute `name`, which is an int."""
+        value = self.attr(name)
+        assert isinstance(value, int)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A hook's body. `nodes[output]` is its result; `inputs` are the argument names in order."""
+
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    output: int
+
+    @property
+    def result(self) -> Node:
+        """The node whose value the hook returns."""
+        return self.nodes[self.output]
+
+    def uses(self, name: str) -> bool:
+        """Whether the hook depends on the input `name`."""
+        return any(n.op == "input" and n.attr("name") == name for n in self.nodes)
+
+    def tensor_slots(self) -> tuple[int, ...]:
+        """Slots of the param tensors that the hook reads, ascending."""
+        return tuple(sorted({n.int_attr("slot") for n in self.nodes if _reads_tensor(n)}))
+
+    def scalar_slots(self) -> tuple[int, ...]:
+        """Slots of the scalar params that the hook reads, ascending."""
+        return tuple(sorted({n.int_attr("slot") for n in self.nodes if n.op == "scalar"}))
+
+
+def _reads_tensor(node: Node) -> bool:
+    return node.op in ("gather", "searchsorted")
+
+
+class GraphBuilder:
+    """Builds a canonical graph: equal nodes are shared, constants folded by the caller's rules."""
+
+    def __init__(self, inputs: Iterable[str]) -> None:
+        self.inputs = tuple(inputs)
+        self.nodes: list[Node] = []
+        self._ids: dict[tuple[object, ...], int] = {}
+
+    def add(
+        self,
+        op: str,
+        args: Iterable[int] = (),
+        dtype: str = "float32",
+        shape: tuple[int, ...] = (),
+        **attrs: Attr,
+    ) -> int:
+        """Append a node, or find the equal one; returns its index."""
+        info = OPS[op]
+        node = Node(op, tuple(args), dtype, shape, tuple((k, attrs[k]) for k in info.attrs))
+        assert dtype in DTYPES, dtype
+        assert info.arity in (-1, len(node.args)), node
+        # 0.0 == -0.0 == False and 1 == 1.0 == True: the repr keeps such constants apart.
+        key = (op, node.args, dtype, shape, repr(node.attrs))
+        if key not in self._ids:
+            self._ids[key] = len(self.nodes)
+            self.nodes.append(node)
+        return self._ids[key]
+
+    def finish(self, output: int) -> Graph:
+        """The graph that computes node `output`, without dead nodes."""
+        return prune(Graph(self.inputs, tuple(self.nodes), output))
+
+
+def prune(graph: Graph) -> Graph:
+    """The same graph with only the nodes that its output needs, in first-use order."""
+    order: list[int] = []
+    seen: set[int] = set()
+    stack: list[tuple[int, bool]] = [(graph.output, False)]
+    while stack:
+        index, done = stack.pop()
+        if done:
+            order.append(index)
+        elif index not in seen:
+            seen.add(index)
+            stack.append((index, True))
+            stack.extend((a, False) for a in reversed(graph.nodes[index].args))
+    new = {old: i for i, old in enumerate(order)}
+    nodes = tuple(
+        Node(n.op, tuple(new[a] for a in n.args), n.dtype, n.shape, n.attrs)
+        for n in (graph.nodes[i] for i in order)
+    )
+    return Graph(graph.inputs, nodes, new[graph.output])
+
+
+def dependencies(graph: Graph) -> list[frozenset[str]]:
+    """For each node, the names of the inputs that its value depends on."""
+    out: list[frozenset[str]] = []
+    for n in graph.nodes:
+        own = frozenset([str(n.attr("name"))]) if n.op == "input" else frozenset()
+        out.append(own.union(*(out[a] for a in n.args)))
+    return out
+
+
+def remap_slots(graph: Graph, tensors: Mapping[int, int], scalars: Mapping[int, int]) -> Graph:
+    """The same graph with its param slots renumbered."""
+
+    def renamed(n: Node) -> Node:
+        if n.op == "scalar":
+            table = scalars
+        elif _reads_tensor(n):
+            table = tensors
+        else:
+            return n
+        attrs = tuple((k, table[v] if k == "slot" else v) for k, v in n.attrs)  # type: ignore[index]
+        return Node(n.op, n.args, n.dtype, n.shape, attrs)
+
+    return Graph(graph.inputs, tuple(renamed(n) for n in graph.nodes), graph.output)
+
+
+# --- params and the whole variant ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParam:
+    """A tensor that hooks read at run time.
+
+    strides: per dim ``"0"``, ``"1"`` or ``"n"`` (any): what is compiled in. sizes: per dim -1 (run
+    time) or a size that the hook's structure depends on.
+    """
+
+    name: str
+    dtype: str  # one of STORAGE_DTYPES
+    rank: int
+    strides: str
+    sizes: tuple[int, ...]
+
+    @property
+    def value_dtype(self) -> str:
+        """The dtype that hooks see."""
+        return self.dtype if self.dtype in DTYPES else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarParam:
+    """A number that hooks read at run time: dtype ``int64`` or ``float64``."""
+
+    name: str
+    dtype: Literal["int64", "float64"]
+
+
+HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "sink", "pointwise",
+         "pointwise_scale", "output_mod")  # fmt: skip
+"""Hook names in canonical order. `sink` (b, h) and `pointwise` (score) come from the normaliser."""
+
+HOOK_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "query_mod": ("row", "b", "h", "q_idx"),
+    "key_mod": ("row", "b", "kv_h", "kv_idx"),
+    "value_mod": ("row", "b", "kv_h", "kv_idx"),
+    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask_mod": ("b", "h", "q_idx", "kv_idx"),
+    "sink": ("b", "h"),
+    "pointwise": ("score",),
+    "pointwise_scale": ("b", "h", "q_idx"),
+    "output_mod": ("row", "lse", "b", "h", "q_idx"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VariantIR:
+    """All of a variant that decides the code: hooks by name and the params they read by slot.
+
+    cpp: hooks given as C++ text instead of a graph, (hook name, text) pairs.
+    """
+
+    hooks: tuple[tuple[str, Graph], ...]
+    tensors: tuple[TensorParam, ...] = ()
+    scalars: tuple[ScalarParam, ...] = ()
+    cpp: tuple[tuple[str, str], ...] = ()
+
+    def hook(self, name: str) -> Graph | None:
+        """The graph of the hook `name`, or None when the variant has none."""
+        return dict(self.hooks).get(name)
+
+    def cpp_hook(self, name: str) -> str | None:
+        """The C++ text of the hook `name`, or None."""
+        return dict(self.cpp).get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether the variant has the hook `name`, as a graph or as text."""
+        return self.hook(name) is not None or self.cpp_hook(name) is not None
+
+    @property
+    def normalizer(self) -> Literal["softmax", "pointwise"]:
+        """Which normaliser the variant uses."""
+        return "pointwise" if self.has("pointwise") else "softmax"
+
+
+# --- JSON ------------------------------------------------------------------------------------
+
+
+def _value_to_json(value: Attr) -> object:
+    # JSON has no inf, nan or exact float: hex strings are exact and canonical.
+    if isinstance(value, float):
+        return {"f": value.hex() if math.isfinite(value) else repr(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _value_from_json(value: object) -> Attr:
+    if isinstance(value, dict):
+        text = value["f"]
+        return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
+    return tuple(value) if isinstance(value, list) else value  # type: ignore[return-value]
+
+
+def graph_to_json(graph: Graph) -> object:
+    """A JSON-able document of the graph; the inverse of `graph_from_json`."""
+    nodes = [
+        [n.op, list(n.args), n.dtype, list(n.shape), [[k, _value_to_json(v)] for k, v in n.attrs]]
+        for n in graph.nodes
+    ]
+    return {"inputs": list(graph.inputs), "nodes": nodes, "output": graph.output}
+
+
+def graph_from_json(doc: Mapping[str, object]) -> Graph:
+    """The graph that `graph_to_json` wrote."""
+    nodes = tuple(
+        Node(op, tuple(args), dtype, tuple(shape), tuple((k, _value_from_json(v)) for k, v in at))
+        for op, args, dtype, shape, at in doc["nodes"]  # type: ignore[attr-defined]
+    )
+    return Graph(tuple(doc["inputs"]), nodes, int(doc["output"]))  # type: ignore[arg-type,call-overload]
+
+
+def variant_to_json(ir: VariantIR) -> dict[str, object]:
+    """A JSON-able document of the variant. Param names are left out of nothing: they are stable."""
+    return {
+        "hooks": {name: graph_to_json(g) for name, g in ir.hooks},
+        "tensors": [[p.name, p.dtype, p.rank, p.strides, list(p.sizes)] for p in ir.tensors],
+        "scalars": [[p.name, p.dtype] for p in ir.scalars],
+        "cpp": dict(ir.cpp),
+    }
+
+
+def variant_from_json(doc: Mapping[str, object]) -> VariantIR:
+    """The variant that `variant_to_json` wrote."""
+    hooks: dict[str, dict[str, object]] = doc["hooks"]  # type: ignore[assignment]
+    cpp: dict[str, str] = doc["cpp"]  # type: ignore[assignment]
+    return VariantIR(
+        tuple((name, graph_from_json(hooks[name])) for name in HOOKS if name in hooks),
+        tuple(
+            TensorParam(name, dtype, rank, strides, tuple(sizes))
+            for name, dtype, rank, strides, sizes in doc["tensors"]  # type: ignore[attr-defined]
+        ),
+        tuple(ScalarParam(name, dtype) for name, dtype in doc["scalars"]),  # type: ignore[attr-defined]
+        tuple((name, cpp[name]) for name in HOOKS if name in cpp),
+    )
+
+
+def canonical_json(doc: object) -> str:
+    """The one spelling of a JSON document: sorted keys, no spaces, no NaN."""
+    return json.dumps(doc, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+# --- text for people -------------------------------------------------------------------------
+
+
+def format_graph(graph: Graph) -> Iterator[str]:
+    """The graph as lines such as ``%3 = add(%1, %2) : int32``."""
+    for i, n in enumerate(graph.nodes):
+        args = [f"%{a}" for a in n.args] + [f"{k}={v!r}" for k, v in n.attrs]
+        shape = f"[{n.shape[0]}]" if n.shape else ""
+        yield f"%{i} = {n.op}({', '.join(args)}) : {n.dtype}{shape}"
+    yield f"return %{graph.output}"
