@@ -92,7 +92,9 @@ typedef struct fajit_args {
   const int32_t* kv_len;
   const int32_t* q_row0;
   const int32_t* kv_row0;
-  const int32_t* q_offset;  // q_idx = q_offset[b] + row
+  const int32_t* q_offset;   // q_idx = q_offset[b] + row
+  const int32_t* q_token0;   // fa.q_row(b, q_idx) = q_token0[b] + row; dense: b * q rows
+  const int32_t* kv_token0;  // fa.kv_slot(b, kv_idx) = kv_token0[b] + kv_idx; dense: b * kv rows
 
   const fajit_tensor* tensors;  // param tensors, then lo/hi tables (see the artifact's description)
   const uint64_t* scalars;      // int64 or double bits, as the variant declares
