@@ -1,0 +1,1 @@
+"""From a variant's IR to one rendered source: targets, kernel specs, rendering."""

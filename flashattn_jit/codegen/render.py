@@ -1,0 +1,52 @@
+"""Renders a kernel spec to source text. Imported on a cache miss only: it imports Jinja."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from .._paths import templates_dir
+from ..variants.lower import lower_hooks
+from .spec import KernelSpec
+from .target import LANES, matrix_dtype
+
+_CPP_NAME = {
+    "float32": "float",
+    "float16": "half_t",
+    "bfloat16": "bfloat16_t",
+    "int8": "int8_t",
+    "float8_e4m3fn": "e4m3_t",
+}
+
+
+@cache
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(str(templates_dir())),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def render(spec: KernelSpec) -> str:
+    """The source of the artifact that `spec` names; byte for byte the same on every machine."""
+    return (
+        _environment()
+        .get_template(spec.template)
+        .render(
+            spec=spec,
+            lanes=LANES[spec.target],
+            q_type=_CPP_NAME[spec.q_dtype],
+            k_type=_CPP_NAME[spec.k_dtype],
+            v_type=_CPP_NAME[spec.v_dtype],
+            matrix_type=_CPP_NAME[matrix_dtype(spec.target, spec.q_dtype)],
+            hooks=lower_hooks(spec.variant, spec.name),
+            num_tensors=len(spec.variant.tensors),
+            num_range_tables=len(spec.range_table_slots()),
+            num_scalars=len(spec.variant.scalars),
+        )
+    )

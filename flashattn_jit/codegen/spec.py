@@ -1,0 +1,60 @@
+"""The kernel spec: everything that decides the code of one artifact, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..variants.bounds_lower import range_tables
+from ..variants.ir import VariantIR, canonical_json, variant_to_json
+
+SCHEMA = 1
+"""Version of the spec document; part of every cache key."""
+
+TileKind = Literal["prefill", "few_row"]
+FEATURES = ("block_mask",)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """Names one artifact: variant IR x dtypes x head dims x target x tile kind x features.
+
+    Dtypes are torch's names without the prefix. `tile_q` counts packed query rows, `tile_kv` keys.
+    """
+
+    variant: VariantIR
+    q_dtype: str
+    k_dtype: str
+    v_dtype: str
+    head_dim: int
+    head_dim_v: int
+    target: str
+    tile_kind: TileKind
+    tile_q: int
+    tile_kv: int
+    features: tuple[str, ...] = ()
+    name: str = field(default="variant", compare=False)  # for logical #line names only
+
+    @property
+    def template(self) -> str:
+        """The template that renders this spec, below templates/."""
+        return "cpu/attention.cpp.j2"
+
+    def range_table_slots(self) -> tuple[int, ...]:
+        """Param slots for which min/max tables follow the params in the launch arguments."""
+        mask = self.variant.hook("mask_mod")
+        return () if mask is None else tuple(range_tables(mask))
+
+    def document(self) -> str:
+        """The canonical JSON that identifies the spec: equal specs, equal text, on any machine."""
+        return canonical_json(
+            {
+                "schema": SCHEMA,
+                "variant": variant_to_json(self.variant),
+                "dtypes": [self.q_dtype, self.k_dtype, self.v_dtype],
+                "head_dims": [self.head_dim, self.head_dim_v],
+                "target": self.target,
+                "tile": [self.tile_kind, self.tile_q, self.tile_kv],
+                "features": sorted(self.features),
+            }
+        )

@@ -1,0 +1,106 @@
+"""Lowers a variant's IR to the C++ `struct Hooks` that the CPU kernel headers are templates over.
+
+Scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for either lane
+orientation: query rows on lanes with a uniform key, or keys on lanes with a uniform query row. The
+arithmetic is overloaded on scalars and vectors (`fajit/cpu/hook_ops.h`), so uniform
+sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower_row`).
+"""
+
+from __future__ import annotations
+
+from . import lower_pair, lower_row
+from .bounds_lower import lower_classify
+from .ir import Graph, VariantIR
+
+_FLAGS = {
+    "kScore": "score_mod",
+    "kMask": "mask_mod",
+    "kQueryMod": "query_mod",
+    "kKeyMod": "key_mod",
+    "kValueMod": "value_mod",
+    "kOutputMod": "output_mod",
+    "kSink": "sink",
+    "kPointwise": "pointwise",
+    "kPointwiseScale": "pointwise_scale",
+}
+
+
+def lower_hooks(variant: VariantIR, name: str = "variant") -> str:
+    """The text of ``struct Hooks`` for `variant`; `name` appears in logical ``#line`` names."""
+    parts = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
+    parts += [_cpp_function(hook, text, name) for hook, text in variant.cpp]
+    parts += [lower_pair.lower(variant)]
+    for hook in ("pointwise", "pointwise_scale", "sink"):
+        parts.append(_scalar_hook(variant, hook))
+    for hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
+        graph = variant.hook(hook)
+        if graph is not None:
+            parts.append(lower_row.lower(hook, graph, variant.tensors))
+    parts.append(_classify(variant))
+    body = "\n\n".join(p for p in parts if p)
+    return f"struct Hooks {{\n{body}\n}};\n"
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+_CPP_SIGNATURES = {
+    "score_mod": ("float", "float score, int32_t b, int32_t h, int32_t q_idx, int32_t kv_idx"),
+    "mask_mod": ("bool", "int32_t b, int32_t h, int32_t q_idx, int32_t kv_idx"),
+    "sink": ("float", "int32_t b, int32_t h"),
+    "pointwise": ("float", "float score"),
+    "pointwise_scale": ("float", "int32_t b, int32_t h, int32_t q_idx"),
+}
+
+
+def _cpp_function(hook: str, text: str, name: str) -> str:
+    """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
+    result, arguments = _CPP_SIGNATURES[hook]
+    return (
+        f"  static inline {result} {hook}_text([[maybe_unused]] const Context& c, "
+        f"{', '.join('[[maybe_unused]] ' + a for a in arguments.split(', '))}) {{\n"
+        f'#line 1 "hook:{name}.{hook}"\n{text}\n#line 1 "hooks"\n  }}'
+    )
+
+
+def _scalar_hook(variant: VariantIR, hook: str) -> str:
+    """`pointwise`, `pointwise_scale` and `sink`: functions without the row/key split."""
+    signatures = {
+        "pointwise": ("template <class S>\n  static S", "S s"),
+        "pointwise_scale": ("static float", "int32_t b, int32_t h, int32_t q_idx"),
+        "sink": ("static float", "int32_t b, int32_t h"),
+    }
+    head, arguments = signatures[hook]
+    listed = ", ".join(f"[[maybe_unused]] {a}" for a in arguments.split(", "))
+    opening = f"  {head} {hook}([[maybe_unused]] const Context& c, {listed}) {{\n"
+    result = "S" if hook == "pointwise" else "float"
+    graph = variant.hook(hook)
+    if variant.cpp_hook(hook) is not None:
+        names = ", ".join(a.split()[-1] for a in arguments.split(", "))
+        call = (
+            f"ops::each_lane(s, [&](float x) {{ return {hook}_text(c, x); }})"
+            if hook == "pointwise"
+            else f"{hook}_text(c, {names})"
+        )
+        return f"{opening}    return {call};\n  }}"
+    if graph is None:
+        neutral = "s" if hook == "pointwise" else ("1.0f" if hook == "pointwise_scale" else "0.0f")
+        return f"{opening}    return {neutral};\n  }}"
+    lines, value = lower_pair.straight_line(graph, variant.tensors, hook)
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"{opening}{body}    return ops::widen<{result}>({value});\n  }}"
+
+
+def _classify(variant: VariantIR) -> str:
+    """The interval form of the mask. A mask given as C++ text has none: every tile is partial."""
+    opening = (
+        "  static int classify([[maybe_unused]] const Context& c, [[maybe_unused]] Interval b, "
+        "[[maybe_unused]] Interval h,\n                      [[maybe_unused]] Interval q, "
+        "[[maybe_unused]] Interval k) {\n"
+    )
+    graph: Graph | None = variant.hook("mask_mod")
+    if graph is not None:
+        return f"{opening}{lower_classify(graph, variant.tensors)}\n  }}"
+    state = "PARTIAL" if variant.has("mask_mod") else "FULL"
+    return f"{opening}    return FAJIT_TILE_{state};\n  }}"

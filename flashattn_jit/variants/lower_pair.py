@@ -1,0 +1,334 @@
+"""Lowers `score_mod` and `mask_mod`: row parts, key parts, and what remains for each pair.
+
+Every sub-expression has a level: uniform (params, b), row (also h, q_idx), key (also kv_idx) or
+pair. Row parts are computed once per query row and tile, key parts once per key, so a pair pays
+only for what truly depends on both. ALiBi on pairs is one subtraction, one conversion and one
+multiply-add; a document mask is one comparison of two values read beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from .ir import Graph, Node, TensorParam, VariantIR
+from .lower_expr import TAG, literal, map_op
+
+
+class Level(IntEnum):
+    """What a value depends on. The join of ROW and KEY is PAIR."""
+
+    UNIFORM = 0
+    ROW = 1
+    KEY = 2
+    PAIR = 3
+
+    def join(self, other: Level) -> Level:
+        """The least level that covers both."""
+        return Level(self | other)
+
+
+_INPUT_LEVEL = {
+    "b": Level.UNIFORM,
+    "h": Level.ROW,
+    "kv_h": Level.KEY,
+    "q_idx": Level.ROW,
+    "kv_idx": Level.KEY,
+    "score": Level.PAIR,
+    "lse": Level.ROW,
+}
+_INPUT_NAME = {"score": "s"}
+
+
+@dataclass
+class Statement:
+    """``const auto name = text;`` at a level, after the statements `uses`."""
+
+    name: str
+    level: Level
+    text: str
+    uses: tuple[str, ...]
+
+
+@dataclass
+class Block:
+    """The statements of one hook and the name of its result."""
+
+    prefix: str
+    tensors: Sequence[TensorParam]
+    statements: dict[str, Statement] = field(default_factory=dict)
+    inputs: dict[str, Level] = field(default_factory=dict)
+    _texts: dict[str, str] = field(default_factory=dict)
+
+    def level_of(self, name: str) -> Level:
+        """The level of a named value: an input, a literal or an earlier statement."""
+        if name in self.statements:
+            return self.statements[name].level
+        return self.inputs.get(name, Level.UNIFORM)
+
+    def emit(self, text: str, uses: Sequence[str]) -> str:
+        """Add a statement for `text` (or find the equal one) and return its name."""
+        if text in self._texts:
+            return self._texts[text]
+        level = Level.UNIFORM
+        for use in uses:
+            level = level.join(self.level_of(use))
+        name = f"{self.prefix}{len(self.statements)}"
+        known = tuple(u for u in uses if u in self.statements or u in self.inputs)
+        self.statements[name] = Statement(name, level, text, known)
+        self._texts[text] = name
+        return name
+
+
+def lower_graph(graph: Graph, tensors: Sequence[TensorParam], prefix: str) -> tuple[Block, str]:
+    """All statements of a scalar hook, in order, and the name of its result."""
+    block = Block(prefix, tensors)
+    values: list[list[str]] = []
+    for node in graph.nodes:
+        values.append(_lower_node(block, graph, node, values))
+    (result,) = values[graph.output]
+    want = {"mask_mod": "bool"}.get(_kind(graph), "float32")
+    if graph.result.dtype != want:
+        text = f"ops::cast<{TAG[graph.result.dtype]}, {TAG[want]}>({result})"
+        result = block.emit(text, [result])
+    return block, result
+
+
+def _kind(graph: Graph) -> str:
+    return "mask_mod" if graph.inputs == ("b", "h", "q_idx", "kv_idx") else "other"
+
+
+def _lower_node(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> list[str]:
+    """The names of the node's components: one for a scalar, n for a vector."""
+    length = node.shape[0] if node.shape else 1
+    args = [values[a] for a in node.args]
+    if node.op == "input":
+        name = _INPUT_NAME.get(str(node.attr("name")), str(node.attr("name")))
+        block.inputs[name] = _INPUT_LEVEL[str(node.attr("name"))]
+        return [name]
+    if node.op == "const":
+        return [literal(node.attr("value"), node.dtype)] * length
+    if node.op == "iota":
+        return [literal(i, node.dtype) for i in range(length)]
+    if node.op == "scalar":
+        getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
+        return [block.emit(f"c.{getter}({node.int_attr('slot')})", ())]
+    if node.op == "gather":
+        return _lower_gather(block, node, [a[0] for a in args], length)
+    if node.op == "searchsorted":
+        slot = node.int_attr("slot")
+        tag = TAG[block.tensors[slot].dtype]
+        right = "true" if node.attr("right") else "false"
+        text = f"ops::searchsorted<{tag}, {right}>(c.tensor({slot}), {args[0][0]})"
+        return [block.emit(text, args[0])]
+    if node.op in ("q_len", "kv_len", "q_row", "kv_slot"):
+        names = [a[0] for a in args]
+        return [block.emit(f"ops::{node.op}({', '.join(['c', *names])})", names)]
+    if node.op == "slice":
+        start, step = node.int_attr("start"), node.int_attr("step")
+        return [args[0][start + step * i] for i in range(length)]
+    if node.op == "cat":
+        return [name for a in args for name in a]
+    if node.op == "interleave":
+        return [a[i] for i in range(len(args[0])) for a in args]
+    if node.op == "broadcast":
+        return [args[0][0]] * length
+    if node.op in _REDUCE:
+        return [_reduce(block, _REDUCE[node.op], args[0])]
+    dtypes = [graph.nodes[a].dtype for a in node.args]
+    out = []
+    for i in range(length):
+        names = [a[i] if len(a) > 1 else a[0] for a in args]
+        out.append(block.emit(map_op(node, names, dtypes), names))
+    return out
+
+
+_REDUCE = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or_",
+           "all": "and_"}  # fmt: skip
+
+
+def _reduce(block: Block, op: str, names: list[str]) -> str:
+    total = names[0]
+    for name in names[1:]:
+        total = block.emit(f"ops::{op}({total}, {name})", [total, name])
+    return total
+
+
+def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> list[str]:
+    """A load: one offset a dim, added level by level so that rows and keys pay for their own."""
+    slot = node.int_attr("slot")
+    param = block.tensors[slot]
+    sums: dict[Level, str] = {}
+    for dim, index in enumerate(indices):
+        if param.strides[dim] == "0":
+            continue
+        unit = "true" if param.strides[dim] == "1" else "false"
+        text = f"ops::offset<{unit}>(c.tensor({slot}), {dim}, {index})"
+        name = block.emit(text, [index])
+        level = block.level_of(name)
+        if level in sums:
+            name = block.emit(f"ops::add({sums[level]}, {name})", [sums[level], name])
+        sums[level] = name
+    names = [sums[level] for level in sorted(sums)]
+    total = "INT64_C(0)"
+    if names:
+        total = names[0]
+        for name in names[1:]:
+            total = block.emit(f"ops::add({total}, {name})", [total, name])
+    tag, uses = TAG[param.dtype], [total]
+    if not node.shape:
+        return [block.emit(f"ops::load<{tag}>(c.tensor({slot}), {total})", uses)]
+    dim = param.rank - 1
+    return [
+        block.emit(f"ops::load_at<{tag}>(c.tensor({slot}), {total}, {dim}, {i})", uses)
+        for i in range(length)
+    ]
+
+
+def straight_line(
+    graph: Graph, tensors: Sequence[TensorParam], hook: str
+) -> tuple[list[str], str]:
+    """A scalar hook as plain statements without levels; returns the lines and the result's name."""
+    block, result = lower_graph(graph, tensors, f"{hook[0]}_")
+    return [_line(s) for s in block.statements.values()], result
+
+
+def _line(statement: Statement) -> str:
+    return f"[[maybe_unused]] const auto {statement.name} = {statement.text};"
+
+
+# --- the row / key / pair split ----------------------------------------------------------------
+
+
+def lower(variant: VariantIR) -> str:
+    """`rows`, `keys`, `score` and `mask` of ``struct Hooks``."""
+    score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
+    hooks: list[tuple[Block, str]] = []
+    bodies = []
+    for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
+        if graph is None:
+            bodies.append(_absent(variant, kind))
+            continue
+        block, result = lower_graph(graph, variant.tensors, prefix)
+        hooks.append((block, result))
+        bodies.append(_pair_function(kind, block, result))
+    # Text hooks are called with plain indices, which rows and keys therefore carry.
+    text = variant.cpp_hook("score_mod") is not None or variant.cpp_hook("mask_mod") is not None
+    row_names = [n for block, result in hooks for n in _escaping(block, result, Level.ROW)]
+    key_names = [n for block, result in hooks for n in _escaping(block, result, Level.KEY)]
+    row_inputs = [n for n in ("h", "q_idx") if text or _pair_reads(hooks, n)]
+    key_inputs = [n for n in ("kv_idx",) if text or _pair_reads(hooks, n)]
+    if text or _pair_reads(hooks, "b"):
+        row_inputs = ["b", *row_inputs]
+    rows = _split_function(
+        "rows", "class H, class Q", "int32_t b, H h, Q q_idx", "Row",
+        hooks, Level.ROW, row_inputs + row_names,
+    )  # fmt: skip
+    keys = _split_function(
+        "keys", "class K", "int32_t b, int32_t kv_h, K kv_idx", "Key",
+        hooks, Level.KEY, key_inputs + key_names,
+    )  # fmt: skip
+    return "\n\n".join([rows, keys, *bodies])
+
+
+def _needed(block: Block, roots: Sequence[str]) -> list[Statement]:
+    """The statements that `roots` need, themselves included, in order."""
+    wanted = set(roots)
+    for name in reversed(list(block.statements)):
+        if name in wanted:
+            wanted.update(block.statements[name].uses)
+    return [s for s in block.statements.values() if s.name in wanted]
+
+
+def _pair_uses(block: Block, result: str) -> set[str]:
+    """Names that the pair part reads: arguments of pair statements, and the result itself."""
+    uses = {result}
+    for statement in _needed(block, [result]):
+        if statement.level == Level.PAIR:
+            uses.update(statement.uses)
+    return uses
+
+
+def _escaping(block: Block, result: str, level: Level) -> list[str]:
+    """Statements of `level` that the pair part reads. Uniform ones travel with the row."""
+    levels = (Level.UNIFORM, Level.ROW) if level == Level.ROW else (Level.KEY,)
+    uses = _pair_uses(block, result)
+    return [s.name for s in block.statements.values() if s.name in uses and s.level in levels]
+
+
+def _pair_reads(hooks: Sequence[tuple[Block, str]], name: str) -> bool:
+    return any(name in block.inputs and name in _pair_uses(block, r) for block, r in hooks)
+
+
+def _split_function(
+    function: str,
+    template: str,
+    arguments: str,
+    struct: str,
+    hooks: Sequence[tuple[Block, str]],
+    level: Level,
+    names: list[str],
+) -> str:
+    listed = ", ".join(f"[[maybe_unused]] {a}" for a in arguments.split(", "))
+    head = (
+        f"  template <{template}>\n"
+        f"  static auto {function}([[maybe_unused]] const Context& c, {listed}) {{\n"
+    )
+    if not names:
+        return f"  struct {struct} {{}};\n{head}    return {struct}{{}};\n  }}"
+    lines = []
+    for block, result in hooks:
+        roots = _escaping(block, result, level)
+        lines += [_line(s) for s in _needed(block, roots)]
+    types = ", ".join(f"class T_{n}" for n in names)
+    fields = " ".join(f"T_{n} {n};" for n in names)
+    body = "".join(f"    {line}\n" for line in lines)
+    decls = ", ".join(f"ops::Value<decltype({n})>" for n in names)
+    return (
+        f"  template <{types}>\n  struct {struct} {{ {fields} }};\n{head}{body}"
+        f"    return {struct}<{decls}>{{{', '.join(names)}}};\n  }}"
+    )
+
+
+_PAIR_HEAD = {
+    "score": "  template <class S, class R, class K>\n  static S score([[maybe_unused]] const "
+    "Context& c, [[maybe_unused]] S s, [[maybe_unused]] const R& r, [[maybe_unused]] const K& k) {",
+    "mask": "  template <class R, class K>\n  static auto mask([[maybe_unused]] const Context& c, "
+    "[[maybe_unused]] const R& r, [[maybe_unused]] const K& k) {",
+}
+
+
+def _absent(variant: VariantIR, kind: str) -> str:
+    if variant.cpp_hook(f"{kind}_mod") is None:
+        value = "s" if kind == "score" else "true"
+    elif kind == "score":
+        value = (
+            "ops::each_lane(s, r.h, r.q_idx, k.kv_idx, [&](float x, int32_t h, int32_t q, "
+            "int32_t kv) { return score_mod_text(c, x, r.b, h, q, kv); })"
+        )
+    else:
+        value = (
+            "ops::mask_lanes(r.h, r.q_idx, k.kv_idx, [&](int32_t h, int32_t q, int32_t kv) "
+            "{ return mask_mod_text(c, r.b, h, q, kv); })"
+        )
+    return f"{_PAIR_HEAD[kind]}\n    return {value};\n  }}"
+
+
+def _pair_function(kind: str, block: Block, result: str) -> str:
+    """The pair part: reads row and key values from `r` and `k`, computes what depends on both."""
+    uses = _pair_uses(block, result)
+    lines = []
+    for name, level in block.inputs.items():
+        if name in uses and name != "s":
+            source = "k" if level == Level.KEY else "r"
+            lines.append(f"const auto {name} = {source}.{name};")
+    for statement in _needed(block, [result]):
+        if statement.level == Level.PAIR:
+            lines.append(_line(statement))
+        elif statement.name in uses:
+            source = "k" if statement.level == Level.KEY else "r"
+            lines.append(f"const auto {statement.name} = {source}.{statement.name};")
+    value = f"ops::widen<S>({result})" if kind == "score" else result
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"{_PAIR_HEAD[kind]}\n{body}    return {value};\n  }}"

@@ -1,0 +1,237 @@
+"""Lowers row hooks (`query_mod`, `key_mod`, `value_mod`, `output_mod`) to loops over one row.
+
+Slices, concatenations and flips cost nothing: they become index arithmetic inside the loops that
+read them, and a loop is split where a concatenation changes its source. NeoX RoPE becomes two
+loops of head_dim / 2 with no temporary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .ir import Graph, Node, TensorParam
+from .lower_expr import CPP_TYPE, TAG, literal, map_op
+
+_ARGUMENTS = {
+    "query_mod": "int32_t b, int32_t h, int32_t q_idx",
+    "key_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
+    "value_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
+    "output_mod": "float lse, int32_t b, int32_t h, int32_t q_idx",
+}
+_REDUCE = {"sum", "prod", "amax", "amin", "any", "all"}
+
+
+def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
+    """The C++ function of one row hook: ``out[i]`` from ``row[i]``, both fp32, not aliased."""
+    length = next(n.shape[0] for n in graph.nodes if n.shape) if _vectors(graph) else 0
+    row = [n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"]
+    length = row[0].shape[0] if row else length
+    lines = _RowLowering(graph, tensors, length).run()
+    listed = ", ".join(f"[[maybe_unused]] {a}" for a in _ARGUMENTS[hook].split(", "))
+    head = (
+        f"  static void {hook}([[maybe_unused]] const Context& c, "
+        f"[[maybe_unused]] const float* __restrict row, float* __restrict out,\n"
+        f"      {listed}) {{\n"
+    )
+    return head + "".join(f"    {line}\n" for line in lines) + "  }"
+
+
+def _vectors(graph: Graph) -> bool:
+    return any(n.shape for n in graph.nodes)
+
+
+class _RowLowering:
+    def __init__(self, graph: Graph, tensors: Sequence[TensorParam], length: int) -> None:
+        self.graph, self.tensors = graph, tensors
+        self.length = graph.result.shape[0] if graph.result.shape else length
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}  # scalar temporaries and materialised vectors
+        self.uses = Counter(a for n in graph.nodes for a in n.args)
+
+    def run(self) -> list[str]:
+        for i, node in enumerate(self.graph.nodes):
+            if i == self.graph.output and node.shape:
+                continue
+            if not node.shape:
+                self._scalar(i, node)
+            elif self._materialised(i, node):
+                name = self.names[i] = f"t{i}"
+                kind = CPP_TYPE[node.dtype]
+                self.lines.append(f"alignas(64) {kind} {name}[{node.shape[0]}];")
+                self._fill(i, name, "")
+        output = self.graph.output
+        cast = "" if self.graph.result.dtype == "float32" else self.graph.result.dtype
+        if self.graph.result.shape:
+            self._fill(output, "out", cast)
+        else:
+            value = self._cast(self.names[output], cast)
+            self.lines.append(f"for (int i = 0; i < {self.length}; ++i) out[i] = {value};")
+        return self.lines
+
+    # --- scalars -----------------------------------------------------------------------------
+
+    def _scalar(self, i: int, node: Node) -> None:
+        if node.op == "input":
+            self.names[i] = str(node.attr("name"))
+            return
+        if node.op == "const":
+            self.names[i] = literal(node.attr("value"), node.dtype)
+            return
+        if node.op in _REDUCE:
+            text = self._reduction(node)
+        elif node.op == "scalar":
+            getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
+            text = f"c.{getter}({node.int_attr('slot')})"
+        elif node.op == "gather":
+            slot = node.int_attr("slot")
+            tag = TAG[self.tensors[slot].dtype]
+            text = f"ops::load<{tag}>(c.tensor({slot}), {self._offset(node)})"
+        elif node.op == "searchsorted":
+            slot = node.int_attr("slot")
+            right = "true" if node.attr("right") else "false"
+            tag = TAG[self.tensors[slot].dtype]
+            text = f"ops::searchsorted<{tag}, {right}>(c.tensor({slot}), {self.names[node.args[0]]})"
+        elif node.op in ("q_len", "kv_len", "q_row", "kv_slot"):
+            text = f"ops::{node.op}({', '.join(['c', *(self.names[a] for a in node.args)])})"
+        else:
+            dtypes = [self.graph.nodes[a].dtype for a in node.args]
+            text = map_op(node, [self.names[a] for a in node.args], dtypes)
+        self.names[i] = f"t{i}"
+        self.lines.append(f"const auto t{i} = {text};")
+
+    def _offset(self, node: Node) -> str:
+        slot = node.int_attr("slot")
+        strides = self.tensors[slot].strides
+        terms = [
+            f"ops::offset<{'true' if strides[d] == '1' else 'false'}>"
+            f"(c.tensor({slot}), {d}, {self.names[a]})"
+            for d, a in enumerate(node.args)
+            if strides[d] != "0"
+        ]
+        return " + ".join(terms) or "INT64_C(0)"
+
+    def _reduction(self, node: Node) -> str:
+        (source,) = node.args
+        kind, n = CPP_TYPE[node.dtype], self.graph.nodes[source].shape[0]
+        parts = []
+        for lo, hi in self._segments(source, n):
+            value = self._element(source, 1, lo, lo)
+            body = f"[&](int i) {{ return {kind}({value}); }}"
+            parts.append(f"ops::reduce_{node.op}<{kind}, {hi - lo}>({body})")
+        join = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or_",
+                "all": "and_"}[node.op]  # fmt: skip
+        text = parts[0]
+        for part in parts[1:]:
+            text = f"ops::{join}({text}, {part})"
+        return text
+
+    # --- vectors -----------------------------------------------------------------------------
+
+    def _materialised(self, i: int, node: Node) -> bool:
+        """Vectors that are stored: row loads need a base pointer, interleaving has no index form,
+        and arithmetic used twice would be done twice."""
+        if node.op == "gather":
+            slot = node.int_attr("slot")
+            self.names[i] = f"p{i}"
+            self.lines.append(f"const int64_t p{i} = {self._offset(node)};")
+            self.lines.append(
+                f"const int64_t n{i} = c.tensor({slot}).strides[{self.tensors[slot].rank - 1}];"
+            )
+            return False
+        return node.op == "interleave" or (node.op == "map" or self._arithmetic(node)) and (
+            self.uses[i] > 1
+        )
+
+    def _arithmetic(self, node: Node) -> bool:
+        return node.op not in ("input", "const", "iota", "slice", "cat", "broadcast")
+
+    def _fill(self, i: int, name: str, cast: str) -> None:
+        node = self.graph.nodes[i]
+        if node.op == "interleave":
+            n = len(node.args)
+            for j, arg in enumerate(node.args):
+                for lo, hi in self._segments(arg, self.graph.nodes[arg].shape[0]):
+                    value = self._cast(self._element(arg, 1, lo, lo), cast)
+                    place = _index(n, n * lo + j)
+                    self.lines.append(_loop(hi - lo, f"{name}[{place}] = {value};"))
+            return
+        for lo, hi in self._segments(i, node.shape[0], root=True):
+            value = self._cast(self._element(i, 1, lo, lo, root=True), cast)
+            self.lines.append(_loop(hi - lo, f"{name}[{_index(1, lo)}] = {value};"))
+
+    def _cast(self, value: str, dtype: str) -> str:
+        return f"ops::cast<{TAG[dtype]}, dt::f32>({value})" if dtype else value
+
+    def _stored(self, i: int, root: bool) -> bool:
+        node = self.graph.nodes[i]
+        return not root and i in self.names and node.op != "gather"
+
+    def _segments(self, i: int, length: int, root: bool = False) -> list[tuple[int, int]]:
+        cuts = sorted({0, length, *(c for c in self._cuts(i, root) if 0 < c < length)})
+        return list(zip(cuts, cuts[1:], strict=False))
+
+    def _cuts(self, i: int, root: bool = False) -> set[int]:
+        """Positions at which the element's expression changes its form."""
+        node = self.graph.nodes[i]
+        if self._stored(i, root) or not node.shape:
+            return set()
+        if node.op == "cat":
+            cuts, offset = set(), 0
+            for a in node.args:
+                cuts |= {offset} | {offset + c for c in self._cuts(a)}
+                offset += self.graph.nodes[a].shape[0]
+            return cuts
+        if node.op == "slice":
+            start, step = node.int_attr("start"), node.int_attr("step")
+            if step > 0:
+                return {-((start - c) // step) for c in self._cuts(node.args[0])}
+            return {(start - c) // -step + 1 for c in self._cuts(node.args[0])}
+        return set().union(*(self._cuts(a) for a in node.args))
+
+    def _element(self, i: int, mul: int, add: int, at: int, root: bool = False) -> str:
+        """Element ``mul * i + add`` of node i, where ``at`` is that index for loop index 0."""
+        node = self.graph.nodes[i]
+        place = _index(mul, add)
+        if not node.shape:
+            return self.names[i]
+        if self._stored(i, root):
+            return f"{self.names[i]}[{place}]"
+        if node.op == "input":
+            return f"row[{place}]"
+        if node.op == "const":
+            return literal(node.attr("value"), node.dtype)
+        if node.op == "iota":
+            return f"{CPP_TYPE[node.dtype]}({place})"
+        if node.op == "gather":
+            slot = node.int_attr("slot")
+            param = self.tensors[slot]
+            step = "" if param.strides[-1] == "1" else f" * n{i}"
+            tag = TAG[param.dtype]
+            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + ({place}){step})"
+        if node.op == "broadcast":
+            return self.names[node.args[0]]
+        if node.op == "slice":
+            start, step = node.int_attr("start"), node.int_attr("step")
+            return self._element(node.args[0], mul * step, add * step + start, at * step + start)
+        if node.op == "cat":
+            offset = 0
+            for a in node.args:
+                n = self.graph.nodes[a].shape[0]
+                if offset <= at < offset + n:
+                    return self._element(a, mul, add - offset, at - offset)
+                offset += n
+            raise AssertionError("element outside of the concatenation")
+        dtypes = [self.graph.nodes[a].dtype for a in node.args]
+        return map_op(node, [self._element(a, mul, add, at) for a in node.args], dtypes)
+
+
+def _index(mul: int, add: int) -> str:
+    term = "i" if mul == 1 else f"{mul} * i"
+    if add == 0:
+        return term
+    return f"{term} {'+' if add > 0 else '-'} {abs(add)}"
+
+
+def _loop(length: int, body: str) -> str:
+    return f"for (int i = 0; i < {length}; ++i) {body}"
