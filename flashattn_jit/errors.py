@@ -28,11 +28,38 @@ class TargetError(FlashAttnJitError, ValueError):
 
 
 class CompileError(FlashAttnJitError, RuntimeError):
-    """The compiler is missing or failed. Holds the first error line, the log's and source's path."""
+    """The compiler is missing or failed. Holds the first error line, the log's and source's path.
+
+    `location` is the (file, line) of that error as `#line` names it, such as
+    ("hook:SoftCap.score_mod", 3); None where the compiler named none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        first_error: str = "",
+        location: tuple[str, int] | None = None,
+        log_path: str = "",
+        source_path: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.first_error = first_error
+        self.location = location
+        self.log_path = log_path
+        self.source_path = source_path
 
 
 class CacheError(FlashAttnJitError, RuntimeError):
     """The kernel cache cannot be used: wrong owner or mode, or a corrupt entry that stays corrupt."""
+
+
+class MissingKernelError(CacheError):
+    """The cache lacks a kernel and FLASHATTN_JIT_COMPILE=never forbids to compile it."""
+
+
+class EnvironmentVariableError(FlashAttnJitError, ValueError):
+    """An environment variable of this package has a value it cannot have."""
 
 
 class AbiError(FlashAttnJitError, RuntimeError):

@@ -120,10 +120,13 @@ typedef struct fajit_classify_args {
   uint8_t* states;
 } fajit_classify_args;
 
+// Artifacts are compiled with hidden visibility; these four names are what they export.
+#pragma GCC visibility push(default)
 int fajit_attention(const fajit_args* args);
 int fajit_merge(const fajit_args* args);
 int fajit_classify(const fajit_classify_args* args);
 const char* fajit_describe(void);  // JSON: abi_version, key, layout
+#pragma GCC visibility pop
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,146 @@
+// flashattn_jit._C: loading and launching artifacts, what the CPU can do, merging states.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "errors.h"
+#include "hardware.h"
+#include "merge_states.h"
+#include "module.h"
+#include "problem.h"
+#include "python_values.h"
+
+namespace py = pybind11;
+
+namespace fajit::runtime {
+namespace {
+
+void raise_python(const char* class_name, const char* message) {
+  const py::object error = py::module_::import("flashattn_jit.errors").attr(class_name);
+  PyErr_SetString(error.ptr(), message);
+}
+
+void translate(std::exception_ptr caught) {
+  try {
+    if (caught) std::rethrow_exception(caught);
+  } catch (const AbiError& error) {
+    raise_python("AbiError", error.what());
+  } catch (const LoadError& error) {
+    PyErr_SetString(PyExc_OSError, error.what());
+  }
+}
+
+// merge_states with addresses as ints.
+void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
+                     py::handle lse_strides, py::handle shape, int64_t head_dim_v, py::handle out,
+                     py::handle out_stride, py::handle lse, py::handle lse_stride,
+                     int num_threads) {
+  const auto address = [](py::handle value, const char* name) {
+    void* const pointer = to_address(value);
+    if (pointer == nullptr) throw py::value_error(std::string(name) + " has address 0");
+    return static_cast<float*>(pointer);
+  };
+  std::array<int64_t, 3> dims{};
+  to_int64s(shape, 3, dims.data(), "shape");
+  if (dims[0] < 0 || dims[1] < 0 || dims[2] < 0 || head_dim_v < 1 || num_threads < 1) {
+    throw py::value_error("shape must not be negative, head_dim_v and num_threads be positive");
+  }
+  const bool empty = dims[0] * dims[1] * dims[2] == 0;
+  const Items out_items(outs, "outs"), out_stride_items(out_strides, "out_strides");
+  const Items lse_items(lses, "lses"), lse_stride_items(lse_strides, "lse_strides");
+  const size_t count = out_items.size();
+  const bool sums = lse_items.size() == 0;
+  if (count == 0) throw py::value_error("outs must have at least one state");
+  if (out_stride_items.size() != count || lse_items.size() != lse_stride_items.size() ||
+      (!sums && lse_items.size() != count)) {
+    throw py::value_error("outs, out_strides, lses and lse_strides must be equally long");
+  }
+  if (empty) return;
+  State merged{address(out, "out"), sums ? nullptr : address(lse, "lse"), {}, {}};
+  to_int64s(out_stride, 3, merged.out_strides.data(), "out_stride");
+  to_int64s(lse_stride, 3, merged.lse_strides.data(), "lse_stride");
+  std::vector<State> states(count);
+  for (size_t i = 0; i < count; ++i) {
+    states[i].out = address(out_items[i], "a state's out");
+    to_int64s(out_stride_items[i], 3, states[i].out_strides.data(), "out_strides");
+    if (sums) continue;
+    states[i].lse = address(lse_items[i], "a state's lse");
+    to_int64s(lse_stride_items[i], 3, states[i].lse_strides.data(), "lse_strides");
+  }
+  py::gil_scoped_release no_gil;
+  merge_states(states, merged, dims, head_dim_v, num_threads);
+}
+
+void bind_module(py::module_& m) {
+  py::class_<Module, std::shared_ptr<Module>>(m, "Module")
+      .def(py::init<const std::string&>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("path", &Module::path)
+      .def_property_readonly("description", &Module::description)
+      .def("classify", &classify, py::arg("problem"), py::arg("request"), py::arg("head_begin"),
+           py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"), py::arg("tile_q"),
+           py::arg("kv_begin"), py::arg("kv_end"), py::arg("tile_kv"), py::arg("states"),
+           py::arg("tensors"), py::arg("scalars"));
+}
+
+void bind_problem(py::module_& m) {
+  const py::tuple none = py::make_tuple();
+  const py::tuple zeros = py::make_tuple(0, 0, 0);
+  py::class_<Problem, std::shared_ptr<Problem>>(m, "Problem")
+      .def(py::init<int32_t, int32_t, int32_t, int32_t, int32_t, py::handle, py::handle, py::handle,
+                    py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
+                    py::handle, py::handle, py::handle, py::handle, const std::string&,
+                    py::handle>(),
+           py::kw_only(), py::arg("num_requests"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim"), py::arg("head_dim_v"), py::arg("q_len"), py::arg("kv_len"),
+           py::arg("q_row0") = 0, py::arg("kv_row0") = 0, py::arg("q_offset") = 0,
+           py::arg("q_token0") = py::none(), py::arg("kv_token0") = py::none(),
+           py::arg("q_stride") = zeros, py::arg("k_stride") = zeros, py::arg("v_stride") = zeros,
+           py::arg("out_stride") = zeros, py::arg("lse_stride") = zeros, py::arg("tensors") = none,
+           py::arg("scalar_kinds") = "", py::arg("block_mask") = py::none())
+      .def_property_readonly("num_requests",
+                             [](const Problem& self) { return self.args().num_requests; });
+}
+
+void bind_call(py::module_& m) {
+  const py::tuple none = py::make_tuple();
+  py::class_<Call>(m, "Call")
+      .def(py::init<std::shared_ptr<const Module>, std::shared_ptr<const Problem>,
+                    const py::buffer&, const py::buffer&, int64_t, int32_t>(),
+           py::arg("module"), py::arg("problem"), py::arg("work"),
+           py::arg("merge_work") = py::bytes(""), py::arg("partial_rows") = 0, py::arg("flags") = 0)
+      .def_property_readonly("workspace_bytes", &Call::workspace_bytes)
+      .def("launch", &Call::launch, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
+           py::arg("lse"), py::arg("scale"), py::arg("num_threads"), py::arg("tensors") = none,
+           py::arg("scalars") = none, py::arg("states") = 0, py::arg("workspace") = 0);
+}
+
+}  // namespace
+}  // namespace fajit::runtime
+
+PYBIND11_MODULE(_C, m) {
+  namespace rt = fajit::runtime;
+  m.doc() = "Runtime of flashattn_jit: loads and launches compiled artifacts.";
+  py::register_local_exception_translator(&rt::translate);
+  m.attr("ABI_VERSION") = FAJIT_ABI_VERSION;
+  m.attr("WRITE_LSE") = static_cast<int>(FAJIT_WRITE_LSE);
+  m.attr("PARTIAL") = static_cast<int>(FAJIT_PARTIAL);
+  m.attr("WORK_BYTES") = sizeof(fajit_work);
+  m.attr("MERGE_WORK_BYTES") = sizeof(fajit_merge_work);
+  m.def("cpu_isa", &rt::cpu_isa);
+  m.def("cache_sizes", [] {
+    const auto sizes = rt::cache_sizes();
+    return py::make_tuple(sizes[0], sizes[1], sizes[2]);
+  });
+  m.def("merge_states", &rt::merge_states_at, py::arg("outs"), py::arg("out_strides"),
+        py::arg("lses"), py::arg("lse_strides"), py::arg("shape"), py::arg("head_dim_v"),
+        py::arg("out"), py::arg("out_stride"), py::arg("lse"), py::arg("lse_stride"),
+        py::arg("num_threads"));
+  rt::bind_module(m);
+  rt::bind_problem(m);
+  rt::bind_call(m);
+}

@@ -1,0 +1,237 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "errors.h"
+#include "python_values.h"
+
+namespace py = pybind11;
+
+namespace fajit::runtime {
+namespace {
+
+constexpr int64_t kWorkspaceAlignment = 64;
+
+// A copy of a contiguous buffer seen as items of type T, whatever its item type is.
+template <class T>
+std::vector<T> read_items(const py::buffer& source, const char* name) {
+  const py::buffer_info info = source.request();
+  int64_t expected_stride = info.itemsize;
+  for (py::ssize_t i = info.ndim - 1; i >= 0; --i) {
+    if (info.shape[i] > 1 && info.strides[i] != expected_stride) {
+      throw py::value_error(std::string(name) + " must be contiguous");
+    }
+    expected_stride *= info.shape[i];
+  }
+  const size_t bytes = static_cast<size_t>(info.size) * static_cast<size_t>(info.itemsize);
+  if (bytes % sizeof(T) != 0) {
+    throw py::value_error(std::string(name) + " has " + std::to_string(bytes) +
+                          " bytes, which is no multiple of the item's " +
+                          std::to_string(sizeof(T)));
+  }
+  std::vector<T> items(bytes / sizeof(T));
+  if (bytes > 0) std::memcpy(items.data(), info.ptr, bytes);
+  return items;
+}
+
+[[noreturn]] void bad_item(const char* name, size_t index, const std::string& reason) {
+  throw py::value_error(std::string(name) + "[" + std::to_string(index) + "]: " + reason);
+}
+
+std::string range(const char* name, int64_t begin, int64_t end) {
+  return std::string(name) + " [" + std::to_string(begin) + ", " + std::to_string(end) + ")";
+}
+
+// The fields that work and merge items share: request, heads of one kv head, packed rows.
+template <class T>
+void check_rows(const fajit_args& args, const T& item, const char* name, size_t index) {
+  if (item.request < 0 || item.request >= args.num_requests) {
+    bad_item(name, index, "request " + std::to_string(item.request) + " of num_requests=" +
+                              std::to_string(args.num_requests));
+  }
+  const int64_t head_end = int64_t{item.head_begin} + item.head_count;
+  if (item.head_begin < 0 || item.head_count < 1 || head_end > args.num_q_heads) {
+    bad_item(name, index, range("heads", item.head_begin, head_end) + " of num_q_heads=" +
+                              std::to_string(args.num_q_heads));
+  }
+  const int32_t group_size = args.num_q_heads / args.num_kv_heads;
+  if (item.head_begin / group_size != (head_end - 1) / group_size) {
+    bad_item(name, index, range("heads", item.head_begin, head_end) +
+                              " are not of one kv head (group_size=" + std::to_string(group_size) +
+                              ")");
+  }
+  const int64_t packed_rows = int64_t{args.q_len[item.request]} * item.head_count;
+  if (item.row_begin < 0 || item.row_end < item.row_begin || item.row_end > packed_rows) {
+    bad_item(name, index, range("rows", item.row_begin, item.row_end) + " of " +
+                              std::to_string(packed_rows) + " packed rows");
+  }
+}
+
+void check_work(const fajit_args& args, const BlockMaskLayout* mask, int64_t partial_rows,
+                const std::vector<fajit_work>& work) {
+  for (size_t i = 0; i < work.size(); ++i) {
+    const fajit_work& item = work[i];
+    check_rows(args, item, "work", i);
+    const int32_t kv_len = args.kv_len[item.request];
+    if (item.kv_begin < 0 || item.kv_end < item.kv_begin || item.kv_end > kv_len) {
+      bad_item("work", i, range("keys", item.kv_begin, item.kv_end) + " of kv_len=" +
+                              std::to_string(kv_len));
+    }
+    const int64_t rows = item.row_end - item.row_begin;
+    if (item.partial < -1 || (item.partial >= 0 && item.partial + rows > partial_rows)) {
+      bad_item("work", i, range("partial rows", item.partial, item.partial + rows) + " of " +
+                              std::to_string(partial_rows));
+    }
+    if (mask != nullptr && rows > 0) {
+      const int64_t last_row = (item.row_end - 1) / item.head_count;
+      if (last_row >= mask->sizes[2] * mask->q_block || item.kv_end > mask->sizes[3] * mask->kv_block) {
+        bad_item("work", i, "it lies outside the block mask, which covers " +
+                                std::to_string(mask->sizes[2] * mask->q_block) + " query rows and " +
+                                std::to_string(mask->sizes[3] * mask->kv_block) + " keys");
+      }
+    }
+  }
+}
+
+void check_merge_work(const fajit_args& args, int64_t partial_rows,
+                      const std::vector<fajit_merge_work>& work) {
+  for (size_t i = 0; i < work.size(); ++i) {
+    const fajit_merge_work& item = work[i];
+    check_rows(args, item, "merge_work", i);
+    const int64_t rows = item.row_end - item.row_begin;
+    const int64_t end = item.first_partial + rows * item.num_splits;
+    if (item.first_partial < 0 || item.num_splits < 1 || end > partial_rows) {
+      bad_item("merge_work", i, range("partial rows", item.first_partial, end) + " of " +
+                                    std::to_string(partial_rows));
+    }
+  }
+}
+
+void require(const void* address, const char* name) {
+  if (address == nullptr) throw py::value_error(std::string(name) + " has address 0");
+}
+
+}  // namespace
+
+Call::Call(std::shared_ptr<const Module> module, std::shared_ptr<const Problem> problem,
+           const py::buffer& work, const py::buffer& merge_work, int64_t partial_rows,
+           int32_t flags)
+    : module_(std::move(module)),
+      problem_(std::move(problem)),
+      work_(read_items<fajit_work>(work, "work")),
+      merge_work_(read_items<fajit_merge_work>(merge_work, "merge_work")),
+      args_(problem_->args()) {
+  if ((flags & ~(FAJIT_WRITE_LSE | FAJIT_PARTIAL)) != 0) {
+    throw py::value_error("flags=" + std::to_string(flags) + " has unknown bits");
+  }
+  if (partial_rows < 0 || partial_rows > INT32_MAX) {
+    throw py::value_error("partial_rows=" + std::to_string(partial_rows) + " is out of range");
+  }
+  check_work(args_, problem_->block_mask(), partial_rows, work_);
+  check_merge_work(args_, partial_rows, merge_work_);
+  for (const fajit_work& item : work_) {
+    reads_queries_ |= item.row_end > item.row_begin;
+    reads_keys_ |= item.row_end > item.row_begin && item.kv_end > item.kv_begin;
+    writes_out_ |= item.row_end > item.row_begin && item.partial < 0;
+  }
+  for (const fajit_merge_work& item : merge_work_) writes_out_ |= item.row_end > item.row_begin;
+
+  args_.flags = flags;
+  args_.work = work_.data();
+  args_.merge_work = merge_work_.data();
+  args_.num_work = narrow(static_cast<int64_t>(work_.size()), "num_work");
+  args_.num_merge_work = narrow(static_cast<int64_t>(merge_work_.size()), "num_merge_work");
+  const int64_t out_bytes = partial_rows * args_.head_dim_v * int64_t{sizeof(float)};
+  partial_out_bytes_ = (out_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  workspace_bytes_ = partial_rows > 0 ? partial_out_bytes_ + partial_rows * int64_t{sizeof(float)} : 0;
+}
+
+void Call::launch(py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse,
+                  double scale, int num_threads, py::handle tensors, py::handle scalars,
+                  py::handle states, py::handle workspace) const {
+  fajit_args args = args_;
+  const Params params(*problem_, tensors, scalars);
+  params.fill(args);
+  args.q = to_address(q);
+  args.k = to_address(k);
+  args.v = to_address(v);
+  args.out = to_address(out);
+  args.lse = static_cast<float*>(to_address(lse));
+  args.scale = static_cast<float>(scale);
+  args.num_threads = num_threads;
+  args.block_mask.states = static_cast<const uint8_t*>(to_address(states));
+  char* const space = static_cast<char*>(to_address(workspace));
+
+  if (num_threads < 1) {
+    throw py::value_error("num_threads=" + std::to_string(num_threads) + " must be positive");
+  }
+  if (reads_queries_) require(args.q, "q");
+  if (reads_keys_) {
+    require(args.k, "k");
+    require(args.v, "v");
+    if (problem_->block_mask() != nullptr) require(args.block_mask.states, "states");
+  }
+  if (writes_out_) {
+    require(args.out, "out");
+    if (args.flags & FAJIT_WRITE_LSE) require(args.lse, "lse");
+  }
+  if (!(args.flags & FAJIT_WRITE_LSE)) args.lse = nullptr;
+  if (workspace_bytes_ > 0) {
+    require(space, "workspace");
+    args.partial_out = reinterpret_cast<float*>(space);
+    args.partial_lse = reinterpret_cast<float*>(space + partial_out_bytes_);
+  }
+
+  int attention_status = FAJIT_OK, merge_status = FAJIT_OK;
+  {
+    py::gil_scoped_release no_gil;
+    if (args.num_work > 0) attention_status = module_->attention(args);
+    if (attention_status == FAJIT_OK && args.num_merge_work > 0) merge_status = module_->merge(args);
+  }
+  check_status(attention_status, "fajit_attention", module_->path());
+  check_status(merge_status, "fajit_merge", module_->path());
+}
+
+void classify(const Module& module, const Problem& problem, int32_t request, int32_t head_begin,
+              int32_t head_end, int32_t q_begin, int32_t q_end, int32_t tile_q, int32_t kv_begin,
+              int32_t kv_end, int32_t tile_kv, const py::buffer& states, py::handle tensors,
+              py::handle scalars) {
+  fajit_args args = problem.args();
+  const Params params(problem, tensors, scalars);
+  params.fill(args);
+  if (request < 0 || request >= args.num_requests) {
+    throw py::value_error("request " + std::to_string(request) + " of num_requests=" +
+                          std::to_string(args.num_requests));
+  }
+  if (head_begin < 0 || head_end <= head_begin || head_end > args.num_q_heads) {
+    throw py::value_error(range("heads", head_begin, head_end) + " of num_q_heads=" +
+                          std::to_string(args.num_q_heads));
+  }
+  if (q_end < q_begin || kv_begin < 0 || kv_end < kv_begin || tile_q < 1 || tile_kv < 1) {
+    throw py::value_error("classify needs " + range("q_idx", q_begin, q_end) + " and " +
+                          range("kv_idx", kv_begin, kv_end) + " in order, and positive tiles");
+  }
+  const auto tiles = [](int64_t begin, int64_t end, int64_t tile) {
+    return (end - begin + tile - 1) / tile;
+  };
+  const int64_t count = tiles(q_begin, q_end, tile_q) * tiles(kv_begin, kv_end, tile_kv);
+  const py::buffer_info info = states.request(/*writable=*/true);
+  if (info.itemsize != 1 || info.size < count || (info.ndim == 1 && info.size > 1 && info.strides[0] != 1) ||
+      info.ndim != 1) {
+    throw py::value_error("states must be a contiguous 1-d uint8 buffer of at least " +
+                          std::to_string(count) + " entries");
+  }
+  const fajit_classify_args classify_args{&args,   request, head_begin, head_end, q_begin, q_end,
+                                          tile_q,  kv_begin, kv_end,    tile_kv,
+                                          static_cast<uint8_t*>(info.ptr)};
+  int status = FAJIT_OK;
+  if (count > 0) {
+    py::gil_scoped_release no_gil;
+    status = module.classify(classify_args);
+  }
+  check_status(status, "fajit_classify", module.path());
+}
+
+}  // namespace fajit::runtime

@@ -1,0 +1,101 @@
+#include "hardware.h"
+
+#include <fstream>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace fajit::runtime {
+namespace {
+
+#if defined(__x86_64__)
+
+struct Registers {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
+  Registers r;
+  if (!__get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx)) r = {};
+  return r;
+}
+
+// Extended control register 0: which register files the operating system saves.
+uint64_t saved_registers() {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t{high} << 32) | low;
+}
+
+constexpr bool has(unsigned word, std::initializer_list<int> bits) {
+  for (const int bit : bits) {
+    if (!((word >> bit) & 1u)) return false;
+  }
+  return true;
+}
+
+const char* detect_isa() {
+  constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6;
+  const Registers basic = cpuid(1), extended = cpuid(7), amd = cpuid(0x80000001u);
+  // ecx of leaf 1: FMA 12, MOVBE 22, OSXSAVE 27, AVX 28, F16C 29. ebx of leaf 7: BMI1 3, AVX2 5,
+  // BMI2 8. ecx of leaf 0x80000001: LZCNT 5. Together x86-64-v3.
+  if (!has(basic.ecx, {12, 22, 27, 28, 29}) || !has(extended.ebx, {3, 5, 8}) || !has(amd.ecx, {5})) {
+    return "generic";
+  }
+  const uint64_t saved = saved_registers();
+  if ((saved & kYmmState) != kYmmState) return "generic";
+  // ebx of leaf 7: AVX512 F 16, DQ 17, CD 28, BW 30, VL 31. Together x86-64-v4.
+  if (!has(extended.ebx, {16, 17, 28, 30, 31}) || (saved & kZmmState) != kZmmState) return "avx2";
+  // ecx of leaf 7: AVX512_VNNI 11. eax of leaf 7, subleaf 1: AVX512_BF16 5.
+  if (!has(extended.ecx, {11}) || !has(cpuid(7, 1).eax, {5})) return "avx512";
+  return "avx512_bf16";
+}
+
+#else
+
+const char* detect_isa() { return "generic"; }
+
+#endif
+
+// "48K", "1024K" or "32M" of /sys as bytes; 0 where unreadable.
+int64_t read_size(const std::string& path) {
+  std::ifstream file(path);
+  int64_t size = 0;
+  char unit = '\0';
+  if (!(file >> size)) return 0;
+  file >> unit;
+  if (unit == 'K') return size << 10;
+  if (unit == 'M') return size << 20;
+  return size;
+}
+
+std::array<int64_t, 3> detect_cache_sizes() {
+  constexpr int kMostCaches = 16;
+  std::array<int64_t, 3> sizes{};
+  for (int i = 0; i < kMostCaches; ++i) {
+    const std::string index = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i);
+    int level = 0;
+    if (!(std::ifstream(index + "/level") >> level)) break;
+    std::string type;
+    std::ifstream(index + "/type") >> type;
+    if (type == "Instruction" || level < 1 || level > 3) continue;
+    sizes[static_cast<size_t>(level - 1)] = read_size(index + "/size");
+  }
+  return sizes;
+}
+
+}  // namespace
+
+const char* cpu_isa() {
+  static const char* const isa = detect_isa();
+  return isa;
+}
+
+std::array<int64_t, 3> cache_sizes() {
+  static const std::array<int64_t, 3> sizes = detect_cache_sizes();
+  return sizes;
+}
+
+}  // namespace fajit::runtime

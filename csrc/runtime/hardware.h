@@ -1,0 +1,17 @@
+// What this machine's CPU can do.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+namespace fajit::runtime {
+
+// The highest CPU target of this machine without its "cpu:" prefix: "avx512_bf16" (x86-64-v4 with
+// AVX512_BF16 and AVX512_VNNI), "avx512" (x86-64-v4), "avx2" (x86-64-v3) or "generic". A feature
+// counts only where the operating system saves its registers (XCR0).
+const char* cpu_isa();
+
+// Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown.
+std::array<int64_t, 3> cache_sizes();
+
+}  // namespace fajit::runtime

@@ -1,0 +1,26 @@
+// Merging partial attention states, outside of any artifact.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace fajit::runtime {
+
+// Addresses and strides (in elements) of one state seen as rows [d0, d1, d2], each of `head_dim_v`
+// contiguous fp32 entries, and its natural-log lse [d0, d1, d2]. `lse` is null for a sum.
+struct State {
+  float* out;
+  float* lse;
+  std::array<int64_t, 3> out_strides, lse_strides;
+};
+
+// Writes the merged state of every row into `merged`:
+//   lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) out_i   (Milakov, Gimelshein 2018),
+// out 0 and lse -inf where every lse_i is -inf, whatever out_i holds. Where `merged.lse` is null
+// the states are sums and are added. States are read in order, so the result does not depend on
+// `num_threads`.
+void merge_states(const std::vector<State>& states, const State& merged,
+                  const std::array<int64_t, 3>& shape, int64_t head_dim_v, int num_threads);
+
+}  // namespace fajit::runtime

@@ -1,0 +1,223 @@
+#include "problem.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "python_values.h"
+
+namespace py = pybind11;
+
+namespace fajit::runtime {
+namespace {
+
+constexpr int kPerRequestArrays = 7;
+
+// One int32 a request, from an int (the same for all), a tuple or list, or an int32 buffer.
+void read_per_request(py::handle source, int32_t count, int32_t* out, const char* name) {
+  if (PyLong_Check(source.ptr())) {
+    std::fill_n(out, count, narrow(to_int64(source, name), name));
+    return;
+  }
+  if (PyTuple_Check(source.ptr()) || PyList_Check(source.ptr())) {
+    const Items items(source, name);
+    if (items.size() != static_cast<size_t>(count)) {
+      throw py::value_error(std::string(name) + " must have num_requests=" + std::to_string(count) +
+                            " entries, got " + std::to_string(items.size()));
+    }
+    for (int32_t i = 0; i < count; ++i) out[i] = narrow(to_int64(items[i], name), name);
+    return;
+  }
+  if (!PyObject_CheckBuffer(source.ptr())) {
+    throw py::type_error(std::string(name) +
+                         " must be an int, a tuple or list of ints, or an int32 buffer, got " +
+                         Py_TYPE(source.ptr())->tp_name);
+  }
+  const py::buffer_info info = py::reinterpret_borrow<py::buffer>(source).request();
+  if (info.ndim != 1 || info.itemsize != 4 || info.format != "i" || info.size != count ||
+      (count > 1 && info.strides[0] != 4)) {
+    throw py::value_error(std::string(name) + " must be a contiguous int32 buffer of num_requests=" +
+                          std::to_string(count) + " entries");
+  }
+  if (count > 0) std::memcpy(out, info.ptr, sizeof(int32_t) * static_cast<size_t>(count));
+}
+
+void require_not_negative(const int32_t* values, int32_t count, const char* name) {
+  for (int32_t i = 0; i < count; ++i) {
+    if (values[i] < 0) {
+      throw py::value_error(std::string(name) + "[" + std::to_string(i) +
+                            "]=" + std::to_string(values[i]) + " must not be negative");
+    }
+  }
+}
+
+fajit_tensor read_tensor_layout(py::handle layout) {
+  const Items pair(layout, "a tensor layout");
+  if (pair.size() != 2) throw py::value_error("a tensor layout must be (sizes, strides)");
+  fajit_tensor tensor{};
+  const py::object sizes = pair[0], strides = pair[1];
+  const size_t rank = Items(sizes, "sizes").size();
+  if (rank > FAJIT_MAX_RANK) {
+    throw py::value_error("a param tensor has rank " + std::to_string(rank) + ", at most " +
+                          std::to_string(FAJIT_MAX_RANK) + " are supported");
+  }
+  to_int64s(sizes, rank, tensor.sizes, "sizes");
+  to_int64s(strides, rank, tensor.strides, "strides");
+  for (size_t i = 0; i < rank; ++i) {
+    if (tensor.sizes[i] < 0) throw py::value_error("sizes must not be negative");
+  }
+  // Dims past the rank count as one entry, so that the product of all sizes is the entry count.
+  std::fill(tensor.sizes + rank, tensor.sizes + FAJIT_MAX_RANK, int64_t{1});
+  return tensor;
+}
+
+BlockMaskLayout read_block_mask(py::handle source, const fajit_args& args) {
+  const Items items(source, "block_mask");
+  if (items.size() != 4) {
+    throw py::value_error("block_mask must be (sizes, strides, q_block, kv_block)");
+  }
+  BlockMaskLayout layout;
+  to_int64s(items[0], 4, layout.sizes.data(), "block_mask sizes");
+  to_int64s(items[1], 4, layout.strides.data(), "block_mask strides");
+  layout.q_block = narrow(to_int64(items[2], "q_block"), "q_block");
+  layout.kv_block = narrow(to_int64(items[3], "kv_block"), "kv_block");
+  if (layout.q_block < 1 || layout.kv_block < 1) {
+    throw py::value_error("q_block and kv_block must be positive");
+  }
+  const int64_t needed[2] = {args.num_requests, args.num_q_heads};
+  for (int i = 0; i < 4; ++i) {
+    if (layout.sizes[i] < 0) throw py::value_error("block_mask sizes must not be negative");
+    if (i < 2 && layout.strides[i] != 0 && layout.sizes[i] < needed[i]) {
+      throw py::value_error(std::string("block_mask has ") + std::to_string(layout.sizes[i]) +
+                            (i == 0 ? " requests, the problem " : " heads, the problem ") +
+                            std::to_string(needed[i]) + ": a broadcast dim has stride 0");
+    }
+  }
+  return layout;
+}
+
+void require_positive(int32_t value, const char* name) {
+  if (value < 1) {
+    throw py::value_error(std::string(name) + "=" + std::to_string(value) + " must be positive");
+  }
+}
+
+}  // namespace
+
+Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
+                 int32_t head_dim_v, py::handle q_len, py::handle kv_len, py::handle q_row0,
+                 py::handle kv_row0, py::handle q_offset, py::handle q_token0,
+                 py::handle kv_token0, py::handle q_stride, py::handle k_stride,
+                 py::handle v_stride, py::handle out_stride, py::handle lse_stride,
+                 py::handle tensors, const std::string& scalar_kinds, py::handle block_mask)
+    : scalar_kinds_(scalar_kinds) {
+  if (num_requests < 0) throw py::value_error("num_requests must not be negative");
+  require_positive(num_q_heads, "num_q_heads");
+  require_positive(num_kv_heads, "num_kv_heads");
+  require_positive(head_dim, "head_dim");
+  require_positive(head_dim_v, "head_dim_v");
+  if (num_q_heads % num_kv_heads != 0) {
+    throw py::value_error("num_kv_heads=" + std::to_string(num_kv_heads) +
+                          " does not divide num_q_heads=" + std::to_string(num_q_heads));
+  }
+  for (const char kind : scalar_kinds_) {
+    if (kind != 'i' && kind != 'f') {
+      throw py::value_error("scalar_kinds must be made of 'i' (int64) and 'f' (float64), got '" +
+                            scalar_kinds_ + "'");
+    }
+  }
+  args_.abi_version = FAJIT_ABI_VERSION;
+  args_.args_bytes = sizeof(fajit_args);
+  args_.num_requests = num_requests;
+  args_.num_q_heads = num_q_heads;
+  args_.num_kv_heads = num_kv_heads;
+  args_.head_dim = head_dim;
+  args_.head_dim_v = head_dim_v;
+
+  per_request_.resize(static_cast<size_t>(kPerRequestArrays) * static_cast<size_t>(num_requests));
+  int32_t* next = per_request_.data();
+  const auto take = [&](py::handle source, const char* name) {
+    int32_t* const begin = next;
+    read_per_request(source, num_requests, begin, name);
+    next += num_requests;
+    return begin;
+  };
+  args_.q_len = take(q_len, "q_len");
+  args_.kv_len = take(kv_len, "kv_len");
+  args_.q_row0 = take(q_row0, "q_row0");
+  args_.kv_row0 = take(kv_row0, "kv_row0");
+  args_.q_offset = take(q_offset, "q_offset");
+  args_.q_token0 = take(q_token0.is_none() ? q_row0 : q_token0, "q_token0");
+  args_.kv_token0 = take(kv_token0.is_none() ? kv_row0 : kv_token0, "kv_token0");
+  require_not_negative(args_.q_len, num_requests, "q_len");
+  require_not_negative(args_.kv_len, num_requests, "kv_len");
+  require_not_negative(args_.q_row0, num_requests, "q_row0");
+  require_not_negative(args_.kv_row0, num_requests, "kv_row0");
+
+  to_int64s(q_stride, 3, args_.q_stride, "q_stride");
+  to_int64s(k_stride, 3, args_.k_stride, "k_stride");
+  to_int64s(v_stride, 3, args_.v_stride, "v_stride");
+  to_int64s(out_stride, 3, args_.out_stride, "out_stride");
+  to_int64s(lse_stride, 3, args_.lse_stride, "lse_stride");
+
+  const Items layouts(tensors, "tensors");
+  tensors_.reserve(layouts.size());
+  for (size_t i = 0; i < layouts.size(); ++i) tensors_.push_back(read_tensor_layout(layouts[i]));
+  args_.num_tensors = narrow(static_cast<int64_t>(tensors_.size()), "num_tensors");
+  args_.num_scalars = narrow(static_cast<int64_t>(scalar_kinds_.size()), "num_scalars");
+
+  if (!block_mask.is_none()) {
+    block_mask_ = read_block_mask(block_mask, args_);
+    has_block_mask_ = true;
+    std::copy(block_mask_.strides.begin(), block_mask_.strides.end(), args_.block_mask.strides);
+    args_.block_mask.q_block = block_mask_.q_block;
+    args_.block_mask.kv_block = block_mask_.kv_block;
+  }
+}
+
+Params::Params(const Problem& problem, py::handle addresses, py::handle scalars) {
+  const std::vector<fajit_tensor>& layouts = problem.tensors();
+  const Items address_items(addresses, "tensors");
+  if (address_items.size() != layouts.size()) {
+    throw py::value_error("tensors must have " + std::to_string(layouts.size()) +
+                          " addresses, got " + std::to_string(address_items.size()));
+  }
+  tensors_ = inline_tensors_;
+  if (layouts.size() > kInlineTensors) {
+    more_tensors_.resize(layouts.size());
+    tensors_ = more_tensors_.data();
+  }
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    tensors_[i] = layouts[i];
+    tensors_[i].ptr = to_address(address_items[i]);
+    const bool has_entries =
+        std::all_of(layouts[i].sizes, layouts[i].sizes + FAJIT_MAX_RANK, [](int64_t n) { return n > 0; });
+    if (tensors_[i].ptr == nullptr && has_entries) {
+      throw py::value_error("param tensor " + std::to_string(i) + " has address 0");
+    }
+  }
+
+  const std::string& kinds = problem.scalar_kinds();
+  const Items scalar_items(scalars, "scalars");
+  if (scalar_items.size() != kinds.size()) {
+    throw py::value_error("scalars must have " + std::to_string(kinds.size()) + " values, got " +
+                          std::to_string(scalar_items.size()));
+  }
+  scalars_ = inline_scalars_;
+  if (kinds.size() > kInlineScalars) {
+    more_scalars_.resize(kinds.size());
+    scalars_ = more_scalars_.data();
+  }
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    const py::object item = scalar_items[i];
+    if (kinds[i] == 'i') {
+      const int64_t value = to_int64(item, "an int scalar");
+      std::memcpy(&scalars_[i], &value, sizeof(value));
+    } else {
+      const double value = PyFloat_AsDouble(item.ptr());
+      if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+      std::memcpy(&scalars_[i], &value, sizeof(value));
+    }
+  }
+}
+
+}  // namespace fajit::runtime

@@ -1,0 +1,71 @@
+// The shapes and lengths of one call, before planning.
+#pragma once
+
+#include <fajit/abi.h>
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace fajit::runtime {
+
+// Blocks that the states of a block mask cover; checked against the work of a call.
+struct BlockMaskLayout {
+  std::array<int64_t, 4> sizes{};
+  std::array<int64_t, 4> strides{};
+  int32_t q_block = 0, kv_block = 0;
+};
+
+// Immutable once built. Everything that comes from Python is copied and checked, so that an argument
+// block filled from it reads inside its own arrays.
+class Problem {
+ public:
+  Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
+          int32_t head_dim_v, pybind11::handle q_len, pybind11::handle kv_len,
+          pybind11::handle q_row0, pybind11::handle kv_row0, pybind11::handle q_offset,
+          pybind11::handle q_token0, pybind11::handle kv_token0, pybind11::handle q_stride,
+          pybind11::handle k_stride, pybind11::handle v_stride, pybind11::handle out_stride,
+          pybind11::handle lse_stride, pybind11::handle tensors, const std::string& scalar_kinds,
+          pybind11::handle block_mask);
+
+  // Every field but the addresses, the scalars, the work and the flags.
+  const fajit_args& args() const { return args_; }
+  const std::vector<fajit_tensor>& tensors() const { return tensors_; }
+  const std::string& scalar_kinds() const { return scalar_kinds_; }
+  const BlockMaskLayout* block_mask() const { return has_block_mask_ ? &block_mask_ : nullptr; }
+
+ private:
+  fajit_args args_{};
+  std::vector<int32_t> per_request_;  // q_len, kv_len, q_row0, kv_row0, q_offset, q_, kv_token0
+  std::vector<fajit_tensor> tensors_;
+  std::string scalar_kinds_;
+  BlockMaskLayout block_mask_;
+  bool has_block_mask_ = false;
+};
+
+// The values of a variant's params for one call: what `fajit_args::tensors` and `::scalars` point to.
+class Params {
+ public:
+  // Throws where the counts differ from the problem's, or a tensor with entries has address 0.
+  Params(const Problem& problem, pybind11::handle addresses, pybind11::handle scalars);
+  Params(const Params&) = delete;
+  Params& operator=(const Params&) = delete;
+
+  void fill(fajit_args& args) const {
+    args.tensors = tensors_;
+    args.scalars = scalars_;
+  }
+
+ private:
+  static constexpr size_t kInlineTensors = 8, kInlineScalars = 16;
+  fajit_tensor inline_tensors_[kInlineTensors];
+  uint64_t inline_scalars_[kInlineScalars];
+  std::vector<fajit_tensor> more_tensors_;
+  std::vector<uint64_t> more_scalars_;
+  fajit_tensor* tensors_ = nullptr;
+  uint64_t* scalars_ = nullptr;
+};
+
+}  // namespace fajit::runtime

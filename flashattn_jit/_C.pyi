@@ -1,0 +1,152 @@
+"""Types of the runtime extension: loading and launching artifacts, hardware facts, merging states.
+
+Addresses are ints as `Tensor.data_ptr()` gives them; 0 is null. Strides are in elements. What could
+make a kernel read or write outside its tensors raises `ValueError` (`TypeError` for a wrong type).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from typing_extensions import Buffer
+
+ABI_VERSION: Final[int]
+WRITE_LSE: Final[int]
+PARTIAL: Final[int]
+WORK_BYTES: Final[int]
+MERGE_WORK_BYTES: Final[int]
+
+# The same value for every request, one int a request, or an int32 buffer of num_requests entries.
+_PerRequest = int | list[int] | tuple[int, ...] | Buffer
+_Strides = tuple[int, int, int] | list[int]
+_Layout = tuple[Sequence[int], Sequence[int]]
+_BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
+
+def cpu_isa() -> str:
+    """The highest this CPU and its system run: "avx512_bf16", "avx512", "avx2" or "generic"."""
+
+def cache_sizes() -> tuple[int, int, int]:
+    """Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown."""
+
+def merge_states(
+    outs: Sequence[int],
+    out_strides: Sequence[_Strides],
+    lses: Sequence[int],
+    lse_strides: Sequence[_Strides],
+    shape: _Strides,
+    head_dim_v: int,
+    out: int,
+    out_stride: _Strides,
+    lse: int,
+    lse_stride: _Strides,
+    num_threads: int,
+) -> None:
+    """Merges fp32 states (out [*shape, head_dim_v], natural-log lse [*shape]) into `out` and `lse`.
+
+    Empty `lses` and `lse_strides` mean that the states are sums: they are added, `lse` is unused.
+    """
+
+class Module:
+    """An artifact, loaded with RTLD_NOW | RTLD_LOCAL and never closed.
+
+    Raises `OSError` where it cannot be loaded, `AbiError` where it speaks another interface.
+    """
+
+    def __init__(self, path: str) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def description(self) -> str:
+        """JSON of `fajit_describe()`: abi_version, key, layout."""
+
+    def classify(
+        self,
+        problem: Problem,
+        request: int,
+        head_begin: int,
+        head_end: int,
+        q_begin: int,
+        q_end: int,
+        tile_q: int,
+        kv_begin: int,
+        kv_end: int,
+        tile_kv: int,
+        states: Buffer,
+        tensors: Sequence[int],
+        scalars: Sequence[int | float],
+    ) -> None:
+        """Writes 0 empty, 1 partial, 2 full for every tile into `states` (uint8, row-major)."""
+
+class Problem:
+    """The shapes and lengths of one call, before planning. Immutable; copies what it is given.
+
+    `tensors` holds (sizes, strides) of every param tensor, in slot order; `scalar_kinds` one "i"
+    (int64) or "f" (float64) a scalar slot; `block_mask` is (sizes, strides, q_block, kv_block) with
+    4 sizes and strides: request, head, q block, kv block. `q_token0` and `kv_token0` default to
+    `q_row0` and `kv_row0`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_requests: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+        q_len: _PerRequest,
+        kv_len: _PerRequest,
+        q_row0: _PerRequest = 0,
+        kv_row0: _PerRequest = 0,
+        q_offset: _PerRequest = 0,
+        q_token0: _PerRequest | None = None,
+        kv_token0: _PerRequest | None = None,
+        q_stride: _Strides = (0, 0, 0),
+        k_stride: _Strides = (0, 0, 0),
+        v_stride: _Strides = (0, 0, 0),
+        out_stride: _Strides = (0, 0, 0),
+        lse_stride: _Strides = (0, 0, 0),
+        tensors: Sequence[_Layout] = (),
+        scalar_kinds: str = "",
+        block_mask: _BlockMaskLayout | None = None,
+    ) -> None: ...
+    @property
+    def num_requests(self) -> int: ...
+
+class Call:
+    """A problem, the module that computes it and the work list. Immutable: threads may share it.
+
+    `work` and `merge_work` are buffers of packed `fajit_work` and `fajit_merge_work` (8 int32 each).
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        problem: Problem,
+        work: Buffer,
+        merge_work: Buffer = b"",
+        partial_rows: int = 0,
+        flags: int = 0,
+    ) -> None: ...
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that `launch(workspace=)` must point to; 0 when no row is split."""
+
+    def launch(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        scale: float,
+        num_threads: int,
+        tensors: Sequence[int] = (),
+        scalars: Sequence[int | float] = (),
+        states: int = 0,
+        workspace: int = 0,
+    ) -> None:
+        """Runs the kernel, then its merge, without the GIL.
+
+        Raises `AbiError` or `ValueError` where the artifact refuses, `MemoryError` where its scratch
+        cannot be allocated; then nothing useful is in `out`.
+        """
