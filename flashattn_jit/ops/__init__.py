@@ -1,0 +1,8 @@
+"""The ops that users call, registered with torch."""
+
+from . import _register as _register
+from .attention import attention
+from .merge import merge_states
+from .varlen import varlen_attention
+
+__all__ = ["attention", "merge_states", "varlen_attention"]

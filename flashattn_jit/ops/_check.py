@@ -1,0 +1,194 @@
+"""Checks at the boundary: named dims, dtypes, devices, strides, grad mode. Nothing runs before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..errors import GradError, InputError
+from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
+
+MAX_HEAD_DIM = 256
+_INT32_MAX = 2**31 - 1
+
+
+class DenseDims(NamedTuple):
+    """Dims of a dense problem, checked."""
+
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    head_dim_v: int
+
+
+def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> None:
+    """q, k, v are CPU tensors of the ranks and dtypes that kernels take, last dim contiguous."""
+    for name, tensor, layout in zip("qkv", (q, k, v), layouts, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        rank = layout.count(",") + 1
+        if tensor.dim() != rank:
+            raise InputError(
+                f"{name} must be {layout}, got {tensor.dim()} dims: {tuple(tensor.shape)}"
+            )
+        allowed = Q_DTYPES if name == "q" else KV_DTYPES
+        if tensor.dtype not in allowed:
+            names = ", ".join(DTYPE_NAMES[d] for d in allowed)
+            raise InputError(f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first")
+        if tensor.device.type != "cpu":
+            raise InputError(
+                f"{name} is on device {tensor.device}, but this build's kernels run on cpu tensors; "
+                f"move it with {name}.cpu()"
+            )
+        if tensor.layout != torch.strided:
+            raise InputError(f"{name} has layout {tensor.layout}; pass a strided (dense) tensor")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
+            raise InputError(
+                f"{name}'s last dim (head_dim) must be contiguous, its stride is "
+                f"{tensor.stride(-1)}; pass {name}.contiguous()"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
+
+
+def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
+    """q and k share head_dim; both head dims are in range."""
+    if head_dim != k_head_dim:
+        raise InputError(f"k has head_dim={k_head_dim}, but q has head_dim={head_dim}")
+    for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if not 1 <= value <= MAX_HEAD_DIM:
+            raise InputError(f"{name}={value} is not supported; it must be 1 to {MAX_HEAD_DIM}")
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
+    """num_kv_heads divides num_q_heads, and k and v agree."""
+    if num_kv_heads != v_heads:
+        raise InputError(f"v has num_kv_heads={v_heads}, but k has num_kv_heads={num_kv_heads}")
+    if num_q_heads < 1 or num_kv_heads < 1:
+        raise InputError(
+            f"num_q_heads={num_q_heads} and num_kv_heads={num_kv_heads} must be at least 1"
+        )
+    if num_q_heads % num_kv_heads:
+        raise InputError(
+            f"k has num_kv_heads={num_kv_heads}, which does not divide num_q_heads={num_q_heads}"
+        )
+
+
+def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> DenseDims:
+    """Checks [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; returns the dims."""
+    check_tensors(
+        q, k, v,
+        ("[batch, num_q_heads, q_len, head_dim]", "[batch, num_kv_heads, kv_len, head_dim]",
+         "[batch, num_kv_heads, kv_len, head_dim_v]"),
+    )  # fmt: skip
+    batch, num_q_heads, q_len, head_dim = q.shape
+    kv_batch, num_kv_heads, kv_len, k_dim = k.shape
+    v_batch, v_heads, v_len, head_dim_v = v.shape
+    if kv_batch != batch:
+        raise InputError(
+            f"k has batch={kv_batch}, but q has batch={batch}; "
+            "share one k over a batch with k.expand(batch, -1, -1, -1)"
+        )
+    if v_batch != batch:
+        raise InputError(f"v has batch={v_batch}, but q has batch={batch}")
+    check_heads(num_q_heads, num_kv_heads, v_heads)
+    if kv_len != v_len:
+        raise InputError(f"v has kv_len={v_len}, but k has kv_len={kv_len}")
+    check_head_dims(head_dim, k_dim, head_dim_v)
+    group = num_q_heads // num_kv_heads
+    if max(q_len * group, kv_len, batch * q_len, batch * kv_len) > _INT32_MAX:
+        raise InputError(
+            f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
+            "32 bits; split the batch or the sequence"
+        )
+    return DenseDims(batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v)
+
+
+def check_grad(tensors: Sequence[torch.Tensor]) -> None:
+    """No input requires grad while grad mode is on: this engine has no backward."""
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise GradError(
+                "an input requires grad while grad mode is on, but this engine is inference only; "
+                "call it under torch.no_grad() (frozen parameters pass there) or detach the input"
+            )
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a finite float; 1/sqrt(head_dim) when None."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InputError(f"scale must be a float or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise InputError(f"scale={scale} must be finite")
+    return float(scale)
+
+
+def check_lengths(name: str, value: torch.Tensor, batch: int, low: int, high: int) -> tuple[int, ...]:
+    """An int32 or int64 CPU tensor [batch] with entries in [low, high], as ints."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{name} must be an integer tensor [batch], got {type(value).__name__}")
+    if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}"
+        )
+    if value.dim() != 1 or value.shape[0] != batch:
+        raise InputError(f"{name} must be [batch={batch}], got {tuple(value.shape)}")
+    entries = tuple(value.tolist())
+    for i, entry in enumerate(entries):
+        if not low <= entry <= high:
+            raise InputError(f"{name}[{i}]={entry} is outside of [{low}, {high}]")
+    return entries
+
+
+def check_out(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, inputs: Sequence[torch.Tensor]
+) -> None:
+    """`out` has the result's shape and dtype, a contiguous last dim, and overlaps no input."""
+    if not isinstance(out, torch.Tensor):
+        raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device.type != "cpu":
+        raise InputError(
+            f"out must be {list(shape)} of {dtype} on cpu, got {list(out.shape)} of {out.dtype} on "
+            f"{out.device}"
+        )
+    if out.numel() == 0:
+        return
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise InputError(f"out's last dim must be contiguous, its stride is {out.stride(-1)}")
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise InputError("out is an expanded tensor: several entries share one address")
+    if not _dense(out):
+        raise InputError("out's entries overlap each other; pass a tensor of its own")
+    begin, end = _span(out)
+    for tensor in inputs:
+        low, high = _span(tensor)
+        if tensor.numel() and low < end and begin < high:
+            raise InputError("out shares memory with an input; pass a tensor of its own")
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether no two entries share an address, from the strides alone."""
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and last byte address that the tensor may touch."""
+    begin = tensor.data_ptr()
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()

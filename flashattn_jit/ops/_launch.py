@@ -1,0 +1,225 @@
+"""From checked tensors to a launched kernel: problem, plan, module, call; remembered by structure.
+
+`Geometry` is everything that a plan depends on. The first call with a geometry plans and, where
+needed, compiles; a later one is a dictionary look-up and a launch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+
+from .. import _C
+from ..codegen.spec import KernelSpec
+from ..codegen.target import LANES
+from ..jit.module import load_kernel
+from ..planner.problem import Problem
+from ..planner.tiles import choose
+from ..variants.ir import VariantIR
+
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+}
+"""Dtypes of q, k and v with their names in kernel specs."""
+
+Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = tuple(DTYPE_NAMES)
+
+_MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
+_KEPT_CALLS = 1024
+
+
+class Geometry(NamedTuple):
+    """All that a plan depends on. Strides are (request, head, row) in elements."""
+
+    handle: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    q_len: int | tuple[int, ...]
+    kv_len: int | tuple[int, ...]
+    q_offset: int | tuple[int, ...]
+    num_requests: int
+    q_row0: int | tuple[int, ...]  # first rows of packed tensors; 0 when dense
+    kv_row0: int | tuple[int, ...]
+    q_token0: int | tuple[int, ...]
+    kv_token0: int | tuple[int, ...]
+    strides: tuple[tuple[int, int, int], ...]  # q, k, v, out, lse
+    params: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # sizes, strides; then tables
+    flags: int
+    num_threads: int
+    target: str
+    # (strides, q block, kv block, number of blocks) of a block mask
+    block_mask: tuple[tuple[int, ...], tuple[int, ...], int, int] | None
+    scalars: tuple[int | float, ...] | None  # only where the schedule depends on them
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """A planned problem: its kernel, its schedule, and the native call that runs them."""
+
+    spec: KernelSpec
+    call: _C.Call
+    workspace_bytes: int
+    integer_scalars: tuple[bool, ...]
+    num_work: int
+    partial_rows: int
+    most_splits: int
+    total_cost: int
+    critical_cost: int
+
+
+_calls: OrderedDict[Geometry, PlannedCall] = OrderedDict()
+_lock = Lock()
+
+
+def planned_call(
+    geometry: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]
+) -> PlannedCall:
+    """The planned call of a geometry, from memory or made now.
+
+    `addresses` are those of the params and their tables in this call; planning does not read them.
+
+    Raises:
+        CompileError: a new kernel was needed and the compiler failed.
+    """
+    planned = _calls.get(geometry)
+    if planned is None:
+        planned = _plan(geometry, ir, name, addresses)
+        with _lock:
+            _calls[geometry] = planned
+            while len(_calls) > _KEPT_CALLS:
+                _calls.popitem(last=False)
+    return planned
+
+
+def schedule_reads_scalars(ir: VariantIR) -> bool:
+    """Whether the schedule depends on the values of scalar params.
+
+    It does when the mask can be costed from scalars alone. A mask that reads tensors is costed by
+    length, so that a plan never depends on tensor contents; the kernel still skips its tiles.
+    """
+    mask = ir.hook("mask_mod")
+    return mask is not None and not mask.tensor_slots() and bool(mask.scalar_slots())
+
+
+def _plan(g: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]) -> PlannedCall:
+    problem = Problem(
+        _each(g.q_len, g.num_requests), _each(g.kv_len, g.num_requests),
+        g.num_q_heads, g.num_kv_heads, g.head_dim, g.head_dim_v,
+        DTYPE_NAMES[g.dtypes[0]], DTYPE_NAMES[g.dtypes[1]], DTYPE_NAMES[g.dtypes[2]],
+    )  # fmt: skip
+    features = ("block_mask",) if g.block_mask is not None else ()
+    spec = choose(ir, problem, g.target, features, name)
+    module = load_kernel(spec.document(), spec.template, spec.target, lambda: _render(spec))
+    native = _C.Problem(
+        num_requests=g.num_requests,
+        num_q_heads=g.num_q_heads,
+        num_kv_heads=g.num_kv_heads,
+        head_dim=g.head_dim,
+        head_dim_v=g.head_dim_v,
+        q_len=g.q_len,
+        kv_len=g.kv_len,
+        q_row0=g.q_row0,
+        kv_row0=g.kv_row0,
+        q_offset=g.q_offset,
+        q_token0=g.q_token0,
+        kv_token0=g.kv_token0,
+        q_stride=g.strides[0],
+        k_stride=g.strides[1],
+        v_stride=g.strides[2],
+        out_stride=g.strides[3],
+        lse_stride=g.strides[4],
+        tensors=g.params,
+        scalar_kinds="".join("i" if s.dtype == "int64" else "f" for s in ir.scalars),
+        block_mask=g.block_mask,
+    )
+    mask = ir.hook("mask_mod")
+    classify = mask is not None and not mask.tensor_slots()
+    # Heads share a tile unless the blocks that they visit differ.
+    share_heads = g.block_mask is None or g.block_mask[1][1] == 0
+    schedule = _C.schedule(
+        module if classify else None,
+        native,
+        tile_q=spec.tile_q,
+        row_granule=LANES[spec.target] if spec.tile_kind == "prefill" else 1,
+        tile_kv=spec.tile_kv,
+        min_chunk=_MIN_CHUNK,
+        num_workers=g.num_threads,
+        share_heads=share_heads,
+        classify=classify,
+        tensors=tuple(addresses),
+        scalars=g.scalars or (0,) * len(ir.scalars),
+    )
+    call = _C.Call(
+        module,
+        native,
+        schedule["work"],
+        schedule["merge_work"],
+        schedule["partial_rows"],
+        g.flags,
+    )
+    return PlannedCall(
+        spec,
+        call,
+        call.workspace_bytes,
+        tuple(s.dtype == "int64" for s in ir.scalars),
+        schedule["num_work"],
+        schedule["partial_rows"],
+        schedule["most_splits"],
+        schedule["total_cost"],
+        schedule["critical_cost"],
+    )
+
+
+def _render(spec: KernelSpec) -> str:
+    from ..codegen.render import render  # imports Jinja: only on a miss
+
+    return render(spec)
+
+
+def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+    return value if isinstance(value, tuple) else (value,) * count
+
+
+def launch(
+    planned: PlannedCall,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    scale: float,
+    addresses: tuple[int, ...],
+    scalars: tuple[int | float, ...],
+    num_threads: int,
+    states: torch.Tensor | None = None,
+) -> None:
+    """Run a planned call on the tensors that it was planned for. The GIL is released meanwhile."""
+    workspace = None
+    if planned.workspace_bytes:
+        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8)
+    planned.call.launch(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        scale,
+        num_threads,
+        addresses,
+        scalars,
+        0 if states is None else states.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
+    )

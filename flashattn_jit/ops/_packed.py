@@ -1,0 +1,97 @@
+"""The packed op: requests of any length laid end to end, q [Nq, Hq, D], k and v [Nk, Hkv, D]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import _C
+from . import _handles
+from ._dense import bind_tensors, result_dtype, scalar_values
+from ._launch import Geometry, launch, planned_call, schedule_reads_scalars
+
+
+def packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    handle: int,
+    scale: float,
+    q_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    q_offsets: torch.Tensor,
+    return_lse: bool,
+    partial: bool,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate and compute (out, lse). lse is empty unless asked for."""
+    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=result_dtype(q, partial))
+    lse = torch.empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    packed_out(
+        q, k, v, tensors, scalars, handle, scale, q_indptr, kv_indptr, q_offsets,
+        partial, target, out, lse if return_lse else None,
+    )  # fmt: skip
+    return out, lse
+
+
+def packed_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    handle: int,
+    scale: float,
+    q_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    q_offsets: torch.Tensor,
+    partial: bool,
+    target: str,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Compute into `out` [Nq, Hq, Dv] and, when given, `lse` [Nq, Hq] fp32."""
+    ir, name = _handles.structure(handle)
+    q_starts, kv_starts = q_indptr.tolist(), kv_indptr.tolist()
+    addresses, layouts = bind_tensors(ir, tensors)
+    values = scalar_values(ir, scalars)
+    num_threads = torch.get_num_threads()
+    q_row0, kv_row0 = tuple(q_starts[:-1]), tuple(kv_starts[:-1])
+    geometry = Geometry(
+        handle,
+        (q.dtype, k.dtype, v.dtype),
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        v.shape[2],
+        _differences(q_starts),
+        _differences(kv_starts),
+        tuple(q_offsets.tolist()),
+        len(q_row0),
+        q_row0,
+        kv_row0,
+        q_row0,
+        kv_row0,
+        (
+            (0, q.stride(1), q.stride(0)),
+            (0, k.stride(1), k.stride(0)),
+            (0, v.stride(1), v.stride(0)),
+            (0, out.stride(1), out.stride(0)),
+            (0, 0, 0) if lse is None else (0, lse.stride(1), lse.stride(0)),
+        ),
+        layouts,
+        (0 if lse is None else _C.WRITE_LSE) | (_C.PARTIAL if partial else 0),
+        num_threads,
+        target,
+        None,
+        values if schedule_reads_scalars(ir) else None,
+    )
+    planned = planned_call(geometry, ir, name, addresses)
+    launch(planned, q, k, v, out, lse, scale, addresses, values, num_threads)
+
+
+def _differences(starts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(starts, starts[1:], strict=False))

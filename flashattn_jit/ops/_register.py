@@ -1,0 +1,103 @@
+"""Registers the ops with torch: schema, CPU implementation, shapes for tracing.
+
+`Library.define` and `impl` are used rather than `custom_op`: a call through them costs 5 us less
+than half of the decorator's 12 us (measured on 2 cores, torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import _dense, _packed, merge
+
+_LIBRARY = torch.library.Library("flashattn_jit", "DEF")
+
+_COMMON = "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor scalars, int handle, float scale"
+_DENSE = f"{_COMMON}, SymInt q_offset, Tensor? q_offsets, Tensor? kv_len, Tensor? block_states, int[] block_size"
+_PACKED = f"{_COMMON}, Tensor q_indptr, Tensor kv_indptr, Tensor q_offsets"
+
+_LIBRARY.define(
+    f"attention({_DENSE}, bool return_lse, bool partial, str target) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    f"attention_out({_DENSE}, bool partial, str target, Tensor(a!) out, Tensor(b!)? lse) -> ()"
+)
+_LIBRARY.define(
+    f"varlen_attention({_PACKED}, bool return_lse, bool partial, str target) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    f"varlen_attention_out({_PACKED}, bool partial, str target, Tensor(a!) out, Tensor(b!)? lse) -> ()"
+)
+_LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
+
+_LIBRARY.impl("attention", _dense.dense, "CPU")
+_LIBRARY.impl("attention_out", _dense.dense_out, "CPU")
+_LIBRARY.impl("varlen_attention", _packed.packed, "CPU")
+_LIBRARY.impl("varlen_attention_out", _packed.packed_out, "CPU")
+_LIBRARY.impl("merge_states", merge.merge_on_cpu, "CPU")
+
+
+def _dense_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    handle: int,
+    scale: float,
+    q_offset: int,
+    q_offsets: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    block_states: torch.Tensor | None,
+    block_size: Sequence[int],
+    return_lse: bool,
+    partial: bool,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*q.shape[:3], v.shape[-1])
+    out = torch.empty_strided(
+        shape,
+        _dense.like_q_strides(q, v.shape[-1]),
+        dtype=_dense.result_dtype(q, partial),
+        device=q.device,
+    )
+    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+
+
+def _packed_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    handle: int,
+    scale: float,
+    q_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    q_offsets: torch.Tensor,
+    return_lse: bool,
+    partial: bool,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = q.new_empty((*q.shape[:2], v.shape[-1]), dtype=_dense.result_dtype(q, partial))
+    return out, q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+
+
+def _merge_shapes(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = outs[0].new_empty(outs[0].shape)
+    return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
+
+
+def _writes_only(*args: object) -> None:
+    return None
+
+
+torch.library.register_fake("flashattn_jit::attention", _dense_shapes, lib=_LIBRARY)
+torch.library.register_fake("flashattn_jit::attention_out", _writes_only, lib=_LIBRARY)
+torch.library.register_fake("flashattn_jit::varlen_attention", _packed_shapes, lib=_LIBRARY)
+torch.library.register_fake("flashattn_jit::varlen_attention_out", _writes_only, lib=_LIBRARY)
+torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=_LIBRARY)

@@ -1,0 +1,126 @@
+"""`fa.attention`: attention of a variant over dense tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from ..codegen.target import resolve_target
+from ..errors import InputError
+from ..variants.spec import Dims, Variant, as_variant
+from . import _check, _handles
+from ._scalars import pack_scalars
+from ._dense import like_q_strides, result_dtype
+
+Offset = int | torch.Tensor | Literal["end"]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: Variant | Callable[..., object] | None = None,
+    *,
+    scale: float | None = None,
+    q_offset: Offset = 0,
+    kv_len: torch.Tensor | None = None,
+    return_lse: bool = False,
+    partial: bool = False,
+    out: torch.Tensor | None = None,
+    target: str | None = None,
+    **params: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of `variant` as one fused kernel, compiled on demand and cached.
+
+    Args:
+        q: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16. Any strides with a
+            contiguous last dim, as for k and v.
+        k: [batch, num_kv_heads, kv_len, head_dim]; q's dtypes, int8 or float8_e4m3fn (give their
+            scales as `key_mod` and `value_mod`). num_kv_heads divides num_q_heads.
+        v: [batch, num_kv_heads, kv_len, head_dim_v].
+        variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
+            number of arguments), or None for plain attention.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        q_offset: ``q_idx = q_offset + row``: an int, a tensor [batch], or ``"end"`` for
+            kv_len - q_len. 0 by default, as in FlexAttention.
+        kv_len: int tensor [batch]: keys at positions >= kv_len[b] are never read.
+        return_lse: also return the natural-log log-sum-exp [batch, num_q_heads, q_len], fp32.
+        partial: return the unfinalised fp32 state, (out, lse) before sink and output_mod, for
+            `merge_states`. Implies `return_lse` for softmax variants.
+        out: result tensor to write to.
+        target: a target such as ``"cpu:avx2"``; the host's best by default.
+        **params: the variant's params by name.
+
+    Returns:
+        out [batch, num_q_heads, q_len, head_dim_v] in q's dtype and stride order, or (out, lse).
+
+    Raises:
+        InputError: a shape, dtype, device, stride or value is wrong.
+        ParamError: a param is missing, unknown or of the wrong kind.
+        TraceError: a hook cannot become a kernel.
+        CompileError: the compiler is missing or failed.
+        GradError: an input requires grad while grad mode is on.
+
+    Example:
+        >>> out = fa.attention(q, k, v, fa.Causal())
+    """
+    dims = _check.check_dense(q, k, v)
+    chosen = as_variant(variant)
+    bound = chosen.bind(Dims(*dims), params)
+    ir = bound.ir
+    _check.check_grad((q, k, v, *bound.tensors))
+    pointwise = ir.normalizer == "pointwise"
+    if return_lse and pointwise:
+        raise InputError(
+            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
+        )
+    scale = _check.check_scale(scale, dims.head_dim)
+    offset, offsets = _resolve_offset(q_offset, dims, kv_len)
+    if kv_len is not None:
+        _check.check_lengths("kv_len", kv_len, dims.batch, 0, dims.kv_len)
+    handle = _handles.remember(bound.handle, ir, chosen.name)
+    target = resolve_target(target)
+    with_lse = return_lse or (partial and not pointwise)
+    scalars = pack_scalars(bound.scalars)
+    if out is None:
+        result, lse = torch.ops.flashattn_jit.attention(
+            q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
+            None, (), with_lse, partial, target,
+        )  # fmt: skip
+    else:
+        shape = (*q.shape[:3], dims.head_dim_v)
+        _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
+        result = out
+        lse = torch.empty(shape[:3], dtype=torch.float32) if with_lse else None
+        torch.ops.flashattn_jit.attention_out(
+            q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
+            None, (), partial, target, out, lse,
+        )  # fmt: skip
+    return (result, lse) if with_lse else result
+
+
+def _resolve_offset(
+    q_offset: Offset, dims: _check.DenseDims, kv_len: torch.Tensor | None
+) -> tuple[int, torch.Tensor | None]:
+    """The offset as (int, None) or (0, tensor [batch])."""
+    if isinstance(q_offset, str):
+        if q_offset != "end":
+            raise InputError(f'q_offset must be an int, a tensor [batch] or "end", got {q_offset!r}')
+        if kv_len is None:
+            return dims.kv_len - dims.q_len, None
+        return 0, kv_len - dims.q_len
+    if isinstance(q_offset, torch.Tensor):
+        _check.check_lengths("q_offset", q_offset, dims.batch, -(2**30), 2**30)
+        return 0, q_offset
+    if isinstance(q_offset, bool) or not isinstance(q_offset, int):
+        raise InputError(
+            f'q_offset must be an int, a tensor [batch] or "end", got {type(q_offset).__name__}'
+        )
+    if abs(q_offset) > 2**30:
+        raise InputError(f"q_offset={q_offset} is outside of [-2**30, 2**30]")
+    return q_offset, None
+
+
+__all__ = ["Offset", "attention", "like_q_strides"]

@@ -1,0 +1,95 @@
+"""`fa.merge_states`: combine partial attention over disjoint keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import _C
+from ..errors import InputError
+from . import _check
+
+
+def merge_states(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The state of the union of disjoint key sets, from the state of each.
+
+    out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i): FlashInfer (arXiv
+    2501.01005), section 2.2. States without keys (lse = -inf) do not count, even where out is NaN.
+
+    Args:
+        outs: fp32 tensors of one shape [..., head_dim_v], 3-D or 4-D, as ``partial=True`` returns.
+        lses: fp32 tensors [...]; None for pointwise variants, whose sums are added.
+
+    Returns:
+        (out, lse) fp32; lse is None for pointwise states.
+
+    Raises:
+        InputError: shapes, dtypes or counts do not agree.
+
+    Example:
+        >>> out, lse = fa.merge_states([out_a, out_b], [lse_a, lse_b])
+    """
+    outs = list(outs)
+    if not outs:
+        raise InputError("outs is empty; merge_states needs at least one state")
+    if lses is not None and len(lses) != len(outs):
+        raise InputError(f"lses has {len(lses)} states, but outs has {len(outs)}")
+    first = outs[0]
+    for i, out in enumerate(outs):
+        _check_state(f"outs[{i}]", out)
+        if out.shape != first.shape:
+            raise InputError(f"outs[{i}] is {list(out.shape)}, but outs[0] is {list(first.shape)}")
+        if out.dim() not in (3, 4) or out.shape[-1] < 1:
+            raise InputError(
+                f"outs[{i}] must be [batch, heads, q_len, head_dim_v] or [tokens, heads, "
+                f"head_dim_v], got {list(out.shape)}"
+            )
+    for i, lse in enumerate(lses or ()):
+        _check_state(f"lses[{i}]", lse)
+        if lse.shape != first.shape[:-1]:
+            raise InputError(
+                f"lses[{i}] is {list(lse.shape)}, but outs have rows {list(first.shape[:-1])}"
+            )
+    _check.check_grad([*outs, *(lses or ())])
+    flat = torch.ops.flashattn_jit.merge_states(outs, list(lses or ()))
+    return flat[0], flat[1] if lses is not None else None
+
+
+def _check_state(name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        raise InputError(
+            f"{name} must be float32 on cpu (a partial state), got {tensor.dtype} on {tensor.device}"
+        )
+
+
+def merge_on_cpu(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op's CPU implementation; shapes are checked by `merge_states`."""
+    out = torch.empty(outs[0].shape, dtype=torch.float32)
+    lse = torch.empty(outs[0].shape[:-1] if lses else 0, dtype=torch.float32)
+    outs = [o if o.stride(-1) == 1 else o.contiguous() for o in outs]
+    lead = tuple(out.shape[:-1])
+    _C.merge_states(
+        [o.data_ptr() for o in outs],
+        [_three(o.stride()[:-1]) for o in outs],
+        [x.data_ptr() for x in lses],
+        [_three(x.stride()) for x in lses],
+        (1,) * (3 - len(lead)) + lead,
+        out.shape[-1],
+        out.data_ptr(),
+        _three(out.stride()[:-1]),
+        lse.data_ptr() if lses else 0,
+        _three(lse.stride()) if lses else (0, 0, 0),
+        torch.get_num_threads(),
+    )
+    return out, lse
+
+
+def _three(strides: Sequence[int]) -> tuple[int, ...]:
+    return (0,) * (3 - len(strides)) + tuple(strides)

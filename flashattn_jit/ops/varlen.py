@@ -1,0 +1,161 @@
+"""`fa.varlen_attention`: attention over requests of different lengths, packed end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..codegen.target import resolve_target
+from ..errors import InputError
+from ..variants.spec import Dims, Variant, as_variant
+from . import _check, _handles
+from ._dense import result_dtype
+from ._scalars import pack_scalars
+from .attention import Offset
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    variant: Variant | Callable[..., object] | None = None,
+    *,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    scale: float | None = None,
+    q_offset: Offset = "end",
+    return_lse: bool = False,
+    partial: bool = False,
+    out: torch.Tensor | None = None,
+    target: str | None = None,
+    **params: object,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of `variant` over packed requests; request i owns rows indptr[i] to indptr[i + 1].
+
+    Args:
+        q: [num_q_tokens, num_q_heads, head_dim]; dtypes and strides as for `attention`.
+        k: [num_kv_tokens, num_kv_heads, head_dim].
+        v: [num_kv_tokens, num_kv_heads, head_dim_v].
+        q_indptr: int32 or int64 cpu tensor [num_requests + 1], ascending from 0 to num_q_tokens.
+        kv_indptr: likewise for keys.
+        variant: as for `attention`.
+        max_q_len: when given, checked to be at least the longest request's q_len.
+        max_kv_len: likewise for kv_len.
+        scale, return_lse, partial, out, target, params: as for `attention`.
+        q_offset: ``q_idx = q_offset + row``: ``"end"`` (kv_len - q_len, the default), an int or an
+            int tensor [num_requests].
+
+    Returns:
+        out [num_q_tokens, num_q_heads, head_dim_v], or (out, lse [num_q_tokens, num_q_heads]).
+
+    Raises:
+        InputError, ParamError, TraceError, CompileError, GradError: as for `attention`; InputError
+            names the request whose indptr is wrong.
+
+    Example:
+        >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
+    """
+    _check.check_tensors(
+        q, k, v,
+        ("[num_q_tokens, num_q_heads, head_dim]", "[num_kv_tokens, num_kv_heads, head_dim]",
+         "[num_kv_tokens, num_kv_heads, head_dim_v]"),
+    )  # fmt: skip
+    _check.check_heads(q.shape[1], k.shape[1], v.shape[1])
+    _check.check_head_dims(q.shape[2], k.shape[2], v.shape[2])
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v has num_kv_tokens={v.shape[0]}, but k has num_kv_tokens={k.shape[0]}")
+    q_lens = _request_lengths("q_indptr", q_indptr, q.shape[0], max_q_len, "max_q_len")
+    kv_lens = _request_lengths("kv_indptr", kv_indptr, k.shape[0], max_kv_len, "max_kv_len")
+    if len(q_lens) != len(kv_lens):
+        raise InputError(
+            f"kv_indptr has num_requests={len(kv_lens)}, but q_indptr has num_requests={len(q_lens)}"
+        )
+    num_requests = len(q_lens)
+    longest_q, longest_kv = max(q_lens, default=0), max(kv_lens, default=0)
+    chosen = as_variant(variant)
+    dims = Dims(
+        num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2]
+    )
+    bound = chosen.bind(dims, params)
+    _check.check_grad((q, k, v, *bound.tensors))
+    pointwise = bound.ir.normalizer == "pointwise"
+    if return_lse and pointwise:
+        raise InputError(
+            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
+        )
+    scale = _check.check_scale(scale, q.shape[2])
+    offsets = _offsets(q_offset, q_lens, kv_lens)
+    handle = _handles.remember(bound.handle, bound.ir, chosen.name)
+    target = resolve_target(target)
+    with_lse = return_lse or (partial and not pointwise)
+    scalars = pack_scalars(bound.scalars)
+    if out is None:
+        result, lse = torch.ops.flashattn_jit.varlen_attention(
+            q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
+            with_lse, partial, target,
+        )  # fmt: skip
+    else:
+        shape = (*q.shape[:2], v.shape[2])
+        _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
+        result = out
+        lse = torch.empty(shape[:2], dtype=torch.float32) if with_lse else None
+        torch.ops.flashattn_jit.varlen_attention_out(
+            q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
+            partial, target, out, lse,
+        )  # fmt: skip
+    return (result, lse) if with_lse else result
+
+
+def _request_lengths(
+    name: str, indptr: torch.Tensor, tokens: int, longest: int | None, longest_name: str
+) -> tuple[int, ...]:
+    """Lengths of the requests behind an indptr, which must ascend from 0 to `tokens`."""
+    if not isinstance(indptr, torch.Tensor):
+        raise InputError(f"{name} must be an integer tensor, got {type(indptr).__name__}")
+    if indptr.dtype not in (torch.int32, torch.int64) or indptr.device.type != "cpu":
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor, got {indptr.dtype} on {indptr.device}"
+        )
+    if indptr.dim() != 1 or indptr.shape[0] < 1:
+        raise InputError(f"{name} must be [num_requests + 1], got {tuple(indptr.shape)}")
+    starts = indptr.tolist()
+    if starts[0] != 0 or starts[-1] != tokens:
+        raise InputError(
+            f"{name} must run from 0 to the number of tokens ({tokens}), it runs from {starts[0]} "
+            f"to {starts[-1]}"
+        )
+    lengths = []
+    for i, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        if end < begin:
+            raise InputError(f"{name} must not descend; request {i} has [{begin}, {end}]")
+        lengths.append(end - begin)
+    if longest is not None and lengths and max(lengths) > longest:
+        worst = lengths.index(max(lengths))
+        raise InputError(
+            f"{longest_name}={longest} is less than the length {lengths[worst]} of request {worst}"
+        )
+    return tuple(lengths)
+
+
+def _offsets(
+    q_offset: Offset, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
+) -> torch.Tensor:
+    """The offset of each request, as an int64 tensor [num_requests]."""
+    if isinstance(q_offset, torch.Tensor):
+        _check.check_lengths("q_offset", q_offset, len(q_lens), -(2**30), 2**30)
+        return q_offset
+    if isinstance(q_offset, str):
+        if q_offset != "end":
+            raise InputError(
+                f'q_offset must be an int, a tensor [num_requests] or "end", got {q_offset!r}'
+            )
+        return torch.tensor([k - q for q, k in zip(q_lens, kv_lens, strict=True)], dtype=torch.int64)
+    if isinstance(q_offset, bool) or not isinstance(q_offset, int) or abs(q_offset) > 2**30:
+        raise InputError(
+            f'q_offset must be "end", a tensor [num_requests] or an int in [-2**30, 2**30], got '
+            f"{q_offset!r}"
+        )
+    return torch.full((len(q_lens),), q_offset, dtype=torch.int64)
