@@ -27,7 +27,8 @@ _FLAGS = {
 
 def lower_hooks(variant: VariantIR, name: str = "variant") -> str:
     """The text of ``struct Hooks`` for `variant`; `name` appears in logical ``#line`` names."""
-    parts = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
+    flags = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
+    parts = ["\n".join(flags)]
     parts += [_cpp_function(hook, text, name) for hook, text in variant.cpp]
     parts += [lower_pair.lower(variant)]
     for hook in ("pointwise", "pointwise_scale", "sink"):

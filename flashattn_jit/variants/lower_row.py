@@ -135,9 +135,9 @@ class _RowLowering:
             slot = node.int_attr("slot")
             self.names[i] = f"p{i}"
             self.lines.append(f"const int64_t p{i} = {self._offset(node)};")
-            self.lines.append(
-                f"const int64_t n{i} = c.tensor({slot}).strides[{self.tensors[slot].rank - 1}];"
-            )
+            if self.tensors[slot].strides[-1] != "1":
+                last = self.tensors[slot].rank - 1
+                self.lines.append(f"const int64_t n{i} = c.tensor({slot}).strides[{last}];")
             return False
         return node.op == "interleave" or (node.op == "map" or self._arithmetic(node)) and (
             self.uses[i] > 1
@@ -208,7 +208,8 @@ class _RowLowering:
             param = self.tensors[slot]
             step = "" if param.strides[-1] == "1" else f" * n{i}"
             tag = TAG[param.dtype]
-            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + ({place}){step})"
+            spot = f"({place})" if step else place
+            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {spot}{step})"
         if node.op == "broadcast":
             return self.names[node.args[0]]
         if node.op == "slice":

@@ -11,6 +11,7 @@
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/fast_math.h>
+#include <fajit/cpu/half.h>
 #include <fajit/cpu/vec.h>
 
 namespace fajit {
@@ -440,6 +441,9 @@ template <class D> FAJIT_INLINE auto load_scalar(const fajit_tensor& t, int64_t 
   else return x;
 }
 
+FAJIT_INLINE vl cast_index(vl i) { return i; }
+FAJIT_INLINE vl cast_index(vi i) { return __builtin_convertvector(i, vl); }
+
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.
 template <bool Unit, class I> FAJIT_INLINE auto offset(const fajit_tensor& t, int dim, I index) {
   const int64_t size = t.sizes[dim], stride = Unit ? 1 : t.strides[dim];
@@ -457,8 +461,25 @@ template <bool Unit, class I> FAJIT_INLINE auto offset(const fajit_tensor& t, in
   }
 }
 
-FAJIT_INLINE vl cast_index(vl i) { return i; }
-FAJIT_INLINE vl cast_index(vi i) { return __builtin_convertvector(i, vl); }
+// The 32-bit entries of `p` at 64-bit offsets. The hardware gathers read no lane of a masked-off
+// pair differently: offsets are clamped, so every lane is readable.
+template <class S> FAJIT_INLINE auto gather32(const S* p, vl offset) {
+  static_assert(sizeof(S) == 4);
+  Vector<S> r;
+#if FAJIT_LANES == 16
+  typedef float half_f __attribute__((vector_size(32)));
+  typedef long long half_l __attribute__((vector_size(64)));
+  half_l o[2];
+  __builtin_memcpy(o, &offset, sizeof o);
+  half_f lo = __builtin_ia32_gatherdiv16sf(half_f{}, p, o[0], -1, 4);
+  half_f hi = __builtin_ia32_gatherdiv16sf(half_f{}, p, o[1], -1, 4);
+  __builtin_memcpy(&r, &lo, 32);
+  __builtin_memcpy(reinterpret_cast<char*>(&r) + 32, &hi, 32);
+#else
+  for (int i = 0; i < FAJIT_LANES; ++i) r[i] = p[offset[i]];
+#endif
+  return r;
+}
 
 // A param without elements (numel 0) has no readable address; its loads give 0.
 template <class D, class O> FAJIT_INLINE auto load(const fajit_tensor& t, O offset) {
@@ -466,8 +487,8 @@ template <class D, class O> FAJIT_INLINE auto load(const fajit_tensor& t, O offs
   if constexpr (is_vector<O>) {
     Vector<R> r{};
     if (t.ptr == nullptr) return r;
-    if constexpr (same<D, dt::f32>) return gather_f32(static_cast<const float*>(t.ptr), offset);
-    if constexpr (same<D, dt::i32>) return gather_i32(static_cast<const int32_t*>(t.ptr), offset);
+    if constexpr (same<D, dt::f32>) return gather32(static_cast<const float*>(t.ptr), offset);
+    if constexpr (same<D, dt::i32>) return gather32(static_cast<const int32_t*>(t.ptr), offset);
     for (int i = 0; i < FAJIT_LANES; ++i) {
       if constexpr (same<R, bool>) r[i] = -int32_t(load_scalar<D>(t, offset[i]));
       else r[i] = load_scalar<D>(t, offset[i]);
