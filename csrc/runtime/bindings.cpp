@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../scheduler/bindings.h"
 #include "call.h"
 #include "errors.h"
 #include "hardware.h"
@@ -143,4 +144,5 @@ PYBIND11_MODULE(_C, m) {
   rt::bind_module(m);
   rt::bind_problem(m);
   rt::bind_call(m);
+  fajit::scheduler::bind_scheduler(m);
 }
