@@ -1,14 +1,14 @@
 """Every environment variable that this package reads. All start with FLASHATTN_JIT_.
 
-| variable                  | meaning                                            | default          |
-| ------------------------- | -------------------------------------------------- | ---------------- |
-| FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                         | user cache folder |
-| FLASHATTN_JIT_COMPILE     | `missing` compiles what the cache lacks, `always`  | `missing`        |
-|                           | compiles anew once a process, `never` is an error  |                  |
-| FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments        | $CXX, else c++   |
-| FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                   | see jit/locks.py |
-| FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build         | 300              |
-| FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`                | unset            |
+| variable                  | meaning                                           | default        |
+| ------------------------- | ------------------------------------------------- | -------------- |
+| FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
+| FLASHATTN_JIT_COMPILE     | `missing` compiles what the cache lacks, `always` | `missing`      |
+|                           | compiles once a process, `never` is an error      |                |
+| FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
+| FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | jit/locks.py's |
+| FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
+| FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
 
 Each is read when it is needed, so a change takes effect without a restart.
 """

@@ -1,4 +1,4 @@
-"""The errors that this package raises. All are `FlashAttnJitError`; none is raised after work began."""
+"""The errors that this package raises: `FlashAttnJitError`, before any work began."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CompileError(FlashAttnJitError, RuntimeError):
 
 
 class CacheError(FlashAttnJitError, RuntimeError):
-    """The kernel cache cannot be used: wrong owner or mode, or a corrupt entry that stays corrupt."""
+    """The kernel cache cannot be used: wrong owner or mode, or an entry that stays corrupt."""
 
 
 class MissingKernelError(CacheError):

@@ -1,0 +1,1 @@
+"""Compiling kernels, keeping them on disk, loading them."""

@@ -1,0 +1,98 @@
+"""The key of a kernel: sha256 over a canonical document of everything that decides its artifact.
+
+The document holds no path, time, process id, `hash()`, Python or torch version, and needs neither
+rendering nor a compiler, so any machine computes the same key for the same kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from flashattn_jit import _C, _paths
+
+# Raised when the meaning of an entry or of a document field changes.
+SCHEMA = 1
+
+# Python modules that decide the text of a rendered source, relative to the package.
+_GENERATORS = ("codegen/*.py", "variants/lower*.py", "variants/bounds_lower*.py")
+
+_HEADER = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"](fajit/[^>"]+)[>"]', re.MULTILINE)
+_TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']+)["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """`hex` names the kernel; `document` is what it was computed from, field by field, in order."""
+
+    hex: str
+    document: tuple[tuple[str, str], ...]
+
+
+def kernel_key(spec: str, template: str, target: str, flags: Sequence[str]) -> KernelKey:
+    """The key of a kernel.
+
+    `spec` is the kernel spec's canonical JSON, `template` its root template's name below
+    templates/, `flags` the compiler's, in order. Raises FileNotFoundError for a missing template
+    or header.
+    """
+    document = (
+        ("schema", str(SCHEMA)),
+        ("abi_version", str(_C.ABI_VERSION)),
+        ("target", target),
+        ("flags", "\n".join(flags)),
+        ("sources", sources_digest(template)),
+        ("spec", spec),
+    )
+    return KernelKey(_digest((name, text.encode()) for name, text in document), document)
+
+
+@cache
+def sources_digest(template: str) -> str:
+    """Digest of what renders and what is included, computed once a process: see `read_sources`."""
+    return read_sources(template, _paths.templates_dir(), _paths.include_dir(), _paths.PACKAGE_DIR)
+
+
+def sources_changed(template: str) -> bool:
+    """Whether the files changed since `sources_digest` first read them."""
+    fresh = read_sources(template, _paths.templates_dir(), _paths.include_dir(), _paths.PACKAGE_DIR)
+    return fresh != sources_digest(template)
+
+
+def read_sources(template: str, templates: Path, headers: Path, package: Path) -> str:
+    """Digest of a template, the templates and fajit/ headers it reaches, and the code generator.
+
+    Files count by their names below these folders and by their content. A header is followed
+    through every `#include <fajit/...>`, also one that a macro would skip.
+    """
+    contents: dict[str, bytes] = {}
+    pending = [("templates", template)]
+    while pending:
+        kind, name = pending.pop()
+        label = f"{kind}/{name}"
+        if label in contents:
+            continue
+        contents[label] = text = (
+            (templates if kind == "templates" else headers).joinpath(name).read_bytes()
+        )
+        pending += [("include", found.decode()) for found in _HEADER.findall(text)]
+        if kind == "templates":
+            pending += [("templates", found.decode()) for found in _TEMPLATE.findall(text)]
+    for pattern in _GENERATORS:
+        for path in package.glob(pattern):
+            contents[f"package/{path.relative_to(package).as_posix()}"] = path.read_bytes()
+    return _digest(sorted(contents.items()))
+
+
+def _digest(fields: Iterable[tuple[str, bytes]]) -> str:
+    # Lengths in front of names and values: no two documents share their bytes.
+    digest = hashlib.sha256()
+    for name, value in fields:
+        for part in (name.encode(), value):
+            digest.update(len(part).to_bytes(8, "big"))
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,128 @@
+"""One builder a kernel on this machine: flocks in a node-local folder, waited for with a bound.
+
+The kernel releases a flock when its holder dies, so a killed builder leaves nothing behind; the
+lock files themselves mean nothing and stay. Locks only save work: entries are published atomically,
+so a builder that could not get its lock builds privately and harms nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flashattn_jit import env
+
+log = logging.getLogger(__name__)
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
+_WARN_AFTER_S = 5.0
+
+
+@contextlib.contextmanager
+def build_lock(key: str, wait_s: float) -> Iterator[float]:
+    """Holds the machine's lock on building `key`, or nothing where it cannot be had in time.
+
+    Yields the seconds waited. Never raises on behalf of the lock.
+    """
+    descriptor = _open(key)
+    if descriptor is None:
+        yield 0.0
+        return
+    try:
+        waited = _acquire(descriptor, key, wait_s)
+        yield waited
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int, key: str, wait_s: float) -> float:
+    start = time.monotonic()
+    poll, warned = _FIRST_POLL_S, False
+    while True:
+        waited = time.monotonic() - start
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR):
+                log.debug("no lock on kernel %s (%s): building without", key[:16], error)
+                return waited
+        else:
+            _write_holder(descriptor)
+            return waited
+        if waited >= wait_s:
+            log.warning(
+                "waited %.0f s for kernel %s, which %s builds: building it here as well",
+                waited,
+                key[:16],
+                _read_holder(descriptor),
+            )
+            return waited
+        if waited >= _WARN_AFTER_S and not warned:
+            warned = True
+            log.warning(
+                "waiting for kernel %s, which %s builds", key[:16], _read_holder(descriptor)
+            )
+        time.sleep(min(poll, max(0.0, wait_s - waited)))
+        poll = min(2 * poll, _LONGEST_POLL_S)
+
+
+def _open(key: str) -> int | None:
+    try:
+        folder = _folder()
+        if folder is None:
+            return None
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(folder / f"{key[:32]}.lock", flags, 0o600)
+    except OSError as error:
+        log.debug("no lock on kernel %s (%s): building without", key[:16], error)
+        return None
+
+
+def _folder() -> Path | None:
+    """The first node-local folder that is ours alone, made where it is missing."""
+    name = f"flashattn_jit-{os.geteuid()}"
+    chosen = env.lock_dir()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    parents = [runtime] if runtime else []
+    candidates = [Path(parent) / name for parent in (*parents, "/dev/shm", tempfile.gettempdir())]
+    for folder in [chosen] if chosen else candidates:
+        try:
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            status = os.lstat(folder)
+        except OSError:
+            continue
+        # Another user may have made the name first in a shared folder: then it is not ours to use.
+        is_ours = status.st_uid == os.geteuid() and not status.st_mode & (
+            stat.S_IWGRP | stat.S_IWOTH
+        )
+        if stat.S_ISDIR(status.st_mode) and is_ours:
+            return folder
+    log.debug("no folder for build locks: building without")
+    return None
+
+
+def _write_holder(descriptor: int) -> None:
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()})
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+
+def _read_holder(descriptor: int) -> str:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        age = time.time() - holder["since"]
+        return f"process {holder['pid']} on {holder['host']} (for {age:.0f} s)"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
