@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..variants.bounds_lower import range_tables
@@ -50,7 +50,7 @@ class KernelSpec:
         return canonical_json(
             {
                 "schema": SCHEMA,
-                "variant": variant_to_json(self.variant),
+                "variant": self._variant_document(),
                 "dtypes": [self.q_dtype, self.k_dtype, self.v_dtype],
                 "head_dims": [self.head_dim, self.head_dim_v],
                 "target": self.target,
@@ -58,3 +58,18 @@ class KernelSpec:
                 "features": sorted(self.features),
             }
         )
+
+    def _variant_document(self) -> dict[str, object]:
+        """The variant without its params' names, which do not reach the code.
+
+        Hooks given as text keep the variant's name, which their compiler messages carry.
+        """
+        nameless = replace(
+            self.variant,
+            tensors=tuple(replace(p, name="") for p in self.variant.tensors),
+            scalars=tuple(replace(p, name="") for p in self.variant.scalars),
+        )
+        document = variant_to_json(nameless)
+        if self.variant.cpp:
+            document["name"] = self.name
+        return document
