@@ -1,0 +1,291 @@
+// Least and greatest elements of a param tensor over a box of indices.
+//
+// A short range is read as it is; a long one through a table that the host built: per 64 entries
+// of one dim the least and the greatest (variants/range_table.py). Both give the exact hull, so a
+// table changes the time and never the answer.
+#pragma once
+#include <fajit/interval_real.h>
+
+namespace fajit {
+namespace interval {
+
+inline float half_bits(uint16_t x) {
+  const uint32_t sign = uint32_t(x & 0x8000) << 16, exponent = (x >> 10) & 31, fraction = x & 1023;
+  if (exponent == 0) {
+    const float tiny = float(fraction) * 0x1p-24f;
+    return sign ? -tiny : tiny;
+  }
+  const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
+  return __builtin_bit_cast(float, sign | (wide << 23) | (fraction << 13));
+}
+inline float bfloat_bits(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
+
+// Elements by storage: how they are read, and what a table holds of them.
+template <class T> struct Plain {
+  using Storage = T;
+  using Value = T;
+  static Value value(T x) { return x; }
+};
+struct Half {
+  using Storage = uint16_t;
+  using Value = float;
+  static Value value(uint16_t x) { return half_bits(x); }
+};
+struct BFloat {
+  using Storage = uint16_t;
+  using Value = float;
+  static Value value(uint16_t x) { return bfloat_bits(x); }
+};
+
+template <class T> inline constexpr bool is_real = false;
+template <> inline constexpr bool is_real<float> = true;
+template <> inline constexpr bool is_real<double> = true;
+
+// Running hull. A NaN is remembered and otherwise left out.
+template <class T> struct Hull {
+  T lo, hi;
+  bool some, nan;
+};
+
+template <class E, class T>
+inline void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stride, int64_t n) {
+  if (n <= 0) return;
+  if constexpr (is_real<T>) {
+    for (int64_t i = 0; i < n; ++i) {
+      const T x = E::value(p[i * stride]);
+      if (x != x) {
+        hull.nan = true;
+      } else {
+        hull.lo = !hull.some || x < hull.lo ? x : hull.lo;
+        hull.hi = !hull.some || x > hull.hi ? x : hull.hi;
+        hull.some = true;
+      }
+    }
+  } else {
+    T lo = p[0], hi = p[0];
+    if (stride == 1) {  // apart, so that the compiler vectorises it
+      for (int64_t i = 0; i < n; ++i) {
+        lo = p[i] < lo ? p[i] : lo;
+        hi = p[i] > hi ? p[i] : hi;
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) {
+        const T x = p[i * stride];
+        lo = x < lo ? x : lo;
+        hi = x > hi ? x : hi;
+      }
+    }
+    hull.lo = !hull.some || lo < hull.lo ? lo : hull.lo;
+    hull.hi = !hull.some || hi > hull.hi ? hi : hull.hi;
+    hull.some = true;
+  }
+}
+
+// Indices as a gather takes them: negative ones wrap, then all are clamped into the dim.
+inline Interval i_index(Interval x, int64_t size) {
+  if (x.hi < 0) {
+    x = {add_lo(x.lo, size), x.hi + size};
+  } else if (x.lo < 0) {
+    return {0, size - 1};
+  }
+  return {smaller(larger(x.lo, 0), size - 1), smaller(larger(x.hi, 0), size - 1)};
+}
+
+// The boxes of a gather, one per index tuple of the dims that are not scanned; calls
+// f(offset of the tuple, offset of the tuple in a table). False if there are too many.
+template <int Rank, int Scan, class F>
+inline bool each_row(const fajit_tensor& t, const fajit_tensor* table, const Interval* at, F f) {
+  int64_t rows = 1;
+  for (int d = 0; d < Rank; ++d) {
+    if (d == Scan) continue;
+    const int64_t n = at[d].hi - at[d].lo + 1;
+    if (n > kMaxRows || rows * n > kMaxRows) return false;
+    rows *= n;
+  }
+  int64_t index[Rank > 0 ? Rank : 1] = {};
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t offset = 0, table_offset = 0;
+    for (int d = 0; d < Rank; ++d) {
+      if (d == Scan) continue;
+      offset += (at[d].lo + index[d]) * t.strides[d];
+      if (table) table_offset += (at[d].lo + index[d]) * table->strides[d];
+    }
+    f(offset, table_offset);
+    for (int d = Rank - 1; d >= 0; --d) {
+      if (d == Scan) continue;
+      if (++index[d] < at[d].hi - at[d].lo + 1) break;
+      index[d] = 0;
+    }
+  }
+  return true;
+}
+
+// The hull of t[at]. `tables`: null, or the lo and the hi table of dim Scan (empty: none was built).
+// Returns false if it visited nothing, because the box is too large.
+template <class E, int Rank, int Scan>
+inline bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t,
+                        const fajit_tensor* tables, const Interval* index) {
+  using V = typename E::Value;
+  using S = typename E::Storage;
+  Interval at[Rank > 0 ? Rank : 1];
+  hull = {V(0), V(0), false, false};
+  for (int d = 0; d < Rank; ++d) {
+    if (t.sizes[d] == 0) {  // no element: loads give 0
+      hull.some = true;
+      return true;
+    }
+    at[d] = i_index(index[d], t.sizes[d]);
+  }
+  const S* data = static_cast<const S*>(t.ptr);
+  if (data == nullptr) {
+    hull.some = true;
+    return true;
+  }
+  if constexpr (Rank == 0) {
+    scan<E>(hull, data, 1, 1);
+    return true;
+  } else {
+    const int64_t lo = at[Scan].lo, hi = at[Scan].hi, stride = t.strides[Scan];
+    const bool by_table = tables && tables[0].ptr && hi - lo >= kScan;
+    return each_row<Rank, Scan>(
+        t, by_table ? tables : nullptr, at, [&](int64_t offset, int64_t table_offset) {
+          const S* row = data + offset;
+          if (!by_table) return scan<E>(hull, row + lo * stride, stride, hi - lo + 1);
+          const int64_t first = (lo + kBlock - 1) / kBlock, last = (hi + 1) / kBlock;
+          scan<E>(hull, row + lo * stride, stride, first * kBlock - lo);
+          scan<E>(hull, row + last * kBlock * stride, stride, hi + 1 - last * kBlock);
+          const int64_t step = tables[0].strides[Scan], begin = table_offset + first * step;
+          scan<Plain<V>>(hull, static_cast<const V*>(tables[0].ptr) + begin, step, last - first);
+          scan<Plain<V>>(hull, static_cast<const V*>(tables[1].ptr) + begin, step, last - first);
+        });
+  }
+}
+
+// The lo table at `slot`, followed by the hi table; null when the host built none.
+inline const fajit_tensor* tables_at(const Context& c, int slot) {
+  return slot + 1 < c.args->num_tensors ? &c.tensor(slot) : nullptr;
+}
+
+template <class E, int Rank, int Scan>
+inline Interval i_gather(const fajit_tensor& t, const fajit_tensor* tables, const Interval* index,
+                         Interval top) {
+  Hull<typename E::Value> hull;
+  if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return top;
+  return {int64_t(hull.lo), int64_t(hull.hi)};
+}
+
+template <class E, int Rank, int Scan>
+inline Tri t_gather(const fajit_tensor& t, const fajit_tensor* tables, const Interval* index) {
+  Hull<typename E::Value> hull;
+  if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return {true, false};
+  return {hull.hi != 0, hull.lo != 0};
+}
+
+template <class E, int Rank, int Scan>
+inline FInterval f_gather(const fajit_tensor& t, const fajit_tensor* tables, const Interval* index) {
+  constexpr double inf = __builtin_inf();
+  Hull<typename E::Value> hull;
+  if (!gather_hull<E, Rank, Scan>(hull, t, tables, index) || hull.nan) return {-inf, inf, true};
+  return {double(hull.lo), double(hull.hi), false};
+}
+
+// --- bits ----------------------------------------------------------------------------------------
+
+struct Bits {
+  uint64_t any, all;
+};
+
+// The bits that some, and that all, elements of t[at] have set.
+template <class E, int Rank, int Scan>
+inline Bits gather_bits(const fajit_tensor& t, const Interval* index) {
+  Interval at[Rank > 0 ? Rank : 1];
+  int64_t count = 1;
+  for (int d = 0; d < Rank; ++d) {
+    if (t.sizes[d] == 0) return {0, 0};
+    at[d] = i_index(index[d], t.sizes[d]);
+    count *= smaller(at[d].hi - at[d].lo + 1, kMaxBitLoads + 1);
+    if (count > kMaxBitLoads) return {~uint64_t(0), 0};
+  }
+  const auto* data = static_cast<const typename E::Storage*>(t.ptr);
+  if (data == nullptr) return {0, 0};
+  if constexpr (Rank == 0) {
+    return {uint64_t(int64_t(*data)), uint64_t(int64_t(*data))};
+  } else {
+    Bits bits = {0, ~uint64_t(0)};
+    const bool visited = each_row<Rank, Scan>(t, nullptr, at, [&](int64_t offset, int64_t) {
+      for (int64_t i = at[Scan].lo; i <= at[Scan].hi; ++i) {
+        const uint64_t x = uint64_t(int64_t(data[offset + i * t.strides[Scan]]));
+        bits.any |= x;
+        bits.all &= x;
+      }
+    });
+    return visited ? bits : Bits{~uint64_t(0), 0};
+  }
+}
+
+inline Bits bits_of(Interval x) {
+  return x.lo == x.hi ? Bits{uint64_t(x.lo), uint64_t(x.lo)} : Bits{~uint64_t(0), 0};
+}
+
+// Bit number `at` (0 or 1) of numbers of `width` bits.
+inline Interval i_bit(Bits bits, Interval at, int64_t width) {
+  if (at.lo < 0 || at.hi >= width) return {0, 1};
+  const uint64_t mask = (~uint64_t(0) >> (63 - at.hi)) & (~uint64_t(0) << at.lo);
+  return {(bits.all & mask) == mask, (bits.any & mask) != 0};
+}
+
+// --- lengths, slots, sorted params ---------------------------------------------------------------
+
+inline bool requests(const Context& c, Interval b) {
+  return b.lo >= 0 && b.hi < c.args->num_requests;
+}
+template <class F>
+inline Interval over_requests(const Context& c, Interval b, Interval top, F f) {
+  if (!requests(c, b)) return top;
+  Interval r = f(b.lo);
+  for (int64_t i = b.lo + 1; i <= b.hi; ++i) r = i_hull(r, f(i));
+  return r;
+}
+inline Interval i_q_len(const Context& c, Interval b) {
+  return over_requests(c, b, {0, kMaxPosition}, [&](int64_t i) {
+    return Interval{c.args->q_len[i], c.args->q_len[i]};
+  });
+}
+inline Interval i_kv_len(const Context& c, Interval b) {
+  return over_requests(c, b, {0, kMaxPosition}, [&](int64_t i) {
+    return Interval{c.args->kv_len[i], c.args->kv_len[i]};
+  });
+}
+inline Interval i_q_row(const Context& c, Interval b, Interval q) {
+  return over_requests(c, b, kTop, [&](int64_t i) {
+    const int64_t base = int64_t(c.args->q_token0[i]) - c.args->q_offset[i];
+    return i_add(q, {base, base});
+  });
+}
+inline Interval i_kv_slot(const Context& c, Interval b, Interval k) {
+  return over_requests(c, b, kTop, [&](int64_t i) {
+    const int64_t base = c.args->kv_token0[i];
+    return i_add(k, {base, base});
+  });
+}
+
+template <class E, bool Right>
+inline int64_t rank_of(const fajit_tensor& t, int64_t value) {
+  const auto* data = static_cast<const typename E::Storage*>(t.ptr);
+  int64_t lo = 0, hi = data == nullptr ? 0 : t.sizes[0];
+  while (lo < hi) {
+    const int64_t mid = lo + (hi - lo) / 2;
+    const int64_t x = data[mid * t.strides[0]];
+    if (Right ? x <= value : x < value) lo = mid + 1;
+    else hi = mid;
+  }
+  return lo;
+}
+// Ranks in a sorted integer param.
+template <class E, bool Right>
+inline Interval i_searchsorted(const fajit_tensor& t, Interval x) {
+  return {rank_of<E, Right>(t, x.lo), rank_of<E, Right>(t, x.hi)};
+}
+
+}  // namespace interval
+}  // namespace fajit

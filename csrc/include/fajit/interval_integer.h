@@ -1,0 +1,216 @@
+// Intervals, and their integer arithmetic.
+// flashattn_jit/variants/intervals.py: both give the same answer on every tile.
+#pragma once
+#include <fajit/context.h>
+
+namespace fajit {
+
+// Integers lo..hi, both included. INT64_MIN as lo and INT64_MAX as hi mean unbounded: arithmetic
+// saturates there and stays there.
+struct Interval {
+  int64_t lo, hi;
+};
+
+// Reals lo..hi, and NaN if maybe_nan.
+struct FInterval {
+  double lo, hi;
+  bool maybe_nan;
+};
+
+// A condition over the box: may it hold somewhere, must it hold everywhere?
+struct Tri {
+  bool may, must;
+};
+
+namespace interval {
+
+constexpr int64_t kMin = INT64_MIN, kMax = INT64_MAX;
+constexpr Interval kTop = {kMin, kMax};
+constexpr int64_t kMaxPosition = 1 << 30;
+constexpr int64_t kMaxRows = 256;        // index tuples besides the scanned dim that a gather visits
+constexpr int64_t kMaxBitLoads = 4096;   // elements that `gather_bits` visits
+constexpr int64_t kScan = 256;           // shorter ranges are read directly, longer ones by table
+constexpr int64_t kBlock = 64;           // entries of a table's block
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline bool positions(Interval x) { return x.lo >= -kMaxPosition && x.hi <= kMaxPosition; }
+
+// Whether a machine integer of range [lo, hi] holds every value; at 64 bits, whether it is bounded.
+inline bool fits(Interval x, int64_t lo, int64_t hi) {
+  return x.lo >= lo && x.hi <= hi && x.lo != kMin && x.hi != kMax;
+}
+
+// Narrows x to [lo, hi]; false if nothing is left.
+inline bool meet(Interval& x, int64_t lo, int64_t hi) {
+  x.lo = larger(x.lo, lo);
+  x.hi = smaller(x.hi, hi);
+  return x.lo <= x.hi;
+}
+
+inline bool is(Interval x, int64_t value) { return x.lo == value && x.hi == value; }
+
+// --- saturating endpoints ------------------------------------------------------------------------
+
+inline int64_t add_lo(int64_t a, int64_t b) {
+  int64_t r;
+  if (a == kMin || b == kMin) return kMin;
+  if (__builtin_add_overflow(a, b, &r)) return a > 0 ? kMax : kMin;
+  return r;
+}
+inline int64_t add_hi(int64_t a, int64_t b) {
+  int64_t r;
+  if (a == kMax || b == kMax) return kMax;
+  if (__builtin_add_overflow(a, b, &r)) return a > 0 ? kMax : kMin;
+  return r;
+}
+inline int64_t negated(int64_t a) { return a == kMin ? kMax : (a == kMax ? kMin : -a); }
+inline bool infinite(int64_t a) { return a == kMin || a == kMax; }
+inline int64_t times(int64_t a, int64_t b) {
+  int64_t r;
+  if (a == 0 || b == 0) return 0;
+  if (infinite(a) || infinite(b) || __builtin_mul_overflow(a, b, &r)) {
+    return (a < 0) == (b < 0) ? kMax : kMin;
+  }
+  return r;
+}
+inline int64_t floor_quotient(int64_t a, int64_t b) {
+  if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
+  if (b == -1) return -a;
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+}
+inline int64_t trunc_quotient(int64_t a, int64_t b) {
+  if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
+  return b == -1 ? -a : a / b;
+}
+
+template <class F>
+inline Interval corners(Interval a, Interval b, F f) {
+  const int64_t w = f(a.lo, b.lo), x = f(a.lo, b.hi), y = f(a.hi, b.lo), z = f(a.hi, b.hi);
+  return {smaller(smaller(w, x), smaller(y, z)), larger(larger(w, x), larger(y, z))};
+}
+
+// --- integers ------------------------------------------------------------------------------------
+
+inline Interval i_hull(Interval a, Interval b) { return {smaller(a.lo, b.lo), larger(a.hi, b.hi)}; }
+inline Interval i_add(Interval a, Interval b) { return {add_lo(a.lo, b.lo), add_hi(a.hi, b.hi)}; }
+inline Interval i_neg(Interval a) { return {negated(a.hi), negated(a.lo)}; }
+inline Interval i_sub(Interval a, Interval b) { return i_add(a, i_neg(b)); }
+inline Interval i_mul(Interval a, Interval b) { return corners(a, b, times); }
+inline Interval i_scale(Interval a, int64_t c) {
+  return c < 0 ? Interval{times(a.hi, c), times(a.lo, c)} : Interval{times(a.lo, c), times(a.hi, c)};
+}
+inline Interval i_minimum(Interval a, Interval b) {
+  return {smaller(a.lo, b.lo), smaller(a.hi, b.hi)};
+}
+inline Interval i_maximum(Interval a, Interval b) {
+  return {larger(a.lo, b.lo), larger(a.hi, b.hi)};
+}
+inline Interval i_abs(Interval a) {
+  if (a.lo >= 0) return a;
+  if (a.hi <= 0) return i_neg(a);
+  return {0, larger(negated(a.lo), a.hi)};
+}
+inline Interval i_sign(Interval a) {
+  return {(a.lo > 0) - (a.lo < 0), (a.hi > 0) - (a.hi < 0)};
+}
+inline Interval i_floordiv(Interval a, Interval b) {
+  return b.lo <= 0 && b.hi >= 0 ? kTop : corners(a, b, floor_quotient);
+}
+inline Interval i_truncdiv(Interval a, Interval b) {
+  return b.lo <= 0 && b.hi >= 0 ? kTop : corners(a, b, trunc_quotient);
+}
+// x % c is exact as long as x stays within one period.
+inline Interval i_remainder(Interval a, Interval b) {
+  if (b.lo <= 0 && b.hi >= 0) return kTop;
+  if (b.lo > 0 && a.lo >= 0 && a.hi < b.lo) return a;
+  if (b.lo == b.hi && !infinite(a.lo) && !infinite(a.hi) && b.lo != kMin) {
+    const int64_t q = floor_quotient(a.lo, b.lo);
+    if (q == floor_quotient(a.hi, b.lo)) {
+      const int64_t x = a.lo - q * b.lo, y = a.hi - q * b.lo;
+      return {x, y};
+    }
+  }
+  return b.lo > 0 ? Interval{0, b.hi - 1} : Interval{b.lo + 1, 0};
+}
+// The remainder with the sign of the dividend.
+inline Interval i_fmod(Interval a, Interval b) {
+  if (b.lo <= 0 && b.hi >= 0) return kTop;
+  const Interval m = i_abs(b);
+  if (a.lo >= 0) return i_remainder(a, m);
+  if (a.hi <= 0) return i_neg(i_remainder(i_neg(a), m));
+  return {larger(a.lo, -(m.hi - 1)), smaller(a.hi, m.hi - 1)};
+}
+
+// The least 2^n - 1 that is not below x >= 0.
+inline int64_t all_ones(int64_t x) {
+  return x == 0 ? 0 : int64_t(~uint64_t(0) >> __builtin_clzll(uint64_t(x)));
+}
+// Bitwise results of n-bit two's complement numbers have n bits.
+inline Interval same_bits(Interval a, Interval b) {
+  const int64_t low = smaller(a.lo, b.lo), high = larger(a.hi, b.hi);
+  const int64_t ones = all_ones(larger(low < 0 ? -1 - low : 0, high < 0 ? 0 : high));
+  return {low < 0 ? -1 - ones : 0, ones};
+}
+inline bool single(Interval a, Interval b) { return a.lo == a.hi && b.lo == b.hi; }
+inline Interval i_and(Interval a, Interval b) {
+  if (single(a, b)) return {a.lo & b.lo, a.lo & b.lo};
+  if (a.lo >= 0 && b.lo >= 0) return {0, smaller(a.hi, b.hi)};
+  if (a.lo >= 0) return {0, a.hi};
+  if (b.lo >= 0) return {0, b.hi};
+  return same_bits(a, b);
+}
+inline Interval i_or(Interval a, Interval b) {
+  if (single(a, b)) return {a.lo | b.lo, a.lo | b.lo};
+  Interval r = same_bits(a, b);
+  if (a.lo >= 0 && b.lo >= 0) r.lo = larger(a.lo, b.lo);
+  return r;
+}
+inline Interval i_xor(Interval a, Interval b) {
+  if (single(a, b)) return {a.lo ^ b.lo, a.lo ^ b.lo};
+  return same_bits(a, b);
+}
+inline int64_t power_of_two(int64_t n) { return int64_t(1) << n; }
+inline Interval i_shl(Interval a, Interval b) {
+  if (b.lo < 0 || b.hi > 61) return kTop;
+  return i_mul(a, {power_of_two(b.lo), power_of_two(b.hi)});
+}
+inline Interval i_shr(Interval a, Interval b) {
+  if (b.lo < 0 || b.hi > 61) return kTop;
+  return i_floordiv(a, {power_of_two(b.lo), power_of_two(b.hi)});
+}
+
+// A value of a machine dtype: anything in its range once the exact result may leave it.
+inline Interval i_wrap(Interval a, int64_t lo, int64_t hi) {
+  return fits(a, lo, hi) ? a : Interval{lo, hi};
+}
+inline Interval i_where(Tri c, Interval a, Interval b) {
+  return c.must ? a : (c.may ? i_hull(a, b) : b);
+}
+inline Interval i_top(int64_t lo, int64_t hi) { return {lo, hi}; }
+inline Interval i_point(int64_t x) { return {x, x}; }
+inline Interval i_range(int64_t n) { return {0, n - 1}; }
+inline Interval i_hull(Interval a) { return a; }
+
+// --- conditions ----------------------------------------------------------------------------------
+
+inline Tri t_not(Tri a) { return {!a.must, !a.may}; }
+inline Tri t_and(Tri a, Tri b) { return {a.may && b.may, a.must && b.must}; }
+inline Tri t_or(Tri a, Tri b) { return {a.may || b.may, a.must || b.must}; }
+inline Tri t_hull(Tri a, Tri b) { return {a.may || b.may, a.must && b.must}; }
+inline Tri t_where(Tri c, Tri a, Tri b) { return c.must ? a : (c.may ? t_hull(a, b) : b); }
+inline Tri t_xor(Tri a, Tri b) { return t_or(t_and(a, t_not(b)), t_and(t_not(a), b)); }
+inline Tri t_hull(Tri a) { return a; }
+
+inline Tri i_ge(Interval a, Interval b) { return {a.hi >= b.lo, a.lo >= b.hi}; }
+inline Tri i_gt(Interval a, Interval b) { return {a.hi > b.lo, a.lo > b.hi}; }
+inline Tri i_le(Interval a, Interval b) { return i_ge(b, a); }
+inline Tri i_lt(Interval a, Interval b) { return i_gt(b, a); }
+inline Tri i_eq(Interval a, Interval b) {
+  return {a.lo <= b.hi && b.lo <= a.hi, a.lo == a.hi && is(b, a.lo) && !infinite(a.lo)};
+}
+inline Tri i_ne(Interval a, Interval b) { return t_not(i_eq(a, b)); }
+
+}  // namespace interval
+}  // namespace fajit

@@ -1,0 +1,344 @@
+"""From a mask graph to the two questions that classify a tile, each a short list of clauses.
+
+``keep`` is the mask in disjunctive normal form, ``drop`` its negation. A clause is a conjunction
+that the evaluators (`bounds`, `bounds_lower`) work through in order:
+
+1. *bounds*: ``value in [max(lows), min(highs)]``, value not in excludes. Those on single indices
+   and on ``q_idx - kv_idx`` come first and narrow the box, so that everything after is evaluated on
+   the part of the tile that can still matter. The three together are closed after one pass (they
+   form a zone of two variables), which is why and-ed causal, window and length limits are exact.
+2. *tests*: boolean nodes with a wanted value.
+3. *nested*: disjunctions that were too large to multiply out.
+
+A tile is empty if no clause of ``keep`` may hold in it, full if none of ``drop`` may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .bounds_formula import Choice, Compare, Formula, Formulas, Join, Test
+from .bounds_terms import Form, Terms, format_term
+from .bounds_translate import Translator
+from .ir import Graph, Node
+
+_MAX_CLAUSES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """``max(lows) <= value <= min(highs)`` and value equal to none of `excludes`; all are nodes.
+
+    narrows: (term, coefficient 1 or -1) pairs of `value` whose intervals shrink with it.
+    """
+
+    value: int
+    lows: tuple[int, ...]
+    highs: tuple[int, ...]
+    excludes: tuple[int, ...]
+    narrows: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """A conjunction: bounds in evaluation order, tests, then nested disjunctions of clauses."""
+
+    bounds: tuple[Bound, ...]
+    tests: tuple[Test, ...]
+    nested: tuple[tuple[Clause, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The interval form of a mask.
+
+    nodes: topologically ordered; see `Terms` for the operations beyond the IR's. ranges: their
+    static ranges. guards: (node, dtype) pairs that must fit, else the tile is partial.
+    """
+
+    nodes: tuple[Node, ...]
+    ranges: tuple[tuple[int, int], ...]
+    inputs: tuple[frozenset[str], ...]
+    guards: tuple[tuple[int, str], ...]
+    keep: tuple[Clause, ...]
+    drop: tuple[Clause, ...]
+    q: int
+    k: int
+    distance: int  # the node q_idx - kv_idx
+
+    def uses(self, name: str) -> bool:
+        """Whether the classification depends on the index `name`."""
+        return any(name in self.inputs[n] for n in self._roots())
+
+    def _roots(self) -> Iterator[int]:
+        yield from (n for n, _ in self.guards)
+        yield from (n for side in (self.keep, self.drop) for c in side for n in clause_nodes(c))
+
+
+def clause_nodes(clause: Clause) -> Iterator[int]:
+    """The nodes that a clause reads directly."""
+    for bound in clause.bounds:
+        yield from (bound.value, *bound.lows, *bound.highs, *bound.excludes)
+    yield from (t.term for t in clause.tests)
+    for group in clause.nested:
+        for inner in group:
+            yield from clause_nodes(inner)
+
+
+@lru_cache(maxsize=512)
+def simplify(graph: Graph) -> Program:
+    """The interval form of the mask `graph` (inputs b, h, q_idx, kv_idx; result: keep or not)."""
+    translator = Translator(graph)
+    mask = translator.mask()
+    terms, formulas = translator.terms, translator.formulas
+    q, k = terms.input("q_idx"), terms.input("kv_idx")
+    distance = terms.of_form(Form(((q, 1),)).plus(Form(((k, 1),)), -1))
+    lowering = _Clauses(terms, formulas, q, k, distance)
+    keep = lowering.clauses(mask)
+    drop = lowering.clauses(formulas.negate(mask))
+    guards = tuple((terms.of_form(form), dtype) for form, dtype in translator.guards.items())
+    return Program(
+        tuple(terms.nodes), tuple(terms.ranges), tuple(terms.inputs), guards, keep, drop,
+        q, k, distance,
+    )  # fmt: skip
+
+
+_Atom = Compare | Test
+
+
+@dataclass(frozen=True, slots=True)
+class _Conjunction:
+    atoms: frozenset[_Atom]
+    nested: frozenset[tuple[_Conjunction, ...]] = frozenset()
+
+
+class _Range:
+    """Bounds on one value. Each bound is a parametric part and, as a number, its best constant."""
+
+    def __init__(self) -> None:
+        self.lows: dict[Form, int] = {}
+        self.highs: dict[Form, int] = {}
+        self.excludes: set[Form] = set()
+
+    def consistent(self) -> bool:
+        """Tighten bounds that an exclusion touches; False if two bounds contradict."""
+        for exclude in self.excludes:
+            part = exclude.shifted(-exclude.const)
+            while self.lows.get(part) == exclude.const or self.highs.get(part) == exclude.const:
+                if self.lows.get(part) == self.highs.get(part):
+                    return False
+                if self.lows.get(part) == exclude.const:
+                    self.lows[part] += 1
+                else:
+                    self.highs[part] -= 1
+        self.excludes = {e for e in self.excludes if not self._outside(e)}
+        return all(low <= self.highs.get(part, low) for part, low in self.lows.items())
+
+    def _outside(self, exclude: Form) -> bool:
+        part = exclude.shifted(-exclude.const)
+        low, high = self.lows.get(part), self.highs.get(part)
+        if low is not None and exclude.const < low:
+            return True
+        return high is not None and exclude.const > high
+
+
+class _Clauses:
+    """Multiplies a formula out into clauses and orders each for evaluation."""
+
+    def __init__(self, terms: Terms, formulas: Formulas, q: int, k: int, distance: int) -> None:
+        self.terms, self.formulas = terms, formulas
+        self.q, self.k, self.distance = q, k, distance
+
+    def clauses(self, formula: Formula) -> tuple[Clause, ...]:
+        """The clauses of `formula`, cheapest first."""
+        made = [self._finish(c) for c in self._multiply(formula)]
+        return tuple(sorted(made, key=self._cost))
+
+    # --- disjunctive normal form -----------------------------------------------------------------
+
+    def _multiply(self, formula: Formula) -> list[_Conjunction]:
+        if isinstance(formula, Choice):
+            join, no = self.formulas.join, self.formulas.negate(formula.condition)
+            yes = self._multiply(join("and", (formula.condition, formula.x)))
+            return self._reduce(yes + self._multiply(join("and", (no, formula.y))))
+        if not isinstance(formula, Join):
+            return self._reduce([_Conjunction(frozenset([formula]))])
+        if formula.kind == "or":
+            return self._reduce([c for part in formula.parts for c in self._multiply(part)])
+        atoms = frozenset(p for p in formula.parts if isinstance(p, Compare | Test))
+        groups = [self._multiply(p) for p in formula.parts if isinstance(p, Join | Choice)]
+        out = self._reduce([_Conjunction(atoms)])
+        for group in sorted(groups, key=len):
+            if not group or not out:
+                return []
+            if len(out) * len(group) <= _MAX_CLAUSES:
+                out = self._reduce([_both(a, b) for a in out for b in group])
+            else:
+                rest = _Conjunction(frozenset(), frozenset([tuple(group)]))
+                out = [_both(c, rest) for c in out]
+        return out
+
+    def _reduce(self, clauses: list[_Conjunction]) -> list[_Conjunction]:
+        """Without clauses that contradict themselves or imply another one."""
+        kept: list[_Conjunction] = []
+        for clause in dict.fromkeys(clauses):
+            if self._ranges(clause) is None:
+                continue
+            if any(_implies(clause, other) for other in kept):
+                continue
+            kept = [other for other in kept if not _implies(other, clause)]
+            kept.append(clause)
+        return kept
+
+    def _ranges(self, clause: _Conjunction) -> dict[Form, _Range] | None:
+        """The comparisons of a clause as ranges of values; None if they contradict."""
+        ranges: dict[Form, _Range] = {}
+        for atom in clause.atoms:
+            if isinstance(atom, Test):
+                if Test(atom.term, not atom.want) in clause.atoms:
+                    return None
+                continue
+            value, sign, rest = self._isolate(atom.form)
+            entry = ranges.setdefault(value, _Range())
+            # sign * value + rest (>=, ==, !=) 0
+            limit = rest.times(-sign)
+            part = limit.shifted(-limit.const)
+            if atom.kind == "ne":
+                entry.excludes.add(limit)
+                continue
+            if atom.kind == "eq" or sign > 0:
+                entry.lows[part] = max(limit.const, entry.lows.get(part, limit.const))
+            if atom.kind == "eq" or sign < 0:
+                entry.highs[part] = min(limit.const, entry.highs.get(part, limit.const))
+        return ranges if all(r.consistent() for r in ranges.values()) else None
+
+    def _isolate(self, form: Form) -> tuple[Form, int, Form]:
+        """(value, sign, rest) with form = sign * value + rest: the value holds what varies most."""
+        level = self.terms.level(form)
+        chosen = tuple((t, c) for t, c in form.terms if self.terms.term_level(t) == level)
+        rest = tuple((t, c) for t, c in form.terms if self.terms.term_level(t) != level)
+        sign = 1 if chosen[0][1] > 0 else -1
+        return Form(chosen).times(sign), sign, Form(rest, form.const)
+
+    # --- evaluation order ------------------------------------------------------------------------
+
+    def _finish(self, clause: _Conjunction) -> Clause:
+        ranges = self._ranges(clause)
+        assert ranges is not None
+        bounds = sorted((self._bound(v, entry) for v, entry in ranges.items()), key=self._order)
+        bounds = [self._only_useful(i, bounds, clause) for i in range(len(bounds))]
+        nested = tuple(
+            tuple(sorted((self._finish(c) for c in group), key=self._cost))
+            for group in clause.nested
+        )
+        tests = sorted((a for a in clause.atoms if isinstance(a, Test)), key=lambda t: t.term)
+        return Clause(
+            tuple(bounds),
+            tuple(tests),
+            tuple(sorted(nested, key=repr)),
+        )
+
+    def _bound(self, value: Form, entry: _Range) -> Bound:
+        def nodes(limits: dict[Form, int]) -> tuple[int, ...]:
+            return tuple(sorted(self.terms.of_form(p.shifted(c)) for p, c in limits.items()))
+
+        unit = all(abs(c) == 1 for _, c in value.terms)
+        return Bound(
+            self.terms.of_form(value),
+            nodes(entry.lows),
+            nodes(entry.highs),
+            tuple(sorted(self.terms.of_form(e) for e in entry.excludes)),
+            value.terms if unit and len(value.terms) <= 2 else (),
+        )
+
+    def _only_useful(self, i: int, bounds: list[Bound], clause: _Conjunction) -> Bound:
+        """The bound; it narrows terms only if something evaluated later reads them."""
+        bound = bounds[i]
+        readers = [n for b in bounds[i + 1 :] for n in (b.value, *b.lows, *b.highs)]
+        readers += [n for b in bounds if b.excludes and b != bound for n in (b.value, *b.excludes)]
+        readers += [a.term for a in clause.atoms if isinstance(a, Test)]
+        useful = clause.nested or any(
+            self.terms.contains(n, term) for n in readers for term, _ in bound.narrows
+        )
+        return bound if useful else replace(bound, narrows=())
+
+    def _order(self, bound: Bound) -> tuple[int, int]:
+        """Indices first (b and h before q and k), then their distance, then single terms."""
+        node, level = self.terms.nodes[bound.value], self.terms.term_level(bound.value)
+        if node.op == "input":
+            return level - 2, bound.value
+        if bound.value == self.distance:
+            return 1, bound.value
+        return (2 if node.op != "linear" else 3 if bound.narrows else 4), bound.value
+
+    def _cost(self, clause: Clause) -> tuple[int, str]:
+        """Clauses that only compare indices are tried before those that read tensors."""
+        loads = sum(self._loads(n) for n in clause_nodes(clause))
+        return loads + len(clause.bounds), repr(clause)
+
+    def _loads(self, term: int) -> int:
+        node = self.terms.nodes[term]
+        own = 10 * (node.op in ("gather", "searchsorted")) * self.terms.term_level(term)
+        return own + sum(self._loads(a) for a in node.args)
+
+
+def _both(a: _Conjunction, b: _Conjunction) -> _Conjunction:
+    return _Conjunction(a.atoms | b.atoms, a.nested | b.nested)
+
+
+def _implies(a: _Conjunction, b: _Conjunction) -> bool:
+    """Whether `a` holds only where `b` does, judged atom by atom."""
+    if not b.nested <= a.nested:
+        return False
+    return all(atom in a.atoms or any(_stronger(x, atom) for x in a.atoms) for atom in b.atoms)
+
+
+def _stronger(a: _Atom, b: _Atom) -> bool:
+    """``x + 3 >= 0`` holds where ``x >= 0`` does."""
+    if isinstance(a, Test) or isinstance(b, Test) or b.kind != "ge" or a.kind == "ne":
+        return False
+    if a.form.terms == b.form.terms:
+        return a.form.const <= b.form.const
+    negated = a.form.times(-1)
+    return a.kind == "eq" and negated.terms == b.form.terms and negated.const <= b.form.const
+
+
+# --- text for people ------------------------------------------------------------------------------
+
+
+def format_program(program: Program) -> Iterator[str]:
+    """The interval form as lines such as ``keep if 0 <= q_idx - kv_idx <= scalar0 - 1``."""
+    for name, clauses in (("keep", program.keep), ("drop", program.drop)):
+        if not clauses:
+            yield f"{name} never"
+        for clause in clauses:
+            yield f"{name} if {format_clause(program, clause)}"
+    for node, dtype in program.guards:
+        yield f"assuming {format_term(program.nodes, node)} fits {dtype}"
+
+
+def format_clause(program: Program, clause: Clause) -> str:
+    """One clause as text."""
+
+    def text(node: int) -> str:
+        return format_term(program.nodes, node)
+
+    def joined(nodes: Sequence[int], function: str) -> str:
+        names = [text(n) for n in nodes]
+        return names[0] if len(names) == 1 else f"{function}({', '.join(names)})"
+
+    parts = []
+    for bound in clause.bounds:
+        if bound.lows and bound.lows == bound.highs:
+            parts.append(f"{text(bound.value)} == {joined(bound.lows, 'max')}")
+        elif bound.lows or bound.highs:
+            low = f"{joined(bound.lows, 'max')} <= " if bound.lows else ""
+            high = f" <= {joined(bound.highs, 'min')}" if bound.highs else ""
+            parts.append(f"{low}{text(bound.value)}{high}")
+        parts += [f"{text(bound.value)} != {text(e)}" for e in bound.excludes]
+    parts += [f"{'' if t.want else 'not '}{text(t.term)}" for t in clause.tests]
+    for group in clause.nested:
+        parts.append("(" + " or ".join(format_clause(program, c) for c in group) + ")")
+    return " and ".join(parts) if parts else "always"
