@@ -65,8 +65,10 @@ def main():
     distance = position[:, None] - position[None, :]
     window_mask = (distance >= 0) & (distance < 256)
     ours, theirs = seconds(lambda: fa.attention(q, k, v, variant)), seconds(with_torch)
-    print(f"this variant: {ours * 1e3:.2f} ms; torch SDPA, same mask, no cap, no ALiBi: "
-          f"{theirs * 1e3:.2f} ms ({theirs / ours:.1f}x)")
+    print(
+        f"this variant: {ours * 1e3:.2f} ms; torch SDPA, same mask, no cap, no ALiBi: "
+        f"{theirs * 1e3:.2f} ms ({theirs / ours:.1f}x)"
+    )
 
 
 if __name__ == "__main__":

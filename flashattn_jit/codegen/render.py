@@ -7,6 +7,7 @@ from functools import cache
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .._paths import templates_dir
+from ..variants.bounds_lower import range_tables
 from ..variants.lower import lower_hooks
 from .spec import KernelSpec
 from .target import LANES, matrix_dtype
@@ -34,6 +35,7 @@ def _environment() -> Environment:
 
 def render(spec: KernelSpec) -> str:
     """The source of the artifact that `spec` names; byte for byte the same on every machine."""
+    mask = spec.variant.hook("mask_mod")
     return (
         _environment()
         .get_template(spec.template)
@@ -46,7 +48,7 @@ def render(spec: KernelSpec) -> str:
             matrix_type=_CPP_NAME[matrix_dtype(spec.target, spec.q_dtype)],
             hooks=lower_hooks(spec.variant, spec.name),
             num_tensors=len(spec.variant.tensors),
-            num_range_tables=len(spec.range_table_slots()),
+            num_range_tables=0 if mask is None else 2 * len(range_tables(mask)),
             num_scalars=len(spec.variant.scalars),
         )
     )

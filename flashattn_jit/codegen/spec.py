@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..variants.bounds_lower import range_tables
 from ..variants.ir import VariantIR, canonical_json, variant_to_json
 
 SCHEMA = 1
@@ -39,11 +38,6 @@ class KernelSpec:
     def template(self) -> str:
         """The template that renders this spec, below templates/."""
         return "cpu/attention.cpp.j2"
-
-    def range_table_slots(self) -> tuple[int, ...]:
-        """Param slots for which min/max tables follow the params in the launch arguments."""
-        mask = self.variant.hook("mask_mod")
-        return () if mask is None else tuple(range_tables(mask))
 
     def document(self) -> str:
         """The canonical JSON that identifies the spec: equal specs, equal text, on any machine."""

@@ -40,10 +40,12 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
         allowed = Q_DTYPES if name == "q" else KV_DTYPES
         if tensor.dtype not in allowed:
             names = ", ".join(DTYPE_NAMES[d] for d in allowed)
-            raise InputError(f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first")
+            raise InputError(
+                f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first"
+            )
         if tensor.device.type != "cpu":
             raise InputError(
-                f"{name} is on device {tensor.device}, but this build's kernels run on cpu tensors; "
+                f"{name} is on device {tensor.device}, but kernels run on cpu tensors here; "
                 f"move it with {name}.cpu()"
             )
         if tensor.layout != torch.strided:
@@ -133,7 +135,9 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def check_lengths(name: str, value: torch.Tensor, batch: int, low: int, high: int) -> tuple[int, ...]:
+def check_lengths(
+    name: str, value: torch.Tensor, batch: int, low: int, high: int
+) -> tuple[int, ...]:
     """An int32 or int64 CPU tensor [batch] with entries in [low, high], as ints."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be an integer tensor [batch], got {type(value).__name__}")

@@ -9,10 +9,9 @@ import torch
 from .. import _C
 from ..errors import InputError
 from ..variants.bounds import build_tables
-from ..variants.bounds_lower import range_tables
-from ..variants.ir import VariantIR
 from . import _check, _handles
-from ._launch import Geometry, launch, planned_call, schedule_reads_scalars
+from ._handles import Structure
+from ._launch import Geometry, launch, planned_call
 
 _NO_LSE_STRIDE = (0, 0, 0)
 
@@ -83,15 +82,15 @@ def dense_out(
     lse: torch.Tensor | None,
 ) -> None:
     """Compute into `out` and, when given, `lse` [B, Hq, Sq] fp32."""
-    ir, name = _handles.structure(handle)
+    known = _handles.structure(handle)
     batch, num_q_heads, q_rows, head_dim = q.shape
     num_kv_heads, kv_rows = k.shape[1], k.shape[2]
-    lengths = kv_rows if kv_len is None else _check.check_lengths(
-        "kv_len", kv_len, batch, 0, kv_rows
+    lengths = (
+        kv_rows if kv_len is None else _check.check_lengths("kv_len", kv_len, batch, 0, kv_rows)
     )
     offsets = q_offset if q_offsets is None else tuple(q_offsets.tolist())
-    addresses, layouts = bind_tensors(ir, tensors)
-    values = scalar_values(ir, scalars)
+    addresses, layouts = bind_tensors(known, tensors)
+    values = scalar_values(known, scalars)
     num_threads = torch.get_num_threads()
     packed = (0,) if batch == 1 else tuple(range(0, batch * q_rows, q_rows)) if q_rows else 0
     packed_kv = (0,) if batch == 1 else tuple(range(0, batch * kv_rows, kv_rows)) if kv_rows else 0
@@ -124,39 +123,35 @@ def dense_out(
         None
         if block_states is None
         else (tuple(block_states.shape), block_states.stride(), block_size[0], block_size[1]),
-        values if schedule_reads_scalars(ir) else None,
+        values if known.schedule_reads_scalars else None,
     )
-    planned = planned_call(geometry, ir, name, addresses)
+    planned = planned_call(geometry, known, addresses)
     launch(planned, q, k, v, out, lse, scale, addresses, values, num_threads, block_states)
 
 
 def bind_tensors(
-    ir: VariantIR, tensors: Sequence[torch.Tensor]
+    known: Structure, tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
     """Addresses and layouts of the params and of the min/max tables that their mask needs."""
+    expected = len(known.ir.tensors)
+    if len(tensors) != expected:
+        raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
     if not tensors:
         return (), ()
-    if len(tensors) != len(ir.tensors):
-        raise InputError(f"the variant reads {len(ir.tensors)} tensors, got {len(tensors)}")
-    mask = ir.hook("mask_mod")
-    everything = list(tensors)
-    if mask is not None:
-        slots = range_tables(mask)
-        if slots:
-            everything += build_tables([tensors[slot] for slot in slots])
+    if known.tables:
+        tensors = [*tensors, *build_tables(known.tables, tensors)]
     return (
-        tuple(t.data_ptr() if t.numel() else 0 for t in everything),
-        tuple((tuple(t.shape), t.stride()) for t in everything),
+        tuple([t.data_ptr() if t.numel() else 0 for t in tensors]),
+        tuple([(tuple(t.shape), t.stride()) for t in tensors]),
     )
 
 
-def scalar_values(ir: VariantIR, scalars: torch.Tensor) -> tuple[int | float, ...]:
+def scalar_values(known: Structure, scalars: torch.Tensor) -> tuple[int | float, ...]:
     """The scalar params as Python numbers of their declared kinds."""
-    if not ir.scalars:
+    kinds = known.integer_scalars
+    if not kinds:
         return ()
     values = scalars.tolist()
-    if len(values) != len(ir.scalars):
-        raise InputError(f"the variant reads {len(ir.scalars)} scalars, got {len(values)}")
-    return tuple(
-        int(x) if s.dtype == "int64" else x for s, x in zip(ir.scalars, values, strict=True)
-    )
+    if len(values) != len(kinds):
+        raise InputError(f"the variant reads {len(kinds)} scalars, got {len(values)}")
+    return tuple([int(x) if whole else x for whole, x in zip(kinds, values, strict=True)])

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..errors import InputError
+from ..variants.bounds_lower import RangeTableSpec, range_tables
 from ..variants.ir import VariantIR
 
-_structures: dict[int, tuple[VariantIR, str]] = {}
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A variant's IR with what every call asks of it, worked out once."""
+
+    ir: VariantIR
+    name: str
+    tables: tuple[RangeTableSpec, ...]  # min/max tables that follow the param tensors
+    integer_scalars: tuple[bool, ...]
+    # The mask can be costed without reading tensors, so the schedule follows it. A mask that reads
+    # tensors is costed by length: a plan never depends on their contents; the kernel still skips.
+    costed_by_mask: bool
+
+    @property
+    def schedule_reads_scalars(self) -> bool:
+        """Whether the schedule depends on the values of scalar params."""
+        mask = self.ir.hook("mask_mod")
+        return self.costed_by_mask and mask is not None and bool(mask.scalar_slots())
+
+
+_structures: dict[int, Structure] = {}
 
 
 def remember(handle: int, ir: VariantIR, name: str) -> int:
     """Make `handle` resolvable; returns it."""
     if handle not in _structures:
-        _structures[handle] = (ir, name)
+        mask = ir.hook("mask_mod")
+        _structures[handle] = Structure(
+            ir,
+            name,
+            () if mask is None else range_tables(mask),
+            tuple(s.dtype == "int64" for s in ir.scalars),
+            mask is not None and not mask.tensor_slots(),
+        )
     return handle
 
 
-def structure(handle: int) -> tuple[VariantIR, str]:
-    """The IR and the variant's name behind a handle.
+def structure(handle: int) -> Structure:
+    """What is behind a handle.
 
     Raises:
         InputError: no variant of this process has the handle.

@@ -20,7 +20,7 @@ from ..codegen.target import LANES
 from ..jit.module import load_kernel
 from ..planner.problem import Problem
 from ..planner.tiles import choose
-from ..variants.ir import VariantIR
+from ._handles import Structure
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -72,7 +72,6 @@ class PlannedCall:
     spec: KernelSpec
     call: _C.Call
     workspace_bytes: int
-    integer_scalars: tuple[bool, ...]
     num_work: int
     partial_rows: int
     most_splits: int
@@ -84,9 +83,7 @@ _calls: OrderedDict[Geometry, PlannedCall] = OrderedDict()
 _lock = Lock()
 
 
-def planned_call(
-    geometry: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]
-) -> PlannedCall:
+def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
     """The planned call of a geometry, from memory or made now.
 
     `addresses` are those of the params and their tables in this call; planning does not read them.
@@ -96,7 +93,7 @@ def planned_call(
     """
     planned = _calls.get(geometry)
     if planned is None:
-        planned = _plan(geometry, ir, name, addresses)
+        planned = _plan(geometry, known, addresses)
         with _lock:
             _calls[geometry] = planned
             while len(_calls) > _KEPT_CALLS:
@@ -104,24 +101,14 @@ def planned_call(
     return planned
 
 
-def schedule_reads_scalars(ir: VariantIR) -> bool:
-    """Whether the schedule depends on the values of scalar params.
-
-    It does when the mask can be costed from scalars alone. A mask that reads tensors is costed by
-    length, so that a plan never depends on tensor contents; the kernel still skips its tiles.
-    """
-    mask = ir.hook("mask_mod")
-    return mask is not None and not mask.tensor_slots() and bool(mask.scalar_slots())
-
-
-def _plan(g: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]) -> PlannedCall:
+def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
     problem = Problem(
         _each(g.q_len, g.num_requests), _each(g.kv_len, g.num_requests),
         g.num_q_heads, g.num_kv_heads, g.head_dim, g.head_dim_v,
         DTYPE_NAMES[g.dtypes[0]], DTYPE_NAMES[g.dtypes[1]], DTYPE_NAMES[g.dtypes[2]],
     )  # fmt: skip
     features = ("block_mask",) if g.block_mask is not None else ()
-    spec = choose(ir, problem, g.target, features, name)
+    spec = choose(known.ir, problem, g.target, features, known.name)
     module = load_kernel(spec.document(), spec.template, spec.target, lambda: _render(spec))
     native = _C.Problem(
         num_requests=g.num_requests,
@@ -142,15 +129,13 @@ def _plan(g: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]) -> Pl
         out_stride=g.strides[3],
         lse_stride=g.strides[4],
         tensors=g.params,
-        scalar_kinds="".join("i" if s.dtype == "int64" else "f" for s in ir.scalars),
+        scalar_kinds="".join("i" if whole else "f" for whole in known.integer_scalars),
         block_mask=g.block_mask,
     )
-    mask = ir.hook("mask_mod")
-    classify = mask is not None and not mask.tensor_slots()
     # Heads share a tile unless the blocks that they visit differ.
     share_heads = g.block_mask is None or g.block_mask[1][1] == 0
     schedule = _C.schedule(
-        module if classify else None,
+        module if known.costed_by_mask else None,
         native,
         tile_q=spec.tile_q,
         row_granule=LANES[spec.target] if spec.tile_kind == "prefill" else 1,
@@ -158,9 +143,9 @@ def _plan(g: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]) -> Pl
         min_chunk=_MIN_CHUNK,
         num_workers=g.num_threads,
         share_heads=share_heads,
-        classify=classify,
+        classify=known.costed_by_mask,
         tensors=tuple(addresses),
-        scalars=g.scalars or (0,) * len(ir.scalars),
+        scalars=g.scalars or (0,) * len(known.integer_scalars),
     )
     call = _C.Call(
         module,
@@ -174,7 +159,6 @@ def _plan(g: Geometry, ir: VariantIR, name: str, addresses: Sequence[int]) -> Pl
         spec,
         call,
         call.workspace_bytes,
-        tuple(s.dtype == "int64" for s in ir.scalars),
         schedule["num_work"],
         schedule["partial_rows"],
         schedule["most_splits"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .. import _C
 from . import _handles
 from ._dense import bind_tensors, result_dtype, scalar_values
-from ._launch import Geometry, launch, planned_call, schedule_reads_scalars
+from ._launch import Geometry, launch, planned_call
 
 
 def packed(
@@ -54,10 +55,10 @@ def packed_out(
     lse: torch.Tensor | None,
 ) -> None:
     """Compute into `out` [Nq, Hq, Dv] and, when given, `lse` [Nq, Hq] fp32."""
-    ir, name = _handles.structure(handle)
+    known = _handles.structure(handle)
     q_starts, kv_starts = q_indptr.tolist(), kv_indptr.tolist()
-    addresses, layouts = bind_tensors(ir, tensors)
-    values = scalar_values(ir, scalars)
+    addresses, layouts = bind_tensors(known, tensors)
+    values = scalar_values(known, scalars)
     num_threads = torch.get_num_threads()
     q_row0, kv_row0 = tuple(q_starts[:-1]), tuple(kv_starts[:-1])
     geometry = Geometry(
@@ -87,11 +88,11 @@ def packed_out(
         num_threads,
         target,
         None,
-        values if schedule_reads_scalars(ir) else None,
+        values if known.schedule_reads_scalars else None,
     )
-    planned = planned_call(geometry, ir, name, addresses)
+    planned = planned_call(geometry, known, addresses)
     launch(planned, q, k, v, out, lse, scale, addresses, values, num_threads)
 
 
 def _differences(starts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(b - a for a, b in zip(starts, starts[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(starts))

@@ -15,7 +15,10 @@ from . import _dense, _packed, merge
 _LIBRARY = torch.library.Library("flashattn_jit", "DEF")
 
 _COMMON = "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor scalars, int handle, float scale"
-_DENSE = f"{_COMMON}, SymInt q_offset, Tensor? q_offsets, Tensor? kv_len, Tensor? block_states, int[] block_size"
+_DENSE = (
+    f"{_COMMON}, SymInt q_offset, Tensor? q_offsets, Tensor? kv_len, Tensor? block_states, "
+    "int[] block_size"
+)
 _PACKED = f"{_COMMON}, Tensor q_indptr, Tensor kv_indptr, Tensor q_offsets"
 
 _LIBRARY.define(
@@ -28,7 +31,8 @@ _LIBRARY.define(
     f"varlen_attention({_PACKED}, bool return_lse, bool partial, str target) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
-    f"varlen_attention_out({_PACKED}, bool partial, str target, Tensor(a!) out, Tensor(b!)? lse) -> ()"
+    f"varlen_attention_out({_PACKED}, bool partial, str target, Tensor(a!) out, Tensor(b!)? lse)"
+    " -> ()"
 )
 _LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 

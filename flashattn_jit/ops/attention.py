@@ -11,8 +11,8 @@ from ..codegen.target import resolve_target
 from ..errors import InputError
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _handles
-from ._scalars import pack_scalars
 from ._dense import like_q_strides, result_dtype
+from ._scalars import pack_scalars
 
 Offset = int | torch.Tensor | Literal["end"]
 
@@ -107,7 +107,9 @@ def _resolve_offset(
     """The offset as (int, None) or (0, tensor [batch])."""
     if isinstance(q_offset, str):
         if q_offset != "end":
-            raise InputError(f'q_offset must be an int, a tensor [batch] or "end", got {q_offset!r}')
+            raise InputError(
+                f'q_offset must be an int, a tensor [batch] or "end", got {q_offset!r}'
+            )
         if kv_len is None:
             return dims.kv_len - dims.q_len, None
         return 0, kv_len - dims.q_len

@@ -63,7 +63,8 @@ def _check_state(name: str, tensor: torch.Tensor) -> None:
         raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         raise InputError(
-            f"{name} must be float32 on cpu (a partial state), got {tensor.dtype} on {tensor.device}"
+            f"{name} must be float32 on cpu (a partial state), got {tensor.dtype} on "
+            f"{tensor.device}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -71,14 +72,13 @@ def varlen_attention(
     kv_lens = _request_lengths("kv_indptr", kv_indptr, k.shape[0], max_kv_len, "max_kv_len")
     if len(q_lens) != len(kv_lens):
         raise InputError(
-            f"kv_indptr has num_requests={len(kv_lens)}, but q_indptr has num_requests={len(q_lens)}"
+            f"kv_indptr has num_requests={len(kv_lens)}, but q_indptr has "
+            f"num_requests={len(q_lens)}"
         )
     num_requests = len(q_lens)
     longest_q, longest_kv = max(q_lens, default=0), max(kv_lens, default=0)
     chosen = as_variant(variant)
-    dims = Dims(
-        num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2]
-    )
+    dims = Dims(num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2])
     bound = chosen.bind(dims, params)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
@@ -128,7 +128,7 @@ def _request_lengths(
             f"to {starts[-1]}"
         )
     lengths = []
-    for i, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
         if end < begin:
             raise InputError(f"{name} must not descend; request {i} has [{begin}, {end}]")
         lengths.append(end - begin)
@@ -140,9 +140,7 @@ def _request_lengths(
     return tuple(lengths)
 
 
-def _offsets(
-    q_offset: Offset, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
-) -> torch.Tensor:
+def _offsets(q_offset: Offset, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> torch.Tensor:
     """The offset of each request, as an int64 tensor [num_requests]."""
     if isinstance(q_offset, torch.Tensor):
         _check.check_lengths("q_offset", q_offset, len(q_lens), -(2**30), 2**30)
@@ -152,7 +150,9 @@ def _offsets(
             raise InputError(
                 f'q_offset must be an int, a tensor [num_requests] or "end", got {q_offset!r}'
             )
-        return torch.tensor([k - q for q, k in zip(q_lens, kv_lens, strict=True)], dtype=torch.int64)
+        return torch.tensor(
+            [k - q for q, k in zip(q_lens, kv_lens, strict=True)], dtype=torch.int64
+        )
     if isinstance(q_offset, bool) or not isinstance(q_offset, int) or abs(q_offset) > 2**30:
         raise InputError(
             f'q_offset must be "end", a tensor [num_requests] or an int in [-2**30, 2**30], got '

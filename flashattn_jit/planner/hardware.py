@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from .. import _C
 from ..codegen.target import LANES, host_target
@@ -40,7 +41,7 @@ class Hardware:
 def _clock_hz() -> float:
     """The highest clock that the kernel reports, or 3 GHz."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             speeds = [float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz")]
     except (OSError, ValueError, IndexError):
         return _DEFAULT_HZ

@@ -45,7 +45,9 @@ class Problem:
         q_rows, kv_rows = sum(self.q_len), sum(self.kv_len)
         q_item = _ITEM_BYTES[self.q_dtype]
         ends = q_rows * self.num_q_heads * (self.head_dim + self.head_dim_v) * q_item
-        row = self.head_dim * _ITEM_BYTES[self.k_dtype] + self.head_dim_v * _ITEM_BYTES[self.v_dtype]
+        row = (
+            self.head_dim * _ITEM_BYTES[self.k_dtype] + self.head_dim_v * _ITEM_BYTES[self.v_dtype]
+        )
         return ends + kv_rows * self.num_kv_heads * row * density
 
     def intensity(self) -> float:

@@ -186,9 +186,7 @@ def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> 
     ]
 
 
-def straight_line(
-    graph: Graph, tensors: Sequence[TensorParam], hook: str
-) -> tuple[list[str], str]:
+def straight_line(graph: Graph, tensors: Sequence[TensorParam], hook: str) -> tuple[list[str], str]:
     """A scalar hook as plain statements without levels; returns the lines and the result's name."""
     block, result = lower_graph(graph, tensors, f"{hook[0]}_")
     return [_line(s) for s in block.statements.values()], result

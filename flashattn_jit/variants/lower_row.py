@@ -7,6 +7,7 @@ loops of head_dim / 2 with no temporary.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -91,7 +92,9 @@ class _RowLowering:
             slot = node.int_attr("slot")
             right = "true" if node.attr("right") else "false"
             tag = TAG[self.tensors[slot].dtype]
-            text = f"ops::searchsorted<{tag}, {right}>(c.tensor({slot}), {self.names[node.args[0]]})"
+            text = (
+                f"ops::searchsorted<{tag}, {right}>(c.tensor({slot}), {self.names[node.args[0]]})"
+            )
         elif node.op in ("q_len", "kv_len", "q_row", "kv_slot"):
             text = f"ops::{node.op}({', '.join(['c', *(self.names[a] for a in node.args)])})"
         else:
@@ -139,8 +142,8 @@ class _RowLowering:
                 last = self.tensors[slot].rank - 1
                 self.lines.append(f"const int64_t n{i} = c.tensor({slot}).strides[{last}];")
             return False
-        return node.op == "interleave" or (node.op == "map" or self._arithmetic(node)) and (
-            self.uses[i] > 1
+        return node.op == "interleave" or (
+            (node.op == "map" or self._arithmetic(node)) and (self.uses[i] > 1)
         )
 
     def _arithmetic(self, node: Node) -> bool:
@@ -169,7 +172,7 @@ class _RowLowering:
 
     def _segments(self, i: int, length: int, root: bool = False) -> list[tuple[int, int]]:
         cuts = sorted({0, length, *(c for c in self._cuts(i, root) if 0 < c < length)})
-        return list(zip(cuts, cuts[1:], strict=False))
+        return list(itertools.pairwise(cuts))
 
     def _cuts(self, i: int, root: bool = False) -> set[int]:
         """Positions at which the element's expression changes its form."""

@@ -18,7 +18,13 @@ def make(q_len, kv_len, q_heads=4, kv_heads=2, workers=2, block_mask=None, **opt
         num_requests=len(q_len), num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=8,
         head_dim_v=8, q_len=tuple(q_len), kv_len=tuple(kv_len), block_mask=block_mask,
     )  # fmt: skip
-    settings = dict(tile_q=96, row_granule=16, tile_kv=32, min_chunk=64, num_workers=workers)
+    settings = {
+        "tile_q": 96,
+        "row_granule": 16,
+        "tile_kv": 32,
+        "min_chunk": 64,
+        "num_workers": workers,
+    }
     result = _C.schedule(None, problem, **{**settings, **options})
     work = np.frombuffer(result["work"], np.int32).reshape(-1, 8)
     merges = np.frombuffer(result["merge_work"], np.int32).reshape(-1, 8)
@@ -46,7 +52,9 @@ def test_every_pair_is_computed_once(shape, heads, workers):
     for counts in coverage(items, q_len, kv_len, heads[0]):
         assert (counts == 1).all()
     # Partial states lie side by side, without gaps or overlaps, and are all merged.
-    spans = sorted((w["partial"], w["row_end"] - w["row_begin"]) for w in items if w["partial"] >= 0)
+    spans = sorted(
+        (w["partial"], w["row_end"] - w["row_begin"]) for w in items if w["partial"] >= 0
+    )
     end = 0
     for begin, rows in spans:
         assert begin == end
@@ -56,7 +64,7 @@ def test_every_pair_is_computed_once(shape, heads, workers):
 
 
 def test_long_decode_is_split_over_workers():
-    items, merges, result = make([1], [65536], 1, 1, workers=2, row_granule=1, tile_q=8)
+    _items, merges, result = make([1], [65536], 1, 1, workers=2, row_granule=1, tile_q=8)
     assert len(merges) == 1 and result["most_splits"] >= 2
     assert result["critical_cost"] * 2 < result["total_cost"] * 1.1
 
