@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
@@ -44,6 +44,7 @@ class BuildWithData(build_py):
         return outputs
 
 
+ParallelCompile("FLASHATTN_JIT_BUILD_JOBS").install()
 setup(
     ext_modules=[
         Pybind11Extension(

@@ -79,7 +79,8 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
 
 void bind_module(py::module_& m) {
   py::class_<Module, std::shared_ptr<Module>>(m, "Module")
-      .def(py::init<const std::string&>(), py::arg("path"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init<const std::string&>(), py::arg("path"),
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("path", &Module::path)
       .def_property_readonly("description", &Module::description)
       .def("classify", &classify, py::arg("problem"), py::arg("request"), py::arg("head_begin"),

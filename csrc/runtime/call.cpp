@@ -48,24 +48,27 @@ std::string range(const char* name, int64_t begin, int64_t end) {
 template <class T>
 void check_rows(const fajit_args& args, const T& item, const char* name, size_t index) {
   if (item.request < 0 || item.request >= args.num_requests) {
-    bad_item(name, index, "request " + std::to_string(item.request) + " of num_requests=" +
-                              std::to_string(args.num_requests));
+    bad_item(name, index,
+             "request " + std::to_string(item.request) +
+                 " of num_requests=" + std::to_string(args.num_requests));
   }
   const int64_t head_end = int64_t{item.head_begin} + item.head_count;
   if (item.head_begin < 0 || item.head_count < 1 || head_end > args.num_q_heads) {
-    bad_item(name, index, range("heads", item.head_begin, head_end) + " of num_q_heads=" +
-                              std::to_string(args.num_q_heads));
+    bad_item(name, index,
+             range("heads", item.head_begin, head_end) +
+                 " of num_q_heads=" + std::to_string(args.num_q_heads));
   }
   const int32_t group_size = args.num_q_heads / args.num_kv_heads;
   if (item.head_begin / group_size != (head_end - 1) / group_size) {
-    bad_item(name, index, range("heads", item.head_begin, head_end) +
-                              " are not of one kv head (group_size=" + std::to_string(group_size) +
-                              ")");
+    bad_item(name, index,
+             range("heads", item.head_begin, head_end) +
+                 " are not of one kv head (group_size=" + std::to_string(group_size) + ")");
   }
   const int64_t packed_rows = int64_t{args.q_len[item.request]} * item.head_count;
   if (item.row_begin < 0 || item.row_end < item.row_begin || item.row_end > packed_rows) {
-    bad_item(name, index, range("rows", item.row_begin, item.row_end) + " of " +
-                              std::to_string(packed_rows) + " packed rows");
+    bad_item(name, index,
+             range("rows", item.row_begin, item.row_end) + " of " + std::to_string(packed_rows) +
+                 " packed rows");
   }
 }
 
@@ -76,20 +79,23 @@ void check_work(const fajit_args& args, const BlockMaskLayout* mask, int64_t par
     check_rows(args, item, "work", i);
     const int32_t kv_len = args.kv_len[item.request];
     if (item.kv_begin < 0 || item.kv_end < item.kv_begin || item.kv_end > kv_len) {
-      bad_item("work", i, range("keys", item.kv_begin, item.kv_end) + " of kv_len=" +
-                              std::to_string(kv_len));
+      bad_item("work", i,
+               range("keys", item.kv_begin, item.kv_end) + " of kv_len=" + std::to_string(kv_len));
     }
     const int64_t rows = item.row_end - item.row_begin;
     if (item.partial < -1 || (item.partial >= 0 && item.partial + rows > partial_rows)) {
-      bad_item("work", i, range("partial rows", item.partial, item.partial + rows) + " of " +
-                              std::to_string(partial_rows));
+      bad_item("work", i,
+               range("partial rows", item.partial, item.partial + rows) + " of " +
+                   std::to_string(partial_rows));
     }
     if (mask != nullptr && rows > 0) {
       const int64_t last_row = (item.row_end - 1) / item.head_count;
-      if (last_row >= mask->sizes[2] * mask->q_block || item.kv_end > mask->sizes[3] * mask->kv_block) {
-        bad_item("work", i, "it lies outside the block mask, which covers " +
-                                std::to_string(mask->sizes[2] * mask->q_block) + " query rows and " +
-                                std::to_string(mask->sizes[3] * mask->kv_block) + " keys");
+      if (last_row >= mask->sizes[2] * mask->q_block ||
+          item.kv_end > mask->sizes[3] * mask->kv_block) {
+        bad_item("work", i,
+                 "it lies outside the block mask, which covers " +
+                     std::to_string(mask->sizes[2] * mask->q_block) + " query rows and " +
+                     std::to_string(mask->sizes[3] * mask->kv_block) + " keys");
       }
     }
   }
@@ -103,8 +109,9 @@ void check_merge_work(const fajit_args& args, int64_t partial_rows,
     const int64_t rows = item.row_end - item.row_begin;
     const int64_t end = item.first_partial + rows * item.num_splits;
     if (item.first_partial < 0 || item.num_splits < 1 || end > partial_rows) {
-      bad_item("merge_work", i, range("partial rows", item.first_partial, end) + " of " +
-                                    std::to_string(partial_rows));
+      bad_item(
+          "merge_work", i,
+          range("partial rows", item.first_partial, end) + " of " + std::to_string(partial_rows));
     }
   }
 }
@@ -144,8 +151,10 @@ Call::Call(std::shared_ptr<const Module> module, std::shared_ptr<const Problem> 
   args_.num_work = narrow(static_cast<int64_t>(work_.size()), "num_work");
   args_.num_merge_work = narrow(static_cast<int64_t>(merge_work_.size()), "num_merge_work");
   const int64_t out_bytes = partial_rows * args_.head_dim_v * int64_t{sizeof(float)};
-  partial_out_bytes_ = (out_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-  workspace_bytes_ = partial_rows > 0 ? partial_out_bytes_ + partial_rows * int64_t{sizeof(float)} : 0;
+  partial_out_bytes_ =
+      (out_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  workspace_bytes_ =
+      partial_rows > 0 ? partial_out_bytes_ + partial_rows * int64_t{sizeof(float)} : 0;
 }
 
 void Call::launch(py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse,
@@ -188,7 +197,8 @@ void Call::launch(py::handle q, py::handle k, py::handle v, py::handle out, py::
   {
     py::gil_scoped_release no_gil;
     if (args.num_work > 0) attention_status = module_->attention(args);
-    if (attention_status == FAJIT_OK && args.num_merge_work > 0) merge_status = module_->merge(args);
+    if (attention_status == FAJIT_OK && args.num_merge_work > 0)
+      merge_status = module_->merge(args);
   }
   check_status(attention_status, "fajit_attention", module_->path());
   check_status(merge_status, "fajit_merge", module_->path());
@@ -202,12 +212,12 @@ void classify(const Module& module, const Problem& problem, int32_t request, int
   const Params params(problem, tensors, scalars);
   params.fill(args);
   if (request < 0 || request >= args.num_requests) {
-    throw py::value_error("request " + std::to_string(request) + " of num_requests=" +
-                          std::to_string(args.num_requests));
+    throw py::value_error("request " + std::to_string(request) +
+                          " of num_requests=" + std::to_string(args.num_requests));
   }
   if (head_begin < 0 || head_end <= head_begin || head_end > args.num_q_heads) {
-    throw py::value_error(range("heads", head_begin, head_end) + " of num_q_heads=" +
-                          std::to_string(args.num_q_heads));
+    throw py::value_error(range("heads", head_begin, head_end) +
+                          " of num_q_heads=" + std::to_string(args.num_q_heads));
   }
   if (q_end < q_begin || kv_begin < 0 || kv_end < kv_begin || tile_q < 1 || tile_kv < 1) {
     throw py::value_error("classify needs " + range("q_idx", q_begin, q_end) + " and " +
@@ -218,13 +228,21 @@ void classify(const Module& module, const Problem& problem, int32_t request, int
   };
   const int64_t count = tiles(q_begin, q_end, tile_q) * tiles(kv_begin, kv_end, tile_kv);
   const py::buffer_info info = states.request(/*writable=*/true);
-  if (info.itemsize != 1 || info.size < count || (info.ndim == 1 && info.size > 1 && info.strides[0] != 1) ||
-      info.ndim != 1) {
+  if (info.itemsize != 1 || info.size < count ||
+      (info.ndim == 1 && info.size > 1 && info.strides[0] != 1) || info.ndim != 1) {
     throw py::value_error("states must be a contiguous 1-d uint8 buffer of at least " +
                           std::to_string(count) + " entries");
   }
-  const fajit_classify_args classify_args{&args,   request, head_begin, head_end, q_begin, q_end,
-                                          tile_q,  kv_begin, kv_end,    tile_kv,
+  const fajit_classify_args classify_args{&args,
+                                          request,
+                                          head_begin,
+                                          head_end,
+                                          q_begin,
+                                          q_end,
+                                          tile_q,
+                                          kv_begin,
+                                          kv_end,
+                                          tile_kv,
                                           static_cast<uint8_t*>(info.ptr)};
   int status = FAJIT_OK;
   if (count > 0) {

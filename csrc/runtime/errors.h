@@ -1,4 +1,5 @@
-// What the runtime throws. bindings.cpp turns each into the Python class of flashattn_jit/errors.py.
+// What the runtime throws. bindings.cpp turns each into the Python class of
+// flashattn_jit/errors.py.
 #pragma once
 
 #include <stdexcept>

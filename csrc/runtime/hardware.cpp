@@ -41,7 +41,8 @@ const char* detect_isa() {
   const Registers basic = cpuid(1), extended = cpuid(7), amd = cpuid(0x80000001u);
   // ecx of leaf 1: FMA 12, MOVBE 22, OSXSAVE 27, AVX 28, F16C 29. ebx of leaf 7: BMI1 3, AVX2 5,
   // BMI2 8. ecx of leaf 0x80000001: LZCNT 5. Together x86-64-v3.
-  if (!has(basic.ecx, {12, 22, 27, 28, 29}) || !has(extended.ebx, {3, 5, 8}) || !has(amd.ecx, {5})) {
+  if (!has(basic.ecx, {12, 22, 27, 28, 29}) || !has(extended.ebx, {3, 5, 8}) ||
+      !has(amd.ecx, {5})) {
     return "generic";
   }
   const uint64_t saved = saved_registers();

@@ -35,8 +35,9 @@ void read_per_request(py::handle source, int32_t count, int32_t* out, const char
   const py::buffer_info info = py::reinterpret_borrow<py::buffer>(source).request();
   if (info.ndim != 1 || info.itemsize != 4 || info.format != "i" || info.size != count ||
       (count > 1 && info.strides[0] != 4)) {
-    throw py::value_error(std::string(name) + " must be a contiguous int32 buffer of num_requests=" +
-                          std::to_string(count) + " entries");
+    throw py::value_error(
+        std::string(name) +
+        " must be a contiguous int32 buffer of num_requests=" + std::to_string(count) + " entries");
   }
   if (count > 0) std::memcpy(out, info.ptr, sizeof(int32_t) * static_cast<size_t>(count));
 }
@@ -105,10 +106,10 @@ void require_positive(int32_t value, const char* name) {
 
 Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
                  int32_t head_dim_v, py::handle q_len, py::handle kv_len, py::handle q_row0,
-                 py::handle kv_row0, py::handle q_offset, py::handle q_token0,
-                 py::handle kv_token0, py::handle q_stride, py::handle k_stride,
-                 py::handle v_stride, py::handle out_stride, py::handle lse_stride,
-                 py::handle tensors, const std::string& scalar_kinds, py::handle block_mask)
+                 py::handle kv_row0, py::handle q_offset, py::handle q_token0, py::handle kv_token0,
+                 py::handle q_stride, py::handle k_stride, py::handle v_stride,
+                 py::handle out_stride, py::handle lse_stride, py::handle tensors,
+                 const std::string& scalar_kinds, py::handle block_mask)
     : scalar_kinds_(scalar_kinds) {
   if (num_requests < 0) throw py::value_error("num_requests must not be negative");
   require_positive(num_q_heads, "num_q_heads");
@@ -189,8 +190,8 @@ Params::Params(const Problem& problem, py::handle addresses, py::handle scalars)
   for (size_t i = 0; i < layouts.size(); ++i) {
     tensors_[i] = layouts[i];
     tensors_[i].ptr = to_address(address_items[i]);
-    const bool has_entries =
-        std::all_of(layouts[i].sizes, layouts[i].sizes + FAJIT_MAX_RANK, [](int64_t n) { return n > 0; });
+    const bool has_entries = std::all_of(layouts[i].sizes, layouts[i].sizes + FAJIT_MAX_RANK,
+                                         [](int64_t n) { return n > 0; });
     if (tensors_[i].ptr == nullptr && has_entries) {
       throw py::value_error("param tensor " + std::to_string(i) + " has address 0");
     }

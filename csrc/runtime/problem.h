@@ -18,8 +18,8 @@ struct BlockMaskLayout {
   int32_t q_block = 0, kv_block = 0;
 };
 
-// Immutable once built. Everything that comes from Python is copied and checked, so that an argument
-// block filled from it reads inside its own arrays.
+// Immutable once built. Everything that comes from Python is copied and checked, so that an
+// argument block filled from it reads inside its own arrays.
 class Problem {
  public:
   Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
@@ -45,7 +45,8 @@ class Problem {
   bool has_block_mask_ = false;
 };
 
-// The values of a variant's params for one call: what `fajit_args::tensors` and `::scalars` point to.
+// The values of a variant's params for one call: what `fajit_args::tensors` and `::scalars` point
+// to.
 class Params {
  public:
   // Throws where the counts differ from the problem's, or a tensor with entries has address 0.

@@ -195,10 +195,11 @@ class Store:
         return Entry(path, meta)
 
     def _is_safe(self) -> bool:
-        """Whether the root exists. Raises CacheError where others could put code into it."""
+        """Whether the root is there. Raises CacheError where others could put code into it."""
         try:
             status = self.root.stat()
-        except FileNotFoundError:
+        except OSError:
+            # Absent or out of reach. A writer finds out which when it makes the folder.
             return False
         if not stat.S_ISDIR(status.st_mode):
             raise CacheError(

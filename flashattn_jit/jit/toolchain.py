@@ -61,7 +61,8 @@ _FIRST_ERROR = re.compile(
     r"^(?:(?P<file>[^\n]*?):(?P<line>\d+)(?::\d+)?: )?[^\n:]*?(?:fatal )?error: (?P<text>[^\n]*)$",
     re.MULTILINE,
 )
-_LINK_ERROR = re.compile(r"^[^\n]*(?:undefined reference|\bld\b[^\n]*:)[^\n]*$", re.MULTILINE)
+_LINK_ERROR = re.compile(r"^[^\n]*(?:undefined reference|cannot find)[^\n]*$", re.MULTILINE)
+_DRIVER_ERROR = "Error building extension"
 
 # `load` reads os.environ and its module's globals, so one build at a time may set them.
 _load_lock = threading.Lock()
@@ -121,9 +122,10 @@ def build(
     try:
         _drive(staging, work, key, target, _write_wrapper(work, compiler, log, staging / COMMAND))
     except (RuntimeError, OSError) as error:
+        words = log.read_text(errors="replace")
         with log.open("a") as file:
             file.write(f"\n{error}\n")
-        raise _failure(log.read_text(errors="replace")) from error
+        raise _failure(words, str(error)) from error
     compile_s = time.perf_counter() - start
     work.joinpath("kernel.so").replace(staging / ARTIFACT)
     _write_resources(work, staging)
@@ -227,14 +229,16 @@ def _write_resources(work: Path, staging: Path) -> None:
     staging.joinpath(RESOURCES).write_text(json.dumps(resources, indent=1) + "\n")
 
 
-def _failure(log: str) -> BuildFailure:
-    if found := _FIRST_ERROR.search(log):
+def _failure(words: str, driver_error: str) -> BuildFailure:
+    """The first error in the compiler's words; in the driver's, where it did not get that far."""
+    if found := _FIRST_ERROR.search(words):
         location = (found["file"], int(found["line"])) if found["file"] else None
         return BuildFailure(found["text"], location)
-    if found := _LINK_ERROR.search(log):
+    if found := _LINK_ERROR.search(words):
         return BuildFailure(found.group().strip(), None)
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return BuildFailure(lines[0] if lines else "the compiler failed and said nothing", None)
+    if not words.strip() and driver_error.startswith(_DRIVER_ERROR):
+        return BuildFailure("the compiler failed and said nothing", None)
+    return BuildFailure((words.strip() or driver_error).splitlines()[0], None)
 
 
 def _quote(flag: str) -> str:

@@ -1,0 +1,117 @@
+"""Stand-ins for the compiler and the loader, and one real module over `minimal_artifact.cpp`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (first: its OpenMP runtime is the process')
+
+from flashattn_jit import _C, _paths
+from flashattn_jit.jit import key as keys
+from flashattn_jit.jit import toolchain
+from flashattn_jit.jit.compiler import Compiler
+from flashattn_jit.jit.module import KernelCache
+
+MINIMAL_ARTIFACT = Path(__file__).with_name("minimal_artifact.cpp")
+
+
+class FakeBuild:
+    """Builds by writing bytes. `before` runs in the midst of a build; it may raise or wait."""
+
+    def __init__(self) -> None:
+        self.builds: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+        self.content = "artifact of {key}"
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, source: str, key: str, target: str, compiler: Compiler | None, staging: Path
+    ) -> toolchain.BuildReport:
+        with self._lock:
+            self.builds.append(key)
+        staging.joinpath(toolchain.SOURCE).write_text(source)
+        staging.joinpath(toolchain.LOG).write_text("all is well\n")
+        self.before()
+        staging.joinpath("artifact.so").write_text(self.content.format(key=key))
+        return toolchain.BuildReport(0.25)
+
+
+class FakeModule:
+    """What FakeBuild's artifacts load as."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.key = Path(path).read_text().removeprefix("artifact of ")
+        self.description = json.dumps({"abi_version": 1, "key": self.key})
+
+
+@pytest.fixture(autouse=True)
+def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has its own cache and lock folders."""
+    for name in ("COMPILE", "CXX", "LOCK_WAIT_S", "LOG"):
+        monkeypatch.delenv(f"FLASHATTN_JIT_{name}", raising=False)
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", str(tmp_path / "locks"))
+
+
+@pytest.fixture
+def cache_root(tmp_path: Path) -> Path:
+    """Where this test's cache is; not made yet."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with templates/, include/ and package/ that stands in for the package's own.
+
+    templates/kernel.cpp.j2 includes fajit/a.h, which includes fajit/nested/b.h, and imports
+    macros.j2; other.h is not reached.
+    """
+    root = tmp_path / "sources"
+    files = {
+        "templates/kernel.cpp.j2": '#include <fajit/a.h>\n{% import "macros.j2" as m %}\nbody\n',
+        "templates/macros.j2": "{% macro f() %}1{% endmacro %}\n",
+        "templates/unused.j2": "x\n",
+        "include/fajit/a.h": "#pragma once\n  #  include <fajit/nested/b.h>\n#include <stdint.h>\n",
+        "include/fajit/nested/b.h": '#include "fajit/a.h"\nint b;\n',
+        "include/fajit/other.h": "int other;\n",
+        "package/codegen/render.py": "x = 1\n",
+        "package/variants/lower.py": "y = 1\n",
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(_paths, "templates_dir", lambda: root / "templates")
+    monkeypatch.setattr(_paths, "include_dir", lambda: root / "include")
+    monkeypatch.setattr(_paths, "PACKAGE_DIR", root / "package")
+    keys.sources_digest.cache_clear()
+    yield root
+    keys.sources_digest.cache_clear()
+
+
+@pytest.fixture
+def fake_build() -> FakeBuild:
+    """A compiler that writes bytes."""
+    return FakeBuild()
+
+
+@pytest.fixture
+def new_cache(sources: Path, fake_build: FakeBuild) -> Callable[[], KernelCache]:
+    """Makes kernel caches over one fake compiler; each stands for a process of its own."""
+    return lambda: KernelCache(build=fake_build, load=FakeModule)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def minimal_module(tmp_path_factory: pytest.TempPathFactory) -> _C.Module:
+    """The minimal artifact, really compiled and loaded."""
+    from flashattn_jit.jit.compiler import find_compiler
+
+    staging = tmp_path_factory.mktemp("minimal")
+    source = MINIMAL_ARTIFACT.read_text()
+    toolchain.build(source, "0" * 64, "cpu:generic", find_compiler(), staging)
+    return _C.Module(str(staging / "artifact.so"))
