@@ -1,0 +1,189 @@
+"""How every benchmark measures and reports: interleaved runs, medians, a table, a JSON file.
+
+Candidates run in turn, A B C A B C, so that what else the machine does hits all of them alike. A
+ratio is the median of the ratios within rounds, with its quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+_ROOT = Path(__file__).resolve().parent.parent
+PAIRS = 20
+
+median = statistics.median
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a report. `goal` is None where a figure only informs.
+
+    `better` says which side of the goal is good; `spread` is the range of the middle half.
+    """
+
+    claim: str
+    goal: float | None
+    measured: float
+    unit: str
+    better: Literal["higher", "lower"] = "higher"
+    spread: tuple[float, float] | None = None
+    detail: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ "met", "missed" or "" where there is no goal."""
+        if self.goal is None:
+            return ""
+        met = self.measured >= self.goal if self.better == "higher" else self.measured <= self.goal
+        return "met" if met else "missed"
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Wall times in seconds of each candidate over `rounds` rounds; warm-up calls do not count."""
+    for _ in range(warm_up):
+        for run in candidates.values():
+            run()
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def ratio(
+    numerator: Sequence[float], denominator: Sequence[float], factor: float = 1.0
+) -> tuple[float, tuple[float, float]]:
+    """Median and quartiles of factor * numerator / denominator, taken within rounds."""
+    values = [factor * a / b for a, b in zip(numerator, denominator, strict=True)]
+    if len(values) < 2:
+        return values[0], (values[0], values[0])
+    low, _, high = statistics.quantiles(values, n=4)
+    return median(values), (low, high)
+
+
+def arguments(
+    description: str | None, extend: Callable[[argparse.ArgumentParser], None] | None = None
+) -> argparse.Namespace:
+    """The options that all benchmarks share, and those that `extend` adds."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/*.json")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="interleaved rounds (%(default)s)")
+    if extend is not None:
+        extend(parser)
+    options = parser.parse_args()
+    options.load_before = os.getloadavg()[0]
+    return options
+
+
+def machine_name() -> str:
+    """Such as ``amd-epyc-2c-avx512_bf16``."""
+    from flashattn_jit.codegen.target import host_target
+
+    model = platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2]
+                break
+    except OSError:
+        pass
+    words = re.sub(r"\(.*?\)|CPU|Processor|@.*", " ", model).lower()
+    name = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+    return f"{name}-{len(os.sched_getaffinity(0))}c-{host_target().partition(':')[2]}"
+
+
+def report(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Print the rows as a table and, when asked, save them by machine and date."""
+    now = datetime.now(timezone.utc)
+    context = {
+        "commit": _commit(),
+        "time": now.isoformat(timespec="seconds"),
+        "machine": machine_name(),
+        "threads": torch.get_num_threads(),
+        "load": [options.load_before, os.getloadavg()[0]],
+        "rounds": options.pairs,
+        "versions": _versions(),
+    }
+    print(
+        f"\n{benchmark} on {context['machine']}, {context['threads']} threads, "
+        f"commit {context['commit']}, torch {torch.__version__}"
+    )
+    print(table(rows))
+    if not options.save:
+        return
+    path = _ROOT / "benchmarks" / "results" / f"{context['machine']}-{now:%Y-%m-%d}.json"
+    path.parent.mkdir(exist_ok=True)
+    document = json.loads(path.read_text()) if path.exists() else {}
+    document[benchmark] = context | {"rows": [asdict(r) | {"verdict": r.verdict} for r in rows]}
+    path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+    print(f"saved to {path.relative_to(_ROOT)}")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text."""
+    cells = [["what", "goal", "measured", "middle half", "", ""]]
+    for r in rows:
+        sign = "" if r.goal is None else (">= " if r.better == "higher" else "<= ")
+        goal = "" if r.goal is None else f"{sign}{_number(r.goal)} {r.unit}"
+        spread = "" if r.spread is None else f"{_number(r.spread[0])} .. {_number(r.spread[1])}"
+        cells.append(
+            [r.claim, goal, f"{_number(r.measured)} {r.unit}", spread, r.verdict, r.detail]
+        )
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths[:4]))
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _commit() -> str:
+    """The checkout's commit, with a plus where tracked files differ from it."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*command: str) -> str:
+    return subprocess.run(
+        ["git", *command], cwd=_ROOT, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def _versions() -> dict[str, str]:
+    import numpy as np
+
+    gcc = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False).stdout
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "g++": gcc.partition("\n")[0],
+        "linux": platform.release(),
+    }

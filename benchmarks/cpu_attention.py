@@ -1,0 +1,186 @@
+"""Prefill and decode on this CPU, against torch's SDPA and FlexAttention and the machine's peaks.
+
+    python -m benchmarks.cpu_attention [--only prefill peak hooks causal decode] [--save]
+
+Random normal data, all threads that torch uses, no gradients. Takes about ten minutes in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+import flashattn_jit as fa
+from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._peers import decode_peers, prefill_peers
+from benchmarks.peak import peak
+
+_HEADS = 8
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_PREFILL_GOALS = {("bf16", 128): 3.5, ("bf16", 64): 2.7, ("fp32", 128): 1.7, ("fp32", 64): 1.7}
+_PEAK_GOALS = {"bf16": 60.0, "fp32": 62.0}
+
+
+def prefill_inputs(q_len: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [1, 8, q_len, head_dim] of standard normal values."""
+    q, k, v = (torch.randn(1, _HEADS, q_len, head_dim).to(dtype) for _ in range(3))
+    return q, k, v
+
+
+def prefill_flops(q_len: int, head_dim: int) -> float:
+    """Multiply-adds of both products of full attention, counted as two."""
+    return 4.0 * _HEADS * q_len * q_len * head_dim
+
+
+def prefill_rows(options: argparse.Namespace) -> list[Row]:
+    """Times the faster of torch SDPA and compiled FlexAttention."""
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        for head_dim in (128, 64):
+            for q_len in (1024, 4096):
+                q, k, v = prefill_inputs(q_len, head_dim, dtype)
+                for name, variant in (("full", None), ("causal", fa.Causal())):
+                    goal = _PREFILL_GOALS[dtype_name, head_dim]
+                    claim = f"{dtype_name} D{head_dim} S{q_len} {name}: times the faster peer"
+                    rows.append(_against_peers(claim, goal, q, k, v, variant, options.pairs))
+    return rows
+
+
+def _against_peers(
+    claim: str, goal: float, q: Tensor, k: Tensor, v: Tensor, variant: fa.Variant | None, pairs: int
+) -> Row:
+    peers = prefill_peers(q, k, v, variant is not None)
+    times = interleave({"ours": lambda: fa.attention(q, k, v, variant), **peers}, pairs)
+    fastest = min(peers, key=lambda name: median(times[name]))
+    value, spread = ratio(times[fastest], times["ours"])
+    pairs_kept = (q.shape[2] + 1) / (2 * q.shape[2]) if variant is not None else 1.0
+    rate = prefill_flops(q.shape[2], q.shape[3]) * pairs_kept / median(times["ours"]) / 1e9
+    others = ", ".join(f"{name} {median(times[name]) * 1e3:.2f} ms" for name in peers)
+    detail = f"ours {median(times['ours']) * 1e3:.2f} ms ({rate:.0f} GFLOP/s), {others}"
+    row = Row(claim, goal, value, "x", "higher", spread, detail)
+    print(f"  {claim}: {value:.2f}x ({detail})", flush=True)
+    return row
+
+
+def peak_rows(options: argparse.Namespace) -> list[Row]:
+    """Fraction of the machine's FMA peak, which is measured between the calls."""
+    machine = peak(torch.get_num_threads())
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        probe = machine.dot_bf16 if dtype_name == "bf16" else machine.fma_fp32
+        probe_flops = machine.bf16_flops if dtype_name == "bf16" else machine.fp32_flops
+        for q_len in (1024, 4096):
+            q, k, v = prefill_inputs(q_len, 128, dtype)
+            times = interleave(
+                {"ours": lambda q=q, k=k, v=v: fa.attention(q, k, v), "peak": probe}, options.pairs
+            )
+            factor = 100 * prefill_flops(q_len, 128) / probe_flops
+            value, spread = ratio(times["peak"], times["ours"], factor)
+            top = probe_flops / median(times["peak"]) / 1e9
+            claim = f"{dtype_name} D128 S{q_len} full: share of the FMA peak"
+            detail = f"peak {top:.0f} GFLOP/s"
+            rows.append(Row(claim, _PEAK_GOALS[dtype_name], value, "%", "higher", spread, detail))
+    return rows
+
+
+def hook_rows(options: argparse.Namespace) -> list[Row]:
+    """What ALiBi and a soft cap add to full attention, D128."""
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        for q_len in (1024, 4096):
+            q, k, v = prefill_inputs(q_len, 128, dtype)
+            variants = {"none": None, "ALiBi": fa.ALiBi(), "softcap": fa.SoftCap()}
+            times = interleave(
+                {
+                    name: lambda q=q, k=k, v=v, variant=variant: fa.attention(q, k, v, variant)
+                    for name, variant in variants.items()
+                },
+                options.pairs,
+            )
+            for name, goal in (("ALiBi", 10.0), ("softcap", 35.0)):
+                cost, (low, high) = ratio(times[name], times["none"], 100.0)
+                claim, spread = (
+                    f"{dtype_name} D128 S{q_len} full: {name} costs",
+                    (low - 100, high - 100),
+                )
+                rows.append(Row(claim, goal, cost - 100, "%", "lower", spread))
+    return rows
+
+
+def causal_rows(options: argparse.Namespace) -> list[Row]:
+    """Time of causal over full attention at S4096; half of the pairs are masked."""
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        for head_dim in (128, 64):
+            q, k, v = prefill_inputs(4096, head_dim, dtype)
+            times = interleave(
+                {
+                    "full": lambda q=q, k=k, v=v: fa.attention(q, k, v),
+                    "causal": lambda q=q, k=k, v=v: fa.attention(q, k, v, fa.Causal()),
+                },
+                options.pairs,
+            )
+            value, spread = ratio(times["causal"], times["full"])
+            claim = f"{dtype_name} D{head_dim} S4096: causal over full"
+            rows.append(Row(claim, 0.56, value, "", "lower", spread))
+    return rows
+
+
+def decode_rows(options: argparse.Namespace) -> list[Row]:
+    """One query row a head against the machine's read bandwidth, and against torch's."""
+    machine = peak(torch.get_num_threads())
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        q = torch.randn(8, 32, 1, 128).to(dtype)
+        k, v = (torch.randn(8, 8, 4096, 128).to(dtype) for _ in range(2))
+        size = k.numel() * k.element_size() + v.numel() * v.element_size()
+
+        def read(k: Tensor = k, v: Tensor = v) -> None:
+            machine.read(k)
+            machine.read(v)
+
+        def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> object:
+            return fa.attention(q, k, v)
+
+        times = interleave({"ours": ours, "read": read}, options.pairs)
+        value, spread = ratio(times["read"], times["ours"], 100.0)
+        rate, top = size / median(times["ours"]) / 1e9, size / median(times["read"]) / 1e9
+        case = f"{dtype_name} decode B8 32/8 heads kv4096 D128"
+        claim, detail = f"{case}: share of read bandwidth", f"{rate:.1f} of {top:.1f} GB/s"
+        rows.append(Row(claim, 80.0, value, "%", "higher", spread, detail))
+        peers = decode_peers(q, k, v)
+        times = interleave({"ours": ours, **peers}, max(3, options.pairs // 4))
+        fastest = min(peers, key=lambda name: median(times[name]))
+        value, spread = ratio(times[fastest], times["ours"])
+        detail = ", ".join(f"{name} {size / median(t) / 1e9:.1f} GB/s" for name, t in times.items())
+        rows.append(Row(f"{case}: times {fastest}", None, value, "x", "higher", spread, detail))
+    return rows
+
+
+_PARTS = {
+    "prefill": prefill_rows,
+    "peak": peak_rows,
+    "hooks": hook_rows,
+    "causal": causal_rows,
+    "decode": decode_rows,
+}
+
+
+def main() -> None:
+    """Run the parts asked for and report."""
+    options = arguments(
+        __doc__,
+        lambda parser: parser.add_argument(
+            "--only", nargs="+", choices=_PARTS, default=list(_PARTS), help="parts to run"
+        ),
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = [row for name in options.only for row in _PARTS[name](options)]
+    report("cpu_attention", rows, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a process pays before and beside the arithmetic: import, compile, disk cache, a call.
+
+    python -m benchmarks.cpu_startup [--save]
+
+Each figure but the call's overhead is a median over fresh processes.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import timeit
+from pathlib import Path
+
+import torch
+
+import flashattn_jit as fa
+from benchmarks._measure import Row, arguments, median, report
+
+_IMPORT = """
+import time
+import torch
+begin = time.perf_counter()
+import flashattn_jit
+print(time.perf_counter() - begin)
+"""
+
+# A variant as a user writes one. The power is compiled in: another power, another kernel.
+_FIRST_CALL = """
+import time
+import torch
+import flashattn_jit as fa
+
+class Decayed(fa.Variant):
+    rate: float = fa.scalar(0.5)
+    slopes: torch.Tensor = fa.tensor("num_q_heads")
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score - self.slopes[h] * (q_idx - kv_idx) * self.rate ** {power}
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < 100 + {power})
+
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 8, 64, 64) for _ in range(3))
+slopes = torch.rand(8)
+begin = time.perf_counter()
+fa.attention(q, k, v, Decayed(), slopes=slopes)
+print(time.perf_counter() - begin, fa.last_kernel_source())
+"""
+
+
+def _run(code: str, cache: Path) -> list[str]:
+    """What a fresh process prints, from the checkout with its own kernel cache."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"FLASHATTN_JIT_CACHE_DIR": str(cache)},
+        cwd=Path(__file__).resolve().parent.parent,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()
+
+
+def startup_rows(processes: int) -> list[Row]:
+    """Import, cold compile and first call from a warm disk cache, each in fresh processes."""
+    imports, colds, warms = [], [], []
+    for i in range(processes):
+        with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
+            cache = Path(folder) / "cache"
+            imports.append(float(_run(_IMPORT, cache)[0]))
+            code = _FIRST_CALL.format(power=i + 2)
+            for times, expected in ((colds, "compiler"), (warms, "disk")):
+                seconds, source = _run(code, cache)
+                assert source == expected, f"the kernel came from {source}, not from {expected}"
+                times.append(float(seconds))
+    return [
+        _row("cold compile of a new variant, trace included", 3.0, colds, "s", 1),
+        _row("first call from a warm disk cache, new process", 30.0, warms, "ms", 1e3),
+        _row("import of the package beyond torch's", 150.0, imports, "ms", 1e3),
+    ]
+
+
+def overhead_rows(repeats: int) -> list[Row]:
+    """Time of a whole call at B1 H1 S1 D64: one key, so nearly all of it is overhead."""
+    q, k, v = (torch.randn(1, 1, 1, 64) for _ in range(3))
+    causal, alibi = fa.Causal(), fa.ALiBi()
+    slopes = torch.rand(1)
+    runs = {
+        "causal": (20.0, lambda: fa.attention(q, k, v, causal)),
+        "no variant": (20.0, lambda: fa.attention(q, k, v)),
+        "ALiBi with a tensor": (20.0, lambda: fa.attention(q, k, v, alibi, slopes=slopes)),
+        "for comparison, torch SDPA": (
+            None,
+            lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+        ),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _, run in runs.values():
+        timeit.timeit(run, number=500)
+    for _ in range(repeats):
+        for name, (_, run) in runs.items():
+            times[name].append(timeit.timeit(run, number=1000) / 1000)
+    return [
+        _row(f"a call at B1 H1 S1 D64, {name}", goal, times[name], "us", 1e6)
+        for name, (goal, _) in runs.items()
+    ]
+
+
+def _row(claim: str, goal: float | None, times: list[float], unit: str, factor: float) -> Row:
+    ordered = sorted(t * factor for t in times)
+    quarter = len(ordered) // 4
+    spread = (ordered[quarter], ordered[-1 - quarter])
+    return Row(claim, goal, median(ordered), unit, "lower", spread)
+
+
+def main() -> None:
+    """Measure and report."""
+    options = arguments(
+        __doc__,
+        lambda parser: parser.add_argument(
+            "--processes", type=int, default=7, help="fresh processes a figure (%(default)s)"
+        ),
+    )
+    with torch.no_grad():
+        rows = startup_rows(options.processes) + overhead_rows(options.pairs)
+    report("cpu_startup", rows, options)
+
+
+if __name__ == "__main__":
+    main()

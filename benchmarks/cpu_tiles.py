@@ -1,0 +1,120 @@
+"""Which tile kind and tile serve which problem: the measurements behind planner/tiles.py.
+
+    python -m benchmarks.cpu_tiles [--save]
+
+Forces tile kinds and tiles that the planner would not choose, so it reaches into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+import flashattn_jit as fa
+from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from flashattn_jit.codegen.spec import KernelSpec, TileKind
+from flashattn_jit.codegen.target import LANES, host_target
+from flashattn_jit.ops import _launch
+from flashattn_jit.planner.tiles import FEW_ROWS
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@contextlib.contextmanager
+def forced(tile_kind: TileKind, tile_q: int, tile_kv: int) -> Iterator[None]:
+    """Within, every new plan uses this tile, whatever the planner would choose."""
+    choose = _launch.choose
+
+    def choose_forced(*args: object, **options: object) -> KernelSpec:
+        spec = choose(*args, **options)  # type: ignore[arg-type]
+        return replace(spec, tile_kind=tile_kind, tile_q=tile_q, tile_kv=tile_kv)
+
+    _launch.choose = choose_forced
+    _launch._calls.clear()
+    try:
+        yield
+    finally:
+        _launch.choose = choose
+        _launch._calls.clear()
+
+
+def compare_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: dict[str, tuple[TileKind, int, int]],
+    rounds: int,
+) -> dict[str, list[float]]:
+    """Times of one problem under each tile; plans are remembered, so that calls do not plan."""
+    calls = {}
+    for name, tile in tiles.items():
+        with forced(*tile):
+            fa.attention(q, k, v)
+            calls[name] = dict(_launch._calls)
+
+    def run(name: str) -> None:
+        _launch._calls.clear()
+        _launch._calls.update(calls[name])
+        fa.attention(q, k, v)
+
+    times = interleave({name: lambda name=name: run(name) for name in tiles}, rounds)
+    _launch._calls.clear()
+    return times
+
+
+def crossover_rows(rounds: int) -> list[Row]:
+    """Few-row against prefill over packed rows: where the planner's FEW_ROWS should lie."""
+    lanes = LANES[host_target()]
+    tile_q = (6 if lanes == 16 else 4) * lanes
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        for packed_rows in (1, 2, 4, 8, 12, 16, 24, 32):
+            q = torch.randn(4, 8, packed_rows, 128).to(dtype)
+            k, v = (torch.randn(4, 8, 2048, 128).to(dtype) for _ in range(2))
+            tiles: dict[str, tuple[TileKind, int, int]] = {
+                "few_row": ("few_row", FEW_ROWS, 64),
+                "prefill": ("prefill", tile_q, 96),
+            }
+            times = compare_tiles(q, k, v, tiles, rounds)
+            value, spread = ratio(times["prefill"], times["few_row"])
+            chosen = "few_row" if packed_rows <= FEW_ROWS else "prefill"
+            claim = f"{dtype_name} {packed_rows} packed rows: prefill over few_row time"
+            detail = f"the planner chooses {chosen}"
+            rows.append(Row(claim, None, value, "x", "higher", spread, detail))
+    return rows
+
+
+def tile_rows(rounds: int) -> list[Row]:
+    """Tiles of the prefill kernel at S2048."""
+    lanes = LANES[host_target()]
+    rows = []
+    for dtype_name, dtype in _DTYPES.items():
+        for head_dim in (64, 128, 256):
+            q, k, v = (torch.randn(1, 4, 2048, head_dim).to(dtype) for _ in range(3))
+            tiles: dict[str, tuple[TileKind, int, int]] = {
+                f"{vectors * lanes}x{tile_kv}": ("prefill", vectors * lanes, tile_kv)
+                for vectors in ((3, 6) if lanes == 16 else (2, 4))
+                for tile_kv in (24, 48, 96, 192)
+            }
+            times = compare_tiles(q, k, v, tiles, rounds)
+            flops = 4.0 * 4 * 2048 * 2048 * head_dim
+            for name in tiles:
+                rate = flops / median(times[name]) / 1e9
+                rows.append(Row(f"{dtype_name} D{head_dim} tile {name}", None, rate, "GFLOP/s"))
+    return rows
+
+
+def main() -> None:
+    """Measure and report."""
+    options = arguments(__doc__)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = crossover_rows(options.pairs) + tile_rows(options.pairs)
+    report("cpu_tiles", rows, options)
+
+
+if __name__ == "__main__":
+    main()
