@@ -7,13 +7,15 @@ query interval that the clause at hand can still keep.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 from .bounds_select import OWN, Step, kind, select
 from .bounds_simplify import Bound, Clause, Program, clause_nodes, format_clause, simplify
 from .bounds_terms import I64_MAX, I64_MIN, INT_RANGE
 from .ir import Graph, TensorParam
+from .range_table import RangeTableSpec
+
+__all__ = ["RangeTableSpec", "lower_classify", "range_tables"]
 
 _STORAGE = {
     "bool": "Plain<uint8_t>",
@@ -29,13 +31,9 @@ _STORAGE = {
 }
 _SAFE = 2**61
 
-
-@dataclass(frozen=True, slots=True)
-class RangeTableSpec:
-    """A lo and a hi table of param tensor `slot`: the extremes of every 64 entries along `dim`."""
-
-    slot: int
-    dim: int
+MAX_ROWS = 256
+MAX_BIT_LOADS = 4096
+"""How much of a tensor one box may read (``kMaxRows``, ``kMaxBitLoads`` in C++)."""
 
 
 def scanned_dim(program: Program, term: int, rank: int) -> int:
@@ -201,9 +199,10 @@ class _Body:
             scope.line(f"Interval {new} = {_scaled(rest, c)};")
             scope.line(f"if (!meet({new}, {old[term]}.lo, {old[term]}.hi)) break;")
             narrowed[term] = new
-        self._forget(scope, [t for t in narrowed if self.program.nodes[t].op == "input"])
+        self._forget(scope, narrowed)
         scope.names.update(narrowed)
-        scope.names[bound.value] = name
+        if bound.narrows or bound.excludes:
+            scope.names[bound.value] = name
 
     def _extreme(self, scope: _Scope, nodes: Sequence[int], end: str, function: str) -> str:
         texts = [self._endpoint(scope, n, end) for n in nodes]
@@ -217,11 +216,10 @@ class _Body:
             return _literal(self.program.nodes[node].int_attr("value"))
         return f"{self.value(scope, node)}.{end}"
 
-    def _forget(self, scope: _Scope, changed: Sequence[int]) -> None:
-        """Drop what was computed from the indices `changed`."""
-        names = {str(self.program.nodes[n].attr("name")) for n in changed}
+    def _forget(self, scope: _Scope, changed: Mapping[int, str]) -> None:
+        """Drop what was computed from the terms `changed`."""
         for node in list(scope.names):
-            if self.program.inputs[node] & names and self.program.nodes[node].op != "input":
+            if not self.program.parts[node].isdisjoint(changed):
                 del scope.names[node]
 
     # --- values ----------------------------------------------------------------------------------

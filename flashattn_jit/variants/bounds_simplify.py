@@ -55,12 +55,13 @@ class Program:
     """The interval form of a mask.
 
     nodes: topologically ordered; see `Terms` for the operations beyond the IR's. ranges: their
-    static ranges. guards: (node, dtype) pairs that must fit, else the tile is partial.
+    static ranges. inputs, parts: the indices and the nodes that each node depends on. guards: (node, dtype) pairs that must fit, else the tile is partial.
     """
 
     nodes: tuple[Node, ...]
     ranges: tuple[tuple[int, int], ...]
     inputs: tuple[frozenset[str], ...]
+    parts: tuple[frozenset[int], ...]
     guards: tuple[tuple[int, str], ...]
     keep: tuple[Clause, ...]
     drop: tuple[Clause, ...]
@@ -100,8 +101,8 @@ def simplify(graph: Graph) -> Program:
     drop = lowering.clauses(formulas.negate(mask))
     guards = tuple((terms.of_form(form), dtype) for form, dtype in translator.guards.items())
     return Program(
-        tuple(terms.nodes), tuple(terms.ranges), tuple(terms.inputs), guards, keep, drop,
-        q, k, distance,
+        tuple(terms.nodes), tuple(terms.ranges), tuple(terms.inputs), tuple(terms.parts), guards,
+        keep, drop, q, k, distance,
     )  # fmt: skip
 
 

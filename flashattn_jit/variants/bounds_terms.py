@@ -87,7 +87,7 @@ class Terms:
         self.nodes: list[Node] = []
         self.ranges: list[tuple[int, int]] = []
         self.inputs: list[frozenset[str]] = []
-        self._parts: list[frozenset[int]] = []
+        self.parts: list[frozenset[int]] = []
         self._ids: dict[tuple[object, ...], int] = {}
 
     def add(
@@ -111,7 +111,7 @@ class Terms:
         self.nodes.append(node)
         self.ranges.append((low, high))
         self.inputs.append(own.union(*(self.inputs[a] for a in node.args)))
-        self._parts.append(frozenset(node.args).union(*(self._parts[a] for a in node.args)))
+        self.parts.append(frozenset(node.args).union(*(self.parts[a] for a in node.args)))
         return self._ids[key]
 
     def input(self, name: str) -> int:
@@ -163,7 +163,7 @@ class Terms:
 
     def contains(self, term: int, part: int) -> bool:
         """Whether `part` is `term` or occurs in it."""
-        return term == part or part in self._parts[term]
+        return term == part or part in self.parts[term]
 
     def substitute(self, form: Form, old: int, new: Form) -> Form:
         """`form` with every occurrence of the term `old`, however deep, replaced by `new`."""

@@ -188,9 +188,9 @@ inline FInterval f_sqrt(FInterval a, bool single) {
 
 inline FInterval f_sum(FInterval a, int64_t n, bool single) {
   if (unbounded(a)) return f_top();
-  const double count = double(n), slack = count * f_larger(-a.lo, a.hi);
-  const double error = (single ? 1e-5 : 1e-12) * (slack < 0 ? -slack : slack);
-  const double spread = error + (single ? 1e-5 : 1e-12) * count * f_larger(a.lo, -a.hi);
+  const double count = double(n);
+  const double most = f_larger(__builtin_fabs(a.lo), __builtin_fabs(a.hi));
+  const double spread = (single ? 2e-5 : 2e-12) * count * most;
   return f_made(count * a.lo - spread, count * a.hi + spread, a.maybe_nan);
 }
 
