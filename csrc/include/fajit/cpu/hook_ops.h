@@ -11,7 +11,7 @@
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/fast_math.h>
-#include <fajit/cpu/half.h>
+#include <fajit/cpu/load_row.h>
 #include <fajit/cpu/vec.h>
 
 namespace fajit {
