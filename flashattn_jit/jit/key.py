@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from flashattn_jit import _C, _paths
 
 # Raised when the meaning of an entry or of a document field changes.
 SCHEMA = 1
 
-# Python modules that decide the text of a rendered source, relative to the package.
-_GENERATORS = ("codegen/*.py", "variants/lower*.py", "variants/bounds_lower*.py")
+# The module that renders. With the modules of this package that it imports, it decides the text of
+# a source.
+_GENERATOR = "codegen/render.py"
 
-_HEADER = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*[<"](fajit/[^>"]+)[>"]', re.MULTILINE)
+# Each begins with a literal, which the search skips to: 2 ms less than anchors at line starts. A
+# match inside a comment only adds a file.
+_HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/[^>"]+)[>"]')
+_IMPORT = re.compile(rb"from (flashattn_jit|\.+)\.?([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']+)["']""")
 
 
@@ -66,26 +70,40 @@ def sources_changed(template: str) -> bool:
 def read_sources(template: str, templates: Path, headers: Path, package: Path) -> str:
     """Digest of a template, the templates and fajit/ headers it reaches, and the code generator.
 
-    Files count by their names below these folders and by their content. A header is followed
-    through every `#include <fajit/...>`, also one that a macro would skip.
+    Files count by their names below these folders and by their content. Every `#include` and
+    `import` is followed, also one that a macro or a condition would skip.
     """
+    folders = {"templates": templates, "include": headers, "package": package}
     contents: dict[str, bytes] = {}
-    pending = [("templates", template)]
+    pending = [("templates", template), ("package", _GENERATOR)]
     while pending:
         kind, name = pending.pop()
         label = f"{kind}/{name}"
         if label in contents:
             continue
-        contents[label] = text = (
-            (templates if kind == "templates" else headers).joinpath(name).read_bytes()
-        )
+        contents[label] = text = folders[kind].joinpath(name).read_bytes()
+        if kind == "package":
+            pending += [("package", found) for found in _imported(name, text, package)]
+            continue
         pending += [("include", found.decode()) for found in _HEADER.findall(text)]
         if kind == "templates":
             pending += [("templates", found.decode()) for found in _TEMPLATE.findall(text)]
-    for pattern in _GENERATORS:
-        for path in package.glob(pattern):
-            contents[f"package/{path.relative_to(package).as_posix()}"] = path.read_bytes()
     return _digest(sorted(contents.items()))
+
+
+def _imported(name: str, text: bytes, package: Path) -> Iterator[str]:
+    """Files of the package that the module in file `name` imports by `from ... import ...`."""
+    for start, module, names in _IMPORT.findall(text):
+        # A module's first dot is its own folder; the absolute form starts at the package.
+        folder = PurePosixPath(name)
+        levels = len(folder.parts) if start == b"flashattn_jit" else len(start)
+        for _ in range(levels):
+            folder = folder.parent
+        folder = folder.joinpath(*module.decode().split(".")) if module else folder
+        candidates = [folder, *(folder / word.decode() for word in re.findall(rb"\w+", names))]
+        for candidate in candidates:
+            if candidate.name and package.joinpath(f"{candidate}.py").is_file():
+                yield f"{candidate}.py"
 
 
 def _digest(fields: Iterable[tuple[str, bytes]]) -> str:

@@ -79,8 +79,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "include/fajit/a.h": "#pragma once\n  #  include <fajit/nested/b.h>\n#include <stdint.h>\n",
         "include/fajit/nested/b.h": '#include "fajit/a.h"\nint b;\n',
         "include/fajit/other.h": "int other;\n",
-        "package/codegen/render.py": "x = 1\n",
-        "package/variants/lower.py": "y = 1\n",
+        "package/codegen/render.py": "from ..variants import lower\nfrom .spec import Spec\n",
+        "package/codegen/spec.py": "from flashattn_jit.variants.ir import Graph\n",
+        "package/codegen/other.py": "x = 1\n",
+        "package/variants/lower.py": "from . import (\n    lower_row,\n)\n",
+        "package/variants/lower_row.py": "from .. import errors\nfrom .missing import x\n",
+        "package/variants/ir.py": "y = 1\n",
+        "package/variants/trace.py": "z = 1\n",
+        "package/errors.py": "class E: ...\n",
     }
     for name, text in files.items():
         path = root / name
