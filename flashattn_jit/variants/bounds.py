@@ -219,9 +219,7 @@ class _Refiner:
                 indexing="ij",
             )
         )
-        return _Tiles(
-            b, h, q0, np.minimum(q0 + span, rows), k0, np.minimum(k0 + span, columns)
-        )
+        return _Tiles(b, h, q0, np.minimum(q0 + span, rows), k0, np.minimum(k0 + span, columns))
 
     def _split(self, tiles: _Tiles, span: int) -> _Tiles:
         """Every box cut into boxes of span / _FANOUT."""
@@ -238,8 +236,7 @@ class _Refiner:
 
     def _states(self, tiles: _Tiles) -> NDArray[np.uint8]:
         parts = [
-            self._classify(tiles.take(slice(i, i + _CHUNK)))
-            for i in range(0, len(tiles.b), _CHUNK)
+            self._classify(tiles.take(slice(i, i + _CHUNK))) for i in range(0, len(tiles.b), _CHUNK)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -268,7 +265,7 @@ def _ceil_log(n: int, base: int) -> int:
 def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
     """The non-empty tiles of the mask `graph` as runs; see `TileRuns`.
 
-    Time and memory follow the number of boxes that the mask's border needs, not the number of tiles.
+    Time and memory follow the boxes that the mask's border needs, not the number of tiles.
     """
     refiner = _Refiner(graph, params, grid)
     rows, begins, ends, states = [], [], [], []
@@ -282,9 +279,9 @@ def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
         states.append(np.repeat(state, heights))
     empty = np.zeros(0, np.int64)
     row, begin, end = (np.concatenate(x) if x else empty for x in (rows, begins, ends))
-    state = np.concatenate(states) if states else np.zeros(0, np.uint8)
     order = np.argsort(row * (grid.num_kv_tiles + 1) + begin, kind="stable")
-    row, begin, end, state = (x[order] for x in (row, begin, end, state))
+    row, begin, end = (x[order] for x in (row, begin, end))
+    state = (np.concatenate(states) if states else np.zeros(0, np.uint8))[order]
     joins = (row[1:] == row[:-1]) & (begin[1:] == end[:-1]) & (state[1:] == state[:-1])
     starts = np.concatenate([[True], ~joins]) if len(row) else np.zeros(0, bool)
     lasts = np.concatenate([~joins, [True]]) if len(row) else np.zeros(0, bool)
@@ -294,7 +291,14 @@ def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
 
 
 def kv_bounds(
-    graph: Graph, params: MaskParams, b: int, h: int, q0: int, q1: int, kv_len: int, tile_kv: int = 1
+    graph: Graph,
+    params: MaskParams,
+    b: int,
+    h: int,
+    q0: int,
+    q1: int,
+    kv_len: int,
+    tile_kv: int = 1,
 ) -> KvBounds:
     """The hull of the keys that queries ``q0 <= q_idx < q1`` of one request and head can keep.
 

@@ -134,9 +134,9 @@ class _Evaluation:
                 scope.alive = scope.alive & self._any(scope, group)
         # Values first computed here without narrowing serve the clauses that follow.
         for node, value in scope.values.items():
-            if node not in outer.values and node not in scope.changed:
-                if self.program.parts[node].isdisjoint(scope.changed):
-                    outer.values[node] = value
+            known = node in outer.values or node in scope.changed
+            if not known and self.program.parts[node].isdisjoint(scope.changed):
+                outer.values[node] = value
         return scope.alive
 
     def _bound(self, scope: _Scope, bound: Bound) -> None:
@@ -189,11 +189,11 @@ class _Evaluation:
     def _step(self, scope: _Scope, term: int) -> Value:
         step = select(self.program.nodes, term)
         if step.name.endswith("_scalar"):
-            value = self.params.scalars[int(step.extra[0])]
-            return intervals.point(int(value)) if step.name[0] == "i" else (
-                intervals_real.f_const(float(value)))  # fmt: skip
+            number = self.params.scalars[int(step.extra[0])]
+            whole = step.name == "i_scalar"
+            return intervals.point(int(number)) if whole else intervals_real.f_const(float(number))
         args = [self.value(scope, a) for a in step.args]
-        value = _FUNCTIONS[step.name](*args, *step.extra)
+        value: Value = _FUNCTIONS[step.name](*args, *step.extra)
         if step.wrap:
             value = intervals.i_wrap(value, *step.wrap)
         return intervals.t_not(value) if step.negate else value
@@ -239,9 +239,7 @@ class _Evaluation:
         if not readable(tensor):
             return _FUNCTIONS[f"{name}_top"](*(INT_RANGE[node.dtype] if name == "i" else ()))
         if 0 in tensor.shape[: len(node.args)]:
-            zero = intervals.point(0)
-            return zero if name == "i" else (
-                intervals.t_from_i(zero) if name == "t" else intervals_real.f_const(0.0))  # fmt: skip
+            return _FUNCTIONS[f"{name}_const"](0)
         table = range_table(tensor, scanned_dim(self.program, term, tensor.ndim))
         low, high, nan, unknown = self._read(scope, term, tensor, table, None)
         if name == "i":
@@ -259,7 +257,10 @@ class _Evaluation:
     ) -> tuple[Any, Any, Any, Any]:
         """(low, high, has NaN, too large to read) of the box of a gather."""
         node = self.program.nodes[term]
-        at = [self._index(self.value(scope, a), n) for a, n in zip(node.args, tensor.shape, strict=False)]
+        at = [
+            self._index(self.value(scope, a), n)
+            for a, n in zip(node.args, tensor.shape, strict=False)
+        ]
         for dim in range(len(at), tensor.ndim):  # a row: all of the last dim
             at.append(intervals.i_range(tensor.shape[dim]))
         if not at:
@@ -377,4 +378,3 @@ class _Evaluation:
     def _slot(self, scope: _Scope, term: int, base: Any) -> I:
         start = self._per_request(scope, term, base, INT_RANGE["int64"])
         return intervals.i_add(start, self.value(scope, self.program.nodes[term].args[1]))
-

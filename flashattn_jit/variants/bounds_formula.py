@@ -3,8 +3,8 @@ form.
 
 "Some pair of the tile is kept" is asked of the mask, "some pair is dropped" of its negation; both
 are the same question of two formulas, so only one kind of evaluation exists: *may this formula be
-true somewhere in the box?* Negation moves to the literals here, and within a conjunction an equality
-such as ``doc[q] == doc[k]`` rewrites the other parts where that cancels terms.
+true somewhere in the box?* Negation moves to the literals here, and within a conjunction an
+equality such as ``doc[q] == doc[k]`` rewrites the other parts where that cancels terms.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ class Formulas:
         terms = tuple((t, c // divisor) for t, c in form.terms)
         return Compare(kind, Form(terms, form.const // divisor))
 
-    def _cases(
-        self, kind: Literal["ge", "eq", "ne"], form: Form, depth: int
-    ) -> Formula | None:
+    def _cases(self, kind: Literal["ge", "eq", "ne"], form: Form, depth: int) -> Formula | None:
         for term, c in form.terms:
             if term in self.absolutes:
                 inner, rest = self.absolutes[term], form.plus(Form(((term, c),)), -1)
@@ -174,7 +172,9 @@ class Formulas:
     def _conjunction(self, parts: list[Formula]) -> Formula:
         for i, part in enumerate(parts):
             for old, new in self._equalities(part):
-                rewritten = [p if j == i else self._rewrite(p, old, new) for j, p in enumerate(parts)]
+                rewritten = [
+                    p if j == i else self._rewrite(p, old, new) for j, p in enumerate(parts)
+                ]
                 if rewritten != parts:
                     return self.join("and", rewritten)
         for part in parts:
@@ -200,9 +200,9 @@ class Formulas:
             parts = tuple(self._rewrite(p, old, new) for p in formula.parts)
             return formula if parts == formula.parts else self.join(formula.kind, parts)
         if isinstance(formula, Choice):
-            c, x, y = (self._rewrite(f, old, new) for f in (formula.condition, formula.x, formula.y))
-            same = (c, x, y) == (formula.condition, formula.x, formula.y)
-            return formula if same else self.choose(c, x, y)
+            parts = (formula.condition, formula.x, formula.y)
+            c, x, y = (self._rewrite(p, old, new) for p in parts)
+            return formula if (c, x, y) == parts else self.choose(c, x, y)
         if isinstance(formula, Compare):
             form = self.terms.substitute(formula.form, old, new)
             if len(form.terms) < len(formula.form.terms):

@@ -1,8 +1,8 @@
 """C++ text of a mask's interval form, over ``fajit/interval*.h``.
 
-The rendered ``Hooks::classify`` runs on the host (planning) and inside kernels (skipping), for boxes
-of any size. Indices are narrowed as it goes along, so a name such as ``q_2`` is the part of the
-query interval that the clause at hand can still keep.
+The rendered ``Hooks::classify`` runs on the host (planning) and inside kernels (skipping), for
+boxes of any size. Indices are narrowed as it goes along: a clause works on the part of the box that
+can still satisfy it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_BIT_LOADS = 4096
 
 
 def scanned_dim(program: Program, term: int, rank: int) -> int:
-    """The dim along which a gather's box is read: the last that an index moves along, else the last.
+    """The dim along which a gather's box is read: the last one that q or k moves, else the last.
 
     Shared by both lowerings, so that they give up on the same boxes.
     """

@@ -55,7 +55,8 @@ class Program:
     """The interval form of a mask.
 
     nodes: topologically ordered; see `Terms` for the operations beyond the IR's. ranges: their
-    static ranges. inputs, parts: the indices and the nodes that each node depends on. guards: (node, dtype) pairs that must fit, else the tile is partial.
+    static ranges. inputs, parts: the indices and the nodes that each node depends on. guards:
+    (node, dtype) pairs that must fit, else the tile is partial.
     """
 
     nodes: tuple[Node, ...]

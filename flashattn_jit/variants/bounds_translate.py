@@ -18,8 +18,8 @@ _MAX_SLOT = 2**40
 class Translator:
     """Translates the nodes of `graph` on demand.
 
-    guards: the dtype that each form must fit; where a form leaves its dtype's range, the machine's integers wrap
-    and nothing derived here holds.
+    guards: the dtype that each form must fit; where a form leaves its dtype's range, the machine's
+    integers wrap and nothing derived here holds.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from .bounds_terms import I64_MAX, I64_MIN
 
-Ints = NDArray[np.int64]
-Reals = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+Ints = Any  # NDArray[np.int64]: numpy functions of arrays are typed Any
+Reals = Any  # NDArray[np.float64]
+Bools = Any  # NDArray[np.bool_]
 I = tuple[Ints, Ints]  # noqa: E741
 F = tuple[Reals, Reals, Bools]
 T = tuple[Bools, Bools]
@@ -34,7 +34,7 @@ def point(value: int) -> I:
     return array, array
 
 
-# --- integers ------------------------------------------------------------------------------------
+# --- integers -----------------------------------------------------------------------------
 
 
 def _add(a: Ints, b: Ints, absorbing: np.int64) -> Ints:
@@ -256,7 +256,7 @@ def i_from_f(a: F, low: int, high: int) -> I:
 
 
 def i_bit(any_bits: NDArray[np.uint64], all_bits: NDArray[np.uint64], at: I, width: int) -> I:
-    """The range of bit number `at` of numbers that have set `any_bits` together, `all_bits` each."""
+    """The range of bit number `at` of numbers with `any_bits` set in some, `all_bits` in all."""
     out = (at[0] < 0) | (at[1] >= width)
     low, high = (np.where(out, 0, x).astype(np.uint64) for x in at)
     ones = np.uint64(2**64 - 1)

@@ -64,9 +64,7 @@ def f_hull(*parts: F) -> F:
 
 def f_where(c: T, a: F, b: F) -> F:
     both = f_hull(a, b)
-    x, y, z = (
-        np.where(c[1], p, np.where(c[0], q, r)) for p, q, r in zip(a, both, b, strict=True)
-    )
+    x, y, z = (np.where(c[1], p, np.where(c[0], q, r)) for p, q, r in zip(a, both, b, strict=True))
     return x, y, z
 
 
@@ -217,7 +215,7 @@ def f_sum(a: F, length: int, single: int) -> F:
     return _or_top(_unbounded(a), made)
 
 
-# --- conditions ------------------------------------------------------------------------------------
+# --- conditions ----------------------------------------------------------------------------
 
 
 def f_ge(a: F, b: F) -> T:

@@ -38,8 +38,8 @@ class RangeTableSpec:
 class RangeTable:
     """Range queries along the last axis of `rows` [R, n].
 
-    kind: ``"extremes"`` for (least, greatest), ``"bits"`` for (bitwise and, bitwise or). NaN is left
-    out of the extremes and reported apart.
+    kind: ``"extremes"`` for (least, greatest), ``"bits"`` for (bitwise and, bitwise or). NaN is
+    left out of the extremes and reported apart.
     """
 
     def __init__(self, rows: Array, kind: Literal["extremes", "bits"] = "extremes") -> None:
@@ -100,7 +100,9 @@ class _Side:
             out = self._within(out, within, base, lo, hi)
         return out
 
-    def _join_blocks(self, out: Array, wide: Array, row: Array, first: Array, inner: Array) -> Array:
+    def _join_blocks(
+        self, out: Array, wide: Array, row: Array, first: Array, inner: Array
+    ) -> Array:
         row, first, inner, wide = np.broadcast_arrays(row, first, inner, wide)
         out = np.array(np.broadcast_to(out, wide.shape))
         r, f, n = row[wide], first[wide] + 1, inner[wide]
@@ -167,7 +169,7 @@ def host_rows(tensor: torch.Tensor, dim: int) -> Array:
 def range_table(
     tensor: torch.Tensor, dim: int, kind: Literal["extremes", "bits"] = "extremes"
 ) -> RangeTable:
-    """The `RangeTable` of a tensor along `dim`, with as many rows as the other dims have indices."""
+    """The `RangeTable` of a tensor along `dim`; its rows are the other dims, flattened."""
     return _remembered(  # type: ignore[no-any-return]
         tensor, (dim, kind), lambda: RangeTable(host_rows(tensor, dim), kind)
     )
@@ -196,12 +198,12 @@ def _block_extremes(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch
     if missing:
         fill = values[..., -1:].expand(*values.shape[:-1], missing)
         values = torch.cat([values, fill], -1)
-    blocks = values.unflatten(-1, (-1, BLOCK))
+    blocks = values.reshape(*values.shape[:-1], -1, BLOCK)
     return blocks.amin(-1).movedim(-1, dim), blocks.amax(-1).movedim(-1, dim)
 
 
 def build_tables(
     specs: Sequence[RangeTableSpec], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The lo and hi tables of `specs`, in order: what follows the params in ``fajit_args.tensors``."""
+    """The lo and hi tables of `specs`, in the order in which they follow the params."""
     return [t for spec in specs for t in block_extremes(tensors[spec.slot], spec.dim)]
