@@ -112,6 +112,7 @@ class Store:
             "files": {
                 path.name: {"sha256": _sha256(path.read_bytes()), "bytes": path.stat().st_size}
                 for path in sorted(staging.iterdir())
+                if path.name != META
             },
         }
         staging.joinpath(META).write_text(json.dumps(complete, indent=1, sort_keys=True) + "\n")

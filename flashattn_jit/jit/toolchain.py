@@ -68,6 +68,15 @@ _DRIVER_ERROR = "Error building extension"
 _load_lock = threading.Lock()
 
 
+def _reset_after_fork() -> None:
+    # The thread that held it is not in the child.
+    global _load_lock
+    _load_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
 @dataclass(frozen=True, slots=True)
 class BuildReport:
     """What a build took: `compile_s` seconds inside the driver."""
@@ -200,7 +209,7 @@ def _write_wrapper(work: Path, compiler: Compiler, log: Path, command: Path) -> 
         "#!/bin/sh\n"
         "# Runs the compiler, keeping its command line and what it says.\n"
         f'set -- {shlex.join(compiler.command)} "$@"\n'
-        f'echo "$@" >>{shlex.quote(str(command))}\n'
+        f"printf '%s\\n' \"$*\" >>{shlex.quote(str(command))}\n"
         f'LC_ALL=C "$@" 2>>{shlex.quote(str(log))}\n'
     )
     wrapper.chmod(0o700)

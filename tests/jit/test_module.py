@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -293,6 +294,19 @@ def test_always_compiles_what_is_there(
     load(cache, render=never)
     assert len(fake_build.builds) == 2
     assert len(entries(cache_root)) == 1
+
+
+def test_always_replaces_a_corrupt_entry(
+    new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(load(new_cache())).write_text("damaged")
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "always")
+    load(new_cache())
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    assert load(new_cache(), render=never)
+    (entry,) = entries(cache_root)
+    files = json.loads(entry.joinpath("meta.json").read_text())["files"]
+    assert set(files) == {"artifact.so", "kernel.cpp", "build.log"}
 
 
 def test_an_unknown_mode_is_an_error(new_cache, monkeypatch: pytest.MonkeyPatch) -> None:

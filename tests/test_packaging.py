@@ -1,0 +1,161 @@
+"""The sdist builds a wheel that works in an empty environment with the checkout gone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_SOURCES = (
+    "__pycache__",
+    "*.pyc",
+    "*.so",
+    "*.o",
+    ".git",
+    "build",
+    "dist",
+    "*.egg-info",
+    ".*_cache",
+)
+
+BACKEND = """
+import sys, warnings
+from setuptools import build_meta
+print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
+"""
+
+RUN = """
+import sys
+from pathlib import Path
+
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit import _paths
+
+home, checkout = Path(sys.argv[1]), sys.argv[2]
+assert not any(path.startswith(checkout) for path in sys.path), sys.path
+for path in (Path(fa.__file__), _paths.templates_dir(), _paths.include_dir()):
+    assert path.is_relative_to(home), path
+
+slopes = torch.tensor([0.5, 0.25])
+
+
+def score_mod(score, b, h, q_idx, kv_idx):
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 2, 37, 40) for _ in range(3))
+out = fa.attention(q, k, v, score_mod)
+position = torch.arange(37)
+bias = slopes[:, None, None] * (position[None, :] - position[:, None])
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+torch.testing.assert_close(out, expected)
+print("ran")
+"""
+
+
+def build(hook: str, source: Path, output: Path) -> Path:
+    """Runs a hook of the build backend in `source`; the file it made."""
+    done = subprocess.run(
+        [sys.executable, "-c", BACKEND, hook, str(output)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return output / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist, built from a copy of the checkout, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    archive = build("build_sdist", folder / "checkout", folder)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that the sdist builds."""
+    return build("build_wheel", sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty virtual environment with the wheel in it, which sees this one's torch."""
+    home = tmp_path_factory.mktemp("environment")
+    command = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(home)]
+    subprocess.run(command, check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = home / "lib" / version / "site-packages"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # A folder named in a .pth file comes after `site`, and its own .pth files, such as an editable
+    # install's, are not read.
+    site.joinpath("dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return home
+
+
+def files_below(folder: Path) -> set[str]:
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
+    }
+
+
+def test_the_sdist_holds_all_that_is_built_and_tested(sdist: Path) -> None:
+    for folder in ("flashattn_jit", "csrc", "templates", "tests", "examples", "benchmarks"):
+        expected = {name for name in files_below(ROOT / folder) if not name.endswith(".o")}
+        assert expected <= files_below(sdist / folder), folder
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in"):
+        assert (sdist / name).is_file()
+
+
+def test_the_wheel_holds_package_templates_and_headers(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {f"flashattn_jit/{name}" for name in files_below(ROOT / "flashattn_jit")} <= names
+    for folder, source in (("templates", "templates"), ("include", "csrc/include")):
+        expected = {f"flashattn_jit/_data/{folder}/{n}" for n in files_below(ROOT / source)}
+        assert expected == {n for n in names if n.startswith(f"flashattn_jit/_data/{folder}/")}
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"flashattn_jit", "flashattn_jit-0.1.0.dist-info"}
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    assert f"flashattn_jit/_C{suffix}" in names
+    assert "flashattn_jit-0.1.0.dist-info/licenses/LICENSE" in names
+
+
+def test_a_wheel_compiles_and_runs_a_new_variant_without_the_checkout(
+    environment: Path, tmp_path: Path
+) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables["FLASHATTN_JIT_CACHE_DIR"] = str(tmp_path / "cache")
+    program = tmp_path / "run.py"  # hooks are read from a file
+    program.write_text(RUN)
+    done = subprocess.run(
+        [str(environment / "bin" / "python"), str(program), str(environment), str(ROOT)],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == "ran\n"
+    assert list((tmp_path / "cache").glob("v1/[!.]*/??/*/meta.json"))
