@@ -1,0 +1,1 @@
+"""Ways into the engine from other libraries; each module imports one library."""

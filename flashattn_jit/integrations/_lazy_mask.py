@@ -1,0 +1,160 @@
+"""The mask that Hugging Face models hand from layer to layer, as formulas instead of a matrix.
+
+transformers builds masks out of functions ``(b, h, q_idx, kv_idx) -> bool``. `LazyMask` keeps the
+function, the sizes and the padding, and becomes a variant where an attention layer asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flashattn_jit.errors import InputError
+from flashattn_jit.variants.spec import Variant, variant
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class LazyMask(BlockMask):
+    """A mask of shape [batch, 1, q_len, kv_len] that no one has computed.
+
+    It is a `BlockMask` in name only, because models and ``generate`` pass those through untouched
+    where they would take another object apart; it has no blocks.
+
+    mask_function: of logical positions. q_offset, kv_offset: the positions of the first query row
+    and of the first key. padding: bool [batch, positions], True for real tokens, or None; positions
+    past its end are padding.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        q_len: int,
+        kv_len: int,
+        q_offset: int,
+        kv_offset: int,
+        mask_function: MaskFunction,
+        padding: Tensor | None,
+    ) -> None:
+        self._sizes = (batch, 1, q_len, kv_len)
+        self.mask_function = mask_function
+        self.kv_offset = kv_offset
+        # Keys are numbered from the first one that the layer holds; `_positions` adds the rest.
+        self.q_offset = q_offset - kv_offset
+        self.key_len, self.keep = _split_padding(padding, batch, kv_len, kv_offset)
+        self._mask_mod = _with_padding(_positions(mask_function, kv_offset), self.keep)
+        self._variants: dict[object, Variant] = {}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(batch, 1, q_len, kv_len)."""
+        return self._sizes
+
+    @property
+    def ndim(self) -> int:
+        """4, as of a dense mask."""
+        return len(self._sizes)
+
+    def variant(self, extend: Callable[[Variant], Variant], key: object) -> Variant:
+        """``extend`` of the mask as a variant; made once for every `key`, for all layers."""
+        made = self._variants.get(key)
+        if made is None:
+            made = self._variants[key] = extend(variant(mask_mod=self._mask_mod))
+        return made
+
+    def to_dense(self) -> Tensor:
+        """The mask as a bool tensor [batch, 1, q_len, kv_len], for looking at small ones."""
+        batch, _, q_len, kv_len = self._sizes
+        mask = self.mask_function(
+            torch.arange(batch)[:, None, None, None],
+            torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+            (torch.arange(q_len) + self.q_offset + self.kv_offset)[:, None],
+            torch.arange(kv_len) + self.kv_offset,
+        ).expand(self._sizes)
+        if self.key_len is not None:
+            mask = mask & (torch.arange(kv_len) < self.key_len[:, None, None, None])
+        return mask if self.keep is None else mask & self.keep[:, None, None, :kv_len]
+
+    def contiguous(self) -> LazyMask:
+        """Itself: there is nothing to lay out."""
+        return self
+
+    def clone(self) -> LazyMask:
+        """Itself: nothing changes it."""
+        return self
+
+    def to(self, *args: object, **kwargs: object) -> LazyMask:
+        """Itself: masks hold no values of a dtype, and layers check devices."""
+        return self
+
+    def numel(self) -> int:
+        """The entries that a dense mask would have."""
+        batch, heads, q_len, kv_len = self._sizes
+        return batch * heads * q_len * kv_len
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise InputError(
+            f"this model slices its attention mask ({index!r}), which is a formula here and no "
+            "tensor; use attn_implementation='sdpa' for it"
+        )
+
+    def as_tuple(self, flatten: bool = True) -> NoReturn:
+        """Raises `InputError`: there are no blocks."""
+        raise InputError("this mask is a formula without blocks; use to_dense() to see it")
+
+    def sparsity(self) -> NoReturn:
+        """Raises `InputError`: there are no blocks."""
+        self.as_tuple()
+
+    def __repr__(self) -> str:
+        parts = [f"shape={self._sizes}", f"q_offset={self.q_offset + self.kv_offset}"]
+        parts += [f"kv_offset={self.kv_offset}"] if self.kv_offset else []
+        parts += ["padding"] if self.keep is not None or self.key_len is not None else []
+        return f"LazyMask({', '.join(parts)})"
+
+    __str__ = __repr__
+
+
+def _split_padding(
+    padding: Tensor | None, batch: int, kv_len: int, kv_offset: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Padding as (lengths [batch], keep [batch, kv_len]), each None where it says nothing.
+
+    What follows a row's last real token becomes a length, which costs a kernel nothing; only
+    padding in front of real tokens or between them needs a mask.
+    """
+    if padding is None:
+        return None, None
+    keep = padding[:, kv_offset : kv_offset + kv_len]
+    if keep.shape[0] != batch:
+        keep = keep.expand(batch, -1)
+    counts = keep.sum(-1)
+    lengths = (keep * torch.arange(1, keep.shape[1] + 1)).amax(-1) if keep.shape[1] else counts
+    if bool((counts == lengths).all()):
+        if keep.shape[1] == kv_len and bool((lengths == kv_len).all()):
+            return None, None
+        return lengths, None
+    if keep.shape[1] < kv_len:
+        keep = torch.nn.functional.pad(keep, (0, kv_len - keep.shape[1]))
+    return lengths, keep.contiguous()
+
+
+def _positions(mask_function: MaskFunction, kv_offset: int) -> MaskFunction:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_function(b, h, q_idx + kv_offset, kv_idx + kv_offset)
+
+    return mask_mod
+
+
+def _with_padding(inner: MaskFunction, keep: Tensor | None) -> MaskFunction:
+    if keep is None:
+        return inner
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return inner(b, h, q_idx, kv_idx) & keep[b, kv_idx]
+
+    return mask_mod

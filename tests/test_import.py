@@ -1,0 +1,90 @@
+"""What `import flashattn_jit` costs, and what the path of a call must not import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import flashattn_jit as fa
+
+SLOW = ("sympy", "torch._dynamo", "torch._inductor", "jinja2", "matplotlib", "transformers")
+"""Modules that cost 0.1 to 1.6 s each; none is needed to look up, plan and launch a kernel."""
+
+
+def python(code: str, **environment: str) -> str:
+    """The output of a fresh interpreter, outside of the checkout."""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        cwd=Path(sys.prefix),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_takes_less_than_150_ms_beyond_torch() -> None:
+    code = (
+        "import time, torch; begin = time.perf_counter(); import flashattn_jit; "
+        "print(time.perf_counter() - begin)"
+    )
+    fastest = min(float(python(code)) for _ in range(5))
+    assert fastest < 0.150
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    assert len(set(fa.__all__)) == len(fa.__all__)
+    for name in fa.__all__:
+        public = getattr(fa, name)
+        if callable(public) or isinstance(public, type):
+            assert public.__doc__, name
+
+
+def test_import_neither_writes_nor_reads_the_cache(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    python("import flashattn_jit", FLASHATTN_JIT_CACHE_DIR=str(folder))
+    assert not folder.exists()
+
+
+CALL = """
+import sys, torch
+before = set(sys.modules)
+import flashattn_jit as fa
+
+slopes = torch.linspace(0.1, 1.0, 4)
+window = 17
+
+
+def score_mod(score, b, h, q_idx, kv_idx):
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def mask_mod(b, h, q_idx, kv_idx):
+    return (q_idx >= kv_idx) & (q_idx - kv_idx < window)
+
+
+q, k, v = (torch.randn(2, 4, 40, 16) for _ in range(3))
+variant = fa.variant(score_mod=score_mod, mask_mod=mask_mod)
+fa.attention(q, k, v, variant)
+fa.attention(q[:, :, :1], k, v, variant, q_offset="end")
+for module in set(sys.modules) - before:
+    print(module)
+"""
+
+
+def test_a_call_from_a_warm_cache_imports_nothing_slow() -> None:
+    python(CALL)  # compiles what the cache lacks
+    imported = python(CALL, FLASHATTN_JIT_COMPILE="never").split()
+    assert "flashattn_jit" in imported
+    slow = [m for m in imported if any(m == s or m.startswith(f"{s}.") for s in SLOW)]
+    assert not slow
+
+
+def test_tracing_imports_nothing_slow_and_a_miss_imports_jinja_only(tmp_path: Path) -> None:
+    imported = python(CALL, FLASHATTN_JIT_CACHE_DIR=str(tmp_path)).split()
+    slow = {m for m in imported if any(m == s or m.startswith(f"{s}.") for s in SLOW)}
+    assert {m.split(".")[0] for m in slow} <= {"jinja2"}

@@ -1,0 +1,208 @@
+"""The rules that a machine can check: linters, types, layers of imports, words, sizes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "flashattn_jit"
+
+LAYERS = (
+    ("errors", "env", "_paths", "_C"),
+    ("variants",),
+    ("codegen",),
+    ("planner", "jit"),
+    ("ops",),
+    ("deploy", "inspect", "integrations", "kv"),
+    ("cli", "__main__"),
+    ("__init__",),
+)
+"""Parts of the package, lowest first: a part imports from its own layer and from lower ones."""
+
+UPWARD = {("variants", "inspect"), ("variants", "ops")}
+"""Imports that go up, inside a method only: `Variant.verify` and `Variant.explain` forward."""
+
+IMPORTED_FREELY = {"torch", "numpy", "flashattn_jit", "typing_extensions"}
+IMPORTED_WHEN_NEEDED = {
+    "jinja2": {"codegen/render.py"},
+    "ninja": {"jit"},
+    "platformdirs": {"env.py"},
+    "transformers": {"integrations"},
+    "matplotlib": {"inspect"},
+}
+"""Libraries beyond torch and numpy, and the files or folders that may import them."""
+
+SYNONYMS = re.compile(
+    r"\b(seqlens?|seq_?len\w*|q_seqlen\w*|cu_seqlens\w*|n_?heads?|num_heads|num_kv_head|head_size"
+    r"|head_num|sm_scale|softmax_scale|block_[mn]|group_num|qo_len|kv_length|q_length|pagesize"
+    r"|n_splits|nsplits|num_split)\b",
+    re.IGNORECASE,
+)
+"""Words for which the project has another: q_len, kv_len, num_q_heads, head_dim, tile_q, ..."""
+
+FOREIGN_API = ("flashattn_jit/integrations", "flashattn_jit/ops/flex", "flashattn_jit/ops/sdpa")
+"""Where other libraries' argument names are spelled as they spell them."""
+
+PRIVATE_PLACES = re.compile(r"(?<![\w.~])/(?:home|root|opt|work|Users)/|\bissues? #?\d|\bpull/\d")
+"""Text that means something on one machine or in one tracker only."""
+
+
+def sources(*folders: str, suffixes: tuple[str, ...]) -> list[Path]:
+    found = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")))
+    return [p for p in found if p.suffix in suffixes and "__pycache__" not in p.parts
+            and "_data" not in p.parts]  # fmt: skip
+
+
+PYTHON = sources("flashattn_jit", suffixes=(".py",))
+CODE = sources("flashattn_jit", "csrc", "templates", suffixes=(".py", ".pyi", ".h", ".cpp", ".j2"))
+TEXT = [
+    *CODE,
+    *sources("tests", "examples", "benchmarks", "docs", ".ci", suffixes=(".py", ".md", ".cpp", "")),
+    *ROOT.glob("*.md"),
+    ROOT / "pyproject.toml",
+    ROOT / "setup.py",
+]
+
+
+def run(*command: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="needs ruff (extra: test)")
+@pytest.mark.parametrize("command", [("check",), ("format", "--check", "--diff")])
+def test_ruff_is_content(command: tuple[str, ...]) -> None:
+    run("ruff", *command, "--quiet", ".")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy (extra: test)")
+def test_mypy_strict_is_content() -> None:
+    run("mypy")
+
+
+def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
+    """(absolute module name, line, whether inside a function) of everything that a file imports."""
+    tree = ast.parse(path.read_text())
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    inner = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.dump(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            # `from flashattn_jit import _C` imports a submodule; a name from it is none.
+            names = [f"{module}.{a.name}" if "." not in module else module for a in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, node.lineno, id(node) in inner
+
+
+def part(module: str) -> str:
+    """The part of the package that a module belongs to."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def layer(name: str) -> int:
+    for i, parts in enumerate(LAYERS):
+        if name in parts:
+            return i
+    pytest.fail(f"flashattn_jit/{name} has no layer; give it one in LAYERS")
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down_only(path: Path) -> None:
+    own = part(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for module, line, inside in imports(path):
+        if module.split(".")[0] != "flashattn_jit":
+            continue
+        other = part(module)
+        if module.count(".") == 1 and not (
+            (PACKAGE / other).is_dir() or list(PACKAGE.glob(f"{other}.*"))
+        ):
+            other = "__init__"
+        if inside and (own, other) in UPWARD:
+            continue
+        assert layer(other) <= layer(own), f"{path.name}:{line}: {own} may not import {other}"
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_libraries_are_imported_where_they_may_be(path: Path) -> None:
+    relative = path.relative_to(PACKAGE)
+    if relative.parts[0] == "cli.py":
+        return
+    for module, line, _ in imports(path):
+        library = module.split(".")[0]
+        if library in sys.stdlib_module_names or library in IMPORTED_FREELY:
+            continue
+        places = IMPORTED_WHEN_NEEDED.get(library, set())
+        allowed = {str(relative), relative.parts[0]} & places
+        assert allowed, f"{relative}:{line}: may not import {library}"
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_one_word_for_one_thing(path: Path) -> None:
+    if str(path.relative_to(ROOT)).startswith(FOREIGN_API):
+        return
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        found = SYNONYMS.search(line)
+        assert not found, f"{path.relative_to(ROOT)}:{number}: {found.group()!r} has another name"
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_hold_one_concept(path: Path) -> None:
+    limit = 250 if path.suffix == ".j2" else 600
+    assert len(path.read_text().splitlines()) <= limit
+
+
+def test_nothing_prints_but_the_command_line() -> None:
+    for path in PYTHON:
+        if path.name in ("cli.py", "__main__.py"):
+            continue
+        calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))
+        printed = [n.lineno for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]
+        assert not printed, f"{path.relative_to(ROOT)} prints at lines {printed}"
+
+
+def test_public_names_have_docstrings() -> None:
+    for path in PYTHON:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.relative_to(ROOT)}: {node.name}"
+
+
+def test_text_means_the_same_on_every_machine() -> None:
+    for path in TEXT:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = PRIVATE_PLACES.search(line)
+            assert not found, f"{path.relative_to(ROOT)}:{number}: {found.group()!r}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 80
