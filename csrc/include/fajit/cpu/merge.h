@@ -1,0 +1,60 @@
+// Combines the partial states of split work items, in the order of their keys, and finalises them.
+//
+// Softmax states (out_i normalised, lse_i): out = sum w_i out_i / sum w_i, w_i = e^(lse_i - max), and
+// the sink as one more weight. Pointwise states are sums and add up. fp32 throughout; the order
+// is that of the partial rows, so results do not depend on which worker computed them.
+#pragma once
+#include <fajit/cpu/state.h>
+
+namespace fajit {
+
+template <class Config, class Hooks>
+class Merge {
+  using Writer = RowWriter<Config, Hooks>;
+
+ public:
+  explicit Merge(const Context& c) : c_(c) {}
+
+  void run(const fajit_merge_work& w) const {
+    const Writer writer{c_, w.request,
+                        (c_.args->flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized : Emit::kFinal};
+    for (int32_t p = w.row_begin; p < w.row_end; ++p)
+      merge_row(writer, w, p / w.head_count, w.head_begin + p % w.head_count, p - w.row_begin);
+  }
+
+ private:
+  void merge_row(const Writer& writer, const fajit_merge_work& w, int32_t row, int32_t h,
+                 int32_t at) const {
+    const fajit_args& a = *c_.args;
+    const int64_t step = w.row_end - w.row_begin;
+    const int64_t first = int64_t{w.first_partial} + at;
+    constexpr int dims = Config::kHeadDimV;
+
+    float top = -kInf;
+    if constexpr (!Hooks::kPointwise)
+      for (int i = 0; i < w.num_splits; ++i) top = max(top, a.partial_lse[first + i * step]);
+    const float base = top == -kInf ? 0.0f : top;  // a NaN lse makes its weight NaN instead
+
+    alignas(64) float sum[Writer::kPaddedV] = {};
+    float total = 0.0f;
+    for (int i = 0; i < w.num_splits; ++i) {
+      const float* src = a.partial_out + (first + i * step) * dims;
+      float weight = 1.0f;
+      if constexpr (!Hooks::kPointwise)
+        weight = math::exp2((a.partial_lse[first + i * step] - base) * kLog2e);
+      if (weight == 0.0f) continue;
+      total += weight;
+      constexpr int whole = dims / kLanes * kLanes;
+      for (int d = 0; d < whole; d += kLanes)
+        store(sum + d, load(sum + d) + load(src + d) * weight);
+      for (int d = whole; d < dims; ++d) sum[d] += src[d] * weight;
+    }
+    const Normalized n = writer.normalizer(splat(base * kLog2e), splat(total), splat(h));
+    for (int d = 0; d < Writer::kPaddedV; d += kLanes) store(sum + d, load(sum + d) * n.factor);
+    writer.write(row, h, 0, sum, n.lse[0]);
+  }
+
+  const Context c_;
+};
+
+}  // namespace fajit

@@ -1,0 +1,112 @@
+// The two matrix products of a block of query rows, with rows on lanes:
+//
+//   scores   S^T[key][row] = scale * sum_d K[key][d] Q^T[d][row]
+//   values   O^T[dim][row] = alpha[row] O^T[dim][row] + sum_key V^T[dim][key] P^T[key][row]
+//
+//        Q^T or P^T   [depth][NV vectors of rows]   vectors, from L1
+//        K or V       [depth] words                 broadcast
+//        S^T or O^T   MR x NV vectors               accumulators, in registers
+//
+// A word is 32 bits: one float, or two bfloat16 that are neighbours in depth. Both products have
+// rows on lanes, so row maxima, row sums and rescaling need no horizontal operation, and head dims
+// of any size need no vector tail. MR x NV = 8 x 3 of 32 registers: 24 FMAs (12 cycles) for 11
+// loads; 95 % of the FMA peak for both products, fp32 and bf16 (measured, L1-resident tiles).
+#pragma once
+#include <fajit/cpu/load_row.h>
+
+namespace fajit {
+
+#if FAJIT_LANES == 16
+constexpr int kMicroRows = 8, kMaxVectors = 3;
+#elif FAJIT_LANES == 8
+constexpr int kMicroRows = 4, kMaxVectors = 3;  // 12 of 16 registers
+#else
+constexpr int kMicroRows = 4, kMaxVectors = 2;  // without FMA a product needs a register too
+#endif
+constexpr int kPanel = 16;  // words of V of one key (or key pair) that lie together
+
+// One accumulation step per matrix dtype. kPack: matrix elements in a word.
+template <class Matrix>
+struct Dot;
+template <>
+struct Dot<float> {
+  static constexpr int kPack = 1;
+  static FAJIT_INLINE vf step(vf c, vi a, vi b) { return c + (vf)a * (vf)b; }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Dot<bfloat16_t> {
+  static constexpr int kPack = 2;
+  static FAJIT_INLINE vf step(vf c, vi a, vi b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+  }
+};
+#endif
+
+FAJIT_INLINE vi broadcast_word(const void* p) {
+  int32_t w;
+  __builtin_memcpy(&w, p, 4);
+  return splat(w);
+}
+
+// acc[i][j] += sum over depth of word(k, i) * vectors[k * NV + j].
+template <class Matrix, int NV, class Word>
+FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, int depth,
+                             Word word) {
+#pragma GCC unroll 2
+  for (int k = 0; k < depth; ++k) {
+    vi b[NV];
+#pragma GCC unroll 3
+    for (int j = 0; j < NV; ++j) b[j] = load<vi>(vectors + (k * NV + j) * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kMicroRows; ++i) {
+      const vi a = broadcast_word(word(k, i));
+#pragma GCC unroll 3
+      for (int j = 0; j < NV; ++j) acc[i][j] = Dot<Matrix>::step(acc[i][j], a, b[j]);
+    }
+  }
+}
+
+// Keys [0, count) against a block of rows. `keys`: first row, `stride` bytes apart; `s` has room
+// for count rounded up to kMicroRows. No row past `count` is read: the last one stands in for it.
+template <class Matrix, int NV, int Words>
+__attribute__((noinline)) void scores(const char* keys, int64_t stride, int count,
+                                      const int32_t* qt, float scale, float* s) {
+  for (int n = 0; n < count; n += kMicroRows) {
+    const char* row[kMicroRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kMicroRows; ++i)
+      row[i] = keys + stride * (n + i < count ? n + i : count - 1);
+    vf acc[kMicroRows][NV] = {};
+    accumulate<Matrix, NV>(acc, qt, Words, [&](int k, int i) { return row[i] + 4 * k; });
+#pragma GCC unroll 8
+    for (int i = 0; i < kMicroRows; ++i)
+#pragma GCC unroll 3
+      for (int j = 0; j < NV; ++j) store(s + ((n + i) * NV + j) * kLanes, acc[i][j] * scale);
+  }
+}
+
+// Dims [0, dims) of the output; `dims` is a multiple of kMicroRows. V panels are `panel_stride`
+// words apart; `depth` counts words. Rescaling by alpha rides on the load of the accumulators: as a
+// pass of its own it cost 1.5 %.
+template <class Matrix, int NV>
+__attribute__((noinline)) void values(const int32_t* panels, int64_t panel_stride, int dims,
+                                      int depth, const int32_t* pt, const float* alpha, float* o) {
+  for (int d = 0; d < dims; d += kMicroRows) {
+    const int32_t* v = panels + d / kPanel * panel_stride + d % kPanel;
+    vf acc[kMicroRows][NV];
+#pragma GCC unroll 8
+    for (int i = 0; i < kMicroRows; ++i)
+#pragma GCC unroll 3
+      for (int j = 0; j < NV; ++j)
+        acc[i][j] = load(o + ((d + i) * NV + j) * kLanes) * load(alpha + j * kLanes);
+    accumulate<Matrix, NV>(acc, pt, depth, [&](int k, int i) { return v + k * kPanel + i; });
+#pragma GCC unroll 8
+    for (int i = 0; i < kMicroRows; ++i)
+#pragma GCC unroll 3
+      for (int j = 0; j < NV; ++j) store(o + ((d + i) * NV + j) * kLanes, acc[i][j]);
+  }
+}
+
+}  // namespace fajit

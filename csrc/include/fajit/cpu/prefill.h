@@ -1,0 +1,377 @@
+// Prefill: many query rows, bound by arithmetic. Packed query rows are on lanes throughout.
+//
+//   for each tile of kTileQ packed rows (one request, one kv head)        Q^T packed once
+//     for each key tile that the mask does not empty                      classify, runs of tiles
+//       K rows: in place, or converted / key_mod into a buffer
+//       V rows: packed into panels, once for all row blocks
+//       for each block of up to kMaxVectors vectors of rows
+//         classify chunks of kChunk keys of a partial tile: trim, and mask where partial
+//         S^T = K Q^T            microkernel            L1: Q^T block
+//         hooks, mask, max, exp, sum, P^T               L1: S^T, P^T
+//         O^T = alpha O^T + V^T P^T  microkernel        L1: P^T, V panels stream from L2
+//   normalise, transpose, sink, output_mod, cast
+//
+// Working memory does not depend on kv_len. Blocks are 48 rows on 16 lanes: Q^T of 48 x 128 is 24
+// KB in fp32 and 12 KB in bf16, which a 48 KB L1 keeps through the whole key tile.
+#pragma once
+#include <fajit/cpu/kv_walk.h>
+#include <fajit/cpu/pack.h>
+#include <fajit/cpu/scratch.h>
+#include <fajit/cpu/softmax.h>
+
+namespace fajit {
+
+template <class Config, class Hooks>
+class Prefill {
+  using Q = typename Config::Q;
+  using K = typename Config::K;
+  using V = typename Config::V;
+  using Matrix = typename Config::Matrix;
+  using Rows = decltype(Hooks::rows(Context{}, 0, vi{}, vi{}));
+  using Keys = decltype(Hooks::keys(Context{}, 0, 0, int32_t{}));
+  using Writer = RowWriter<Config, Hooks>;
+
+  static constexpr int kPack = Dot<Matrix>::kPack;
+  static constexpr int kWords = (Config::kHeadDim + kPack - 1) / kPack;
+  static constexpr int kQRow = round_up(kWords, kLanes) * kPack;  // elements of a padded q row
+  static constexpr int kKRow = kWords * kPack;                    // elements of a converted k row
+  static constexpr int kOutDims = round_up(Config::kHeadDimV, kMicroRows);
+  static constexpr int kVRow = round_up(Config::kHeadDimV, kPanel);
+  static constexpr int kTileVectors = (Config::kTileQ + kLanes - 1) / kLanes;
+  static constexpr int kTileRows = kTileVectors * kLanes;
+  static constexpr int kTileKv = Config::kTileKv;
+  static constexpr int kKvSlots = round_up(kTileKv, kMicroRows);
+  static constexpr int kChunk = 32;  // keys classified on their own in a partial tile
+  static constexpr int kChunks = (kTileKv + kChunk - 1) / kChunk;
+  static constexpr int64_t kPanelStride = int64_t{(kTileKv + kPack - 1) / kPack} * kPanel;
+
+  static constexpr bool kKeysInPlace =
+      same_type<K, Matrix> && !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
+  static constexpr bool kValuesInPlace =
+      same_type<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV % kPanel == 0;
+  static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
+
+  // Vectors [first, first + count) of the tile.
+  struct Block {
+    int first, count;
+    RowSpan span;
+  };
+
+ public:
+  static constexpr int kMaxBlocks = (kTileVectors + kMaxVectors - 1) / kMaxVectors;
+
+  static uint64_t scratch_bytes() {
+    Carver carver{nullptr};
+    Prefill<Config, Hooks>(Context{}, carver);
+    return carver.used;
+  }
+
+  Prefill(const Context& c, Carver& carver)
+      : c_(c),
+        qt_(carver.take<int32_t>(uint64_t{kTileRows} * kWords)),
+        o_(carver.take<float>(uint64_t{kTileRows} * kOutDims)),
+        s_(carver.take<float>(uint64_t{kKvSlots} * kMaxVectors * kLanes)),
+        p_(kPack == 1 ? reinterpret_cast<int32_t*>(s_)
+                      : carver.take<int32_t>(uint64_t{kKvSlots} / 2 * kMaxVectors * kLanes)),
+        panels_(carver.take<int32_t>(kPanelStride * (kVRow / kPanel))),
+        k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kKRow)),
+        line_(carver.take<char>(uint64_t{kLanes} * kLineBytes)),
+        max_(carver.take<float>(kTileRows)),
+        sum_(carver.take<float>(kTileRows)),
+        h_(carver.take<int32_t>(kTileRows)),
+        q_idx_(carver.take<int32_t>(kTileRows)),
+        rows_(carver.take<Rows>(kTileVectors)),
+        keys_(carver.take<Keys>(kTileKv)) {}
+
+  void run(const fajit_work& w) {
+    for (int32_t row = w.row_begin; row < w.row_end; row += Config::kTileQ) {
+      const int32_t left = w.row_end - row;
+      run_tile(w, row, left < Config::kTileQ ? left : Config::kTileQ);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kLineBytes =
+      kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float) ? kQRow * sizeof(Matrix)
+                                                                : Writer::kPaddedV * sizeof(float);
+
+  // --- one tile of rows -----------------------------------------------------------------------
+
+  void run_tile(const fajit_work& w, int32_t row0, int32_t row_count) {
+    const fajit_args& a = *c_.args;
+    const int32_t b = w.request;
+    const int vectors = (row_count + kLanes - 1) / kLanes;
+    for (int i = 0; i < vectors * kLanes; ++i) {
+      // Pad lanes repeat the last row.
+      const int32_t p = row0 + (i < row_count ? i : row_count - 1);
+      h_[i] = w.head_begin + p % w.head_count;
+      q_idx_[i] = a.q_offset[b] + p / w.head_count;
+      max_[i] = -kInf;
+      sum_[i] = 0.0f;
+    }
+    if constexpr (kPairHooks)
+      for (int j = 0; j < vectors; ++j)
+        rows_[j] =
+            Hooks::rows(c_, b, load<vi>(h_ + j * kLanes), load<vi>(q_idx_ + j * kLanes));
+
+    // Blocks of nearly equal width: a block of one vector runs at half speed.
+    Block blocks[kMaxBlocks];
+    const int num_blocks = (vectors + kMaxVectors - 1) / kMaxVectors;
+    for (int i = 0, first = 0; i < num_blocks; ++i) {
+      const int count = (vectors - first + num_blocks - i - 1) / (num_blocks - i);
+      blocks[i] = {first, count, span(w, first * kLanes, (first + count) * kLanes)};
+      pack_queries(w, blocks[i], row0, row_count);
+      first += count;
+    }
+    __builtin_memset(o_, 0, sizeof(float) * vectors * kLanes * kOutDims);
+
+    const int32_t kv_len = a.kv_len[b];
+    KvWalk<Config, Hooks> walk(c_, span(w, 0, row_count), row0 / w.head_count, w.kv_begin,
+                               w.kv_end < kv_len ? w.kv_end : kv_len);
+    for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
+
+    for (int i = 0; i < num_blocks; ++i) finish(w, blocks[i], row0, row_count);
+  }
+
+  // Packed rows [i0, i1) of the tile as the mask sees them; pad lanes repeat real rows.
+  RowSpan span(const fajit_work& w, int i0, int i1) const {
+    return {w.request, w.head_begin, w.head_begin + w.head_count - 1, q_idx_[i0], q_idx_[i1 - 1]};
+  }
+
+  void pack_queries(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
+    const fajit_args& a = *c_.args;
+    const int32_t b = w.request;
+    const Q* q = static_cast<const Q*>(a.q) + b * a.q_stride[0];
+    Matrix* line = reinterpret_cast<Matrix*>(line_);
+    for (int j = 0; j < block.count; ++j) {
+      const int32_t* rows[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        const int at = (block.first + j) * kLanes + i;
+        Matrix* dst = line + i * kQRow;
+        rows[i] = reinterpret_cast<const int32_t*>(dst);
+        if (at >= row_count) {
+          __builtin_memset(dst, 0, kQRow * sizeof(Matrix));
+          continue;
+        }
+        const int32_t h = h_[at], row = (row0 + at) / w.head_count;
+        const Q* src = q + h * a.q_stride[1] + (int64_t{a.q_row0[b]} + row) * a.q_stride[2];
+        if constexpr (Hooks::kQueryMod) {
+          convert_row<Matrix, Q, Config::kHeadDim, kQRow>(
+              src, dst, [&](const float* x, float* y) {
+                Hooks::query_mod(c_, x, y, b, h, q_idx_[at]);
+              });
+        } else {
+          convert_row<Matrix, Q, Config::kHeadDim, kQRow>(src, dst, NoMod{});
+        }
+      }
+      transpose_rows<kWords>(rows, qt_ + int64_t{block.first} * kLanes * kWords + j * kLanes,
+                             block.count * kLanes);
+    }
+  }
+
+  // --- one tile of keys -----------------------------------------------------------------------
+
+  void run_keys(const fajit_work& w, const KvTile& tile, const Block* blocks, int num_blocks) {
+    const fajit_args& a = *c_.args;
+    const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
+    const int count = tile.end - tile.begin;
+    const int64_t row0 = int64_t{a.kv_row0[b]} + tile.begin;
+    const K* k = static_cast<const K*>(a.k) + b * a.k_stride[0] + kv_h * a.k_stride[1] +
+                 row0 * a.k_stride[2];
+    const V* v = static_cast<const V*>(a.v) + b * a.v_stride[0] + kv_h * a.v_stride[1] +
+                 row0 * a.v_stride[2];
+    if constexpr (kPairHooks)
+      for (int n = 0; n < count; ++n) keys_[n] = Hooks::keys(c_, b, kv_h, tile.begin + n);
+
+    const char* k_bytes = reinterpret_cast<const char*>(k);
+    int64_t k_stride_bytes = a.k_stride[2] * int64_t{sizeof(K)};
+    if constexpr (!kKeysInPlace) {
+      for (int n = 0; n < count; ++n)
+        convert_key(k + n * a.k_stride[2], k_rows_ + int64_t{n} * kKRow, b, kv_h, tile.begin + n);
+      k_bytes = reinterpret_cast<const char*>(k_rows_);
+      k_stride_bytes = kKRow * int64_t{sizeof(Matrix)};
+    }
+    pack_values(v, count, b, kv_h, tile.begin);
+
+    for (int i = 0; i < num_blocks; ++i) {
+      switch (blocks[i].count) {
+        case 1:
+          run_block<1>(tile, blocks[i], k_bytes, k_stride_bytes);
+          break;
+        case 2:
+          run_block<2>(tile, blocks[i], k_bytes, k_stride_bytes);
+          break;
+        default:
+          run_block<kMaxVectors>(tile, blocks[i], k_bytes, k_stride_bytes);
+      }
+    }
+  }
+
+  FAJIT_INLINE void convert_key(const K* src, Matrix* dst, int32_t b, int32_t kv_h,
+                                int32_t kv_idx) {
+    if constexpr (Hooks::kKeyMod) {
+      convert_row<Matrix, K, Config::kHeadDim, kKRow>(src, dst, [&](const float* x, float* y) {
+        Hooks::key_mod(c_, x, y, b, kv_h, kv_idx);
+      });
+    } else {
+      convert_row<Matrix, K, Config::kHeadDim, kKRow>(src, dst, NoMod{});
+    }
+  }
+
+  void pack_values(const V* v, int count, int32_t b, int32_t kv_h, int32_t kv0) {
+    const int64_t stride = c_.args->v_stride[2];
+    alignas(64) Matrix line[2][kVRow];
+    pack_panels<Matrix, Config::kHeadDimV>(
+        count, panels_, kPanelStride, [&](int n) -> const Matrix* {
+          const V* src = v + n * stride;
+          if constexpr (kValuesInPlace) {
+            return src;
+          } else {
+            Matrix* dst = line[n & 1];
+            if constexpr (Hooks::kValueMod) {
+              convert_row<Matrix, V, Config::kHeadDimV, kVRow>(
+                  src, dst, [&](const float* x, float* y) {
+                    Hooks::value_mod(c_, x, y, b, kv_h, kv0 + n);
+                  });
+            } else {
+              convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, NoMod{});
+            }
+            return dst;
+          }
+        });
+  }
+
+  // --- a block of rows against a tile of keys -------------------------------------------------
+
+  template <int NV>
+  void run_block(const KvTile& tile, const Block& block, const char* k, int64_t k_stride) {
+    uint8_t states[kChunks];
+    int n0 = 0, n1 = tile.end - tile.begin;
+    if (!classify_chunks(tile, block.span, states, n0, n1)) return;
+
+    const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
+    const int64_t row0 = int64_t{block.first} * kLanes;
+    // The product covers keys [n0, n1); s_ and p_ are indexed by the key's place in the tile.
+    scores<Matrix, NV, kWords>(k + n0 * k_stride, k_stride, n1 - n0, qt_ + row0 * kWords, scale,
+                               s_ + int64_t{n0} * NV * kLanes);
+    alignas(64) float alpha[NV * kLanes];
+    soften(block, states, n0, n1, alpha);
+    const int64_t first = n0 / kPack;
+    values<Matrix, NV>(panels_ + first * kPanel, kPanelStride, kOutDims,
+                       (n1 - n0 + kPack - 1) / kPack, p_ + first * NV * kLanes, alpha,
+                       o_ + row0 * kOutDims);
+  }
+
+  // States of the chunks of a tile for one block; [n0, n1) shrinks to the chunks that are not
+  // empty. False when all are. On a causal diagonal this halves the work of a 128-key tile.
+  FAJIT_INLINE bool classify_chunks(const KvTile& tile, const RowSpan& rows, uint8_t* states,
+                                    int& n0, int& n1) const {
+    const int count = n1, chunks = (count + kChunk - 1) / kChunk;
+    for (int i = 0; i < chunks; ++i) states[i] = static_cast<uint8_t>(tile.state);
+    if constexpr (Hooks::kMask) {
+      if (tile.state != FAJIT_TILE_PARTIAL) return true;
+      int first = chunks, last = -1;
+      for (int i = 0; i < chunks; ++i) {
+        const int end = (i + 1) * kChunk < count ? (i + 1) * kChunk : count;
+        states[i] = static_cast<uint8_t>(
+            classify_span<Hooks>(c_, rows, tile.begin + i * kChunk, tile.begin + end));
+        if (states[i] == FAJIT_TILE_EMPTY) continue;
+        if (first > i) first = i;
+        last = i;
+      }
+      n0 = first * kChunk;
+      n1 = (last + 1) * kChunk < count ? (last + 1) * kChunk : count;
+      return last >= 0;
+    }
+    return true;
+  }
+
+  // Hooks and softmax of all vectors of a block: scores in s_ become weights in p_; alpha gets
+  // what the old sums and outputs must be multiplied with.
+  __attribute__((noinline)) void soften(const Block& block, const uint8_t* states, int n0, int n1,
+                                        float* alpha) {
+    const int stride = block.count * kLanes;
+    for (int j = 0; j < block.count; ++j) {
+      const int v = block.first + j;
+      float* s = s_ + j * kLanes;
+      int32_t* p = p_ + j * kLanes;
+      vf row_scale{};
+      if constexpr (Hooks::kPointwiseScale)
+        for (int i = 0; i < kLanes; ++i)
+          row_scale[i] = Hooks::pointwise_scale(c_, block.span.b, h_[v * kLanes + i],
+                                                q_idx_[v * kLanes + i]);
+      const vf old = load(max_ + v * kLanes);
+      vf top = old;
+      for (int n = n0; n < n1; n += kChunk) {
+        const int end = n + kChunk < n1 ? n + kChunk : n1;
+        if constexpr (Hooks::kMask) {
+          if (states[n / kChunk] != FAJIT_TILE_FULL) {
+            top = hook_scores<Hooks, true>(c_, s, stride, n, end, rows_[v], keys_, row_scale, top);
+            continue;
+          }
+        }
+        top = hook_scores<Hooks, false>(c_, s, stride, n, end, rows_[v], keys_, row_scale, top);
+      }
+      if constexpr (Hooks::kPointwise) {
+        make_weights<Matrix, true>(s, p, stride, n0, n1, vf{});
+        store(alpha + j * kLanes, splat(1.0f));
+      } else {
+        // A row without a key so far has max -inf: any finite base gives it weights of 0.
+        const vf base = select(top == -kInf, splat(0.0f), top);
+        const vf rescale = weight_exp2<float>(old - base);
+        const vf sum = make_weights<Matrix, false>(s, p, stride, n0, n1, base);
+        store(max_ + v * kLanes, top);
+        store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
+        store(alpha + j * kLanes, rescale);
+      }
+    }
+  }
+
+  // --- output ---------------------------------------------------------------------------------
+
+  void finish(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
+    const Writer writer{c_, w.request,
+                        w.partial >= 0                        ? Emit::kSplit
+                        : (c_.args->flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized
+                                                                : Emit::kFinal};
+    float* lines = reinterpret_cast<float*>(line_);
+    const int64_t split0 = int64_t{w.partial} - w.row_begin;
+    for (int j = 0; j < block.count; ++j) {
+      const int at = (block.first + j) * kLanes;
+      const Normalized n =
+          writer.normalizer(load(max_ + at), load(sum_ + at), load<vi>(h_ + at));
+      const float* o = o_ + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
+      for (int d = 0; d < Config::kHeadDimV; d += kLanes) {
+        vi square[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+          square[i] = d + i < kOutDims
+                          ? as_int(load(o + int64_t{d + i} * block.count * kLanes) * n.factor)
+                          : vi{};
+        transpose(square);
+        for (int i = 0; i < kLanes; ++i) store(lines + i * Writer::kPaddedV + d, square[i]);
+      }
+      for (int i = 0; i < kLanes && at + i < row_count; ++i) {
+        const int32_t packed = row0 + at + i;
+        writer.write(packed / w.head_count, h_[at + i], split0 + packed,
+                     lines + i * Writer::kPaddedV, n.lse[i]);
+      }
+    }
+  }
+
+  const Context c_;
+  int32_t* qt_;      // [block][word][row of the block]
+  float* o_;         // [block][dim][row of the block]
+  float* s_;         // [key][row of the block]
+  int32_t* p_;       // [key / pack][row of the block]
+  int32_t* panels_;  // [panel][key / pack][kPanel]
+  Matrix* k_rows_;   // [key][kKRow] when keys are not used in place
+  char* line_;       // kLanes rows of q or of the output
+  float* max_;       // per row, base-2 units
+  float* sum_;
+  int32_t* h_;
+  int32_t* q_idx_;
+  Rows* rows_;  // per vector of rows
+  Keys* keys_;  // per key of the tile
+};
+
+}  // namespace fajit

@@ -1,0 +1,122 @@
+// Hooks, online softmax and weights of one vector of query rows over a tile of keys.
+//
+// Scores lie as s[key * stride + lane]. Two passes: the first applies hooks and the mask and finds
+// the row maxima, the second turns scores into weights. Both walk one column of kLanes rows, so
+// that hooks are instantiated twice (with and without the mask) whatever the row block's width.
+#pragma once
+#include <fajit/context.h>
+#include <fajit/cpu/fast_math.h>
+#include <fajit/cpu/microkernel.h>
+#include <fajit/cpu/state.h>
+
+namespace fajit {
+
+// 2^x for x <= 0, -inf (gives 0) or NaN. Error: fp32 9e-8; bf16 3e-6, a thousandth of its ulp.
+template <class Matrix>
+FAJIT_INLINE vf weight_exp2(vf x) {
+#if FAJIT_LANES == 16
+  vf r;  // x - n, and 0 for -inf
+  asm("vreduceps $8, %1, %0" : "=v"(r) : "v"(x));
+  const vf n = round_even(x);
+#else
+  const vf y = max(splat(-125.0f), x);
+  const vf n = round_even(y);
+  const vf r = y - n;
+#endif
+  vf p;
+  if constexpr (Dot<Matrix>::kPack == 2) {
+    p = math::poly(r, 0x1.3a057cp-7f, 0x1.c9fc74p-5f, 0x1.ec036ep-3f, 0x1.62e12cp-1f, 1.0f);
+  } else {
+    p = math::exp2_poly(r);
+  }
+#if FAJIT_LANES == 16
+  return math::scale2(p, n);
+#else
+  const vf scaled = as_float(as_int(p) + (to_int(n) << 23));
+  return select(x < -125.0f, splat(0.0f), scaled);
+#endif
+}
+
+// Two keys' weights as one word a lane: bf16, the first key low.
+FAJIT_INLINE vi pack_weights(vf first, vf second) {
+#if defined(__AVX512BF16__)
+  typedef uint16_t v32 __attribute__((vector_size(64)));
+  v32 both;
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(second), "v"(first));
+  const v32 interleave = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return (vi)__builtin_shuffle(both, interleave);
+#else
+  const vu lo = __builtin_convertvector(float_to_bfloat16(first), vu);
+  const vu hi = __builtin_convertvector(float_to_bfloat16(second), vu);
+  return (vi)(lo | (hi << 16));
+#endif
+}
+
+// What the product's scale must be so that scores arrive in the units of `hook_scores`.
+template <class Hooks>
+constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
+
+// Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). Softmax scores
+// leave in base-2 units, pointwise weights as weights.
+template <class Hooks, bool Masked, class Rows, class Keys>
+FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
+                            const Rows& rows, const Keys* keys, vf row_scale, vf top) {
+  for (int n = n0; n < n1; ++n) {
+    vf x = load(s + int64_t{n} * stride);
+    if constexpr (Hooks::kScore) {
+      x = Hooks::score(c, x, rows, keys[n]);
+      if constexpr (!Hooks::kPointwise) x = x * kLog2e;
+    }
+    if constexpr (Hooks::kPointwise) {
+      x = Hooks::pointwise(c, x);
+      if constexpr (Hooks::kPointwiseScale) x = x * row_scale;
+    }
+    if constexpr (Masked) {
+      const vf hidden = splat(Hooks::kPointwise ? 0.0f : -kInf);
+      x = select(Hooks::mask(c, rows, keys[n]), x, hidden);
+    }
+    if constexpr (Hooks::kScore || Hooks::kPointwise || Masked) store(s + int64_t{n} * stride, x);
+    top = max(top, x);
+  }
+  return top;
+}
+
+// Pass 2 over keys [n0, n1): weights 2^(s - base), or s itself for a pointwise normaliser, to the
+// matrix dtype at p[(key / pack) * stride + lane]; their sum is returned. n0 is a multiple of pack;
+// an odd last key gets a zero partner. fp32 weights may overwrite their scores (p == s).
+template <class Matrix, bool Pointwise>
+FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, vf base) {
+  vf sum = {}, sum2 = {};
+  int n = n0;
+  for (; n + 2 <= n1; n += 2) {
+    vf x = load(s + int64_t{n} * stride), y = load(s + int64_t{n + 1} * stride);
+    if constexpr (!Pointwise) {
+      x = weight_exp2<Matrix>(x - base);
+      y = weight_exp2<Matrix>(y - base);
+      sum += x;
+      sum2 += y;
+    }
+    if constexpr (Dot<Matrix>::kPack == 2) {
+      store(p + int64_t{n / 2} * stride, pack_weights(x, y));
+    } else {
+      store(p + int64_t{n} * stride, x);
+      store(p + int64_t{n + 1} * stride, y);
+    }
+  }
+  if (n < n1) {
+    vf x = load(s + int64_t{n} * stride);
+    if constexpr (!Pointwise) {
+      x = weight_exp2<Matrix>(x - base);
+      sum += x;
+    }
+    if constexpr (Dot<Matrix>::kPack == 2) {
+      store(p + int64_t{n / 2} * stride, pack_weights(x, vf{}));
+    } else {
+      store(p + int64_t{n} * stride, x);
+    }
+  }
+  return sum + sum2;
+}
+
+}  // namespace fajit

@@ -1,0 +1,97 @@
+// What leaves a kernel: the state (out, lse) of a row, unfinalised or final.
+//
+// Unfinalised states are fp32 and before sink and output_mod. Finalisation happens once a row: in
+// the attention kernel when one work item sees all of its keys, else in fajit_merge.
+#pragma once
+#include <fajit/context.h>
+#include <fajit/cpu/fast_math.h>
+#include <fajit/cpu/load_row.h>
+
+namespace fajit {
+
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+
+struct Normalized {
+  vf factor;  // multiplies the sum of weighted values
+  vf lse;     // natural
+};
+
+// `max2` and `sum` of rows whose weights are 2^(score2 - max2). Rows without a key have max2 = -inf
+// and sum = 0: factor 0, lse -inf.
+FAJIT_INLINE Normalized normalize(vf max2, vf sum) {
+  const vi empty = sum == 0.0f;
+  const vf lse = max2 * kLn2 + math::log(sum);
+  return {select(empty, splat(0.0f), 1.0f / sum), select(empty, splat(-kInf), lse)};
+}
+
+// The same with a sink, in natural units: one more key, whose value is zero.
+FAJIT_INLINE Normalized normalize_with_sink(vf max2, vf sum, vf sink) {
+  const vf sink2 = sink * kLog2e;
+  const vf top = max(sink2, max2);
+  const vf base = select(top == -kInf, splat(0.0f), top);  // -inf - -inf is not a weight
+  const vf kept = math::exp2(max2 - base);
+  const Normalized n = normalize(base, sum * kept + math::exp2(sink2 - base));
+  return {n.factor * kept, n.lse};
+}
+
+// Where the states of a work item go.
+enum class Emit {
+  kFinal,        // out in q's dtype, lse with the sink
+  kUnfinalized,  // out in fp32, lse without the sink (FAJIT_PARTIAL)
+  kSplit,        // partial_out, partial_lse
+};
+
+template <class Config, class Hooks>
+struct RowWriter {
+  static constexpr int kPaddedV = round_up(Config::kHeadDimV, kLanes);
+
+  Context c;
+  int32_t b;
+  Emit emit;
+
+  FAJIT_INLINE bool finalizes() const { return emit == Emit::kFinal; }
+
+  // What normalises the sums of rows of heads `h`; the sink counts only in final states.
+  FAJIT_INLINE Normalized normalizer(vf max2, vf sum, vi h) const {
+    if constexpr (Hooks::kPointwise) {
+      return {splat(1.0f), splat(0.0f)};
+    } else if constexpr (Hooks::kSink) {
+      if (finalizes()) {
+        vf sink;
+        for (int i = 0; i < kLanes; ++i) sink[i] = Hooks::sink(c, b, h[i]);
+        return normalize_with_sink(max2, sum, sink);
+      }
+    }
+    return normalize(max2, sum);
+  }
+
+  // Row `row` of the request, head `h`; `values` are normalised and padded to kLanes.
+  // `split_row`: row of the split state.
+  void write(int32_t row, int32_t h, int64_t split_row, const float* values, float lse) const {
+    const fajit_args& a = *c.args;
+    if (emit == Emit::kSplit) {
+      store_row<float, Config::kHeadDimV>(a.partial_out + split_row * Config::kHeadDimV, values);
+      a.partial_lse[split_row] = lse;
+      return;
+    }
+    const int64_t r = int64_t{a.q_row0[b]} + row;
+    const int64_t at = b * a.out_stride[0] + h * a.out_stride[1] + r * a.out_stride[2];
+    if constexpr (!Hooks::kPointwise)
+      if (a.flags & FAJIT_WRITE_LSE)
+        a.lse[b * a.lse_stride[0] + h * a.lse_stride[1] + r * a.lse_stride[2]] = lse;
+    if (emit == Emit::kUnfinalized) {
+      store_row<float, Config::kHeadDimV>(static_cast<float*>(a.out) + at, values);
+      return;
+    }
+    auto* out = static_cast<typename Config::Q*>(a.out) + at;
+    if constexpr (Hooks::kOutputMod) {
+      alignas(64) float changed[kPaddedV];
+      Hooks::output_mod(c, values, changed, lse, b, h, a.q_offset[b] + row);
+      store_row<typename Config::Q, Config::kHeadDimV>(out, changed);
+    } else {
+      store_row<typename Config::Q, Config::kHeadDimV>(out, values);
+    }
+  }
+};
+
+}  // namespace fajit
