@@ -89,7 +89,7 @@ def dense_out(
         kv_rows if kv_len is None else _check.check_lengths("kv_len", kv_len, batch, 0, kv_rows)
     )
     offsets = q_offset if q_offsets is None else tuple(q_offsets.tolist())
-    addresses, layouts = bind_tensors(known, tensors)
+    addresses, layouts, _alive = bind_tensors(known, tensors)
     values = scalar_values(known, scalars)
     num_threads = torch.get_num_threads()
     packed = (0,) if batch == 1 else tuple(range(0, batch * q_rows, q_rows)) if q_rows else 0
@@ -131,18 +131,25 @@ def dense_out(
 
 def bind_tensors(
     known: Structure, tensors: Sequence[torch.Tensor]
-) -> tuple[tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
-    """Addresses and layouts of the params and of the min/max tables that their mask needs."""
+) -> tuple[
+    tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], Sequence[torch.Tensor]
+]:
+    """Addresses and layouts of the params and of the min/max tables that their mask needs.
+
+    The tensors themselves come third: whoever launches must hold them, a table may have no other
+    owner.
+    """
     expected = len(known.ir.tensors)
     if len(tensors) != expected:
         raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
     if not tensors:
-        return (), ()
+        return (), (), ()
     if known.tables:
         tensors = [*tensors, *build_tables(known.tables, tensors)]
     return (
         tuple([t.data_ptr() if t.numel() else 0 for t in tensors]),
         tuple([(tuple(t.shape), t.stride()) for t in tensors]),
+        tensors,
     )
 
 

@@ -134,8 +134,10 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCal
     )
     # Heads share a tile unless the blocks that they visit differ.
     share_heads = g.block_mask is None or g.block_mask[1][1] == 0
+    # A block mask's full blocks are visited whatever the mask says of them.
+    classify = known.costed_by_mask and g.block_mask is None
     schedule = _C.schedule(
-        module if known.costed_by_mask else None,
+        module if classify else None,
         native,
         tile_q=spec.tile_q,
         row_granule=LANES[spec.target] if spec.tile_kind == "prefill" else 1,
@@ -143,7 +145,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCal
         min_chunk=_MIN_CHUNK,
         num_workers=g.num_threads,
         share_heads=share_heads,
-        classify=known.costed_by_mask,
+        classify=classify,
         tensors=tuple(addresses),
         scalars=g.scalars or (0,) * len(known.integer_scalars),
     )

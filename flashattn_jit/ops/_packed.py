@@ -57,7 +57,7 @@ def packed_out(
     """Compute into `out` [Nq, Hq, Dv] and, when given, `lse` [Nq, Hq] fp32."""
     known = _handles.structure(handle)
     q_starts, kv_starts = q_indptr.tolist(), kv_indptr.tolist()
-    addresses, layouts = bind_tensors(known, tensors)
+    addresses, layouts, _alive = bind_tensors(known, tensors)
     values = scalar_values(known, scalars)
     num_threads = torch.get_num_threads()
     q_row0, kv_row0 = tuple(q_starts[:-1]), tuple(kv_starts[:-1])
