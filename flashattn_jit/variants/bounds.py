@@ -32,6 +32,7 @@ _FANOUT = 4  # a partial box becomes 4 x 4 smaller ones
 _FIRST_BOXES = 256
 _KEY_FANOUT = 8
 _CHUNK = 1 << 16  # boxes evaluated at a time
+_GRID_TILES = 1 << 18  # and as a grid
 
 Array = NDArray[np.int64]
 
@@ -129,8 +130,9 @@ def _axis(program: Program, name: str, begin: int, end: int) -> tuple[Array, Arr
     return np.array([begin]), np.array([max(begin, end - 1)])
 
 
-def _spans(begin: int, end: int, tile: int, count: int) -> tuple[Array, Array]:
-    low = begin + tile * np.arange(count)
+def _spans(begin: int, end: int, tile: int, tiles: Array) -> tuple[Array, Array]:
+    """The positions of `tiles`, both ends included."""
+    low = begin + tile * tiles
     return low, np.minimum(low + tile, end) - 1
 
 
@@ -146,8 +148,8 @@ def classify_grid(graph: Graph, params: MaskParams, grid: Grid) -> NDArray[np.ui
             (
                 _axis(program, "b", grid.b_begin, grid.b_end),
                 _axis(program, "h", grid.h_begin, grid.h_end),
-                _spans(grid.q_begin, grid.q_end, grid.tile_q, grid.num_q_tiles),
-                _spans(grid.kv_begin, grid.kv_end, grid.tile_kv, grid.num_kv_tiles),
+                _spans(grid.q_begin, grid.q_end, grid.tile_q, np.arange(grid.num_q_tiles)),
+                _spans(grid.kv_begin, grid.kv_end, grid.tile_kv, np.arange(grid.num_kv_tiles)),
             ),
             ((-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)),
             strict=True,
@@ -203,9 +205,38 @@ class _Refiner:
                 yield tiles.take(done), states[done]
             if span == 1:
                 return
-            tiles, span = self._split(tiles.take(states == PARTIAL), span), span // _FANOUT
-            if not len(tiles.b):
+            partial = tiles.take(states == PARTIAL)
+            if not len(partial.b):
                 return
+            share = len(partial.b) * span**2 / (combos * rows * columns)
+            if span <= _FANOUT**2 and share > (0.25 if span == _FANOUT else 0.9):
+                yield from self._dense(partial, span)
+                return
+            tiles, span = self._split(partial, span), span // _FANOUT
+
+    def _dense(self, partial: _Tiles, span: int) -> Iterator[tuple[_Tiles, NDArray[np.uint8]]]:
+        """The tiles inside `partial`, evaluated as a grid: what depends on one index only is then
+        computed once a row or column, which pays when most tiles are left."""
+        grid, columns = self.grid, self.grid.num_kv_tiles
+        coarse = np.zeros((*self.shape[:2], -(-self.shape[2] // span), -(-columns // span)), bool)
+        coarse[partial.b, partial.h, partial.q0 // span, partial.k0 // span] = True
+        stripe = max(1, _GRID_TILES // columns // span) * span
+        k = _spans(grid.kv_begin, grid.kv_end, grid.tile_kv, np.arange(columns))
+        for b, h, first in np.ndindex(*self.shape[:2], -(-self.shape[2] // stripe)):
+            rows = np.arange(first * stripe, min((first + 1) * stripe, self.shape[2]))
+            low, high = _spans(grid.q_begin, grid.q_end, grid.tile_q, rows)
+            boxes = Boxes(
+                (self.b[0][b], self.b[1][b]),
+                (self.h[0][h], self.h[1][h]),
+                (low[:, None], high[:, None]),
+                k,
+            )
+            wanted = coarse[b, h, rows[0] // span : rows[-1] // span + 1]
+            wanted = wanted.repeat(span, 0)[: len(rows)].repeat(span, 1)[:, :columns]
+            states = classify_boxes(self.program, self.params, boxes) * wanted
+            q, k0, k1 = _row_runs(states)
+            one = np.ones_like(q)
+            yield _Tiles(b * one, h * one, q + rows[0], q + rows[0] + 1, k0, k1), states[q, k0]
 
     def _cut(self, span: int) -> _Tiles:
         rows, columns = self.grid.num_q_tiles, self.grid.num_kv_tiles
@@ -253,6 +284,15 @@ class _Refiner:
         b = self.b[0][tiles.b], self.b[1][tiles.b]
         h = self.h[0][tiles.h], self.h[1][tiles.h]
         return classify_boxes(self.program, self.params, Boxes(b, h, q, k))
+
+
+def _row_runs(states: NDArray[np.uint8]) -> tuple[Array, Array, Array]:
+    """(row, begin, end) of the runs of equal non-zero states in every row."""
+    border = np.zeros((states.shape[0], 1), np.uint8)
+    differs = np.diff(np.hstack([border, states, border]), axis=1) != 0
+    row, at = np.nonzero(differs)
+    same = (row[1:] == row[:-1]) & (states[row[:-1], np.minimum(at[:-1], states.shape[1] - 1)] != 0)
+    return row[:-1][same], at[:-1][same], at[1:][same]
 
 
 def _ceil_log(n: int, base: int) -> int:

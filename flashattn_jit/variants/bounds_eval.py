@@ -212,6 +212,10 @@ class _Evaluation:
             del parts[k]
         const = node.int_attr("const")
         size = sum(abs(c * x) for t, c in parts.items() for x in program.ranges[t]) + abs(const)
+        if size > _SAFE:  # not by its type: look at the values
+            values = [(c, x) for t, c in parts.items() for x in self.value(scope, t)]
+            ends = [(c, int(f(x))) for c, x in values for f in (np.min, np.max) if x.size]
+            size = sum(abs(c * x) for c, x in ends) + abs(const)
         if size > _SAFE:
             total = intervals.point(const)
             for t, c in parts.items():
@@ -293,8 +297,9 @@ class _Evaluation:
         row, lo, hi, unknown, *sizes = (a.reshape(-1) for a in arrays)
         low, high, nan = (np.array(x) for x in np.broadcast_arrays(*table.query(row, lo, hi)))
         left, right = (side.function for side in table.sides)
-        for tuple_sizes in np.unique(np.stack(sizes, 1)[~unknown], axis=0):
-            group = ~unknown & (np.stack(sizes, 1) == tuple_sizes).all(1)
+        columns = np.stack(sizes, 1)
+        for tuple_sizes in sorted({tuple(x) for x in columns[~unknown].tolist()}):
+            group = ~unknown & (columns == tuple_sizes).all(1)
             for index in np.ndindex(*tuple_sizes):
                 r = row[group] + int(np.dot(index, strides))
                 a, b, c = table.query(r, lo[group], hi[group])

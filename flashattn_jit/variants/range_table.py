@@ -108,9 +108,9 @@ class _Side:
         r, f, n = row[wide], first[wide] + 1, inner[wide]
         level = np.frexp(n.astype(np.float64))[1] - 1
         values = np.empty(n.shape, out.dtype)
-        for j in np.unique(level):
+        for j in range(int(level.min()), int(level.max()) + 1):
             at = level == j
-            table, end = self.levels[j], f[at] + n[at] - (1 << int(j))
+            table, end = self.levels[j], f[at] + n[at] - (1 << j)
             values[at] = self.function(table[r[at], f[at]], table[r[at], end])
         out[wide] = self.function(out[wide], values)
         return out
