@@ -1,7 +1,7 @@
 // Combines the partial states of split work items, in the order of their keys, and finalises them.
 //
-// Softmax states (out_i normalised, lse_i): out = sum w_i out_i / sum w_i, w_i = e^(lse_i - max), and
-// the sink as one more weight. Pointwise states are sums and add up. fp32 throughout; the order
+// Softmax states (out_i normalised, lse_i): out = sum w_i out_i / sum w_i, w_i = e^(lse_i - max);
+// the sink is one more weight. Pointwise states are sums and add up. fp32 throughout; the order
 // is that of the partial rows, so results do not depend on which worker computed them.
 #pragma once
 #include <fajit/cpu/state.h>

@@ -288,7 +288,7 @@ class Prefill {
 
   // Hooks and softmax of all vectors of a block: scores in s_ become weights in p_; alpha gets
   // what the old sums and outputs must be multiplied with.
-  __attribute__((noinline)) void soften(const Block& block, const uint8_t* states, int n0, int n1,
+  __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0, int n1,
                                         float* alpha) {
     const int stride = block.count * kLanes;
     for (int j = 0; j < block.count; ++j) {
