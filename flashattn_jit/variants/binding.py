@@ -1,0 +1,220 @@
+"""`bind`: from a variant and a call's dims and params to IR, tensors and numbers by slot.
+
+Three look-ups, each a dictionary: the variant's shape (which code) gives its plans, a plan's
+extractor gives the structural key and the values, the key gives the structure. Only a miss traces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from flashattn_jit.errors import ParamError
+from flashattn_jit.variants import ir
+from flashattn_jit.variants.captures import Extractor, Walk
+from flashattn_jit.variants.params import Declared, Dims, resolve
+from flashattn_jit.variants.trace_host import Finish, Source
+from flashattn_jit.variants.trace_variant import Traced, trace_variant
+
+if TYPE_CHECKING:
+    from flashattn_jit.variants.spec import Variant
+
+MAX_PLANS = 64
+MAX_STRUCTURES = 4096
+
+
+class Bound(NamedTuple):
+    """A variant bound to one call.
+
+    ir: what decides the kernel, handle: its number in this process (equal IR, equal handle),
+    tensors, scalars: in the order of ``ir.tensors`` and ``ir.scalars``, specialised: (name, value)
+    of what was captured and became part of the structure.
+    """
+
+    ir: ir.VariantIR
+    handle: int
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[float, ...]
+    specialised: tuple[tuple[str, object], ...]
+
+
+class _Structure(NamedTuple):
+    ir: ir.VariantIR
+    handle: int
+    finish: Finish | None
+    specialised: tuple[tuple[str, object], ...]
+
+
+Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The structures of one structural key, by the values of what tracing specialised on."""
+
+    pins: dict[Source, None] = field(default_factory=dict)
+    select: Select | None = None
+    structures: dict[Any, _Structure] = field(default_factory=dict)
+
+    def add(self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], s: _Structure) -> None:
+        new = [p for p in pins if p not in self.pins]
+        if new:
+            # Structures traced before did not record these values: they are traced again.
+            self.pins.update(dict.fromkeys(new))
+            self.structures.clear()
+            self.select = _compile_select(tuple(self.pins))
+        if len(self.structures) >= MAX_STRUCTURES:
+            self.structures.clear()
+        self.structures[None if self.select is None else key_of(self.select)] = s
+
+
+def _compile_select(pins: Sequence[Source]) -> Select:
+    texts = []
+    for pin in pins:
+        if pin[0] == "number":
+            texts.append(f"n[{pin[1]}]")
+        elif pin[0] == "size":
+            texts.append(f"t[{pin[1]}].shape[{pin[2]}]")  # type: ignore[misc]
+        else:
+            texts.append(f"d.{pin[1]}")
+    return eval(f"lambda t, n, d: ({', '.join(texts)},)")  # type: ignore[no-any-return]  # noqa: S307
+
+
+@dataclass(slots=True, eq=False)
+class _Plan:
+    source: str
+    extract: Extractor
+    groups: dict[Any, _Group] = field(default_factory=dict)
+
+
+_plans: dict[Any, list[_Plan]] = {}
+_handles: dict[ir.VariantIR, int] = {}
+_lock = threading.RLock()
+
+
+def bind(variant: Variant, dims: Dims, params: Mapping[str, object]) -> Bound:
+    """See `Variant.bind`."""
+    declared = variant._declared
+    values: Sequence[Any] = ()
+    if declared or params:
+        values = resolve(declared, dims, params, variant.name)
+    for plan in _plans.get(variant._shape, ()):
+        found = plan.extract(variant, values)
+        if found is None:
+            continue
+        key, tensors, numbers = found
+        group = plan.groups.get(key)
+        if group is None:
+            break
+        select = group.select
+        structure = group.structures.get(
+            None if select is None else select(tensors, numbers, dims)
+        )
+        if structure is None:
+            break
+        return _finish(structure, tensors, numbers, dims)
+    return _bind_new(variant, dims, declared, values)
+
+
+def _finish(
+    structure: _Structure,
+    tensors: tuple[torch.Tensor, ...],
+    numbers: tuple[float, ...],
+    dims: Dims,
+) -> Bound:
+    if structure.finish is not None:
+        tensors, numbers = structure.finish(tensors, numbers)
+    if tensors:
+        device = dims.device
+        for i, t in enumerate(tensors):
+            if t.device != device:
+                tensors = _moved(structure, tensors, i, device)
+    return Bound(structure.ir, structure.handle, tensors, numbers, structure.specialised)
+
+
+def _moved(
+    structure: _Structure, tensors: tuple[torch.Tensor, ...], i: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    t = tensors[i]
+    if t.dim() == 0 and t.device.type == "cpu":
+        return (*tensors[:i], t.to(device, non_blocking=True), *tensors[i + 1 :])
+    raise ParamError(
+        f"captured tensor {structure.ir.tensors[i].name!r} is on {t.device}, the call on {device}; "
+        f"move it with `.to({str(device)!r})`"
+    )
+
+
+def _bind_new(
+    variant: Variant, dims: Dims, declared: Sequence[Declared], values: Sequence[Any]
+) -> Bound:
+    with _lock:
+        walk = Walk(variant, params=_param_locations(declared, values))
+        plan = _plan_for(variant, walk)
+        found = plan.extract(variant, values)
+        assert found is not None, walk.source
+        key, tensors, numbers = found
+        traced = trace_variant(variant, walk, dims)
+        structure = _Structure(
+            traced.ir,
+            _handles.setdefault(traced.ir, len(_handles)),
+            traced.finish,
+            _specialised(traced, walk, dims),
+        )
+        group = plan.groups.setdefault(key, _Group())
+        group.add(traced.pins, lambda select: select(tensors, numbers, dims), structure)
+    return _finish(structure, tensors, numbers, dims)
+
+
+def _param_locations(
+    declared: Sequence[Declared], values: Sequence[Any]
+) -> dict[int, dict[str, tuple[int, str, object]]]:
+    locations: dict[int, dict[str, tuple[int, str, object]]] = {}
+    for i, (d, value) in enumerate(zip(declared, values, strict=True)):
+        locations.setdefault(id(d.owner), {})[d.param.name] = (i, d.name, value)
+    return locations
+
+
+def _plan_for(variant: Variant, walk: Walk) -> _Plan:
+    if len(_plans) >= MAX_STRUCTURES:
+        _plans.clear()
+    plans = _plans.setdefault(variant._shape, [])
+    extract = walk.extractor()
+    for plan in plans:
+        if plan.source == walk.source and plan.extract.__globals__.keys() == (
+            extract.__globals__.keys()
+        ):  # fmt: skip
+            if all(_same(plan, extract, n) for n in extract.__globals__ if n.startswith("K")):
+                return plan
+    if len(plans) >= MAX_PLANS:
+        plans.pop(0)
+    plans.append(_Plan(walk.source, extract))
+    return plans[-1]
+
+
+def _same(plan: _Plan, extract: Extractor, name: str) -> bool:
+    a, b = plan.extract.__globals__[name], extract.__globals__[name]
+    return a is b or (type(a) is tuple and a == b)
+
+
+def _specialised(traced: Traced, walk: Walk, dims: Dims) -> tuple[tuple[str, object], ...]:
+    found: list[tuple[str, object]] = list(zip(walk.const_names, walk.consts, strict=True))
+    for pin in traced.pins:
+        if pin[0] == "number":
+            i = int(pin[1])
+            found.append((walk.number_names[i], walk.numbers[i]))
+        elif pin[0] == "size":
+            i, d = int(pin[1]), int(pin[2])  # type: ignore[misc]
+            found.append((f"{walk.tensor_names[i]}.shape[{d}]", walk.tensors[i].shape[d]))
+        else:
+            found.append((str(pin[1]), getattr(dims, str(pin[1]))))
+    return tuple(found)
+
+
+def clear() -> None:
+    """Forget every plan; handles stay. For tests."""
+    with _lock:
+        _plans.clear()

@@ -1,0 +1,178 @@
+"""Variants of variants: ``&``, ``|``, ``~`` and `Variant.named`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashattn_jit.errors import VariantError
+from flashattn_jit.variants import ir
+from flashattn_jit.variants.params import RESERVED, Declared
+from flashattn_jit.variants.spec import CppHook, Variant
+
+_ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
+_NORMALIZER_HOOKS = ("sink", "pointwise", "pointwise_scale")
+
+
+class ComposedVariant(Variant):
+    """``a & b``, ``a | b``, ``~a`` or a renamed variant; its operators make it."""
+
+    __fajit_names__ = frozenset({"_parts"})
+    _parts: tuple[Variant, ...]
+    _operation: str
+
+    def __init__(self, operation: str, parts: tuple[Variant, ...], prefix: str = "") -> None:
+        declared = [
+            Declared(f"{prefix}_{d.name}" if prefix else d.name, d.param, d.owner)
+            for part in parts
+            for d in part._declared
+        ]
+        _check_names(declared, parts)
+        self.__dict__["_operation"] = operation
+        self.__dict__["_parts"] = parts
+        self._shape = (operation, prefix, *(p._shape for p in parts))
+        self._declared = tuple(declared)
+
+    @property
+    def name(self) -> str:
+        """The parts' names joined by the operation."""
+        names = [p.name for p in self._parts]
+        joint = {"and": "_and_", "or": "_or_"}.get(self._operation)
+        if joint is not None:
+            return joint.join(names)
+        return f"not_{names[0]}" if self._operation == "not" else names[0]
+
+    def hooks(self) -> dict[str, Any]:
+        """The hooks of the parts, combined."""
+        parts = [p.hooks() for p in self._parts]
+        if self._operation == "renamed":
+            return parts[0]
+        if self._operation == "not":
+            return {"mask_mod": _inverted(parts[0]["mask_mod"])}
+        if self._operation == "or":
+            return {"mask_mod": _joined(parts[0]["mask_mod"], parts[1]["mask_mod"], "or")}
+        combined: dict[str, Any] = {}
+        for hook in ir.HOOKS:
+            present = [p[hook] for p in parts if hook in p]
+            if len(present) == 1:
+                combined[hook] = present[0]
+            elif present:
+                combined[hook] = _both(hook, present[0], present[1])
+        return combined
+
+    def __repr__(self) -> str:
+        texts = [repr(p) for p in self._parts]
+        joint = {"and": " & ", "or": " | "}.get(self._operation)
+        if joint is not None:
+            return f"({joint.join(texts)})"
+        return f"~{texts[0]}" if self._operation == "not" else texts[0]
+
+
+def compose(operation: str, *parts: Variant) -> Variant:
+    """The composed variant; VariantError where the parts do not go together."""
+    hooks = [_present(p) for p in parts]
+    if operation != "and":
+        symbol = {"or": "|", "not": "~"}[operation]
+        for part, present in zip(parts, hooks, strict=True):
+            if present != {"mask_mod"}:
+                has = ", ".join(sorted(present)) or "no mask"
+                raise VariantError(
+                    f"`{symbol}` combines variants that have a mask and nothing else; {part.name} "
+                    f"has {has}"
+                )
+    elif all(present & set(_NORMALIZER_HOOKS) for present in hooks):
+        raise VariantError(
+            f"{parts[0].name} and {parts[1].name} both have a normalizer; a variant has one"
+        )
+    made = ComposedVariant(operation, parts)
+    _check_cpp(parts, hooks)
+    return made
+
+
+def _present(part: Variant) -> set[str]:
+    """Which hooks a variant has, without calling any method of its user."""
+    if isinstance(part, ComposedVariant):
+        names: set[str] = set()
+        for p in part._parts:
+            names |= _present(p)
+        return names
+    found = {h for h in (*_ROW_HOOKS, "score_mod", "mask_mod") if getattr(part, h, None) is not None}
+    normalizer = getattr(part, "normalizer", None)
+    return found | ({"sink"} if normalizer is not None and not _plain(normalizer) else set())
+
+
+def _plain(normalizer: Any) -> bool:
+    from flashattn_jit.variants.normalizers import is_default
+
+    return is_default(normalizer)
+
+
+def _check_cpp(parts: tuple[Variant, ...], hooks: list[set[str]]) -> None:
+    for hook in ("score_mod", "mask_mod"):
+        texts = [isinstance(_leaf_hook(p, hook), CppHook) for p in parts if _leaf_hook(p, hook)]
+        if any(texts) and len(texts) > 1 or any(texts) and len(parts) == 1:
+            raise VariantError(
+                f"a {hook} given as C++ text cannot be combined with another; write one text"
+            )
+
+
+def _leaf_hook(part: Variant, hook: str) -> Any:
+    if isinstance(part, ComposedVariant):
+        found = [f for p in part._parts if (f := _leaf_hook(p, hook)) is not None]
+        return next((f for f in found if isinstance(f, CppHook)), found[0] if found else None)
+    return getattr(part, hook, None)
+
+
+def rename(part: Variant, prefix: str) -> Variant:
+    """`part` with ``prefix_`` before the names of its params."""
+    if not prefix.isidentifier():
+        raise VariantError(f"named() expects an identifier, got {prefix!r}")
+    return ComposedVariant("renamed", (part,), prefix)
+
+
+def _check_names(declared: list[Declared], parts: tuple[Variant, ...]) -> None:
+    seen: set[str] = set()
+    for d in declared:
+        if d.name in seen:
+            names = " and ".join(p.name for p in parts)
+            raise VariantError(
+                f"{names} both have a param {d.name!r}; tell them apart with .named(...), such as "
+                f"`{parts[-1].name}(...).named('local')`, which makes it 'local_{d.name}'"
+            )
+        if d.name in RESERVED:
+            raise VariantError(f"a param may not be called {d.name!r}; choose another prefix")
+        seen.add(d.name)
+
+
+# --- combined hooks: used with proxies while tracing and with tensors in the reference -----------
+
+
+def _as_bool(x: Any) -> Any:
+    return x if isinstance(x, bool) else x.bool()
+
+
+def _joined(first: Callable[..., Any], second: Callable[..., Any], how: str) -> Any:
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        x = _as_bool(first(b, h, q_idx, kv_idx))
+        y = _as_bool(second(b, h, q_idx, kv_idx))
+        return x & y if how == "and" else x | y
+
+    return mask_mod
+
+
+def _inverted(mask: Callable[..., Any]) -> Any:
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        kept = _as_bool(mask(b, h, q_idx, kv_idx))
+        return not kept if isinstance(kept, bool) else ~kept
+
+    return mask_mod
+
+
+def _both(hook: str, first: Callable[..., Any], second: Callable[..., Any]) -> Any:
+    if hook == "mask_mod":
+        return _joined(first, second, "and")
+
+    def chained(x: Any, *rest: Any) -> Any:
+        return second(first(x, *rest), *rest)
+
+    return chained

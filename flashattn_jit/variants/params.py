@@ -1,0 +1,297 @@
+"""Declared params of a variant: `scalar`, `tensor`, the dims they are checked against."""
+
+from __future__ import annotations
+
+import builtins
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from flashattn_jit.errors import ParamError, VariantError
+from flashattn_jit.variants.promotion import DTYPE_NAMES
+
+RESERVED = frozenset({
+    "q", "k", "v", "variant", "scale", "q_offset", "kv_len", "q_len", "return_lse", "partial",
+    "out", "target", "q_indptr", "kv_indptr", "max_q_len", "max_kv_len", "dtype", "sparsity",
+    "storage", "lse", "score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "dims", "device",
+    "seed", "cases", "plot", "batch", "num_q_heads", "num_kv_heads", "head_dim", "head_dim_v",
+    "name", "params",
+})  # fmt: skip
+"""What a param may not be called: arguments of the operations and of hooks."""
+
+
+class Dims(NamedTuple):
+    """The sizes of one call; -1 where a size is not known (then it is not checked).
+
+    In packed calls q_len and kv_len are the longest request's.
+    """
+
+    batch: int = -1
+    num_q_heads: int = -1
+    num_kv_heads: int = -1
+    q_len: int = -1
+    kv_len: int = -1
+    head_dim: int = -1
+    head_dim_v: int = -1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+SIZE_NAMES = frozenset(Dims._fields) - {"device"}
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+MISSING = _Missing()
+Default = Callable[[Dims], Any]
+
+
+class _Watch:
+    """A `Dims` that remembers which of its fields a default read."""
+
+    def __init__(self, dims: Dims) -> None:
+        self._dims = dims
+        self.read: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        names = ("num_q_heads", "num_kv_heads") if name == "group_size" else (name,)
+        for n in names:
+            if n in Dims._fields and n not in self.read:
+                self.read.append(n)
+        return getattr(self._dims, name)
+
+
+class Param:
+    """One declared param; as a class attribute it is read as the instance's value.
+
+    kind: ``scalar`` (int or float at run time), ``static`` (a bool or string: part of the
+    structure) or ``tensor``.
+    """
+
+    def __init__(
+        self, kind: str, default: Any, dims: tuple[str | int, ...] = (),
+        dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    ) -> None:  # fmt: skip
+        self.kind = kind
+        self.default = default
+        self.dims = dims
+        self.dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
+        self.name = ""
+        self.type: type = float
+        self._made: dict[object, Any] = {}
+        self._reads: set[tuple[str, ...]] = set()
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        self.settle(owner.__dict__.get("__annotations__", {}).get(name))
+
+    def settle(self, annotation: Any) -> None:
+        """Fix a scalar's type by its annotation, or by its default."""
+        if self.kind == "tensor":
+            return
+        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+        named = {"int": int, "float": float, "bool": bool, "str": str}.get(text.strip("'\""))
+        if named is None:
+            named = type(self.default) if isinstance(self.default, int | float | str) else float
+        self.type = named
+        if named in (bool, str):
+            self.kind = "static"
+
+    def __get__(self, obj: Any, owner: type | None = None) -> Any:
+        if obj is None:
+            return self
+        if self.default is MISSING or callable(self.default):
+            raise AttributeError(
+                f"{self.name!r} of {type(obj).__name__} has no value yet: it is given at the call"
+            )
+        return self.default
+
+    def make_default(self, dims: Dims) -> Any:
+        """The default for a call of these dims; a function's result is kept for equal dims."""
+        if not callable(self.default):
+            return self.default
+        for read in self._reads:
+            key = (read, dims.device, *(getattr(dims, n) for n in read))
+            if key in self._made:
+                return self._made[key]
+        watch = _Watch(dims)
+        value = self.default(watch)
+        if isinstance(value, torch.Tensor) and value.device != dims.device:
+            value = value.to(dims.device)
+        if len(self._made) >= 8:
+            self._made.clear()
+        read = tuple(watch.read)
+        self._reads.add(read)
+        self._made[(read, dims.device, *(getattr(dims, n) for n in read))] = value
+        return value
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value in its canonical type; ParamError for one of the wrong kind."""
+        if self.kind == "tensor":
+            return self._check_tensor(name, value)
+        if self.kind == "static":
+            if not isinstance(value, self.type):
+                raise ParamError(
+                    f"param {name!r} expects a {self.type.__name__}, got "
+                    f"{_describe(value)}; it is part of the variant's structure"
+                )
+            return value
+        if type(value) is self.type:
+            return value
+        if isinstance(value, torch.Tensor | builtins.bool | str) or not isinstance(
+            value, numbers.Real
+        ):
+            remedy = (
+                "; pass a Python number, or declare the param with fa.tensor()"
+                if isinstance(value, torch.Tensor)
+                else ""
+            )
+            raise ParamError(
+                f"param {name!r} expects a number ({self.type.__name__}), got "
+                f"{_describe(value)}{remedy}"
+            )
+        if self.type is int and not isinstance(value, numbers.Integral):
+            raise ParamError(f"param {name!r} expects an int, got {_describe(value)}")
+        return self.type(value)
+
+    def _check_tensor(self, name: str, value: Any) -> Any:
+        if value is None and self.default is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise ParamError(
+                f"param {name!r} expects a tensor of shape [{self._dims_text()}], got "
+                f"{_describe(value)}; pass a torch.Tensor"
+            )
+        if value.dim() != len(self.dims):
+            raise ParamError(
+                f"param {name!r} expects {len(self.dims)} dims [{self._dims_text()}], got shape "
+                f"{list(value.shape)}"
+            )
+        if self.dtypes is not None and value.dtype not in self.dtypes:
+            wanted = " or ".join(str(d).removeprefix("torch.") for d in self.dtypes)
+            raise ParamError(
+                f"param {name!r} expects dtype {wanted}, got "
+                f"{str(value.dtype).removeprefix('torch.')}; convert it with `.to(...)`"
+            )
+        if value.dtype not in DTYPE_NAMES:
+            raise ParamError(
+                f"param {name!r} has dtype {value.dtype}, which hooks cannot read; convert it to a "
+                "bool, integer or real floating dtype"
+            )
+        return value
+
+    def _dims_text(self) -> str:
+        return ", ".join(str(d) for d in self.dims)
+
+    def check_dims(
+        self, name: str, value: torch.Tensor, dims: Dims, free: dict[str, tuple[int, str]]
+    ) -> None:
+        """Compare the shape with the call's dims; free names must agree among params."""
+        if value.device != dims.device and (value.dim() > 0 or value.device.type != "cpu"):
+            raise ParamError(
+                f"param {name!r} is on {value.device}, the call on {dims.device}; move it with "
+                f"`.to({str(dims.device)!r})`"
+            )
+        for axis, (size, wanted) in enumerate(zip(value.shape, self.dims, strict=True)):
+            if isinstance(wanted, int):
+                expected, reason = wanted, f"{wanted}"
+            elif wanted in SIZE_NAMES:
+                expected = getattr(dims, wanted)
+                reason = f"{wanted}={expected}"
+                if expected < 0:
+                    continue
+            else:
+                expected, other = free.setdefault(wanted, (size, name))
+                reason = f"{wanted}={expected}, as {other!r} has"
+            if size != expected:
+                raise ParamError(
+                    f"param {name!r} expects [{self._dims_text()}] with {reason} at dim {axis}, "
+                    f"got shape {list(value.shape)}; pass a tensor whose dim {axis} has "
+                    f"{expected} elements"
+                )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}"
+
+
+def scalar(default: Any = MISSING) -> Any:
+    """Declare a number of a variant: ``cap: float = fa.scalar(30.0)``.
+
+    default: an int or float, or a function of the call's `Dims`; without one the number must be
+    given. It reaches the kernel at run time: a new value never recompiles. A bool or str is part
+    of the variant's structure instead.
+    """
+    return Param("scalar", default)
+
+
+def tensor(
+    *dims: str | int,
+    default: Any = MISSING,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+) -> Any:
+    """Declare a tensor of a variant: ``slopes: torch.Tensor = fa.tensor("num_q_heads")``.
+
+    dims: one per dim of the tensor: a size of the call (``batch``, ``num_q_heads``,
+    ``num_kv_heads``, ``q_len``, ``kv_len``, ``head_dim``, ``head_dim_v``), an int, or a free name
+    that must agree wherever it is used in the variant. default: a tensor, None (the param may be
+    left out), or a function of the call's `Dims`. dtype: one dtype or several; None: any.
+    """
+    for d in dims:
+        if not isinstance(d, str | int):
+            raise VariantError(f"a dim of fa.tensor is a name or an int, got {d!r}")
+    return Param("tensor", default, dims, dtype)
+
+
+class Declared(NamedTuple):
+    """A param of a variant tree: its full name, its declaration and the variant it belongs to."""
+
+    name: str
+    param: Param
+    owner: Any
+
+
+def resolve(
+    declared: Sequence[Declared], dims: Dims, given: Mapping[str, object], what: str
+) -> list[Any]:
+    """The value of each declared param for one call: given by keyword, set, or the default."""
+    values: list[Any] = []
+    free: dict[str, tuple[int, str]] = {}
+    used = 0
+    for name, param, owner in declared:
+        if name in given:
+            value = given[name]
+            used += 1
+        else:
+            value = owner.__dict__.get(param.name, MISSING)
+            if value is MISSING:
+                value = param.make_default(dims)
+            if value is MISSING:
+                raise ParamError(
+                    f"{what} needs the param {name!r}"
+                    + (f" [{param._dims_text()}]" if param.kind == "tensor" else "")
+                    + f"; pass {name}=... at the call or when making the variant"
+                )
+        value = param.check(name, value)
+        if param.kind == "tensor" and value is not None:
+            param.check_dims(name, value, dims, free)
+        values.append(value)
+    if used != len(given):
+        known = [d.name for d in declared]
+        extra = [n for n in given if n not in known]
+        raise ParamError(
+            f"{what} has no param {extra[0]!r}; "
+            + (f"its params are {', '.join(known)}" if known else "it has no params")
+        )
+    return values

@@ -1,0 +1,397 @@
+"""`Variant`: what attention computes. Hooks and declared params, without shapes or devices.
+
+Two forms: a class (`class SoftCap(fa.Variant)`) whose methods are hooks and whose annotated
+attributes are params, and `variant(score_mod=..., mask_mod=...)` around plain functions.
+``&``, ``|``, ``~`` and `named` (compose.py) make variants of variants.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+import torch
+
+from flashattn_jit.errors import ParamError, VariantError
+from flashattn_jit.variants import ir
+from flashattn_jit.variants.binding import Bound, bind
+from flashattn_jit.variants.normalizers import (
+    Normalizer,
+    Pointwise,
+    Softmax,
+    is_default,
+    normalizer_hooks,
+)
+from flashattn_jit.variants.params import (
+    MISSING,
+    RESERVED,
+    Declared,
+    Dims,
+    Param,
+    scalar,
+    tensor,
+)
+
+__all__ = ["Bound", "CppHook", "Dims", "Pointwise", "Softmax", "Variant", "as_variant", "cpp",
+           "scalar", "tensor", "variant"]  # fmt: skip
+
+USER_HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "output_mod")
+_NO_PARAMS: Mapping[str, object] = types.MappingProxyType({})
+_V = TypeVar("_V", bound="Variant")
+
+
+class CppHook:
+    """A hook given as C++ text; see `cpp`."""
+
+    __slots__ = ("reference", "text")
+    __fajit_constant__ = True
+
+    def __init__(self, text: str, reference: Callable[..., Any] | None) -> None:
+        self.text = text
+        self.reference = reference
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CppHook) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"cpp({self.text!r})"
+
+
+def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
+    """A scalar hook as C++: the body of a function (with ``return``), or one expression.
+
+    text sees the hook's arguments by their names (``score``, ``b``, ``h``, ``q_idx``, ``kv_idx``:
+    float and int32_t) and the variant's declared params that it names: scalars as values, tensors
+    as functions of their indices (``slopes(h)``). It may be a `score_mod`, a `mask_mod`, or the
+    function of `Pointwise`; row hooks take Python only. reference: the same hook in torch, for
+    `Variant.reference` and `Variant.verify`, which raise without it.
+
+    >>> fa.variant(score_mod=fa.cpp("return score + 0.5f * (kv_idx - q_idx);",
+    ...                             reference=lambda s, b, h, q, k: s + 0.5 * (k - q)))
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise VariantError(f"fa.cpp expects C++ text, got {text!r}")
+    text = text.strip()
+    return CppHook(text if "return" in text else f"return {text.rstrip(';')};", reference)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(scalar, tensor))
+class Variant:
+    """What attention computes: subclass it, annotate params, define hooks as methods.
+
+    Hooks are functions of 0-dim tensors (rows for the row hooks), as DESIGN says:
+
+    * ``score_mod(score, b, h, q_idx, kv_idx)``, ``mask_mod(b, h, q_idx, kv_idx)``
+    * ``query_mod(row, b, h, q_idx)``, ``key_mod(row, b, kv_h, kv_idx)``, ``value_mod`` likewise,
+      ``output_mod(row, lse, b, h, q_idx)``
+    * ``normalizer``: `Softmax` or `Pointwise`, or a method without arguments that returns one.
+
+    Annotated attributes are params: `scalar` and `tensor` ones may be given when the variant is
+    made or at each call; plain ones only when it is made.
+
+    >>> class SoftCap(fa.Variant):
+    ...     cap: float = fa.scalar(30.0)
+    ...     def score_mod(self, score, b, h, q_idx, kv_idx):
+    ...         return self.cap * torch.tanh(score / self.cap)
+    >>> out = fa.attention(q, k, v, SoftCap(cap=50.0))
+
+    Raises VariantError for ill-formed classes, ParamError for unknown or wrongly typed params.
+    """
+
+    __fajit_params__: ClassVar[dict[str, Param]] = {}
+    __fajit_fields__: ClassVar[frozenset[str]] = frozenset()
+    __fajit_names__: ClassVar[frozenset[str]] = frozenset({*USER_HOOKS, "normalizer"})
+    _shape: Any
+    _declared: tuple[Declared, ...]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__fajit_view__" in cls.__dict__:
+            return
+        params: dict[str, Param] = {}
+        fields: set[str] = set()
+        for base in reversed(cls.__mro__):
+            annotations = base.__dict__.get("__annotations__", {})
+            for name, value in base.__dict__.items():
+                if isinstance(value, Param):
+                    params[name] = value
+                elif name in annotations and base is not Variant and not name.startswith("_"):
+                    params.pop(name, None)
+                    fields.add(name)
+            for name in annotations:
+                if name not in base.__dict__ and base is not Variant and name not in params:
+                    fields.add(name)
+        for name in params:
+            if name in RESERVED or name in USER_HOOKS or name.startswith("_"):
+                raise VariantError(
+                    f"{cls.__name__}.{name}: a param may not be called {name!r}, which is an "
+                    "argument of the operation or a hook; rename it"
+                )
+        cls.__fajit_params__ = params
+        cls.__fajit_fields__ = frozenset(f for f in fields - set(params) if not f.startswith("__"))
+        for hook in USER_HOOKS:
+            _check_arity(cls, hook)
+
+    def __init__(self, **values: Any) -> None:
+        cls = type(self)
+        for name, value in values.items():
+            if name in cls.__fajit_params__:
+                value = cls.__fajit_params__[name].check(name, value)
+            elif name not in cls.__fajit_fields__:
+                known = ", ".join([*cls.__fajit_params__, *sorted(cls.__fajit_fields__)])
+                raise ParamError(
+                    f"{cls.__name__} has no param {name!r}; "
+                    + (f"its params are {known}" if known else "it has no params")
+                )
+            self.__dict__[name] = value
+        for name in cls.__fajit_fields__:
+            if name not in self.__dict__ and not hasattr(cls, name):
+                raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
+        self._shape = cls
+        self._declared = tuple(Declared(n, p, self) for n, p in cls.__fajit_params__.items())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        param = type(self).__fajit_params__.get(name)
+        self.__dict__[name] = value if param is None else param.check(name, value)
+
+    # --- structure ---------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What messages and file names call the variant."""
+        return str(self.__dict__.get("_name", type(self).__name__))
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """The params that a call may give by keyword."""
+        return tuple(d.name for d in self._declared)
+
+    def hooks(self) -> dict[str, Any]:
+        """The hooks of the variant by name (`ir.HOOKS`): callables, or `CppHook` texts."""
+        found = {h: f for h in USER_HOOKS if (f := getattr(self, h, None)) is not None}
+        found.update(normalizer_hooks(self._normalizer(), self))
+        return {h: found[h] for h in ir.HOOKS if h in found}
+
+    def _normalizer(self) -> Normalizer | None:
+        normalizer = getattr(self, "normalizer", None)
+        if callable(normalizer) and not isinstance(normalizer, Softmax | Pointwise):
+            normalizer = normalizer()
+        return None if is_default(normalizer) else normalizer
+
+    def bind(self, dims: Dims, params: Mapping[str, object] = _NO_PARAMS) -> Bound:
+        """The variant for one call: its IR, and the tensors and numbers of its slots.
+
+        A known structure costs a few microseconds; a new one is traced. Raises ParamError for
+        params that are missing, unknown or do not fit `dims`, TraceError for hooks that cannot
+        become a kernel.
+        """
+        return bind(self, dims, params)
+
+    # --- composition -------------------------------------------------------------------------
+
+    def __and__(self, other: Variant) -> Variant:
+        """Both: masks and-ed, score and row hooks chained left to right."""
+        return _compose("and", self, other)
+
+    def __or__(self, other: Variant) -> Variant:
+        """Either mask; both must have nothing but a mask."""
+        return _compose("or", self, other)
+
+    def __invert__(self) -> Variant:
+        """The opposite mask; the variant must have nothing but a mask."""
+        return _compose("not", self)
+
+    def named(self, prefix: str) -> Variant:
+        """The same variant with ``prefix_`` before the names of its params.
+
+        >>> fa.SlidingWindow(64).named("local") | fa.SlidingWindow(4096).named("far")
+        """
+        from flashattn_jit.variants.compose import rename
+
+        return rename(self, prefix)
+
+    # --- running -----------------------------------------------------------------------------
+
+    def reference(self, q: Any, k: Any, v: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """(out, lse) by eager torch in float64: `reference.attention_reference`, which see."""
+        from flashattn_jit.variants.reference import attention_reference
+
+        return attention_reference(q, k, v, self, **kwargs)
+
+    def verify(self, *args: Any, **kwargs: Any) -> Any:
+        """Compare the compiled kernel with the reference; see `flashattn_jit.inspect.verify`."""
+        from flashattn_jit import inspect as inspection
+
+        return inspection.verify(self, *args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """IR, tiles, the planner's choice and source; see `flashattn_jit.inspect.explain`."""
+        from flashattn_jit import inspect as inspection
+
+        return inspection.explain(self, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        shown = [f"{n}={self.__dict__[n]!r}" for n in type(self).__fajit_params__
+                 if not isinstance(self.__dict__.get(n, MISSING), torch.Tensor)
+                 and n in self.__dict__]  # fmt: skip
+        return f"{self.name}({', '.join(shown)})"
+
+
+def _compose(operation: str, *parts: Any) -> Any:
+    if not all(isinstance(p, Variant) for p in parts):
+        return NotImplemented
+    from flashattn_jit.variants.compose import compose
+
+    return compose(operation, *parts)
+
+
+_HOOK_ARGUMENTS = {h: ir.HOOK_INPUTS[h] for h in USER_HOOKS}
+
+
+def _check_arity(cls: type, hook: str) -> None:
+    fn = cls.__dict__.get(hook)
+    if isinstance(fn, staticmethod | classmethod) or not isinstance(fn, types.FunctionType):
+        return
+    wanted = _HOOK_ARGUMENTS[hook]
+    count = positional_count(fn)
+    if count is not None and count != len(wanted) + 1:
+        raise VariantError(
+            f"{cls.__name__}.{hook} takes {count} arguments without defaults; expected self, "
+            f"{', '.join(wanted)}"
+        )
+
+
+def positional_count(fn: Any) -> int | None:
+    """How many positional arguments without defaults `fn` takes; None: any number."""
+    if type(fn) is types.FunctionType:
+        code = fn.__code__
+        if code.co_flags & inspect.CO_VARARGS:
+            return None
+        return code.co_argcount - len(fn.__defaults__ or ())
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    kinds = [p for p in signature.parameters.values()]
+    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(1 for p in kinds if p.kind in positional and p.default is p.empty)
+
+
+class FunctionVariant(Variant):
+    """A variant of plain functions; `variant` makes it."""
+
+    def __init__(self, hooks: Mapping[str, Any], name: str) -> None:
+        self.__dict__.update(hooks)
+        self.__dict__["_name"] = name
+        self._shape = tuple((h, structure_id(f)) for h, f in hooks.items())
+        self._declared = ()
+
+
+def structure_id(fn: Any) -> object:
+    """A cheap first guess at a hook's structure; the extractor checks the rest."""
+    if type(fn) is types.FunctionType:
+        return id(fn.__code__)
+    if isinstance(fn, CppHook):
+        return fn.text
+    if isinstance(fn, types.MethodType):
+        return id(fn.__func__.__code__) if hasattr(fn.__func__, "__code__") else type(fn)
+    if isinstance(fn, functools.partial):
+        return ("partial", structure_id(fn.func))
+    return type(fn)
+
+
+def variant(
+    *,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    query_mod: Any = None,
+    key_mod: Any = None,
+    value_mod: Any = None,
+    output_mod: Any = None,
+    normalizer: Normalizer | None = None,
+    name: str | None = None,
+) -> Variant:
+    """A variant of plain functions: FlexAttention's `score_mod` and `mask_mod`, and the row hooks.
+
+    Functions may be closures, lambdas, partials, bound methods or callable objects; tensors and
+    numbers that they capture are read at each call and never recompile. normalizer: `Softmax` or
+    `Pointwise`. Raises VariantError for a hook that takes another number of arguments.
+
+    >>> fa.variant(mask_mod=lambda b, h, q_idx, kv_idx: q_idx >= kv_idx)
+    """
+    given = {"query_mod": query_mod, "key_mod": key_mod, "value_mod": value_mod,
+             "score_mod": score_mod, "mask_mod": mask_mod, "output_mod": output_mod}  # fmt: skip
+    hooks: dict[str, Any] = {}
+    for hook, fn in given.items():
+        if fn is not None:
+            _check_hook(hook, fn)
+            hooks[hook] = fn
+    if not is_default(normalizer):
+        normalizer_hooks(normalizer, object())
+        hooks["normalizer"] = normalizer
+    return FunctionVariant(hooks, name or _name_of(hooks))
+
+
+def _name_of(hooks: Mapping[str, Any]) -> str:
+    for fn in hooks.values():
+        text = getattr(fn, "__name__", "")
+        if text and text.isidentifier():
+            return str(text)
+    return "variant"
+
+
+def _check_hook(hook: str, fn: Any) -> None:
+    if isinstance(fn, CppHook):
+        if hook not in ("score_mod", "mask_mod"):
+            raise VariantError(
+                f"{hook} is given as C++ text; only score_mod, mask_mod and Pointwise take it"
+            )
+        return
+    if not callable(fn) or isinstance(fn, Variant):
+        raise VariantError(f"{hook} must be a function, got {type(fn).__name__}")
+    count = positional_count(fn)
+    wanted = _HOOK_ARGUMENTS[hook]
+    if count is not None and count != len(wanted):
+        raise VariantError(
+            f"{hook} takes {count} arguments without defaults; expected {len(wanted)}: "
+            f"{', '.join(wanted)}"
+        )
+
+
+FULL = FunctionVariant({}, "full")
+_BY_ARITY = {4: "mask_mod", 5: "score_mod"}
+
+
+def as_variant(x: Any) -> Variant:
+    """`x` as a variant: None (full attention), a Variant, or a bare mask_mod or score_mod.
+
+    The two are told apart by the number of positional arguments without defaults, as
+    FlexAttention does: 4 is a mask, 5 a score. Raises VariantError for anything else.
+    """
+    if x is None:
+        return FULL
+    if isinstance(x, Variant):
+        return x
+    if isinstance(x, type) and issubclass(x, Variant):
+        raise VariantError(f"got the class {x.__name__}; make a variant of it: {x.__name__}()")
+    if isinstance(x, CppHook):
+        raise VariantError("a bare fa.cpp hook could be a score or a mask; use fa.variant(...=)")
+    if not callable(x):
+        raise VariantError(
+            f"expected a Variant, a score_mod or a mask_mod function, got {type(x).__name__}"
+        )
+    hook = _BY_ARITY.get(positional_count(x) or 0)
+    if hook is None:
+        raise VariantError(
+            f"a bare function must take 4 arguments (mask_mod: b, h, q_idx, kv_idx) or 5 "
+            f"(score_mod: score first), got {positional_count(x)}"
+        )
+    return FunctionVariant({hook: x}, getattr(x, "__name__", "variant").strip("<>"))

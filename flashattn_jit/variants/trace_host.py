@@ -1,0 +1,214 @@
+"""Values that depend on captures alone: Python numbers and tensors computed by torch at bind time.
+
+While a hook is traced, a captured number is a `Number` and a captured tensor a `Captured`
+(trace_values.py). What a hook computes from them without touching its indices is recorded here and
+replayed for the actual values: numbers as Python expressions, tensors as a *prelude* of torch
+calls, whose results are kept while their inputs are the same tensors, unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Source = tuple[str, int] | tuple[str, int, int] | tuple[str, str]
+"""What a trace may depend on: ("number", i), ("size", tensor i, dim), ("dim", name of a Dims)."""
+
+Tensors = Sequence[torch.Tensor]
+Numbers = Sequence[float]
+Finish = Callable[[Tensors, Numbers], tuple[tuple[torch.Tensor, ...], tuple[float, ...]]]
+
+_SCOPE: dict[str, Any] = {
+    "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round, "abs": abs,
+    "inf": math.inf, "nan": math.nan, "__builtins__": {},
+}  # fmt: skip
+
+
+@dataclass(eq=False, slots=True)
+class HostTensor:
+    """A tensor known at bind time: the captured one `raw`, or the result of prelude step `step`.
+
+    tensor: its value in the call being traced, sources: what pinning all its sizes pins.
+    """
+
+    tensor: torch.Tensor
+    name: str
+    sources: frozenset[Source]
+    raw: int = -1
+    step: int = -1
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
+    device: torch.device = torch.device("cpu")
+    requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        # Attributes of a real tensor are torch functions too, and the tracer's mode is active.
+        with torch._C.DisableTorchFunction():
+            t = self.tensor
+            self.dtype, self.shape, self.device = t.dtype, tuple(t.shape), t.device
+            self.requires_grad = t.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class HostText:
+    """A number as a Python expression over ``n[i]`` and ``t[i].shape[d]``, inside recorded args."""
+
+    text: str
+    sources: frozenset[Source]
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorRef:
+    raw: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TextRef:
+    text: str
+
+
+def map_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with `leaf` applied to what is inside its tuples, lists, dicts and slices."""
+    if isinstance(value, tuple | list):
+        made = [map_tree(v, leaf) for v in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, dict):
+        return {k: map_tree(v, leaf) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(leaf(value.start), leaf(value.stop), leaf(value.step))
+    return leaf(value)
+
+
+def compile_numbers(texts: Sequence[str]) -> Callable[[Tensors, Numbers], tuple[Any, ...]]:
+    """The function (tensors, numbers) -> values of the expressions `texts`."""
+    body = f"({', '.join(texts)},)" if texts else "()"
+    return eval(f"lambda t, n: {body}", dict(_SCOPE))  # type: ignore[no-any-return]  # noqa: S307
+
+
+def _to_ref(x: Any) -> Any:
+    if isinstance(x, HostTensor):
+        return _TensorRef(x.raw, x.step)
+    return _TextRef(x.text) if isinstance(x, HostText) else x
+
+
+def _to_real(x: Any) -> Any:
+    if isinstance(x, HostTensor):
+        return x.tensor
+    return x.value if isinstance(x, HostText) else x
+
+
+class _Step:
+    """One recorded call; `pick` is the element of a tuple result, -1 for the result itself.
+
+    The last result is kept for the same captured tensors at the same version and the same
+    numbers. Views are not kept: they cost nothing, and would keep their base alive.
+    """
+
+    def __init__(
+        self, program: HostProgram, func: Callable[..., Any], args: Any, kwargs: Any, pick: int
+    ) -> None:
+        self._program = program
+        self.func, self.args, self.kwargs, self.pick = func, args, kwargs, pick
+        self.raws: list[int] = []
+        texts: list[str] = []
+
+        def see(x: Any) -> Any:
+            if isinstance(x, _TensorRef):
+                found = [x.raw] if x.raw >= 0 else program.steps[x.step].raws
+                self.raws += [r for r in found if r not in self.raws]
+            elif isinstance(x, _TextRef):
+                texts.append(x.text)
+            return x
+
+        map_tree((args, kwargs), see)
+        self._texts = texts
+        self._numbers = compile_numbers(texts)
+        self._lock = threading.Lock()
+        self._kept: tuple[Any, ...] | None = None
+
+    def value(self, t: Tensors, n: Numbers) -> torch.Tensor:
+        """The result for the captured tensors `t` and numbers `n`."""
+        inputs = [t[i] for i in self.raws]
+        keep = not any(x.is_inference() for x in inputs)
+        kept = self._kept
+        if keep and kept is not None and kept[1] == tuple(n):
+            same = (r() is x and v == x._version for (r, v), x in zip(kept[0], inputs, strict=True))
+            if all(same):
+                return kept[2]  # type: ignore[no-any-return]
+        numbers = dict(zip(self._texts, self._numbers(t, n), strict=True))
+
+        def real(x: Any) -> Any:
+            if isinstance(x, _TensorRef):
+                return t[x.raw] if x.raw >= 0 else self._program.steps[x.step].value(t, n)
+            return numbers[x.text] if isinstance(x, _TextRef) else x
+
+        result = self.func(*map_tree(self.args, real), **map_tree(self.kwargs, real))
+        if self.pick >= 0:
+            result = result[self.pick]
+        is_view = result._is_view() or any(result is x for x in inputs)
+        if keep and not is_view and not result.requires_grad and not result.is_inference():
+            entry = [(weakref.ref(x), x._version) for x in inputs]
+            with self._lock:
+                self._kept = (entry, tuple(n), result)
+        return result  # type: ignore[no-any-return]
+
+
+class HostProgram:
+    """The prelude of one variant."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self._known: dict[str, Any] = {}
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record and execute the call; tensors in its result become `HostTensor`."""
+        ref_args, ref_kwargs = map_tree(args, _to_ref), map_tree(kwargs, _to_ref)
+        key = repr((func, ref_args, ref_kwargs))
+        if key in self._known:
+            return self._known[key]
+        inputs: list[HostTensor] = []
+        map_tree((args, kwargs), lambda x: inputs.append(x) if isinstance(x, HostTensor) else x)
+        result = func(*map_tree(args, _to_real), **map_tree(kwargs, _to_real))
+        many = isinstance(result, tuple | list)
+        name = inputs[0].name if inputs else getattr(func, "__name__", "value")
+        sources = frozenset[Source]().union(*(x.sources for x in inputs))
+        made: list[Any] = []
+        for i, item in enumerate(result if many else (result,)):
+            if isinstance(item, torch.Tensor):
+                self.steps.append(_Step(self, func, ref_args, ref_kwargs, i if many else -1))
+                item = HostTensor(item, name, sources, step=len(self.steps) - 1)
+            made.append(item)
+        self._known[key] = tuple(made) if many else made[0]
+        return self._known[key]
+
+    def finish(
+        self,
+        num_tensors: int,
+        num_numbers: int,
+        tensor_slots: Sequence[HostTensor],
+        number_slots: Sequence[str],
+    ) -> Finish | None:
+        """The function from extracted tensors and numbers to slots; None when they are equal."""
+        if [t.raw for t in tensor_slots] == list(range(num_tensors)) and list(number_slots) == [
+            f"n[{i}]" for i in range(num_numbers)
+        ]:
+            return None
+        scope = dict(_SCOPE)
+        texts: list[str] = []
+        for slot in tensor_slots:
+            if slot.raw >= 0:
+                texts.append(f"t[{slot.raw}]")
+            else:
+                scope[f"step{slot.step}"] = self.steps[slot.step].value
+                texts.append(f"step{slot.step}(t, n)")
+        tensors = f"({', '.join(texts)},)" if texts else "()"
+        numbers = f"({', '.join(number_slots)},)" if number_slots else "()"
+        return eval(f"lambda t, n: ({tensors}, {numbers})", scope)  # type: ignore[no-any-return]  # noqa: S307

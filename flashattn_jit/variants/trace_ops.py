@@ -1,0 +1,520 @@
+"""Elementwise operations of hooks: what each torch function means in the IR.
+
+`HANDLERS` maps the name of a torch function or Tensor method to what it does while tracing. The
+rules for dtypes are torch's: `promotion.result_dtype` for arithmetic, float32 for the
+transcendental functions of integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from flashattn_jit.variants.promotion import category, is_float, result_dtype, value_dtype
+from flashattn_jit.variants.trace_values import Number, Shape, Value, tracer
+
+Handler = Callable[..., Any]
+HANDLERS: dict[str, Handler] = {}
+ELEMENTWISE: set[str] = set()
+"""Handlers whose result has the strides of its operands whatever the numbers among them are."""
+
+_F = TypeVar("_F", bound=Handler)
+
+
+def op(*names: str, elementwise: bool = True) -> Callable[[_F], _F]:
+    """Register a handler under the names of the torch functions that it stands for."""
+
+    def register(fn: _F) -> _F:
+        for name in names:
+            HANDLERS[name] = fn
+            if elementwise:
+                ELEMENTWISE.add(name)
+        return fn
+
+    return register
+
+
+# --- operands ----------------------------------------------------------------------------------
+
+
+def val(x: Any) -> Value:
+    """Any operand as a `Value`; Python numbers are weak."""
+    return x if type(x) is Value else tracer().as_value(x)
+
+
+def cast(x: Value, dtype: str) -> Value:
+    """The value converted to an IR dtype."""
+    return Value(tracer().emitter.cast(x.node, dtype), dtype, x.shape)
+
+
+def const(value: float, dtype: str) -> Value:
+    """A 0-dim constant."""
+    return Value(tracer().emitter.const(value, dtype), dtype)
+
+
+def node_shape(shape: Shape) -> Shape:
+    """The IR shape of a logical shape: one element is a scalar."""
+    count = math.prod(shape)
+    return () if count == 1 else (count,)
+
+
+def common_dtype(*xs: Value) -> str:
+    """torch's result dtype of the operands."""
+    return result_dtype((x.name, len(x.shape), x.weak) for x in xs)
+
+
+def emit(name: str, xs: tuple[Value, ...], dtype: str, **attrs: Any) -> Value:
+    """An elementwise node over operands broadcast to one shape."""
+    t = tracer()
+    shape: Shape = xs[0].shape
+    if any(x.shape != shape for x in xs):
+        shape = t.broadcast_shape([x.shape for x in xs])
+        xs = tuple(t.expand(x, shape) for x in xs)
+    # Scalars stay scalar nodes, whatever shape they stand for.
+    wide = any(t.emitter.node(x.node).shape for x in xs)
+    inner = node_shape(shape) if wide else ()
+    return Value(t.emitter.emit(name, [x.node for x in xs], dtype, inner, **attrs), dtype, shape)
+
+
+def _aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
+    values = tuple(val(x) for x in xs)
+    dtype = common_dtype(*values)
+    for x in values:
+        if x.weak and category(dtype) == 1:
+            _check_range(x, dtype)
+    return dtype, tuple(cast(x, dtype) for x in values)
+
+
+def _check_range(x: Value, dtype: str) -> None:
+    value = tracer().emitter.value(x.node)
+    if value is not None:
+        info = torch.iinfo(getattr(torch, dtype))
+        if not info.min <= value <= info.max:
+            tracer().refuse(
+                f"the number {value} with a tensor of {dtype}",
+                f"convert the tensor first: `x.long()` ({dtype} holds {info.min} to {info.max})",
+            )
+
+
+def as_float(x: Any) -> Value:
+    """The operand in a floating dtype: integers become float32."""
+    value = val(x)
+    dtype = common_dtype(value)
+    return cast(value, dtype if is_float(dtype) else "float32")
+
+
+def logical(x: Any) -> Value:
+    """The operand as a bool: whether it is not zero."""
+    return cast(val(x), "bool")
+
+
+# --- arithmetic --------------------------------------------------------------------------------
+
+_BOOL_ARITHMETIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+
+
+def binary(name: str, a: Any, b: Any) -> Value:
+    """An arithmetic operation after promotion."""
+    dtype, (x, y) = _aligned(a, b)
+    if dtype == "bool":
+        if name not in _BOOL_ARITHMETIC:
+            tracer().refuse(f"{name} of booleans", "convert with `.int()` or use `^`, `&`, `|`")
+        name = _BOOL_ARITHMETIC[name]
+    return emit(name, (x, y), dtype)
+
+
+def _is_one(x: Any) -> bool:
+    return type(x) is int and x == 1  # a Number would specialise on the answer
+
+
+@op("add", "__add__", "__iadd__")
+def _add(input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    return binary("add", input, other if _is_one(alpha) else _mul(other, alpha))
+
+
+@op("__radd__")
+def _radd(input: Any, other: Any) -> Value:
+    return binary("add", other, input)
+
+
+@op("sub", "subtract", "__sub__", "__isub__")
+def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    return binary("sub", input, other if _is_one(alpha) else _mul(other, alpha))
+
+
+@op("__rsub__", "rsub")
+def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
+    return binary("sub", other, input if _is_one(alpha) else _mul(input, alpha))
+
+
+@op("mul", "multiply", "__mul__", "__imul__")
+def _mul(input: Any, other: Any) -> Value:
+    return binary("mul", input, other)
+
+
+@op("__rmul__")
+def _rmul(input: Any, other: Any) -> Value:
+    return binary("mul", other, input)
+
+
+@op("div", "divide", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__")
+def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode == "floor":
+        return _floordiv(input, other)
+    if rounding_mode == "trunc":
+        return _integer_division("truncdiv", input, other)
+    dtype, (x, y) = _aligned(input, other)
+    if not is_float(dtype):
+        dtype = "float32"
+    return emit("div", (cast(x, dtype), cast(y, dtype)), dtype)
+
+
+@op("__rtruediv__", "__rdiv__")
+def _rdiv(input: Any, other: Any) -> Value:
+    return _div(other, input)
+
+
+def _integer_division(name: str, a: Any, b: Any) -> Value:
+    divisor = val(b)
+    if tracer().emitter.value(divisor.node) == 0 and not is_float(divisor.name):
+        tracer().refuse("integer division by the constant zero", "use a divisor that is not zero")
+    dtype, (x, y) = _aligned(a, divisor)
+    if dtype == "bool":
+        tracer().refuse(f"{name} of booleans", "convert with `.int()` first")
+    return emit(name, (x, y), dtype)
+
+
+@op("floor_divide", "__floordiv__", "__ifloordiv__")
+def _floordiv(input: Any, other: Any) -> Value:
+    return _integer_division("floordiv", input, other)
+
+
+@op("__rfloordiv__")
+def _rfloordiv(input: Any, other: Any) -> Value:
+    return _integer_division("floordiv", other, input)
+
+
+@op("remainder", "__mod__", "__imod__")
+def _remainder(input: Any, other: Any) -> Value:
+    return _integer_division("remainder", input, other)
+
+
+@op("__rmod__")
+def _rremainder(input: Any, other: Any) -> Value:
+    return _integer_division("remainder", other, input)
+
+
+@op("fmod")
+def _fmod(input: Any, other: Any) -> Value:
+    return _integer_division("fmod", input, other)
+
+
+@op("pow", "__pow__", "__ipow__", "float_power")
+def _pow(input: Any, exponent: Any) -> Value:
+    if type(exponent) is Number and type(exponent.value) is int:
+        exponent = exponent.pin()
+    base, power = val(input), val(exponent)
+    dtype = common_dtype(base, power)
+    x = cast(base, dtype)
+    c = tracer().emitter.value(power.node) if power.weak else None
+    if c is not None:
+        if not is_float(dtype) and c < 0:
+            tracer().refuse("an integer to a negative power", "convert with `.float()` first")
+        simple = _constant_power(x, c, dtype)
+        if simple is not None:
+            return simple
+    if base.weak and is_float(dtype) and tracer().emitter.value(base.node) == 2:
+        return emit("exp2", (cast(power, dtype),), dtype)
+    return emit("pow", (x, cast(power, dtype)), dtype)
+
+
+def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
+    if c == 0.5:
+        return emit("sqrt", (x,), dtype)
+    if c == -0.5:
+        return emit("rsqrt", (x,), dtype)
+    if c != int(c) or abs(c) > 8:
+        return None
+    if c < 0:
+        inverse = _constant_power(x, -c, dtype)
+        assert inverse is not None
+        return _div(1, inverse)
+    if c == 0:
+        return tracer().expand(const(1, dtype), x.shape)
+    half = x
+    if c > 1:
+        root = _constant_power(x, c // 2, dtype)
+        assert root is not None
+        half = emit("mul", (root, root), dtype)
+    return emit("mul", (half, x), dtype) if c > 1 and c % 2 else half
+
+
+@op("__rpow__")
+def _rpow(input: Any, other: Any) -> Value:
+    return _pow(other, input)
+
+
+@op("maximum")
+def _maximum(input: Any, other: Any) -> Value:
+    return binary("maximum", input, other)
+
+
+@op("minimum")
+def _minimum(input: Any, other: Any) -> Value:
+    return binary("minimum", input, other)
+
+
+@op("clamp", "clip", "hardtanh")
+def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
+    low, high = kw.get("min_val", min), kw.get("max_val", max)
+    bounds = [val(x) for x in (low, high) if x is not None]
+    value = val(input)
+    dtype = common_dtype(value, *bounds)
+    result = cast(value, dtype)
+    if low is not None:
+        result = emit("maximum", (result, cast(bounds[0], dtype)), dtype)
+    if high is not None:
+        result = emit("minimum", (result, cast(bounds[-1], dtype)), dtype)
+    return result
+
+
+@op("clamp_min")
+def _clamp_min(input: Any, min: Any) -> Value:
+    return _clamp(input, min=min)
+
+
+@op("clamp_max")
+def _clamp_max(input: Any, max: Any) -> Value:
+    return _clamp(input, max=max)
+
+
+# --- comparisons and logic ---------------------------------------------------------------------
+
+
+def compare(name: str, a: Any, b: Any) -> Any:
+    """A comparison after promotion; booleans are ordered as 0 and 1."""
+    if a is None or b is None:
+        return name == "ne"
+    dtype, (x, y) = _aligned(a, b)
+    if dtype == "bool" and name not in ("eq", "ne"):
+        x, y = cast(x, "int32"), cast(y, "int32")
+    return emit(name, (x, y), "bool")
+
+
+def _bitwise(name: str, a: Any, b: Any) -> Value:
+    dtype, (x, y) = _aligned(a, b)
+    if is_float(dtype):
+        tracer().refuse(f"`{name}` of floating values", "compare first, then combine the booleans")
+    return emit(name, (x, y), dtype)
+
+
+def _logical(name: str, a: Any, b: Any) -> Value:
+    return emit(name, (logical(a), logical(b)), "bool")
+
+
+def _register_pairs() -> None:
+    comparisons = {"ge": "greater_equal", "gt": "greater", "le": "less_equal", "lt": "less",
+                   "eq": "", "ne": "not_equal"}  # fmt: skip
+    for name, alias in comparisons.items():
+
+        def comparison(input: Any, other: Any, _name: str = name) -> Any:
+            return compare(_name, input, other)
+
+        op(name, alias or name, f"__{name}__")(comparison)
+    for name in ("and", "or", "xor"):
+
+        def bits(input: Any, other: Any, _name: str = name) -> Value:
+            return _bitwise(_name, input, other)
+
+        def logic(input: Any, other: Any, _name: str = name) -> Value:
+            return _logical(_name, input, other)
+
+        op(f"bitwise_{name}", f"__{name}__", f"__r{name}__", f"__i{name}__")(bits)
+        op(f"logical_{name}")(logic)
+    for name, symbol, other_name in (("shl", "lshift", "left"), ("shr", "rshift", "right")):
+
+        def shift(input: Any, other: Any, _name: str = name) -> Value:
+            return _bitwise(_name, input, other)
+
+        def rshift(input: Any, other: Any, _name: str = name) -> Value:
+            return _bitwise(_name, other, input)
+
+        op(f"bitwise_{other_name}_shift", f"__{symbol}__", f"__i{symbol}__")(shift)
+        op(f"__r{symbol}__")(rshift)
+
+
+_register_pairs()
+
+
+@op("bitwise_not", "__invert__")
+def _not(input: Any) -> Value:
+    value = val(input)
+    if is_float(value.name):
+        tracer().refuse("`~` of a floating value", "compare first, then invert the boolean")
+    return emit("not", (value,), value.name)
+
+
+@op("logical_not")
+def _logical_not(input: Any) -> Value:
+    return emit("not", (logical(input),), "bool")
+
+
+@op("where")
+def _where(condition: Any, input: Any = None, other: Any = None) -> Value:
+    if input is None or other is None:
+        tracer().refuse("`where` with one argument", "give both branches: where(cond, a, b)")
+    chosen = val(condition)
+    if chosen.name != "bool":
+        tracer().refuse("`where` on a condition that is not boolean", "compare it: `x != 0`")
+    dtype, (a, b) = _aligned(input, other)
+    return emit("where", (chosen, a, b), dtype)
+
+
+@op("masked_fill")
+def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
+    x = val(input)
+    return emit("where", (logical(mask), cast(val(value), x.name), x), x.name)
+
+
+# --- functions of one argument -------------------------------------------------------------------
+
+_FLOAT_FUNCTIONS = (
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos atan "
+    "sinh cosh erf"
+).split()
+_FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos",
+                  "arctan": "atan", "special_exp2": "exp2", "special_expm1": "expm1",
+                  "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip
+
+
+def _register_unary() -> None:
+    for name in _FLOAT_FUNCTIONS:
+
+        def function(input: Any, _name: str = name) -> Value:
+            x = as_float(input)
+            return emit(_name, (x,), x.name)
+
+        aliases = [a for a, target in _FLOAT_ALIASES.items() if target == name]
+        op(name, *aliases)(function)
+    for name in ("floor", "ceil", "trunc", "round"):
+
+        def rounding(input: Any, *, decimals: int = 0, _name: str = name) -> Value:
+            x = val(input)
+            if decimals:
+                tracer().refuse("round to decimals", "multiply, round and divide")
+            return emit(_name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
+
+        op(name, "fix" if name == "trunc" else name, f"__{name}__")(rounding)
+    for name in ("isnan", "isinf"):
+
+        def test(input: Any, _name: str = name) -> Value:
+            x = val(input)
+            if is_float(x.name):
+                return emit(_name, (x,), "bool")
+            return tracer().expand(const(0, "bool"), x.shape)
+
+        op(name)(test)
+
+
+_register_unary()
+
+
+@op("neg", "negative", "__neg__")
+def _neg(input: Any) -> Value:
+    x = val(input)
+    if x.name == "bool":
+        tracer().refuse("`-` of a boolean", "use `~` for not, or `.int()` first")
+    return emit("neg", (x,), x.name)
+
+
+@op("positive", "__pos__")
+def _positive(input: Any) -> Value:
+    return val(input)
+
+
+@op("abs", "absolute", "__abs__")
+def _abs(input: Any) -> Value:
+    x = val(input)
+    return x if x.name in ("bool", "uint8") else emit("abs", (x,), x.name)
+
+
+@op("sign", "sgn")
+def _sign(input: Any) -> Value:
+    x = val(input)
+    return x if x.name == "bool" else emit("sign", (x,), x.name)
+
+
+@op("atan2", "arctan2")
+def _atan2(input: Any, other: Any) -> Value:
+    dtype, (x, y) = _aligned(input, other)
+    dtype = dtype if is_float(dtype) else "float32"
+    return emit("atan2", (cast(x, dtype), cast(y, dtype)), dtype)
+
+
+@op("reciprocal")
+def _reciprocal(input: Any) -> Value:
+    return _div(1, as_float(input))
+
+
+@op("square")
+def _square(input: Any) -> Value:
+    return _mul(input, input)
+
+
+# --- conversions -------------------------------------------------------------------------------
+
+
+def to_dtype(x: Value, dtype: torch.dtype) -> Value:
+    """A conversion the user asked for; half precision is read as float32 inside hooks."""
+    name = value_dtype(dtype)
+    if name is None:
+        tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
+    return cast(x, name)
+
+
+@op("to")
+def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
+    x = val(input)
+    for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
+        if isinstance(a, torch.dtype):
+            return to_dtype(x, a)
+        if hasattr(a, "dtype"):
+            return to_dtype(x, a.dtype)
+    return x
+
+
+@op("type_as")
+def _type_as(input: Any, other: Any) -> Value:
+    return to_dtype(val(input), other.dtype)
+
+
+@op("type")
+def _type(input: Any, dtype: Any) -> Value:
+    return to_dtype(val(input), dtype)
+
+
+def _register_conversions() -> None:
+    for name, dtype in {
+        "float": torch.float32, "double": torch.float64, "half": torch.float32,
+        "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64,
+        "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+    }.items():  # fmt: skip
+
+        def convert(input: Any, _dtype: torch.dtype = dtype) -> Value:
+            return to_dtype(val(input), _dtype)
+
+        op(name)(convert)
+    for name in ("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_",
+                 "lift_fresh", "resolve_conj", "resolve_neg"):  # fmt: skip
+
+        def same(input: Any, *args: Any, **kwargs: Any) -> Value:
+            x = val(input)
+            return Value(x.node, x.name, x.shape)
+
+        op(name)(same)
+
+
+_register_conversions()

@@ -1,0 +1,355 @@
+"""What a hook sees while it is traced: `Value`, `Number` and `Captured` in place of tensors.
+
+All three carry ``__torch_function__``, so that ``torch.*`` calls reach the tracer; operators and
+methods are attached by trace_ops.py, which holds what each means.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from flashattn_jit.variants.promotion import TORCH_DTYPES
+from flashattn_jit.variants.trace_host import HostTensor, HostText, Source
+
+if TYPE_CHECKING:
+    from flashattn_jit.variants.trace import Tracer
+
+ACTIVE: contextvars.ContextVar[Tracer | None] = contextvars.ContextVar("tracer", default=None)
+"""The tracer of the hook being traced in this thread."""
+
+Shape = tuple[int, ...]
+
+
+def tracer() -> Tracer:
+    """The active tracer; a proxy that outlived its trace raises."""
+    active = ACTIVE.get()
+    if active is None:
+        raise RuntimeError("a value of a traced hook was used after tracing ended")
+    return active
+
+
+def _dispatch(
+    cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    return tracer().dispatch(func, args, kwargs or {})
+
+
+class Value:
+    """A value that depends on the hook's arguments: logical `shape` over a flat IR node.
+
+    A value of one element is a scalar node whatever its shape; others are vectors, row-major.
+    weak: a Python number on its way into an operation.
+    """
+
+    __slots__ = ("node", "name", "shape", "weak")
+    __torch_function__ = classmethod(_dispatch)
+
+    def __init__(self, node: int, name: str, shape: Shape = (), weak: bool = False) -> None:
+        self.node = node
+        self.name = name  # the IR dtype
+        self.shape = torch.Size(shape)
+        self.weak = weak
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return TORCH_DTYPES[self.name]
+
+    @property
+    def ndim(self) -> int:
+        """The logical rank."""
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the call."""
+        return tracer().device
+
+    @property
+    def numel_(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    requires_grad = False
+    is_cuda = property(lambda self: self.device.type == "cuda")
+    layout = torch.strided
+
+    def size(self, dim: int | None = None) -> Any:
+        """As ``Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """As ``Tensor.numel``."""
+        return self.numel_
+
+    def dim(self) -> int:
+        """As ``Tensor.dim``."""
+        return len(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """As ``Tensor.is_floating_point``."""
+        return self.name.startswith("float")
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return int(self.shape[0])
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"Value({self.name}{list(self.shape)})"
+
+    def _refuse(self, what: str) -> NoReturn:
+        tracer().refuse_value(what)
+
+    def __bool__(self) -> bool:
+        self._refuse("bool")
+
+    def __int__(self) -> int:
+        self._refuse("int()")
+
+    def __float__(self) -> float:
+        self._refuse("float()")
+
+    def __index__(self) -> int:
+        self._refuse("index")
+
+    def item(self) -> float:
+        """Refused: the value is not known while tracing."""
+        self._refuse(".item()")
+
+    def tolist(self) -> float:
+        """Refused: the value is not known while tracing."""
+        self._refuse(".tolist()")
+
+
+class Captured:
+    """A captured tensor, or what the prelude computes, with some of its dims already indexed.
+
+    index: per dim of `host` None (free), an int, a `Number` or an integer `Value`.
+    """
+
+    __slots__ = ("host", "index")
+    __torch_function__ = classmethod(_dispatch)
+
+    def __init__(self, host: HostTensor, index: tuple[Any, ...] = ()) -> None:
+        self.host = host
+        self.index = index or (None,) * len(host.shape)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The dims of the host tensor that are not indexed."""
+        return tuple(d for d, i in enumerate(self.index) if i is None)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the value is known at bind time."""
+        return not any(isinstance(i, Value) for i in self.index)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the hook sees: half precision reads as float32."""
+        dtype = self.host.dtype
+        small = dtype.is_floating_point and dtype.itemsize < 4
+        return torch.float32 if small and not self.on_host else dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The tensor's device."""
+        return self.host.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims that are not indexed."""
+        return len(self.free)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The sizes of the free dims, as runtime numbers."""
+        return tuple(tracer().size_of(self.host, d) for d in self.free)
+
+    requires_grad = property(lambda self: self.host.requires_grad)
+    is_cuda = property(lambda self: self.device.type == "cuda")
+
+    def size(self, dim: int | None = None) -> Any:
+        """As ``Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """As ``Tensor.dim``."""
+        return self.ndim
+
+    def numel(self) -> Any:
+        """As ``Tensor.numel``."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        """As ``Tensor.is_floating_point``."""
+        return self.dtype.is_floating_point
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"Captured({self.host.name}, index={self.index})"
+
+    def __bool__(self) -> bool:
+        tracer().refuse_value("bool")
+
+    def __int__(self) -> int:
+        tracer().refuse_value("int()")
+
+    def __float__(self) -> float:
+        tracer().refuse_value("float()")
+
+    def __index__(self) -> int:
+        tracer().refuse_value("index")
+
+    def item(self) -> float:
+        """Refused: reading it would synchronise with the device on each call."""
+        tracer().refuse_value(".item()")
+
+    def tolist(self) -> float:
+        """Refused, as `item`."""
+        tracer().refuse_value(".tolist()")
+
+    def __getattr__(self, name: str) -> Any:
+        return tracer().captured_attribute(self, name)
+
+
+class Number:
+    """A captured Python number: its value now, and the expression that gives it on later calls.
+
+    Arithmetic with other numbers stays a number. Anything that needs the value (a comparison, a
+    shape, ``math.sqrt``) specialises: the numbers it came from join the structural key.
+    """
+
+    __slots__ = ("value", "text", "sources")
+    __torch_function__ = classmethod(_dispatch)
+
+    def __init__(self, value: float, text: str, sources: frozenset[Source]) -> None:
+        self.value = value
+        self.text = text
+        self.sources = sources
+
+    def pin(self) -> Any:
+        """The value, specialised on."""
+        tracer().specialise(self.sources)
+        return self.value
+
+    def host(self) -> HostText:
+        """As an argument of a prelude call."""
+        return HostText(self.text, self.sources, self.value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(number, int) answers for the number
+        return type(self.value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pin(), name)
+
+    def __repr__(self) -> str:
+        return repr(self.pin())
+
+    def __hash__(self) -> int:
+        return hash(self.pin())
+
+    def __bool__(self) -> bool:
+        return bool(self.pin())
+
+    def __int__(self) -> int:
+        return int(self.pin())
+
+    def __float__(self) -> float:
+        return float(self.pin())
+
+    def __index__(self) -> int:
+        return self.pin().__index__()  # type: ignore[no-any-return]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.pin(), spec)
+
+
+def is_number(x: object) -> bool:
+    """Whether `x` is a `Number`; isinstance would ask the number's own class."""
+    return type(x) is Number
+
+
+def _text(x: Any) -> str:
+    if type(x) is Number:
+        return x.text
+    return f"({x!r})" if x < 0 else repr(x)
+
+
+def _sources(*xs: Any) -> frozenset[Source]:
+    return frozenset[Source]().union(*(x.sources for x in xs if type(x) is Number))
+
+
+def _plain(x: Any) -> Any:
+    return x.value if type(x) is Number else x
+
+
+def _arithmetic(symbol: str) -> None:
+    def calculate(a: Any, b: Any) -> Any:
+        if not all(type(x) in (Number, int, float, bool) for x in (a, b)):
+            return NotImplemented
+        if symbol == "**" and type(b) is Number and type(b.value) is int:
+            b = b.pin()  # its sign decides whether the result is an int
+        try:
+            value = eval(f"a {symbol} b", {}, {"a": _plain(a), "b": _plain(b)})  # noqa: S307
+        except ArithmeticError as error:
+            raise type(error)(f"{error} (in {_plain(a)!r} {symbol} {_plain(b)!r})") from None
+        return Number(value, f"({_text(a)} {symbol} {_text(b)})", _sources(a, b))
+
+    def forward(self: Any, other: Any) -> Any:
+        result = calculate(self, other)
+        return tracer().number_op(symbol, self, other) if result is NotImplemented else result
+
+    def backward(self: Any, other: Any) -> Any:
+        result = calculate(other, self)
+        return tracer().number_op(symbol, other, self) if result is NotImplemented else result
+
+    name = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod",
+            "**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}  # fmt: skip
+    setattr(Number, f"__{name[symbol]}__", forward)
+    setattr(Number, f"__r{name[symbol]}__", backward)
+
+
+def _comparison(name: str, symbol: str) -> None:
+    def compare(self: Any, other: Any) -> Any:
+        if isinstance(other, Value | Captured):
+            return tracer().number_op(symbol, self, other)
+        mine, theirs = self.pin(), other.pin() if type(other) is Number else other
+        return getattr(mine, name)(theirs)
+
+    setattr(Number, name, compare)
+
+
+def _unary(name: str, text: str) -> None:
+    def apply(self: Any) -> Any:
+        value = getattr(self.value, name)()
+        return Number(value, text.format(self.text), self.sources)
+
+    setattr(Number, name, apply)
+
+
+for _symbol in ("+", "-", "*", "/", "//", "%", "**", "<<", ">>", "&", "|", "^"):
+    _arithmetic(_symbol)
+for _name, _symbol in (("__lt__", "<"), ("__le__", "<="), ("__gt__", ">"), ("__ge__", ">="),
+                       ("__eq__", "=="), ("__ne__", "!=")):  # fmt: skip
+    _comparison(_name, _symbol)
+for _name, _symbol in (("__neg__", "(-{})"), ("__pos__", "(+{})"), ("__abs__", "abs({})"),
+                       ("__floor__", "floor({})"), ("__ceil__", "ceil({})"),
+                       ("__trunc__", "trunc({})"), ("__invert__", "(~{})"),
+                       ("__round__", "round({})")):  # fmt: skip
+    _unary(_name, _symbol)

@@ -1,0 +1,547 @@
+"""Small static vectors and rows: rearrangement, indexing, reductions.
+
+A `Value` of logical shape (n, m, ...) is one flat vector node. Everything that only moves elements
+(slices, flips, transposes, stacks, rolls, views) is computed on an array of element numbers by
+numpy and lowered once, by `take`, to the fewest slices, interleaves and concatenations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flashattn_jit.variants.promotion import is_float
+from flashattn_jit.variants.trace_ops import as_float, binary, cast, emit, node_shape, op, val
+from flashattn_jit.variants.trace_values import Captured, Shape, Value, tracer
+
+Numbers = npt.NDArray[np.int64]
+MAX_PIECES = 64
+"""How many slices one rearrangement may need before it is refused."""
+
+
+def element_numbers(x: Value) -> Numbers:
+    """The flat element numbers of `x` in its logical shape."""
+    return np.arange(math.prod(x.shape)).reshape(x.shape)
+
+
+def take(x: Value, numbers: Numbers) -> Value:
+    """The elements of `x` at the flat `numbers`, in their shape."""
+    shape = tuple(numbers.shape)
+    node = _take(x.node, numbers.ravel(), x.name)
+    return Value(node, x.name, shape)
+
+
+def _step(ns: Numbers) -> int | None:
+    """The common difference of an arithmetic progression, else None."""
+    if len(ns) == 1:
+        return 1
+    step = int(ns[1] - ns[0])
+    return step if bool((np.diff(ns) == step).all()) else None
+
+
+def _take(node: int, ns: Numbers, dtype: str) -> int:
+    emitter = tracer().emitter
+    source = emitter.node(node)
+    count = len(ns)
+    if not source.shape:  # every element of a scalar is that scalar
+        return node if count == 1 else emitter.emit("broadcast", [node], dtype, (count,), length=count)
+    if source.op == "broadcast":
+        return _take(source.args[0], np.zeros_like(ns), dtype)
+    if count == 1:
+        return _element(node, int(ns[0]), dtype)
+    step = _step(ns)
+    if step == 0:
+        return _take(_element(node, int(ns[0]), dtype), np.zeros_like(ns), dtype)
+    if step is not None:
+        return _slice(node, int(ns[0]), step, count, dtype)
+    pieces, interleaved = _pieces(ns)
+    if len(pieces) > MAX_PIECES:
+        tracer().refuse(
+            f"a rearrangement of {count} elements into {len(pieces)} pieces",
+            "use slices, flip, roll, stack, cat or chunk",
+        )
+    parts = [_take(node, p, dtype) for p in pieces]
+    if interleaved:
+        return emitter.emit("interleave", parts, dtype, (count,))
+    return concatenate(parts, dtype)
+
+
+def _pieces(ns: Numbers) -> tuple[list[Numbers], bool]:
+    runs: list[Numbers] = []
+    start = 0
+    while start < len(ns):
+        stop = min(start + 2, len(ns))
+        step = int(ns[stop - 1] - ns[start])
+        while stop < len(ns) and int(ns[stop] - ns[stop - 1]) == step:
+            stop += 1
+        # A lone pair with a jump is better left to the next run.
+        if stop - start == 2 and abs(step) != 1 and stop < len(ns):
+            stop = start + 1
+        runs.append(ns[start:stop])
+        start = stop
+    for ways in range(2, min(len(runs), len(ns) // 2 + 1)):
+        if len(ns) % ways == 0 and all(_step(ns[w::ways]) is not None for w in range(ways)):
+            return [ns[w::ways] for w in range(ways)], True
+    return runs, False
+
+
+def _element(node: int, i: int, dtype: str) -> int:
+    emitter = tracer().emitter
+    sliced = _slice(node, i, 1, 1, dtype)
+    return sliced if not emitter.node(sliced).shape else emitter.emit("sum", [sliced], dtype, ())
+
+
+def _slice(node: int, start: int, step: int, count: int, dtype: str) -> int:
+    emitter = tracer().emitter
+    source = emitter.node(node)
+    length = source.shape[0]
+    if start == 0 and step == 1 and count == length:
+        return node
+    if source.op == "slice":
+        inner_start, inner_step = source.int_attr("start"), source.int_attr("step")
+        new_start = inner_start + start * inner_step
+        return _slice(source.args[0], new_start, step * inner_step, count, dtype)
+    if source.op == "cat":
+        # Inside one part of a concatenation the others do not matter.
+        offset = 0
+        for part in source.args:
+            size = emitter.node(part).shape[0] if emitter.node(part).shape else 1
+            ends = (start - offset, start + (count - 1) * step - offset)
+            if min(ends) >= 0 and max(ends) < size:
+                if not emitter.node(part).shape:
+                    return part
+                return _slice(part, start - offset, step, count, dtype)
+            offset += size
+    if source.op == "interleave":
+        ways = len(source.args)
+        if step % ways == 0 or count == 1:
+            part = source.args[start % ways]
+            return _slice(part, start // ways, step // ways or 1, count, dtype)
+    if count == 1:
+        step = 1
+    return emitter.emit("slice", [node], dtype, (count,), start=start, step=step, length=count)
+
+
+def concatenate(parts: Sequence[int], dtype: str) -> int:
+    """One flat vector of nodes; scalars are single elements."""
+    emitter = tracer().emitter
+    total = 0
+    vectors = []
+    for part in parts:
+        shape = emitter.node(part).shape
+        if not shape:
+            part = emitter.emit("broadcast", [part], dtype, (1,), length=1)
+        vectors.append(part)
+        total += shape[0] if shape else 1
+    if len(vectors) == 1:
+        return parts[0]
+    return emitter.emit("cat", vectors, dtype, (total,))
+
+
+def expand(x: Value, shape: Shape) -> Value:
+    """`x` broadcast to `shape`."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    if math.prod(x.shape) == math.prod(shape) or math.prod(x.shape) == 1:
+        node = x.node
+        return Value(node, x.name, shape)
+    return take(x, np.broadcast_to(element_numbers(x), shape))
+
+
+def full(x: Value) -> Value:
+    """`x` with a vector node for more than one element (arithmetic leaves scalars unexpanded)."""
+    count = math.prod(x.shape)
+    if count > 1 and not tracer().emitter.node(x.node).shape:
+        return Value(_take(x.node, np.zeros(count, np.int64), x.name), x.name, x.shape)
+    return x
+
+
+# --- shapes ------------------------------------------------------------------------------------
+
+
+def ints(*args: Any) -> tuple[int, ...]:
+    """Sizes or dims given as arguments or as one sequence, specialised."""
+    items = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+    return tuple(int(i) for i in items)
+
+
+def _view(x: Any, shape: Sequence[int]) -> Value:
+    v = val(x)
+    return Value(v.node, v.name, np.empty(v.shape, np.bool_).reshape(tuple(shape)).shape)
+
+
+@op("reshape", "view", "view_as", "reshape_as", elementwise=False)
+def _reshape(input: Any, *shape: Any, **kw: Any) -> Value:
+    if shape and isinstance(shape[0], Value | Captured):
+        return _view(input, ints(shape[0].shape))
+    return _view(input, ints(*(shape or (kw["shape"],))))
+
+
+@op("flatten", "ravel", elementwise=False)
+def _flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Value:
+    v = val(input)
+    shape = list(v.shape) or [1]
+    end = end_dim % len(shape)
+    start = start_dim % len(shape)
+    shape[start : end + 1] = [math.prod(shape[start : end + 1])]
+    return _view(v, shape)
+
+
+@op("unflatten", elementwise=False)
+def _unflatten(input: Any, dim: int, sizes: Any) -> Value:
+    v = val(input)
+    shape = list(v.shape)
+    dim %= len(shape)
+    inner = np.empty(shape[dim], np.bool_).reshape(ints(sizes)).shape
+    shape[dim : dim + 1] = inner
+    return _view(v, shape)
+
+
+@op("unsqueeze", elementwise=False)
+def _unsqueeze(input: Any, dim: int) -> Value:
+    v = val(input)
+    shape = list(v.shape)
+    shape.insert(dim % (len(shape) + 1), 1)
+    return _view(v, shape)
+
+
+@op("squeeze", elementwise=False)
+def _squeeze(input: Any, dim: int | None = None) -> Value:
+    v = val(input)
+    if dim is None:
+        return _view(v, [n for n in v.shape if n != 1])
+    shape = list(v.shape)
+    if shape and shape[dim] == 1:
+        del shape[dim % len(shape)]
+    return _view(v, shape)
+
+
+@op("expand", "broadcast_to", elementwise=False)
+def _expand(input: Any, *sizes: Any) -> Value:
+    v = val(input)
+    wanted = list(ints(*sizes))
+    offset = len(wanted) - len(v.shape)
+    shape = [v.shape[i - offset] if n == -1 else n for i, n in enumerate(wanted)]
+    return expand(v, tuple(shape))
+
+
+@op("expand_as", elementwise=False)
+def _expand_as(input: Any, other: Any) -> Value:
+    return expand(val(input), tuple(val(other).shape))
+
+
+@op("transpose", "swapaxes", "swapdims", elementwise=False)
+def _transpose(input: Any, dim0: int, dim1: int) -> Value:
+    v = full(val(input))
+    return take(v, np.swapaxes(element_numbers(v), dim0, dim1))
+
+
+@op("t", elementwise=False)
+def _t(input: Any) -> Value:
+    v = full(val(input))
+    return take(v, element_numbers(v).T)
+
+
+@op("permute", elementwise=False)
+def _permute(input: Any, *dims: Any) -> Value:
+    v = full(val(input))
+    return take(v, np.transpose(element_numbers(v), ints(*dims)))
+
+
+@op("movedim", elementwise=False)
+def _movedim(input: Any, source: Any, destination: Any) -> Value:
+    v = full(val(input))
+    return take(v, np.moveaxis(element_numbers(v), source, destination))
+
+
+@op("flip", elementwise=False)
+def _flip(input: Any, *dims: Any) -> Value:
+    v = full(val(input))
+    return take(v, np.flip(element_numbers(v), ints(*dims)))
+
+
+@op("roll", elementwise=False)
+def _roll(input: Any, shifts: Any, dims: Any = None) -> Value:
+    v = full(val(input))
+    count = ints(*shifts) if isinstance(shifts, tuple | list) else int(shifts)
+    axes = ints(*dims) if isinstance(dims, tuple | list) else dims
+    return take(v, np.roll(element_numbers(v), count, axes or None if axes == () else axes))
+
+
+@op("repeat_interleave", elementwise=False)
+def _repeat_interleave(input: Any, repeats: Any, dim: int | None = None) -> Value:
+    v = full(val(input))
+    return take(v, np.repeat(element_numbers(v), int(repeats), dim))
+
+
+@op("repeat", "tile", elementwise=False)
+def _repeat(input: Any, *repeats: Any) -> Value:
+    v = full(val(input))
+    return take(v, np.tile(element_numbers(v), ints(*repeats)))
+
+
+@op("narrow", elementwise=False)
+def _narrow(input: Any, dim: int, start: int, length: int) -> Value:
+    v = full(val(input))
+    where = [slice(None)] * len(v.shape)
+    where[dim] = slice(int(start), int(start) + int(length))
+    return take(v, element_numbers(v)[tuple(where)])
+
+
+@op("select", elementwise=False)
+def _select(input: Any, dim: int, index: int) -> Value:
+    v = full(val(input))
+    return take(v, np.take(element_numbers(v), int(index), dim))
+
+
+@op("split", "split_with_sizes", elementwise=False)
+def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Value, ...]:
+    v = full(val(tensor))
+    size = v.shape[dim]
+    if isinstance(split_size_or_sections, tuple | list):
+        sizes = list(ints(split_size_or_sections))
+    else:
+        step = int(split_size_or_sections)
+        sizes = [min(step, size - s) for s in range(0, size, step)]
+    parts = np.split(element_numbers(v), np.cumsum(sizes)[:-1], axis=dim)
+    return tuple(take(v, p) for p in parts)
+
+
+@op("chunk", elementwise=False)
+def _chunk(input: Any, chunks: int, dim: int = 0) -> tuple[Value, ...]:
+    return _split(input, -(-val(input).shape[dim] // int(chunks)), dim)
+
+
+@op("unbind", elementwise=False)
+def _unbind(input: Any, dim: int = 0) -> tuple[Value, ...]:
+    v = full(val(input))
+    return tuple(take(v, p) for p in np.moveaxis(element_numbers(v), dim, 0))
+
+
+@op("cat", "concat", "concatenate", elementwise=False)
+def _cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Value:
+    return _join(tensors, lambda arrays: np.concatenate(arrays, dim if axis is None else axis))
+
+
+@op("stack", elementwise=False)
+def _stack(tensors: Any, dim: int = 0) -> Value:
+    return _join(tensors, lambda arrays: np.stack(arrays, dim))
+
+
+def _join(tensors: Any, arrange: Any) -> Value:
+    values = [val(x) for x in tensors]
+    from flashattn_jit.variants.trace_ops import common_dtype
+
+    dtype = common_dtype(*values)
+    values = [full(cast(v, dtype)) for v in values]
+    arrays, offset = [], 0
+    for v in values:
+        arrays.append(element_numbers(v) + offset)
+        offset += math.prod(v.shape)
+    flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,))
+    return take(flat, arrange(arrays))
+
+
+# --- indexing ----------------------------------------------------------------------------------
+
+
+def _static_index(index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    out: list[Any] = []
+    for i in items:
+        if isinstance(i, Value | Captured):
+            tracer().refuse(
+                "a computed value indexed by a tensor",
+                "index the captured tensor itself: `t[q_idx]`; computed rows take static indices",
+            )
+        if isinstance(i, slice):
+            parts = (i.start, i.stop, i.step)
+            out.append(slice(*(None if p is None else int(p) for p in parts)))
+        elif i is None or i is Ellipsis:
+            out.append(i)
+        elif isinstance(i, tuple | list):
+            out.append([int(j) for j in i])
+        else:
+            out.append(int(i))
+    return tuple(out)
+
+
+@op("__getitem__", elementwise=False)
+def _getitem(input: Any, index: Any) -> Value:
+    v = full(val(input))
+    return take(v, np.asarray(element_numbers(v)[_static_index(index)]))
+
+
+@op("__setitem__", elementwise=False)
+def _setitem(input: Any, index: Any, value: Any) -> None:
+    v = full(val(input))
+    numbers = element_numbers(v)
+    places = numbers[_static_index(index)]
+    new = full(expand(cast(val(value), v.name), np.shape(places)))
+    count = math.prod(v.shape)
+    flat = Value(concatenate([v.node, new.node], v.name), v.name, (count + places.size,))
+    numbers[_static_index(index)] = count + np.arange(places.size).reshape(np.shape(places))
+    input.node = take(flat, numbers).node
+
+
+# --- reductions ----------------------------------------------------------------------------------
+
+
+def reduce(name: str, input: Any, dim: Any, keepdim: bool, dtype: str | None = None) -> Value:
+    """Reduce over `dim` (None: all)."""
+    v = full(val(input))
+    v = cast(v, dtype) if dtype is not None else v
+    rank = len(v.shape)
+    if rank == 0:
+        return v
+    dims = tuple(range(rank)) if dim is None or dim == () else ints(dim)
+    dims = tuple(d % rank for d in dims)
+    kept = [d for d in range(rank) if d not in dims]
+    shape = tuple(1 if d in dims else n for d, n in enumerate(v.shape)) if keepdim else tuple(
+        v.shape[d] for d in kept
+    )  # fmt: skip
+    numbers = np.transpose(element_numbers(v), [*kept, *dims])
+    numbers = numbers.reshape(math.prod(v.shape[d] for d in kept), -1)
+    if len(numbers) == 1:
+        row = take(v, numbers[0])
+        if not node_shape(row.shape):
+            return Value(row.node, v.name, shape)
+        node = tracer().emitter.emit(name, [row.node], v.name, ())
+        return Value(node, v.name, shape)
+    pairwise = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum",
+                "any": "or", "all": "and"}[name]  # fmt: skip
+    if numbers.shape[1] <= numbers.shape[0]:
+        parts = [take(v, column) for column in numbers.T]
+        total = parts[0]
+        for part in parts[1:]:
+            total = emit(pairwise, (total, part), v.name)
+        return Value(total.node, v.name, shape)
+    nodes = [tracer().emitter.emit(name, [take(v, r).node], v.name, ()) for r in numbers]
+    return Value(concatenate(nodes, v.name), v.name, shape)
+
+
+@op("sum", elementwise=False)
+def _sum(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+    v = val(input)
+    if dtype is not None:
+        from flashattn_jit.variants.trace_ops import to_dtype
+
+        v = to_dtype(v, dtype)
+    return reduce("sum", v, dim, keepdim, None if is_float(v.name) else "int64")
+
+
+@op("prod", elementwise=False)
+def _prod(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    v = val(input)
+    return reduce("prod", v, dim, keepdim, None if is_float(v.name) else "int64")
+
+
+@op("mean", elementwise=False)
+def _mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+    v = val(input)
+    if dtype is not None:
+        v = as_float(v)
+    if not is_float(v.name):
+        tracer().refuse("mean of integers", "convert with `.float()` first")
+    total = reduce("sum", v, dim, keepdim)
+    count = math.prod(v.shape) // max(math.prod(total.shape), 1)
+    return binary("mul", total, 1.0 / count) if _is_power_of_two(count) else emit(
+        "div", (total, cast(val(float(count)), total.name)), total.name
+    )  # fmt: skip
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _extremum(name: str, pair: str, input: Any, *args: Any, **kw: Any) -> Any:
+    other = args[0] if args else kw.get("other")
+    if isinstance(other, Value | Captured):
+        return binary(pair, input, other)
+    if args or "dim" in kw:
+        tracer().refuse(
+            f"`{name[1:]}` with a dim, which also gives indices", f"use `.{name}(dim)`"
+        )
+    return reduce(name, input, None, False)
+
+
+@op("max", elementwise=False)
+def _max(input: Any, *args: Any, **kw: Any) -> Any:
+    return _extremum("amax", "maximum", input, *args, **kw)
+
+
+@op("min", elementwise=False)
+def _min(input: Any, *args: Any, **kw: Any) -> Any:
+    return _extremum("amin", "minimum", input, *args, **kw)
+
+
+@op("amax", elementwise=False)
+def _amax(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return reduce("amax", input, dim, keepdim)
+
+
+@op("amin", elementwise=False)
+def _amin(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return reduce("amin", input, dim, keepdim)
+
+
+@op("any", elementwise=False)
+def _any(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return reduce("any", input, dim, keepdim, "bool")
+
+
+@op("all", elementwise=False)
+def _all(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+    return reduce("all", input, dim, keepdim, "bool")
+
+
+@op("dot", "vdot", "inner", "linalg_vecdot", elementwise=False)
+def _dot(input: Any, other: Any, dim: int = -1) -> Value:
+    a, b = val(input), val(other)
+    if len(a.shape) != 1 or len(b.shape) != 1:
+        tracer().refuse("dot of values that are not vectors", "index down to one dim")
+    return _sum(binary("mul", a, b))
+
+
+@op("matmul", "__matmul__", "mm", "mv", "bmm", "einsum", "linear", elementwise=False)
+def _matmul(input: Any, other: Any = None, *args: Any) -> Value:
+    a, b = (val(x) if isinstance(x, Value) or _is_row(x) else None for x in (input, other))
+    if a is not None and b is not None and len(a.shape) == len(b.shape) == 1:
+        return _dot(a, b)
+    tracer().refuse(
+        "a matrix product", "only dot products of small vectors exist inside a hook; "
+        "multiply before the call and capture the result"
+    )  # fmt: skip
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Captured) and x.ndim == 1
+
+
+@op("norm", "linalg_norm", "linalg_vector_norm", elementwise=False)
+def _norm(
+    input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None,
+    out: Any = None, dtype: Any = None,
+) -> Any:  # fmt: skip
+    x = as_float(input)
+    power = ord if ord is not None else p
+    if power is None or power == "fro" or power == 2:
+        total = reduce("sum", binary("mul", x, x), dim, keepdim)
+        return emit("sqrt", (total,), total.name)
+    size = emit("abs", (x,), x.name)
+    if power == math.inf:
+        return reduce("amax", size, dim, keepdim)
+    if power == 1:
+        return reduce("sum", size, dim, keepdim)
+    return tracer().refuse(f"a norm of order {power}", "use order 1, 2 or inf")
+
+
+@op("var", "std", elementwise=False)
+def _var(input: Any, *args: Any, **kw: Any) -> Any:
+    return tracer().refuse(
+        "var and std", "write the mean of squares: `((x - x.mean(-1, keepdim=True)) ** 2).mean(-1)`"
+    )
