@@ -91,15 +91,12 @@ class _Evaluation:
 
     def states(self) -> NDArray[np.uint8]:
         program, scope = self.program, self.base
-        if not program.keep or not program.drop:
-            states = np.where(self.real, FULL if program.keep else EMPTY, EMPTY)
-            return np.broadcast_to(states, self.shape).astype(np.uint8)
         unsure = np.asarray(False)
         for node in (program.q, program.k):
             low, high = scope.values[node]
             unsure = unsure | (low < -MAX_POSITION) | (high > MAX_POSITION)
-        for node, dtype in program.guards:
-            unsure = unsure | ~intervals.fits(self.value(scope, node), *INT_RANGE[dtype])
+        for node, low, high in program.guards:
+            unsure = unsure | ~intervals.fits(self.value(scope, node), low, high)
         keep = self._any(scope, program.keep) | unsure
         drop = self._any(scope, program.drop) | unsure
         states = np.where(keep, np.where(drop, PARTIAL, FULL), EMPTY)

@@ -49,7 +49,7 @@ def scanned_dim(program: Program, term: int, rank: int) -> int:
 def reachable_nodes(program: Program) -> list[int]:
     """Every node that a classification may evaluate, ascending."""
     seen: set[int] = set()
-    stack = [n for n, _ in program.guards]
+    stack = [n for n, _, _ in program.guards]
     stack += [n for side in (program.keep, program.drop) for c in side for n in clause_nodes(c)]
     while stack:
         node = stack.pop()
@@ -132,13 +132,13 @@ class _Body:
                 scope.names[i] = str(n.attr("name"))
         scope.line("using namespace interval;")
         scope.line("if (q.lo > q.hi || k.lo > k.hi) return FAJIT_TILE_EMPTY;")
-        if program.keep and program.drop:
+        if (program.keep and program.drop) or program.guards:
             scope.line("if (!positions(q) || !positions(k)) return FAJIT_TILE_PARTIAL;")
             self._hoist(scope)
-            for node, dtype in program.guards:
-                low, high = (_literal(x) for x in INT_RANGE[dtype])
-                name = self.value(scope, node)
-                scope.line(f"if (!fits({name}, {low}, {high})) return FAJIT_TILE_PARTIAL;")
+            for node, low, high in program.guards:
+                limits = f"{self.value(scope, node)}, {_literal(low)}, {_literal(high)}"
+                scope.line(f"if (!fits({limits})) return FAJIT_TILE_PARTIAL;")
+        if program.keep and program.drop:
             self._question(scope, "keep", program.keep)
             scope.line("if (!keep) return FAJIT_TILE_EMPTY;")
             self._question(scope, "drop", program.drop)

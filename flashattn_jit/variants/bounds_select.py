@@ -6,6 +6,7 @@ here: ``i_`` integers, ``f_`` reals, ``t_`` conditions. Loads and sums are the l
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 from .bounds_terms import INT_RANGE
@@ -91,7 +92,9 @@ def _top(node: Node) -> Step:
 def _number(node: Node) -> int | float:
     value = node.attr("value")
     assert isinstance(value, int | float)
-    return float(value) if kind(node.dtype) == "f" else int(value)
+    if kind(node.dtype) != "f":
+        return int(value)
+    return ctypes.c_float(value).value if single_precision(node) else float(value)
 
 
 def _cast(node: Node, source: str) -> Step:

@@ -56,14 +56,14 @@ class Program:
 
     nodes: topologically ordered; see `Terms` for the operations beyond the IR's. ranges: their
     static ranges. inputs, parts: the indices and the nodes that each node depends on. guards:
-    (node, dtype) pairs that must fit, else the tile is partial.
+    (node, low, high) that must hold, else integers may wrap and the tile is partial.
     """
 
     nodes: tuple[Node, ...]
     ranges: tuple[tuple[int, int], ...]
     inputs: tuple[frozenset[str], ...]
     parts: tuple[frozenset[int], ...]
-    guards: tuple[tuple[int, str], ...]
+    guards: tuple[tuple[int, int, int], ...]
     keep: tuple[Clause, ...]
     drop: tuple[Clause, ...]
     q: int
@@ -75,7 +75,7 @@ class Program:
         return any(name in self.inputs[n] for n in self._roots())
 
     def _roots(self) -> Iterator[int]:
-        yield from (n for n, _ in self.guards)
+        yield from (n for n, _, _ in self.guards)
         yield from (n for side in (self.keep, self.drop) for c in side for n in clause_nodes(c))
 
 
@@ -100,7 +100,7 @@ def simplify(graph: Graph) -> Program:
     lowering = _Clauses(terms, formulas, q, k, distance)
     keep = lowering.clauses(mask)
     drop = lowering.clauses(formulas.negate(mask))
-    guards = tuple((terms.of_form(form), dtype) for form, dtype in translator.guards.items())
+    guards = tuple((terms.of_form(form), *limits) for form, limits in translator.guards.items())
     return Program(
         tuple(terms.nodes), tuple(terms.ranges), tuple(terms.inputs), tuple(terms.parts), guards,
         keep, drop, q, k, distance,
@@ -317,8 +317,8 @@ def format_program(program: Program) -> Iterator[str]:
             yield f"{name} never"
         for clause in clauses:
             yield f"{name} if {format_clause(program, clause)}"
-    for node, dtype in program.guards:
-        yield f"assuming {format_term(program.nodes, node)} fits {dtype}"
+    for node, low, high in program.guards:
+        yield f"assuming {low} <= {format_term(program.nodes, node)} <= {high}"
 
 
 def format_clause(program: Program, clause: Clause) -> str:

@@ -18,7 +18,7 @@ _MAX_SLOT = 2**40
 class Translator:
     """Translates the nodes of `graph` on demand.
 
-    guards: the dtype that each form must fit; where a form leaves its dtype's range, the machine's
+    guards: the range that each form must fit; where one leaves its dtype's range, the machine's
     integers wrap and nothing derived here holds.
     """
 
@@ -26,7 +26,7 @@ class Translator:
         self.graph = graph
         self.terms = Terms()
         self.formulas = Formulas(self.terms)
-        self.guards: dict[Form, str] = {}
+        self.guards: dict[Form, tuple[int, int]] = {}
         self._forms: dict[int, Form] = {}
         self._values: dict[int, int] = {}
         self._formulas: dict[int, Formula] = {}
@@ -111,9 +111,8 @@ class Translator:
         low, high = INT_RANGE[dtype]
         least, most = self.terms.range(form)
         if least < low or most > high:
-            known = self.guards.get(form)
-            if known is None or INT_RANGE[known][1] > high:
-                self.guards[form] = dtype
+            known = self.guards.get(form, (low, high))
+            self.guards[form] = max(low, known[0]), min(high, known[1])
         return form
 
     def form(self, index: int) -> Form:

@@ -126,7 +126,7 @@ def f_div(a: F, b: F, single: int) -> F:
 
 def f_floordiv(a: F, b: F, single: int) -> F:
     q = f_div(a, b, single)
-    return np.floor(q[0]) - 1, np.floor(q[1]) + 1, q[2]
+    return _or_top(_unbounded(a), (np.floor(q[0]) - 1, np.floor(q[1]) + 1, q[2]))
 
 
 def f_remainder(a: F, b: F, single: int) -> F:

@@ -103,6 +103,7 @@ inline FInterval f_div(FInterval a, FInterval b, bool single) {
 }
 // Implementations differ by one near whole quotients.
 inline FInterval f_floordiv(FInterval a, FInterval b, bool single) {
+  if (unbounded(a)) return f_top();  // inf // x is NaN
   const FInterval q = f_div(a, b, single);
   return {__builtin_floor(q.lo) - 1, __builtin_floor(q.hi) + 1, q.maybe_nan};
 }
