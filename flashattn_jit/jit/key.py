@@ -24,7 +24,8 @@ _GENERATOR = "codegen/render.py"
 
 # Each begins with a literal, which the search skips to: 2 ms less than anchors at line starts. A
 # match inside a comment only adds a file.
-_HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/[^>"]+)[>"]')
+_HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/(?:\{\{.*?\}\}|[^>"{])+)[>"]')
+_EXPRESSION = re.compile(r"\{\{.*?\}\}")
 _IMPORT = re.compile(rb"from (flashattn_jit|\.+)\.?([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']+)["']""")
 
@@ -85,10 +86,23 @@ def read_sources(template: str, templates: Path, headers: Path, package: Path) -
         if kind == "package":
             pending += [("package", found) for found in _imported(name, text, package)]
             continue
-        pending += [("include", found.decode()) for found in _HEADER.findall(text)]
+        pending += [
+            ("include", header)
+            for found in _HEADER.findall(text)
+            for header in _headers_named(found.decode(), headers)
+        ]
         if kind == "templates":
             pending += [("templates", found.decode()) for found in _TEMPLATE.findall(text)]
     return _digest(sorted(contents.items()))
+
+
+def _headers_named(name: str, headers: Path) -> Iterator[str]:
+    """The header `name`; every header that it may become where an expression makes it."""
+    if "{{" not in name:
+        yield name
+        return
+    for path in headers.glob(_EXPRESSION.sub("*", name)):
+        yield path.relative_to(headers).as_posix()
 
 
 def _imported(name: str, text: bytes, package: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from flashattn_jit import _C, env
 from flashattn_jit.errors import AbiError, CompileError, MissingKernelError
@@ -81,6 +81,7 @@ class KernelCache:
         self._building: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self.counters = Counters()
+        self.last_source: Literal["memory", "disk", "compiler"] | None = None
 
     def find(self, spec: str) -> _C.Module | None:
         """The module of a spec that this process loaded already."""
@@ -95,6 +96,7 @@ class KernelCache:
         """
         module = self._modules.get(spec)
         if module is not None:
+            self.last_source = "memory"
             return module
         with self._only_thread(spec):
             module = self._modules.get(spec)
@@ -136,6 +138,7 @@ class KernelCache:
             module = self._from_disk(store, key, identity)
             if module is not None:
                 self.counters.disk_hits += 1
+                self.last_source = "disk"
                 return module
         self.counters.misses += 1
         if mode == "never":
@@ -147,8 +150,11 @@ class KernelCache:
         with build_lock(key.hex, env.lock_wait_s()) as waited:
             self.counters.lock_wait_s += waited
             if mode != "always" and (module := self._from_disk(store, key, identity)):
+                self.last_source = "disk"
                 return module
-            return self._compile(store, key, request, compiler)
+            module = self._compile(store, key, request, compiler)
+            self.last_source = "compiler"
+            return module
 
     def _from_disk(
         self, store: Store, key: KernelKey, identity: CompilerIdentity | None

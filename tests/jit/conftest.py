@@ -73,11 +73,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """
     root = tmp_path / "sources"
     files = {
-        "templates/kernel.cpp.j2": '#include <fajit/a.h>\n{% import "macros.j2" as m %}\nbody\n',
+        "templates/kernel.cpp.j2": "#include <fajit/a.h>\n"
+        '{% import "macros.j2" as m %}\n#include <fajit/cpu/{{ "x" if a > 1 else "y" }}.h>\n',
         "templates/macros.j2": "{% macro f() %}1{% endmacro %}\n",
         "templates/unused.j2": "x\n",
         "include/fajit/a.h": "#pragma once\n  #  include <fajit/nested/b.h>\n#include <stdint.h>\n",
         "include/fajit/nested/b.h": '#include "fajit/a.h"\nint b;\n',
+        "include/fajit/cpu/x.h": "int x;\n",
+        "include/fajit/cpu/y.h": "int y;\n",
         "include/fajit/other.h": "int other;\n",
         "package/codegen/render.py": "from ..variants import lower\nfrom .spec import Spec\n",
         "package/codegen/spec.py": "from flashattn_jit.variants.ir import Graph\n",

@@ -37,6 +37,8 @@ def test_same_sources_elsewhere_and_later_have_the_same_digest(
         "templates/macros.j2",
         "include/fajit/a.h",
         "include/fajit/nested/b.h",
+        "include/fajit/cpu/x.h",
+        "include/fajit/cpu/y.h",
         "package/codegen/render.py",
         "package/codegen/spec.py",
         "package/variants/lower.py",
