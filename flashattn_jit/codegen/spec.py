@@ -54,16 +54,13 @@ class KernelSpec:
         )
 
     def _variant_document(self) -> dict[str, object]:
-        """The variant without its params' names, which do not reach the code.
-
-        Hooks given as text keep the variant's name, which their compiler messages carry.
-        """
+        """The variant without its params' names, which do not reach the code."""
+        if self.variant.cpp:
+            # Hooks given as text name their params, and their compiler messages the variant.
+            return {**variant_to_json(self.variant), "name": self.name}
         nameless = replace(
             self.variant,
             tensors=tuple(replace(p, name="") for p in self.variant.tensors),
             scalars=tuple(replace(p, name="") for p in self.variant.scalars),
         )
-        document = variant_to_json(nameless)
-        if self.variant.cpp:
-            document["name"] = self.name
-        return document
+        return variant_to_json(nameless)

@@ -8,9 +8,12 @@ sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower
 
 from __future__ import annotations
 
+import re
+
 from . import lower_pair, lower_row
 from .bounds_lower import lower_classify
 from .ir import Graph, VariantIR
+from .lower_expr import TAG
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -29,7 +32,7 @@ def lower_hooks(variant: VariantIR, name: str = "variant") -> str:
     """The text of ``struct Hooks`` for `variant`; `name` appears in logical ``#line`` names."""
     flags = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
     parts = ["\n".join(flags)]
-    parts += [_cpp_function(hook, text, name) for hook, text in variant.cpp]
+    parts += [_cpp_function(variant, hook, text, name) for hook, text in variant.cpp]
     parts += [lower_pair.lower(variant)]
     for hook in ("pointwise", "pointwise_scale", "sink"):
         parts.append(_scalar_hook(variant, hook))
@@ -55,14 +58,37 @@ _CPP_SIGNATURES = {
 }
 
 
-def _cpp_function(hook: str, text: str, name: str) -> str:
+def _cpp_function(variant: VariantIR, hook: str, text: str, name: str) -> str:
     """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
     result, arguments = _CPP_SIGNATURES[hook]
     return (
         f"  static inline {result} {hook}_text([[maybe_unused]] const Context& c, "
         f"{', '.join('[[maybe_unused]] ' + a for a in arguments.split(', '))}) {{\n"
+        f"{_cpp_params(variant, text)}"
         f'#line 1 "hook:{name}.{hook}"\n{text}\n#line 1 "hooks"\n  }}'
     )
+
+
+def _cpp_params(variant: VariantIR, text: str) -> str:
+    """Locals for the params that the text names: scalars are values, tensors functions."""
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    lines = []
+    for slot, scalar in enumerate(variant.scalars):
+        if scalar.name in words:
+            kind, getter = (
+                ("int64_t", "scalar_i64") if scalar.dtype == "int64" else ("float", "scalar_f64")
+            )
+            lines.append(f"const {kind} {scalar.name} = {kind}(c.{getter}({slot}));")
+    for slot, tensor in enumerate(variant.tensors):
+        if tensor.name in words:
+            arguments = [f"int64_t i{d}" for d in range(tensor.rank)]
+            offsets = [f"ops::offset<false>(c.tensor({slot}), {d}, i{d})" for d in range(tensor.rank)]
+            total = " + ".join(offsets) or "INT64_C(0)"
+            lines.append(
+                f"const auto {tensor.name} = [&]({', '.join(arguments)}) "
+                f"{{ return ops::load<{TAG[tensor.dtype]}>(c.tensor({slot}), {total}); }};"
+            )
+    return "".join(f"    {line}\n" for line in lines)
 
 
 def _scalar_hook(variant: VariantIR, hook: str) -> str:
