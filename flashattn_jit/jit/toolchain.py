@@ -62,6 +62,8 @@ _FIRST_ERROR = re.compile(
     re.MULTILINE,
 )
 _LINK_ERROR = re.compile(r"^[^\n]*(?:undefined reference|cannot find)[^\n]*$", re.MULTILINE)
+# file:line:column: in front of a function in a stack report; either may hold colons.
+_PLACE = re.compile(r"^.*?:\d+:\d+:")
 _DRIVER_ERROR = "Error building extension"
 
 # `load` reads os.environ and its module's globals, so one build at a time may set them.
@@ -229,8 +231,8 @@ def _write_resources(work: Path, staging: Path) -> None:
     frames = []
     for report in work.glob("*.su"):
         for line in report.read_text(errors="replace").splitlines():
-            function, size, *_ = line.split("\t")
-            frames.append((int(size), function.rpartition(":")[2]))
+            place, size, *_ = line.split("\t")
+            frames.append((int(size), _PLACE.sub("", place)))
     resources = {
         "artifact_bytes": staging.joinpath(ARTIFACT).stat().st_size,
         "stack_bytes": [[name, size] for size, name in sorted(frames, reverse=True)],

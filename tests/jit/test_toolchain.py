@@ -65,7 +65,8 @@ def test_where_and_when_it_is_built_does_not_show(tmp_path: Path) -> None:
 
 
 def test_a_build_leaves_exactly_the_files_of_an_entry(tmp_path: Path) -> None:
-    build(tmp_path / "a")
+    source = SOURCE + "\nnamespace deep { int twice(int x) { return 2 * x; } }\n"
+    build(tmp_path / "a", source)
     assert {path.name for path in (tmp_path / "a").iterdir()} == {
         "artifact.so",
         "kernel.cpp",
@@ -75,7 +76,9 @@ def test_a_build_leaves_exactly_the_files_of_an_entry(tmp_path: Path) -> None:
     }
     assert "-march=x86-64" in tmp_path.joinpath("a/command").read_text()
     resources = json.loads(tmp_path.joinpath("a/resources.json").read_text())
-    assert any("fajit_merge" in name for name, _ in resources["stack_bytes"])
+    names = [name for name, _ in resources["stack_bytes"]]
+    assert "int deep::twice(int)" in names
+    assert all(size >= 0 for _, size in resources["stack_bytes"])
 
 
 def test_warnings_are_kept_in_the_log(tmp_path: Path) -> None:
