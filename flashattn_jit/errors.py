@@ -68,3 +68,15 @@ class AbiError(FlashAttnJitError, RuntimeError):
 
 class GradError(FlashAttnJitError, RuntimeError):
     """An input requires grad while grad mode is on; this engine is inference only."""
+
+
+class TorchInputError(InputError, RuntimeError):
+    """An argument that the torch function of the same name refuses with a RuntimeError."""
+
+
+class VerificationError(FlashAttnJitError, AssertionError):
+    """A compiled kernel disagrees with the eager reference. `report` is the `VerifyReport`."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report

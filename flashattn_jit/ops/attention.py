@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -11,7 +11,7 @@ from ..codegen.target import resolve_target
 from ..errors import InputError
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _handles
-from ._dense import like_q_strides, result_dtype
+from ._dense import result_dtype
 from ._scalars import pack_scalars
 
 Offset = int | torch.Tensor | Literal["end"]
@@ -66,8 +66,36 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
+    result, lse = run_dense(
+        q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
+        return_lse=return_lse, partial=partial, out=out, target=target,
+    )  # fmt: skip
+    return result if lse is None else (result, lse)
+
+
+def run_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chosen: Variant,
+    params: Mapping[str, object],
+    *,
+    scale: float | None = None,
+    q_offset: Offset = 0,
+    kv_len: torch.Tensor | None = None,
+    block_states: torch.Tensor | None = None,
+    block_size: tuple[int, int] | tuple[()] = (),
+    return_lse: bool = False,
+    partial: bool = False,
+    out: torch.Tensor | None = None,
+    target: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Checks and computes (out, lse) of a dense call; lse is None unless asked for.
+
+    block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
+    block_size (q_block, kv_block). The rest is as for `attention`, which see for what it raises.
+    """
     dims = _check.check_dense(q, k, v)
-    chosen = as_variant(variant)
     bound = chosen.bind(Dims(*dims), params)
     ir = bound.ir
     _check.check_grad((q, k, v, *bound.tensors))
@@ -87,7 +115,7 @@ def attention(
     if out is None:
         result, lse = torch.ops.flashattn_jit.attention(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
-            None, (), with_lse, partial, target,
+            block_states, block_size, with_lse, partial, target,
         )  # fmt: skip
     else:
         shape = (*q.shape[:3], dims.head_dim_v)
@@ -96,9 +124,9 @@ def attention(
         lse = torch.empty(shape[:3], dtype=torch.float32) if with_lse else None
         torch.ops.flashattn_jit.attention_out(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
-            None, (), partial, target, out, lse,
+            block_states, block_size, partial, target, out, lse,
         )  # fmt: skip
-    return (result, lse) if with_lse else result
+    return result, lse if with_lse else None
 
 
 def _resolve_offset(
@@ -125,4 +153,4 @@ def _resolve_offset(
     return q_offset, None
 
 
-__all__ = ["Offset", "attention", "like_q_strides"]
+__all__ = ["Offset", "attention", "run_dense"]

@@ -1,0 +1,44 @@
+"""What torch's attention functions accept beyond `fa.attention`: autocast, any last stride."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InputError
+from ._dense import like_q_strides
+
+
+def prepare(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs in autocast's dtype, with contiguous last dims, q's other dims in their order.
+
+    Raises:
+        InputError: one is no strided tensor.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise InputError(
+                f"{name} is a nested or sparse tensor; pass a dense one, or packed requests to "
+                "fa.varlen_attention"
+            )
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (
+            t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value)
+        )
+    if query.dim() == 4 and not _has_contiguous_rows(query):
+        rows = query.new_empty_strided(query.shape, like_q_strides(query, query.shape[-1]))
+        query = rows.copy_(query)
+    return query, with_contiguous_rows(key), with_contiguous_rows(value)
+
+
+def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied when its last dim is not contiguous."""
+    return tensor if _has_contiguous_rows(tensor) else tensor.contiguous()
+
+
+def _has_contiguous_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1

@@ -1,0 +1,176 @@
+"""`fa.flex_attention`: FlexAttention's function, drop-in for inference on CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InputError
+from ..variants.spec import Variant, variant
+from . import _check, _torch_inputs
+from .attention import run_dense
+from .block_mask import Blocks, read_block_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+
+Mod = Callable[..., Any]
+
+# lse(c * s) / c is the row maximum of s for large c: the largest weight is 1, ties add log(n) / c.
+# A power of two scales exactly, and leaves fp32 scores room up to 1e19.
+_SHARPNESS = 2.0**64
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """``torch.nn.attention.flex_attention.flex_attention`` as one fused kernel, without compiling.
+
+    Same arguments, same results; lse and max_scores work on CPU too. Hooks get the scaled fp32
+    score, ``h`` of the query, and ``q_idx`` from 0. A `BlockMask` is honoured as compiled
+    FlexAttention does: only listed blocks are visited, mask_mod is evaluated on partial ones only.
+
+    Args:
+        query: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16, any strides.
+        key: [batch or 1, num_kv_heads, kv_len, head_dim]; batch 1 is shared, which takes a
+            block_mask of query's batch, as in torch.
+        value: [batch or 1, num_kv_heads, kv_len, head_dim_v].
+        score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` on 0-dim tensors.
+        block_mask: a torch `BlockMask` made for exactly these lengths. Its block map is made once.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        enable_gqa: allow num_kv_heads to divide num_q_heads; without it they must be equal.
+        return_lse: also return lse [batch, num_q_heads, q_len], fp32.
+        kernel_options: accepted and ignored: they tune other kernels.
+        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). max_scores costs a
+            second pass over the keys.
+
+    Returns:
+        out [batch, num_q_heads, q_len, head_dim_v] in query's dtype and stride order; with
+        return_lse (out, lse); with return_aux (out, AuxOutput).
+
+    Raises:
+        InputError: a shape, dtype, device or value is wrong, or the block mask does not fit.
+        TraceError: a mod cannot become a kernel.
+        GradError: an input requires grad while grad mode is on.
+
+    Example:
+        >>> out = fa.flex_attention(q, k, v, lambda s, b, h, i, j: s + (j - i))
+
+    Source: Dong et al. 2024, arXiv 2412.05496; torch 2.13.
+    """
+    query, key, value = _torch_inputs.prepare(query, key, value)
+    dims = _check_flex(query, key, value, block_mask, enable_gqa)
+    if return_lse and return_aux is not None:
+        raise InputError(
+            "Cannot specify both return_lse and return_aux; return_lse is the older of the two: "
+            "pass return_aux=AuxRequest(lse=True)"
+        )
+    _check_mod(score_mod)
+    key, value = key.expand(dims.batch, -1, -1, -1), value.expand(dims.batch, -1, -1, -1)
+    blocks = Blocks(None, (1, 1), None)
+    if block_mask is not None:
+        blocks = read_block_mask(block_mask, dims.batch, dims.num_q_heads, dims.q_len, dims.kv_len)
+    want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
+    out, lse = _run(query, key, value, score_mod, blocks, scale, want_lse)
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    max_scores = None
+    if return_aux.max_scores:
+        max_scores = _max_scores(query, key, score_mod, blocks, scale)
+    from torch.nn.attention.flex_attention import AuxOutput  # the caller has imported it
+
+    return out, AuxOutput(lse=lse, max_scores=max_scores)
+
+
+def _check_flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, enable_gqa: bool
+) -> _check.DenseDims:
+    """FlexAttention's own rules, in its order and words, then those of the kernel."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise InputError(
+            "query, key, and value must be 4D tensors [batch, heads, length, head_dim], got "
+            f"{q.dim()}, {k.dim()} and {v.dim()} dims"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise InputError(
+            "Expect query and key/value to have the same embedding dimension but got "
+            f"E={q.shape[-1]} and E={k.shape[-1]}."
+        )
+    if not enable_gqa and q.shape[1] != k.shape[1]:
+        raise InputError(
+            "Expect query and key/value to have the same number of heads but got "
+            f"Hq={q.shape[1]} and Hkv={k.shape[1]}. Try setting enable_gqa=True for GQA."
+        )
+    if q.shape[0] != k.shape[0]:
+        if k.shape[0] != 1 or v.shape[0] != 1:
+            raise InputError(
+                f"key has batch={k.shape[0]} and value batch={v.shape[0]}, but query has batch="
+                f"{q.shape[0]}; they must be equal, or 1 with a block_mask"
+            )
+        mask_batch = None if block_mask is None else block_mask.kv_num_blocks.shape[0]
+        if mask_batch != q.shape[0]:
+            raise InputError(
+                "Expect query and key/value to have the same batch size, or a block_mask of "
+                f"query's batch, but got Bq={q.shape[0]}, Bkv=1 and B_block_mask={mask_batch}; "
+                "or share one key with key.expand(batch, -1, -1, -1)"
+            )
+        k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
+    return _check.check_dense(q, k, v)
+
+
+def _check_mod(score_mod: object) -> None:
+    if score_mod is None:
+        return
+    if isinstance(score_mod, Variant):
+        raise InputError("score_mod is a Variant; pass variants to fa.attention")
+    if not callable(score_mod):
+        raise InputError(f"score_mod must be a function or None, got {type(score_mod).__name__}")
+
+
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score_mod: Mod | None,
+    blocks: Blocks,
+    scale: float | None,
+    want_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    chosen = variant(score_mod=score_mod, mask_mod=blocks.mask_mod)
+    return run_dense(
+        q, k, v, chosen, {}, scale=scale, return_lse=want_lse,
+        block_states=blocks.states, block_size=blocks.size,
+    )  # fmt: skip
+
+
+def _max_scores(
+    q: torch.Tensor, k: torch.Tensor, score_mod: Mod | None, blocks: Blocks, scale: float | None
+) -> torch.Tensor:
+    """The row maxima after score_mod and mask, [batch, num_q_heads, q_len] fp32: see _SHARPNESS."""
+    v = q.new_zeros(1).expand(*k.shape[:3], 1)
+    if score_mod is None:
+        scale = _check.check_scale(scale, q.shape[-1]) * _SHARPNESS
+    else:
+        score_mod = _sharpened(score_mod)
+    _, lse = _run(q, k, v, score_mod, blocks, scale, True)
+    assert lse is not None
+    return lse / _SHARPNESS
+
+
+def _sharpened(score_mod: Mod) -> Mod:
+    def sharp(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return score_mod(score, b, h, q_idx, kv_idx) * _SHARPNESS
+
+    return sharp

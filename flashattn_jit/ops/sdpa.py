@@ -1,0 +1,188 @@
+"""`fa.scaled_dot_product_attention`: torch's function, drop-in for inference on CPU tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InputError, TorchInputError
+from ..variants.library.masks import Causal, Full
+from ..variants.spec import Variant, tensor
+from . import _torch_inputs
+from .attention import run_dense
+
+_SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
+
+
+class _Keep(Variant):
+    """Keep the pairs that a boolean mask has True for; its dims of size 1 are broadcast."""
+
+    attn_mask: torch.Tensor = tensor(*_SHAPE, dtype=torch.bool)
+
+    def mask_mod(
+        self, b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        return self.attn_mask[b, h, q_idx, kv_idx]
+
+
+class _Add(Variant):
+    """Add a float mask to the scores; its dims of size 1 are broadcast."""
+
+    attn_mask: torch.Tensor = tensor(*_SHAPE)
+
+    def score_mod(
+        self,
+        score: torch.Tensor,
+        b: torch.Tensor,
+        h: torch.Tensor,
+        q_idx: torch.Tensor,
+        kv_idx: torch.Tensor,
+    ) -> torch.Tensor:
+        return score + self.attn_mask[b, h, q_idx, kv_idx]
+
+
+_FULL, _CAUSAL, _KEEP, _ADD = Full(), Causal(), _Keep(), _Add()
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """``torch.nn.functional.scaled_dot_product_attention`` as one fused kernel.
+
+    Same arguments and results, head_dim_v != head_dim and any group size included; a row that
+    attn_mask empties is 0. Batch dims and heads of size 1 are broadcast.
+
+    Args:
+        query: [..., num_q_heads, q_len, head_dim] with any number of leading dims, or none;
+            float32, bfloat16 or float16, any strides.
+        key: [..., num_kv_heads, kv_len, head_dim] of query's dtype.
+        value: [..., num_kv_heads, kv_len, head_dim_v].
+        attn_mask: broadcastable to [..., num_q_heads, q_len, kv_len]: bool (True takes part) or
+            float (added to the scaled scores).
+        dropout_p: must be 0.
+        is_causal: row i sees keys 0..i (upper-left aligned); excludes attn_mask.
+        scale: multiplies q . k; 1/sqrt(head_dim) by default.
+        enable_gqa: allow num_kv_heads to divide num_q_heads.
+
+    Returns:
+        [..., num_q_heads, q_len, head_dim_v] in query's dtype.
+
+    Raises:
+        InputError: a shape, dtype, device or value is wrong; dropout was asked for.
+        TorchInputError: attn_mask and is_causal were both given.
+        GradError: an input requires grad while grad mode is on.
+
+    Example:
+        >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
+    """
+    if dropout_p != 0.0:
+        raise InputError(
+            f"dropout_p={dropout_p}: this engine is inference only; pass dropout_p=0.0, such as "
+            "`p if self.training else 0.0`"
+        )
+    if attn_mask is not None and is_causal:
+        raise TorchInputError(
+            "Explicit attn_mask should not be set when is_causal=True; put both into attn_mask, or "
+            "use fa.attention with a variant of both"
+        )
+    query, key, value = _torch_inputs.prepare(query, key, value)
+    _check_ranks(query, key, value)
+    lead = _broadcast_lead(query, key, value, enable_gqa)
+    q, k, v = (_as_dense(t, lead) for t in (query, key, value))
+    if not enable_gqa:
+        q, k, v = _broadcast_heads(q, k, v)
+    chosen: Variant = _CAUSAL if is_causal else _FULL
+    params: dict[str, object] = {}
+    if attn_mask is not None:
+        wanted = (*lead, q.shape[1], q.shape[2], k.shape[2])
+        mask = _dense_mask(attn_mask, wanted)
+        chosen, params = (_KEEP if mask.dtype == torch.bool else _ADD), {"attn_mask": mask}
+    out, _ = run_dense(q, k, v, chosen, params, scale=scale)
+    if query.dim() == 2 and q.shape[1] == 1:
+        return out[0, 0]
+    return out.reshape(*lead, *out.shape[1:])
+
+
+def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.dim() < 2:
+            raise InputError(f"{name} must have at least 2 dims, got {list(x.shape)}")
+        if x.dtype != q.dtype:
+            raise InputError(
+                "Expected query, key, and value to have the same dtype, but got query.dtype: "
+                f"{q.dtype}, key.dtype: {k.dtype} and value.dtype: {v.dtype}"
+            )
+        if x.device != q.device:
+            raise InputError(
+                "Expected query, key, and value to have the same device, but got "
+                f"{q.device}, {k.device} and {v.device}"
+            )
+
+
+def _broadcast_lead(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
+) -> tuple[int, ...]:
+    """The dims before the heads, broadcast. Without enable_gqa heads must agree or be 1."""
+    try:
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except RuntimeError:
+        raise InputError(
+            f"the batch dims of query {list(q.shape)}, key {list(k.shape)} and value "
+            f"{list(v.shape)} cannot be broadcast to each other"
+        ) from None
+    heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
+    most = max(heads)
+    if not enable_gqa and any(n not in (1, most) for n in heads):
+        raise InputError(
+            f"query has num_q_heads={heads[0]}, key {heads[1]} and value {heads[2]} heads; they "
+            "must be equal, or divide it with enable_gqa=True"
+        )
+    return tuple(lead)
+
+
+def _as_dense(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
+    """[..., heads, length, dim] as [batch, heads, length, dim]; a view where strides allow."""
+    while t.dim() < 3:
+        t = t.unsqueeze(0)
+    t = t.expand(*lead, *t.shape[-3:])
+    return t.unsqueeze(0) if not lead else t if len(lead) == 1 else t.reshape(-1, *t.shape[-3:])
+
+
+def _broadcast_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One head of q serves all of k; k and v get the same count. One kv head may stay shared."""
+    heads = max(k.shape[1], v.shape[1])
+    if q.shape[1] == 1 != heads:
+        q = q.expand(-1, heads, -1, -1)
+    return q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1)
+
+
+def _dense_mask(mask: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
+    """The mask as [batch or 1, num_q_heads or 1, q_len or 1, kv_len or 1]."""
+    if not isinstance(mask, torch.Tensor):
+        raise InputError(f"attn_mask must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InputError(
+            f"attn_mask has dtype {mask.dtype}; it must be bool (True takes part) or float (added)"
+        )
+    fits = mask.dim() <= len(wanted) and all(
+        size in (1, other) for size, other in zip(mask.shape[::-1], wanted[::-1], strict=False)
+    )
+    if not fits:
+        raise InputError(
+            f"attn_mask is {list(mask.shape)}, which cannot be broadcast to [..., num_q_heads, "
+            f"q_len, kv_len] = {list(wanted)}"
+        )
+    while mask.dim() < max(4, len(wanted)):
+        mask = mask.unsqueeze(0)
+    lead = mask.shape[:-3]
+    if all(size == 1 for size in lead):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*wanted[: len(lead)], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])

@@ -1,0 +1,158 @@
+"""Registered ops pass torch's own checks: schema, shapes of fake tensors, tracing, autograd keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import flashattn_jit as fa
+from flashattn_jit.ops import _register
+
+OPS = torch.ops.flashattn_jit
+D = 64
+
+
+def calls_of(op: str, run: Callable[[], object]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments with which `run` calls an op: what users cannot write by hand."""
+    recorded = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is getattr(OPS, op).default:
+                recorded.append((args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        run()
+    assert recorded, f"{op} was not called"
+    return recorded
+
+
+def dense(dtype: torch.dtype = torch.float32, q_len: int = 40) -> tuple[torch.Tensor, ...]:
+    shapes = ((2, 4, q_len, D), (2, 2, 70, D), (2, 2, 70, D))
+    return tuple(torch.randn(s).to(dtype) for s in shapes)
+
+
+class Sliding(fa.Variant):
+    """Tensors and scalars, in the score and in the mask."""
+
+    slopes: torch.Tensor = fa.tensor("num_q_heads", default=fa.alibi_slopes)
+    window: int = fa.scalar(30)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score + self.slopes[h] * (kv_idx - q_idx)
+
+    def mask_mod(self, b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx < self.window)
+
+
+def _block_masked() -> object:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 70, "cpu", BLOCK_SIZE=16)
+    return fa.flex_attention(*dense(), None, mask, enable_gqa=True)
+
+
+def _varlen(**options: Any) -> object:
+    q, k, v = torch.randn(50, 4, D), torch.randn(60, 2, D), torch.randn(60, 2, D)
+    indptr = torch.tensor([0, 20, 50]), torch.tensor([0, 25, 60])
+    if options.pop("into", False):
+        options["out"] = torch.empty(50, 4, D)
+    return fa.varlen_attention(q, k, v, *indptr, Sliding(), **options)
+
+
+DENSE: dict[str, Callable[[], object]] = {
+    "plain": lambda: fa.attention(*dense()),
+    "lse": lambda: fa.attention(*dense(), Sliding(), return_lse=True),
+    "partial": lambda: fa.attention(*dense(), partial=True),
+    "half": lambda: fa.attention(*dense(torch.bfloat16)),
+    "transposed": lambda: fa.attention(
+        *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in dense())
+    ),
+    "lengths": lambda: fa.attention(*dense(), kv_len=torch.tensor([5, 70]), q_offset="end"),
+    "block_mask": _block_masked,
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_attention(name: str) -> None:
+    for args, kwargs in calls_of("attention", DENSE[name]):
+        opcheck(OPS.attention.default, args, kwargs)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_attention_out(return_lse: bool) -> None:
+    def run() -> None:
+        fa.attention(*dense(), Sliding(), out=torch.empty(2, 4, 40, D), return_lse=return_lse)
+
+    for args, kwargs in calls_of("attention_out", run):
+        opcheck(OPS.attention_out.default, args, kwargs)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"partial": True}], ids=str)
+def test_varlen_attention(options: dict[str, Any]) -> None:
+    for args, kwargs in calls_of("varlen_attention", lambda: _varlen(**options)):
+        opcheck(OPS.varlen_attention.default, args, kwargs)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_varlen_attention_out(return_lse: bool) -> None:
+    run = lambda: _varlen(into=True, return_lse=return_lse)  # noqa: E731
+    for args, kwargs in calls_of("varlen_attention_out", run):
+        opcheck(OPS.varlen_attention_out.default, args, kwargs)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_merge_states(with_lse: bool) -> None:
+    outs = [torch.randn(2, 4, 40, D) for _ in range(3)]
+    lses = [torch.randn(2, 4, 40) for _ in range(3)] if with_lse else []
+    opcheck(OPS.merge_states.default, (outs, lses))
+
+
+def test_every_op_has_a_schema_shapes_and_a_test_here() -> None:
+    names = {name.split("::")[1].split(".")[0] for name in _registered()}
+    here = set(globals())
+    for name in names:
+        assert f"test_{name}" in here, f"{name} has no opcheck"
+
+
+def _registered() -> list[str]:
+    every = torch._C._dispatch_get_all_op_names()
+    found = [n for n in every if n.startswith("flashattn_jit::")]
+    assert found
+    assert _register.__doc__
+    return found
+
+
+def test_plain_calls_import_nothing_of_the_compiler_stack() -> None:
+    """A call must not pay for torch._dynamo, sympy or FlexAttention's module."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, torch, flashattn_jit as fa\n"
+        "q = torch.randn(1, 2, 40, 64)\n"
+        "fa.attention(q, q, q, fa.Causal())\n"
+        "fa.flex_attention(q, q, q, lambda s, b, h, i, j: s + (i - j))\n"
+        "fa.scaled_dot_product_attention(q, q, q, is_causal=True)\n"
+        "heavy = ['sympy', 'torch._dynamo', 'torch._inductor', "
+        "'torch.nn.attention.flex_attention', 'torch._subclasses.fake_tensor']\n"
+        "print([m for m in heavy if m in sys.modules])\n"
+    )
+    before = "import torch, sys; print([m for m in %r if m in sys.modules])" % (
+        ["sympy", "torch._dynamo", "torch._inductor", "torch.nn.attention.flex_attention",
+         "torch._subclasses.fake_tensor"],
+    )  # fmt: skip
+
+    def loaded(source: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip().splitlines()[-1]
+
+    assert loaded(code) == loaded(before)
+
