@@ -441,7 +441,7 @@ class Walk:
                 if not _is_opaque_module(static.__module__):
                     attrs[n] = self._visit(static, f"{var}.{n}.__func__", "")
                     methods.add(n)
-            elif n in own or (static is not None and not callable(static)) or _has(value, n):
+            elif n in own or _has(value, n) or not (static is _ABSENT or callable(static)):
                 try:
                     item = getattr(value, n)
                 except Exception:  # noqa: BLE001, S112  a descriptor that refuses: not captured
@@ -462,6 +462,9 @@ class Walk:
             self._guard(f"{var} is not {self._const(ref)}()")
 
 
+_ABSENT = object()
+
+
 def _identity(x: Any) -> Any:
     return x
 
@@ -470,7 +473,7 @@ def _static(cls: type, name: str) -> Any:
     for base in cls.__mro__:
         if name in base.__dict__:
             return base.__dict__[name]
-    return None
+    return _ABSENT
 
 
 def _has(value: Any, name: str) -> bool:

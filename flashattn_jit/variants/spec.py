@@ -138,8 +138,10 @@ class Variant:
         for hook in USER_HOOKS:
             _check_arity(cls, hook)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *args: Any, **values: Any) -> None:
         cls = type(self)
+        if args:
+            values = self._named_values(args, values)
         for name, value in values.items():
             if name in cls.__fajit_params__:
                 value = cls.__fajit_params__[name].check(name, value)
@@ -155,6 +157,20 @@ class Variant:
                 raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
         self._shape = cls
         self._declared = tuple(Declared(n, p, self) for n, p in cls.__fajit_params__.items())
+
+    @classmethod
+    def _named_values(cls, args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+        """Positional values by name: params in the order in which the class declares them."""
+        names = tuple(cls.__fajit_params__)
+        if len(args) > len(names):
+            raise ParamError(
+                f"{cls.__name__} takes at most {len(names)} positional values "
+                f"({', '.join(names)}), got {len(args)}"
+            )
+        twice = [n for n in names[: len(args)] if n in values]
+        if twice:
+            raise ParamError(f"{cls.__name__} got {twice[0]!r} twice, by position and by name")
+        return {**dict(zip(names, args, strict=False)), **values}
 
     def __setattr__(self, name: str, value: Any) -> None:
         param = type(self).__fajit_params__.get(name)
@@ -218,11 +234,32 @@ class Variant:
 
     # --- running -----------------------------------------------------------------------------
 
-    def reference(self, q: Any, k: Any, v: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """(out, lse) by eager torch in float64: `reference.attention_reference`, which see."""
+    def reference(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        q_offset: Any = 0,
+        kv_len: torch.Tensor | None = None,
+        return_lse: bool = False,
+        partial: bool = False,
+        dtype: torch.dtype = torch.float64,
+        **params: object,
+    ) -> Any:
+        """What `fa.attention` means, by eager torch in `dtype`: out, or (out, lse).
+
+        The hooks run as they are on every pair: O(q_len * kv_len) memory. See
+        `reference.attention_reference` for shapes and what each dtype computes in.
+        """
         from flashattn_jit.variants.reference import attention_reference
 
-        return attention_reference(q, k, v, self, **kwargs)
+        out, lse = attention_reference(
+            q, k, v, self, scale=scale, q_offset=q_offset, kv_len=kv_len, dtype=dtype,
+            partial=partial, params=params,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
 
     def verify(self, *args: Any, **kwargs: Any) -> Any:
         """Compare the compiled kernel with the reference; see `flashattn_jit.inspect.verify`."""
