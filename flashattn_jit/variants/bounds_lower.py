@@ -7,6 +7,7 @@ can still satisfy it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from .bounds_select import OWN, Step, kind, select
@@ -46,6 +47,16 @@ def scanned_dim(program: Program, term: int, rank: int) -> int:
     return moving[-1] if moving else max(rank - 1, 0)
 
 
+def operands(program: Program, term: int) -> tuple[int, ...]:
+    """The nodes whose values the evaluation of node `term` needs."""
+    node = program.nodes[term]
+    if node.op == "bit" and program.nodes[node.args[0]].op == "gather":
+        return *program.nodes[node.args[0]].args, node.args[1]
+    if node.op == "searchsorted" and kind(program.nodes[node.args[0]].dtype) != "i":
+        return ()
+    return node.args if node.op in OWN else select(program.nodes, term).args
+
+
 def reachable_nodes(program: Program) -> list[int]:
     """Every node that a classification may evaluate, ascending."""
     seen: set[int] = set()
@@ -55,7 +66,7 @@ def reachable_nodes(program: Program) -> list[int]:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack.extend(program.nodes[node].args)
+            stack.extend(operands(program, node))
     return sorted(seen)
 
 
@@ -65,20 +76,13 @@ def range_tables(graph: Graph) -> tuple[RangeTableSpec, ...]:
     A param needs one when q_idx or kv_idx moves along one of its dims, other than as bit rows.
     """
     program = simplify(graph)
-    nodes = reachable_nodes(program)
-    bit_rows = {program.nodes[n].args[0] for n in nodes if program.nodes[n].op == "bit"}
-    read = {a for n in nodes if program.nodes[n].op != "bit" for a in program.nodes[n].args}
-    read |= {n for side in (program.keep, program.drop) for c in side for n in clause_nodes(c)}
     specs = set()
-    for n in nodes:
+    for n in reachable_nodes(program):
         node = program.nodes[n]
-        if node.op != "gather" or (n in bit_rows and n not in read):
+        if node.op != "gather" or not node.args:
             continue
         dim = scanned_dim(program, n, len(node.args))
-        if node.args and program.inputs[node.args[min(dim, len(node.args) - 1)]] & {
-            "q_idx",
-            "kv_idx",
-        }:
+        if program.inputs[node.args[dim]] & {"q_idx", "kv_idx"}:
             specs.add((node.int_attr("slot"), dim))
     return tuple(RangeTableSpec(slot, dim) for slot, dim in sorted(specs))
 
@@ -145,7 +149,7 @@ class _Body:
             scope.line("return drop ? FAJIT_TILE_PARTIAL : FAJIT_TILE_FULL;")
         else:
             scope.line(f"return FAJIT_TILE_{'FULL' if program.keep else 'EMPTY'};")
-        return iter(out)
+        return _used(out)
 
     def _hoist(self, scope: _Scope) -> None:
         """Evaluate what depends on params only once, ahead of the clauses."""
@@ -351,6 +355,22 @@ class _Body:
 
 
 _TYPE = {"i": "Interval", "f": "FInterval", "t": "Tri"}
+
+
+_NAME = re.compile(r"\b[a-z]+\d+\b")
+_DEFINITION = re.compile(r" *const \w+ ([a-z]+\d+)(\[\])? = ")
+
+
+def _used(lines: Sequence[str]) -> Iterator[str]:
+    """The lines without definitions that no later line reads."""
+    used: set[str] = set()
+    kept: list[str] = []
+    for line in reversed(lines):
+        definition = _DEFINITION.match(line)
+        if definition is None or definition[1] in used:
+            used.update(_NAME.findall(line))
+            kept.append(line)
+    return reversed(kept)
 
 
 def _scaled(name: str, factor: int) -> str:

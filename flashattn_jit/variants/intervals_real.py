@@ -163,8 +163,10 @@ f_round, f_trunc = _rounding(np.rint), _rounding(np.trunc)
 
 def _loose(lo: Reals, hi: Reals, nan: Bools, single: int, least: float, most: float) -> F:
     relative, absolute = (1e-5, 1e-6) if single else (1e-12, 1e-13)
-    lo = lo - (np.abs(lo) * relative + absolute)
-    hi = hi + (np.abs(hi) * relative + absolute)
+    huge = np.finfo(np.float64).max  # where one overflows, another may just not
+    lo, hi = np.where(lo == _INF, huge, lo), np.where(hi == -_INF, -huge, hi)
+    lo = _rounded(lo - (np.abs(lo) * relative + absolute), single)
+    hi = _rounded(hi + (np.abs(hi) * relative + absolute), single)
     lo, hi, nan = _made(lo, hi, nan)
     return np.maximum(lo, least), np.minimum(hi, most), nan
 

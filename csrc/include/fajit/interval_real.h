@@ -145,9 +145,13 @@ inline FInterval f_trunc(FInterval a, bool) {
 // [lo, hi] widened beyond any implementation's error, within the function's own limits.
 inline FInterval f_loose(double lo, double hi, bool nan, bool single, double least, double most) {
   const double relative = single ? 1e-5 : 1e-12, absolute = single ? 1e-6 : 1e-13;
-  lo = lo - (__builtin_fabs(lo) * relative + absolute);
-  hi = hi + (__builtin_fabs(hi) * relative + absolute);
-  return f_made(f_larger(lo, least), f_smaller(hi, most), nan);
+  constexpr double huge = 0x1.fffffffffffffp1023;  // where one overflows, another may just not
+  if (lo == kInf) lo = huge;
+  if (hi == -kInf) hi = -huge;
+  lo = rounded(lo - (__builtin_fabs(lo) * relative + absolute), single);
+  hi = rounded(hi + (__builtin_fabs(hi) * relative + absolute), single);
+  const FInterval r = f_made(lo, hi, nan);
+  return {f_larger(r.lo, least), f_smaller(r.hi, most), r.maybe_nan};
 }
 
 #define FAJIT_INCREASING(name, function, least, most)                                     \
