@@ -1,0 +1,97 @@
+"""flashattn_jit: attention variants written in Python, run as fused kernels.
+
+>>> import flashattn_jit as fa
+>>> out = fa.attention(q, k, v, fa.Causal())
+
+The library's variants, the drop-in functions and the inspection tools are imported when they are
+first used: importing the package costs under 150 ms beyond torch's own import.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from . import env, variants
+from .errors import (
+    AbiError,
+    CacheError,
+    CompileError,
+    FlashAttnJitError,
+    GradError,
+    InputError,
+    ParamError,
+    TargetError,
+    TraceError,
+    VariantError,
+)
+from .ops import attention, merge_states, varlen_attention
+from .variants.builtins import kv_len, kv_slot, q_len, q_row
+from .variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
+
+if TYPE_CHECKING:
+    from .inspect.cache import cache_info, last_kernel_source
+    from .ops.flex import flex_attention
+    from .ops.sdpa import scaled_dot_product_attention
+    from .variants.library import *  # noqa: F403
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "flex_attention": "ops.flex",
+    "scaled_dot_product_attention": "ops.sdpa",
+    "cache_info": "inspect.cache",
+    "last_kernel_source": "inspect.cache",
+}
+
+__all__ = [
+    "AbiError",
+    "CacheError",
+    "CompileError",
+    "FlashAttnJitError",
+    "GradError",
+    "InputError",
+    "ParamError",
+    "Pointwise",
+    "Softmax",
+    "TargetError",
+    "TraceError",
+    "Variant",
+    "VariantError",
+    "attention",
+    "cache_info",
+    "cpp",
+    "flex_attention",
+    "kv_len",
+    "kv_slot",
+    "last_kernel_source",
+    "merge_states",
+    "q_len",
+    "q_row",
+    "scalar",
+    "scaled_dot_product_attention",
+    "tensor",
+    "variant",
+    "variants",
+    "varlen_attention",
+]
+
+env.apply_log_level()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    elif name.startswith("__"):
+        raise AttributeError(name)
+    else:
+        library = import_module(".variants.library", __name__)
+        if name not in library.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(library, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *import_module(".variants.library", __name__).__all__})

@@ -1,16 +1,8 @@
-"""The ops that users call, registered with torch."""
+"""The ops that users call, registered with torch. `flex` and `sdpa` are imported on first use."""
 
 from . import _register as _register
 from .attention import attention
-from .flex import flex_attention
 from .merge import merge_states
-from .sdpa import scaled_dot_product_attention
 from .varlen import varlen_attention
 
-__all__ = [
-    "attention",
-    "flex_attention",
-    "merge_states",
-    "scaled_dot_product_attention",
-    "varlen_attention",
-]
+__all__ = ["attention", "merge_states", "varlen_attention"]

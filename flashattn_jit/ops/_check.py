@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ..errors import GradError, InputError
+from ..variants.params import Dims
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
 MAX_HEAD_DIM = 256
 _INT32_MAX = 2**31 - 1
-
-
-class DenseDims(NamedTuple):
-    """Dims of a dense problem, checked."""
-
-    batch: int
-    num_q_heads: int
-    num_kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-    head_dim_v: int
 
 
 def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> None:
@@ -82,8 +70,34 @@ def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
         )
 
 
-def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> DenseDims:
-    """Checks [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; returns the dims."""
+_checked: dict[tuple[object, ...], Dims] = {}
+_KEPT_SIGNATURES = 4096
+
+
+def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
+    """Checks [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; returns the dims.
+
+    What the checks look at is remembered, so a repeated call pays for one look-up.
+    """
+    try:
+        signature = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
+            v.dtype, q.device, k.device, v.device, q.is_neg(), k.is_neg(), v.is_neg(),
+        )  # fmt: skip
+        dims = _checked.get(signature)
+    except (AttributeError, RuntimeError, TypeError):
+        # Not tensors, or tensors without strides: the checks say so. Symbolic sizes of a traced
+        # call cannot be hashed, and are checked each time.
+        return _check_dense(q, k, v)
+    if dims is None:
+        dims = _check_dense(q, k, v)
+        if len(_checked) >= _KEPT_SIGNATURES:
+            _checked.clear()
+        _checked[signature] = dims
+    return dims
+
+
+def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
     check_tensors(
         q, k, v,
         ("[batch, num_q_heads, q_len, head_dim]", "[batch, num_kv_heads, kv_len, head_dim]",
@@ -109,7 +123,7 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> DenseDims:
             f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
             "32 bits; split the batch or the sequence"
         )
-    return DenseDims(batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v)
+    return Dims(batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v)
 
 
 def check_grad(tensors: Sequence[torch.Tensor]) -> None:

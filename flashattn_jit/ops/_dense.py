@@ -8,23 +8,23 @@ import torch
 
 from .. import _C
 from ..errors import InputError
-from ..variants.bounds import build_tables
 from . import _check, _handles
 from ._handles import Structure
-from ._launch import Geometry, launch, planned_call
+from ._launch import Geometry, PlannedCall, launch, planned_call
 
-_NO_LSE_STRIDE = (0, 0, 0)
+Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Sizes and strides of param tensors."""
 
 
 def like_q_strides(q: torch.Tensor, head_dim_v: int) -> tuple[int, ...]:
     """Strides of a dense output in q's stride order, last dim contiguous, without gaps."""
-    shape = (*q.shape[:3], head_dim_v)
-    order = sorted(range(3), key=lambda d: (q.stride(d), -d))
-    strides, reach = [0, 0, 0, 1], max(1, head_dim_v)
+    shape, strides = q.shape[:3], q.stride()
+    order = sorted(range(3), key=lambda d: (strides[d], -d))
+    out, reach = [0, 0, 0, 1], max(1, head_dim_v)
     for d in order:
-        strides[d] = reach
+        out[d] = reach
         reach *= max(1, shape[d])
-    return tuple(strides)
+    return tuple(out)
 
 
 def result_dtype(q: torch.Tensor, partial: bool) -> torch.dtype:
@@ -83,57 +83,94 @@ def dense_out(
 ) -> None:
     """Compute into `out` and, when given, `lse` [B, Hq, Sq] fp32."""
     known = _handles.structure(handle)
-    batch, num_q_heads, q_rows, head_dim = q.shape
-    num_kv_heads, kv_rows = k.shape[1], k.shape[2]
     lengths = (
-        kv_rows if kv_len is None else _check.check_lengths("kv_len", kv_len, batch, 0, kv_rows)
+        None
+        if kv_len is None
+        else _check.check_lengths("kv_len", kv_len, k.shape[0], 0, k.shape[2])
     )
     offsets = q_offset if q_offsets is None else tuple(q_offsets.tolist())
     addresses, layouts, _alive = bind_tensors(known, tensors)
     values = scalar_values(known, scalars)
     num_threads = torch.get_num_threads()
-    packed = (0,) if batch == 1 else tuple(range(0, batch * q_rows, q_rows)) if q_rows else 0
-    packed_kv = (0,) if batch == 1 else tuple(range(0, batch * kv_rows, kv_rows)) if kv_rows else 0
-    geometry = Geometry(
-        handle,
-        (q.dtype, k.dtype, v.dtype),
-        num_q_heads,
-        num_kv_heads,
-        head_dim,
-        v.shape[3],
-        q_rows,
-        lengths,
-        offsets,
-        batch,
-        0,
-        0,
-        packed,
-        packed_kv,
-        (
-            q.stride()[:3],
-            k.stride()[:3],
-            v.stride()[:3],
-            out.stride()[:3],
-            _NO_LSE_STRIDE if lse is None else lse.stride(),
-        ),
-        layouts,
-        (0 if lse is None else _C.WRITE_LSE) | (_C.PARTIAL if partial else 0),
-        num_threads,
-        target,
-        None
-        if block_states is None
-        else (tuple(block_states.shape), block_states.stride(), block_size[0], block_size[1]),
+    mask = None
+    if block_states is not None:
+        mask = (tuple(block_states.shape), block_states.stride(), block_size[0], block_size[1])
+    # The same information as the geometry, cheaper to make; a steady call stops here.
+    signature = (
+        handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), out.stride(),
+        None if lse is None else lse.stride(), q.dtype, k.dtype, v.dtype, lengths, offsets,
+        layouts, partial, num_threads, target, mask,
         values if known.schedule_reads_scalars else None,
-    )
-    planned = planned_call(geometry, known, addresses)
+    )  # fmt: skip
+    planned = _planned.get(signature)
+    if planned is None:
+        planned = planned_call(_geometry(*signature), known, addresses)
+        if len(_planned) >= _KEPT_SIGNATURES:
+            _planned.clear()
+        _planned[signature] = planned
     launch(planned, q, k, v, out, lse, scale, addresses, values, num_threads, block_states)
+
+
+_planned: dict[tuple[object, ...], PlannedCall] = {}
+_KEPT_SIGNATURES = 4096
+
+
+def _geometry(
+    handle: int,
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    q_stride: tuple[int, ...],
+    k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...],
+    out_stride: tuple[int, ...],
+    lse_stride: tuple[int, ...] | None,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    lengths: tuple[int, ...] | None,
+    offsets: int | tuple[int, ...],
+    layouts: Layouts,
+    partial: bool,
+    num_threads: int,
+    target: str,
+    block_mask: tuple[tuple[int, ...], tuple[int, ...], int, int] | None,
+    scalars: tuple[int | float, ...] | None,
+) -> Geometry:
+    """The geometry of a dense call: every request has the same rows, one after the other."""
+    batch, num_q_heads, q_rows, head_dim = q_shape
+    kv_rows = k_shape[2]
+    return Geometry(
+        handle=handle,
+        dtypes=(q_dtype, k_dtype, v_dtype),
+        num_q_heads=num_q_heads,
+        num_kv_heads=k_shape[1],
+        head_dim=head_dim,
+        head_dim_v=v_shape[3],
+        q_len=q_rows,
+        kv_len=kv_rows if lengths is None else lengths,
+        q_offset=offsets,
+        num_requests=batch,
+        q_row0=0,
+        kv_row0=0,
+        q_token0=tuple(b * q_rows for b in range(batch)),
+        kv_token0=tuple(b * kv_rows for b in range(batch)),
+        strides=tuple(
+            (s[0], s[1], s[2])
+            for s in (q_stride, k_stride, v_stride, out_stride, lse_stride or (0, 0, 0))
+        ),
+        params=layouts,
+        flags=(0 if lse_stride is None else _C.WRITE_LSE) | (_C.PARTIAL if partial else 0),
+        num_threads=num_threads,
+        target=target,
+        block_mask=block_mask,
+        scalars=scalars,
+    )
 
 
 def bind_tensors(
     known: Structure, tensors: Sequence[torch.Tensor]
-) -> tuple[
-    tuple[int, ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], Sequence[torch.Tensor]
-]:
+) -> tuple[tuple[int, ...], Layouts, Sequence[torch.Tensor]]:
     """Addresses and layouts of the params and of the min/max tables that their mask needs.
 
     The tensors themselves come third: whoever launches must hold them, a table may have no other
@@ -145,6 +182,8 @@ def bind_tensors(
     if not tensors:
         return (), (), ()
     if known.tables:
+        from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
+
         tensors = [*tensors, *build_tables(known.tables, tensors)]
     return (
         tuple([t.data_ptr() if t.numel() else 0 for t in tensors]),

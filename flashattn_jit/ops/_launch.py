@@ -196,10 +196,12 @@ def launch(
     workspace = None
     if planned.workspace_bytes:
         workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8)
+    address = q.data_ptr()
     planned.call.launch(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
+        address,
+        # Without keys their address is 0, which kernels refuse; they will not read this one.
+        k.data_ptr() or address,
+        v.data_ptr() or address,
         out.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         scale,

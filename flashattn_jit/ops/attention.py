@@ -96,7 +96,7 @@ def run_dense(
     block_size (q_block, kv_block). The rest is as for `attention`, which see for what it raises.
     """
     dims = _check.check_dense(q, k, v)
-    bound = chosen.bind(Dims(*dims), params)
+    bound = chosen.bind(dims, params)
     ir = bound.ir
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = ir.normalizer == "pointwise"
@@ -130,7 +130,7 @@ def run_dense(
 
 
 def _resolve_offset(
-    q_offset: Offset, dims: _check.DenseDims, kv_len: torch.Tensor | None
+    q_offset: Offset, dims: Dims, kv_len: torch.Tensor | None
 ) -> tuple[int, torch.Tensor | None]:
     """The offset as (int, None) or (0, tensor [batch])."""
     if isinstance(q_offset, str):

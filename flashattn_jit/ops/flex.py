@@ -96,7 +96,7 @@ def flex_attention(
 
 def _check_flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, enable_gqa: bool
-) -> _check.DenseDims:
+) -> _check.Dims:
     """FlexAttention's own rules, in its order and words, then those of the kernel."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise InputError(
