@@ -1,0 +1,100 @@
+"""Time and memory of finding the tiles of a 65,536 x 65,536 mask, 128 x 128 tiles.
+
+    python -m benchmarks.mask_analysis [--save]
+
+The mask is analysed from its formula; a byte for each tile would be 256 KiB, a bit for each pair
+512 MiB. For comparison, torch's `create_block_mask` on a mask 16 times smaller in each direction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tracemalloc
+from collections.abc import Callable
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import flashattn_jit as fa
+from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from flashattn_jit.variants.bounds import Grid, MaskParams, tile_runs
+from flashattn_jit.variants.params import Dims
+
+_LENGTH, _TILE = 65_536, 128
+_SMALL = 4_096
+
+
+def masks() -> dict[str, fa.Variant]:
+    """One mask of each kind: positions alone, runtime scalars, captured tensors."""
+    documents = fa.document_ids([1_000] * 65 + [_LENGTH - 65_000])[None]
+    return {
+        "causal": fa.Causal(),
+        "sliding window 4096": fa.SlidingWindow(4096),
+        "window 1024 and 4 sinks": fa.StreamingLLM(1024, 4),
+        "prefix 8192": fa.PrefixLM(torch.tensor([8192])),
+        "66 documents, causal": fa.DocumentMask(documents) & fa.Causal(),
+    }
+
+
+def analysis(variant: fa.Variant) -> Callable[[], object]:
+    """The analysis of one mask, traced before."""
+    bound = variant.bind(Dims(1, 1, 1, _LENGTH, _LENGTH, 64, 64), {})
+    mask = bound.ir.hook("mask_mod")
+    assert mask is not None
+    params = MaskParams(
+        bound.tensors, bound.scalars, [_LENGTH], [_LENGTH], [0], [0], [0]
+    )  # fmt: skip
+    grid = Grid(0, _LENGTH, 0, _LENGTH, _TILE, _TILE)
+    return lambda: tile_runs(mask, params, grid)
+
+
+def rows(options: argparse.Namespace) -> list[Row]:
+    """Time, traced allocations and growth of the process, of each mask."""
+    out = []
+    for name, variant in masks().items():
+        run = analysis(variant)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        times = interleave({"ours": run}, options.pairs)["ours"]
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        tracemalloc.start()
+        result = run()
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        _, spread = ratio(times, [1e-3] * len(times))
+        detail = f"process grew by {grown / 1024:.1f} MiB; tiles {result.counts()}"
+        out.append(Row(f"{name}: time", 15.0, median(times) * 1e3, "ms", "lower", spread, detail))
+        out.append(Row(f"{name}: most memory at a time", 16.0, most / 2**20, "MiB", "lower"))
+    return out
+
+
+def torch_rows() -> list[Row]:
+    """torch's block mask of a causal mask, 4,096 x 4,096, and ours of the same size."""
+
+    def causal(b: object, h: object, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return q_idx >= kv_idx
+
+    mask = fa.Causal().bind(Dims(1, 1, 1, _SMALL, _SMALL, 64, 64), {}).ir.hook("mask_mod")
+    assert mask is not None
+    grid = Grid(0, _SMALL, 0, _SMALL, _TILE, _TILE)
+    times = interleave(
+        {
+            "ours": lambda: tile_runs(mask, MaskParams(), grid),
+            "torch": lambda: create_block_mask(causal, None, None, _SMALL, _SMALL, "cpu"),
+        },
+        3,
+        warm_up=1,
+    )
+    value, spread = ratio(times["torch"], times["ours"])
+    detail = f"torch {median(times['torch']) * 1e3:.0f} ms, ours {median(times['ours']) * 1e3:.2f}"
+    return [Row("causal 4,096 x 4,096: times torch", None, value, "x", "higher", spread, detail)]
+
+
+def main() -> None:
+    """Measure and report."""
+    options = arguments(__doc__)
+    report("mask_analysis", rows(options) + torch_rows(), options)
+
+
+if __name__ == "__main__":
+    main()

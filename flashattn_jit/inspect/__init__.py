@@ -1,0 +1,41 @@
+"""Looking into variants, kernels and the cache: `verify`, `explain`, `cache_info`.
+
+Imported by the package's start, so what it offers is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .cache import CacheInfo, cache_info, last_kernel_source
+
+if TYPE_CHECKING:
+    from .explanation import Explanation, explain
+    from .verification import VerifyReport, verify
+
+__all__ = [
+    "CacheInfo",
+    "Explanation",
+    "VerifyReport",
+    "cache_info",
+    "explain",
+    "last_kernel_source",
+    "verify",
+]
+
+_LAZY = {
+    "Explanation": "explanation",
+    "explain": "explanation",
+    "VerifyReport": "verification",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
