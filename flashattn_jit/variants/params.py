@@ -202,6 +202,10 @@ class Param:
                 f"`.to({str(dims.device)!r})`"
             )
         for axis, (size, wanted) in enumerate(zip(value.shape, self.dims, strict=True)):
+            if isinstance(wanted, str) and wanted.endswith("|1"):
+                if size == 1:
+                    continue
+                wanted = wanted[:-2]
             if isinstance(wanted, int):
                 expected, reason = wanted, f"{wanted}"
             elif wanted in SIZE_NAMES:
@@ -245,7 +249,8 @@ def tensor(
 
     dims: one per dim of the tensor: a size of the call (``batch``, ``num_q_heads``,
     ``num_kv_heads``, ``q_len``, ``kv_len``, ``head_dim``, ``head_dim_v``), an int, or a free name
-    that must agree wherever it is used in the variant. default: a tensor, None (the param may be
+    that must agree wherever it is used in the variant; ``batch|1`` also takes a dim of 1, which
+    reads are clamped to: a broadcast. default: a tensor, None (the param may be
     left out), or a function of the call's `Dims`. dtype: one dtype or several; None: any.
     """
     for d in dims:

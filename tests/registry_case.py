@@ -1,0 +1,87 @@
+"""What one entry of the registry is: a variant, its params, and what is promised of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+
+class Shape(NamedTuple):
+    """The sizes of one dense call: q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]."""
+
+    batch: int
+    num_q_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions that queries or keys have: what per-position tensors are sized for."""
+        return max(self.q_len, self.kv_len)
+
+    @property
+    def id(self) -> str:
+        """A name for pytest."""
+        b, hq, hkv, sq, skv, d, dv = self
+        return f"b{b}h{hq}x{hkv}s{sq}x{skv}d{d}" + ("" if d == dv else f"x{dv}")
+
+
+DEFAULT_SHAPE = Shape(2, 4, 2, 100, 100, 64, 64)
+
+Make = Callable[[Shape, torch.Generator], Any]
+Params = Callable[[Shape, torch.Generator], Mapping[str, object]]
+
+
+def no_params(shape: Shape, generator: torch.Generator) -> Mapping[str, object]:
+    """For variants whose params all have defaults or values."""
+    return {}
+
+
+def always(shape: Shape) -> bool:
+    """Fits every shape."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One variant as tests and benchmarks use it.
+
+    make_variant: (shape, generator) -> a Variant, or a bare score_mod or mask_mod whose captured
+    tensors fit the shape. params: (shape, generator) -> the keyword params of the call.
+    tags: what the variant has: mask, score, row (query_mod, key_mod, value_mod, output_mod),
+    normalizer, and what it is: library, closure, composition, builtin (q_len and such).
+    interval: for masks, whether the interval form finds exactly the empty and the full tiles of 16
+    or more a side (exact), or only sound bounds (sound). exact_on: shapes for which that holds.
+    causal_ok: `variant & Causal()` is valid and meaningful. fits: which shapes are valid.
+    q_offset, scale: of the call. reaches_nan: the mod gives NaN or inf on some finite score.
+    """
+
+    name: str
+    make_variant: Make
+    params: Params = no_params
+    shape: Shape = DEFAULT_SHAPE
+    tags: frozenset[str] = field(default_factory=frozenset)
+    interval: Literal["exact", "sound", "none"] = "none"
+    causal_ok: bool = True
+    q_offset: int | Literal["end"] = 0
+    scale: float | None = None
+    fits: Callable[[Shape], bool] = always
+    reaches_nan: bool = False
+
+    def build(self, shape: Shape | None = None, seed: int = 0) -> tuple[Any, Mapping[str, object]]:
+        """The variant (or bare mod) and its params for a shape; equal seeds give equal ones."""
+        shape = self.shape if shape is None else shape
+        generator = torch.Generator().manual_seed(seed)
+        variant = self.make_variant(shape, generator)
+        return variant, self.params(shape, generator)
+
+
+def tags(text: str) -> frozenset[str]:
+    """A set of tags from a line of words."""
+    return frozenset(text.split())
