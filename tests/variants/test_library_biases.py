@@ -30,7 +30,7 @@ def check(
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
 
 
-# --- ALiBi ----------------------------------------------------------------------------------------
+# --- ALiBi --------------------------------------------------------------------------------------
 
 
 def press_slopes(n: int) -> list[float]:
@@ -77,7 +77,7 @@ def test_alibi_equals_its_symmetric_form_under_a_causal_mask() -> None:
     torch.testing.assert_close(signed, symmetric, rtol=1e-9, atol=1e-12)
 
 
-# --- soft cap ---------------------------------------------------------------------------------------
+# --- soft cap -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("q_len, kv_len", SIZES)
@@ -102,7 +102,7 @@ def test_chains_run_left_to_right() -> None:
     check(lib.ALiBi() & lib.SoftCap(1.0), alibi_then_cap, 9, 12)
 
 
-# --- T5 -------------------------------------------------------------------------------------------
+# --- T5 -----------------------------------------------------------------------------------------
 
 
 def hf_bucket(
@@ -189,7 +189,7 @@ def test_relative_table(q_len: int, kv_len: int) -> None:
     check(lib.RelativeTable(table, reach), score, q_len, kv_len, 9)
 
 
-# --- additive bias ----------------------------------------------------------------------------------
+# --- additive bias ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_batch", [True, False])
