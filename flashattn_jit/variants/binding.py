@@ -49,6 +49,12 @@ class _Structure(NamedTuple):
     specialised: tuple[tuple[str, object], ...]
 
 
+Swap = Callable[
+    [tuple[torch.Tensor, ...], tuple[float, ...]],
+    tuple[tuple[torch.Tensor, ...], tuple[float, ...]],
+]
+"""Puts other tensors and numbers in place of those that were extracted, in the same order."""
+
 Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], Any]
 
 
@@ -96,8 +102,10 @@ _handles: dict[ir.VariantIR, int] = {}
 _lock = threading.RLock()
 
 
-def bind(variant: Variant, dims: Dims, params: Mapping[str, object]) -> Bound:
-    """See `Variant.bind`."""
+def bind(
+    variant: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None = None
+) -> Bound:
+    """See `Variant.bind`. swap: for compiled graphs, whose values stand in for the captured ones."""
     declared = variant._declared
     values: Sequence[Any] = ()
     if declared or params:
@@ -110,6 +118,8 @@ def bind(variant: Variant, dims: Dims, params: Mapping[str, object]) -> Bound:
         group = plan.groups.get(key)
         if group is None:
             break
+        if swap is not None:
+            tensors, numbers = swap(tensors, numbers)
         select = group.select
         structure = group.structures.get(
             None if select is None else select(tensors, numbers, dims)
@@ -117,7 +127,7 @@ def bind(variant: Variant, dims: Dims, params: Mapping[str, object]) -> Bound:
         if structure is None:
             break
         return _finish(structure, tensors, numbers, dims)
-    return _bind_new(variant, dims, declared, values)
+    return _bind_new(variant, dims, declared, values, swap)
 
 
 def _finish(
@@ -149,14 +159,21 @@ def _moved(
 
 
 def _bind_new(
-    variant: Variant, dims: Dims, declared: Sequence[Declared], values: Sequence[Any]
+    variant: Variant,
+    dims: Dims,
+    declared: Sequence[Declared],
+    values: Sequence[Any],
+    swap: Swap | None,
 ) -> Bound:
     with _lock:
-        walk = Walk(variant, params=_param_locations(declared, values))
+        walk = Walk(variant, params=param_locations(declared, values))
         plan = _plan_for(variant, walk)
         found = plan.extract(variant, values)
         assert found is not None, walk.source
         key, tensors, numbers = found
+        if swap is not None:
+            tensors, numbers = swap(tensors, numbers)
+            walk.tensors, walk.numbers = list(tensors), list(numbers)
         traced = trace_variant(variant, walk, dims)
         structure = _Structure(
             traced.ir,
@@ -169,9 +186,10 @@ def _bind_new(
     return _finish(structure, tensors, numbers, dims)
 
 
-def _param_locations(
+def param_locations(
     declared: Sequence[Declared], values: Sequence[Any]
 ) -> dict[int, dict[str, tuple[int, str, object]]]:
+    """Where a `Walk` finds the values of declared params: its argument `params`."""
     locations: dict[int, dict[str, tuple[int, str, object]]] = {}
     for i, (d, value) in enumerate(zip(declared, values, strict=True)):
         locations.setdefault(id(d.owner), {})[d.param.name] = (i, d.name, value)
