@@ -18,35 +18,35 @@ cell is never stale. `Walk.build` makes the same hook with other values at these
 from __future__ import annotations
 
 import builtins
+import copy
 import dis
 import enum
 import functools
-import sys
 import types
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from flashattn_jit.errors import TraceError
+from flashattn_jit.variants import captures_objects
+from flashattn_jit.variants.captures_objects import Build, Values, is_opaque_module
 
 MAX_LOCATIONS = 256
 """How many locations one hook may capture: past that it holds data, not parameters."""
 
-_OPAQUE_PACKAGES = frozenset({"torch", "numpy", "math", "builtins", "operator", "functools",
-                              "itertools", "typing", "flashattn_jit"}) | sys.stdlib_module_names  # fmt: skip
 _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
-              torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range)  # fmt: skip
-_CALLED_BY_SYNTAX = ("__call__", "__getitem__")
+              torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
+              frozenset)  # fmt: skip
+_LOST = (AttributeError, LookupError, TypeError, ValueError)
 
 Extracted = tuple[Any, tuple[torch.Tensor, ...], tuple[float, ...]]
 Extractor = Callable[[object, Sequence[object]], Extracted | None]
 
 
 def stride_pattern(t: torch.Tensor) -> str:
-    """Per dim ``0`` (broadcast), ``1`` (contiguous) or ``n``; dims of one element count as dense."""
+    """Per dim ``0`` (broadcast), ``1`` (dense) or ``n``; dims of one element count as dense."""
     last = t.dim() - 1
     inner_dense = last >= 0 and (t.size(last) <= 1 or t.stride(last) == 1)
     out = ["1" if d == last else "n" for d in range(last + 1)]
@@ -56,18 +56,6 @@ def stride_pattern(t: torch.Tensor) -> str:
             if stride == 1 and (d == last or not inner_dense):
                 out[d] = "1"
     return "".join(out)
-
-
-class Values:
-    """What `Walk.build` puts at the locations, in extraction order."""
-
-    def __init__(self, tensors: Sequence[object], numbers: Sequence[object]) -> None:
-        self.tensors = tensors
-        self.numbers = numbers
-        self.made: dict[int, Any] = {}
-
-
-Build = Callable[[Values], Any]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,13 +73,6 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(loaded), frozenset(every)
 
 
-def _is_opaque_module(name: str | None) -> bool:
-    """Whether code of the module is taken as it is: its globals do not change."""
-    if name is None or name.startswith("flashattn_jit.variants.library"):
-        return False
-    return name.partition(".")[0] in _OPAQUE_PACKAGES
-
-
 class Walk:
     """One visit of everything that `root` captures.
 
@@ -107,13 +88,13 @@ class Walk:
         params: dict[int, dict[str, tuple[int, str, object]]] | None = None,
     ) -> None:
         self.root = root
-        self._params = params or {}
-        self._names = names
+        self.params = params or {}
+        self.names = names
         while True:
             self._reset()
-            before = self._names
-            self._build = self._visit(root, "v", "")
-            if self._names == before or not self._saw_objects:
+            before = self.names
+            self._build = self.visit(root, "v", "")
+            if self.names == before or not self.saw_objects:
                 break
         self.source = self._source()
 
@@ -126,16 +107,17 @@ class Walk:
         self.consts: list[object] = []
         self.codes: set[types.CodeType] = set()
         self._lines: list[str] = []
-        self._env: dict[str, object] = {"Tensor": torch.Tensor, "pattern": stride_pattern}
+        self._env: dict[str, object] = {"Tensor": torch.Tensor, "pattern": stride_pattern, "LOST": _LOST}
         self._env_ids: dict[int, str] = {}
         self._tensor_vars: list[str] = []
         self._number_vars: list[str] = []
         self._keys: list[str] = []
-        self._seen: dict[int, tuple[str, Build]] = {}
-        self._alive: list[object] = []
+        self.seen: dict[int, tuple[str, Build]] = {}
+        self.alive: list[object] = []
         self._taken: set[str] = set()
         self._count = 0
-        self._saw_objects = False
+        self.saw_objects = False
+        self.frozen = False
 
     # --- the generated extractor -------------------------------------------------------------
 
@@ -145,12 +127,14 @@ class Walk:
 
         key = tup(self._keys)
         result = f"    return {key}, {tup(self._tensor_vars)}, {tup(self._number_vars)}"
-        return "\n".join(["def extract(v, p):", *self._lines, result])
+        # A location that is gone (an attribute, a key, an item) is another structure too.
+        body = "\n".join(f"    {line}" for line in [*self._lines, result])
+        return f"def extract(v, p):\n    try:\n{body}\n    except LOST:\n        return None\n"
 
     def extractor(self) -> Extractor:
         """The function (root, params) -> (key, tensors, numbers), or None: another structure."""
         scope = dict(self._env)
-        exec(compile(self.source, "<flashattn_jit captures>", "exec"), scope)  # noqa: S102
+        exec(compile(self.source, "<flashattn_jit captures>", "exec"), scope)
         return scope["extract"]  # type: ignore[return-value]
 
     def build(self, tensors: Sequence[object], numbers: Sequence[object]) -> Any:
@@ -159,7 +143,7 @@ class Walk:
 
     # --- helpers -----------------------------------------------------------------------------
 
-    def _var(self, expr: str) -> str:
+    def var(self, expr: str) -> str:
         self._count += 1
         if self._count > 4 * MAX_LOCATIONS:
             raise TraceError(
@@ -170,15 +154,15 @@ class Walk:
         self._lines.append(f"    {var} = {expr}")
         return var
 
-    def _const(self, value: object) -> str:
+    def const(self, value: object) -> str:
         """A name that the extractor finds `value` under."""
         if id(value) not in self._env_ids:
             self._env_ids[id(value)] = f"K{len(self._env_ids)}"
-            self._alive.append(value)
+            self.alive.append(value)
             self._env[self._env_ids[id(value)]] = value
         return self._env_ids[id(value)]
 
-    def _guard(self, condition: str) -> None:
+    def guard(self, condition: str) -> None:
         self._lines.append(f"    if {condition}: return None")
 
     def _unique(self, name: str) -> str:
@@ -193,44 +177,53 @@ class Walk:
 
     # --- the visit ---------------------------------------------------------------------------
 
-    def _visit(self, value: Any, expr: str, name: str) -> Build:
+    def visit(self, value: Any, expr: str, name: str) -> Build:
+        """Visit the object that the extractor finds as `expr`; `name` is what its values are."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, self._var(expr), name)
+            return self._tensor(value, self.var(expr), name)
         if type(value) in (int, float) or isinstance(value, np.generic):
-            return self._number(value, self._var(expr), name)
+            return self._number(value, self.var(expr), name)
+        if isinstance(value, np.ndarray):
+            return self._array(value, self.var(expr), name)
         if isinstance(value, _CONSTANTS) or hasattr(type(value), "__fajit_constant__"):
-            return self._constant(value, self._var(expr), name)
-        known = self._seen.get(id(value))
+            return self._constant(value, self.var(expr), name)
+        known = self.seen.get(id(value))
         if known is not None:
             # The same object found twice (a cycle, a shared helper) must stay the same object.
-            var = self._var(expr)
-            self._guard(f"{var} is not {known[0]}")
+            var = self.var(expr)
+            self.guard(f"{var} is not {known[0]}")
             return known[1]
         if isinstance(value, types.FunctionType):
-            if name and value.__closure__ is None and _is_opaque_module(value.__module__):
+            if name and value.__closure__ is None and is_opaque_module(value.__module__):
                 return self._opaque(value, expr)
-            return self._function(value, self._var(expr))
+            return self._function(value, self.var(expr))
+        if isinstance(value, functools._lru_cache_wrapper):
+            # Called with proxies, the cache would keep them beyond the trace.
+            return self.visit(value.__wrapped__, f"({expr}).__wrapped__", name)
         if isinstance(value, types.MethodType):
-            return self._method(value, self._var(expr), name)
+            return self._method(value, self.var(expr), name)
         if isinstance(value, functools.partial):
-            return self._partial(value, self._var(expr), name)
+            return self._partial(value, self.var(expr), name)
         if isinstance(value, tuple | list):
-            return self._sequence(value, self._var(expr), name)
-        if type(value) is dict:
-            return self._dict(value, self._var(expr), name)
-        if isinstance(value, types.ModuleType):
-            if _is_opaque_module(value.__name__):
+            return self._sequence(value, self.var(expr), name)
+        if isinstance(value, dict):
+            return self._dict(value, self.var(expr), name)
+        if isinstance(value, types.ModuleType | type):
+            module = value.__module__ if isinstance(value, type) else value.__name__
+            if is_opaque_module(module):
                 return self._opaque(value, expr)
-            return self._namespace(value, self._var(expr))
-        if isinstance(value, type):
-            if _is_opaque_module(value.__module__):
-                return self._opaque(value, expr)
-            return self._namespace(value, self._var(expr))
-        if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType) or (
-            _is_opaque_module(type(value).__module__) and not hasattr(value, "__dict__")
-        ):
+            return captures_objects.visit_namespace(self, value, self.var(expr))
+        if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType):
             return self._opaque(value, expr)
-        return self._object(value, self._var(expr), name)
+        if is_opaque_module(type(value).__module__) and not isinstance(value, torch.nn.Module):
+            if isinstance(value, Collection):
+                raise TraceError(
+                    f"a hook captures {name!r}, a {type(value).__name__}, whose contents cannot be "
+                    "followed; use a tuple, a list or a dict"
+                )
+            if not hasattr(value, "__dict__") and not hasattr(type(value), "__fajit_names__"):
+                return self._opaque(value, expr)
+        return captures_objects.visit_object(self, value, self.var(expr), name)
 
     def _tensor(self, value: torch.Tensor, var: str, name: str) -> Build:
         index = len(self.tensors)
@@ -238,9 +231,9 @@ class Walk:
         self.tensor_names.append(self._unique(name))
         self._tensor_vars.append(var)
         if type(value) is torch.Tensor:
-            self._guard(f"type({var}) is not Tensor")
+            self.guard(f"type({var}) is not Tensor")
         else:
-            self._guard(f"not isinstance({var}, Tensor)")
+            self.guard(f"not isinstance({var}, Tensor)")
         self._keys += [
             f"{var}.dtype",
             f"{var}.dim() if {var}.is_contiguous() else pattern({var})",
@@ -248,10 +241,12 @@ class Walk:
         return lambda p: p.tensors[index]
 
     def _number(self, value: float, var: str, name: str) -> Build:
+        self.guard(f"type({var}) is not {self.const(type(value))}")
+        if self.frozen:
+            return self._constant(value, var, name)
         index = len(self.numbers)
-        self._guard(f"type({var}) is not {self._const(type(value))}")
         if isinstance(value, np.generic):
-            var = self._var(f"{var}.item()")
+            var = self.var(f"{var}.item()")
             value = value.item()
             if type(value) not in (int, float):
                 return self._constant(value, var, name)
@@ -260,28 +255,36 @@ class Walk:
         self._number_vars.append(var)
         return lambda p: p.numbers[index]
 
-    def _constant(self, value: object, var: str, name: str) -> Build:
+    def _array(self, value: Any, var: str, name: str) -> Build:
+        # As a tensor over the same memory, made anew at each call: writes to it are seen.
+        self.guard(f"type({var}) is not {self.const(type(value))}")
+        return self._tensor(
+            torch.from_numpy(value), self.var(f"{self.const(torch.from_numpy)}({var})"), name
+        )
+
+    def _constant(self, value: Any, var: str, name: str) -> Build:
         if value is None or value is Ellipsis:
-            self._guard(f"{var} is not {value!r}" if value is None else f"{var} is not ...")
+            self.guard(f"{var} is not {value!r}" if value is None else f"{var} is not ...")
         else:
-            self._guard(f"type({var}) is not {self._const(type(value))}")
-            # A slice is hashable only from Python 3.12 on.
-            self._keys.append(f"repr({var})" if isinstance(value, slice) else var)
+            self.guard(f"type({var}) is not {self.const(type(value))}")
+            # A slice is hashable only from Python 3.12 on, a set never.
+            form = {slice: "repr({})", set: "frozenset({})"}.get(type(value), "{}")
+            self._keys.append(form.format(var))
             self.consts.append(value)
             self.const_names.append(name or "value")
         return lambda p: value
 
     def _opaque(self, value: object, expr: str) -> Build:
-        self._guard(f"({expr}) is not {self._const(value)}")
+        self.guard(f"({expr}) is not {self.const(value)}")
         return lambda p: value
 
     def _function(self, fn: types.FunctionType, var: str) -> Build:
         code = fn.__code__
         self.codes.add(code)
         loaded, every = _names(code)
-        self._names |= every
+        self.names |= every
         key = id(fn)
-        self._alive.append(fn)
+        self.alive.append(fn)
         cells: list[Build | None] = []
         globs: dict[str, Build] = {}
         defaults: list[Build] = []
@@ -305,10 +308,10 @@ class Walk:
             new.__kwdefaults__ = {n: make(p) for n, make in kwdefaults.items()} or None
             return new
 
-        self._seen[key] = (var, build)
-        self._guard(f"{var}.__code__ is not {self._const(code)}")
+        self.seen[key] = (var, build)
+        self.guard(f"{var}.__code__ is not {self.const(code)}")
         if code.co_freevars:
-            cell_var = self._var(f"{var}.__closure__")
+            cell_var = self.var(f"{var}.__closure__")
             for i, n in enumerate(code.co_freevars):
                 cell = (fn.__closure__ or ())[i]
                 try:
@@ -316,47 +319,51 @@ class Walk:
                 except ValueError:  # not assigned yet
                     cells.append(None)
                 else:
-                    cells.append(self._visit(content, f"{cell_var}[{i}].cell_contents", n))
+                    path = f"{cell_var}[{i}].cell_contents"
+                    # `super()` reads the class from its cell: it must stay the class.
+                    own = n == "__class__"
+                    visit = self._opaque if own else functools.partial(self.visit, name=n)
+                    cells.append(visit(content, path))
         if loaded:
-            scope_var = self._var(f"{var}.__globals__")
+            scope_var = self.var(f"{var}.__globals__")
             for n in sorted(loaded):
                 if n in fn.__globals__:
-                    globs[n] = self._visit(fn.__globals__[n], f"{scope_var}.get({n!r})", n)
+                    globs[n] = self.visit(fn.__globals__[n], f"{scope_var}.get({n!r})", n)
                 else:
-                    self._guard(f"{n!r} in {scope_var}")
-        self._guard(f"len({var}.__defaults__ or ()) != {len(fn.__defaults__ or ())}")
+                    self.guard(f"{n!r} in {scope_var}")
+        self.guard(f"len({var}.__defaults__ or ()) != {len(fn.__defaults__ or ())}")
         if fn.__defaults__:
             argnames = code.co_varnames[: code.co_argcount][-len(fn.__defaults__) :]
             for i, (n, d) in enumerate(zip(argnames, fn.__defaults__, strict=True)):
-                defaults.append(self._visit(d, f"{var}.__defaults__[{i}]", n))
+                defaults.append(self.visit(d, f"{var}.__defaults__[{i}]", n))
         for n, d in (fn.__kwdefaults__ or {}).items():
-            self._guard(f"{n!r} not in ({var}.__kwdefaults__ or ())")
-            kwdefaults[n] = self._visit(d, f"{var}.__kwdefaults__[{n!r}]", n)
+            self.guard(f"{n!r} not in ({var}.__kwdefaults__ or ())")
+            kwdefaults[n] = self.visit(d, f"{var}.__kwdefaults__[{n!r}]", n)
         return build
 
     def _method(self, method: types.MethodType, var: str, name: str) -> Build:
-        self._guard(f"type({var}) is not {self._const(types.MethodType)}")
-        func = self._visit(method.__func__, f"{var}.__func__", "")
-        owner = self._visit(method.__self__, f"{var}.__self__", name)
+        self.guard(f"type({var}) is not {self.const(types.MethodType)}")
+        func = self.visit(method.__func__, f"{var}.__func__", "")
+        owner = self.visit(method.__self__, f"{var}.__self__", name)
         return lambda p: types.MethodType(func(p), owner(p))
 
     def _partial(self, value: functools.partial[Any], var: str, name: str) -> Build:
-        self._guard(f"type({var}) is not {self._const(type(value))}")
-        self._guard(f"len({var}.args) != {len(value.args)}")
-        self._guard(f"tuple({var}.keywords) != {self._const(tuple(value.keywords))}")
-        func = self._visit(value.func, f"{var}.func", name)
+        self.guard(f"type({var}) is not {self.const(type(value))}")
+        self.guard(f"len({var}.args) != {len(value.args)}")
+        self.guard(f"tuple({var}.keywords) != {self.const(tuple(value.keywords))}")
+        func = self.visit(value.func, f"{var}.func", name)
         args = [
-            self._visit(a, f"{var}.args[{i}]", f"arg{i}") for i, a in enumerate(value.args)
+            self.visit(a, f"{var}.args[{i}]", f"arg{i}") for i, a in enumerate(value.args)
         ]
-        kwargs = {k: self._visit(a, f"{var}.keywords[{k!r}]", k) for k, a in value.keywords.items()}
+        kwargs = {k: self.visit(a, f"{var}.keywords[{k!r}]", k) for k, a in value.keywords.items()}
         return lambda p: functools.partial(
             func(p), *(a(p) for a in args), **{k: a(p) for k, a in kwargs.items()}
         )
 
     def _sequence(self, value: Any, var: str, name: str) -> Build:
         kind = type(value)
-        self._guard(f"type({var}) is not {self._const(kind)} or len({var}) != {len(value)}")
-        items = [self._visit(a, f"{var}[{i}]", f"{name}_{i}") for i, a in enumerate(value)]
+        self.guard(f"type({var}) is not {self.const(kind)} or len({var}) != {len(value)}")
+        items = [self.visit(a, f"{var}[{i}]", f"{name}_{i}") for i, a in enumerate(value)]
         if hasattr(value, "_fields"):
             return lambda p: kind(*(a(p) for a in items))
         return lambda p: kind(a(p) for a in items)
@@ -364,154 +371,17 @@ class Walk:
     def _dict(self, value: dict[Any, Any], var: str, name: str) -> Build:
         keys = tuple(value)
         if len(keys) > MAX_LOCATIONS or not all(isinstance(k, str | int) for k in keys):
-            return self._opaque(value, var)
-        self._guard(f"type({var}) is not dict or tuple({var}) != {self._const(keys)}")
-        items = [self._visit(value[k], f"{var}[{k!r}]", f"{name}_{k}") for k in keys]
-        return lambda p: dict(zip(keys, (a(p) for a in items), strict=True))
-
-    def _namespace(self, value: Any, var: str) -> Build:
-        """A user's module or class that a hook reads values from."""
-        self._saw_objects = True
-        self._guard(f"{var} is not {self._const(value)}")
-        self._seen[id(value)] = (var, lambda p: value)
-        attrs: dict[str, Build] = {}
-        for n in sorted(self._names):
-            if n.startswith("__") or not hasattr(value, n):
-                continue
-            item = getattr(value, n)
-            if isinstance(item, property | types.ModuleType):
-                continue
-            attrs[n] = self._visit(item, f"{var}.{n}", n)
-        if not attrs:
-            return lambda p: value
+            raise TraceError(
+                f"a hook captures {name!r}, a dict of {len(keys)} entries; expected at most "
+                f"{MAX_LOCATIONS} with string or int keys; capture the entries that it reads"
+            )
+        kind = self.const(type(value))
+        self.guard(f"type({var}) is not {kind} or tuple({var}) != {self.const(keys)}")
+        items = [self.visit(value[k], f"{var}[{k!r}]", f"{name}_{k}") for k in keys]
 
         def build(p: Values) -> Any:
-            made = {n: make(p) for n, make in attrs.items()}
-            return _View(value, made)
-
-        self._seen[id(value)] = (var, build)
-        return build
-
-    def _object(self, value: Any, var: str, name: str) -> Build:
-        """Any other object: the attributes that some reached code names, and its own methods."""
-        self._saw_objects = True
-        cls = type(value)
-        self._guard(f"type({var}) is not {self._const(cls)}")
-        key = id(value)
-        self._alive.append(value)
-        attrs: dict[str, Build] = {}
-        special: dict[str, tuple[Any, Build]] = {}
-        own = getattr(value, "__dict__", {})
-
-        def build(p: Values) -> Any:
-            if key in p.made:
-                return p.made[key]
-            new = _shallow(value)
-            p.made[key] = new
-            for n, make in attrs.items():
-                made = make(p)
-                if n in methods:
-                    made = types.MethodType(made, new)
-                _force_attr(new, n, made)
-            if special:
-                overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
-                new.__class__ = type(cls.__name__, (cls,), {"__fajit_view__": True, **overrides})
+            new = copy.copy(value)
+            new.update(zip(keys, (a(p) for a in items), strict=True))
             return new
 
-        methods: set[str] = set()
-        self._seen[key] = (var, build)
-        params = self._params.get(key, {})
-        for n, (index, full_name, current) in params.items():
-            attrs[n] = self._visit(current, f"p[{index}]", full_name)
-        wanted = set(self._names) | getattr(cls, "__fajit_names__", frozenset())
-        if isinstance(value, torch.nn.Module):
-            wanted.add("forward")
-        for n in sorted(wanted | set(_CALLED_BY_SYNTAX)):
-            if n in params or (n.startswith("__") and n not in _CALLED_BY_SYNTAX):
-                continue
-            static = _static(cls, n)
-            if isinstance(static, property) and static.fget is not None and n not in own:
-                if isinstance(static.fget, types.FunctionType) and not _is_opaque_module(cls.__module__):
-                    getter = self._visit(static.fget, f"{self._const(static)}.fget", "")
-                    special[n] = (property, getter)
-            elif n in _CALLED_BY_SYNTAX:
-                if isinstance(static, types.FunctionType) and not _is_opaque_module(static.__module__):
-                    special[n] = (_identity, self._visit(static, f"{var}.{n}.__func__", ""))
-            elif n not in own and isinstance(static, types.FunctionType):
-                if not _is_opaque_module(static.__module__):
-                    attrs[n] = self._visit(static, f"{var}.{n}.__func__", "")
-                    methods.add(n)
-            elif n in own or _has(value, n) or not (static is _ABSENT or callable(static)):
-                try:
-                    item = getattr(value, n)
-                except Exception:  # noqa: BLE001, S112  a descriptor that refuses: not captured
-                    continue
-                if not isinstance(item, types.MethodType) or item.__self__ is not value:
-                    attrs[n] = self._visit(item, f"{var}.{n}", n)
-        if not attrs and not special and not _is_value_object(value):
-            self._guard_identity(value, var)
         return build
-
-    def _guard_identity(self, value: object, var: str) -> None:
-        # A weak reference where possible, so that a plan does not keep the user's data alive.
-        try:
-            ref = weakref.ref(value)
-        except TypeError:
-            self._guard(f"{var} is not {self._const(value)}")
-        else:
-            self._guard(f"{var} is not {self._const(ref)}()")
-
-
-_ABSENT = object()
-
-
-def _identity(x: Any) -> Any:
-    return x
-
-
-def _static(cls: type, name: str) -> Any:
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return _ABSENT
-
-
-def _has(value: Any, name: str) -> bool:
-    # nn.Module keeps its tensors in `_parameters` and finds them through __getattr__.
-    return isinstance(value, torch.nn.Module) and hasattr(value, name)
-
-
-def _is_value_object(value: Any) -> bool:
-    return hasattr(type(value), "__fajit_params__")
-
-
-def _shallow(value: Any) -> Any:
-    new = object.__new__(type(value))
-    if hasattr(value, "__dict__"):
-        new.__dict__.update(value.__dict__)
-    for base in type(value).__mro__:
-        for slot in getattr(base, "__slots__", ()):
-            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
-                object.__setattr__(new, slot, getattr(value, slot))
-    return new
-
-
-def _force_attr(obj: Any, name: str, value: Any) -> None:
-    if hasattr(obj, "__dict__"):
-        obj.__dict__[name] = value
-    else:
-        object.__setattr__(obj, name, value)
-
-
-class _View:
-    """Stands for a module or class whose attributes have been replaced."""
-
-    def __init__(self, base: Any, attrs: dict[str, Any]) -> None:
-        self.__dict__.update(attrs)
-        self.__dict__["_base"] = base
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_base"], name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_base"](*args, **kwargs)

@@ -7,6 +7,7 @@ is shared with the tracer, so that comparing the two checks both. O(q_len * kv_l
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -187,7 +188,8 @@ class _Run:
         """(out [Hq, Sq, Dv], lse [Hq, Sq]) of request `b`; q [Hq, Sq, D], k [Hkv, Skv, D]."""
         token = CONTEXT.set(self)
         try:
-            with _Gather():
+            with _Gather(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*batching rule.*")
                 return self._request(b, q, k, v)
         finally:
             CONTEXT.reset(token)

@@ -78,13 +78,22 @@ class _TextRef:
 def map_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """`value` with `leaf` applied to what is inside its tuples, lists, dicts and slices."""
     if isinstance(value, tuple | list):
-        made = [map_tree(v, leaf) for v in value]
-        return made if isinstance(value, list) else tuple(made)
+        return like(value, [map_tree(v, leaf) for v in value])
     if isinstance(value, dict):
         return {k: map_tree(v, leaf) for k, v in value.items()}
     if isinstance(value, slice):
         return slice(leaf(value.start), leaf(value.stop), leaf(value.step))
     return leaf(value)
+
+
+def like(value: Any, items: list[Any]) -> Any:
+    """`items` as a list, a tuple or the named tuple that `value` is."""
+    if isinstance(value, list):
+        return items
+    kind = type(value)
+    if hasattr(kind, "n_sequence_fields"):  # torch.return_types
+        return kind(items)
+    return kind(*items) if hasattr(kind, "_fields") else tuple(items)
 
 
 def compile_numbers(texts: Sequence[str]) -> Callable[[Tensors, Numbers], tuple[Any, ...]]:
@@ -186,7 +195,7 @@ class HostProgram:
                 self.steps.append(_Step(self, func, ref_args, ref_kwargs, i if many else -1))
                 item = HostTensor(item, name, sources, step=len(self.steps) - 1)
             made.append(item)
-        self._known[key] = tuple(made) if many else made[0]
+        self._known[key] = like(result, made) if many else made[0]
         return self._known[key]
 
     def finish(

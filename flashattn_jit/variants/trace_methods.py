@@ -66,6 +66,7 @@ def attach() -> None:
         if dunder and hasattr(torch.Tensor, name):
             setattr(Captured, name, _captured(name))
     Value.__getattr__ = _missing  # type: ignore[attr-defined]
+    Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
     for cls in (Value, Captured):
         # numpy scalars on the left then return NotImplemented, and our operators are asked.
         cls.__array_ufunc__ = None  # type: ignore[union-attr]
