@@ -29,6 +29,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 Lengths = Sequence[int] | NDArray[Any]
 _FUNCTIONS = {**vars(intervals_real), **vars(intervals)}
 _SAFE = 2**61
+_LONG_LIST = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,17 @@ class _Scope:
     values: dict[int, Value]
     alive: Bools
     changed: set[int] = field(default_factory=set)
+    index: NDArray[np.intp] | None = None  # of the outer scope's boxes, where only some are left
+
+    def only(self, index: NDArray[np.intp]) -> _Scope:
+        """The same values for some boxes of a list."""
+        count = len(self.alive)
+
+        def part(value: Value) -> Value:
+            return tuple(x[index] if x.shape == (count,) else x for x in value)
+
+        values = {node: part(value) for node, value in self.values.items()}
+        return _Scope(values, self.alive[index], index=index)
 
 
 class _Evaluation:
@@ -98,9 +110,9 @@ class _Evaluation:
         for node, low, high in program.guards:
             unsure = unsure | ~intervals.fits(self.value(scope, node), low, high)
         keep = self._any(scope, program.keep) | unsure
-        drop = self._any(scope, program.drop) | unsure
-        states = np.where(keep, np.where(drop, PARTIAL, FULL), EMPTY)
-        states = np.where(self.real, states, EMPTY)
+        scope.alive = np.broadcast_to(scope.alive & keep, self.shape)
+        states = np.where(self._any(scope, program.drop) | unsure, PARTIAL, FULL)
+        states = np.where(self.real & keep, states, EMPTY)
         return np.broadcast_to(states, self.shape).astype(np.uint8)
 
     # --- clauses ---------------------------------------------------------------------------------
@@ -112,12 +124,13 @@ class _Evaluation:
         return result
 
     def _clause(self, outer: _Scope, clause: Clause) -> Bools:
-        scope = _Scope(dict(outer.values), outer.alive)
+        scope = self._thinned(_Scope(dict(outer.values), outer.alive))
         for bound in clause.bounds:
             if bound.lows or bound.highs:
                 self._bound(scope, bound)
                 if not scope.alive.any():
-                    return scope.alive
+                    return np.asarray(False)
+                scope = self._thinned(scope)
         for bound in clause.bounds:
             for exclude in bound.excludes:
                 value, other = self.value(scope, bound.value), self.value(scope, exclude)
@@ -129,12 +142,23 @@ class _Evaluation:
         for group in clause.nested:
             if scope.alive.any():
                 scope.alive = scope.alive & self._any(scope, group)
+        if scope.index is not None:
+            alive = np.zeros(outer.alive.shape, bool)
+            alive[scope.index] = scope.alive
+            return alive
         # Values first computed here without narrowing serve the clauses that follow.
         for node, value in scope.values.items():
             known = node in outer.values or node in scope.changed
             if not known and self.program.parts[node].isdisjoint(scope.changed):
                 outer.values[node] = value
         return scope.alive
+
+    def _thinned(self, scope: _Scope) -> _Scope:
+        """The scope of only those boxes of a long list that may still hold, if they are few."""
+        if scope.index is not None or scope.alive.ndim != 1 or len(scope.alive) < _LONG_LIST:
+            return scope
+        index = np.flatnonzero(scope.alive)
+        return scope if 2 * len(index) > len(scope.alive) else scope.only(index)
 
     def _bound(self, scope: _Scope, bound: Bound) -> None:
         low, high = self.value(scope, bound.value)

@@ -136,12 +136,11 @@ class _Body:
                 scope.names[i] = str(n.attr("name"))
         scope.line("using namespace interval;")
         scope.line("if (q.lo > q.hi || k.lo > k.hi) return FAJIT_TILE_EMPTY;")
-        if (program.keep and program.drop) or program.guards:
-            scope.line("if (!positions(q) || !positions(k)) return FAJIT_TILE_PARTIAL;")
-            self._hoist(scope)
-            for node, low, high in program.guards:
-                limits = f"{self.value(scope, node)}, {_literal(low)}, {_literal(high)}"
-                scope.line(f"if (!fits({limits})) return FAJIT_TILE_PARTIAL;")
+        scope.line("if (!positions(q) || !positions(k)) return FAJIT_TILE_PARTIAL;")
+        self._hoist(scope)
+        for node, low, high in program.guards:
+            limits = f"{self.value(scope, node)}, {_literal(low)}, {_literal(high)}"
+            scope.line(f"if (!fits({limits})) return FAJIT_TILE_PARTIAL;")
         if program.keep and program.drop:
             self._question(scope, "keep", program.keep)
             scope.line("if (!keep) return FAJIT_TILE_EMPTY;")

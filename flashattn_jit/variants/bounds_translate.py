@@ -25,6 +25,8 @@ class Translator:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.terms = Terms()
+        for name in ("b", "h", "q_idx", "kv_idx"):  # in order: a distance is always q - k
+            self.terms.input(name)
         self.formulas = Formulas(self.terms)
         self.guards: dict[Form, tuple[int, int]] = {}
         self._forms: dict[int, Form] = {}

@@ -125,7 +125,15 @@ def i_sign(a: I) -> I:
     return np.sign(a[0]), np.sign(a[1])
 
 
+def _plain_divisor(a: I, b: I) -> bool:
+    """Whether one positive number divides bounded ones: the usual case, and quick."""
+    one = b[0].ndim == b[1].ndim == 0 and 0 < b[0] == b[1] < _MAX
+    return bool(one and a[0].size and a[0].min() > _MIN and a[1].max() < _MAX)
+
+
 def _divided(a: I, b: I, f: Callable[[Ints, Ints], Ints]) -> I:
+    if f is _floor_quotient and _plain_divisor(a, b):
+        return a[0] // b[0], a[1] // b[0]
     zero = (b[0] <= 0) & (b[1] >= 0)
     low, high = _corners(a, (np.where(zero, 1, b[0]), np.where(zero, 1, b[1])), f)
     return np.where(zero, _MIN, low), np.where(zero, _MAX, high)
@@ -140,6 +148,10 @@ def i_truncdiv(a: I, b: I) -> I:
 
 
 def i_remainder(a: I, b: I) -> I:
+    if _plain_divisor(a, b):
+        q = a[0] // b[0]
+        same, start = q == a[1] // b[0], q * b[0]
+        return np.where(same, a[0] - start, 0), np.where(same, a[1] - start, b[0] - 1)
     zero = (b[0] <= 0) & (b[1] >= 0)
     divisor = np.where(zero, 1, b[0])
     low, high = np.where(b[0] > 0, 0, b[0] + 1), np.where(b[0] > 0, b[1] - 1, 0)
