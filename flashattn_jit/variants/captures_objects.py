@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 import weakref
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from flashattn_jit.variants.captures import Walk
 
 _OPAQUE_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "flashattn_jit"}
-_CALLED_BY_SYNTAX = ("__call__", "__getitem__")
+_NOT_CALLED_BY_HOOKS = frozenset({
+    "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__class_getitem__",
+    "__setattr__", "__delattr__", "__repr__", "__str__", "__reduce__", "__reduce_ex__",
+    "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__sizeof__", "__dir__",
+    "__subclasshook__", "__getnewargs__", "__replace__", "__getattribute__",
+})  # fmt: skip
 _C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
                   types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 _ABSENT = object()
@@ -50,7 +56,7 @@ def visit_namespace(walk: Walk, value: Any, var: str) -> Build:
         if n.startswith("__") or not hasattr(value, n):
             continue
         item = getattr(value, n)
-        if not isinstance(item, property | types.ModuleType | _C_DESCRIPTORS):
+        if not isinstance(item, (property, types.ModuleType, *_C_DESCRIPTORS)):
             attrs[n] = walk.visit(item, f"{var}.{n}", n)
     if before == len(walk.tensors) + len(walk.numbers):
         return lambda p: value
@@ -96,7 +102,9 @@ def visit_object(walk: Walk, value: Any, var: str, name: str) -> Build:
             _force_attr(new, n, types.MethodType(made, new) if n in methods else made)
         if special:
             overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
-            new.__class__ = type(cls.__name__, (cls,), {"__fajit_view__": True, **overrides})
+            # Without slots of its own, so that the layout is the same; past a frozen __setattr__.
+            body = {"__fajit_view__": True, "__slots__": (), **overrides}
+            object.__setattr__(new, "__class__", type(cls.__name__, (cls,), body))
         return new
 
     walk.seen[id(value)] = (var, build)
@@ -107,26 +115,24 @@ def visit_object(walk: Walk, value: Any, var: str, name: str) -> Build:
     if isinstance(value, torch.nn.Module):
         wanted |= {"forward"}
     own = getattr(value, "__dict__", {})
-    for n in sorted(wanted | set(_CALLED_BY_SYNTAX)):
-        if n in params or n.startswith("__") and n not in _CALLED_BY_SYNTAX:
-            continue
+    for n in sorted(n for n in wanted if not n.startswith("__") and n not in params):
         static = _static(cls, n)
         if n in own:
             attrs[n] = walk.visit(own[n], f"{var}.{n}", n)
-        elif n in _CALLED_BY_SYNTAX or isinstance(static, property):
-            getter = static.fget if isinstance(static, property) else static
-            if isinstance(getter, types.FunctionType) and not is_opaque_module(getter.__module__):
-                path = f"{walk.const(static)}.fget" if getter is not static else _path(walk, cls, n)
-                special[n] = (
-                    property if getter is not static else _unchanged, walk.visit(getter, path, "")
-                )  # fmt: skip
+        elif isinstance(static, property):
+            if static.fget is not None and _is_users(static.fget):
+                special[n] = (property, walk.visit(static.fget, f"{walk.const(static)}.fget", ""))
         elif isinstance(static, types.FunctionType):
-            if not is_opaque_module(static.__module__):
-                attrs[n] = walk.visit(static, _path(walk, cls, n), "")
+            if _is_users(static):
+                attrs[n] = walk.visit(static, f"{walk.const(cls)}.{n}", "")
                 methods.add(n)
                 _visit_overridden(walk, cls, n, static)
         elif not isinstance(static, _C_DESCRIPTORS) and hasattr(value, n):
             attrs[n] = walk.visit(getattr(value, n), f"{var}.{n}", n)
+    # What syntax calls is looked up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
+    for n in _dunder_names(cls):
+        special[n] = (_unchanged, walk.visit(_static(cls, n), f"{walk.const(cls)}.{n}", ""))
+        _visit_overridden(walk, cls, n, _static(cls, n))
     if not attrs and not special and not hasattr(cls, "__fajit_names__"):
         _guard_identity(walk, value, var)
     return build
@@ -139,15 +145,9 @@ def _visit_overridden(walk: Walk, cls: type, name: str, found: types.FunctionTyp
     frozen, walk.frozen = walk.frozen, True
     for base in cls.__mro__:
         static = base.__dict__.get(name)
-        if not isinstance(static, types.FunctionType) or static is found:
-            continue
-        if not is_opaque_module(static.__module__):
+        if static is not found and _is_users(static):
             walk.visit(static, f"{walk.const(base)}.__dict__[{name!r}]", "")
     walk.frozen = frozen
-
-
-def _path(walk: Walk, cls: type, name: str) -> str:
-    return f"{walk.const(cls)}.{name}"
 
 
 def _guard_identity(walk: Walk, value: object, var: str) -> None:
@@ -158,6 +158,17 @@ def _guard_identity(walk: Walk, value: object, var: str) -> None:
         walk.guard(f"{var} is not {walk.const(value)}")
     else:
         walk.guard(f"{var} is not {walk.const(ref)}()")
+
+
+def _is_users(fn: Any) -> bool:
+    return isinstance(fn, types.FunctionType) and not is_opaque_module(fn.__module__)
+
+
+def _dunder_names(cls: type) -> list[str]:
+    names = {n for base in cls.__mro__ for n in base.__dict__ if n.startswith("__")}
+    if hasattr(cls, "__dataclass_fields__"):
+        names -= {"__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"}
+    return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if _is_users(_static(cls, n)))
 
 
 def _unchanged(x: Any) -> Any:
@@ -172,7 +183,10 @@ def _static(cls: type, name: str) -> Any:
 
 
 def _shallow_copy(value: Any) -> Any:
-    new = object.__new__(type(value))
+    try:
+        new = object.__new__(type(value))
+    except TypeError:  # a type made in C that wants its own __new__
+        return copy.copy(value)
     if hasattr(value, "__dict__"):
         new.__dict__.update(value.__dict__)
     for base in type(value).__mro__:

@@ -205,7 +205,11 @@ class HostProgram:
         tensor_slots: Sequence[HostTensor],
         number_slots: Sequence[str],
     ) -> Finish | None:
-        """The function from extracted tensors and numbers to slots; None when they are equal."""
+        """The function from extracted tensors and numbers to slots; None when they are equal.
+
+        Ends the recording: the tensors of this call are let go.
+        """
+        self._known.clear()
         if [t.raw for t in tensor_slots] == list(range(num_tensors)) and list(number_slots) == [
             f"n[{i}]" for i in range(num_numbers)
         ]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashattn_jit.variants import trace_composite, trace_load, trace_vectors
@@ -12,11 +13,20 @@ from flashattn_jit.variants.trace_factory import FACTORIES
 from flashattn_jit.variants.trace_ops import HANDLERS
 from flashattn_jit.variants.trace_values import Captured, Value, tracer
 
-_INPLACE_FREE = frozenset({"bool", "to", "type", "view", "reshape", "flatten"})
+# `Number` answers isinstance as the int or float that it stands for.
+_OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
 
 
 def _method(name: str) -> Callable[..., Any]:
     handler = HANDLERS.get(name) or FACTORIES[name]
+    if name.startswith("__") and name not in ("__getitem__", "__setitem__"):
+
+        def operator(self: Any, *others: Any) -> Any:
+            if others and not isinstance(others[0], _OPERANDS):
+                return NotImplemented  # another class may define the reflected operator
+            return handler(self, *others)
+
+        return operator
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
