@@ -1,5 +1,6 @@
 """The ops that users call, registered with torch. `flex` and `sdpa` are imported on first use."""
 
+from . import _graph_ops as _graph_ops
 from . import _register as _register
 from .attention import attention
 from .merge import merge_states

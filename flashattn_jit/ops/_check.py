@@ -12,6 +12,10 @@ from ..variants.params import Dims
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
 MAX_HEAD_DIM = 256
+GRAD_MESSAGE = (
+    "an input requires grad while grad mode is on, but this engine is inference only; call it "
+    "under torch.no_grad() (frozen parameters pass there) or detach the input"
+)
 _INT32_MAX = 2**31 - 1
 
 
@@ -132,10 +136,7 @@ def check_grad(tensors: Sequence[torch.Tensor]) -> None:
         return
     for tensor in tensors:
         if tensor.requires_grad:
-            raise GradError(
-                "an input requires grad while grad mode is on, but this engine is inference only; "
-                "call it under torch.no_grad() (frozen parameters pass there) or detach the input"
-            )
+            raise GradError(GRAD_MESSAGE)
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -12,7 +12,7 @@ import torch
 
 from . import _dense, _packed, merge
 
-_LIBRARY = torch.library.Library("flashattn_jit", "DEF")
+LIBRARY = torch.library.Library("flashattn_jit", "DEF")
 
 _COMMON = "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor scalars, int handle, float scale"
 _DENSE = (
@@ -21,26 +21,26 @@ _DENSE = (
 )
 _PACKED = f"{_COMMON}, Tensor q_indptr, Tensor kv_indptr, Tensor q_offsets"
 
-_LIBRARY.define(
+LIBRARY.define(
     f"attention({_DENSE}, bool return_lse, bool partial, str target) -> (Tensor, Tensor)"
 )
-_LIBRARY.define(
+LIBRARY.define(
     f"attention_out({_DENSE}, bool partial, str target, Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     f"varlen_attention({_PACKED}, bool return_lse, bool partial, str target) -> (Tensor, Tensor)"
 )
-_LIBRARY.define(
+LIBRARY.define(
     f"varlen_attention_out({_PACKED}, bool partial, str target, Tensor(a!) out, Tensor(b!)? lse)"
     " -> ()"
 )
-_LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
+LIBRARY.define("merge_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)")
 
-_LIBRARY.impl("attention", _dense.dense, "CPU")
-_LIBRARY.impl("attention_out", _dense.dense_out, "CPU")
-_LIBRARY.impl("varlen_attention", _packed.packed, "CPU")
-_LIBRARY.impl("varlen_attention_out", _packed.packed_out, "CPU")
-_LIBRARY.impl("merge_states", merge.merge_on_cpu, "CPU")
+LIBRARY.impl("attention", _dense.dense, "CPU")
+LIBRARY.impl("attention_out", _dense.dense_out, "CPU")
+LIBRARY.impl("varlen_attention", _packed.packed, "CPU")
+LIBRARY.impl("varlen_attention_out", _packed.packed_out, "CPU")
+LIBRARY.impl("merge_states", merge.merge_on_cpu, "CPU")
 
 
 def _dense_shapes(
@@ -100,8 +100,8 @@ def _writes_only(*args: object) -> None:
     return None
 
 
-torch.library.register_fake("flashattn_jit::attention", _dense_shapes, lib=_LIBRARY)
-torch.library.register_fake("flashattn_jit::attention_out", _writes_only, lib=_LIBRARY)
-torch.library.register_fake("flashattn_jit::varlen_attention", _packed_shapes, lib=_LIBRARY)
-torch.library.register_fake("flashattn_jit::varlen_attention_out", _writes_only, lib=_LIBRARY)
-torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=_LIBRARY)
+torch.library.register_fake("flashattn_jit::attention", _dense_shapes, lib=LIBRARY)
+torch.library.register_fake("flashattn_jit::attention_out", _writes_only, lib=LIBRARY)
+torch.library.register_fake("flashattn_jit::varlen_attention", _packed_shapes, lib=LIBRARY)
+torch.library.register_fake("flashattn_jit::varlen_attention_out", _writes_only, lib=LIBRARY)
+torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=LIBRARY)

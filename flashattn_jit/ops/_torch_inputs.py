@@ -24,15 +24,22 @@ def prepare(
                 f"{name} is a nested or sparse tensor; pass a dense one, or packed requests to "
                 "fa.varlen_attention"
             )
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = (
-            t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value)
-        )
+    query, key, value = autocast(query, key, value)
     if query.dim() == 4 and not _has_contiguous_rows(query):
         rows = query.new_empty_strided(query.shape, like_q_strides(query, query.shape[-1]))
         query = rows.copy_(query)
     return query, with_contiguous_rows(key), with_contiguous_rows(value)
+
+
+def autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs in autocast's dtype where it is on, as torch's attention functions take them."""
+    if not torch.is_autocast_enabled("cpu"):
+        return query, key, value
+    dtype = torch.get_autocast_dtype("cpu")
+    q, k, v = (t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value))
+    return q, k, v
 
 
 def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ..codegen.target import resolve_target
 from ..errors import InputError
+from ..variants.binding import Swap, bind
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _handles
 from ._dense import result_dtype
@@ -66,6 +67,12 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
+    if torch.compiler.is_dynamo_compiling():
+        from ._compiled import dense
+
+        return dense(  # type: ignore[no-any-return]
+            q, k, v, variant, params, scale, q_offset, kv_len, return_lse, partial, out, target
+        )
     result, lse = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
         return_lse=return_lse, partial=partial, out=out, target=target,
@@ -89,14 +96,16 @@ def run_dense(
     partial: bool = False,
     out: torch.Tensor | None = None,
     target: str | None = None,
+    swap: Swap | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Checks and computes (out, lse) of a dense call; lse is None unless asked for.
 
     block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
-    block_size (q_block, kv_block). The rest is as for `attention`, which see for what it raises.
+    block_size (q_block, kv_block). swap: see `bind`. The rest is as for `attention`, which see for
+    what it raises.
     """
     dims = _check.check_dense(q, k, v)
-    bound = chosen.bind(dims, params)
+    bound = bind(chosen, dims, params, swap)
     ir = bound.ir
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = ir.normalizer == "pointwise"

@@ -76,7 +76,7 @@ def check_block_mask(
                 f"block_mask must be a {_FLEX_MODULE}.BlockMask, got {type(mask).__name__}; "
                 "create_block_mask makes one of a mask_mod"
             )
-    mask_mod = _mask_mod(mask.mask_mod)
+    mask_mod = own_mask_mod(mask.mask_mod)
     q_block, kv_block = mask.BLOCK_SIZE
     if q_block < 1 or kv_block < 1:
         raise InputError(f"block_mask.BLOCK_SIZE={mask.BLOCK_SIZE} must be positive")
@@ -92,7 +92,7 @@ def check_block_mask(
     return (q_block, kv_block), mask_mod
 
 
-def _mask_mod(mask_mod: Any) -> Callable[..., Any] | None:
+def own_mask_mod(mask_mod: Any) -> Callable[..., Any] | None:
     """The mask_mod; None for FlexAttention's own "everything". Slices have a stub that raises."""
     if mask_mod is None:
         return None

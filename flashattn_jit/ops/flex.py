@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..variants.spec import Variant, variant
+from ..variants.binding import Swap
+from ..variants.spec import Dims, Variant, variant
 from . import _check, _torch_inputs
 from .attention import run_dense
 from .block_mask import Blocks, read_block_mask
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., Any]
 
-# lse(c * s) / c is the row maximum of s for large c: the largest weight is 1, ties add log(n) / c.
-# A power of two scales exactly, and leaves fp32 scores room up to 1e19.
-_SHARPNESS = 2.0**64
+_SHARPNESS = 2.0**64  # a power of two scales exactly; fp32 has room for scores up to 1e19
 
 
 def flex_attention(
@@ -70,33 +69,56 @@ def flex_attention(
 
     Source: Dong et al. 2024, arXiv 2412.05496; torch 2.13.
     """
-    query, key, value = _torch_inputs.prepare(query, key, value)
-    dims = _check_flex(query, key, value, block_mask, enable_gqa)
     if return_lse and return_aux is not None:
         raise InputError(
             "Cannot specify both return_lse and return_aux; return_lse is the older of the two: "
             "pass return_aux=AuxRequest(lse=True)"
         )
-    _check_mod(score_mod)
-    key, value = key.expand(dims.batch, -1, -1, -1), value.expand(dims.batch, -1, -1, -1)
-    blocks = Blocks(None, (1, 1), None)
-    if block_mask is not None:
-        blocks = read_block_mask(block_mask, dims.batch, dims.num_q_heads, dims.q_len, dims.kv_len)
     want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
-    out, lse = _run(query, key, value, score_mod, blocks, scale, want_lse)
+    want_max = return_aux is not None and bool(return_aux.max_scores)
+    run: Callable[..., Any] = run_flex
+    if torch.compiler.is_dynamo_compiling():
+        from ._compiled import flex
+
+        run = flex
+    out, lse, max_scores = run(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, want_lse, want_max
+    )
     if return_aux is None:
         return (out, lse) if return_lse else out
-    max_scores = None
-    if return_aux.max_scores:
-        max_scores = _max_scores(query, key, score_mod, blocks, scale)
     from torch.nn.attention.flex_attention import AuxOutput  # the caller has imported it
 
     return out, AuxOutput(lse=lse, max_scores=max_scores)
 
 
+def run_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Mod | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    want_lse: bool,
+    want_max: bool,
+    swap: Swap | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(out, lse or None, max_scores or None) of `flex_attention`. swap: see `bind`."""
+    q, k, v = _torch_inputs.prepare(query, key, value)
+    dims = _check_flex(q, k, v, block_mask, enable_gqa)
+    _check_mod(score_mod)
+    k, v = k.expand(dims.batch, -1, -1, -1), v.expand(dims.batch, -1, -1, -1)
+    blocks = Blocks(None, (1, 1), None)
+    if block_mask is not None:
+        blocks = read_block_mask(block_mask, dims.batch, dims.num_q_heads, dims.q_len, dims.kv_len)
+    out, lse = _run(q, k, v, score_mod, blocks, scale, want_lse, swap)
+    max_scores = _max_scores(q, k, score_mod, blocks, scale, swap) if want_max else None
+    return out, lse, max_scores
+
+
 def _check_flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, enable_gqa: bool
-) -> _check.Dims:
+) -> Dims:
     """FlexAttention's own rules, in its order and words, then those of the kernel."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise InputError(
@@ -147,30 +169,40 @@ def _run(
     blocks: Blocks,
     scale: float | None,
     want_lse: bool,
+    swap: Swap | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     chosen = variant(score_mod=score_mod, mask_mod=blocks.mask_mod)
     return run_dense(
         q, k, v, chosen, {}, scale=scale, return_lse=want_lse,
-        block_states=blocks.states, block_size=blocks.size,
+        block_states=blocks.states, block_size=blocks.size, swap=swap,
     )  # fmt: skip
 
 
 def _max_scores(
-    q: torch.Tensor, k: torch.Tensor, score_mod: Mod | None, blocks: Blocks, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    score_mod: Mod | None,
+    blocks: Blocks,
+    scale: float | None,
+    swap: Swap | None,
 ) -> torch.Tensor:
-    """The row maxima after score_mod and mask, [batch, num_q_heads, q_len] fp32: see _SHARPNESS."""
+    """The row maxima after score_mod and mask, [batch, num_q_heads, q_len] fp32.
+
+    lse(c * s) / c is the maximum of s for large c: the largest weight is 1, ties add log(n) / c.
+    """
     v = q.new_zeros(1).expand(*k.shape[:3], 1)
     if score_mod is None:
         scale = _check.check_scale(scale, q.shape[-1]) * _SHARPNESS
     else:
         score_mod = _sharpened(score_mod)
-    _, lse = _run(q, k, v, score_mod, blocks, scale, True)
+    _, lse = _run(q, k, v, score_mod, blocks, scale, True, swap)
     assert lse is not None
     return lse / _SHARPNESS
 
 
 def _sharpened(score_mod: Mod) -> Mod:
     def sharp(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return score_mod(score, b, h, q_idx, kv_idx) * _SHARPNESS
+        # A literal, so that the hook captures what score_mod does and nothing more.
+        return score_mod(score, b, h, q_idx, kv_idx) * 18446744073709551616.0
 
     return sharp

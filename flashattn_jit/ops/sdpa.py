@@ -81,6 +81,26 @@ def scaled_dot_product_attention(
     Example:
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
+    if torch.compiler.is_dynamo_compiling():
+        from ._compiled import sdpa
+
+        return sdpa(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def run_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` outside of the tracer."""
     if dropout_p != 0.0:
         raise InputError(
             f"dropout_p={dropout_p}: this engine is inference only; pass dropout_p=0.0, such as "
@@ -91,22 +111,37 @@ def scaled_dot_product_attention(
             "Explicit attn_mask should not be set when is_causal=True; put both into attn_mask, or "
             "use fa.attention with a variant of both"
         )
-    query, key, value = _torch_inputs.prepare(query, key, value)
-    _check_ranks(query, key, value)
-    lead = _broadcast_lead(query, key, value, enable_gqa)
-    q, k, v = (_as_dense(t, lead) for t in (query, key, value))
-    if not enable_gqa:
-        q, k, v = _broadcast_heads(q, k, v)
+    q, k, v, lead = as_dense_problem(query, key, value, enable_gqa)
     chosen: Variant = _CAUSAL if is_causal else _FULL
     params: dict[str, object] = {}
     if attn_mask is not None:
-        wanted = (*lead, q.shape[1], q.shape[2], k.shape[2])
-        mask = _dense_mask(attn_mask, wanted)
+        mask = _dense_mask(attn_mask, (*lead, q.shape[1], q.shape[2], k.shape[2]))
         chosen, params = (_KEEP if mask.dtype == torch.bool else _ADD), {"attn_mask": mask}
     out, _ = run_dense(q, k, v, chosen, params, scale=scale)
-    if query.dim() == 2 and q.shape[1] == 1:
-        return out[0, 0]
-    return out.reshape(*lead, *out.shape[1:])
+    return with_leading_dims(out, lead, query.dim())
+
+
+def as_dense_problem(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """q, k, v [batch, heads, length, dim], and the leading dims that batch stands for.
+
+    Raises:
+        InputError: dims cannot be broadcast, or dtypes or devices differ.
+    """
+    q, k, v = _torch_inputs.prepare(query, key, value)
+    _check_ranks(q, k, v)
+    lead = _broadcast_lead(q, k, v, enable_gqa)
+    q, k, v = (_as_dense(t, lead) for t in (q, k, v))
+    if not enable_gqa:
+        q, k, v = _broadcast_heads(q, k, v)
+    return q, k, v, lead
+
+
+def with_leading_dims(out: torch.Tensor, lead: tuple[int, ...], rank: int) -> torch.Tensor:
+    """[batch, heads, q_len, head_dim_v] as the caller's dims: [*lead, heads, q_len, head_dim_v]."""
+    out = out.reshape(*lead, *out.shape[1:])
+    return out[0] if rank == 2 and not lead and out.shape[0] == 1 else out
 
 
 def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ..codegen.target import resolve_target
 from ..errors import InputError
+from ..variants.binding import Swap, bind
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _handles
 from ._dense import result_dtype
@@ -59,6 +60,44 @@ def varlen_attention(
     Example:
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
+    if torch.compiler.is_dynamo_compiling():
+        from ._compiled import packed
+
+        return packed(  # type: ignore[no-any-return]
+            q, k, v, q_indptr, kv_indptr, variant, params, max_q_len, max_kv_len, scale, q_offset,
+            return_lse, partial, out, target,
+        )  # fmt: skip
+    result, lse = run_packed(
+        q, k, v, q_indptr, kv_indptr, as_variant(variant), params, max_q_len=max_q_len,
+        max_kv_len=max_kv_len, scale=scale, q_offset=q_offset, return_lse=return_lse,
+        partial=partial, out=out, target=target,
+    )  # fmt: skip
+    return result if lse is None else (result, lse)
+
+
+def run_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    chosen: Variant,
+    params: Mapping[str, object],
+    *,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    scale: float | None = None,
+    q_offset: Offset = "end",
+    return_lse: bool = False,
+    partial: bool = False,
+    out: torch.Tensor | None = None,
+    target: str | None = None,
+    swap: Swap | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Checks and computes (out, lse) of a packed call; lse is None unless asked for.
+
+    swap: see `bind`. The rest is as for `varlen_attention`, which see for what it raises.
+    """
     _check.check_tensors(
         q, k, v,
         ("[num_q_tokens, num_q_heads, head_dim]", "[num_kv_tokens, num_kv_heads, head_dim]",
@@ -77,9 +116,8 @@ def varlen_attention(
         )
     num_requests = len(q_lens)
     longest_q, longest_kv = max(q_lens, default=0), max(kv_lens, default=0)
-    chosen = as_variant(variant)
     dims = Dims(num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2])
-    bound = chosen.bind(dims, params)
+    bound = bind(chosen, dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
     if return_lse and pointwise:
@@ -106,7 +144,7 @@ def varlen_attention(
             q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
             partial, target, out, lse,
         )  # fmt: skip
-    return (result, lse) if with_lse else result
+    return result, lse if with_lse else None
 
 
 def _request_lengths(

@@ -1,0 +1,294 @@
+"""What ``torch.compile`` sees of a call. Imported by the tracer alone.
+
+A traced call reads the tensors and numbers that its variant captures, by the paths of its site
+(`_sites`), and emits one op (`_graph_ops`) that takes them as inputs. When the graph runs, that op
+makes the ordinary call: the same checks, the same errors, the same kernels. So a new value of a
+scalar, a new captured tensor or a new length changes an input of the graph, not the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..variants.spec import FULL, Variant
+from . import _sites
+from ._check import GRAD_MESSAGE
+from ._sites import ITEM, Plan
+from ._torch_inputs import autocast
+from .block_mask import lists_of
+
+_OPS = torch.ops.flashattn_jit
+
+# Dynamo runs these as they are and takes their results for constants. It guards on the identity of
+# variants and on the code of functions.
+_variant_site = torch.compiler.assume_constant_result(_sites.variant_site)
+_function_site = torch.compiler.assume_constant_result(_sites.function_site)
+_callable_site = torch.compiler.assume_constant_result(_sites.callable_site)
+_hook_name = torch.compiler.assume_constant_result(_sites.hook_name)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _look(value: Any) -> int:
+    """Makes Dynamo guard on a function or a constant."""
+    return 0
+
+
+class _Problem(NamedTuple):
+    """Why a call cannot be: the class of the error and its message. The graph raises it."""
+
+    kind: str
+    message: str
+
+
+class _Inputs(NamedTuple):
+    """The inputs of the graph's op: see `_graph_ops.Values`."""
+
+    captured: list[torch.Tensor]
+    tensors: list[torch.Tensor]
+    numbers: torch.Tensor
+    site: int
+    tensor_names: list[str]
+    scalar_names: list[str]
+    fixed: str
+    has_scale: bool
+
+
+def dense(
+    q: Any,
+    k: Any,
+    v: Any,
+    variant: Any,
+    params: Mapping[str, Any],
+    scale: Any,
+    q_offset: Any,
+    kv_len: Any,
+    return_lse: bool,
+    partial: bool,
+    out: Any,
+    target: Any,
+) -> Any:
+    """`attention` while it is traced."""
+    plan, inputs = _inputs(variant, params, scale)
+    problem = _problem(plan, (q, k, v), inputs, scale, q_offset, target, (kv_len, out))
+    with_lse = return_lse or (partial and not plan.pointwise)
+    if problem is not None:
+        result, lse = _refuse(q, v, problem)
+    else:
+        offset, offsets, at_end = _offset(q_offset)
+        if out is None:
+            result, lse = _OPS.call_attention(
+                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial
+            )
+        else:
+            lse = _OPS.call_attention_out(
+                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial, out
+            )
+            result = out
+    return (result, lse) if with_lse else result
+
+
+def packed(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_indptr: Any,
+    kv_indptr: Any,
+    variant: Any,
+    params: Mapping[str, Any],
+    max_q_len: Any,
+    max_kv_len: Any,
+    scale: Any,
+    q_offset: Any,
+    return_lse: bool,
+    partial: bool,
+    out: Any,
+    target: Any,
+) -> Any:
+    """`varlen_attention` while it is traced."""
+    plan, inputs = _inputs(variant, params, scale)
+    tensors = (q, k, v, q_indptr, kv_indptr)
+    problem = _problem(plan, tensors, inputs, scale, q_offset, target, (out,))
+    with_lse = return_lse or (partial and not plan.pointwise)
+    if problem is not None:
+        result, lse = _refuse(q, v, problem)
+    else:
+        offset, offsets, at_end = _offset(q_offset)
+        lengths = (q_indptr, kv_indptr, max_q_len, max_kv_len)
+        if out is None:
+            result, lse = _OPS.call_varlen_attention(
+                q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial
+            )
+        else:
+            lse = _OPS.call_varlen_attention_out(
+                q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial,
+                out,
+            )  # fmt: skip
+            result = out
+    return (result, lse) if with_lse else result
+
+
+def flex(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: bool,
+    want_lse: bool,
+    want_max: bool,
+) -> tuple[Any, Any, Any]:
+    """`run_flex` while it is traced."""
+    mask_mod = None if block_mask is None else block_mask.mask_mod
+    plan = _function_site(score_mod, mask_mod)
+    captured, numbers = _read({"score_mod": score_mod, "mask_mod": mask_mod}, plan)
+    inputs = _Inputs(
+        captured, [], _pack(numbers, scale), plan.number, [], [], "", scale is not None
+    )
+    problem = _problem(plan, (query, key, value), inputs, scale, 0, None, ())
+    if problem is not None:
+        out, lse = _refuse(query, value, problem)
+        max_scores = lse
+    else:
+        query, key, value = autocast(query, key, value)
+        lists: Sequence[Any] = (None, None, None, None)
+        sizes: Sequence[Sequence[int]] = ((), ())
+        if block_mask is not None:
+            lists, sizes = lists_of(block_mask), (block_mask.BLOCK_SIZE, block_mask.shape)
+        out, lse, max_scores = _OPS.call_flex_attention(
+            query, key, value, *inputs, *lists, *sizes, enable_gqa, want_lse, want_max
+        )
+    return out, lse if want_lse else None, max_scores if want_max else None
+
+
+def sdpa(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: bool,
+) -> Any:
+    """`run_sdpa` while it is traced."""
+    inputs = _Inputs([], [], _pack((), scale), -1, [], [], "", scale is not None)
+    tensors: tuple[Any, ...] = (query, key, value)
+    if attn_mask is not None:
+        inputs.tensors.append(attn_mask)
+        tensors = (*tensors, attn_mask)
+    problem = _problem(Plan(-1), tensors, inputs, scale, 0, None, ())
+    if problem is not None:
+        return _refuse(query, value, problem)[0]
+    query, key, value = autocast(query, key, value)
+    return _OPS.call_scaled_dot_product_attention(
+        query, key, value, attn_mask, inputs.numbers, inputs.has_scale, dropout_p, is_causal,
+        enable_gqa,
+    )  # fmt: skip
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, _Inputs]:
+    """The plan of a call's site and what the op is given."""
+    tensor_names, tensors, scalar_names, scalars, fixed = [], [], [], [], []
+    for name, value in params.items():
+        if isinstance(value, torch.Tensor):
+            tensor_names.append(name)
+            tensors.append(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            scalar_names.append(name + (":int" if isinstance(value, int) else ":float"))
+            scalars.append(value)
+        else:
+            fixed.append(f"{name!r}: {value!r}")
+    if variant is None:
+        variant = FULL
+    if isinstance(variant, Variant):
+        names = [name.partition(":")[0] for name in scalar_names]
+        plan = _variant_site(variant, tuple(tensor_names), tuple(names))
+        captured, numbers = _read(variant, plan)
+    else:
+        plan = _callable_site(variant)
+        captured, numbers = _read({_hook_name(variant): variant}, plan)
+    return plan, _Inputs(
+        captured,
+        tensors,
+        _pack([*numbers, *scalars], scale),
+        plan.number,
+        tensor_names,
+        scalar_names,
+        "{" + ", ".join(fixed) + "}",
+        scale is not None,
+    )
+
+
+def _read(root: Any, plan: Plan) -> tuple[list[torch.Tensor], list[float]]:
+    """The captured tensors and numbers, read where the tracer sees it."""
+    values: list[Any] = []
+    for base, steps in plan.paths:
+        value = root if base < 0 else values[base]
+        for kind, key in steps:
+            value = value[key] if kind == ITEM else getattr(value, key)
+        values.append(value)
+    for i in plan.fixed:
+        _look(values[i])
+    return [values[i] for i in plan.tensors], [values[i] for i in plan.numbers]
+
+
+def _pack(numbers: Sequence[Any], scale: Any) -> torch.Tensor:
+    """Numbers as one tensor, an input of the op: new values do not change the graph."""
+    values = [x for x in (*numbers, scale) if isinstance(x, (int, float))]
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
+def _offset(q_offset: Any) -> tuple[Any, Any, bool]:
+    """(int, tensor or None, whether it is "end")."""
+    if isinstance(q_offset, torch.Tensor):
+        return 0, q_offset, False
+    return (0, None, True) if isinstance(q_offset, str) else (q_offset, None, False)
+
+
+def _problem(
+    plan: Plan,
+    tensors: Sequence[Any],
+    inputs: _Inputs,
+    scale: Any,
+    q_offset: Any,
+    target: Any,
+    optional: Sequence[Any],
+) -> _Problem | None:
+    """What the op's schema cannot carry, and gradients, which only the tracer sees."""
+    if plan.error is not None:
+        return _Problem(*plan.error)
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            return _Problem("InputError", f"expected a tensor, got {type(tensor).__name__}")
+    for tensor in optional:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            return _Problem("InputError", f"expected a tensor or None, got {type(tensor).__name__}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        return _Problem("InputError", f"scale must be a float or None, got {type(scale).__name__}")
+    if isinstance(q_offset, bool) or not (
+        isinstance(q_offset, (torch.Tensor, int)) or q_offset == "end"
+    ):
+        got = type(q_offset).__name__
+        message = f'q_offset must be an int, a tensor [batch] or "end", got {got}'
+        return _Problem("InputError", message)
+    if target is not None and not isinstance(target, str):
+        return _Problem("TargetError", f"target must be a name, got {type(target).__name__}")
+    if torch.is_grad_enabled():
+        for tensor in (*tensors, *inputs.captured, *inputs.tensors):
+            if tensor.requires_grad:
+                return _Problem("GradError", GRAD_MESSAGE)
+    return None
+
+
+def _refuse(q: Any, v: Any, problem: _Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Puts the error in the graph: it is raised, as what it is, when the graph runs."""
+    q = q.detach() if isinstance(q, torch.Tensor) else torch.empty(1, 1)
+    v = v.detach() if isinstance(v, torch.Tensor) else torch.empty(1, 1)
+    return _OPS.refuse(q, v, problem.kind, problem.message)  # type: ignore[no-any-return]

@@ -1,0 +1,294 @@
+"""The ops that a graph of ``torch.compile`` holds: ordinary calls, with a site's values in place.
+
+Their implementations make the call that was traced, with all its checks. Their fake
+implementations give shapes only and refuse nothing: a wrong shape is an error of the run, with the
+message of the ordinary call.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import errors
+from ..variants.binding import Swap
+from ..variants.spec import Variant
+from . import _sites
+from ._dense import like_q_strides, result_dtype
+from ._register import LIBRARY
+from .attention import Offset, run_dense
+from .varlen import run_packed
+
+Tensors = Sequence[torch.Tensor]
+Result = tuple[torch.Tensor, torch.Tensor]
+
+_QKV = "Tensor q, Tensor k, Tensor v"
+_VALUES = (
+    "Tensor[] captured, Tensor[] tensors, Tensor numbers, int site, str[] tensor_names, "
+    "str[] scalar_names, str fixed, bool has_scale"
+)
+_OFFSET = "SymInt q_offset, bool at_end, Tensor? q_offsets"
+_PACKED = "Tensor q_indptr, Tensor kv_indptr, SymInt? max_q_len, SymInt? max_kv_len"
+_OPTIONS = "str? target, bool return_lse, bool partial"
+_LISTS = (
+    "Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, "
+    "Tensor? full_kv_indices, SymInt[] block_size, SymInt[] mask_shape"
+)
+
+
+class Values(NamedTuple):
+    """A call's variant, params and scale, from the inputs of its op.
+
+    The op's numbers are the captured ones, the call's scalar params and its scale, in this order.
+    """
+
+    variant: Variant
+    swap: Swap
+    params: dict[str, Any]
+    scale: float | None
+
+
+def _values(
+    captured: Tensors,
+    tensors: Tensors,
+    numbers: torch.Tensor,
+    site: int,
+    tensor_names: Sequence[str],
+    scalar_names: Sequence[str],
+    fixed: str,
+    has_scale: bool,
+) -> Values:
+    values = numbers.tolist()
+    scale = values.pop() if has_scale else None
+    own = len(values) - len(scalar_names)
+    params: dict[str, Any] = dict(zip(tensor_names, tensors, strict=True))
+    for text, value in zip(scalar_names, values[own:], strict=True):
+        name, _, kind = text.partition(":")
+        params[name] = int(value) if kind == "int" else value
+    params.update(_fixed(fixed))
+    at = _sites.site(site)
+    given, inner = tuple(captured), tuple(values[:own])
+    return Values(at.variant(given, inner), at.swap(given, inner), params, scale)
+
+
+def _fixed(text: str) -> dict[str, Any]:
+    """Params that are no tensors or numbers: Python literals, or what the call refuses anyway."""
+    if not text:
+        return {}
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise errors.ParamError(
+            f"params of a call inside torch.compile must be tensors, numbers, bools, strings or "
+            f"None, got {text}"
+        ) from None
+    assert isinstance(found, dict)
+    return found
+
+
+def _offset(q_offset: int, at_end: bool, q_offsets: torch.Tensor | None) -> Offset:
+    return "end" if at_end else q_offset if q_offsets is None else q_offsets
+
+
+def _filled(lse: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(0) if lse is None else lse
+
+
+# --- implementations -----------------------------------------------------------------------------
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, out: torch.Tensor | None = None
+) -> Result:
+    values = _values(*rest[:8])
+    q_offset, at_end, q_offsets, kv_len, target, return_lse, partial = rest[8:]
+    result, lse = run_dense(
+        q, k, v, values.variant, values.params, scale=values.scale,
+        q_offset=_offset(q_offset, at_end, q_offsets), kv_len=kv_len, return_lse=return_lse,
+        partial=partial, out=out, target=target, swap=values.swap,
+    )  # fmt: skip
+    return result, _filled(lse)
+
+
+def _attention_out(*inputs: Any) -> torch.Tensor:
+    return _attention(*inputs[:-1], out=inputs[-1])[1]
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, out: torch.Tensor | None = None
+) -> Result:
+    values = _values(*rest[:8])
+    q_indptr, kv_indptr, max_q_len, max_kv_len = rest[8:12]
+    q_offset, at_end, q_offsets, target, return_lse, partial = rest[12:]
+    result, lse = run_packed(
+        q, k, v, q_indptr, kv_indptr, values.variant, values.params, max_q_len=max_q_len,
+        max_kv_len=max_kv_len, scale=values.scale,
+        q_offset=_offset(q_offset, at_end, q_offsets), return_lse=return_lse, partial=partial,
+        out=out, target=target, swap=values.swap,
+    )  # fmt: skip
+    return result, _filled(lse)
+
+
+def _varlen_out(*inputs: Any) -> torch.Tensor:
+    return _varlen(*inputs[:-1], out=inputs[-1])[1]
+
+
+class _GraphMask:
+    """A `BlockMask` put together from the inputs of a graph; its map may be one made before."""
+
+    def __init__(self, lists: Sequence[Any], size: Sequence[int], shape: Sequence[int]) -> None:
+        self.kv_num_blocks, self.kv_indices = lists[:2]
+        self.full_kv_num_blocks, self.full_kv_indices = lists[2:]
+        self.BLOCK_SIZE, self.shape = tuple(size), tuple(shape)
+        self.mask_mod: Any = None
+
+
+def _flex(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from .flex import run_flex
+
+    values = _values(*rest[:8])
+    *lists, size, shape, enable_gqa, want_lse, want_max = rest[8:]
+    hooks = values.variant.hooks()
+    mask = None
+    if lists[0] is not None:
+        mask = _GraphMask(lists, size, shape)
+        mask.mask_mod = hooks.get("mask_mod")
+    out, lse, max_scores = run_flex(
+        q, k, v, hooks.get("score_mod"), mask, values.scale, enable_gqa, want_lse, want_max,
+        values.swap,
+    )  # fmt: skip
+    return out, _filled(lse), _filled(max_scores)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    numbers: torch.Tensor,
+    has_scale: bool,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    from .sdpa import run_sdpa
+
+    scale = numbers.item() if has_scale else None
+    return run_sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _refuse(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) -> Result:
+    error = getattr(errors, kind, errors.FlashAttnJitError)
+    raise error(message)
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+
+def _plain_shape(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A guess for inputs that the run will refuse."""
+    return q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+
+
+def _attention_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
+    return_lse, partial = rest[-2:]
+    dtype = result_dtype(q, partial)
+    if q.dim() != 4 or v.dim() != 4:
+        return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out = q.new_empty_strided(
+        (*q.shape[:3], v.shape[3]), like_q_strides(q, v.shape[3]), dtype=dtype
+    )
+    return out, _lse_shape(q, rest[3], return_lse, partial)
+
+
+def _varlen_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
+    return_lse, partial = rest[-2:]
+    out = _plain_shape(q, v).to(result_dtype(q, partial))
+    return out, _lse_shape(q, rest[3], return_lse, partial)
+
+
+def _lse_shape(q: torch.Tensor, site: int, return_lse: bool, partial: bool) -> torch.Tensor:
+    with_lse = return_lse or (partial and not _sites.site(site).pointwise)
+    return q.new_empty(q.shape[:-1] if with_lse else (0,), dtype=torch.float32)
+
+
+def _attention_out_shapes(*inputs: Any) -> torch.Tensor:
+    return _attention_shapes(*inputs[:-1])[1]
+
+
+def _varlen_out_shapes(*inputs: Any) -> torch.Tensor:
+    return _varlen_shapes(*inputs[:-1])[1]
+
+
+def _flex_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = [q.new_empty(q.shape[:-1] if x else (0,), dtype=torch.float32) for x in rest[-2:]]
+    if q.dim() != 4 or v.dim() != 4:
+        return _plain_shape(q, v), rows[0], rows[1]
+    shape = (*q.shape[:3], v.shape[3])
+    return q.new_empty_strided(shape, like_q_strides(q, v.shape[3])), rows[0], rows[1]
+
+
+def _sdpa_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+    from .sdpa import as_dense_problem, with_leading_dims
+
+    try:
+        q4, _, v4, lead = as_dense_problem(q, k, v, rest[-1])
+    except errors.InputError:
+        return _plain_shape(q, v)
+    shape = (*q4.shape[:3], v4.shape[3])
+    out = q4.new_empty_strided(shape, like_q_strides(q4, v4.shape[3]))
+    return with_leading_dims(out, lead, q.dim())
+
+
+def _refuse_shapes(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) -> Result:
+    return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _register(
+    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], key: str = "CPU"
+) -> None:
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"flashattn_jit::{name}", shapes, lib=LIBRARY)
+
+
+_register(
+    f"call_attention({_QKV}, {_VALUES}, {_OFFSET}, Tensor? kv_len, {_OPTIONS}) -> (Tensor, Tensor)",
+    _attention, _attention_shapes,
+)  # fmt: skip
+_register(
+    f"call_attention_out({_QKV}, {_VALUES}, {_OFFSET}, Tensor? kv_len, {_OPTIONS}, "
+    "Tensor(a!) out) -> Tensor",
+    _attention_out, _attention_out_shapes,
+)  # fmt: skip
+_register(
+    f"call_varlen_attention({_QKV}, {_VALUES}, {_PACKED}, {_OFFSET}, {_OPTIONS}) "
+    "-> (Tensor, Tensor)",
+    _varlen, _varlen_shapes,
+)  # fmt: skip
+_register(
+    f"call_varlen_attention_out({_QKV}, {_VALUES}, {_PACKED}, {_OFFSET}, {_OPTIONS}, "
+    "Tensor(a!) out) -> Tensor",
+    _varlen_out, _varlen_out_shapes,
+)  # fmt: skip
+_register(
+    f"call_flex_attention({_QKV}, {_VALUES}, {_LISTS}, bool enable_gqa, bool want_lse, "
+    "bool want_max) -> (Tensor, Tensor, Tensor)",
+    _flex, _flex_shapes,
+)  # fmt: skip
+_register(
+    f"call_scaled_dot_product_attention({_QKV}, Tensor? attn_mask, Tensor numbers, "
+    "bool has_scale, float dropout_p, bool is_causal, bool enable_gqa) -> Tensor",
+    _sdpa, _sdpa_shapes,
+)  # fmt: skip
+_register(
+    "refuse(Tensor q, Tensor v, str kind, str message) -> (Tensor, Tensor)", _refuse, _refuse_shapes
+)

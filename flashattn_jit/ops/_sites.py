@@ -1,0 +1,388 @@
+"""Calls inside ``torch.compile``: what is fixed while tracing, and how a run gets its values back.
+
+A *site* is one call in a compiled graph. While the graph is traced, the site learns which tensors
+the variant captures and the paths that lead to them, so that the graph takes them as inputs; when
+the graph runs, the site binds the variant as any call does, with the graph's values in the places
+of the captured ones. The tracer calls `variant_site` and `function_site`; it never looks inside.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import FlashAttnJitError, InputError, VariantError
+from ..variants.binding import param_locations
+from ..variants.captures import Walk, stride_pattern
+from ..variants.normalizers import Pointwise
+from ..variants.params import MISSING
+from ..variants.spec import Variant, as_variant, variant
+from .block_mask import own_mask_mod
+
+ATTRIBUTE, ITEM = 0, 1
+Path = tuple[int, tuple[tuple[int, Any], ...]]
+"""How to reach a value: from that of an earlier path (-1: the root), by attributes and items."""
+
+Tensors = tuple[torch.Tensor, ...]
+Numbers = tuple[float, ...]
+
+# What a hook's structure depends on by value; the tracer guards on them when it looks at them.
+_FIXED = (types.FunctionType, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+
+
+class Plan(NamedTuple):
+    """What the traced code needs of a site: tuples, strings and numbers alone.
+
+    number: the site's, for when the graph runs. paths: what to read of the root, in order.
+    tensors, numbers: which paths end at captured tensors and Python numbers. fixed: which paths
+    end at functions and constants. pointwise: there is no lse. error: (class, message) of why the
+    call cannot be.
+    """
+
+    number: int
+    paths: tuple[Path, ...] = ()
+    tensors: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    fixed: tuple[int, ...] = ()
+    pointwise: bool = False
+    error: tuple[str, str] | None = None
+
+
+class Site:
+    """The running graph's side of a call; subclasses say whose values the graph's replace."""
+
+    pointwise = False  # the variant has no lse
+
+    def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
+        """The variant to bind."""
+        raise NotImplementedError
+
+    def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
+        """What puts the graph's tensors and numbers in the place of the variant's (a `Swap`)."""
+        raise NotImplementedError
+
+
+_sites: list[Site] = []
+_lock = threading.Lock()
+
+
+def site(number: int) -> Site:
+    """The site of a number that a plan gave."""
+    return _sites[number]
+
+
+def _number(made: Site) -> int:
+    with _lock:
+        _sites.append(made)
+        return len(_sites) - 1
+
+
+def _refused(error: Exception) -> Plan:
+    if isinstance(error, FlashAttnJitError):
+        return Plan(-1, error=(type(error).__name__, str(error)))
+    return Plan(-1, error=("VariantError", f"{type(error).__name__} in a variant: {error}"))
+
+
+# --- variants: made outside of the graph, read anew in every run ---------------------------------
+
+
+class _VariantSite(Site):
+    """A `Variant` object: its numbers are read when the graph runs, its tensors are inputs."""
+
+    def __init__(self, chosen: Variant, count: int, places: Sequence[int]) -> None:
+        self._variant = weakref.ref(chosen)
+        self._count = count
+        self._places = tuple(places)
+        self.pointwise = _is_pointwise(chosen)
+
+    def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
+        chosen = self._variant()
+        if chosen is None:
+            raise VariantError("the variant of a compiled graph is gone; keep it alive")
+        return chosen
+
+    def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
+        def put(own: Tensors, own_numbers: Numbers) -> tuple[Tensors, Numbers]:
+            if len(own) != self._count:
+                raise VariantError(
+                    f"the variant captured {self._count} tensors when torch.compile traced the "
+                    f"call and captures {len(own)} now; call torch.compiler.reset()"
+                )
+            out = list(own)
+            for place, tensor in zip(self._places, tensors, strict=True):
+                out[place] = _laid_out_as(tensor, own[place])
+            return tuple(out), own_numbers
+
+        return put
+
+
+def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The tensor in the layout that the kernel is compiled for: that of the captured one."""
+    if tensor.dtype != own.dtype or tensor.shape != own.shape:
+        raise InputError(
+            f"a captured tensor is {list(own.shape)} of {own.dtype}, the compiled graph's "
+            f"{list(tensor.shape)} of {tensor.dtype}; call torch.compiler.reset()"
+        )
+    if tensor is own or stride_pattern(tensor) == stride_pattern(own):
+        return tensor
+    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype).copy_(tensor)
+
+
+def variant_site(
+    chosen: Variant, tensor_names: tuple[str, ...], scalar_names: tuple[str, ...]
+) -> Plan:
+    """The plan of a call of a Variant. The names are those of the params that the call gives."""
+    try:
+        if "_declared" not in chosen.__dict__:
+            raise VariantError(
+                "the variant is made inside of the compiled region; make it outside, and let the "
+                "function or module refer to it"
+            )
+        given = {*tensor_names, *scalar_names}
+        values = [_stand_in(d, d.name in given) for d in chosen._declared]
+        walk = Walk(chosen, params=param_locations(chosen._declared, values))
+        paths = _Paths(walk)
+        for i, d in enumerate(chosen._declared):
+            if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor):
+                steps = (*_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name))
+                paths.known[f"p[{i}]"] = (-1, steps)
+        places, tensors = [], []
+        for place, var in enumerate(paths.tensor_vars):
+            index = paths.index(var)
+            if index is not None:
+                places.append(place)
+                tensors.append(index)
+        made = _VariantSite(chosen, len(walk.tensors), places)
+        return Plan(_number(made), tuple(paths.made), tuple(tensors), pointwise=made.pointwise)
+    except Exception as error:
+        return _refused(error)
+
+
+def _stand_in(declared: Any, given: bool) -> Any:
+    """A value of a declared param's kind, where its own is not known while tracing."""
+    value = declared.owner.__dict__.get(declared.param.name, MISSING)
+    if value is MISSING and not callable(declared.param.default):
+        value = declared.param.default
+    if declared.param.kind == "tensor":
+        return torch.empty(0) if given or value is MISSING else value
+    return declared.param.type(0) if given or value is MISSING else value
+
+
+def _steps_to(root: Any, owner: Any) -> tuple[tuple[int, Any], ...]:
+    """The way from a composed variant to the part that declares a param."""
+    if root is owner:
+        return ()
+    for i, part in enumerate(getattr(root, "_parts", ())):
+        if any(d.owner is owner for d in part._declared):
+            return ((ATTRIBUTE, "_parts"), (ITEM, i), *_steps_to(part, owner))
+    raise VariantError(f"{owner.name} is no part of {root.name}")
+
+
+def _is_pointwise(chosen: Variant) -> bool:
+    parts = getattr(chosen, "_parts", None)
+    if parts is not None:
+        return any(_is_pointwise(part) for part in parts)
+    return isinstance(chosen._normalizer(), Pointwise)
+
+
+# --- functions: any closure of the same code, its values are inputs ------------------------------
+
+
+class _FunctionSite(Site):
+    """Bare hooks: tensors and numbers are the graph's inputs, the hooks a copy of the first ones.
+
+    Another closure of the same code runs the same graph, so nothing is read of the hooks
+    themselves. The copy's tensors have no storage: they carry dtypes and strides.
+    """
+
+    def __init__(self, walk: Walk, kinds: Sequence[type]) -> None:
+        self._build = walk.build
+        self._numbers = tuple(walk.numbers)
+        self._kinds = tuple(kinds)
+        self._copies: dict[tuple[object, ...], Variant] = {}
+
+    def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
+        key = tuple((t.dtype, stride_pattern(t), t.is_contiguous()) for t in tensors)
+        copy = self._copies.get(key)
+        if copy is None:
+            shells = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+                for t in tensors
+            ]
+            copy = self._build(shells, self._numbers)
+            self._copies[key] = copy
+        return copy
+
+    def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
+        values = tuple([kind(x) for kind, x in zip(self._kinds, numbers, strict=True)])
+
+        def put(own: Tensors, own_numbers: Numbers) -> tuple[Tensors, Numbers]:
+            assert len(own) == len(tensors) and len(own_numbers) == len(values)
+            return tensors, values
+
+        return put
+
+
+def function_site(score_mod: Any, mask_mod: Any) -> Plan:
+    """The plan of a call of bare hooks, either None; a lone mask_mod or score_mod, too."""
+    try:
+        mask_mod = own_mask_mod(mask_mod)
+        chosen = variant(score_mod=score_mod, mask_mod=mask_mod)
+        walk = Walk(chosen)
+        paths = _Paths(walk, root_is_mapping=True)
+        wanted = [paths.index(var) for var in (*paths.tensor_vars, *paths.number_vars)]
+        fixed = [paths.index(var) for var, value in paths.values(chosen) if _is_fixed(value)]
+        if None in wanted or None in fixed:
+            raise VariantError(
+                f"{chosen.name} captures a value in a way that torch.compile cannot follow; make a "
+                "variant of it outside of the compiled region, with fa.variant(...)"
+            )
+        count = len(paths.tensor_vars)
+        made = _FunctionSite(walk, [type(x) for x in walk.numbers])
+        indices = tuple(i for i in wanted if i is not None)
+        return Plan(
+            _number(made), tuple(paths.made), indices[:count], indices[count:],
+            tuple(i for i in fixed if i is not None),
+        )  # fmt: skip
+    except Exception as error:
+        return _refused(error)
+
+
+def callable_site(hook: Any) -> Plan:
+    """The plan of a call of one bare hook, a score_mod or a mask_mod by its arguments."""
+    try:
+        hooks = as_variant(hook).hooks()
+    except Exception as error:
+        return _refused(error)
+    return function_site(hooks.get("score_mod"), hooks.get("mask_mod"))
+
+
+def hook_name(hook: Any) -> str:
+    """Whether a bare hook is a ``score_mod`` or a ``mask_mod``."""
+    return next(iter(as_variant(hook).hooks()), "score_mod")
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, _FIXED)
+
+
+# --- paths ---------------------------------------------------------------------------------------
+
+
+class _Paths:
+    """The visits of a `Walk` as paths: its extractor is the list of them, as Python source."""
+
+    def __init__(self, walk: Walk, root_is_mapping: bool = False) -> None:
+        nodes = list(ast.walk(ast.parse(walk.source)))
+        self._visits = {
+            line.targets[0].id: line.value
+            for line in nodes
+            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
+        }
+        self._classes = dict(found for n in nodes if (found := _class_guard(n)) is not None)
+        (result,) = (n.value for n in nodes if isinstance(n, ast.Return) and _is_result(n.value))
+        assert isinstance(result, ast.Tuple)
+        _, tensors, numbers = result.elts
+        self.tensor_vars, self.number_vars = _names(tensors), _names(numbers)
+        self._root_is_mapping = root_is_mapping
+        self.known: dict[str, Path] = {}  # other ways to what the extractor gets as an argument
+        self.made: list[Path] = []
+        self._index: dict[str, int | None] = {"v": -1}
+
+    def index(self, var: str) -> int | None:
+        """The index of the path to a variable; None where there is no such path."""
+        if var not in self._index:
+            self._index[var] = self._add(self._visits[var]) if var in self._visits else None
+        return self._index[var]
+
+    def _add(self, visit: ast.expr) -> int | None:
+        path = self.known.get(ast.unparse(visit)) or self._path(visit)
+        if path is None:
+            return None
+        self.made.append(path)
+        return len(self.made) - 1
+
+    def _path(self, visit: ast.expr) -> Path | None:
+        steps: list[tuple[int, Any]] = []
+        while not isinstance(visit, ast.Name):
+            if isinstance(visit, ast.Attribute):
+                steps.append((ATTRIBUTE, visit.attr))
+                visit = visit.value
+            elif isinstance(visit, ast.Subscript) and isinstance(visit.slice, ast.Constant):
+                steps.append((ITEM, visit.slice.value))
+                visit = visit.value
+            elif _is_get(visit):
+                assert isinstance(visit, ast.Call) and isinstance(visit.func, ast.Attribute)
+                (key,) = visit.args
+                assert isinstance(key, ast.Constant)
+                steps.append((ITEM, key.value))
+                visit = visit.func.value
+            else:
+                return None
+        steps.reverse()
+        var = visit.id
+        if var in self._classes:
+            steps.insert(0, (ATTRIBUTE, "__class__"))
+            var = self._classes[var]
+        base = self.index(var)
+        if base is None:
+            return None
+        if base == -1 and self._root_is_mapping:
+            steps[0] = (ITEM, steps[0][1])
+        return base, tuple(steps)
+
+    def values(self, root: Any) -> list[tuple[str, Any]]:
+        """Each variable that a path leads to, with what is there now."""
+        found: dict[str, Any] = {"v": root}
+        for var in self._visits:
+            visit = self._visits[var]
+            try:
+                found[var] = eval(
+                    compile(ast.Expression(visit), "<path>", "eval"), {"__builtins__": {}}, found
+                )
+            except Exception:
+                continue
+        del found["v"]
+        return list(found.items())
+
+
+def _names(node: ast.expr) -> list[str]:
+    return [x.id for x in getattr(node, "elts", ()) if isinstance(x, ast.Name)]
+
+
+def _is_result(value: ast.expr | None) -> bool:
+    """Whether an extractor returns it when it finds what it looks for: (key, tensors, numbers)."""
+    return isinstance(value, ast.Tuple) and len(value.elts) == 3
+
+
+def _class_guard(node: ast.AST) -> tuple[str, str] | None:
+    """(K, x) of a test ``type(x) is not K``, which makes K another name of x's class."""
+    if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.IsNot)):
+        return None
+    left, right = node.left, node.comparators[0]
+    if (
+        isinstance(left, ast.Call)
+        and isinstance(left.func, ast.Name)
+        and left.func.id == "type"
+        and isinstance(left.args[0], ast.Name)
+        and isinstance(right, ast.Name)
+    ):
+        return right.id, left.args[0].id
+    return None
+
+
+def _is_get(visit: ast.expr) -> bool:
+    return (
+        isinstance(visit, ast.Call)
+        and isinstance(visit.func, ast.Attribute)
+        and visit.func.attr == "get"
+        and len(visit.args) == 1
+        and isinstance(visit.args[0], ast.Constant)
+    )
