@@ -79,6 +79,7 @@ def _corners(a: I, b: I, f: Callable[[Ints, Ints], Ints]) -> I:
 
 
 def i_hull(*parts: I) -> I:
+    """The least interval that holds all parts."""
     low, high = parts[0]
     for lo, hi in parts[1:]:
         low, high = np.minimum(low, lo), np.maximum(high, hi)
@@ -86,42 +87,51 @@ def i_hull(*parts: I) -> I:
 
 
 def i_add(a: I, b: I) -> I:
+    """``a + b``, saturating."""
     return _add(a[0], b[0], _MIN), _add(a[1], b[1], _MAX)
 
 
 def i_neg(a: I) -> I:
+    """``-a``."""
     return _negated(a[1]), _negated(a[0])
 
 
 def i_sub(a: I, b: I) -> I:
+    """``a - b``, saturating."""
     return i_add(a, i_neg(b))
 
 
 def i_mul(a: I, b: I) -> I:
+    """``a * b``, saturating."""
     return _corners(a, b, _times)
 
 
 def i_scale(a: I, c: int) -> I:
+    """``a * c`` of a number."""
     factor = np.asarray(c, np.int64)
     low, high = _times(a[0], factor), _times(a[1], factor)
     return (high, low) if c < 0 else (low, high)
 
 
 def i_minimum(a: I, b: I) -> I:
+    """The smaller of the two."""
     return np.minimum(a[0], b[0]), np.minimum(a[1], b[1])
 
 
 def i_maximum(a: I, b: I) -> I:
+    """The larger of the two."""
     return np.maximum(a[0], b[0]), np.maximum(a[1], b[1])
 
 
 def i_abs(a: I) -> I:
+    """``|a|``."""
     low, high = i_neg(a)
     lo = np.where(a[0] >= 0, a[0], np.where(a[1] <= 0, low, 0))
     return lo, np.where(a[0] >= 0, a[1], np.where(a[1] <= 0, high, np.maximum(high, a[1])))
 
 
 def i_sign(a: I) -> I:
+    """-1, 0 or 1."""
     return np.sign(a[0]), np.sign(a[1])
 
 
@@ -140,14 +150,17 @@ def _divided(a: I, b: I, f: Callable[[Ints, Ints], Ints]) -> I:
 
 
 def i_floordiv(a: I, b: I) -> I:
+    """``a // b`` rounded down; anything if `b` may be 0."""
     return _divided(a, b, _floor_quotient)
 
 
 def i_truncdiv(a: I, b: I) -> I:
+    """``a / b`` rounded towards 0; anything if `b` may be 0."""
     return _divided(a, b, _trunc_quotient)
 
 
 def i_remainder(a: I, b: I) -> I:
+    """``a % b`` with the sign of `b`: exact while `a` stays within one period."""
     if _plain_divisor(a, b):
         q = a[0] // b[0]
         same, start = q == a[1] // b[0], q * b[0]
@@ -166,6 +179,7 @@ def i_remainder(a: I, b: I) -> I:
 
 
 def i_fmod(a: I, b: I) -> I:
+    """``a % b`` with the sign of `a`."""
     zero = (b[0] <= 0) & (b[1] >= 0)
     m = i_abs(b)
     m = np.where(zero, 1, m[0]), np.where(zero, 1, m[1])
@@ -195,6 +209,7 @@ def _bitwise(a: I, b: I, f: Callable[[Ints, Ints], Ints], low: Ints, high: Ints)
 
 
 def i_and(a: I, b: I) -> I:
+    """``a & b``."""
     low, high = _same_bits(a, b)
     plus_a, plus_b = a[0] >= 0, b[0] >= 0
     low = np.where(plus_a | plus_b, 0, low)
@@ -204,12 +219,14 @@ def i_and(a: I, b: I) -> I:
 
 
 def i_or(a: I, b: I) -> I:
+    """``a | b``."""
     low, high = _same_bits(a, b)
     low = np.where((a[0] >= 0) & (b[0] >= 0), np.maximum(a[0], b[0]), low)
     return _bitwise(a, b, np.bitwise_or, low, high)
 
 
 def i_xor(a: I, b: I) -> I:
+    """``a ^ b``."""
     return _bitwise(a, b, np.bitwise_xor, *_same_bits(a, b))
 
 
@@ -221,10 +238,12 @@ def _shifted(a: I, b: I, f: Callable[[I, I], I]) -> I:
 
 
 def i_shl(a: I, b: I) -> I:
+    """``a << b``."""
     return _shifted(a, b, i_mul)
 
 
 def i_shr(a: I, b: I) -> I:
+    """``a >> b``, with the sign."""
     return _shifted(a, b, i_floordiv)
 
 
@@ -234,33 +253,40 @@ def fits(a: I, low: int, high: int) -> Bools:
 
 
 def i_wrap(a: I, low: int, high: int) -> I:
+    """`a` where it fits a machine integer of range [low, high], else that range."""
     ok = fits(a, low, high)
     return np.where(ok, a[0], np.int64(low)), np.where(ok, a[1], np.int64(high))
 
 
 def i_where(c: T, a: I, b: I) -> I:
+    """`a` where the condition must hold, `b` where it may not, else both."""
     low, high = i_hull(a, b)
     low = np.where(c[1], a[0], np.where(c[0], low, b[0]))
     return low, np.where(c[1], a[1], np.where(c[0], high, b[1]))
 
 
 def i_const(value: int) -> I:
+    """A number."""
     return point(value)
 
 
 def i_top(low: int, high: int) -> I:
+    """Anything from low to high."""
     return np.asarray(low, np.int64), np.asarray(high, np.int64)
 
 
 def i_range(length: int) -> I:
+    """Any of 0, 1, ... length - 1."""
     return i_top(0, length - 1)
 
 
 def i_from_t(a: T) -> I:
+    """A condition as 0 or 1."""
     return a[1].astype(np.int64), a[0].astype(np.int64)
 
 
 def i_from_f(a: F, low: int, high: int) -> I:
+    """A real rounded towards 0; [low, high] if it may not fit that."""
     ok = ~a[2] & (a[0] > -9e18) & (a[1] < 9e18)
     lo, hi = (np.where(ok, x, 0.0).astype(np.int64) for x in a[:2])
     ok &= (lo >= low) & (hi <= high)
@@ -281,27 +307,33 @@ def i_bit(any_bits: NDArray[np.uint64], all_bits: NDArray[np.uint64], at: I, wid
 
 
 def t_const(value: int) -> T:
+    """A condition that is known."""
     array = np.asarray(bool(value))
     return array, array
 
 
 def t_top() -> T:
+    """A condition of which nothing is known."""
     return np.asarray(True), np.asarray(False)
 
 
 def t_not(a: T) -> T:
+    """Not `a`."""
     return ~a[1], ~a[0]
 
 
 def t_and(a: T, b: T) -> T:
+    """Both."""
     return a[0] & b[0], a[1] & b[1]
 
 
 def t_or(a: T, b: T) -> T:
+    """Either."""
     return a[0] | b[0], a[1] | b[1]
 
 
 def t_hull(*parts: T) -> T:
+    """What is known of every part."""
     may, must = parts[0]
     for x, y in parts[1:]:
         may, must = may | x, must & y
@@ -309,47 +341,58 @@ def t_hull(*parts: T) -> T:
 
 
 def t_where(c: T, a: T, b: T) -> T:
+    """`a` where the condition must hold, `b` where it may not, else both."""
     both = t_hull(a, b)
     may = np.where(c[1], a[0], np.where(c[0], both[0], b[0]))
     return may, np.where(c[1], a[1], np.where(c[0], both[1], b[1]))
 
 
 def t_xor(a: T, b: T) -> T:
+    """Exactly one."""
     return t_or(t_and(a, t_not(b)), t_and(t_not(a), b))
 
 
 def t_from_i(a: I) -> T:
+    """``a != 0``."""
     return (a[0] != 0) | (a[1] != 0), (a[0] > 0) | (a[1] < 0)
 
 
 def t_from_t(a: T) -> T:
+    """`a` itself."""
     return a
 
 
 def t_from_f(a: F) -> T:
+    """``a != 0``; NaN is not 0."""
     return (a[0] != 0) | (a[1] != 0) | a[2], (a[0] > 0) | (a[1] < 0)
 
 
 def i_ge(a: I, b: I) -> T:
+    """``a >= b``."""
     return a[1] >= b[0], a[0] >= b[1]
 
 
 def i_gt(a: I, b: I) -> T:
+    """``a > b``."""
     return a[1] > b[0], a[0] > b[1]
 
 
 def i_le(a: I, b: I) -> T:
+    """``a <= b``."""
     return i_ge(b, a)
 
 
 def i_lt(a: I, b: I) -> T:
+    """``a < b``."""
     return i_gt(b, a)
 
 
 def i_eq(a: I, b: I) -> T:
+    """``a == b``."""
     must = (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0]) & ~_infinite(a[0])
     return (a[0] <= b[1]) & (b[0] <= a[1]), must
 
 
 def i_ne(a: I, b: I) -> T:
+    """``a != b``."""
     return t_not(i_eq(a, b))

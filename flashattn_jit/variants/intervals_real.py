@@ -43,19 +43,23 @@ def _or_top(bad: Bools, a: F) -> F:
 
 
 def f_top() -> F:
+    """Any real, or NaN."""
     return np.asarray(-_INF), np.asarray(_INF), np.asarray(True)
 
 
 def f_const(value: float) -> F:
+    """A number."""
     array = np.asarray(value, np.float64)
     return f_top() if np.isnan(array) else (array, array, np.asarray(False))
 
 
 def f_range(length: int) -> F:
+    """Any of 0, 1, ... length - 1."""
     return np.asarray(0.0), np.asarray(float(length - 1)), np.asarray(False)
 
 
 def f_hull(*parts: F) -> F:
+    """The least interval that holds all parts."""
     low, high, nan = parts[0]
     for lo, hi, also in parts[1:]:
         low, high, nan = np.minimum(low, lo), np.maximum(high, hi), nan | also
@@ -63,36 +67,43 @@ def f_hull(*parts: F) -> F:
 
 
 def f_where(c: T, a: F, b: F) -> F:
+    """`a` where the condition must hold, `b` where it may not, else both."""
     both = f_hull(a, b)
     x, y, z = (np.where(c[1], p, np.where(c[0], q, r)) for p, q, r in zip(a, both, b, strict=True))
     return x, y, z
 
 
 def f_round_to(a: F, single: int) -> F:
+    """`a` rounded to the precision."""
     return _rounded(a[0], single), _rounded(a[1], single), a[2]
 
 
 def f_from_i(a: I, single: int) -> F:
+    """An integer as a real."""
     dtype = np.float32 if single else np.float64
     low, high = (x.astype(dtype).astype(np.float64) for x in a)
     return low, high, np.zeros(low.shape, bool)
 
 
 def f_from_t(a: T, single: int) -> F:
+    """A condition as 0 or 1."""
     return a[1].astype(np.float64), a[0].astype(np.float64), np.zeros(a[0].shape, bool)
 
 
 def f_add(a: F, b: F, single: int) -> F:
+    """``a + b``."""
     cancels = ((a[1] == _INF) & (b[0] == -_INF)) | ((a[0] == -_INF) & (b[1] == _INF))
     low, high = _rounded(a[0] + b[0], single), _rounded(a[1] + b[1], single)
     return _made(low, high, a[2] | b[2] | cancels)
 
 
 def f_neg(a: F, single: int) -> F:
+    """``-a``."""
     return -a[1], -a[0], a[2]
 
 
 def f_sub(a: F, b: F, single: int) -> F:
+    """``a - b``."""
     return f_add(a, f_neg(b, single), single)
 
 
@@ -106,6 +117,7 @@ def _product_below(a: Reals, b: Reals, single: int) -> Reals:
 
 
 def f_mul(a: F, b: F, single: int) -> F:
+    """``a * b``, widened where inexact."""
     nan = (_unbounded(a) & _has_zero(b)) | (_unbounded(b) & _has_zero(a))
 
     def low(sign: float) -> Reals:
@@ -116,6 +128,7 @@ def f_mul(a: F, b: F, single: int) -> F:
 
 
 def f_div(a: F, b: F, single: int) -> F:
+    """``a / b``; anything if `b` may be 0."""
     bad = _has_zero(b) | (_unbounded(a) & _unbounded(b))
     divisors = [np.where(bad, 1.0, y) for y in b[:2]]
     parts = [x / y for x in a[:2] for y in divisors]
@@ -125,30 +138,36 @@ def f_div(a: F, b: F, single: int) -> F:
 
 
 def f_floordiv(a: F, b: F, single: int) -> F:
+    """``a // b``, widened by one."""
     q = f_div(a, b, single)
     return _or_top(_unbounded(a), (np.floor(q[0]) - 1, np.floor(q[1]) + 1, q[2]))
 
 
 def f_remainder(a: F, b: F, single: int) -> F:
+    """``a % b``: anything between 0 and `b`."""
     bad = _has_zero(b) | _unbounded(a) | _unbounded(b)
     return _or_top(bad, (np.minimum(b[0], 0.0), np.maximum(b[1], 0.0), a[2] | b[2]))
 
 
 def f_minimum(a: F, b: F, single: int) -> F:
+    """The smaller of the two; NaN wins."""
     return np.minimum(a[0], b[0]), np.minimum(a[1], b[1]), a[2] | b[2]
 
 
 def f_maximum(a: F, b: F, single: int) -> F:
+    """The larger of the two; NaN wins."""
     return np.maximum(a[0], b[0]), np.maximum(a[1], b[1]), a[2] | b[2]
 
 
 def f_abs(a: F, single: int) -> F:
+    """``|a|``."""
     plus, minus = a[0] >= 0, a[1] <= 0
     low = np.where(plus, a[0], np.where(minus, -a[1], 0.0))
     return low, np.where(plus, a[1], np.where(minus, -a[0], np.maximum(-a[0], a[1]))), a[2]
 
 
 def f_sign(a: F, single: int) -> F:
+    """-1, 0 or 1."""
     low, high = np.sign(a[0]), np.sign(a[1])
     return np.where(a[2], np.minimum(low, 0), low), np.where(a[2], np.maximum(high, 0), high), a[2]
 
@@ -207,11 +226,13 @@ f_log10, f_log1p = _root(np.log10, 0), _root(np.log1p, -1)
 
 
 def f_sqrt(a: F, single: int) -> F:
+    """The square root; NaN below 0."""
     low, high = (_rounded(np.sqrt(np.maximum(x, 0.0)), single) for x in a[:2])
     return _or_top(a[1] < 0, (low, high, a[2] | (a[0] < 0)))
 
 
 def f_sum(a: F, length: int, single: int) -> F:
+    """The sum of a vector of `length` values in `a`."""
     spread = (2e-5 if single else 2e-12) * length * np.maximum(np.abs(a[0]), np.abs(a[1]))
     made = _made(length * a[0] - spread, length * a[1] + spread, a[2])
     return _or_top(_unbounded(a), made)
@@ -221,35 +242,43 @@ def f_sum(a: F, length: int, single: int) -> F:
 
 
 def f_ge(a: F, b: F) -> T:
+    """``a >= b``."""
     return a[1] >= b[0], (a[0] >= b[1]) & ~a[2] & ~b[2]
 
 
 def f_gt(a: F, b: F) -> T:
+    """``a > b``."""
     return a[1] > b[0], (a[0] > b[1]) & ~a[2] & ~b[2]
 
 
 def f_le(a: F, b: F) -> T:
+    """``a <= b``."""
     return f_ge(b, a)
 
 
 def f_lt(a: F, b: F) -> T:
+    """``a < b``."""
     return f_gt(b, a)
 
 
 def f_eq(a: F, b: F) -> T:
+    """``a == b``."""
     points = (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0])
     return (a[0] <= b[1]) & (b[0] <= a[1]), points & ~a[2] & ~b[2]
 
 
 def f_ne(a: F, b: F) -> T:
+    """``a != b``."""
     may, must = f_eq(a, b)
     return ~must, ~may
 
 
 def f_isnan(a: F) -> T:
+    """Whether `a` is NaN."""
     return a[2], np.zeros(a[2].shape, bool)
 
 
 def f_isinf(a: F) -> T:
+    """Whether `a` is infinite."""
     unbounded = _unbounded(a)
     return unbounded, (a[0] == a[1]) & unbounded & ~a[2]
