@@ -1,0 +1,291 @@
+"""`fa.attention` against the fp64 reference: every variant of the registry, every shape, every dtype.
+
+The bound is that of docs/semantics.md: the RMS error of the kernel against fp64 is at most 1.5
+times that of the eager reference in the same dtype, plus half an ulp of the output's dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.variants.reference import attention_reference
+from tests.registry import CASES, SHAPES
+from tests.registry_case import Case, Shape
+
+HOST_TARGETS = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]
+SMALL = Shape(2, 4, 2, 70, 130, 32, 32)  # two q tiles and two kv tiles, with tails
+DECODE = Shape(2, 4, 2, 1, 130, 32, 32)
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+def inputs(shape: Shape, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    b, hq, hkv, sq, skv, d, dv = shape
+    q = torch.randn(b, hq, sq, d, generator=generator)
+    k = torch.randn(b, hkv, skv, d, generator=generator)
+    v = torch.randn(b, hkv, skv, dv, generator=generator)
+    return tuple(t.to(dtype) for t in (q, k, v))
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def assert_close(out: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor) -> None:
+    """The error bound of the semantics, and NaN exactly where the reference has NaN."""
+    same_nan = torch.isnan(out) == torch.isnan(exact)
+    assert same_nan.all(), f"NaN in {(~same_nan).sum()} places where the reference has none"
+    good = torch.isfinite(exact)
+    assert torch.equal(
+        out[~good & ~torch.isnan(exact)].double(), exact[~good & ~torch.isnan(exact)]
+    )
+    error, allowed = rms((out.double() - exact)[good]), rms((eager.double() - exact)[good])
+    bound = 1.5 * allowed + EPS[out.dtype] * rms(exact[good])
+    assert error <= bound, f"rms error {error:.3g} above the bound {bound:.3g}"
+
+
+def run(case: Case, shape: Shape, dtype: torch.dtype, target: str | None = None, **options) -> None:
+    variant, params = case.build(shape)
+    q, k, v = inputs(shape, dtype)
+    call = {"scale": case.scale, "q_offset": case.q_offset, **options}
+    pointwise = "normalizer" in case.tags and not _has_lse(variant, q, k, v, params, call)
+    got = fa.attention(q, k, v, variant, return_lse=not pointwise, target=target, **call, **params)
+    out, lse = (got, None) if pointwise else got
+    exact, exact_lse = attention_reference(q, k, v, variant, params=params, **call)
+    eager, eager_lse = attention_reference(q, k, v, variant, params=params, dtype=dtype, **call)
+    assert out.dtype == dtype and out.shape == exact.shape
+    assert_close(out, exact, eager)
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        # The kernel sums in fp32 whatever the inputs are; so does the reference.
+        torch.testing.assert_close(
+            lse.double(), exact_lse.double(), rtol=2e-5, atol=2e-5, equal_nan=True
+        )
+
+
+def _has_lse(variant, q, k, v, params, call) -> bool:
+    return attention_reference(q, k, v, variant, params=params, **call)[1] is not None
+
+
+def fitting(case: Case, shape: Shape) -> Shape:
+    return shape if case.fits(shape) else case.shape
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_variant_prefill(case):
+    run(case, fitting(case, SMALL), torch.float32)
+
+
+LIBRARY = [c for c in CASES if "library" in c.tags]
+# Closures differ from the library in how they are traced, not in how they are lowered: of those
+# every third is also compiled with keys on lanes.
+FEW_ROW_CASES = LIBRARY + [c for c in CASES if "library" not in c.tags][::3]
+
+
+@pytest.mark.parametrize("case", FEW_ROW_CASES, ids=lambda c: c.name)
+def test_every_variant_with_few_rows(case):
+    if not case.fits(DECODE):
+        pytest.skip("the variant's tensors do not fit a single query row")
+    run(case, DECODE, torch.float32)
+
+
+@pytest.mark.parametrize("case", LIBRARY, ids=lambda c: c.name)
+def test_every_library_variant_in_bfloat16(case):
+    run(case, fitting(case, SMALL), torch.bfloat16)
+
+
+def plain(kind: str):
+    return {"full": None, "causal": fa.Causal()}[kind]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.id)
+def test_every_shape(shape, dtype):
+    # Full for one dtype and causal for the other, in turns: each shape meets both.
+    kind = ("full", "causal")[(SHAPES.index(shape) + (dtype == torch.float32)) % 2]
+    case = Case(kind, lambda s, g: plain(kind))
+    run(case, shape, dtype)
+
+
+@pytest.mark.parametrize("target", HOST_TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [SMALL, DECODE, Shape(1, 5, 1, 33, 200, 24, 40)], ids=lambda s: s.id
+)
+def test_every_level_of_this_machine(target, dtype, shape):
+    def mod(score, b, h, q_idx, kv_idx):
+        return torch.tanh(score) + torch.exp(-0.1 * (q_idx - kv_idx).abs()) * (h + 1)
+
+    score = fa.variant(score_mod=mod)
+    run(
+        Case("mix", lambda s, g: score & fa.SlidingWindow(40)), shape, dtype, target, q_offset="end"
+    )
+
+
+def test_kv_len_hides_what_is_past_it():
+    q, k, v = inputs(SMALL, torch.float32)
+    lengths = torch.tensor([130, 57])
+    expected, _ = attention_reference(q, k, v, fa.Causal(), kv_len=lengths, q_offset="end")
+    k[1, :, 57:] = float("nan")
+    v[1, :, 57:] = float("nan")
+    out = fa.attention(q, k, v, fa.Causal(), kv_len=lengths, q_offset="end")
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_masked_keys_may_be_nan():
+    q, k, v = inputs(SMALL, torch.float32)
+    expected = fa.attention(q, k, v, fa.Causal())
+    k[:, :, 70:] = float("nan")
+    assert torch.equal(fa.attention(q, k, v, fa.Causal()), expected)
+
+
+@pytest.mark.parametrize("kv_len", [5000, 20001])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_split_keys_give_the_same_result(rows, kv_len):
+    shape = Shape(1, 2, 1, rows, kv_len, 32, 32)
+    q, k, v = inputs(shape, torch.float32)
+    variant = fa.Sink(sinks=torch.tensor([0.5, -1.0]))
+    out, lse = fa.attention(q, k, v, variant, return_lse=True)
+    expected, expected_lse = attention_reference(q, k, v, variant)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_results_do_not_depend_on_the_number_of_threads_when_nothing_is_split():
+    q, k, v = inputs(Shape(2, 8, 4, 300, 300, 32, 32), torch.float32)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(fa.attention(q, k, v, fa.Causal()))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_the_same_call_gives_the_same_bits():
+    q, k, v = inputs(Shape(1, 2, 1, 4, 9000, 32, 32), torch.bfloat16)
+    first = fa.attention(q, k, v)
+    assert all(torch.equal(first, fa.attention(q, k, v)) for _ in range(10))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded", "reversed_heads"])
+def test_any_strides(layout):
+    q, k, v = inputs(SMALL, torch.float32)
+    expected = fa.attention(q, k, v, fa.Causal())
+
+    def view(t):
+        if layout == "transposed":  # [B, S, H, D] in memory
+            return t.transpose(1, 2).contiguous().transpose(1, 2)
+        if layout == "sliced":  # odd offsets and padded rows
+            padded = torch.full((*t.shape[:3], t.shape[3] + 7), float("nan"))
+            padded[..., 3:-4] = t
+            return padded[..., 3:-4]
+        if layout == "expanded":
+            return t[:1].expand(t.shape)
+        return t.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
+
+    if layout == "expanded":
+        expected = fa.attention(
+            *(t[:1].expand(t.shape).contiguous() for t in (q, k, v)), fa.Causal()
+        )
+    out = fa.attention(view(q), view(k), view(v), fa.Causal())
+    assert torch.equal(out, expected)
+
+
+def test_the_output_follows_the_stride_order_of_q():
+    q, k, v = inputs(SMALL, torch.float32)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    out = fa.attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+def test_out_is_written_in_place():
+    q, k, v = inputs(SMALL, torch.float32)
+    out = torch.full((2, 4, 70, 32), float("nan"))
+    assert fa.attention(q, k, v, out=out) is out
+    assert torch.equal(out, fa.attention(q, k, v))
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("shape", [SMALL, DECODE], ids=lambda s: s.id)
+def test_quantised_keys_and_values(storage, shape):
+    q, k, v = inputs(shape, torch.float32)
+    k_scale, v_scale = torch.tensor([0.03, 0.05]), torch.tensor([0.02, 0.04])
+
+    def quantised(t, scale):
+        x = t / scale[:, None, None]
+        return (
+            x.round().clamp(-127, 127).to(torch.int8)
+            if storage == "int8"
+            else x.clamp(-440, 440).to(torch.float8_e4m3fn)
+        )
+
+    variant = fa.variant(
+        key_mod=lambda row, b, kv_h, kv_idx: row * k_scale[kv_h],
+        value_mod=lambda row, b, kv_h, kv_idx: row * v_scale[kv_h],
+    )
+    qk, qv = quantised(k, k_scale), quantised(v, v_scale)
+    out = fa.attention(q, qk, qv, variant)
+    expected, _ = attention_reference(
+        q, qk.float() * k_scale[:, None, None], qv.float() * v_scale[:, None, None]
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_mixed_dtypes_of_keys_and_values():
+    q, k, v = inputs(SMALL, torch.float32)
+    k, v = k.bfloat16(), v.half()
+    out = fa.attention(q, k, v)
+    expected, _ = attention_reference(q, k.float(), v.float())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normaliser", ["softmax", "sink", "sigmoid"])
+def test_partial_states_merge_to_the_whole(normaliser):
+    q, k, v = inputs(SMALL, torch.float32)
+    variant = {"softmax": fa.Causal(), "sink": fa.Sink(sinks=torch.randn(4)), "sigmoid": None}[
+        normaliser
+    ]
+    if normaliser == "sigmoid":
+        variant = fa.variant(normalizer=fa.Pointwise(torch.sigmoid))
+    parts = []
+    for a, b in ((0, 50), (50, 130)):
+        state = fa.attention(q, k[:, :, a:b], v[:, :, a:b], variant, q_offset=70 - a, partial=True)
+        parts.append(state if isinstance(state, tuple) else (state, None))
+    outs = [p[0] for p in parts]
+    lses = None if normaliser == "sigmoid" else [p[1] for p in parts]
+    out, _ = fa.merge_states(outs, lses)
+    whole = fa.attention(q, k, v, variant, q_offset=70, partial=True)
+    whole = whole[0] if isinstance(whole, tuple) else whole
+    torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gil_is_released_while_a_kernel_runs():
+    import threading
+    import time
+
+    q, k, v = inputs(Shape(1, 4, 4, 2048, 2048, 64, 64), torch.float32)
+    fa.attention(q, k, v)
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    for _ in range(5):
+        fa.attention(q, k, v)
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    inside = [t for t in ticks if begin < t < end]
+    gaps = [b - a for a, b in zip(inside, inside[1:], strict=False)]
+    assert len(inside) > 20 and max(gaps) < (end - begin) / 5
