@@ -219,6 +219,16 @@ def test_sizes_are_runtime_params() -> None:
     assert bound(lib.SlidingWindow(4), window=7).scalars == (7,)
 
 
+def test_params_are_given_by_position_or_by_name() -> None:
+    by_name = lib.StreamingLLM(window=24, num_sinks=2)
+    assert bound(lib.StreamingLLM(24, 2)).scalars == bound(by_name).scalars == (24, 2)
+    assert bound(lib.Sigmoid(-2.0)).scalars == (-2.0,)
+    with pytest.raises(ParamError, match="at most 2 positional"):
+        lib.StreamingLLM(1, 2, 3)  # type: ignore[call-arg]
+    with pytest.raises(ParamError, match="'window' twice"):
+        lib.StreamingLLM(1, window=2)  # type: ignore[misc]
+
+
 def test_huge_windows_do_not_overflow() -> None:
     got = kept_pairs(lib.SlidingWindow(2**31 - 1), 40, 40)
     assert torch.equal(got[0, 0], torch.ones(40, 40).tril().bool())

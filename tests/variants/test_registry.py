@@ -1,30 +1,18 @@
-"""The registry keeps its own promises: names, coverage, reproducible builds, interval forms."""
+"""The registry keeps its own promises: names, coverage, reproducible builds."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import flashattn_jit.variants.library as lib
-from flashattn_jit.variants.bounds import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    Grid,
-    MaskParams,
-    classify_grid,
-)
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 from tests import registry_library
-from tests.registry import CASES, SHAPES, Case, Shape, by_name, pairs, select
-from tests.variants.bounds_oracle import evaluate
+from tests.registry import CASES, SHAPES, Case, by_name, pairs
 
 KINDS = {"mask", "score", "row", "normalizer"}
 
@@ -86,53 +74,3 @@ def test_equal_seeds_build_equal_calls(case: Case) -> None:
     )
     assert one.ir == two.ir and one.handle == two.handle and one.scalars == two.scalars
     assert all(same(a, b) for a, b in zip(one.tensors, two.tensors, strict=True))
-
-
-# --- interval forms -------------------------------------------------------------------------------
-
-
-def tile_states(case: Case, shape: Shape, tile_q: int, tile_kv: int) -> tuple[Any, Any]:
-    """(derived, true) states of every tile: uint8 [B, Hq, query tiles, key tiles]."""
-    made, params = case.build(shape)
-    bound = as_variant(made).bind(Dims(*shape), params)
-    graph = bound.ir.hook("mask_mod")
-    assert graph is not None
-    batch, heads, _, q_len, kv_len, _, _ = shape
-    offset = kv_len - q_len if case.q_offset == "end" else 0
-    lengths: Mapping[str, Any] = {
-        "q_len": [q_len] * batch, "kv_len": [kv_len] * batch, "q_offset": [offset] * batch,
-        "q_token0": [b * q_len for b in range(batch)],
-        "kv_token0": [b * kv_len for b in range(batch)],
-    }  # fmt: skip
-    mask = MaskParams(bound.tensors, bound.scalars, **lengths)
-    grid = Grid(offset, offset + q_len, 0, kv_len, tile_q, tile_kv, 0, batch, 0, heads)
-    derived = classify_grid(graph, mask, grid)
-    kept = evaluate(
-        graph, mask, b=np.arange(batch)[:, None, None, None], h=np.arange(heads)[:, None, None],
-        q_idx=np.arange(offset, offset + q_len)[:, None], kv_idx=np.arange(kv_len),
-    )[..., 0]  # fmt: skip
-    kept = np.broadcast_to(kept, (batch, heads, q_len, kv_len)).astype(bool)
-    rows, keys = range(0, q_len, tile_q), range(0, kv_len, tile_kv)
-    true = np.full((batch, heads, len(rows), len(keys)), PARTIAL)
-    for i, r in enumerate(rows):
-        for j, c in enumerate(keys):
-            tile = kept[:, :, r : r + tile_q, c : c + tile_kv]
-            true[:, :, i, j][~tile.any((2, 3))] = EMPTY
-            true[:, :, i, j][tile.all((2, 3))] = FULL
-    return np.broadcast_to(derived, true.shape), true
-
-
-MASKED_SHAPES = [s for s in SHAPES if s.q_len * s.kv_len and s.q_len <= s.kv_len]
-
-
-@pytest.mark.parametrize("case", select("mask"), ids=lambda c: c.name)
-def test_interval_forms_are_as_good_as_promised(case: Case) -> None:
-    """Never wrong; and where a case says exact, as good as looking at every pair."""
-    every = 2 + select("mask").index(case) % 2
-    for _, shape in pairs([case], MASKED_SHAPES, every):
-        for tile_q, tile_kv in ((16, 16), (32, 64), (17, 23)):
-            derived, true = tile_states(case, shape, tile_q, tile_kv)
-            decided = derived != PARTIAL
-            assert (derived[decided] == true[decided]).all(), shape
-            if case.interval == "exact":
-                assert (derived == true).all(), (shape, tile_q, tile_kv)
