@@ -66,7 +66,10 @@ class _Group:
     select: Select | None = None
     structures: dict[Any, _Structure] = field(default_factory=dict)
 
-    def add(self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], s: _Structure) -> None:
+    def add(
+        self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], made: _Structure
+    ) -> None:
+        """Record what was traced; `pins` is what the trace specialised on."""
         new = [p for p in pins if p not in self.pins]
         if new:
             # Structures traced before did not record these values: they are traced again.
@@ -75,7 +78,7 @@ class _Group:
             self.select = _compile_select(tuple(self.pins))
         if len(self.structures) >= MAX_STRUCTURES:
             self.structures.clear()
-        self.structures[None if self.select is None else key_of(self.select)] = s
+        self.structures[None if self.select is None else key_of(self.select)] = made
 
 
 def _compile_select(pins: Sequence[Source]) -> Select:
@@ -87,7 +90,7 @@ def _compile_select(pins: Sequence[Source]) -> Select:
             texts.append(f"t[{pin[1]}].shape[{pin[2]}]")  # type: ignore[misc]
         else:
             texts.append(f"d.{pin[1]}")
-    return eval(f"lambda t, n, d: ({', '.join(texts)},)")  # type: ignore[no-any-return]  # noqa: S307
+    return eval(f"lambda t, n, d: ({', '.join(texts)},)")  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +108,7 @@ _lock = threading.RLock()
 def bind(
     variant: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None = None
 ) -> Bound:
-    """See `Variant.bind`. swap: for compiled graphs, whose values stand in for the captured ones."""
+    """See `Variant.bind`. swap: for compiled graphs, whose values replace the captured ones."""
     declared = variant._declared
     values: Sequence[Any] = ()
     if declared or params:
@@ -121,9 +124,7 @@ def bind(
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
         select = group.select
-        structure = group.structures.get(
-            None if select is None else select(tensors, numbers, dims)
-        )
+        structure = group.structures.get(None if select is None else select(tensors, numbers, dims))
         if structure is None:
             break
         return _finish(structure, tensors, numbers, dims)
@@ -202,11 +203,10 @@ def _plan_for(variant: Variant, walk: Walk) -> _Plan:
     plans = _plans.setdefault(variant._shape, [])
     extract = walk.extractor()
     for plan in plans:
-        if plan.source == walk.source and plan.extract.__globals__.keys() == (
-            extract.__globals__.keys()
-        ):  # fmt: skip
-            if all(_same(plan, extract, n) for n in extract.__globals__ if n.startswith("K")):
-                return plan
+        # Equal text uses equally many constants, named in the order of their first use.
+        names = (n for n in extract.__globals__ if n[0] == "K")
+        if plan.source == walk.source and all(_same(plan, extract, n) for n in names):
+            return plan
     if len(plans) >= MAX_PLANS:
         plans.pop(0)
     plans.append(_Plan(walk.source, extract))

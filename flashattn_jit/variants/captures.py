@@ -73,6 +73,9 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(loaded), frozenset(every)
 
 
+_EXTRACTOR_SCOPE = {"Tensor": torch.Tensor, "pattern": stride_pattern, "LOST": _LOST}
+
+
 class Walk:
     """One visit of everything that `root` captures.
 
@@ -107,7 +110,7 @@ class Walk:
         self.consts: list[object] = []
         self.codes: set[types.CodeType] = set()
         self._lines: list[str] = []
-        self._env: dict[str, object] = {"Tensor": torch.Tensor, "pattern": stride_pattern, "LOST": _LOST}
+        self._env: dict[str, object] = dict(_EXTRACTOR_SCOPE)
         self._env_ids: dict[int, str] = {}
         self._tensor_vars: list[str] = []
         self._number_vars: list[str] = []
@@ -352,9 +355,7 @@ class Walk:
         self.guard(f"len({var}.args) != {len(value.args)}")
         self.guard(f"tuple({var}.keywords) != {self.const(tuple(value.keywords))}")
         func = self.visit(value.func, f"{var}.func", name)
-        args = [
-            self.visit(a, f"{var}.args[{i}]", f"arg{i}") for i, a in enumerate(value.args)
-        ]
+        args = [self.visit(a, f"{var}.args[{i}]", f"arg{i}") for i, a in enumerate(value.args)]
         kwargs = {k: self.visit(a, f"{var}.keywords[{k!r}]", k) for k, a in value.keywords.items()}
         return lambda p: functools.partial(
             func(p), *(a(p) for a in args), **{k: a(p) for k, a in kwargs.items()}

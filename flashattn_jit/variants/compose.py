@@ -7,11 +7,9 @@ from typing import Any
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants import ir
+from flashattn_jit.variants.normalizers import is_default
 from flashattn_jit.variants.params import RESERVED, Declared
-from flashattn_jit.variants.spec import CppHook, Variant
-
-_ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
-_NORMALIZER_HOOKS = ("sink", "pointwise", "pointwise_scale")
+from flashattn_jit.variants.spec import USER_HOOKS, CppHook, Variant
 
 
 class ComposedVariant(Variant):
@@ -80,7 +78,7 @@ def compose(operation: str, *parts: Variant) -> Variant:
                     f"`{symbol}` combines variants that have a mask and nothing else; {part.name} "
                     f"has {has}"
                 )
-    elif all(present & set(_NORMALIZER_HOOKS) for present in hooks):
+    elif all("normalizer" in present for present in hooks):
         raise VariantError(
             f"{parts[0].name} and {parts[1].name} both have a normalizer; a variant has one"
         )
@@ -96,15 +94,9 @@ def _present(part: Variant) -> set[str]:
         for p in part._parts:
             names |= _present(p)
         return names
-    found = {h for h in (*_ROW_HOOKS, "score_mod", "mask_mod") if getattr(part, h, None) is not None}
+    found = {h for h in USER_HOOKS if getattr(part, h, None) is not None}
     normalizer = getattr(part, "normalizer", None)
-    return found | ({"sink"} if normalizer is not None and not _plain(normalizer) else set())
-
-
-def _plain(normalizer: Any) -> bool:
-    from flashattn_jit.variants.normalizers import is_default
-
-    return is_default(normalizer)
+    return found if is_default(normalizer) else found | {"normalizer"}
 
 
 def _check_cpp(parts: tuple[Variant, ...], hooks: list[set[str]]) -> None:

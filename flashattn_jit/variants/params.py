@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -92,7 +93,7 @@ class Param:
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
-        self.settle(owner.__dict__.get("__annotations__", {}).get(name))
+        self.settle(inspect.get_annotations(owner).get(name))
 
     def settle(self, annotation: Any) -> None:
         """Fix a scalar's type by its annotation, or by its default."""
@@ -120,7 +121,7 @@ class Param:
         if not callable(self.default):
             return self.default
         for read in self._reads:
-            key = (read, dims.device, *(getattr(dims, n) for n in read))
+            key = _memo_key(read, dims)
             if key in self._made:
                 return self._made[key]
         watch = _Watch(dims)
@@ -131,7 +132,7 @@ class Param:
             self._made.clear()
         read = tuple(watch.read)
         self._reads.add(read)
-        self._made[(read, dims.device, *(getattr(dims, n) for n in read))] = value
+        self._made[_memo_key(read, dims)] = value
         return value
 
     def check(self, name: str, value: Any) -> Any:
@@ -222,6 +223,10 @@ class Param:
                     f"got shape {list(value.shape)}; pass a tensor whose dim {axis} has "
                     f"{expected} elements"
                 )
+
+
+def _memo_key(read: tuple[str, ...], dims: Dims) -> tuple[object, ...]:
+    return (read, dims.device, *(getattr(dims, n) for n in read))
 
 
 def _describe(value: Any) -> str:

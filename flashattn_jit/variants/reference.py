@@ -63,7 +63,8 @@ def attention_reference(
     outs, lses = [r[0] for r in results], [r[1] for r in results]
     if not results:
         return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), run.empty_lse(q.shape[:3], q)
-    return torch.stack(outs), None if run.pointwise else torch.stack([x for x in lses if x is not None])
+    found = [x for x in lses if x is not None]
+    return torch.stack(outs), torch.stack(found) if found else None
 
 
 def varlen_reference(
@@ -88,8 +89,8 @@ def varlen_reference(
     q_starts, kv_starts = q_indptr.long().cpu(), kv_indptr.long().cpu()
     q_lens, kv_lens = q_starts.diff(), kv_starts.diff()
     batch = len(q_lens)
-    longest = [int(x.max()) if batch else 0 for x in (q_lens, kv_lens)]
-    dims = Dims(batch, q.shape[1], k.shape[1], *longest, q.shape[2], v.shape[2], q.device)
+    q_len, kv_len = (int(x.max()) if batch else 0 for x in (q_lens, kv_lens))
+    dims = Dims(batch, q.shape[1], k.shape[1], q_len, kv_len, q.shape[2], v.shape[2], q.device)
     lengths = _Lengths(
         q_lens, kv_lens, q_starts[:-1], kv_starts[:-1], _offsets(q_offset, kv_lens, q_lens)
     )
@@ -242,7 +243,7 @@ class _Run:
             hook = hooks["output_mod"]
             out = torch.vmap(
                 torch.vmap(
-                    lambda row, l, h, i: _tensor(hook(row, l, request, h, i), row),
+                    lambda row, own, h, i: _tensor(hook(row, own, request, h, i), row),
                     in_dims=(0, 0, None, 0),
                 ),
                 in_dims=(0, 0, 0, None),
@@ -254,9 +255,7 @@ class _Run:
         hook = self._hooks.get(name)
         if hook is None or x.numel() == 0:
             return x.to(self._dtype)
-        inner = torch.vmap(
-            lambda row, h, i: _tensor(hook(row, b, h, i), row), in_dims=(0, None, 0)
-        )
+        inner = torch.vmap(lambda row, h, i: _tensor(hook(row, b, h, i), row), in_dims=(0, None, 0))
         return torch.vmap(inner, in_dims=(0, 0, None))(
             x.to(self._work), heads, positions
         ).to(self._dtype)  # fmt: skip
@@ -277,7 +276,7 @@ class _Run:
         f = torch.vmap(body, in_dims=(*score, None, None, 0))
         f = torch.vmap(f, in_dims=(*score, None, 0, None))
         f = torch.vmap(f, in_dims=(*score, 0, None, None))
-        return f(*first, heads, q_pos, kv_pos)  # type: ignore[no-any-return]
+        return f(*first, heads, q_pos, kv_pos)
 
     def _pointwise(
         self, score: Tensor, kept: Tensor, b: Tensor, heads: Tensor, q_pos: Tensor
@@ -296,7 +295,7 @@ class _Run:
     def _call(self, fn: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         if not x.numel():
             return x
-        return torch.vmap(lambda e: _tensor(fn(e), e))(x)  # type: ignore[no-any-return]
+        return torch.vmap(lambda e: _tensor(fn(e), e))(x)
 
 
 def _tensor(x: Any, like: Tensor) -> Tensor:

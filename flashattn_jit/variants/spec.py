@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,12 +36,16 @@ from flashattn_jit.variants.params import (
     tensor,
 )
 
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+else:
+    from typing_extensions import dataclass_transform  # a requirement of torch
+
 __all__ = ["Bound", "CppHook", "Dims", "Pointwise", "Softmax", "Variant", "as_variant", "cpp",
            "scalar", "tensor", "variant"]  # fmt: skip
 
 USER_HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "output_mod")
 _NO_PARAMS: Mapping[str, object] = types.MappingProxyType({})
-_V = TypeVar("_V", bound="Variant")
 
 
 class CppHook:
@@ -81,7 +86,9 @@ def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
     return CppHook(text if "return" in text else f"return {text.rstrip(';')};", reference)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(scalar, tensor))
+# No field_specifiers: to type checkers `fa.scalar()` is a default like any other value, so that a
+# param without one may be left to the call.
+@dataclass_transform()
 class Variant:
     """What attention computes: subclass it, annotate params, define hooks as methods.
 
@@ -117,7 +124,7 @@ class Variant:
         params: dict[str, Param] = {}
         fields: set[str] = set()
         for base in reversed(cls.__mro__):
-            annotations = base.__dict__.get("__annotations__", {})
+            annotations = inspect.get_annotations(base)
             for name, value in base.__dict__.items():
                 if isinstance(value, Param):
                     params[name] = value
@@ -160,8 +167,10 @@ class Variant:
 
     @classmethod
     def _named_values(cls, args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
-        """Positional values by name: params in the order in which the class declares them."""
-        names = tuple(cls.__fajit_params__)
+        """Positional values by name: in the order in which the classes annotate their params."""
+        known = cls.__fajit_fields__ | cls.__fajit_params__.keys()
+        annotated = (n for base in reversed(cls.__mro__) for n in inspect.get_annotations(base))
+        names = tuple(dict.fromkeys(n for n in annotated if n in known))
         if len(args) > len(names):
             raise ParamError(
                 f"{cls.__name__} takes at most {len(names)} positional values "
@@ -213,15 +222,15 @@ class Variant:
 
     def __and__(self, other: Variant) -> Variant:
         """Both: masks and-ed, score and row hooks chained left to right."""
-        return _compose("and", self, other)
+        return _compose("and", self, other)  # type: ignore[no-any-return]
 
     def __or__(self, other: Variant) -> Variant:
         """Either mask; both must have nothing but a mask."""
-        return _compose("or", self, other)
+        return _compose("or", self, other)  # type: ignore[no-any-return]
 
     def __invert__(self) -> Variant:
         """The opposite mask; the variant must have nothing but a mask."""
-        return _compose("not", self)
+        return _compose("not", self)  # type: ignore[no-any-return]
 
     def named(self, prefix: str) -> Variant:
         """The same variant with ``prefix_`` before the names of its params.
@@ -315,7 +324,7 @@ def positional_count(fn: Any) -> int | None:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return None
-    kinds = [p for p in signature.parameters.values()]
+    kinds = list(signature.parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
         return None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flashattn_jit.errors import FlashAttnJitError, TraceError
+from flashattn_jit.errors import FlashAttnJitError
 from flashattn_jit.variants import (
     ir,
     trace_factory,
@@ -25,11 +25,11 @@ from flashattn_jit.variants import (
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.promotion import DTYPE_NAMES, is_float
+from flashattn_jit.variants.promotion import is_float
 from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_fold import Emitter
 from flashattn_jit.variants.trace_host import HostProgram, HostTensor, Source, map_tree
-from flashattn_jit.variants.trace_ops import ELEMENTWISE, HANDLERS, cast
+from flashattn_jit.variants.trace_ops import HANDLERS, cast
 from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value
 
 SMALL_VECTOR = 32
@@ -101,7 +101,7 @@ class Tracer:
         inputs = ir.HOOK_INPUTS[kind]
         self.emitter = Emitter(inputs)
         self.max_elements = LONG_VECTOR if kind in ROW_HOOKS else SMALL_VECTOR
-        self.where.kind = kind
+        self.where.begin(kind, fn)
         arguments = [self._input(name, row_length) for name in inputs]
         active, context = ACTIVE.set(self), CONTEXT.set(self)
         try:
@@ -115,6 +115,7 @@ class Tracer:
         finally:
             ACTIVE.reset(active)
             CONTEXT.reset(context)
+            self.where.end()
 
     def _input(self, name: str, row_length: int) -> Value:
         if name == "row":
@@ -248,7 +249,9 @@ class Tracer:
 
     # --- calls -------------------------------------------------------------------------------
 
-    def dispatch(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def dispatch(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         """A torch function or Tensor method called by the hook."""
         name = getattr(func, "__name__", str(func))
         if name in _RANDOM:
@@ -345,7 +348,7 @@ class Tracer:
 
     def refuse_mutation(self, name: str) -> NoReturn:
         """The hook writes to a captured tensor."""
-        self.refuse(f"`{name}` on a captured tensor", "hooks must not write; use the result instead")
+        self.refuse(f"`{name}` on a captured tensor", "hooks must not write; use a new value")
 
     def _refuse_unknown(self, x: torch.Tensor) -> NoReturn:
         self.refuse(

@@ -7,6 +7,7 @@ import re
 import sys
 import types
 from collections.abc import Iterable
+from typing import Any
 
 from flashattn_jit.errors import TraceError
 
@@ -38,22 +39,41 @@ class Where:
         self.owner = owner
         self.kind = ""
         self._files = {c.co_filename for c in codes}
-        self._first = next(iter(codes), None)
+        self._hook: types.CodeType | None = None
+        self._outside: types.FrameType | None = None
+
+    def begin(self, kind: str, fn: Any) -> None:
+        """A hook is about to run, called from the caller's frame."""
+        self.kind = kind
+        self._outside = sys._getframe(1)
+        while not hasattr(fn, "__code__"):
+            inner = getattr(fn, "func", None) or getattr(fn, "__func__", None)
+            if inner is None:
+                inner = type(fn).__call__
+            if isinstance(inner, types.WrapperDescriptorType):
+                break
+            fn = inner
+        code = getattr(fn, "__code__", None)
+        self._hook = code if code is not None and code.co_filename in self._files else None
+
+    def end(self) -> None:
+        """The hook has run: let its frames go."""
+        self._outside = None
 
     def _name(self) -> str:
         return f"{self.owner}.{self.kind}" if self.owner else self.kind
 
     def _line(self) -> tuple[str, int] | None:
         frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None:
+        while frame is not None and frame is not self._outside:
             if frame.f_code.co_filename in self._files:
                 return frame.f_code.co_filename, frame.f_lineno
             frame = frame.f_back
         return None
 
     def _text(self, place: tuple[str, int] | None) -> tuple[str, str]:
-        if place is None and self._first is not None:
-            place = self._first.co_filename, self._first.co_firstlineno
+        if place is None and self._hook is not None:
+            place = self._hook.co_filename, self._hook.co_firstlineno
         if place is None:
             return self._name(), ""
         source = linecache.getline(*place).strip()
@@ -70,8 +90,9 @@ class Where:
         text, source = self._text(self._line())
         remedy = _REMEDIES.get(what, "")
         if what == "bool":
-            what, remedy = "the truth of a tensor", (
-                "use `&`, `|`, `~` instead of and, or, not, and `torch.where` instead of if"
+            what, remedy = (
+                "the truth of a tensor",
+                ("use `&`, `|`, `~` instead of and, or, not, and `torch.where` instead of if"),
             )
             for pattern, name, better in _BOOL_REMEDIES:
                 if re.search(pattern, source):

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 _MAKERS = frozenset({"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "empty",
                      "arange", "linspace", "eye", "from_numpy", "asarray", "logspace"})  # fmt: skip
+# The second line: functions of `operator`.
 _DYNAMIC = ELEMENTWISE | {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift",
-                          "rshift", "and_", "or_", "xor", "lt", "le", "gt", "ge", "eq", "ne"}  # fmt: skip
+                          "rshift", "and_", "or_", "xor", "lt", "le", "gt", "ge", "eq"}  # fmt: skip
 
 
 def host_call(

@@ -35,7 +35,7 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "eq": np.equal, "ne": np.not_equal, "isnan": np.isnan, "isinf": np.isinf,
 }  # fmt: skip
 
-_COMMUTATIVE = frozenset("add mul minimum maximum and or xor eq ne".split())
+_COMMUTATIVE = frozenset(["add", "mul", "minimum", "maximum", "and", "or", "xor", "eq", "ne"])
 _FLIPPED = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
 _NEGATED = {"eq": "ne", "ne": "eq"}
 _NEGATED_INT = {**_NEGATED, "ge": "lt", "lt": "ge", "gt": "le", "le": "gt"}
@@ -113,9 +113,9 @@ class Emitter:
             folded = self._fold(op, args, values, dtype)
             if folded is not None:
                 return folded
-        if op in _COMMUTATIVE and (values[0] is not None) and values[1] is None:
-            args, values = (args[1], args[0]), [values[1], values[0]]
-        elif op in _COMMUTATIVE and values[1] is None and args[0] > args[1]:
+        # Constants to the right; else the older node to the left.
+        ordered = values[1:] != [None] or values[0] is None and args[0] <= args[1]
+        if op in _COMMUTATIVE and not ordered:
             args, values = (args[1], args[0]), [values[1], values[0]]
         elif op in _FLIPPED and values[0] is not None and values[1] is None:
             op, args, values = _FLIPPED[op], (args[1], args[0]), [values[1], values[0]]
@@ -124,9 +124,7 @@ class Emitter:
             return simple
         return self.builder.add(op, args, dtype, shape, **attrs)
 
-    def _fold(
-        self, op: str, args: Sequence[int], values: Sequence[Any], dtype: str
-    ) -> int | None:
+    def _fold(self, op: str, args: Sequence[int], values: Sequence[Any], dtype: str) -> int | None:
         arrays = [np.asarray(v, self.node(a).dtype) for a, v in zip(args, values, strict=True)]
         integer_division = op in ("floordiv", "truncdiv", "remainder", "fmod")
         if integer_division and not is_float(dtype) and values[1] == 0:
@@ -158,8 +156,12 @@ class Emitter:
                 return self.const(0, dtype)
         if c is None or isinstance(c, float) and math.isnan(c):
             return None
-        if op == "mul" and c == 1 or op in ("div", "floordiv", "truncdiv") and c == 1 and (
-            integer or op == "div"
+        if (
+            op == "mul"
+            and c == 1
+            or op in ("div", "floordiv", "truncdiv")
+            and c == 1
+            and (integer or op == "div")
         ):
             return first
         if op == "sub" and c == 0 and not (is_float(dtype) and math.copysign(1, c) < 0):

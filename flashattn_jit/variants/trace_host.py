@@ -30,6 +30,9 @@ _SCOPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(eq=False, slots=True)
 class HostTensor:
     """A tensor known at bind time: the captured one `raw`, or the result of prelude step `step`.
@@ -44,7 +47,7 @@ class HostTensor:
     step: int = -1
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = ()
-    device: torch.device = torch.device("cpu")
+    device: torch.device = _CPU
     requires_grad: bool = False
 
     def __post_init__(self) -> None:
@@ -99,7 +102,7 @@ def like(value: Any, items: list[Any]) -> Any:
 def compile_numbers(texts: Sequence[str]) -> Callable[[Tensors, Numbers], tuple[Any, ...]]:
     """The function (tensors, numbers) -> values of the expressions `texts`."""
     body = f"({', '.join(texts)},)" if texts else "()"
-    return eval(f"lambda t, n: {body}", dict(_SCOPE))  # type: ignore[no-any-return]  # noqa: S307
+    return eval(f"lambda t, n: {body}", dict(_SCOPE))  # type: ignore[no-any-return]
 
 
 def _to_ref(x: Any) -> Any:
@@ -224,4 +227,4 @@ class HostProgram:
                 texts.append(f"step{slot.step}(t, n)")
         tensors = f"({', '.join(texts)},)" if texts else "()"
         numbers = f"({', '.join(number_slots)},)" if number_slots else "()"
-        return eval(f"lambda t, n: ({tensors}, {numbers})", scope)  # type: ignore[no-any-return]  # noqa: S307
+        return eval(f"lambda t, n: ({tensors}, {numbers})", scope)  # type: ignore[no-any-return]

@@ -137,7 +137,7 @@ def load(t: Tracer, c: Captured) -> Value:
 
 
 def _index_node(t: Tracer, i: Any) -> int:
-    if isinstance(i, int) and type(i) is not Number:
+    if type(i) is int:
         return t.emitter.const(i, "int64" if abs(i) >= 2**31 else "int32")
     return val(i).node
 

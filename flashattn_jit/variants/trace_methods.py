@@ -82,6 +82,5 @@ def attach() -> None:
         cls.__array_ufunc__ = None  # type: ignore[union-attr]
 
 
-
 _REGISTERED = (trace_composite, trace_load, trace_vectors)  # importing them fills HANDLERS
 attach()

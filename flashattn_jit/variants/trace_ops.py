@@ -382,9 +382,9 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 # --- functions of one argument -------------------------------------------------------------------
 
 _FLOAT_FUNCTIONS = (
-    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos atan "
-    "sinh cosh erf"
-).split()
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid",
+    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf",
+)  # fmt: skip
 _FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos",
                   "arctan": "atan", "special_exp2": "exp2", "special_expm1": "expm1",
                   "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip

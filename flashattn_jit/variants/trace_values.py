@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.promotion import TORCH_DTYPES
 from flashattn_jit.variants.trace_host import HostTensor, HostText, Source
 
@@ -29,7 +30,10 @@ def tracer() -> Tracer:
     """The active tracer; a proxy that outlived its trace raises."""
     active = ACTIVE.get()
     if active is None:
-        raise RuntimeError("a value of a traced hook was used after tracing ended")
+        raise TraceError(
+            "a value of a traced hook was used after tracing ended; hooks must not store their "
+            "arguments"
+        )
     return active
 
 
@@ -46,8 +50,8 @@ class Value:
     weak: a Python number on its way into an operation.
     """
 
-    __slots__ = ("node", "name", "shape", "weak")
-    __torch_function__ = classmethod(_dispatch)
+    __slots__ = ("name", "node", "shape", "weak")
+    __torch_function__: Any = classmethod(_dispatch)
 
     def __init__(self, node: int, name: str, shape: Shape = (), weak: bool = False) -> None:
         self.node = node
@@ -137,7 +141,7 @@ class Captured:
     """
 
     __slots__ = ("host", "index")
-    __torch_function__ = classmethod(_dispatch)
+    __torch_function__: Any = classmethod(_dispatch)
 
     def __init__(self, host: HostTensor, index: tuple[Any, ...] = ()) -> None:
         self.host = host
@@ -234,8 +238,8 @@ class Number:
     shape, ``math.sqrt``) specialises: the numbers it came from join the structural key.
     """
 
-    __slots__ = ("value", "text", "sources")
-    __torch_function__ = classmethod(_dispatch)
+    __slots__ = ("sources", "text", "value")
+    __torch_function__: Any = classmethod(_dispatch)
 
     def __init__(self, value: float, text: str, sources: frozenset[Source]) -> None:
         self.value = value
@@ -299,6 +303,12 @@ def _plain(x: Any) -> Any:
     return x.value if type(x) is Number else x
 
 
+_DUNDER = {
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod",
+    "**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor",
+}  # fmt: skip
+
+
 def _arithmetic(symbol: str) -> None:
     def calculate(a: Any, b: Any) -> Any:
         if not all(type(x) in (Number, int, float, bool) for x in (a, b)):
@@ -306,7 +316,7 @@ def _arithmetic(symbol: str) -> None:
         if symbol == "**" and type(b) is Number and type(b.value) is int:
             b = b.pin()  # its sign decides whether the result is an int
         try:
-            value = eval(f"a {symbol} b", {}, {"a": _plain(a), "b": _plain(b)})  # noqa: S307
+            value = eval(f"a {symbol} b", {}, {"a": _plain(a), "b": _plain(b)})
         except ArithmeticError as error:
             raise type(error)(f"{error} (in {_plain(a)!r} {symbol} {_plain(b)!r})") from None
         return Number(value, f"({_text(a)} {symbol} {_text(b)})", _sources(a, b))
@@ -319,10 +329,8 @@ def _arithmetic(symbol: str) -> None:
         result = calculate(other, self)
         return tracer().number_op(symbol, other, self) if result is NotImplemented else result
 
-    name = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod",
-            "**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}  # fmt: skip
-    setattr(Number, f"__{name[symbol]}__", forward)
-    setattr(Number, f"__r{name[symbol]}__", backward)
+    setattr(Number, f"__{_DUNDER[symbol]}__", forward)
+    setattr(Number, f"__r{_DUNDER[symbol]}__", backward)
 
 
 def _comparison(name: str, symbol: str) -> None:
@@ -343,7 +351,7 @@ def _unary(name: str, text: str) -> None:
     setattr(Number, name, apply)
 
 
-for _symbol in ("+", "-", "*", "/", "//", "%", "**", "<<", ">>", "&", "|", "^"):
+for _symbol in _DUNDER:
     _arithmetic(_symbol)
 for _name, _symbol in (("__lt__", "<"), ("__le__", "<="), ("__gt__", ">"), ("__ge__", ">="),
                        ("__eq__", "=="), ("__ne__", "!=")):  # fmt: skip

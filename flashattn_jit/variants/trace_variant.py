@@ -80,7 +80,7 @@ def _named_in_texts(
     views = _leaf_views(variant, view)
     found: list[tuple[str, Captured | Number]] = []
     for d in variant._declared:
-        value = getattr(views[id(d.owner)], d.param.name, None)
+        value: Any = getattr(views[id(d.owner)], d.param.name, None)
         if d.name in words and type(value) in (Captured, Number):
             found.append((d.name, value))
     return found

@@ -48,7 +48,9 @@ def _take(node: int, ns: Numbers, dtype: str) -> int:
     source = emitter.node(node)
     count = len(ns)
     if not source.shape:  # every element of a scalar is that scalar
-        return node if count == 1 else emitter.emit("broadcast", [node], dtype, (count,), length=count)
+        if count == 1:
+            return node
+        return emitter.emit("broadcast", [node], dtype, (count,), length=count)
     if source.op == "broadcast":
         return _take(source.args[0], np.zeros_like(ns), dtype)
     if count == 1:
@@ -463,9 +465,7 @@ def _extremum(name: str, pair: str, input: Any, *args: Any, **kw: Any) -> Any:
     if isinstance(other, Value | Captured):
         return binary(pair, input, other)
     if args or "dim" in kw:
-        tracer().refuse(
-            f"`{name[1:]}` with a dim, which also gives indices", f"use `.{name}(dim)`"
-        )
+        tracer().refuse(f"`{name[1:]}` with a dim, which also gives indices", f"use `.{name}(dim)`")
     return reduce(name, input, None, False)
 
 
@@ -512,7 +512,7 @@ def _matmul(input: Any, other: Any = None, *args: Any) -> Value:
     a, b = (val(x) if isinstance(x, Value) or _is_row(x) else None for x in (input, other))
     if a is not None and b is not None and len(a.shape) == len(b.shape) == 1:
         return _dot(a, b)
-    tracer().refuse(
+    return tracer().refuse(
         "a matrix product", "only dot products of small vectors exist inside a hook; "
         "multiply before the call and capture the result"
     )  # fmt: skip

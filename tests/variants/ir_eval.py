@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _check_dtypes(graph: ir.Graph, node: ir.Node) -> None:
-    """The arguments of an arithmetic node share a dtype, and it is the node's unless it compares."""
+    """Arguments of an arithmetic node share a dtype, which is its own unless it compares."""
     args = [graph.nodes[a].dtype for a in node.args]
     if ir.OPS[node.op].kind != "map" or node.op == "cast":
         return
@@ -126,7 +126,7 @@ def _rearrange(node: ir.Node, args: list[Tensor], shapes: list[tuple[int, ...]])
     if node.op == "slice":
         start, step = node.int_attr("start"), node.int_attr("step")
         where = torch.arange(node.int_attr("length")) * step + start
-        assert 0 <= int(where.min()) and int(where.max()) < args[0].shape[-1], node
+        assert int(where.min()) >= 0 and int(where.max()) < args[0].shape[-1], node
         return args[0][..., where]
     if node.op == "broadcast":
         assert not shapes[0], node

@@ -1,4 +1,4 @@
-"""What hooks capture: found wherever it is, read anew at each call, never traced again for a value."""
+"""What hooks capture: found wherever it is, read at each call, never traced for a value."""
 
 # Hooks are written as users write them.
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,attr-defined,no-any-return"
@@ -88,9 +88,10 @@ def test_dtype_rank_and_strides_are_structure(traces):
     def make(t):
         return lambda s, b, h, q, k: s + t[q]
 
-    tensors = [torch.zeros(8), torch.zeros(8).double(), torch.zeros(1).expand(8), torch.zeros(16)[::2]]
+    zeros = torch.zeros(16)
+    tensors = [zeros[:8], zeros[:8].double(), torch.zeros(1).expand(8), zeros[::2]]
     assert len({as_variant(make(t)).bind(DIMS).handle for t in tensors}) == 4
-    with pytest.raises(TraceError, match="2 dims|shape|elements"):
+    with pytest.raises(TraceError, match=r"64 elements"):
         as_variant(make(torch.zeros(8, 64))).bind(DIMS)
     assert traces.n == 5
 
@@ -361,7 +362,7 @@ def test_mask_combiners_of_torch(traces):
 
     for w in (1, 2, 3):
         mask = and_masks(causal, windowed(w), or_masks(causal, windowed(w)))
-        assert value(mask, q_idx=4, kv_idx=2) == (4 - 2 < w)
+        assert value(mask, q_idx=4, kv_idx=2) == (w > 4 - 2)
     assert traces.n == 1
 
 
@@ -515,14 +516,14 @@ def test_inference_tensors():
     assert value(hook) == 5
 
 
-# --- limits -----------------------------------------------------------------------------------------
+# --- limits --------------------------------------------------------------------------------------
 
 
 def test_too_many_values_are_refused():
     many = [float(i) for i in range(5 * MAX_LOCATIONS)]
     with pytest.raises(TraceError, match="tensor instead"):
         as_variant(lambda s, b, h, q, k: s + many[0]).bind(DIMS)
-    registry = {i: 0.0 for i in range(2 * MAX_LOCATIONS)}
+    registry = dict.fromkeys(range(2 * MAX_LOCATIONS), 0.0)
     with pytest.raises(TraceError, match="registry"):
         as_variant(lambda s, b, h, q, k: s + registry[0]).bind(DIMS)
 

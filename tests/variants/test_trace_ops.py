@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.spec import variant
@@ -29,6 +29,15 @@ OFFSETS = torch.tensor([0, 2, 3, 6])
 SCALE = torch.tensor(1.5)
 COUNT = torch.tensor(3)
 WHICH = torch.tensor(1)
+
+
+def _of_score(f):
+    return lambda s, b, h, q, k: f(s)
+
+
+def _of_key(f):
+    return lambda s, b, h, q, k: f(k + 1)
+
 
 ARITHMETIC = {
     "int_plus_int": lambda s, b, h, q, k: q + k,
@@ -67,7 +76,8 @@ ARITHMETIC = {
     "clamp_int_by_float": lambda s, b, h, q, k: q.clamp(min=1.5),
     "clamp_by_tensor": lambda s, b, h, q, k: torch.clamp(k, q - 2, q + 2),
     "clamp_min_max": lambda s, b, h, q, k: s.clamp_min(0.5).clamp_max(2) + s.clip(0, 1),
-    "min_max": lambda s, b, h, q, k: torch.maximum(q, k) + torch.minimum(s, s * 2) + torch.max(q, k),
+    "min_max": lambda s, b, h, q, k: torch.maximum(q, k) + torch.minimum(s, s * 2),
+    "max_of_two": lambda s, b, h, q, k: torch.max(q, k) + torch.min(q, k + 1),
     "bool_times_float": lambda s, b, h, q, k: (q >= k) * 1.5 + (q > k) * s,
     "bool_plus_bool": lambda s, b, h, q, k: (q >= k) + (q < 3),
     "bool_times_bool": lambda s, b, h, q, k: (q >= k) * (q < 3),
@@ -80,7 +90,7 @@ ARITHMETIC = {
 LOGIC = {
     "comparisons": lambda s, b, h, q, k: (q >= k).int() + (q > k).int() * 2 + (q < 2).int() * 4,
     "equal": lambda s, b, h, q, k: (q == k) | (q != 2),
-    "reflected_comparison": lambda s, b, h, q, k: (3 > q) & (2 <= k),
+    "reflected_comparison": lambda s, b, h, q, k: (q < 3) & (k >= 2),
     "int_against_float": lambda s, b, h, q, k: q < 2.5,
     "bool_order": lambda s, b, h, q, k: (q > 2) >= (k > 2),
     "bool_equality": lambda s, b, h, q, k: (q > 2) == (k > 2),
@@ -95,13 +105,14 @@ LOGIC = {
     "where_method": lambda s, b, h, q, k: s.where(q >= k, 0.0),
     "masked_fill": lambda s, b, h, q, k: s.masked_fill(q < k, -1.0),
     "ands_of_ints": lambda s, b, h, q, k: torch.bitwise_and(q, 1) | torch.bitwise_not(k),
-    "isnan_isinf": lambda s, b, h, q, k: torch.isnan(s / (q - q)) | torch.isinf(1.0 / (k - k).float()),
+    "isnan": lambda s, b, h, q, k: torch.isnan(s / (q - q)) | torch.isnan(s),
+    "isinf": lambda s, b, h, q, k: torch.isinf(1.0 / (k - 2).float()),
     "isfinite": lambda s, b, h, q, k: torch.isfinite(s / (k - 3)),
     "python_bool": lambda s, b, h, q, k: True,
     "python_float": lambda s, b, h, q, k: 2.5,
 }  # fmt: skip
 FUNCTIONS = {
-    name: (lambda f: lambda s, b, h, q, k: f(s))(f)
+    name: _of_score(f)
     for name, f in {
         "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "tanh": torch.tanh,
         "sigmoid": torch.sigmoid, "sin": torch.sin, "cos": torch.cos, "tan": torch.tan,
@@ -119,8 +130,10 @@ FUNCTIONS = {
         "log10": lambda s: torch.log10(s.abs() + 1), "log1p": lambda s: torch.log1p(s.abs()),
         "sqrt": lambda s: torch.sqrt(s.abs()), "rsqrt": lambda s: torch.rsqrt(s.abs() + 1),
         "asin": lambda s: torch.asin(s / 40), "acos": lambda s: torch.acos(s / 40),
-        "expit": torch.special.expit, "erfc": torch.erfc, "logaddexp": lambda s: torch.logaddexp(s, -s),
-        "xlogy": lambda s: torch.xlogy(s, s.abs() + 1), "copysign": lambda s: torch.copysign(s + 1, s),
+        "expit": torch.special.expit, "erfc": torch.erfc,
+        "logaddexp": lambda s: torch.logaddexp(s, -s),
+        "xlogy": lambda s: torch.xlogy(s, s.abs() + 1),
+        "copysign": lambda s: torch.copysign(s + 1, s),
         "deg2rad": torch.deg2rad, "heaviside": lambda s: torch.heaviside(s, s * 0 + 0.5),
         "methods": lambda s: s.tanh().exp().neg().abs().sqrt(),
         "logit": lambda s: torch.logit(torch.sigmoid(s / 10), eps=1e-6),
@@ -128,7 +141,7 @@ FUNCTIONS = {
     }.items()
 }  # fmt: skip
 OF_INTS = {
-    f"{name}_of_int": (lambda f: lambda s, b, h, q, k: f(k + 1))(f)
+    f"{name}_of_int": _of_key(f)
     for name, f in {
         "exp": torch.exp, "log": torch.log, "tanh": torch.tanh, "sqrt": torch.sqrt,
         "sigmoid": torch.sigmoid, "floor": torch.floor, "sin": torch.sin, "round": torch.round,
@@ -185,10 +198,13 @@ CAPTURES = {
     "factory_arange": lambda s, b, h, q, k: torch.arange(10)[k] + s,
     "factory_zeros": lambda s, b, h, q, k: torch.zeros(()) + torch.ones((), dtype=torch.int32) + q,
     "factory_full": lambda s, b, h, q, k: torch.full((), 2.5) + s + torch.full((), 3) * q,
-    "likes": lambda s, b, h, q, k: torch.zeros_like(s) + torch.ones_like(q) + torch.full_like(q, 7.9),
-    "news": lambda s, b, h, q, k: q.new_zeros(q.shape) + h.new_ones(()) + s.new_full((), 2) + s.new_tensor(3),
+    "likes": lambda s, b, h, q, k: torch.zeros_like(s) + torch.ones_like(q),
+    "full_like": lambda s, b, h, q, k: s + torch.full_like(q, 7.9),
+    "news": lambda s, b, h, q, k: q.new_zeros(q.shape) + h.new_ones(()) + s.new_full((), 2),
+    "new_tensor": lambda s, b, h, q, k: s + q.new_tensor(3),
     "empty_as_index": lambda s, b, h, q, k: TABLE[h.new_zeros(h.shape)],
-    "size_of_capture": lambda s, b, h, q, k: s + TABLE[q % TABLE.shape[0]] + TABLE.size(0) + len(OFFSETS),
+    "size_of_capture": lambda s, b, h, q, k: s + TABLE[q % TABLE.shape[0]] + len(OFFSETS),
+    "size_method": lambda s, b, h, q, k: s + BIAS.size(-1) + BIAS.numel() + BIAS.dim(),
     "searchsorted": lambda s, b, h, q, k: torch.searchsorted(OFFSETS, k, right=True) - 1,
     "searchsorted_left": lambda s, b, h, q, k: torch.searchsorted(OFFSETS, k, out_int32=True),
     "bucketize": lambda s, b, h, q, k: torch.bucketize(k, OFFSETS, right=True),
@@ -201,11 +217,12 @@ VECTORS = {
     "sum_dim": lambda s, b, h, q, k: (POINTS[q] * POINTS[k]).sum(-1),
     "keepdim": lambda s, b, h, q, k: (POINTS[q] - POINTS[q].mean(-1, keepdim=True)).abs().sum(),
     "norm": lambda s, b, h, q, k: torch.linalg.norm(POINTS[q]) + POINTS[k].norm(),
-    "vector_norm": lambda s, b, h, q, k: torch.linalg.vector_norm(POINTS[q], 1) + POINTS[k].norm(p=1),
+    "norm_1": lambda s, b, h, q, k: torch.linalg.vector_norm(POINTS[q], 1),
+    "norm_p": lambda s, b, h, q, k: POINTS[k].norm(p=1) + torch.norm(POINTS[k]),
     "extrema": lambda s, b, h, q, k: POINTS[q].max() - POINTS[k].min() + POINTS[q].amax(-1),
     "any_all": lambda s, b, h, q, k: (POINTS[q] > 0).any() | (POINTS[k] < 1).all(),
     "any_of_offsets": lambda s, b, h, q, k: ((OFFSETS[:-1] <= q) & (q < OFFSETS[1:])).any(),
-    "count": lambda s, b, h, q, k: (OFFSETS <= k).sum(),
+    "count": lambda s, b, h, q, k: (k >= OFFSETS).sum(),
     "mean_prod": lambda s, b, h, q, k: POINTS[q].mean() + POINTS[k].prod(),
     "elements": lambda s, b, h, q, k: POINTS[q][0] + POINTS[k][-1] + POINTS[q, 1],
     "computed_elements": lambda s, b, h, q, k: (POINTS[q] * 2)[1] + POINTS[k].tanh()[2],

@@ -73,8 +73,7 @@ def _eager(run, name, inputs, full):  # type: ignore[no-untyped-def]
     from flashattn_jit.variants.reference import _Gather, _tensor
 
     hook = run._hooks[name]
-    order = ir.HOOK_INPUTS[name]
-    used = [n for n in order]
+    used = ir.HOOK_INPUTS[name]
     shapes = [inputs[n].shape[:4] for n in used]
     leading = torch.broadcast_shapes(*shapes)
     flat = []

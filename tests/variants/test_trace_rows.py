@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.params import Dims
