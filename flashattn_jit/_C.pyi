@@ -5,7 +5,7 @@ make a kernel read or write outside its tensors raises `ValueError` (`TypeError`
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypedDict
 
 from typing_extensions import Buffer
 
@@ -26,6 +26,37 @@ def cpu_isa() -> str:
 
 def cache_sizes() -> tuple[int, int, int]:
     """Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown."""
+
+class Schedule(TypedDict):
+    """What `schedule` decided; costs are rows x visited keys."""
+
+    work: bytes
+    merge_work: bytes
+    num_work: int
+    partial_rows: int
+    total_cost: int
+    critical_cost: int
+    most_splits: int
+
+def schedule(
+    module: Module | None,
+    problem: Problem,
+    *,
+    tile_q: int,
+    row_granule: int,
+    tile_kv: int,
+    min_chunk: int,
+    num_workers: int,
+    share_heads: bool = True,
+    classify: bool = False,
+    allow_splits: bool = True,
+    tensors: Sequence[int] = (),
+    scalars: Sequence[int | float] = (),
+) -> Schedule:
+    """Who does which part of a problem; see csrc/scheduler/schedule.h.
+
+    Raises ValueError for options below 1, or params that do not match the problem's.
+    """
 
 def merge_states(
     outs: Sequence[int],
@@ -147,6 +178,6 @@ class Call:
     ) -> None:
         """Runs the kernel, then its merge, without the GIL.
 
-        Raises `AbiError` or `ValueError` where the artifact refuses, `MemoryError` where its scratch
-        cannot be allocated; then nothing useful is in `out`.
+        Raises `AbiError` or `ValueError` where the artifact refuses, `MemoryError` where its
+        scratch cannot be allocated; then nothing useful is in `out`.
         """

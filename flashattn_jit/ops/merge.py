@@ -75,13 +75,12 @@ def merge_on_cpu(
     out = torch.empty(outs[0].shape, dtype=torch.float32)
     lse = torch.empty(outs[0].shape[:-1] if lses else 0, dtype=torch.float32)
     outs = [o if o.stride(-1) == 1 else o.contiguous() for o in outs]
-    lead = tuple(out.shape[:-1])
     _C.merge_states(
         [o.data_ptr() for o in outs],
         [_three(o.stride()[:-1]) for o in outs],
         [x.data_ptr() for x in lses],
         [_three(x.stride()) for x in lses],
-        (1,) * (3 - len(lead)) + lead,
+        _three(out.shape[:-1], fill=1),
         out.shape[-1],
         out.data_ptr(),
         _three(out.stride()[:-1]),
@@ -92,5 +91,7 @@ def merge_on_cpu(
     return out, lse
 
 
-def _three(strides: Sequence[int]) -> tuple[int, ...]:
-    return (0,) * (3 - len(strides)) + tuple(strides)
+def _three(dims: Sequence[int], fill: int = 0) -> tuple[int, int, int]:
+    """Two or three numbers as three."""
+    a, b, c = (fill,) * (3 - len(dims)) + tuple(dims)
+    return a, b, c

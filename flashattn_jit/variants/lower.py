@@ -82,8 +82,8 @@ def _cpp_params(variant: VariantIR, text: str) -> str:
     for slot, tensor in enumerate(variant.tensors):
         if tensor.name in words:
             arguments = [f"int64_t i{d}" for d in range(tensor.rank)]
-            offsets = [f"ops::offset<false>(c.tensor({slot}), {d}, i{d})" for d in range(tensor.rank)]
-            total = " + ".join(offsets) or "INT64_C(0)"
+            offset = f"ops::offset<false>(c.tensor({slot}), "
+            total = " + ".join(f"{offset}{d}, i{d})" for d in range(tensor.rank)) or "INT64_C(0)"
             lines.append(
                 f"const auto {tensor.name} = [&]({', '.join(arguments)}) "
                 f"{{ return ops::load<{TAG[tensor.dtype]}>(c.tensor({slot}), {total}); }};"

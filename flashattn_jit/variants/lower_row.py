@@ -209,10 +209,9 @@ class _RowLowering:
         if node.op == "gather":
             slot = node.int_attr("slot")
             param = self.tensors[slot]
-            step = "" if param.strides[-1] == "1" else f" * n{i}"
             tag = TAG[param.dtype]
-            spot = f"({place})" if step else place
-            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {spot}{step})"
+            spot = place if param.strides[-1] == "1" else f"({place}) * n{i}"
+            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {spot})"
         if node.op == "broadcast":
             return self.names[node.args[0]]
         if node.op == "slice":
