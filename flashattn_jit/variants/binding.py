@@ -21,7 +21,7 @@ from flashattn_jit.variants.trace_host import Finish, Source
 from flashattn_jit.variants.trace_variant import Traced, trace_variant
 
 if TYPE_CHECKING:
-    from flashattn_jit.variants.spec import Variant
+    from flashattn_jit.variants.class_form import Variant
 
 MAX_PLANS = 64
 MAX_STRUCTURES = 4096

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashattn_jit.variants import trace_composite, trace_load, trace_vectors
+from flashattn_jit.variants import (
+    trace_composite,
+    trace_load,
+    trace_reduce,
+    trace_unary,
+    trace_vectors,
+)
 from flashattn_jit.variants.trace_factory import FACTORIES
 from flashattn_jit.variants.trace_ops import HANDLERS
 from flashattn_jit.variants.trace_values import Captured, Value, tracer
@@ -82,5 +88,11 @@ def attach() -> None:
         cls.__array_ufunc__ = None  # type: ignore[union-attr]
 
 
-_REGISTERED = (trace_composite, trace_load, trace_vectors)  # importing them fills HANDLERS
+_REGISTERED = (
+    trace_composite,
+    trace_load,
+    trace_reduce,
+    trace_unary,
+    trace_vectors,
+)  # importing them fills HANDLERS
 attach()

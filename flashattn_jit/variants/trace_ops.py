@@ -79,7 +79,8 @@ def emit(name: str, xs: tuple[Value, ...], dtype: str, **attrs: Any) -> Value:
     return Value(t.emitter.emit(name, [x.node for x in xs], dtype, inner, **attrs), dtype, shape)
 
 
-def _aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
+def aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
+    """The common dtype of operands, and the operands converted to it."""
     values = tuple(val(x) for x in xs)
     dtype = common_dtype(*values)
     for x in values:
@@ -118,7 +119,7 @@ _BOOL_ARITHMETIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"
 
 def binary(name: str, a: Any, b: Any) -> Value:
     """An arithmetic operation after promotion."""
-    dtype, (x, y) = _aligned(a, b)
+    dtype, (x, y) = aligned(a, b)
     if dtype == "bool":
         if name not in _BOOL_ARITHMETIC:
             tracer().refuse(f"{name} of booleans", "convert with `.int()` or use `^`, `&`, `|`")
@@ -161,12 +162,13 @@ def _rmul(input: Any, other: Any) -> Value:
 
 
 @op("div", "divide", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__")
-def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    """torch.div: a true division gives a float."""
     if rounding_mode == "floor":
         return _floordiv(input, other)
     if rounding_mode == "trunc":
         return _integer_division("truncdiv", input, other)
-    dtype, (x, y) = _aligned(input, other)
+    dtype, (x, y) = aligned(input, other)
     if not is_float(dtype):
         dtype = "float32"
     return emit("div", (cast(x, dtype), cast(y, dtype)), dtype)
@@ -174,14 +176,14 @@ def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
 
 @op("__rtruediv__", "__rdiv__")
 def _rdiv(input: Any, other: Any) -> Value:
-    return _div(other, input)
+    return div(other, input)
 
 
 def _integer_division(name: str, a: Any, b: Any) -> Value:
     divisor = val(b)
     if tracer().emitter.value(divisor.node) == 0 and not is_float(divisor.name):
         tracer().refuse("integer division by the constant zero", "use a divisor that is not zero")
-    dtype, (x, y) = _aligned(a, divisor)
+    dtype, (x, y) = aligned(a, divisor)
     if dtype == "bool":
         tracer().refuse(f"{name} of booleans", "convert with `.int()` first")
     return emit(name, (x, y), dtype)
@@ -241,7 +243,7 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
     if c < 0:
         inverse = _constant_power(x, -c, dtype)
         assert inverse is not None
-        return _div(1, inverse)
+        return div(1, inverse)
     if c == 0:
         return tracer().expand(const(1, dtype), x.shape)
     half = x
@@ -298,14 +300,14 @@ def compare(name: str, a: Any, b: Any) -> Any:
     """A comparison after promotion; booleans are ordered as 0 and 1."""
     if a is None or b is None:
         return name == "ne"
-    dtype, (x, y) = _aligned(a, b)
+    dtype, (x, y) = aligned(a, b)
     if dtype == "bool" and name not in ("eq", "ne"):
         x, y = cast(x, "int32"), cast(y, "int32")
     return emit(name, (x, y), "bool")
 
 
 def _bitwise(name: str, a: Any, b: Any) -> Value:
-    dtype, (x, y) = _aligned(a, b)
+    dtype, (x, y) = aligned(a, b)
     if is_float(dtype):
         tracer().refuse(f"`{name}` of floating values", "compare first, then combine the booleans")
     return emit(name, (x, y), dtype)
@@ -369,7 +371,7 @@ def _where(condition: Any, input: Any = None, other: Any = None) -> Value:
     chosen = val(condition)
     if chosen.name != "bool":
         tracer().refuse("`where` on a condition that is not boolean", "compare it: `x != 0`")
-    dtype, (a, b) = _aligned(input, other)
+    dtype, (a, b) = aligned(input, other)
     return emit("where", (chosen, a, b), dtype)
 
 
@@ -379,92 +381,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     return emit("where", (logical(mask), cast(val(value), x.name), x), x.name)
 
 
-# --- functions of one argument -------------------------------------------------------------------
-
-_FLOAT_FUNCTIONS = (
-    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid",
-    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf",
-)  # fmt: skip
-_FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos",
-                  "arctan": "atan", "special_exp2": "exp2", "special_expm1": "expm1",
-                  "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip
-
-
-def _register_unary() -> None:
-    for name in _FLOAT_FUNCTIONS:
-
-        def function(input: Any, _name: str = name) -> Value:
-            x = as_float(input)
-            return emit(_name, (x,), x.name)
-
-        aliases = [a for a, target in _FLOAT_ALIASES.items() if target == name]
-        op(name, *aliases)(function)
-    for name in ("floor", "ceil", "trunc", "round"):
-
-        def rounding(input: Any, *, decimals: int = 0, _name: str = name) -> Value:
-            x = val(input)
-            if decimals:
-                tracer().refuse("round to decimals", "multiply, round and divide")
-            return emit(_name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
-
-        op(name, "fix" if name == "trunc" else name, f"__{name}__")(rounding)
-    for name in ("isnan", "isinf"):
-
-        def test(input: Any, _name: str = name) -> Value:
-            x = val(input)
-            if is_float(x.name):
-                return emit(_name, (x,), "bool")
-            return tracer().expand(const(0, "bool"), x.shape)
-
-        op(name)(test)
-
-
-_register_unary()
-
-
-@op("neg", "negative", "__neg__")
-def _neg(input: Any) -> Value:
-    x = val(input)
-    if x.name == "bool":
-        tracer().refuse("`-` of a boolean", "use `~` for not, or `.int()` first")
-    return emit("neg", (x,), x.name)
-
-
-@op("positive", "__pos__")
-def _positive(input: Any) -> Value:
-    return val(input)
-
-
-@op("abs", "absolute", "__abs__")
-def _abs(input: Any) -> Value:
-    x = val(input)
-    return x if x.name in ("bool", "uint8") else emit("abs", (x,), x.name)
-
-
-@op("sign", "sgn")
-def _sign(input: Any) -> Value:
-    x = val(input)
-    return x if x.name == "bool" else emit("sign", (x,), x.name)
-
-
-@op("atan2", "arctan2")
-def _atan2(input: Any, other: Any) -> Value:
-    dtype, (x, y) = _aligned(input, other)
-    dtype = dtype if is_float(dtype) else "float32"
-    return emit("atan2", (cast(x, dtype), cast(y, dtype)), dtype)
-
-
-@op("reciprocal")
-def _reciprocal(input: Any) -> Value:
-    return _div(1, as_float(input))
-
-
-@op("square")
-def _square(input: Any) -> Value:
-    return _mul(input, input)
-
-
-# --- conversions -------------------------------------------------------------------------------
+# --- conversions -----------------------------------------------------------------------------
 
 
 def to_dtype(x: Value, dtype: torch.dtype) -> Value:
@@ -473,48 +390,3 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     if name is None:
         tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
     return cast(x, name)
-
-
-@op("to")
-def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
-    x = val(input)
-    for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
-        if isinstance(a, torch.dtype):
-            return to_dtype(x, a)
-        if hasattr(a, "dtype"):
-            return to_dtype(x, a.dtype)
-    return x
-
-
-@op("type_as")
-def _type_as(input: Any, other: Any) -> Value:
-    return to_dtype(val(input), other.dtype)
-
-
-@op("type")
-def _type(input: Any, dtype: Any) -> Value:
-    return to_dtype(val(input), dtype)
-
-
-def _register_conversions() -> None:
-    for name, dtype in {
-        "float": torch.float32, "double": torch.float64, "half": torch.float32,
-        "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64,
-        "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
-    }.items():  # fmt: skip
-
-        def convert(input: Any, _dtype: torch.dtype = dtype) -> Value:
-            return to_dtype(val(input), _dtype)
-
-        op(name)(convert)
-    for name in ("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_",
-                 "lift_fresh", "resolve_conj", "resolve_neg"):  # fmt: skip
-
-        def same(input: Any, *args: Any, **kwargs: Any) -> Value:
-            x = val(input)
-            return Value(x.node, x.name, x.shape)
-
-        op(name)(same)
-
-
-_register_conversions()

@@ -17,7 +17,7 @@ from flashattn_jit.variants.trace_host import Finish, HostTensor, Source
 from flashattn_jit.variants.trace_values import Captured, Number
 
 if TYPE_CHECKING:
-    from flashattn_jit.variants.spec import Variant
+    from flashattn_jit.variants.class_form import Variant
 
 _ROW_DIM = {"query_mod": "head_dim", "key_mod": "head_dim", "value_mod": "head_dim_v",
             "output_mod": "head_dim_v"}  # fmt: skip

@@ -1,0 +1,321 @@
+"""The class form of a variant: hooks as methods, params as annotated attributes."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from flashattn_jit.errors import ParamError, VariantError
+from flashattn_jit.variants import ir
+from flashattn_jit.variants.binding import Bound, bind
+from flashattn_jit.variants.normalizers import (
+    Normalizer,
+    Pointwise,
+    Softmax,
+    is_default,
+    normalizer_hooks,
+)
+from flashattn_jit.variants.params import (
+    MISSING,
+    RESERVED,
+    Declared,
+    Dims,
+    Param,
+)
+
+if sys.version_info >= (3, 11):
+    from typing import dataclass_transform
+else:
+    from typing_extensions import dataclass_transform  # a requirement of torch
+
+
+USER_HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "output_mod")
+_NO_PARAMS: Mapping[str, object] = types.MappingProxyType({})
+
+
+class CppHook:
+    """A hook given as C++ text; see `cpp`."""
+
+    __slots__ = ("reference", "text")
+    __fajit_constant__ = True
+
+    def __init__(self, text: str, reference: Callable[..., Any] | None) -> None:
+        self.text = text
+        self.reference = reference
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CppHook) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"cpp({self.text!r})"
+
+
+def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
+    """A scalar hook as C++: the body of a function (with ``return``), or one expression.
+
+    text sees the hook's arguments by their names (``score``, ``b``, ``h``, ``q_idx``, ``kv_idx``:
+    float and int32_t) and the variant's declared params that it names: scalars as values, tensors
+    as functions of their indices (``slopes(h)``). It may be a `score_mod`, a `mask_mod`, or the
+    function of `Pointwise`; row hooks take Python only. reference: the same hook in torch, for
+    `Variant.reference` and `Variant.verify`, which raise without it.
+
+    >>> fa.variant(score_mod=fa.cpp("return score + 0.5f * (kv_idx - q_idx);",
+    ...                             reference=lambda s, b, h, q, k: s + 0.5 * (k - q)))
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise VariantError(f"fa.cpp expects C++ text, got {text!r}")
+    text = text.strip()
+    return CppHook(text if "return" in text else f"return {text.rstrip(';')};", reference)
+
+
+# No field_specifiers: to type checkers `fa.scalar()` is a default like any other value, so that a
+# param without one may be left to the call.
+@dataclass_transform()
+class Variant:
+    """What attention computes: subclass it, annotate params, define hooks as methods.
+
+    Hooks are functions of 0-dim tensors (rows for the row hooks), as DESIGN says:
+
+    * ``score_mod(score, b, h, q_idx, kv_idx)``, ``mask_mod(b, h, q_idx, kv_idx)``
+    * ``query_mod(row, b, h, q_idx)``, ``key_mod(row, b, kv_h, kv_idx)``, ``value_mod`` likewise,
+      ``output_mod(row, lse, b, h, q_idx)``
+    * ``normalizer``: `Softmax` or `Pointwise`, or a method without arguments that returns one.
+
+    Annotated attributes are params: `scalar` and `tensor` ones may be given when the variant is
+    made or at each call; plain ones only when it is made.
+
+    >>> class SoftCap(fa.Variant):
+    ...     cap: float = fa.scalar(30.0)
+    ...     def score_mod(self, score, b, h, q_idx, kv_idx):
+    ...         return self.cap * torch.tanh(score / self.cap)
+    >>> out = fa.attention(q, k, v, SoftCap(cap=50.0))
+
+    Raises VariantError for ill-formed classes, ParamError for unknown or wrongly typed params.
+    """
+
+    __fajit_params__: ClassVar[dict[str, Param]] = {}
+    __fajit_fields__: ClassVar[frozenset[str]] = frozenset()
+    __fajit_names__: ClassVar[frozenset[str]] = frozenset({*USER_HOOKS, "normalizer"})
+    _shape: Any
+    _declared: tuple[Declared, ...]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__fajit_view__" in cls.__dict__:
+            return
+        params: dict[str, Param] = {}
+        fields: set[str] = set()
+        for base in reversed(cls.__mro__):
+            annotations = inspect.get_annotations(base)
+            for name, value in base.__dict__.items():
+                if isinstance(value, Param):
+                    params[name] = value
+                elif name in annotations and base is not Variant and not name.startswith("_"):
+                    params.pop(name, None)
+                    fields.add(name)
+            for name in annotations:
+                if name not in base.__dict__ and base is not Variant and name not in params:
+                    fields.add(name)
+        for name in params:
+            if name in RESERVED or name in USER_HOOKS or name.startswith("_"):
+                raise VariantError(
+                    f"{cls.__name__}.{name}: a param may not be called {name!r}, which is an "
+                    "argument of the operation or a hook; rename it"
+                )
+        cls.__fajit_params__ = params
+        cls.__fajit_fields__ = frozenset(f for f in fields - set(params) if not f.startswith("__"))
+        for hook in USER_HOOKS:
+            _check_arity(cls, hook)
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        cls = type(self)
+        if args:
+            values = self._named_values(args, values)
+        for name, value in values.items():
+            if name in cls.__fajit_params__:
+                value = cls.__fajit_params__[name].check(name, value)
+            elif name not in cls.__fajit_fields__:
+                known = ", ".join([*cls.__fajit_params__, *sorted(cls.__fajit_fields__)])
+                raise ParamError(
+                    f"{cls.__name__} has no param {name!r}; "
+                    + (f"its params are {known}" if known else "it has no params")
+                )
+            self.__dict__[name] = value
+        for name in cls.__fajit_fields__:
+            if name not in self.__dict__ and not hasattr(cls, name):
+                raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
+        self._shape = cls
+        self._declared = tuple(Declared(n, p, self) for n, p in cls.__fajit_params__.items())
+
+    @classmethod
+    def _named_values(cls, args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
+        """Positional values by name: in the order in which the classes annotate their params."""
+        known = cls.__fajit_fields__ | cls.__fajit_params__.keys()
+        annotated = (n for base in reversed(cls.__mro__) for n in inspect.get_annotations(base))
+        names = tuple(dict.fromkeys(n for n in annotated if n in known))
+        if len(args) > len(names):
+            raise ParamError(
+                f"{cls.__name__} takes at most {len(names)} positional values "
+                f"({', '.join(names)}), got {len(args)}"
+            )
+        twice = [n for n in names[: len(args)] if n in values]
+        if twice:
+            raise ParamError(f"{cls.__name__} got {twice[0]!r} twice, by position and by name")
+        return {**dict(zip(names, args, strict=False)), **values}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        param = type(self).__fajit_params__.get(name)
+        self.__dict__[name] = value if param is None else param.check(name, value)
+
+    # --- structure ---------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """What messages and file names call the variant."""
+        return str(self.__dict__.get("_name", type(self).__name__))
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """The params that a call may give by keyword."""
+        return tuple(d.name for d in self._declared)
+
+    def hooks(self) -> dict[str, Any]:
+        """The hooks of the variant by name (`ir.HOOKS`): callables, or `CppHook` texts."""
+        found = {h: f for h in USER_HOOKS if (f := getattr(self, h, None)) is not None}
+        found.update(normalizer_hooks(self._normalizer(), self))
+        return {h: found[h] for h in ir.HOOKS if h in found}
+
+    def _normalizer(self) -> Normalizer | None:
+        normalizer = getattr(self, "normalizer", None)
+        if callable(normalizer) and not isinstance(normalizer, Softmax | Pointwise):
+            normalizer = normalizer()
+        return None if is_default(normalizer) else normalizer
+
+    def bind(self, dims: Dims, params: Mapping[str, object] = _NO_PARAMS) -> Bound:
+        """The variant for one call: its IR, and the tensors and numbers of its slots.
+
+        A known structure costs a few microseconds; a new one is traced. Raises ParamError for
+        params that are missing, unknown or do not fit `dims`, TraceError for hooks that cannot
+        become a kernel.
+        """
+        return bind(self, dims, params)
+
+    # --- composition -------------------------------------------------------------------------
+
+    def __and__(self, other: Variant) -> Variant:
+        """Both: masks and-ed, score and row hooks chained left to right."""
+        return _compose("and", self, other)  # type: ignore[no-any-return]
+
+    def __or__(self, other: Variant) -> Variant:
+        """Either mask; both must have nothing but a mask."""
+        return _compose("or", self, other)  # type: ignore[no-any-return]
+
+    def __invert__(self) -> Variant:
+        """The opposite mask; the variant must have nothing but a mask."""
+        return _compose("not", self)  # type: ignore[no-any-return]
+
+    def named(self, prefix: str) -> Variant:
+        """The same variant with ``prefix_`` before the names of its params.
+
+        >>> fa.SlidingWindow(64).named("local") | fa.SlidingWindow(4096).named("far")
+        """
+        from flashattn_jit.variants.compose import rename
+
+        return rename(self, prefix)
+
+    # --- running -----------------------------------------------------------------------------
+
+    def reference(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        q_offset: Any = 0,
+        kv_len: torch.Tensor | None = None,
+        return_lse: bool = False,
+        partial: bool = False,
+        dtype: torch.dtype = torch.float64,
+        **params: object,
+    ) -> Any:
+        """What `fa.attention` means, by eager torch in `dtype`: out, or (out, lse).
+
+        The hooks run as they are on every pair: O(q_len * kv_len) memory. See
+        `reference.attention_reference` for shapes and what each dtype computes in.
+        """
+        from flashattn_jit.variants.reference import attention_reference
+
+        out, lse = attention_reference(
+            q, k, v, self, scale=scale, q_offset=q_offset, kv_len=kv_len, dtype=dtype,
+            partial=partial, params=params,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
+
+    def verify(self, *args: Any, **kwargs: Any) -> Any:
+        """Compare the compiled kernel with the reference; see `flashattn_jit.inspect.verify`."""
+        from flashattn_jit import inspect as inspection
+
+        return inspection.verify(self, *args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """IR, tiles, the planner's choice and source; see `flashattn_jit.inspect.explain`."""
+        from flashattn_jit import inspect as inspection
+
+        return inspection.explain(self, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        shown = [f"{n}={self.__dict__[n]!r}" for n in type(self).__fajit_params__
+                 if not isinstance(self.__dict__.get(n, MISSING), torch.Tensor)
+                 and n in self.__dict__]  # fmt: skip
+        return f"{self.name}({', '.join(shown)})"
+
+
+def _compose(operation: str, *parts: Any) -> Any:
+    if not all(isinstance(p, Variant) for p in parts):
+        return NotImplemented
+    from flashattn_jit.variants.compose import compose
+
+    return compose(operation, *parts)
+
+
+HOOK_ARGUMENTS = {h: ir.HOOK_INPUTS[h] for h in USER_HOOKS}
+
+
+def _check_arity(cls: type, hook: str) -> None:
+    fn = cls.__dict__.get(hook)
+    if isinstance(fn, staticmethod | classmethod) or not isinstance(fn, types.FunctionType):
+        return
+    wanted = HOOK_ARGUMENTS[hook]
+    count = positional_count(fn)
+    if count is not None and count != len(wanted) + 1:
+        raise VariantError(
+            f"{cls.__name__}.{hook} takes {count} arguments without defaults; expected self, "
+            f"{', '.join(wanted)}"
+        )
+
+
+def positional_count(fn: Any) -> int | None:
+    """How many positional arguments without defaults `fn` takes; None: any number."""
+    if type(fn) is types.FunctionType:
+        code = fn.__code__
+        if code.co_flags & inspect.CO_VARARGS:
+            return None
+        return code.co_argcount - len(fn.__defaults__ or ())
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    kinds = list(signature.parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(1 for p in kinds if p.kind in positional and p.default is p.empty)
