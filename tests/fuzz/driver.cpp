@@ -70,15 +70,13 @@ float to_float(Item x) { return x; }
 Item from_float(float x) { return x; }
 #endif
 
-// Memory of exactly `count` items in a block of its own: one item past the end is a report.
+// Memory of exactly `count` items in a block of its own: one item past the end is a report. Never null.
 template <class T>
 class Exact {
  public:
-  explicit Exact(int64_t count, T fill = T{}) : data_(nullptr), count_(count) {
-    if (count > 0) {
-      data_ = static_cast<T*>(std::malloc(sizeof(T) * static_cast<size_t>(count)));
-      for (int64_t i = 0; i < count; ++i) data_[i] = fill;
-    }
+  explicit Exact(int64_t count, T fill = T{})
+      : data_(static_cast<T*>(std::malloc(sizeof(T) * static_cast<size_t>(count)))), count_(count) {
+    std::fill_n(data_, count, fill);
   }
   ~Exact() { std::free(data_); }
   Exact(const Exact&) = delete;
@@ -489,11 +487,10 @@ void once(Random& r) {
   a.partial_out = partial_out.data();
   a.partial_lse = partial_lse.data();
 
-  if (q.data() == nullptr || k.data() == nullptr) return;  // no rows, or no keys: nothing to launch
   check_refusals(a, !work.items.empty(), !work.merges.empty());
   check_classify(r, p, params, a);
-  if (fajit_attention(&a) != FAJIT_OK) fail("attention refused");
-  if (fajit_merge(&a) != FAJIT_OK) fail("merge refused");
+  if (const int status = fajit_attention(&a)) fail("attention refused", status, a.num_work);
+  if (const int status = fajit_merge(&a)) fail("merge refused", status, a.num_merge_work);
 
   std::vector<bool> owned(static_cast<size_t>(ol.count), false);
   for (int b = 0; b < p.requests; ++b)

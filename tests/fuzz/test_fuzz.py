@@ -19,8 +19,8 @@ from flashattn_jit.planner import reachable
 from flashattn_jit.variants.bounds_lower import range_tables
 from flashattn_jit.variants.spec import Dims
 
-SECONDS = 8  # of fuzzing, for each artifact
-SANITIZE = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SECONDS = 4  # of fuzzing, for each artifact
+SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 class Fuzzed(fa.Variant):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ transformers = pytest.importorskip(
 from flashattn_jit.errors import GradError, InputError, TraceError  # noqa: E402
 from flashattn_jit.integrations import transformers as integration  # noqa: E402
 from flashattn_jit.integrations._lazy_mask import LazyMask  # noqa: E402
+from flashattn_jit.jit.module import default as kernels  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH = 96, 40, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2,
@@ -83,7 +85,7 @@ def build(family: Family) -> tuple[Any, Any]:
     config = getattr(transformers, family.config)(**family.values)
     config.initializer_range = 0.2
     cls = getattr(transformers, family.model)
-    eager = cls._from_config(config, attn_implementation="eager").eval()
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
     for name, parameter in eager.named_parameters():
         if "sinks" in name or "norm" in name.lower():
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -227,10 +229,12 @@ def test_bool_and_additive_4d_masks_of_the_user() -> None:
     ids = tokens()
     keep = torch.ones(LENGTH, LENGTH).tril().bool() & (torch.rand(BATCH, 1, LENGTH, LENGTH) < 0.7)
     keep |= torch.eye(LENGTH).bool()
-    added = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    added = torch.where(keep, torch.randn(LENGTH, LENGTH), torch.finfo(torch.float32).min)
+    assert_close(ours(ids, attention_mask=added).logits, eager(ids, attention_mask=added).logits)
+    added = torch.where(keep, 0.0, -torch.inf)
     expected = eager(ids, attention_mask=added).logits
-    assert_close(ours(ids, attention_mask=keep).logits, expected)
     assert_close(ours(ids, attention_mask=added).logits, expected)
+    assert_close(ours(ids, attention_mask=keep).logits, expected)
 
 
 def layer(**values: Any) -> torch.nn.Module:
@@ -290,17 +294,15 @@ def test_lazy_mask_looks_like_a_mask_and_materialises_on_request() -> None:
 
 @torch.no_grad()
 def test_a_new_padding_neither_retraces_nor_recompiles() -> None:
-    from flashattn_jit.jit.module import counters
-
     _, ours = build(DECODERS["llama"])
     ids = tokens()
     ours(ids, attention_mask=padding("left"))
-    before = counters().misses
+    before = kernels.counters.misses
     for start in (1, 5, 9):
         mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
         mask[1, :start] = 0
         ours(ids, attention_mask=mask)
-    assert counters().misses == before
+    assert kernels.counters.misses == before
 
 
 def test_a_mask_that_cannot_be_traced_raises_with_the_reason() -> None:
