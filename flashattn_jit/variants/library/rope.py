@@ -101,34 +101,26 @@ class _Config:
     partial: float
     max_position: int | None
 
-    def rotary_dim(self, dims: Dims) -> int:
-        dim = int(dims.head_dim * self.partial)
+    def rotary_dim(self, head_dim: int) -> int:
+        dim = int(head_dim * self.partial)
         if dim < 2 or dim % 2:
             raise VariantError(
-                f"RoPE rotates an even number of elements, got {dim} of head_dim={dims.head_dim} "
+                f"RoPE rotates an even number of elements, got {dim} of head_dim={head_dim} "
                 f"(partial={self.partial}); choose `partial` so that head_dim * partial is even"
             )
         return dim
 
-    def positions(self, dims: Dims) -> int:
-        longest = max(dims.q_len, dims.kv_len)
+    def positions(self, q_len: int, kv_len: int) -> int:
+        longest = max(q_len, kv_len)
         if self.max_position is None:
             # Powers of two: a growing context makes new tables only now and then.
             return max(4096, 1 << max(longest - 1, 0).bit_length())
         if longest > self.max_position:
             raise InputError(
                 f"RoPE was made for positions below max_position={self.max_position}, got "
-                f"q_len={dims.q_len}, kv_len={dims.kv_len}; make it with a larger max_position"
+                f"q_len={q_len}, kv_len={kv_len}; make it with a larger max_position"
             )
         return self.max_position
-
-    def tables(self, dims: Dims) -> tuple[Tensor, Tensor]:
-        length = self.scaling.effective_length(dims.kv_len)
-        return _tables(self, self.rotary_dim(dims), length, self.positions(dims), dims.device)
-
-    def turns(self, dims: Dims) -> Tensor:
-        length = self.scaling.effective_length(dims.kv_len)
-        return _turns(self, self.rotary_dim(dims), length, dims.device)
 
 
 def rope_tables(
@@ -150,37 +142,45 @@ def rope_tables(
     return torch.from_numpy(cos.astype(np.float32)), torch.from_numpy(sin.astype(np.float32))
 
 
-@functools.lru_cache(maxsize=16)
-def _tables(
-    config: _Config, dim: int, length: int, positions: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    cos, sin = rope_tables(dim, positions, config.theta, config.scaling, length)
-    # One more row, of NaN, for positions past the tables.
-    guard = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1), value=math.nan)
-    return guard(cos).to(device), guard(sin).to(device)
-
-
-@functools.lru_cache(maxsize=64)
-def _turns(config: _Config, dim: int, length: int, device: torch.device) -> Tensor:
-    freq = config.scaling.inv_freq(dim, config.theta, length)
-    return torch.from_numpy(freq / (2.0 * math.pi)).to(device)
+# The values of one config are kept with its class: a call finds them without hashing the config.
 
 
 @functools.lru_cache(maxsize=256)
 def _table_rope(config: _Config) -> type[TableRope]:
+    @functools.lru_cache(maxsize=8)
+    def made(
+        head_dim: int, length: int, positions: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        dim = config.rotary_dim(head_dim)
+        cos, sin = rope_tables(dim, positions, config.theta, config.scaling, length)
+        # One more row, of NaN, for positions past the tables.
+        guard = functools.partial(torch.nn.functional.pad, pad=(0, 0, 0, 1), value=math.nan)
+        return guard(cos).to(device), guard(sin).to(device)
+
+    def tables(dims: Dims) -> tuple[Tensor, Tensor]:
+        kv_len = dims.kv_len
+        length, positions = config.scaling.effective_length(kv_len), config.positions
+        return made(dims.head_dim, length, positions(dims.q_len, kv_len), dims.device)
+
     class RoPE(TableRope):
         __doc__ = TableRope.__doc__
-        cos: Tensor = tensor("positions", "pairs", default=lambda dims: config.tables(dims)[0])
-        sin: Tensor = tensor("positions", "pairs", default=lambda dims: config.tables(dims)[1])
+        cos: Tensor = tensor("positions", "pairs", default=lambda dims: tables(dims)[0])
+        sin: Tensor = tensor("positions", "pairs", default=lambda dims: tables(dims)[1])
 
     return RoPE
 
 
 @functools.lru_cache(maxsize=256)
 def _computed_rope(config: _Config) -> type[ComputedRope]:
+    def made(dims: Dims) -> Tensor:
+        dim = config.rotary_dim(dims.head_dim)
+        length = config.scaling.effective_length(dims.kv_len)
+        freq = config.scaling.inv_freq(dim, config.theta, length)
+        return torch.from_numpy(freq / (2.0 * math.pi)).to(dims.device)
+
     class RoPE(ComputedRope):
         __doc__ = ComputedRope.__doc__
-        turns: Tensor = tensor("pairs", dtype=torch.float64, default=config.turns)
+        turns: Tensor = tensor("pairs", dtype=torch.float64, default=made)
 
     return RoPE
 
