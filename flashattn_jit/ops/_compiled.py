@@ -16,7 +16,7 @@ import torch
 from ..variants.spec import FULL, Variant
 from . import _sites
 from ._check import GRAD_MESSAGE
-from ._sites import ITEM, Plan
+from ._sites import CELL, CELLS, ITEM, ROOT, Plan
 from ._torch_inputs import autocast
 from .block_mask import lists_of
 
@@ -230,19 +230,26 @@ def _read(root: Any, plan: Plan) -> tuple[list[torch.Tensor], list[float]]:
     """The captured tensors and numbers, read where the tracer sees it."""
     values: list[Any] = []
     for base, steps in plan.paths:
-        value = root if base < 0 else values[base]
+        if base == CELL:
+            values.append(getattr(CELLS, steps[0][1])())
+            continue
+        value = root if base == ROOT else values[base]
         for kind, key in steps:
             value = value[key] if kind == ITEM else getattr(value, key)
         values.append(value)
     for i in plan.fixed:
         _look(values[i])
+    for i in plan.functions:
+        _look(id(values[i]))
     return [values[i] for i in plan.tensors], [values[i] for i in plan.numbers]
 
 
 def _pack(numbers: Sequence[Any], scale: Any) -> torch.Tensor:
     """Numbers as one tensor, an input of the op: new values do not change the graph."""
-    values = [x for x in (*numbers, scale) if isinstance(x, (int, float))]
-    return torch.tensor(values, dtype=torch.float64, device="cpu")
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    # A product is what the compiler can make of a float without specialising on its value.
+    values = [one * x for x in (*numbers, scale) if isinstance(x, (int, float))]
+    return torch.stack(values) if values else torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 def _offset(q_offset: Any) -> tuple[Any, Any, bool]:

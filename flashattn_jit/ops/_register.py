@@ -7,9 +7,11 @@ than half of the decorator's 12 us (measured on 2 cores, torch 2.13).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+from ..errors import InputError
 from . import _dense, _packed, merge
 
 LIBRARY = torch.library.Library("flashattn_jit", "DEF")
@@ -105,3 +107,20 @@ torch.library.register_fake("flashattn_jit::attention_out", _writes_only, lib=LI
 torch.library.register_fake("flashattn_jit::varlen_attention", _packed_shapes, lib=LIBRARY)
 torch.library.register_fake("flashattn_jit::varlen_attention_out", _writes_only, lib=LIBRARY)
 torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=LIBRARY)
+
+
+def _refuse_vmap(*args: object) -> NoReturn:
+    raise InputError(
+        "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim "
+        "into batch, or loop over it"
+    )
+
+
+for _name in (
+    "attention",
+    "attention_out",
+    "varlen_attention",
+    "varlen_attention_out",
+    "merge_states",
+):
+    LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")

@@ -27,8 +27,10 @@ from ..variants.spec import Variant, as_variant, variant
 from .block_mask import own_mask_mod
 
 ATTRIBUTE, ITEM = 0, 1
+ROOT, CELL = -1, -2
 Path = tuple[int, tuple[tuple[int, Any], ...]]
-"""How to reach a value: from that of an earlier path (-1: the root), by attributes and items."""
+"""How to reach a value: from that of an earlier path (or ROOT), by attributes and items.
+CELL: what the function of that name in `CELLS` returns."""
 
 Tensors = tuple[torch.Tensor, ...]
 Numbers = tuple[float, ...]
@@ -40,10 +42,10 @@ _FIXED = (types.FunctionType, bool, str, bytes, type(None), enum.Enum, torch.dty
 class Plan(NamedTuple):
     """What the traced code needs of a site: tuples, strings and numbers alone.
 
-    number: the site's, for when the graph runs. paths: what to read of the root, in order.
-    tensors, numbers: which paths end at captured tensors and Python numbers. fixed: which paths
-    end at functions and constants. pointwise: there is no lse. error: (class, message) of why the
-    call cannot be.
+    number: the site's, for when the graph runs. paths: what to read of the root, in order. The
+    others say what paths end at: captured tensors, Python numbers, fixed things (functions and
+    constants), functions that must stay the same objects. pointwise: there is no lse. error:
+    (class, message) of why the call cannot be.
     """
 
     number: int
@@ -51,6 +53,7 @@ class Plan(NamedTuple):
     tensors: tuple[int, ...] = ()
     numbers: tuple[int, ...] = ()
     fixed: tuple[int, ...] = ()
+    functions: tuple[int, ...] = ()
     pointwise: bool = False
     error: tuple[str, str] | None = None
 
@@ -69,6 +72,11 @@ class Site:
         raise NotImplementedError
 
 
+class _Cells:
+    """Functions that read a cell, as attributes: `_Paths.use_cell_readers` says why."""
+
+
+CELLS = _Cells()
 _sites: list[Site] = []
 _lock = threading.Lock()
 
@@ -82,6 +90,22 @@ def _number(made: Site) -> int:
     with _lock:
         _sites.append(made)
         return len(_sites) - 1
+
+
+def _cell_reader(cell: types.CellType) -> str:
+    """The name in `CELLS` of a function that returns what the cell holds."""
+
+    def reader(held: Any) -> Callable[[], Any]:
+        def read() -> Any:
+            return held
+
+        return read
+
+    twin = types.FunctionType(reader(None).__code__, globals(), "read_cell", None, (cell,))
+    with _lock:
+        name = f"cell_{len(CELLS.__dict__)}"
+        setattr(CELLS, name, twin)
+    return name
 
 
 def _refused(error: Exception) -> Plan:
@@ -148,11 +172,12 @@ def variant_site(
         given = {*tensor_names, *scalar_names}
         values = [_stand_in(d, d.name in given) for d in chosen._declared]
         walk = Walk(chosen, params=param_locations(chosen._declared, values))
-        paths = _Paths(walk)
+        paths = _Paths(walk, chosen)
+        paths.use_cell_readers()
         for i, d in enumerate(chosen._declared):
             if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor):
                 steps = (*_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name))
-                paths.known[f"p[{i}]"] = (-1, steps)
+                paths.known[f"p[{i}]"] = (ROOT, steps)
         places, tensors = [], []
         for place, var in enumerate(paths.tensor_vars):
             index = paths.index(var)
@@ -236,9 +261,9 @@ def function_site(score_mod: Any, mask_mod: Any) -> Plan:
         mask_mod = own_mask_mod(mask_mod)
         chosen = variant(score_mod=score_mod, mask_mod=mask_mod)
         walk = Walk(chosen)
-        paths = _Paths(walk, root_is_mapping=True)
+        paths = _Paths(walk, chosen, root_is_mapping=True)
         wanted = [paths.index(var) for var in (*paths.tensor_vars, *paths.number_vars)]
-        fixed = [paths.index(var) for var, value in paths.values(chosen) if _is_fixed(value)]
+        fixed = [paths.index(var) for var, value in paths.found.items() if _is_fixed(value)]
         if None in wanted or None in fixed:
             raise VariantError(
                 f"{chosen.name} captures a value in a way that torch.compile cannot follow; make a "
@@ -265,8 +290,11 @@ def callable_site(hook: Any) -> Plan:
 
 
 def hook_name(hook: Any) -> str:
-    """Whether a bare hook is a ``score_mod`` or a ``mask_mod``."""
-    return next(iter(as_variant(hook).hooks()), "score_mod")
+    """Whether a bare hook is a ``score_mod`` or a ``mask_mod``; for anything else, either."""
+    try:
+        return next(iter(as_variant(hook).hooks()))
+    except FlashAttnJitError:
+        return "score_mod"
 
 
 def _is_fixed(value: Any) -> bool:
@@ -279,7 +307,7 @@ def _is_fixed(value: Any) -> bool:
 class _Paths:
     """The visits of a `Walk` as paths: its extractor is the list of them, as Python source."""
 
-    def __init__(self, walk: Walk, root_is_mapping: bool = False) -> None:
+    def __init__(self, walk: Walk, root: Any, root_is_mapping: bool = False) -> None:
         nodes = list(ast.walk(ast.parse(walk.source)))
         self._visits = {
             line.targets[0].id: line.value
@@ -291,10 +319,38 @@ class _Paths:
         assert isinstance(result, ast.Tuple)
         _, tensors, numbers = result.elts
         self.tensor_vars, self.number_vars = _names(tensors), _names(numbers)
+        self.found = self._find(root)
         self._root_is_mapping = root_is_mapping
+        self._cell_readers = False
+        self.functions: list[int] = []
         self.known: dict[str, Path] = {}  # other ways to what the extractor gets as an argument
         self.made: list[Path] = []
-        self._index: dict[str, int | None] = {"v": -1}
+        self._index: dict[str, int | None] = {"v": ROOT}
+
+    def use_cell_readers(self) -> None:
+        """Read cells of functions by calling functions that share them.
+
+        Dynamo cannot read an attribute of a cell that the compiled function closes over, too, but
+        follows a call to a function that does. The functions' identities are then guarded, since
+        the readers hold the cells of one of them.
+        """
+        self._cell_readers = True
+
+    def _find(self, root: Any) -> dict[str, Any]:
+        """What each variable is now, where it can be read without the extractor."""
+        found: dict[str, Any] = {"v": root}
+        for var, visit in self._visits.items():
+            classes = {k: type(found[x]) for k, x in self._classes.items() if x in found}
+            try:
+                found[var] = eval(
+                    compile(ast.Expression(visit), "<path>", "eval"),
+                    {"__builtins__": {}},
+                    {**classes, **found},
+                )
+            except Exception:  # refers to an argument or a constant of the extractor
+                continue
+        del found["v"]
+        return found
 
     def index(self, var: str) -> int | None:
         """The index of the path to a variable; None where there is no such path."""
@@ -303,11 +359,36 @@ class _Paths:
         return self._index[var]
 
     def _add(self, visit: ast.expr) -> int | None:
-        path = self.known.get(ast.unparse(visit)) or self._path(visit)
+        if isinstance(visit, ast.Name):
+            return self.index(visit.id)
+        path = self.known.get(ast.unparse(visit)) or self._cell(visit) or self._path(visit)
         if path is None:
             return None
         self.made.append(path)
         return len(self.made) - 1
+
+    def _cell(self, visit: ast.expr) -> Path | None:
+        """The path through a reader to ``closure[i].cell_contents``."""
+        if not (
+            self._cell_readers
+            and isinstance(visit, ast.Attribute)
+            and visit.attr == "cell_contents"
+            and isinstance(visit.value, ast.Subscript)
+            and isinstance(visit.value.value, ast.Name)
+            and isinstance(visit.value.slice, ast.Constant)
+        ):
+            return None
+        closure = visit.value.value.id
+        owner = self._visits[closure]
+        if not (isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name)):
+            return None
+        function = self.index(owner.value.id)
+        if function is None or closure not in self.found:
+            return None
+        if function not in self.functions:
+            self.functions.append(function)
+        name = _cell_reader(self.found[closure][visit.value.slice.value])
+        return CELL, ((ATTRIBUTE, name),)
 
     def _path(self, visit: ast.expr) -> Path | None:
         steps: list[tuple[int, Any]] = []
@@ -334,23 +415,9 @@ class _Paths:
         base = self.index(var)
         if base is None:
             return None
-        if base == -1 and self._root_is_mapping:
+        if base == ROOT and self._root_is_mapping:
             steps[0] = (ITEM, steps[0][1])
         return base, tuple(steps)
-
-    def values(self, root: Any) -> list[tuple[str, Any]]:
-        """Each variable that a path leads to, with what is there now."""
-        found: dict[str, Any] = {"v": root}
-        for var in self._visits:
-            visit = self._visits[var]
-            try:
-                found[var] = eval(
-                    compile(ast.Expression(visit), "<path>", "eval"), {"__builtins__": {}}, found
-                )
-            except Exception:
-                continue
-        del found["v"]
-        return list(found.items())
 
 
 def _names(node: ast.expr) -> list[str]:

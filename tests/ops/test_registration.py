@@ -12,6 +12,9 @@ from torch.library import opcheck
 import flashattn_jit as fa
 from flashattn_jit.ops import _register
 
+# The compiler's own modules warn when they are first imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
 OPS = torch.ops.flashattn_jit
 D = 64
 
@@ -29,6 +32,21 @@ def calls_of(op: str, run: Callable[[], object]) -> list[tuple[tuple[Any, ...], 
     with Recorder():
         run()
     assert recorded, f"{op} was not called"
+    return recorded
+
+
+def compiled_calls_of(
+    op: str, fn: Callable[..., object], *args: Any
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments with which a compiled graph of `fn` calls an op."""
+    recorded: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return lambda *values: recorded.extend(calls_of(op, lambda: graph(*values))) or graph(*values)
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*args)
+    torch._dynamo.reset()
     return recorded
 
 
@@ -111,6 +129,91 @@ def test_merge_states(with_lse: bool) -> None:
     outs = [torch.randn(2, 4, 40, D) for _ in range(3)]
     lses = [torch.randn(2, 4, 40) for _ in range(3)] if with_lse else []
     opcheck(OPS.merge_states.default, (outs, lses))
+
+
+SLIDING, TABLE = Sliding(window=20), torch.randn(4)
+
+
+def _with_table(score, b, h, i, j):
+    return score + TABLE[h]
+
+
+def test_call_attention() -> None:
+    def call(q, k, v, slopes, window):
+        return fa.attention(q, k, v, SLIDING, slopes=slopes, window=window, scale=0.2)
+
+    arguments = (*dense(), torch.randn(4), 7)
+    for args, kwargs in compiled_calls_of("call_attention", call, *arguments):
+        opcheck(OPS.call_attention.default, args, kwargs)
+    hooked = lambda q, k, v: fa.attention(q, k, v, _with_table, return_lse=True)  # noqa: E731
+    for args, kwargs in compiled_calls_of("call_attention", hooked, *dense()):
+        opcheck(OPS.call_attention.default, args, kwargs)
+
+
+def test_call_attention_out() -> None:
+    def call(q, k, v, out):
+        return fa.attention(q, k, v, SLIDING, out=out, return_lse=True)
+
+    arguments = (*dense(), torch.empty(2, 4, 40, D))
+    for args, kwargs in compiled_calls_of("call_attention_out", call, *arguments):
+        opcheck(OPS.call_attention_out.default, args, kwargs)
+
+
+def _packed_inputs() -> tuple[torch.Tensor, ...]:
+    return (
+        torch.randn(50, 4, D), torch.randn(60, 2, D), torch.randn(60, 2, D),
+        torch.tensor([0, 20, 50]), torch.tensor([0, 25, 60]),
+    )  # fmt: skip
+
+
+def test_call_varlen_attention() -> None:
+    def call(q, k, v, q_indptr, kv_indptr):
+        return fa.varlen_attention(q, k, v, q_indptr, kv_indptr, SLIDING, return_lse=True)
+
+    for args, kwargs in compiled_calls_of("call_varlen_attention", call, *_packed_inputs()):
+        opcheck(OPS.call_varlen_attention.default, args, kwargs)
+
+
+def test_call_varlen_attention_out() -> None:
+    def call(q, k, v, q_indptr, kv_indptr, out):
+        return fa.varlen_attention(q, k, v, q_indptr, kv_indptr, SLIDING, out=out)
+
+    arguments = (*_packed_inputs(), torch.empty(50, 4, D))
+    for args, kwargs in compiled_calls_of("call_varlen_attention_out", call, *arguments):
+        opcheck(OPS.call_varlen_attention_out.default, args, kwargs)
+
+
+def test_call_flex_attention() -> None:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 40, 70, "cpu", BLOCK_SIZE=16)
+
+    def call(q, k, v):
+        aux = AuxRequest(lse=True, max_scores=True)
+        return fa.flex_attention(q, k, v, _with_table, mask, enable_gqa=True, return_aux=aux)
+
+    for args, kwargs in compiled_calls_of("call_flex_attention", call, *dense()):
+        opcheck(OPS.call_flex_attention.default, args, kwargs)
+
+
+@pytest.mark.parametrize("lead", [(), (3, 2, 4)], ids=str)
+def test_call_scaled_dot_product_attention(lead: tuple[int, ...]) -> None:
+    q, mask = torch.randn(*lead, 40, D), torch.rand(40, 40) < 0.7
+    op = "call_scaled_dot_product_attention"
+    for args, kwargs in compiled_calls_of(
+        op, lambda q, m: fa.scaled_dot_product_attention(q, q, q, m, scale=0.2), q, mask
+    ):
+        opcheck(OPS.call_scaled_dot_product_attention.default, args, kwargs)
+
+
+def test_refuse() -> None:
+    q = torch.randn(2, 4, 40, D)
+    with pytest.raises(fa.InputError, match="why"):
+        OPS.refuse(q, q, "InputError", "why")
+    opcheck(
+        OPS.refuse.default, (q, q, "InputError", "why"), test_utils=("test_schema",),
+        raise_exception=False,
+    )  # fmt: skip
 
 
 def test_every_op_has_a_schema_shapes_and_a_test_here() -> None:
