@@ -1,8 +1,8 @@
 // The two products of a few query rows with a tile of keys, bound by memory: every K and V vector
 // is loaded once from its place in memory and serves all rows.
 //
-//   few_scores   lanes over head_dim: kLanes dot products at a time (1 row x 16 keys, 2 x 8, 4 x 4),
-//                reduced to one vector of scores by a tree of exchanges
+//   few_scores   lanes over head_dim: kLanes dot products at a time (1 row x 16 keys, 2 x 8,
+//                4 x 4), reduced to one vector of scores by a tree of exchanges
 //   few_values   lanes over head_dim_v: rows x vectors of O in registers, a chunk of keys at a time
 #pragma once
 #include <fajit/cpu/microkernel.h>
@@ -10,8 +10,15 @@
 
 namespace fajit {
 
-constexpr int kFewRowGroup = 4;     // rows that share a loaded vector
-constexpr int kPrefetchKeys = 32;   // rows ahead of the one in use
+constexpr int kFewRowGroup = 4;  // rows that share a loaded vector
+
+// K and V rows are prefetched this far ahead of the one in use, a row at a step. Without, both
+// products reach 65-70 % of the machine's read bandwidth, because a hardware prefetcher stops at
+// each page; with a burst of rows per chunk of keys V fell to 50 %; with this, 95 % (measured).
+constexpr int kPrefetchBytes = 6144;
+constexpr int prefetch_keys(int row_bytes) {
+  return row_bytes >= kPrefetchBytes ? 1 : kPrefetchBytes / row_bytes;
+}
 
 // Lane i of the result is the sum over the lanes of r[i].
 FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
@@ -65,13 +72,14 @@ template <class Matrix, class Key, int Dim, int NR>
 FAJIT_INLINE void few_scores(const Key* k, int64_t k_stride, int count, const Matrix* q,
                              float scale, float* s, int s_stride) {
   constexpr int keys = kLanes / NR;
+  constexpr int ahead = prefetch_keys(Dim * sizeof(Key));
   using Vector = KeyVector<Matrix, Key>;
   for (int n = 0; n < count; n += keys) {
     const Key* row[keys];
 #pragma GCC unroll 16
     for (int i = 0; i < keys; ++i) {
       row[i] = k + k_stride * (n + i < count ? n + i : count - 1);
-      prefetch_row<Dim * sizeof(Key)>(k + k_stride * (n + i + kPrefetchKeys));
+      prefetch_row<Dim * sizeof(Key)>(k + k_stride * (n + i + ahead));
     }
     vf acc[kLanes] = {};
     for (int d = 0; d < Dim; d += Vector::kElements) {
@@ -91,25 +99,68 @@ FAJIT_INLINE void few_scores(const Key* k, int64_t k_stride, int count, const Ma
   }
 }
 
-// o[row][Begin, Begin + NV * kLanes) += sum over keys [0, count) of p[row * p_stride + key] v[key].
-template <class Value, int NR, int NV>
-FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, const float* p,
+// One step of O += P V. float weights: a key at a time, values become float. bf16 weights and
+// values: two keys at a time as words; interleaving within 128-bit lanes is one operation for 16
+// words, and leaves 32 dims as two vectors in the order that `ordered_dims` undoes. With a
+// conversion and an FMA for each key instead, 4 rows took 2.4 times as long from L1.
+template <class Matrix, class Value>
+struct ValueStep {
+  using Weight = float;
+  static constexpr int kKeys = 1;
+  static constexpr int kVectors = 1;  // made at once
+  static FAJIT_INLINE void load(const Value* row, const Value*, vi (&x)[1]) {
+    x[0] = as_int(Storage<Value>::load(row));
+  }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ValueStep<bfloat16_t, bfloat16_t> {
+  using Weight = bfloat16_t;
+  static constexpr int kKeys = 2;
+  static constexpr int kVectors = 2;
+  static FAJIT_INLINE void load(const bfloat16_t* even, const bfloat16_t* odd, vi (&x)[2]) {
+    typedef uint16_t v32 __attribute__((vector_size(64)));
+    const v32 a = fajit::load<v32>(even), b = fajit::load<v32>(odd);
+    const v32 low = {0,  32, 1,  33, 2,  34, 3,  35, 8,  40, 9,  41, 10, 42, 11, 43,
+                     16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59};
+    x[0] = (vi)__builtin_shuffle(a, b, low);
+    x[1] = (vi)__builtin_shuffle(a, b, low + 4);
+  }
+};
+#endif
+
+// o[row][0, NV * kLanes) += sum over `count` keys of p[row] v, in steps of kKeys: `p` has a word a
+// step. An odd last key pairs with itself: its partner's weight is zero. `Ahead`: bytes of a row to
+// prefetch at each step, 0 for none.
+template <class Matrix, class Value, int NR, int NV, int Ahead>
+FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, const int32_t* p,
                                   int p_stride, float* o, int o_stride) {
+  using Step = ValueStep<Matrix, Value>;
+  using Weight = Dot<typename Step::Weight>;
   vf acc[NR][NV];
 #pragma GCC unroll 4
   for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 16
     for (int j = 0; j < NV; ++j) acc[r][j] = load(o + r * o_stride + j * kLanes);
-  for (int n = 0; n < count; ++n) {
+  for (int n = 0; n < count; n += Step::kKeys) {
     const Value* row = v + n * v_stride;
-    vf weight[NR];
+    const Value* partner = n + 1 < count ? row + v_stride : row;
+    if constexpr (Ahead > 0)
+#pragma GCC unroll 2
+      for (int i = 0; i < Step::kKeys; ++i)
+        prefetch_row<Ahead>(row + (i + prefetch_keys(Ahead)) * v_stride);
+    vi weight[NR];
 #pragma GCC unroll 4
-    for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n]);
+    for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n / Step::kKeys]);
 #pragma GCC unroll 16
-    for (int j = 0; j < NV; ++j) {
-      const vf x = Storage<Value>::load(row + j * kLanes);
+    for (int j = 0; j < NV; j += Step::kVectors) {
+      vi x[Step::kVectors];
+      Step::load(row + j * kLanes, partner + j * kLanes, x);
+#pragma GCC unroll 2
+      for (int i = 0; i < Step::kVectors; ++i)
 #pragma GCC unroll 4
-      for (int r = 0; r < NR; ++r) acc[r][j] += weight[r] * x;
+        for (int r = 0; r < NR; ++r)
+          acc[r][j + i] = Weight::step(acc[r][j + i], weight[r], x[i]);
     }
   }
 #pragma GCC unroll 4
@@ -118,10 +169,10 @@ FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, c
     for (int j = 0; j < NV; ++j) store(o + r * o_stride + j * kLanes, acc[r][j]);
 }
 
-// All of `Dim` (a multiple of kLanes) for NR rows. Keys go in chunks whose V rows stay in L1 while
-// the parts of the head dim pass over them.
-template <class Value, int Dim, int NR>
-FAJIT_INLINE void few_values(const Value* v, int64_t v_stride, int count, const float* p,
+// All of `Dim` (a multiple of what a step makes) for NR rows. Keys go in chunks whose V rows stay
+// in L1 while the parts of the head dim pass over them; the first part prefetches, a row at a step.
+template <class Matrix, class Value, int Dim, int NR>
+FAJIT_INLINE void few_values(const Value* v, int64_t v_stride, int count, const int32_t* p,
                              int p_stride, float* o) {
   constexpr int vectors = Dim / kLanes;
   constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
@@ -130,15 +181,48 @@ FAJIT_INLINE void few_values(const Value* v, int64_t v_stride, int count, const 
   for (int n = 0; n < count; n += chunk) {
     const int keys = count - n < chunk ? count - n : chunk;
     const Value* rows = v + n * v_stride;
-    for (int i = 0; i < keys; ++i)
-      prefetch_row<Dim * sizeof(Value)>(rows + (i + kPrefetchKeys) * v_stride);
-    int d = 0;
+    const int32_t* words = p + n / ValueStep<Matrix, Value>::kKeys;
+    few_values_part<Matrix, Value, NR, NV, Dim * sizeof(Value)>(rows, v_stride, keys, words,
+                                                                p_stride, o, Dim);
+    int d = NV * kLanes;
     for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Value, NR, NV>(rows + d, v_stride, keys, p + n, p_stride, o + d, Dim);
+      few_values_part<Matrix, Value, NR, NV, 0>(rows + d, v_stride, keys, words, p_stride, o + d,
+                                                Dim);
     if constexpr (vectors % NV != 0)
-      few_values_part<Value, NR, vectors % NV>(rows + d, v_stride, keys, p + n, p_stride, o + d,
-                                               Dim);
+      few_values_part<Matrix, Value, NR, vectors % NV, 0>(rows + d, v_stride, keys, words, p_stride,
+                                                          o + d, Dim);
   }
+}
+
+// A row of float weights as the words of `few_values`, in place: `keys` is a multiple of kLanes and
+// weights past the last key are zero.
+template <class Matrix, class Value>
+FAJIT_INLINE void pack_row_weights(float* p, int keys) {
+#if defined(__AVX512BF16__)
+  if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
+    for (int n = 0; n < keys; n += 2 * kLanes) {
+      const vf low = load(p + n), high = n + kLanes < keys ? load(p + n + kLanes) : vf{};
+      vi words;  // neighbouring keys are neighbouring halves already
+      asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(high), "v"(low));
+      store(p + n / 2, words);
+    }
+  }
+#endif
+}
+
+// The accumulators of a row back in the order of dims, in place.
+template <class Matrix, class Value, int Dim>
+FAJIT_INLINE void ordered_dims(float* o) {
+#if defined(__AVX512BF16__)
+  if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
+    const vi first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+    for (int d = 0; d < Dim; d += 2 * kLanes) {
+      const vi a = load<vi>(o + d), b = load<vi>(o + d + kLanes);
+      store(o + d, shuffle2(a, b, first));
+      store(o + d + kLanes, shuffle2(a, b, first + 8));
+    }
+  }
+#endif
 }
 
 }  // namespace fajit
