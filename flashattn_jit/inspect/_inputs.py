@@ -45,9 +45,9 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
         (d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v),
     )
     values = [_values(s, generator, case.extreme and i < 2) for i, s in enumerate(shapes)]
-    if case.layout == "expanded":
-        values[1:] = [x[:1].expand_as(x) for x in values[1:]]
     q, k, v = (_laid_out(x.to(dtype), case.layout) for x in values)
+    if case.layout == "expanded":
+        k, v = (x[:1].expand_as(x) for x in (k, v))
     clean_k, clean_v = k, v
     kv_len = None
     if case.lengths == "ragged":

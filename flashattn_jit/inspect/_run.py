@@ -19,11 +19,18 @@ from ._cases import Case
 from ._error import Comparison, compare, compare_lse
 from ._inputs import Inputs, make_inputs, masked_key, masked_row
 
+_FLIPPED_ROWS = 0.05
+"""Share of rows in which rounding may change the largest of scores of 1e4."""
+
 Results = tuple[Tensor, ...]
 
 
 class MisfitError(Exception):
     """The variant's params or hooks do not fit a case's sizes."""
+
+
+class KernelFailedError(Exception):
+    """The kernel raised where the reference works."""
 
 
 def _edges(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -71,16 +78,27 @@ class Runner:
         """Compare out and, for softmax variants, lse.
 
         Raises:
-            MisfitError: as for `expected`. Anything else came from the kernel.
+            MisfitError: as for `expected`.
+            KernelFailedError: the kernel raised.
         """
         params = self.params_for(case.dims)
         inputs = make_inputs(case, dtype, torch.Generator().manual_seed(self.seed))
         wide, same = self.expected(case, inputs, params, dtype)
-        got = self._kernel(case, inputs, params, with_lse=len(wide) > 1)
-        results = [compare(got[0], wide[0], same[0])]
+        try:
+            got = self._kernel(case, inputs, params, with_lse=len(wide) > 1)
+        except Exception as error:
+            message = f"{type(error).__name__}: {first_line(error)}"
+            raise KernelFailedError(message) from error
+        trim = _FLIPPED_ROWS if case.extreme and self._moves_scores(case, params) else 0.0
+        results = [compare(got[0], wide[0], same[0], trim=trim)]
         if len(wide) > 1:
-            results.append(compare_lse(got[1], wide[1], same[1], dtype))
+            results.append(compare_lse(got[1], wide[1], same[1], dtype, trim))
         return results
+
+    def _moves_scores(self, case: Case, params: Mapping[str, Any]) -> bool:
+        """Whether q or k are rounded anew, so that large scores are no longer exact."""
+        ir = self._variant(case).bind(case.dims, params).ir
+        return ir.has("query_mod") or ir.has("key_mod")
 
     def _variant(self, case: Case) -> Variant:
         return self.variant & _EDGES if case.masked else self.variant

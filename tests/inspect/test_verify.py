@@ -1,0 +1,146 @@
+"""`Variant.verify` passes what is right, and says in words what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.errors import (
+    FlashAttnJitError,
+    InputError,
+    ParamError,
+    VariantError,
+    VerificationError,
+)
+from flashattn_jit.inspect import verification
+from flashattn_jit.inspect._cases import Case
+from flashattn_jit.variants.params import Dims
+
+FP32 = (torch.float32,)
+
+
+@pytest.fixture
+def few_cases(monkeypatch):
+    """A few cases instead of fifty, where a test is about reporting."""
+
+    def few(base, tile_q, tile_kv):
+        yield Case("few rows", base._replace(q_len=1))
+        yield Case("many rows", base._replace(q_len=40))
+        yield Case("no keys", base._replace(kv_len=0))
+        yield Case("group size 4", base._replace(num_q_heads=4, num_kv_heads=1), group=True)
+
+    monkeypatch.setattr(verification, "cases", few)
+    monkeypatch.setattr(verification, "extra_kernels", lambda base, tile_q, tile_kv: iter(()))
+
+
+class Decay(fa.Variant):
+    """A score hook with a tensor and a scalar."""
+
+    slopes: torch.Tensor = fa.tensor("num_q_heads")
+    rate: float = fa.scalar(0.1)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        return score - self.rate * self.slopes[h] * (q_idx - kv_idx).abs()
+
+
+def slopes(dims: Dims) -> torch.Tensor:
+    """Slopes for any number of heads."""
+    return torch.linspace(0.1, 1.0, dims.num_q_heads)
+
+
+def test_a_right_kernel_passes_every_case():
+    report = fa.Causal().verify(dtypes=FP32)
+    assert report.ok
+    assert len(report.rows) > 40
+    assert {r.tile_kind for r in report.rows} == {"prefill", "few_row"}
+    assert "failed" in str(report)
+
+
+def test_a_kernel_that_differs_from_its_reference_fails_with_a_readable_row(few_cases):
+    wrong = fa.variant(
+        score_mod=fa.cpp(
+            "return score + 0.01f * (kv_idx - q_idx);",
+            reference=lambda score, b, h, q_idx, kv_idx: score - 0.01 * (kv_idx - q_idx),
+        ),
+        name="WrongSign",
+    )
+    with pytest.raises(VerificationError) as info:
+        wrong.verify(dtypes=FP32)
+    report = info.value.report
+    assert not report.ok
+    assert {r.case for r in report.failures} == {"few rows", "many rows", "group size 4"}
+    row = report.failures[0]
+    assert row.error > row.allowed
+    assert row.note.startswith(("out at b=", "lse at b="))
+    text = str(info.value)
+    assert "WrongSign" in text
+    assert "FAIL few rows, float32, B2 H4/2 1x131 D64: RMS " in text
+
+
+def test_a_mask_that_is_off_by_one_fails(few_cases):
+    wrong = fa.variant(
+        mask_mod=fa.cpp(
+            "return kv_idx <= q_idx;", reference=lambda b, h, q_idx, kv_idx: kv_idx < q_idx
+        )
+    )
+    report = wrong.verify(dtypes=FP32, raise_on_failure=False)
+    failed = {r.case for r in report.failures}
+    assert failed == {"few rows", "many rows", "group size 4"}
+
+
+def test_params_may_be_functions_of_the_sizes(few_cases):
+    report = Decay().verify(dtypes=FP32, slopes=slopes)
+    assert report.ok
+    assert [r.status for r in report.rows] == ["pass"] * 4
+
+
+def test_cases_that_params_do_not_fit_are_skipped_and_say_why(few_cases):
+    report = Decay().verify({"num_q_heads": 12}, dtypes=FP32, slopes=torch.rand(12))
+    assert report.ok
+    assert [r.status for r in report.rows] == ["pass", "pass", "pass", "skip"]
+    assert all(r.dims.num_q_heads == 12 for r in report.rows[:3])
+    assert "num_q_heads=4" in report.rows[3].note
+    assert "1 do not fit the params" in str(report)
+
+
+def test_a_pointwise_normaliser_has_no_lse_to_compare(few_cases):
+    assert fa.Sigmoid().verify(dtypes=FP32).ok
+
+
+def test_params_that_fit_nothing_are_the_callers_error():
+    with pytest.raises(ParamError, match="slopes"):
+        Decay().verify(dtypes=FP32)
+    with pytest.raises(ParamError, match="num_q_heads=4"):
+        Decay().verify(dtypes=FP32, slopes=torch.rand(5))
+    with pytest.raises(ParamError, match="colour"):
+        fa.Causal().verify(dtypes=FP32, colour=1)
+
+
+def test_a_hook_in_cpp_needs_a_reference():
+    with pytest.raises(VariantError, match="reference"):
+        fa.variant(score_mod=fa.cpp("return score * 2.0f;")).verify(dtypes=FP32)
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(InputError, match="float64"):
+        fa.Causal().verify(dtypes=(torch.float64,))
+
+
+def test_a_kernel_that_raises_is_a_failure_not_a_skip(few_cases, monkeypatch):
+    def broken(*args, **kwargs):
+        raise FlashAttnJitError("the launch failed\nand more")
+
+    monkeypatch.setattr("flashattn_jit.inspect._run.attention", broken)
+    report = fa.Causal().verify(dtypes=FP32, raise_on_failure=False)
+    assert not report.ok
+    assert report.failures[0].note == "FlashAttnJitError: the launch failed"
+
+
+def test_threads_are_as_before(few_cases, monkeypatch):
+    monkeypatch.setattr(
+        verification, "cases", lambda base, q, kv: iter([Case("threads", base, threads=3)])
+    )
+    before = torch.get_num_threads()
+    assert fa.Causal().verify(dtypes=FP32).ok
+    assert torch.get_num_threads() == before
