@@ -164,13 +164,16 @@ def _broadcast_lead(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
 ) -> tuple[int, ...]:
     """The dims before the heads, broadcast. Without enable_gqa heads must agree or be 1."""
-    try:
-        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    except RuntimeError:
+    leads = [t.shape[:-3] for t in (q, k, v)]
+    rank = max(map(len, leads))
+    padded = [(1,) * (rank - len(lead)) + tuple(lead) for lead in leads]
+    # Not torch.broadcast_shapes, whose first call imports sympy.
+    lead = tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+    if any(n not in (1, m) for sizes in padded for n, m in zip(sizes, lead, strict=True)):
         raise InputError(
             f"the batch dims of query {list(q.shape)}, key {list(k.shape)} and value "
             f"{list(v.shape)} cannot be broadcast to each other"
-        ) from None
+        )
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
     most = max(heads)
     if not enable_gqa and any(n not in (1, most) for n in heads):
@@ -178,7 +181,7 @@ def _broadcast_lead(
             f"query has num_q_heads={heads[0]}, key {heads[1]} and value {heads[2]} heads; they "
             "must be equal, or divide it with enable_gqa=True"
         )
-    return tuple(lead)
+    return lead
 
 
 def _as_dense(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:

@@ -79,9 +79,7 @@ def literal_mask(mask: BlockMask, batch: int, num_q_heads: int, q_len: int, kv_l
                     for j in indices[b, h, i, : counts[b, h, i]].tolist():
                         rows = slice(i * q_block, (i + 1) * q_block)
                         into[b, h, rows, j * kv_block : (j + 1) * kv_block] = True
-    seen = torch_flex.create_mask(
-        mask.mask_mod, batch, num_q_heads, q_len, kv_len, device="cpu"
-    )
+    seen = torch_flex.create_mask(mask.mask_mod, batch, num_q_heads, q_len, kv_len, device="cpu")
     keep = full | (partial & seen)
     return lambda b, h, i, j: keep[b, h, i, j]
 
@@ -89,7 +87,7 @@ def literal_mask(mask: BlockMask, batch: int, num_q_heads: int, q_len: int, kv_l
 def assert_close(
     actual: torch.Tensor, gold: torch.Tensor, reference: torch.Tensor, what: str = "out"
 ) -> None:
-    """The error against `gold` is at most 1.5 (fp32: 4) times that of `reference`, plus half an ulp.
+    """The error against `gold` is at most 1.5 (fp32: 4) times `reference`'s, plus half an ulp.
 
     `reference` is torch's result in the dtype under test; errors are root mean squares.
     """
