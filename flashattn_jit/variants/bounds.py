@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .bounds_eval import EMPTY, FULL, PARTIAL, Boxes, MaskParams, classify_boxes
+from .bounds_eval import EMPTY, FULL, PARTIAL, Boxes, classify_boxes
+from .bounds_loads import MaskParams
 from .bounds_simplify import Program, simplify
 from .ir import Graph
 from .range_table import build_tables

@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from . import intervals, intervals_real
-from .bounds_lower import MAX_BIT_LOADS, MAX_ROWS, scanned_dim
-from .bounds_select import OWN, kind, select
+from .bounds_loads import Loads, MaskParams
+from .bounds_select import OWN, select
 from .bounds_simplify import Bound, Clause, Program
-from .bounds_terms import INT_RANGE, MAX_POSITION
+from .bounds_terms import MAX_POSITION
 from .intervals import Bools, I, Value
-from .range_table import RangeTable, range_table, readable
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a tile: no pair is kept, unknown or some, every pair is kept."""
@@ -30,24 +28,6 @@ Lengths = Sequence[int] | NDArray[Any]
 _FUNCTIONS = {**vars(intervals_real), **vars(intervals)}
 _SAFE = 2**61
 _LONG_LIST = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class MaskParams:
-    """What a mask reads at run time.
-
-    tensors, scalars: the variant's params in slot order. The others have one entry a request and
-    are needed only by masks that use `fa.q_len`, `fa.kv_len`, `fa.q_row` or `fa.kv_slot`; see
-    ``fajit_args`` for their meaning.
-    """
-
-    tensors: Sequence[torch.Tensor] = ()
-    scalars: Sequence[int | float] = ()
-    q_len: Lengths = ()
-    kv_len: Lengths = ()
-    q_offset: Lengths = ()
-    q_token0: Lengths = ()
-    kv_token0: Lengths = ()
 
 
 @dataclass(slots=True)
@@ -63,7 +43,63 @@ class Boxes:
 def classify_boxes(program: Program, params: MaskParams, boxes: Boxes) -> NDArray[np.uint8]:
     """The state of every box, uint8, in the broadcast shape of the boxes. Empty boxes are EMPTY."""
     with np.errstate(all="ignore"):
-        return _Evaluation(program, params, boxes).states()
+        states = _Evaluation(program, params, boxes).states()
+        return _by_parts(program, params, boxes, states) if program.periods else states
+
+
+def _by_parts(
+    program: Program, params: MaskParams, boxes: Boxes, states: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """The states, where partial boxes were looked at again period by period; see `Period`."""
+    partial = np.nonzero(states == PARTIAL)
+    count = len(partial[0])
+
+    def flat(pair: I) -> I:
+        low, high = (np.broadcast_to(x, states.shape)[partial] for x in pair)
+        return low, high
+
+    b, h, q, k = (flat(pair) for pair in (boxes.b, boxes.h, boxes.q, boxes.k))
+    scalars = _Evaluation(program, params, Boxes(*(intervals.point(0),) * 4))
+    parts: dict[int, list[tuple[I, Bools]]] = {
+        index: [(x, np.ones(count, bool))] for index, x in ((program.q, q), (program.k, k))
+    }
+    for period in program.periods:
+        offset, divisor = (scalars.value(scalars.base, n) for n in (period.offset, period.divisor))
+        x = q if period.index == program.q else k
+        parts[period.index] = _period_parts(x, offset, divisor)
+    pieces = [sum(real.astype(int) for _, real in p) for p in parts.values()]
+    keep = pieces[0] * pieces[1] == 1  # one part only: it stays partial
+    drop = keep.copy()
+    for part_q, real_q in parts[program.q]:
+        for part_k, real_k in parts[program.k]:
+            at = np.flatnonzero(real_q & real_k & ~(keep & drop))
+            if not len(at):
+                continue
+            picked = Boxes(*((x[0][at], x[1][at]) for x in (b, h, part_q, part_k)))
+            found = _Evaluation(program, params, picked).states()
+            keep[at] |= found != EMPTY
+            drop[at] |= found != FULL
+    states[partial] = np.where(keep, np.where(drop, PARTIAL, FULL), EMPTY)
+    return states
+
+
+def _period_parts(x: I, offset: I, divisor: I) -> list[tuple[I, Bools]]:
+    """Up to three (interval, where it exists) parts: first period, whole ones, last one."""
+    d, o = int(divisor[0]), int(offset[0])
+    if not (1 < d == divisor[1] <= MAX_POSITION and o == offset[1] and abs(o) <= MAX_POSITION):
+        return [(x, np.ones(len(x[0]), bool))]
+    low, high = x
+    first, last = -(-(low + o) // d) * d - o, (high + o + 1) // d * d - o
+    inside = (np.abs(low) <= MAX_POSITION) & (np.abs(high) <= MAX_POSITION)
+    splits = inside & (first <= high) & (last > low)
+    return [
+        (
+            (np.where(splits, first, low), np.where(splits, last - 1, high)),
+            ~splits | (last > first),
+        ),
+        ((low, first - 1), splits & (first > low)),
+        ((last, high), splits & (last <= high)),
+    ]
 
 
 @dataclass(slots=True)
@@ -74,6 +110,7 @@ class _Scope:
     alive: Bools
     changed: set[int] = field(default_factory=set)
     index: NDArray[np.intp] | None = None  # of the outer scope's boxes, where only some are left
+    touched: Bools | None = None  # boxes of a grid that still have to be narrowed
 
     def only(self, index: NDArray[np.intp]) -> _Scope:
         """The same values for some boxes of a list."""
@@ -88,15 +125,18 @@ class _Scope:
 
 class _Evaluation:
     def __init__(self, program: Program, params: MaskParams, boxes: Boxes) -> None:
-        self.program, self.params = program, params
+        self.program, self.loads = program, Loads(program, params)
+        self.params = params
         arrays = (*boxes.b, *boxes.h, *boxes.q, *boxes.k)
         self.shape = np.broadcast_shapes(*(np.shape(x) for x in arrays))
         real = np.asarray((boxes.q[0] <= boxes.q[1]) & (boxes.k[0] <= boxes.k[1]))
         self.real = real
         inputs = {"b": boxes.b, "h": boxes.h, "q_idx": boxes.q, "kv_idx": boxes.k}
         values: dict[int, Value] = {}
+        self.input_nodes: dict[str, int] = {}
         for i, node in enumerate(program.nodes):
             if node.op == "input":
+                self.input_nodes[str(node.attr("name"))] = i
                 low, high = (np.asarray(x, np.int64) for x in inputs[str(node.attr("name"))])
                 values[i] = low, np.maximum(low, high)
         self.base = _Scope(values, real)
@@ -142,6 +182,8 @@ class _Evaluation:
         for group in clause.nested:
             if scope.alive.any():
                 scope.alive = scope.alive & self._any(scope, group)
+        if scope.touched is not None:
+            return self._narrowly(clause, scope)
         if scope.index is not None:
             alive = np.zeros(outer.alive.shape, bool)
             alive[scope.index] = scope.alive
@@ -152,6 +194,22 @@ class _Evaluation:
             if not known and self.program.parts[node].isdisjoint(scope.changed):
                 outer.values[node] = value
         return scope.alive
+
+    def _narrowly(self, clause: Clause, scope: _Scope) -> Bools:
+        """The clause on a grid, where narrowing was put off: done now for the boxes it touches."""
+        alive = np.array(np.broadcast_to(scope.alive, self.shape))
+        at = np.nonzero(alive & scope.touched)
+        if len(at[0]):
+
+            def flat(name: str) -> I:
+                low, high = self.base.values[self.input_nodes[name]]
+                low, high = (np.broadcast_to(x, self.shape)[at] for x in (low, high))
+                return low, high
+
+            boxes = Boxes(flat("b"), flat("h"), flat("q_idx"), flat("kv_idx"))
+            inner = _Evaluation(self.program, self.params, boxes)
+            alive[at] = inner._clause(inner.base, clause)
+        return alive
 
     def _thinned(self, scope: _Scope) -> _Scope:
         """The scope of only those boxes of a long list that may still hold, if they are few."""
@@ -176,24 +234,42 @@ class _Evaluation:
                 narrowed[term] = value
                 continue
             other, d = bound.narrows[1 - i]
-            part = self._add(value, self.value(scope, other), -d)
-            new = part if c == 1 else intervals.i_neg(part)
+            new = self._rest(value, bound.value, self.value(scope, other), other, d, c)
             old = self.value(scope, term)
             narrowed[term] = self._met(
                 scope, np.maximum(new[0], old[0]), np.minimum(new[1], old[1])
             )
+        if scope.alive.ndim > 1 and self._spreads(scope, narrowed):
+            for term, (low, high) in narrowed.items():
+                old = self.value(scope, term)
+                touched = (low != old[0]) | (high != old[1])
+                scope.touched = touched if scope.touched is None else scope.touched | touched
+            scope.values[bound.value] = value
+            return
         for node in list(scope.values):
             if not self.program.parts[node].isdisjoint(narrowed):
                 del scope.values[node]
         scope.values.update(narrowed)
         scope.values[bound.value] = value
 
+    def _spreads(self, scope: _Scope, narrowed: dict[int, Value]) -> bool:
+        """Whether an index that varies along one axis of a grid would come to vary along two."""
+        inputs = (t for t in narrowed if self.program.nodes[t].op == "input")
+        return any(narrowed[t][0].size > scope.values[t][0].size for t in inputs)
+
     def _met(self, scope: _Scope, low: Any, high: Any) -> I:
         scope.alive = scope.alive & (low <= high)
         return low, np.maximum(low, high)
 
-    def _add(self, a: I, b: I, sign: int) -> I:
-        return intervals.i_add(a, b) if sign == 1 else intervals.i_sub(a, b)
+    def _rest(self, value: I, total: int, other: I, term: int, d: int, c: int) -> I:
+        """The x of ``c * x + d * other = value``, where c and d are 1 or -1."""
+        sizes = [abs(x) for n in (total, term) for x in self.program.ranges[n]]
+        if sum(sizes) > _SAFE:
+            rest = (intervals.i_sub if d == 1 else intervals.i_add)(value, other)
+            return rest if c == 1 else intervals.i_neg(rest)
+        low, high = (other[1], other[0]) if d == 1 else (-other[0], -other[1])
+        low, high = value[0] - low, value[1] - high
+        return (low, high) if c == 1 else (-high, -low)
 
     # --- values ----------------------------------------------------------------------------------
 
@@ -201,8 +277,11 @@ class _Evaluation:
         """The value of a node in `scope`, remembered there."""
         if term not in scope.values:
             node = self.program.nodes[term]
-            if node.op in OWN:
-                scope.values[term] = getattr(self, f"_{node.op}")(scope, term)
+            if node.op == "linear":
+                scope.values[term] = self._linear(scope, term)
+            elif node.op in OWN:
+                load = getattr(self.loads, node.op)
+                scope.values[term] = load(term, lambda n: self.value(scope, n))
             else:
                 scope.values[term] = self._step(scope, term)
         return scope.values[term]
@@ -218,9 +297,6 @@ class _Evaluation:
         if step.wrap:
             value = intervals.i_wrap(value, *step.wrap)
         return intervals.t_not(value) if step.negate else value
-
-    def _input(self, scope: _Scope, term: int) -> Value:
-        return intervals.i_top(*INT_RANGE["int64"])
 
     def _linear(self, scope: _Scope, term: int) -> I:
         program, node = self.program, self.program.nodes[term]
@@ -254,153 +330,3 @@ class _Evaluation:
                 a, b = -a, -b
             low, high = (low + a, high + b) if c > 0 else (low + b, high + a)
         return low, high
-
-    # --- loads -----------------------------------------------------------------------------------
-
-    def _gather(self, scope: _Scope, term: int) -> Value:
-        node = self.program.nodes[term]
-        tensor = self.params.tensors[node.int_attr("slot")]
-        name = kind(node.dtype)
-        if not readable(tensor):
-            return _FUNCTIONS[f"{name}_top"](*(INT_RANGE[node.dtype] if name == "i" else ()))
-        if 0 in tensor.shape[: len(node.args)]:
-            return _FUNCTIONS[f"{name}_const"](0)
-        table = range_table(tensor, scanned_dim(self.program, term, tensor.ndim))
-        low, high, nan, unknown = self._read(scope, term, tensor, table, None)
-        if name == "i":
-            least, most = INT_RANGE[node.dtype]
-            low, high = low.astype(np.int64), high.astype(np.int64)
-            return np.where(unknown, least, low), np.where(unknown, most, high)
-        if name == "t":
-            return unknown | (high != 0), ~unknown & (low != 0)
-        lost = unknown | nan
-        low, high = low.astype(np.float64), high.astype(np.float64)
-        return np.where(lost, -np.inf, low), np.where(lost, np.inf, high), lost
-
-    def _read(
-        self, scope: _Scope, term: int, tensor: torch.Tensor, table: RangeTable, limit: int | None
-    ) -> tuple[Any, Any, Any, Any]:
-        """(low, high, has NaN, too large to read) of the box of a gather."""
-        node = self.program.nodes[term]
-        at = [
-            self._index(self.value(scope, a), n)
-            for a, n in zip(node.args, tensor.shape, strict=False)
-        ]
-        for dim in range(len(at), tensor.ndim):  # a row: all of the last dim
-            at.append(intervals.i_range(tensor.shape[dim]))
-        if not at:
-            zero = np.asarray(0)
-            return *table.query(zero, zero, zero), np.asarray(False)
-        scan = scanned_dim(self.program, term, tensor.ndim)
-        others = [d for d in range(tensor.ndim) if d != scan]
-        sizes = [at[d][1] - at[d][0] + 1 for d in others]
-        rows: Any = np.asarray(1)
-        for size in sizes:
-            rows = rows * np.minimum(size, MAX_ROWS + 1)
-        unknown = rows > MAX_ROWS
-        if limit is not None:
-            length = np.minimum(at[scan][1] - at[scan][0] + 1, limit + 1)
-            unknown = unknown | (rows * length > limit)
-        strides = np.cumprod([1, *(tensor.shape[d] for d in reversed(others))])[:-1][::-1]
-        row: Any = np.asarray(0)
-        for d, stride in zip(others, strides, strict=True):
-            row = row + at[d][0] * stride
-        if np.all((rows == 1) | unknown):
-            return *table.query(row, *at[scan]), unknown
-        return *self._read_rows(table, row, at[scan], sizes, strides, unknown), unknown
-
-    def _read_rows(
-        self, table: RangeTable, row: Any, at: I, sizes: list[Any], strides: Any, unknown: Any
-    ) -> tuple[Any, Any, Any]:
-        """Joins the rows of boxes that span several, one index tuple after the other."""
-        arrays = np.broadcast_arrays(row, *at, unknown, *sizes)
-        shape = arrays[0].shape
-        row, lo, hi, unknown, *sizes = (a.reshape(-1) for a in arrays)
-        low, high, nan = (np.array(x) for x in np.broadcast_arrays(*table.query(row, lo, hi)))
-        left, right = (side.function for side in table.sides)
-        columns = np.stack(sizes, 1)
-        for tuple_sizes in sorted({tuple(x) for x in columns[~unknown].tolist()}):
-            group = ~unknown & (columns == tuple_sizes).all(1)
-            for index in np.ndindex(*tuple_sizes):
-                r = row[group] + int(np.dot(index, strides))
-                a, b, c = table.query(r, lo[group], hi[group])
-                low[group], high[group] = left(low[group], a), right(high[group], b)
-                nan[group] |= c
-        return low.reshape(shape), high.reshape(shape), nan.reshape(shape)
-
-    def _index(self, x: I, size: int) -> I:
-        below, wraps = x[1] < 0, (x[0] < 0) & (x[1] >= 0)
-        low = np.where(below, np.maximum(x[0], -size) + size, x[0])
-        high = np.where(below, np.maximum(x[1], -size) + size, x[1])
-        low, high = (np.clip(e, 0, size - 1) for e in (low, high))
-        return np.where(wraps, 0, low), np.where(wraps, size - 1, high)
-
-    def _bit(self, scope: _Scope, term: int) -> I:
-        node = self.program.nodes[term]
-        source, at = self.program.nodes[node.args[0]], self.value(scope, node.args[1])
-        width = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32}.get(node.dtype, 64)
-        all_bits: Any
-        any_bits: Any
-        if source.op == "gather" and not source.shape:
-            tensor = self.params.tensors[source.int_attr("slot")]
-            if 0 in tensor.shape:
-                all_bits = any_bits = unknown = np.asarray(0)
-            else:
-                dim = scanned_dim(self.program, node.args[0], tensor.ndim)
-                table = range_table(tensor, dim, "bits")
-                all_bits, any_bits, _, unknown = self._read(
-                    scope, node.args[0], tensor, table, MAX_BIT_LOADS
-                )
-        else:
-            all_bits, any_bits = self.value(scope, node.args[0])
-            unknown = all_bits != any_bits
-        all_bits, any_bits = (x.astype(np.int64).view(np.uint64) for x in (all_bits, any_bits))
-        all_bits = np.where(unknown, np.uint64(0), all_bits)
-        any_bits = np.where(unknown, np.uint64(2**64 - 1), any_bits)
-        return intervals.i_bit(any_bits, all_bits, at, width)
-
-    def _searchsorted(self, scope: _Scope, term: int) -> I:
-        node = self.program.nodes[term]
-        tensor = self.params.tensors[node.int_attr("slot")]
-        value = self.program.nodes[node.args[0]]
-        integer = not tensor.is_floating_point() and tensor.dtype != torch.bool
-        if kind(value.dtype) != "i" or not integer:
-            return intervals.i_top(0, tensor.shape[0])
-        array = tensor.detach().cpu().numpy()
-        side: Any = "right" if node.attr("right") else "left"
-        low, high = (
-            np.asarray(np.searchsorted(array, x, side=side), np.int64)
-            for x in self.value(scope, node.args[0])
-        )
-        return low, high
-
-    # --- requests --------------------------------------------------------------------------------
-
-    def _per_request(self, scope: _Scope, term: int, values: Any, top: tuple[int, int]) -> I:
-        """The extremes of `values` over the requests of the node's first argument."""
-        low, high = self.value(scope, self.program.nodes[term].args[0])
-        array = np.asarray(values, np.int64)
-        unknown = (low < 0) | (high >= len(array))
-        if not len(array):
-            return intervals.i_top(*top)
-        low, high = np.clip(low, 0, len(array) - 1), np.clip(high, 0, len(array) - 1)
-        least, most, _ = RangeTable(array.reshape(1, -1)).query(np.asarray(0), low, high)
-        return np.where(unknown, np.int64(top[0]), least), np.where(unknown, np.int64(top[1]), most)
-
-    def _q_len(self, scope: _Scope, term: int) -> I:
-        return self._per_request(scope, term, self.params.q_len, (0, MAX_POSITION))
-
-    def _kv_len(self, scope: _Scope, term: int) -> I:
-        return self._per_request(scope, term, self.params.kv_len, (0, MAX_POSITION))
-
-    def _q_row(self, scope: _Scope, term: int) -> I:
-        tokens = np.asarray(self.params.q_token0, np.int64)
-        base = tokens - np.asarray(self.params.q_offset, np.int64)
-        return self._slot(scope, term, base)
-
-    def _kv_slot(self, scope: _Scope, term: int) -> I:
-        return self._slot(scope, term, self.params.kv_token0)
-
-    def _slot(self, scope: _Scope, term: int, base: Any) -> I:
-        start = self._per_request(scope, term, base, INT_RANGE["int64"])
-        return intervals.i_add(start, self.value(scope, self.program.nodes[term].args[1]))

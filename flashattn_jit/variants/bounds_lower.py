@@ -62,6 +62,7 @@ def reachable_nodes(program: Program) -> list[int]:
     seen: set[int] = set()
     stack = [n for n, _, _ in program.guards]
     stack += [n for side in (program.keep, program.drop) for c in side for n in clause_nodes(c)]
+    stack += [n for p in program.periods for n in (p.offset, p.divisor)]
     while stack:
         node = stack.pop()
         if node not in seen:
@@ -129,12 +130,31 @@ class _Body:
         """The statements of the function."""
         program, out = self.program, list[str]()
         scope = _Scope(out, 4, {})
+        scope.line("using namespace interval;")
+        if not program.periods:
+            self._box_state(scope)
+            return _used(out)
+        self._hoist(scope)
+        scope.line("const auto box = [&](Interval q, Interval k) -> int {")
+        self._box_state(scope.inner())
+        scope.line("};")
+        for name, index in (("q", program.q), ("k", program.k)):
+            periods = [p for p in program.periods if p.index == index]
+            scope.line(f"Interval parts_{name}[3] = {{{name}}};")
+            values = [self.value(scope, n) for p in periods for n in (p.offset, p.divisor)]
+            call = f"periods({name}, {', '.join(values)}, parts_{name})" if periods else "1"
+            scope.line(f"const int count_{name} = {call};")
+        scope.line("return by_parts(box, q, k, parts_q, count_q, parts_k, count_k);")
+        return _used(out)
+
+    def _box_state(self, scope: _Scope) -> None:
+        """The statements that return the state of the box q, k."""
+        program = self.program
         for node, name in ((program.q, "q"), (program.k, "k")):
             scope.names[node] = name
         for i, n in enumerate(program.nodes):
             if n.op == "input" and n.attr("name") in ("b", "h"):
                 scope.names[i] = str(n.attr("name"))
-        scope.line("using namespace interval;")
         scope.line("if (q.lo > q.hi || k.lo > k.hi) return FAJIT_TILE_EMPTY;")
         scope.line("if (!positions(q) || !positions(k)) return FAJIT_TILE_PARTIAL;")
         self._hoist(scope)
@@ -148,7 +168,6 @@ class _Body:
             scope.line("return drop ? FAJIT_TILE_PARTIAL : FAJIT_TILE_FULL;")
         else:
             scope.line(f"return FAJIT_TILE_{'FULL' if program.keep else 'EMPTY'};")
-        return _used(out)
 
     def _hoist(self, scope: _Scope) -> None:
         """Evaluate what depends on params only once, ahead of the clauses."""

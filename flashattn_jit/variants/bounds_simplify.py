@@ -51,12 +51,27 @@ class Clause:
 
 
 @dataclass(frozen=True, slots=True)
+class Period:
+    """The mask reads both ``(index + offset) // divisor`` and ``(index + offset) % divisor``.
+
+    They are independent only on whole periods, such as the rows of an image. A partial box is
+    therefore looked at again in up to three parts along that index: the rest of its first period,
+    whole periods, the begin of its last one.
+    """
+
+    index: int
+    offset: int
+    divisor: int
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """The interval form of a mask.
 
     nodes: topologically ordered; see `Terms` for the operations beyond the IR's. ranges: their
     static ranges. inputs, parts: the indices and the nodes that each node depends on. guards:
-    (node, low, high) that must hold, else integers may wrap and the tile is partial.
+    (node, low, high) that must hold, else integers may wrap and the tile is partial. periods: see
+    `Period`.
     """
 
     nodes: tuple[Node, ...]
@@ -69,6 +84,7 @@ class Program:
     q: int
     k: int
     distance: int  # the node q_idx - kv_idx
+    periods: tuple[Period, ...]
 
     def uses(self, name: str) -> bool:
         """Whether the classification depends on the index `name`."""
@@ -101,10 +117,30 @@ def simplify(graph: Graph) -> Program:
     keep = lowering.clauses(mask)
     drop = lowering.clauses(formulas.negate(mask))
     guards = tuple((terms.of_form(form), *limits) for form, limits in translator.guards.items())
+    roots = [n for side in (keep, drop) for c in side for n in clause_nodes(c)]
+    periods = tuple(p for index in (q, k) for p in _period(terms, index, roots))
     return Program(
         tuple(terms.nodes), tuple(terms.ranges), tuple(terms.inputs), tuple(terms.parts), guards,
-        keep, drop, q, k, distance,
+        keep, drop, q, k, distance, periods,
     )  # fmt: skip
+
+
+def _period(terms: Terms, index: int, roots: Sequence[int]) -> Iterator[Period]:
+    """The longest period along one index, if there is one."""
+    used = frozenset(roots).union(*(terms.parts[n] for n in roots))
+    pairs: dict[tuple[int, ...], set[str]] = {}
+    for n in used:
+        node = terms.nodes[n]
+        if node.op in ("floordiv", "remainder"):
+            pairs.setdefault(node.args, set()).add(node.op)
+    found = []
+    for (value, divisor), operations in pairs.items():
+        offset = terms.to_form(value).plus(Form(((index, 1),)), -1)
+        if len(operations) == 2 and not terms.level(offset) and not terms.term_level(divisor):
+            found.append((terms.ranges[divisor][0], offset.const, offset, divisor))
+    if found:
+        _, _, offset, divisor = max(found, key=lambda f: (f[0], -f[1], -f[3]))
+        yield Period(index, terms.of_form(offset), divisor)
 
 
 _Atom = Compare | Test

@@ -107,6 +107,8 @@ def captured_masks():
     positive, dense = base > 0, torch.rand(2, 300, n) < 0.01
     of_heads, points = torch.rand(4, 2 * n) < 0.7, torch.arange(3 * n).view(n, 3)
     window, flags, short = torch.tensor(40), base[0].to(torch.int16), base[0, :start]
+    eighth = base[0].float().to(torch.float8_e4m3fn)
+    yield "fp8", lambda b, h, q, k: eighth[q] >= eighth[k]
     yield "nan", lambda b, h, q, k: values[q] < values[k]
     yield "strided", lambda b, h, q, k: turned[b, q] == turned[b, k]
     yield "every second", lambda b, h, q, k: every_second[b, q] > every_second[b, k]

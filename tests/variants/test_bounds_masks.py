@@ -213,8 +213,10 @@ def test_exact(fn) -> None:
         check(mask, Grid(0, TOTAL, 0, TOTAL, *tile, 0, 2, 0, 3), exact=True)
 
 
-def test_natten_on_whole_rows_is_exact() -> None:
-    height, width, kernel = 16, 16, 3
+@pytest.mark.parametrize(("height", "width"), [(16, 16), (14, 19), (3, 90), (90, 3)])
+def test_natten_is_exact_on_any_tile(height: int, width: int) -> None:
+    """Tiles cut rows of the image: row and column of a pixel are not independent there."""
+    kernel, total = 3, height * width
 
     def natten(b, h, q, k):
         q_y, q_x = q // width, q % width
@@ -224,8 +226,8 @@ def test_natten_on_whole_rows_is_exact() -> None:
         return ((center_y - k_y).abs() <= kernel) & ((center_x - k_x).abs() <= kernel)
 
     mask = traced(natten)
-    for tile in ((16, 16), (32, 16), (128, 128), (64, 32)):
-        check(mask, Grid(0, 256, 0, 256, *tile), exact=True)
+    for tile in ((16, 16), (32, 16), (128, 128), (50, 37)):
+        check(mask, Grid(0, total, 0, total, *tile), exact=True)
 
 
 @pytest.mark.parametrize("words", [False, True])

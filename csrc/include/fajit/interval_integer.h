@@ -193,6 +193,40 @@ inline Interval i_point(int64_t x) { return {x, x}; }
 inline Interval i_range(int64_t n) { return {0, n - 1}; }
 inline Interval i_hull(Interval a) { return a; }
 
+// The parts of x whose (value + offset) lies in its first period, in whole ones, in its last one;
+// how many there are.
+inline int periods(Interval x, Interval offset, Interval divisor, Interval parts[3]) {
+  const int64_t d = divisor.lo, o = offset.lo;
+  const bool known = d == divisor.hi && o == offset.hi && positions(offset) && positions(x);
+  if (!known || d <= 1 || d > kMaxPosition || x.lo > x.hi) return 1;
+  const int64_t first = floor_quotient(x.lo + o + d - 1, d) * d - o;  // begin of a whole period
+  const int64_t last = floor_quotient(x.hi + o + 1, d) * d - o;       // end of one
+  if (first > x.hi || last <= x.lo) return 1;
+  int n = 0;
+  if (first > x.lo) parts[n++] = {x.lo, first - 1};
+  if (last > first) parts[n++] = {first, last - 1};
+  if (last <= x.hi) parts[n++] = {last, x.hi};
+  return n;
+}
+
+// The state of a box from the states of its parts, which are looked at only if the box is partial.
+template <class F>
+inline int by_parts(F box, Interval q, Interval k, const Interval* parts_q, int count_q,
+                    const Interval* parts_k, int count_k) {
+  const int state = box(q, k);
+  if (state != FAJIT_TILE_PARTIAL || count_q * count_k == 1) return state;
+  bool keep = false, drop = false;
+  for (int i = 0; i < count_q; ++i) {
+    for (int j = 0; j < count_k; ++j) {
+      const int part = box(parts_q[i], parts_k[j]);
+      keep |= part != FAJIT_TILE_EMPTY;
+      drop |= part != FAJIT_TILE_FULL;
+      if (keep && drop) return FAJIT_TILE_PARTIAL;
+    }
+  }
+  return keep ? FAJIT_TILE_FULL : FAJIT_TILE_EMPTY;
+}
+
 // --- conditions ----------------------------------------------------------------------------------
 
 inline Tri t_not(Tri a) { return {!a.must, !a.may}; }
