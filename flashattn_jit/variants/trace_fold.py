@@ -113,11 +113,11 @@ class Emitter:
             folded = self._fold(op, args, values, dtype)
             if folded is not None:
                 return folded
-        # Constants to the right; else the older node to the left.
+        # Constants to the right; else the older node to the left: `k <= q` is `q >= k`.
         ordered = values[1:] != [None] or values[0] is None and args[0] <= args[1]
         if op in _COMMUTATIVE and not ordered:
             args, values = (args[1], args[0]), [values[1], values[0]]
-        elif op in _FLIPPED and values[0] is not None and values[1] is None:
+        elif op in _FLIPPED and not ordered:
             op, args, values = _FLIPPED[op], (args[1], args[0]), [values[1], values[0]]
         simple = self._simplify(op, args, values, dtype, shape)
         if simple is not None:
