@@ -33,6 +33,8 @@ _ATEN = {
     "__lshift__": "shl", "index": "gather", "sum": "sum", "any": "any", "pow": "mul",
     "bitwise_right_shift": "shr", "bitwise_left_shift": "shl", "sign": "sign",
 }  # fmt: skip
+# What the tracer writes out in simpler operations, of dtypes of their own.
+_COMPOSITE = frozenset({"log_sigmoid_forward", "softplus", "gelu", "silu"})
 _SAME = {"le": "ge", "lt": "gt"}  # the tracer may turn comparisons round
 
 
@@ -52,6 +54,9 @@ def _fx_dtypes(fn, is_score: bool) -> tuple[dict[str, set[str]], torch.dtype | N
             packet = getattr(node.target, "overloadpacket", node.target)
             name = _ATEN.get(packet.__name__)
             dtype = value_dtype(value.dtype)
+            if packet.__name__ in _COMPOSITE:
+                found.clear()
+                return found, None
             if name is not None and dtype is not None:
                 found[_SAME.get(name, name)].add(dtype)
         if node.op == "output" and isinstance(node.args[0], torch.fx.Node):
