@@ -54,7 +54,9 @@ FAJIT_INLINE vi broadcast_word(const void* p) {
 template <class Matrix, int NV, class Word>
 FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, int depth,
                              Word word) {
-#pragma GCC unroll 2
+  // Not unrolled: unrolled by 2, gcc 12 keeps half of the accumulators on the stack (68 % of peak
+  // instead of 80 % for the whole kernel, bf16).
+#pragma GCC unroll 1
   for (int k = 0; k < depth; ++k) {
     vi b[NV];
 #pragma GCC unroll 3
