@@ -30,7 +30,7 @@ class SlidingALiBi(fa.Variant):
 
 def milliseconds(run):
     """Median wall time of `run`."""
-    return statistics.median(timeit.repeat(run, number=1, repeat=20)) * 1e3
+    return statistics.median(timeit.repeat(run, number=1, repeat=10)) * 1e3
 
 
 def main():

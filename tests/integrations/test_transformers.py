@@ -22,7 +22,7 @@ from flashattn_jit.integrations._lazy_mask import LazyMask  # noqa: E402
 from flashattn_jit.jit.module import default as kernels  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH = 96, 40, 3
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2,
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 6, "intermediate_size": 64, "max_position_embeddings": 128,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}  # fmt: skip
 DECODER = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
@@ -70,7 +70,7 @@ DECODERS = {
                     "sliding_window": 8}),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", DECODER),
     "gpt2": Family("GPT2Config", "GPT2LMHeadModel",
-                   {"vocab_size": VOCABULARY, "n_embd": 48, "n_layer": 2, "n_head": 6,
+                   {"vocab_size": VOCABULARY, "n_embd": 96, "n_layer": 2, "n_head": 6,
                     "n_positions": 128, "bos_token_id": 1, "eos_token_id": None,
                     "pad_token_id": 0}),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
@@ -197,7 +197,7 @@ def test_encoder_equals_eager(name: str, calls: list[str]) -> None:
 )
 @torch.no_grad()
 def test_encoder_decoder_equals_eager(config: str, model: str, calls: list[str]) -> None:
-    values = {"vocab_size": VOCABULARY, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2,
+    values = {"vocab_size": VOCABULARY, "d_model": 96, "d_kv": 16, "d_ff": 64, "num_layers": 2,
               "num_heads": 6, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64,
               "decoder_ffn_dim": 64, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
               "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -215,7 +215,7 @@ def test_encoder_decoder_equals_eager(config: str, model: str, calls: list[str])
 
 @torch.no_grad()
 def test_vision_encoder_without_a_mask_equals_eager(calls: list[str]) -> None:
-    values = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
+    values = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
               "intermediate_size": 64, "image_size": 24, "patch_size": 4}  # fmt: skip
     eager, ours = build(Family("ViTConfig", "ViTModel", values))
     pixels = torch.randn(2, 3, 24, 24)
