@@ -101,7 +101,8 @@ class _Plan:
 
 
 _plans: dict[Any, list[_Plan]] = {}
-_handles: dict[ir.VariantIR, int] = {}
+# By text: -0.0 == 0.0 and nan != nan, so that equality would not do.
+_handles: dict[str, int] = {}
 _lock = threading.RLock()
 
 
@@ -178,10 +179,12 @@ def _bind_new(
         traced = trace_variant(variant, walk, dims)
         structure = _Structure(
             traced.ir,
-            _handles.setdefault(traced.ir, len(_handles)),
+            _handles.setdefault(repr(traced.ir), len(_handles)),
             traced.finish,
             _specialised(traced, walk, dims),
         )
+        if len(plan.groups) >= MAX_STRUCTURES:
+            plan.groups.clear()
         group = plan.groups.setdefault(key, _Group())
         group.add(traced.pins, lambda select: select(tensors, numbers, dims), structure)
     return _finish(structure, tensors, numbers, dims)

@@ -32,6 +32,7 @@ import torch
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants import captures_objects
 from flashattn_jit.variants.captures_objects import Build, Values, is_opaque_module
+from flashattn_jit.variants.trace_values import STAND_INS
 
 MAX_LOCATIONS = 256
 """How many locations one hook may capture: past that it holds data, not parameters."""
@@ -290,6 +291,7 @@ class Walk:
         self.alive.append(fn)
         cells: list[Build | None] = []
         globs: dict[str, Build] = {}
+        builtin_names: set[str] = set()
         defaults: list[Build] = []
         kwdefaults: dict[str, Build] = {}
 
@@ -307,6 +309,7 @@ class Walk:
                 if make is not None:
                     cell.cell_contents = make(p)
             scope.update({n: make(p) for n, make in globs.items()})
+            scope.update({n: stand_in for n, stand_in in STAND_INS.items() if n in builtin_names})
             new.__defaults__ = tuple(make(p) for make in defaults) or None
             new.__kwdefaults__ = {n: make(p) for n, make in kwdefaults.items()} or None
             return new
@@ -333,6 +336,7 @@ class Walk:
                 if n in fn.__globals__:
                     globs[n] = self.visit(fn.__globals__[n], f"{scope_var}.get({n!r})", n)
                 else:
+                    builtin_names.add(n)
                     self.guard(f"{n!r} in {scope_var}")
         self.guard(f"len({var}.__defaults__ or ()) != {len(fn.__defaults__ or ())}")
         if fn.__defaults__:

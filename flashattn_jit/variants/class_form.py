@@ -135,6 +135,13 @@ class Variant:
         for hook in USER_HOOKS:
             _check_arity(cls, hook)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Variant:
+        # Here rather than in __init__, which a user's class may have of its own.
+        self = super().__new__(cls)
+        declared = tuple(Declared(n, p, self) for n, p in cls.__fajit_params__.items())
+        self.__dict__.update(_shape=cls, _declared=declared)
+        return self
+
     def __init__(self, *args: Any, **values: Any) -> None:
         cls = type(self)
         if args:
@@ -152,8 +159,13 @@ class Variant:
         for name in cls.__fajit_fields__:
             if name not in self.__dict__ and not hasattr(cls, name):
                 raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
-        self._shape = cls
-        self._declared = tuple(Declared(n, p, self) for n, p in cls.__fajit_params__.items())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is declared names its owner: a copy makes its own.
+        return {n: v for n, v in self.__dict__.items() if n not in ("_shape", "_declared")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     @classmethod
     def _named_values(cls, args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,12 @@ class ComposedVariant(Variant):
             for d in part._declared
         ]
         _check_names(declared, parts)
-        self.__dict__["_operation"] = operation
-        self.__dict__["_parts"] = parts
-        self._shape = (operation, prefix, *(p._shape for p in parts))
-        self._declared = tuple(declared)
+        self.__dict__.update(_operation=operation, _parts=parts, _prefix=prefix)
+        self.__dict__["_shape"] = (operation, prefix, *(p._shape for p in parts))
+        self.__dict__["_declared"] = tuple(declared)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_operation"], state["_parts"], state["_prefix"])  # type: ignore[misc]
 
     @property
     def name(self) -> str:

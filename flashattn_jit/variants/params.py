@@ -99,8 +99,9 @@ class Param:
         """Fix a scalar's type by its annotation, or by its default."""
         if self.kind == "tensor":
             return
-        text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        named = {"int": int, "float": float, "bool": bool, "str": str}.get(text.strip("'\""))
+        text = getattr(annotation, "__name__", str(annotation))
+        text = text.replace("| None", "").removeprefix("Optional[").strip("'\"] ")
+        named = {"int": int, "float": float, "bool": bool, "str": str}.get(text)
         if named is None:
             named = type(self.default) if isinstance(self.default, int | float | str) else float
         self.type = named
@@ -137,6 +138,8 @@ class Param:
 
     def check(self, name: str, value: Any) -> Any:
         """The value in its canonical type; ParamError for one of the wrong kind."""
+        if value is None and self.default is None:
+            return value
         if self.kind == "tensor":
             return self._check_tensor(name, value)
         if self.kind == "static":
@@ -165,8 +168,6 @@ class Param:
         return self.type(value)
 
     def _check_tensor(self, name: str, value: Any) -> Any:
-        if value is None and self.default is None:
-            return value
         if not isinstance(value, torch.Tensor):
             raise ParamError(
                 f"param {name!r} expects a tensor of shape [{self._dims_text()}], got "

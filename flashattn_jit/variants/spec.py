@@ -40,8 +40,11 @@ class FunctionVariant(Variant):
     def __init__(self, hooks: Mapping[str, Any], name: str) -> None:
         self.__dict__.update(hooks)
         self.__dict__["_name"] = name
-        self._shape = tuple((h, structure_id(f)) for h, f in hooks.items())
-        self._declared = ()
+        self.__dict__["_shape"] = tuple((h, structure_id(f)) for h, f in hooks.items())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        hooks = {n: f for n, f in state.items() if n != "_name"}
+        self.__init__(hooks, state["_name"])  # type: ignore[misc]
 
 
 def structure_id(fn: Any) -> object:

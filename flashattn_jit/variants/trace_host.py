@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from flashattn_jit.errors import ParamError
+
 Source = tuple[str, int] | tuple[str, int, int] | tuple[str, str]
 """What a trace may depend on: ("number", i), ("size", tensor i, dim), ("dim", name of a Dims)."""
 
@@ -162,9 +164,16 @@ class _Step:
                 return t[x.raw] if x.raw >= 0 else self._program.steps[x.step].value(t, n)
             return numbers[x.text] if isinstance(x, _TextRef) else x
 
-        result = self.func(*map_tree(self.args, real), **map_tree(self.kwargs, real))
-        if self.pick >= 0:
-            result = result[self.pick]
+        try:
+            result = self.func(*map_tree(self.args, real), **map_tree(self.kwargs, real))
+            result = result if self.pick < 0 else result[self.pick]
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            name = getattr(self.func, "__name__", "a function")
+            shapes = ", ".join(str(list(x.shape)) for x in inputs)
+            raise ParamError(
+                f"a hook computes `{name}` from captured tensors, which fails for those of this "
+                f"call (shapes {shapes}): {error}"
+            ) from error
         is_view = result._is_view() or any(result is x for x in inputs)
         if keep and not is_view and not result.requires_grad and not result.is_inference():
             entry = [(weakref.ref(x), x._version) for x in inputs]

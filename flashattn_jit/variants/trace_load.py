@@ -162,7 +162,7 @@ def _searchsorted(
     x = val(input)
     if dtype is None or math.prod(x.shape) != 1:
         t.refuse("searchsorted of a vector", "search one value at a time")
-    if category(x.name) != category(dtype):
+    if category(x.name) != category(dtype) or category(dtype) == 2:
         x = cast(x, dtype)
     slot = t.tensor_slot(host, {})
     node = t.emitter.emit("searchsorted", [x.node], "int64", (), slot=slot, right=right)

@@ -289,6 +289,23 @@ def is_number(x: object) -> bool:
     return type(x) is Number
 
 
+def _is_instance(x: Any, kinds: Any) -> bool:
+    """`isinstance` as a hook means it: proxies are tensors."""
+    return isinstance(_EXAMPLE if isinstance(x, Value | Captured) else x, kinds)
+
+
+def _type_of(x: Any, *more: Any) -> Any:
+    """`type` as a hook means it."""
+    return (
+        type(x, *more) if more else torch.Tensor if isinstance(x, Value | Captured) else x.__class__
+    )
+
+
+_EXAMPLE = torch.empty(0)
+STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
+"""Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
+
+
 def _text(x: Any) -> str:
     if type(x) is Number:
         return x.text

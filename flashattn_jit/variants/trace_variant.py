@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flashattn_jit.errors import TraceError
+from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Walk, stride_pattern
 from flashattn_jit.variants.params import Dims
@@ -64,6 +64,10 @@ def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced
         length = 0
         if kind in ROW_HOOKS:
             length = getattr(dims, _ROW_DIM[kind])
+            if length < 1:
+                raise ParamError(
+                    f"{variant.name} has a {kind}, so the dims must say {_ROW_DIM[kind]}"
+                )
             tracer.specialise([("dim", _ROW_DIM[kind])])
         graphs.append((kind, tracer.trace(kind, hook, length)))
     declared = _named_in_texts(variant, texts, view, tracer)

@@ -360,6 +360,8 @@ def _static_index(index: Any) -> Any:
                 "index the captured tensor itself: `t[q_idx]`; computed rows take static indices",
             )
         if isinstance(i, slice):
+            if i.step is not None and int(i.step) <= 0:
+                tracer().refuse("a slice with a negative step", "use `.flip(-1)`, as torch wants")
             parts = (i.start, i.stop, i.step)
             out.append(slice(*(None if p is None else int(p) for p in parts)))
         elif i is None or i is Ellipsis:

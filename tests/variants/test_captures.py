@@ -581,3 +581,33 @@ def test_equal_code_in_equal_variants_has_equal_ir():
     made = [eval(text, {"window": w}) for w in (3, 4)]
     bounds = [variant(mask_mod=f).bind(DIMS) for f in made]
     assert bounds[0].handle == bounds[1].handle
+
+
+def test_hooks_that_ask_for_types_see_tensors_and_numbers():
+    def as_tensor(x):
+        return x if isinstance(x, torch.Tensor) else torch.tensor(float(x))
+
+    def make(n):
+        def hook(s, b, h, q, k):
+            if type(n) is int and isinstance(n, int) and isinstance(SLOPES, torch.Tensor):
+                return as_tensor(s) + as_tensor(SLOPES)[h] + n
+            return s * 0 if isinstance(n, (float, str)) and type(s) is torch.Tensor else s
+
+        return hook
+
+    assert value(make(5)) == 1 + 2 + 5
+    assert value(make(5.0)) == 0
+
+
+def test_signed_zeros_are_different_kernels():
+    a, b = (variant(score_mod=eval(f"lambda s, b, h, q, k: s + {z}")) for z in ("0.0 * 1", "-0.0"))
+    assert a.bind(DIMS).handle != b.bind(DIMS).handle
+
+
+def test_a_prelude_that_fails_later_is_a_param_error():
+    def make(t):
+        return lambda s, b, h, q, k: s + t.view(2, 3)[h, k]
+
+    as_variant(make(torch.ones(6))).bind(DIMS)
+    with pytest.raises(ParamError, match=r"`view`.*\[7\]"):
+        as_variant(make(torch.ones(7))).bind(DIMS)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -606,3 +608,47 @@ def test_errors_leave_the_variant_usable():
     with pytest.raises(TraceError):
         (v & variant(mask_mod=lambda b, h, q, k: q >= k and k > 1)).bind(DIMS)
     assert v.bind(DIMS).scalars == (3,)
+
+
+def test_copies_are_independent():
+    v = Window(window=3)
+    for twin in (copy.copy(v), copy.deepcopy(v), pickle.loads(pickle.dumps(v))):
+        twin.window = 9
+        assert twin.bind(DIMS).scalars == (9,) and v.bind(DIMS).scalars == (3,)
+        assert twin.bind(DIMS).handle == v.bind(DIMS).handle
+    both = Causal() & Window(window=3).named("x")
+    twin = copy.deepcopy(both)
+    assert twin.bind(DIMS).scalars == (3,)
+    assert copy.copy(variant(mask_mod=lambda b, h, q, k: q >= k)).bind(DIMS).ir.has("mask_mod")
+
+
+def test_classes_with_an_init_of_their_own():
+    class Own(Variant):
+        gain: float = scalar(2.0)
+
+        def __init__(self, shift):
+            self.shift = shift
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score * self.gain + self.shift
+
+    assert run(Own(5), "score_mod") == 7
+    assert run(Own(6), "score_mod", {"gain": 3.0}) == 9
+
+
+def test_optional_scalars():
+    class Maybe(Variant):
+        limit: int | None = scalar(None)
+
+        def mask_mod(self, b, h, q_idx, kv_idx):
+            return q_idx >= kv_idx if self.limit is None else kv_idx < self.limit
+
+    assert Maybe().bind(DIMS).scalars == ()
+    assert Maybe().bind(DIMS, {"limit": 4}).scalars == (4,)
+    with pytest.raises(ParamError, match="expects an int"):
+        Maybe(limit=2.5)
+
+
+def test_row_hooks_need_the_row_s_length():
+    with pytest.raises(ParamError, match="head_dim"):
+        variant(query_mod=lambda x, b, h, i: x).bind(Dims(1, 1, 1, 1, 1))
