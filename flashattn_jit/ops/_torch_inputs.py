@@ -19,16 +19,16 @@ def prepare(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.is_nested or tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.is_nested:
             raise InputError(
                 f"{name} is a nested or sparse tensor; pass a dense one, or packed requests to "
                 "fa.varlen_attention"
             )
     query, key, value = autocast(query, key, value)
-    if query.dim() == 4 and not _has_contiguous_rows(query):
+    if not _has_contiguous_rows(query) and query.dim() == 4:
         rows = query.new_empty_strided(query.shape, like_q_strides(query, query.shape[-1]))
         query = rows.copy_(query)
-    return query, with_contiguous_rows(key), with_contiguous_rows(value)
+    return _with_contiguous_rows(query), _with_contiguous_rows(key), _with_contiguous_rows(value)
 
 
 def autocast(
@@ -42,10 +42,10 @@ def autocast(
     return q, k, v
 
 
-def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied when its last dim is not contiguous."""
     return tensor if _has_contiguous_rows(tensor) else tensor.contiguous()
 
 
 def _has_contiguous_rows(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    return tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1

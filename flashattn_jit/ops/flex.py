@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InputError
 from ..variants.binding import Swap
-from ..variants.spec import Dims, Variant, variant
+from ..variants.spec import FULL, Dims, Variant, variant
 from . import _check, _torch_inputs
 from .attention import run_dense
 from .block_mask import Blocks, read_block_mask
@@ -107,7 +107,8 @@ def run_flex(
     q, k, v = _torch_inputs.prepare(query, key, value)
     dims = _check_flex(q, k, v, block_mask, enable_gqa)
     _check_mod(score_mod)
-    k, v = k.expand(dims.batch, -1, -1, -1), v.expand(dims.batch, -1, -1, -1)
+    if k.shape[0] != dims.batch:
+        k, v = k.expand(dims.batch, -1, -1, -1), v.expand(dims.batch, -1, -1, -1)
     blocks = Blocks(None, (1, 1), None)
     if block_mask is not None:
         blocks = read_block_mask(block_mask, dims.batch, dims.num_q_heads, dims.q_len, dims.kv_len)
@@ -171,7 +172,9 @@ def _run(
     want_lse: bool,
     swap: Swap | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    chosen = variant(score_mod=score_mod, mask_mod=blocks.mask_mod)
+    chosen: Variant = FULL
+    if score_mod is not None or blocks.mask_mod is not None:
+        chosen = variant(score_mod=score_mod, mask_mod=blocks.mask_mod)
     return run_dense(
         q, k, v, chosen, {}, scale=scale, return_lse=want_lse,
         block_states=blocks.states, block_size=blocks.size, swap=swap,

@@ -131,6 +131,10 @@ def as_dense_problem(
     """
     q, k, v = _torch_inputs.prepare(query, key, value)
     _check_ranks(q, k, v)
+    if q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]:
+        heads = q.shape[1], k.shape[1], v.shape[1]
+        if enable_gqa or heads[0] == heads[1] == heads[2]:
+            return q, k, v, (q.shape[0],)
     lead = _broadcast_lead(q, k, v, enable_gqa)
     q, k, v = (_as_dense(t, lead) for t in (q, k, v))
     if not enable_gqa:
@@ -140,24 +144,28 @@ def as_dense_problem(
 
 def with_leading_dims(out: torch.Tensor, lead: tuple[int, ...], rank: int) -> torch.Tensor:
     """[batch, heads, q_len, head_dim_v] as the caller's dims: [*lead, heads, q_len, head_dim_v]."""
+    if len(lead) == 1:
+        return out
     out = out.reshape(*lead, *out.shape[1:])
     return out[0] if rank == 2 and not lead and out.shape[0] == 1 else out
 
 
 def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dim() < 2:
-            raise InputError(f"{name} must have at least 2 dims, got {list(x.shape)}")
-        if x.dtype != q.dtype:
-            raise InputError(
-                "Expected query, key, and value to have the same dtype, but got query.dtype: "
-                f"{q.dtype}, key.dtype: {k.dtype} and value.dtype: {v.dtype}"
-            )
-        if x.device != q.device:
-            raise InputError(
-                "Expected query, key, and value to have the same device, but got "
-                f"{q.device}, {k.device} and {v.device}"
-            )
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        raise InputError(
+            f"query, key and value must have at least 2 dims, got {list(q.shape)}, "
+            f"{list(k.shape)} and {list(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise InputError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{q.dtype}, key.dtype: {k.dtype} and value.dtype: {v.dtype}"
+        )
+    if not q.device == k.device == v.device:
+        raise InputError(
+            "Expected query, key, and value to have the same device, but got "
+            f"{q.device}, {k.device} and {v.device}"
+        )
 
 
 def _broadcast_lead(

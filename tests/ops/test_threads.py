@@ -26,7 +26,9 @@ def test_the_process_has_one_openmp_runtime():
         fa.attention(q, q, q)
         print(open("/proc/self/maps").read())
     """)
-    runtimes = {Path(m).resolve() for m in re.findall(r"\S*lib(?:gomp|iomp|omp)[^/\s]*\.so\S*", text)}
+    runtimes = {
+        Path(m).resolve() for m in re.findall(r"\S*lib(?:gomp|iomp|omp)[^/\s]*\.so\S*", text)
+    }
     assert len(runtimes) == 1, runtimes
 
 
