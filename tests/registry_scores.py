@@ -83,7 +83,6 @@ def _trig(score, b, h, m, n):
 
 
 def _trig2(score, b, h, m, n):
-    """Branches through functions, as in torch's test of nested calls."""
     cos_score = torch.cos(score)
     sin_score = torch.sin(score)
     return cos_score * sin_score + torch.tan(b)
@@ -271,7 +270,11 @@ def _symbol_closure(shape: Shape, generator: torch.Generator):
 
 
 def _reciprocal(score, b, h, q, k):
-    return 1 / score
+    """NaN where a score is 0, as in lanes past the last key: it must not leak.
+
+    Bounded, so that a small score is not an ill-conditioned one.
+    """
+    return torch.clamp(1 / score, -4.0, 4.0) + 0 / score
 
 
 def _poisoned_rel_logits(shape: Shape, generator: torch.Generator):
