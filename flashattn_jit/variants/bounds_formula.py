@@ -67,6 +67,19 @@ class Split:
     y: Form
 
 
+def size(formula: Formula) -> tuple[int, int]:
+    """How many literals and how many choices the formula has, written out."""
+    if isinstance(formula, Compare | Test):
+        return 1, 0
+    if isinstance(formula, Choice):
+        parts: tuple[Formula, ...] = (formula.condition, formula.x, formula.y)
+        own = 1
+    else:
+        parts, own = formula.parts, 0
+    literals, choices = zip((0, own), *map(size, parts), strict=True)
+    return sum(literals), sum(choices)
+
+
 class Formulas:
     """Builds simplified formulas over one `Terms` store.
 

@@ -20,11 +20,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .bounds_formula import Choice, Compare, Formula, Formulas, Join, Test
+from .bounds_scalars import scalars_only
 from .bounds_terms import Form, Terms, format_term
 from .bounds_translate import Translator
 from .ir import Graph, Node
 
-_MAX_CLAUSES = 24
+_MAX_CLAUSES = 24  # of a product of disjunctions
+_MAX_NESTED = 96  # clauses inside them, where the product is not multiplied out
+_MAX_TEXT = 512  # clauses of an answer, all levels together
+_MAX_WORK = 2000  # clauses compared on the way there
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +109,25 @@ def clause_nodes(clause: Clause) -> Iterator[int]:
             yield from clause_nodes(inner)
 
 
+def count_clauses(clauses: Sequence[Clause]) -> int:
+    """How many clauses there are, nested ones included."""
+    return sum(1 + sum(count_clauses(group) for group in c.nested) for c in clauses)
+
+
 @lru_cache(maxsize=512)
 def simplify(graph: Graph) -> Program:
     """The interval form of the mask `graph` (inputs b, h, q_idx, kv_idx; result: keep or not)."""
-    translator = Translator(graph)
+    translator = Translator(scalars_only(graph))
     mask = translator.mask()
     terms, formulas = translator.terms, translator.formulas
     q, k = terms.input("q_idx"), terms.input("kv_idx")
     distance = terms.of_form(Form(((q, 1),)).plus(Form(((k, 1),)), -1))
     lowering = _Clauses(terms, formulas, q, k, distance)
-    keep = lowering.clauses(mask)
-    drop = lowering.clauses(formulas.negate(mask))
+    try:
+        keep, drop = lowering.clauses(mask), lowering.clauses(formulas.negate(mask))
+    except _TooLarge:
+        mask = translator.whole_mask()
+        keep, drop = lowering.clauses(mask), lowering.clauses(formulas.negate(mask))
     guards = tuple((terms.of_form(form), *limits) for form, limits in translator.guards.items())
     roots = [n for side in (keep, drop) for c in side for n in clause_nodes(c)]
     periods = tuple(p for index in (q, k) for p in _period(terms, index, roots))
@@ -182,17 +194,25 @@ class _Range:
         return high is not None and exclude.const > high
 
 
+class _TooLarge(Exception):
+    """The clauses of a formula are too many to evaluate one by one."""
+
+
 class _Clauses:
     """Multiplies a formula out into clauses and orders each for evaluation."""
 
     def __init__(self, terms: Terms, formulas: Formulas, q: int, k: int, distance: int) -> None:
         self.terms, self.formulas = terms, formulas
         self.q, self.k, self.distance = q, k, distance
+        self.work = 0
 
     def clauses(self, formula: Formula) -> tuple[Clause, ...]:
         """The clauses of `formula`, cheapest first."""
-        made = [self._finish(c) for c in self._multiply(formula)]
-        return tuple(sorted(made, key=self._cost))
+        self.work = 0
+        made = tuple(sorted(map(self._finish, self._multiply(formula)), key=self._cost))
+        if count_clauses(made) > _MAX_TEXT:
+            raise _TooLarge
+        return made
 
     # --- disjunctive normal form -----------------------------------------------------------------
 
@@ -207,20 +227,24 @@ class _Clauses:
             return self._reduce([c for part in formula.parts for c in self._multiply(part)])
         atoms = frozenset(p for p in formula.parts if isinstance(p, Compare | Test))
         groups = [self._multiply(p) for p in formula.parts if isinstance(p, Join | Choice)]
-        out = self._reduce([_Conjunction(atoms)])
-        for group in sorted(groups, key=len):
-            if not group or not out:
-                return []
-            if len(out) * len(group) <= _MAX_CLAUSES:
-                out = self._reduce([_both(a, b) for a in out for b in group])
-            else:
-                rest = _Conjunction(frozenset(), frozenset([tuple(group)]))
-                out = [_both(c, rest) for c in out]
+        first = out = self._reduce([_Conjunction(atoms)])
+        groups.sort(key=len)
+        for i, group in enumerate(groups):
+            if len(out) * len(group) > _MAX_CLAUSES:
+                inner = sum(map(len, groups[i:]))
+                if len(out) * inner > _MAX_NESTED:
+                    i, out = 0, first
+                rest = _Conjunction(frozenset(), frozenset(map(tuple, groups[i:])))
+                return [_both(c, rest) for c in out]
+            out = self._reduce([_both(a, b) for a in out for b in group])
         return out
 
     def _reduce(self, clauses: list[_Conjunction]) -> list[_Conjunction]:
         """Without clauses that contradict themselves or imply another one."""
         kept: list[_Conjunction] = []
+        self.work += len(clauses)
+        if self.work > _MAX_WORK:
+            raise _TooLarge
         for clause in dict.fromkeys(clauses):
             if self._ranges(clause) is None:
                 continue

@@ -6,13 +6,15 @@ Bit tricks become arithmetic on the way, because arithmetic has exact interval r
 
 from __future__ import annotations
 
-from .bounds_formula import FALSE, TRUE, Choice, Formula, Formulas, Join, Split, Test
+from .bounds_formula import FALSE, TRUE, Choice, Formula, Formulas, Join, Split, Test, size
 from .bounds_terms import INT_RANGE, MAX_POSITION, Form, Terms
 from .ir import Graph, Node
 
 _COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
 _MAX_CONST = 2**62
 _MAX_SLOT = 2**40
+_MAX_LITERALS = 1024
+_MAX_CHOICES = 48
 
 
 class Translator:
@@ -42,8 +44,23 @@ class Translator:
     def formula(self, index: int) -> Formula:
         """The formula of the boolean scalar node `index`."""
         if index not in self._formulas:
-            self._formulas[index] = self._formula(index)
+            formula = self._formula(index)
+            literals, choices = size(formula)
+            if literals > _MAX_LITERALS or choices > _MAX_CHOICES:
+                formula = self._whole(index)
+            self._formulas[index] = formula
         return self._formulas[index]
+
+    def _whole(self, index: int) -> Formula:
+        """The node as one literal: evaluated operation by operation, never written out."""
+        return Test(self._raw(self.graph.nodes[index]), True)
+
+    def whole_mask(self) -> Formula:
+        """The mask as one literal, for masks that would multiply out too far."""
+        node = self.graph.result
+        if node.dtype == "bool" and node.args and not node.shape:
+            return self._whole(self.graph.output)
+        return self.mask()
 
     def _truth(self, index: int) -> Formula:
         node = self.graph.nodes[index]

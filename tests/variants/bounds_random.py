@@ -52,7 +52,9 @@ class RandomMask:
 
     def condition(self, depth: int) -> int:
         """A boolean node."""
-        kind = self.choose(12) if depth > 0 else 9
+        kind = self.choose(13) if depth > 0 else 9
+        if kind == 12:
+            return self.over_vector(depth - 1)
         if kind < 3:
             args = [self.condition(depth - 1), self.condition(depth - 1)]
             return self.g.add(self.pick(("and", "or", "xor", "and", "or")), args, "bool")
@@ -80,6 +82,38 @@ class RandomMask:
         return self.g.add(
             op, [self.integer(dtype, depth - 1), self.integer(dtype, depth - 1)], "bool"
         )
+
+    def over_vector(self, depth: int) -> int:
+        """any or all of a comparison of short vectors, or a reduced vector compared."""
+        dtype = self.pick(("int32", "int64", "float32"))
+        a, b = (self.vector(dtype, depth) for _ in range(2))
+        if self.choose(3):
+            op = self.pick(("ge", "gt", "le", "lt", "eq", "ne"))
+            compared = self.g.add(op, [a, b], "bool", (6,))
+            return self.g.add(self.pick(("any", "all")), [compared], "bool")
+        reduced = self.g.add(self.pick(("sum", "prod", "amax", "amin")), [a], dtype)
+        return self.g.add(self.pick(("ge", "lt")), [reduced, self.number(dtype, depth)], "bool")
+
+    def vector(self, dtype: str, depth: int) -> int:
+        """A vector of 6 elements."""
+        g, kind = self.g, self.choose(6)
+        if kind == 0:
+            return g.add("broadcast", [self.number(dtype, depth)], dtype, (6,), length=6)
+        if kind == 1 and dtype != "float32":
+            return g.add("iota", dtype=dtype, shape=(6,), length=6)
+        if kind == 2 and depth > 0:
+            op = self.pick(("add", "sub", "mul", "minimum"))
+            args = [self.vector(dtype, depth - 1), self.vector(dtype, depth - 1)]
+            return g.add(op, args, dtype, (6,))
+        self.tensors.append(self.tensor(dtype, (LENGTH, 6)))
+        slot = len(self.tensors) - 1
+        row = g.add("gather", [self.integer("int32", depth - 1)], dtype, (6,), slot=slot)
+        if kind == 3:
+            return g.add("slice", [row], dtype, (6,), start=5, step=-1, length=6)
+        if kind == 4:
+            halves = [g.add("slice", [row], dtype, (3,), start=s, step=2, length=3) for s in (0, 1)]
+            return g.add(self.pick(("cat", "interleave")), halves, dtype, (6,))
+        return row
 
     def number(self, dtype: str, depth: int) -> int:
         """An integer or a real node."""

@@ -173,6 +173,22 @@ def flags(b, h, q, k):
 FLAGS = torch.where(torch.arange(TOTAL) < 150, 5, 3).to(torch.uint8)
 
 
+def any_document(b, h, q, k):
+    """Documents by their edges, as a short vector."""
+    inside = (EDGES[:-1] <= q) & (q < EDGES[1:]) & (EDGES[:-1] <= k) & (k < EDGES[1:])
+    return inside.any()
+
+
+EDGES = torch.tensor([0, 33, 34, 120, 250, TOTAL])
+
+
+def all_limits(b, h, q, k):
+    return (k < LIMITS[b]).all() & (q >= LIMITS[b].amin() // 4)
+
+
+LIMITS = torch.tensor([[200, 150, 290], [70, 290, 111]])
+
+
 def diagonal(b, h, q, k):
     return q == k
 
@@ -196,7 +212,8 @@ PACKED = torch.cat([DOC, DOC + 10])
 EXACT = [one_sided, two_sided, two_sided_window, document_of_batch, left_padding,
          distance_by_comparison_of_abs, scaled_positions, negated, reversed_order, clamped,
          minimum_of_bounds, maximum_of_bounds, exactly_one, by_number, nested_where, shifted_bits,
-         masked_bits, flags, diagonal, no_diagonal, length_limits, by_slot]  # fmt: skip
+         masked_bits, flags, any_document, all_limits, diagonal, no_diagonal, length_limits,
+         by_slot]  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", EXACT, ids=lambda f: f.__name__)
