@@ -125,9 +125,23 @@ FAJIT_INLINE T expm1(T x) {
   return select(x > 88.0f, exp(x), select(x == 0.0f, x, expm1_finite(y)));
 }
 
-// (e^2x - 1) / (e^2x + 1): one exponential and one reciprocal for both small and large x.
+// e = e^2x - 1, tanh = e / (e + 2): one exponential and one reciprocal for small and large x alike.
 template <class T>
 FAJIT_INLINE T tanh(T x) {
+#if FAJIT_LANES == 16
+  if constexpr (sizeof(T) == 64) {
+    // 2^y in y = 2 x log2(e) directly: a quarter fewer operations. Rounding y costs no accuracy,
+    // because tanh is flat where y is large.
+    const T y = min(splat_as<T>(30.0f), T(x * 2.88539008f));
+    T r;
+    asm("vreduceps $8, %1, %0" : "=v"(r) : "v"(y));  // y - n, and 0 for -inf
+    const T two_n = scale2(splat_as<T>(1.0f), round_even(y));
+    const T p = poly(r, 0x1.429616p-13f, 0x1.5ef134p-10f, 0x1.3b2c3ep-7f, 0x1.c6afa4p-5f,
+                     0x1.ebfbdep-3f, 0x1.62e430p-1f);
+    const T e = two_n * (r * p) + (two_n - 1.0f);
+    return e * fast_reciprocal(T(e + 2.0f));
+  }
+#endif
   const T e = expm1_finite(T(clamp(x, -10.0f, 10.0f) * 2.0f));
   return e * fast_reciprocal(T(e + 2.0f));
 }
@@ -170,7 +184,8 @@ FAJIT_INLINE LogParts<T> split_log(T x) {
 template <class T>
 FAJIT_INLINE T log1p_tail(T f) {
   const T p = poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f,
-                   0x1.233ba2p-3f, -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f, 0x1.555548p-2f);
+                   0x1.233ba2p-3f, -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f,
+                   0x1.555548p-2f);
   const T u = f * f;
   return f * u * p - 0.5f * u;
 }
