@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -18,13 +19,19 @@ Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 def like_q_strides(q: torch.Tensor, head_dim_v: int) -> tuple[int, ...]:
     """Strides of a dense output in q's stride order, last dim contiguous, without gaps."""
-    shape, strides = q.shape[:3], q.stride()
+    return _like(q.shape, q.stride(), head_dim_v)
+
+
+def _like(shape: Sequence[int], strides: Sequence[int], last: int) -> tuple[int, ...]:
     order = sorted(range(3), key=lambda d: (strides[d], -d))
-    out, reach = [0, 0, 0, 1], max(1, head_dim_v)
+    out, reach = [0, 0, 0, 1], max(1, last)
     for d in order:
         out[d] = reach
         reach *= max(1, shape[d])
     return tuple(out)
+
+
+_like_remembered = lru_cache(maxsize=4096)(_like)
 
 
 def result_dtype(q: torch.Tensor, partial: bool) -> torch.dtype:
@@ -52,7 +59,7 @@ def dense(
     """Allocate and compute (out, lse). lse is empty unless asked for."""
     out = torch.empty_strided(
         (*q.shape[:3], v.shape[-1]),
-        like_q_strides(q, v.shape[-1]),
+        _like_remembered(q.shape, q.stride(), v.shape[-1]),
         dtype=result_dtype(q, partial),
     )
     lse = torch.empty(q.shape[:3] if return_lse else 0, dtype=torch.float32)

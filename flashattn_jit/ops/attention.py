@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -11,8 +11,9 @@ from ..codegen.target import resolve_target
 from ..errors import InputError
 from ..variants.binding import Swap, bind
 from ..variants.spec import Dims, Variant, as_variant
-from . import _check, _handles
+from . import _check, _dense, _handles
 from ._dense import result_dtype
+from ._direct import is_direct
 from ._scalars import pack_scalars
 
 Offset = int | torch.Tensor | Literal["end"]
@@ -122,7 +123,8 @@ def run_dense(
     with_lse = return_lse or (partial and not pointwise)
     scalars = pack_scalars(bound.scalars)
     if out is None:
-        result, lse = torch.ops.flashattn_jit.attention(
+        run = _dense.dense if is_direct(q, k, v) else _attention_op
+        result, lse = run(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, with_lse, partial, target,
         )  # fmt: skip
@@ -136,6 +138,10 @@ def run_dense(
             block_states, block_size, partial, target, out, lse,
         )  # fmt: skip
     return result, lse if with_lse else None
+
+
+def _attention_op(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.flashattn_jit.attention(*arguments)  # type: ignore[no-any-return]
 
 
 def _resolve_offset(
