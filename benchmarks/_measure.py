@@ -80,7 +80,7 @@ def ratio(
 
 
 def arguments(
-    description: str | None, extend: Callable[[argparse.ArgumentParser], None] | None = None
+    description: str | None, extend: Callable[[argparse.ArgumentParser], object] | None = None
 ) -> argparse.Namespace:
     """The options that all benchmarks share, and those that `extend` adds."""
     parser = argparse.ArgumentParser(

@@ -8,6 +8,7 @@ Random normal data, all threads that torch uses, no gradients. Takes about ten m
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def peak_rows(options: argparse.Namespace) -> list[Row]:
         for q_len in (1024, 4096):
             q, k, v = prefill_inputs(q_len, 128, dtype)
             times = interleave(
-                {"ours": lambda q=q, k=k, v=v: fa.attention(q, k, v), "peak": probe}, options.pairs
+                {"ours": partial(fa.attention, q, k, v), "peak": probe}, options.pairs
             )
             factor = 100 * prefill_flops(q_len, 128) / probe_flops
             value, spread = ratio(times["peak"], times["ours"], factor)
@@ -94,7 +95,7 @@ def hook_rows(options: argparse.Namespace) -> list[Row]:
             variants = {"none": None, "ALiBi": fa.ALiBi(), "softcap": fa.SoftCap()}
             times = interleave(
                 {
-                    name: lambda q=q, k=k, v=v, variant=variant: fa.attention(q, k, v, variant)
+                    name: partial(fa.attention, q, k, v, variant)
                     for name, variant in variants.items()
                 },
                 options.pairs,
@@ -117,8 +118,8 @@ def causal_rows(options: argparse.Namespace) -> list[Row]:
             q, k, v = prefill_inputs(4096, head_dim, dtype)
             times = interleave(
                 {
-                    "full": lambda q=q, k=k, v=v: fa.attention(q, k, v),
-                    "causal": lambda q=q, k=k, v=v: fa.attention(q, k, v, fa.Causal()),
+                    "full": partial(fa.attention, q, k, v),
+                    "causal": partial(fa.attention, q, k, v, fa.Causal()),
                 },
                 options.pairs,
             )
@@ -141,9 +142,7 @@ def decode_rows(options: argparse.Namespace) -> list[Row]:
             machine.read(k)
             machine.read(v)
 
-        def ours(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> object:
-            return fa.attention(q, k, v)
-
+        ours = partial(fa.attention, q, k, v)
         times = interleave({"ours": ours, "read": read}, options.pairs)
         value, spread = ratio(times["read"], times["ours"], 100.0)
         rate, top = size / median(times["ours"]) / 1e9, size / median(times["read"]) / 1e9

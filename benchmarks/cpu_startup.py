@@ -67,7 +67,9 @@ def _run(code: str, cache: Path) -> list[str]:
 
 def startup_rows(processes: int) -> list[Row]:
     """Import, cold compile and first call from a warm disk cache, each in fresh processes."""
-    imports, colds, warms = [], [], []
+    imports: list[float] = []
+    colds: list[float] = []
+    warms: list[float] = []
     for i in range(processes):
         with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
             cache = Path(folder) / "cache"

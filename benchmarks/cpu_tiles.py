@@ -8,8 +8,9 @@ Forces tile kinds and tiles that the planner would not choose, so it reaches int
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.target import LANES, host_target
-from flashattn_jit.ops import _launch
+from flashattn_jit.ops import _dense, _launch
 from flashattn_jit.planner.tiles import FEW_ROWS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -26,19 +27,24 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 @contextlib.contextmanager
 def forced(tile_kind: TileKind, tile_q: int, tile_kv: int) -> Iterator[None]:
     """Within, every new plan uses this tile, whatever the planner would choose."""
-    choose = _launch.choose
+    choose: Callable[..., KernelSpec] = vars(_launch)["choose"]
 
     def choose_forced(*args: object, **options: object) -> KernelSpec:
-        spec = choose(*args, **options)  # type: ignore[arg-type]
+        spec = choose(*args, **options)
         return replace(spec, tile_kind=tile_kind, tile_q=tile_q, tile_kv=tile_kv)
 
-    _launch.choose = choose_forced
-    _launch._calls.clear()
+    vars(_launch)["choose"] = choose_forced
+    _forget_plans()
     try:
         yield
     finally:
-        _launch.choose = choose
-        _launch._calls.clear()
+        vars(_launch)["choose"] = choose
+        _forget_plans()
+
+
+def _forget_plans() -> None:
+    _launch._calls.clear()
+    _dense._planned.clear()
 
 
 def compare_tiles(
@@ -49,19 +55,21 @@ def compare_tiles(
     rounds: int,
 ) -> dict[str, list[float]]:
     """Times of one problem under each tile; plans are remembered, so that calls do not plan."""
-    calls = {}
+    plans = {}
     for name, tile in tiles.items():
         with forced(*tile):
             fa.attention(q, k, v)
-            calls[name] = dict(_launch._calls)
+            plans[name] = dict(_dense._planned)
+            used = [(p.spec.tile_kind, p.spec.tile_q, p.spec.tile_kv) for p in plans[name].values()]
+            assert used == [tile], f"asked for {tile}, got {used}"
 
     def run(name: str) -> None:
-        _launch._calls.clear()
-        _launch._calls.update(calls[name])
+        _dense._planned.clear()
+        _dense._planned.update(plans[name])
         fa.attention(q, k, v)
 
-    times = interleave({name: lambda name=name: run(name) for name in tiles}, rounds)
-    _launch._calls.clear()
+    times = interleave({name: partial(run, name) for name in tiles}, rounds)
+    _forget_plans()
     return times
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
-from flashattn_jit.variants.bounds import Grid, MaskParams, tile_runs
+from flashattn_jit.variants.bounds import Grid, MaskParams, TileRuns, tile_runs
 from flashattn_jit.variants.params import Dims
 
 _LENGTH, _TILE = 65_536, 128
@@ -37,7 +37,7 @@ def masks() -> dict[str, fa.Variant]:
     }
 
 
-def analysis(variant: fa.Variant) -> Callable[[], object]:
+def analysis(variant: fa.Variant) -> Callable[[], TileRuns]:
     """The analysis of one mask, traced before."""
     bound = variant.bind(Dims(1, 1, 1, _LENGTH, _LENGTH, 64, 64), {})
     mask = bound.ir.hook("mask_mod")

@@ -33,7 +33,7 @@ class Peak:
         library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         library.read_words.restype = ctypes.c_int64
         self.has_bf16_dot = bool(library.has_bf16_dot())
-        self._step_flops = 2.0 * library.lanes() * library.chains() * _STEPS * num_threads
+        self._step_flops: float = 2.0 * library.lanes() * library.chains() * _STEPS * num_threads
 
     def fma_fp32(self) -> None:
         """`fp32_flops` floating-point operations in fp32."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from ..errors import CompileError, InputError
 from ..jit.module import find_kernel
 from ..ops import _handles
-from ..ops._dense import bind_tensors, like_q_strides
-from ..ops._launch import DTYPE_NAMES, Geometry, PlannedCall, planned_call
+from ..ops._dense import _geometry, bind_tensors, like_q_strides
+from ..ops._launch import DTYPE_NAMES, PlannedCall, planned_call
 from ..planner import Problem
 from ..variants.bounds import MaskParams
 from ..variants.params import Dims
@@ -77,40 +76,17 @@ def plan(layout: Layout, bound: Bound, name: str, target: str) -> PlannedCall | 
     handle = _handles.remember(bound.handle, bound.ir, name)
     known = _handles.structure(handle)
     addresses, layouts = bind_tensors(known, bound.tensors)[:2]
-    d = layout.dims
-    out = like_q_strides(layout.q, d.head_dim_v)
-    geometry = Geometry(
-        handle=handle,
-        dtypes=(layout.q.dtype, layout.k.dtype, layout.v.dtype),
-        num_q_heads=d.num_q_heads,
-        num_kv_heads=d.num_kv_heads,
-        head_dim=d.head_dim,
-        head_dim_v=d.head_dim_v,
-        q_len=d.q_len,
-        kv_len=layout.kv_len,
-        q_offset=layout.q_offset,
-        num_requests=d.batch,
-        q_row0=0,
-        kv_row0=0,
-        q_token0=tuple(b * d.q_len for b in range(d.batch)),
-        kv_token0=tuple(b * d.kv_len for b in range(d.batch)),
-        strides=(*(_three(t.stride()) for t in (layout.q, layout.k, layout.v)), _three(out),
-                 (0, 0, 0)),
-        params=layouts,
-        flags=0,
-        num_threads=torch.get_num_threads(),
-        target=target,
-        block_mask=None,
-        scalars=bound.scalars if known.schedule_reads_scalars else None,
+    q, k, v = layout.q, layout.k, layout.v
+    signature = (
+        handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
+        like_q_strides(q, v.shape[3]), None, q.dtype, k.dtype, v.dtype, layout.kv_len,
+        layout.q_offset, layouts, False, torch.get_num_threads(), target, None,
+        bound.scalars if known.schedule_reads_scalars else None,
     )  # fmt: skip
     try:
-        return planned_call(geometry, known, addresses)
+        return planned_call(_geometry(*signature), known, addresses)
     except CompileError as error:
         return error
-
-
-def _three(strides: Sequence[int]) -> tuple[int, int, int]:
-    return strides[0], strides[1], strides[2]
 
 
 def artifact_path(document: str) -> str | None:
