@@ -80,12 +80,14 @@ def dense(
         offset, offsets, at_end = _offset(q_offset)
         if out is None:
             result, lse = _OPS.call_attention(
-                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial
-            )
+                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial,
+                with_lse,
+            )  # fmt: skip
         else:
             lse = _OPS.call_attention_out(
-                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial, out
-            )
+                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial,
+                with_lse, out,
+            )  # fmt: skip
             result = out
     return (result, lse) if with_lse else result
 
@@ -119,12 +121,13 @@ def packed(
         lengths = (q_indptr, kv_indptr, max_q_len, max_kv_len)
         if out is None:
             result, lse = _OPS.call_varlen_attention(
-                q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial
-            )
+                q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial,
+                with_lse,
+            )  # fmt: skip
         else:
             lse = _OPS.call_varlen_attention_out(
                 q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial,
-                out,
+                with_lse, out,
             )  # fmt: skip
             result = out
     return (result, lse) if with_lse else result

@@ -2,7 +2,8 @@
 
 Their implementations make the call that was traced, with all its checks. Their fake
 implementations give shapes only and refuse nothing: a wrong shape is an error of the run, with the
-message of the ordinary call.
+message of the ordinary call. They read nothing but the arguments, not the site: a graph that the
+compiler kept on disk may meet another site of the same number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _VALUES = (
 )
 _OFFSET = "SymInt q_offset, bool at_end, Tensor? q_offsets"
 _PACKED = "Tensor q_indptr, Tensor kv_indptr, SymInt? max_q_len, SymInt? max_kv_len"
-_OPTIONS = "str? target, bool return_lse, bool partial"
+_OPTIONS = "str? target, bool return_lse, bool partial, bool with_lse"
 _LISTS = (
     "Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, "
     "Tensor? full_kv_indices, SymInt[] block_size, SymInt[] mask_shape"
@@ -104,7 +105,7 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, out: torch.Tensor | None = None
 ) -> Result:
     values = _values(*rest[:8])
-    q_offset, at_end, q_offsets, kv_len, target, return_lse, partial = rest[8:]
+    q_offset, at_end, q_offsets, kv_len, target, return_lse, partial, _ = rest[8:]
     result, lse = run_dense(
         q, k, v, values.variant, values.params, scale=values.scale,
         q_offset=_offset(q_offset, at_end, q_offsets), kv_len=kv_len, return_lse=return_lse,
@@ -122,7 +123,7 @@ def _varlen(
 ) -> Result:
     values = _values(*rest[:8])
     q_indptr, kv_indptr, max_q_len, max_kv_len = rest[8:12]
-    q_offset, at_end, q_offsets, target, return_lse, partial = rest[12:]
+    q_offset, at_end, q_offsets, target, return_lse, partial, _ = rest[12:]
     result, lse = run_packed(
         q, k, v, q_indptr, kv_indptr, values.variant, values.params, max_q_len=max_q_len,
         max_kv_len=max_kv_len, scale=values.scale,
@@ -196,24 +197,23 @@ def _plain_shape(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
-    return_lse, partial = rest[-2:]
+    partial, with_lse = rest[-2:]
     dtype = result_dtype(q, partial)
     if q.dim() != 4 or v.dim() != 4:
         return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
     out = q.new_empty_strided(
         (*q.shape[:3], v.shape[3]), like_q_strides(q, v.shape[3]), dtype=dtype
     )
-    return out, _lse_shape(q, rest[3], return_lse, partial)
+    return out, _lse_shape(q, with_lse)
 
 
 def _varlen_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
-    return_lse, partial = rest[-2:]
+    partial, with_lse = rest[-2:]
     out = _plain_shape(q, v).to(result_dtype(q, partial))
-    return out, _lse_shape(q, rest[3], return_lse, partial)
+    return out, _lse_shape(q, with_lse)
 
 
-def _lse_shape(q: torch.Tensor, site: int, return_lse: bool, partial: bool) -> torch.Tensor:
-    with_lse = return_lse or (partial and not _sites.site(site).pointwise)
+def _lse_shape(q: torch.Tensor, with_lse: bool) -> torch.Tensor:
     return q.new_empty(q.shape[:-1] if with_lse else (0,), dtype=torch.float32)
 
 
@@ -228,7 +228,7 @@ def _varlen_out_shapes(*inputs: Any) -> torch.Tensor:
 def _flex_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = [q.new_empty(q.shape[:-1] if x else (0,), dtype=torch.float32) for x in rest[-2:]]
+    rows = [_lse_shape(q, wanted) for wanted in rest[-2:]]
     if q.dim() != 4 or v.dim() != 4:
         return _plain_shape(q, v), rows[0], rows[1]
     shape = (*q.shape[:3], v.shape[3])

@@ -61,8 +61,6 @@ class Plan(NamedTuple):
 class Site:
     """The running graph's side of a call; subclasses say whose values the graph's replace."""
 
-    pointwise = False  # the variant has no lse
-
     def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
         """The variant to bind."""
         raise NotImplementedError
@@ -124,7 +122,6 @@ class _VariantSite(Site):
         self._variant = weakref.ref(chosen)
         self._count = count
         self._places = tuple(places)
-        self.pointwise = _is_pointwise(chosen)
 
     def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
         chosen = self._variant()
@@ -185,7 +182,9 @@ def variant_site(
                 places.append(place)
                 tensors.append(index)
         made = _VariantSite(chosen, len(walk.tensors), places)
-        return Plan(_number(made), tuple(paths.made), tuple(tensors), pointwise=made.pointwise)
+        return Plan(
+            _number(made), tuple(paths.made), tuple(tensors), pointwise=_is_pointwise(chosen)
+        )
     except Exception as error:
         return _refused(error)
 
