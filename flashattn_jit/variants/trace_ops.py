@@ -93,7 +93,8 @@ def _check_range(x: Value, dtype: str) -> None:
     value = tracer().emitter.value(x.node)
     if value is not None:
         info = torch.iinfo(getattr(torch, dtype))
-        if not info.min <= value <= info.max:
+        # As torch: unsigned ones wrap negative numbers.
+        if not (info.min or -info.max) <= value <= info.max:
             tracer().refuse(
                 f"the number {value} with a tensor of {dtype}",
                 f"convert the tensor first: `x.long()` ({dtype} holds {info.min} to {info.max})",
@@ -119,10 +120,11 @@ _BOOL_ARITHMETIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"
 
 def binary(name: str, a: Any, b: Any) -> Value:
     """An arithmetic operation after promotion."""
-    dtype, (x, y) = aligned(a, b)
+    first, second = val(a), val(b)
+    if name == "sub" and "bool" in (first.name, second.name):
+        tracer().refuse("`-` of booleans", "convert with `.int()` or use `^`, `&`, `|`")
+    dtype, (x, y) = aligned(first, second)
     if dtype == "bool":
-        if name not in _BOOL_ARITHMETIC:
-            tracer().refuse(f"{name} of booleans", "convert with `.int()` or use `^`, `&`, `|`")
         name = _BOOL_ARITHMETIC[name]
     return emit(name, (x, y), dtype)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import ir
@@ -29,6 +31,33 @@ class Traced(NamedTuple):
     ir: ir.VariantIR
     finish: Finish | None
     pins: Mapping[Source, None]
+
+
+class TracedHook(NamedTuple):
+    """One hook's graph, with the tensors and numbers of its slots."""
+
+    graph: ir.Graph
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[float, ...]
+
+
+def trace_hook(kind: str, fn: Callable[..., Any], row_length: int = 0) -> TracedHook:
+    """Trace one function as the hook `kind` (of `ir.HOOKS`), without a variant around it.
+
+    row_length: elements of the row, for row hooks. Raises TraceError as `Variant.bind` does. For
+    tools and tests: `Variant.bind` keeps what it has traced, this does not.
+
+    >>> trace_hook("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).graph
+    """
+    walk = Walk(fn)
+    where = Where(getattr(fn, "__name__", ""), walk.codes)
+    tracer = Tracer(walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, where=where)
+    graph = tracer.trace(kind, walk.build(tracer.captured, tracer.numbers), row_length)
+    made = _assemble(tracer, [(kind, graph)], (), ())
+    tensors, numbers = tuple(walk.tensors), tuple(walk.numbers)
+    if made.finish is not None:
+        tensors, numbers = made.finish(tensors, numbers)
+    return TracedHook(made.ir.hooks[0][1], tensors, numbers)
 
 
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:

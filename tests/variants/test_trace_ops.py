@@ -284,3 +284,12 @@ def test_constants_are_folded():
     graph = variant(mask_mod=f).bind(DIMS).ir.hook("mask_mod")
     assert graph is not None
     assert [n.op for n in graph.nodes] == ["input", "input", "ge"]
+
+
+def test_one_hook_by_itself():
+    from flashattn_jit.variants.trace_variant import trace_hook
+
+    gain = 2.5
+    traced = trace_hook("score_mod", lambda s, b, h, q, k: s * gain + (TABLE * 2)[k])
+    assert traced.scalars == (2.5,) and torch.equal(traced.tensors[0], TABLE * 2)
+    assert traced.graph.inputs == ("score", "b", "h", "q_idx", "kv_idx")
