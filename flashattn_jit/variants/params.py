@@ -17,8 +17,8 @@ RESERVED = frozenset({
     "q", "k", "v", "variant", "scale", "q_offset", "kv_len", "q_len", "return_lse", "partial",
     "out", "target", "q_indptr", "kv_indptr", "max_q_len", "max_kv_len", "dtype", "sparsity",
     "storage", "lse", "score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "dims", "device",
-    "seed", "cases", "plot", "batch", "num_q_heads", "num_kv_heads", "head_dim", "head_dim_v",
-    "name", "params",
+    "seed", "cases", "plot", "dtypes", "raise_on_failure", "batch", "num_q_heads", "num_kv_heads",
+    "head_dim", "head_dim_v", "name", "params",
 })  # fmt: skip
 """What a param may not be called: arguments of the operations and of hooks."""
 
