@@ -24,6 +24,7 @@ from .errors import (
     TargetError,
     TraceError,
     VariantError,
+    VerificationError,
 )
 from .ops import attention, merge_states, varlen_attention
 from .variants.builtins import kv_len, kv_slot, q_len, q_row
@@ -58,6 +59,7 @@ __all__ = [
     "TraceError",
     "Variant",
     "VariantError",
+    "VerificationError",
     "attention",
     "cache_info",
     "cpp",
