@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import GradError, InputError
 from ..variants.params import Dims
@@ -131,7 +132,14 @@ def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
 
 
 def check_grad(tensors: Sequence[torch.Tensor]) -> None:
-    """No input requires grad while grad mode is on: this engine has no backward."""
+    """No input carries derivatives: this engine has no backward and no forward-mode rule."""
+    if forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise GradError(
+                    "an input has a forward-mode tangent, but this engine is inference only; pass "
+                    "the primal, torch.autograd.forward_ad.unpack_dual(x).primal"
+                )
     if not torch.is_grad_enabled():
         return
     for tensor in tensors:

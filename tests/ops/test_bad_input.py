@@ -327,6 +327,17 @@ def test_an_input_that_requires_grad(which: str) -> None:
         fa.attention(tensors["q"], tensors["k"], tensors["v"], variant, **params)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, on first use
+def test_an_input_with_a_tangent() -> None:
+    tangent = torch.ones(B, HQ, SQ, D)
+    with pytest.raises(fa.GradError, match="tangent"):
+        torch.func.jvp(lambda x: fa.attention(x, kv(), kv()), (q(),), (tangent,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(fa.GradError, match="tangent"):
+        fa.attention(torch.autograd.forward_ad.make_dual(q(), tangent), kv(), kv())
+    with pytest.raises(fa.GradError, match="requires grad"):
+        torch.func.grad(lambda x: fa.attention(x, kv(), kv()).sum())(q())
+
+
 def packed(**changes: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "q": zeros(8, HQ, D),
