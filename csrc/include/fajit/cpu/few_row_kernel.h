@@ -137,11 +137,7 @@ FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, c
                                   int p_stride, float* o, int o_stride) {
   using Step = ValueStep<Matrix, Value>;
   using Weight = Dot<typename Step::Weight>;
-  vf acc[NR][NV];
-#pragma GCC unroll 4
-  for (int r = 0; r < NR; ++r)
-#pragma GCC unroll 16
-    for (int j = 0; j < NV; ++j) acc[r][j] = load(o + r * o_stride + j * kLanes);
+  vf acc[NR][NV] = {};  // joins o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Step::kKeys) {
     const Value* row = v + n * v_stride;
     const Value* partner = n + 1 < count ? row + v_stride : row;
@@ -166,7 +162,10 @@ FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, c
 #pragma GCC unroll 4
   for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 16
-    for (int j = 0; j < NV; ++j) store(o + r * o_stride + j * kLanes, acc[r][j]);
+    for (int j = 0; j < NV; ++j) {
+      float* at = o + r * o_stride + j * kLanes;
+      store(at, load(at) + acc[r][j]);
+    }
 }
 
 // All of `Dim` (a multiple of what a step makes) for NR rows. Keys go in chunks whose V rows stay
