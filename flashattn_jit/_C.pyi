@@ -146,7 +146,7 @@ class Problem:
 class Call:
     """A problem, the module that computes it and the work list. Immutable: threads may share it.
 
-    `work` and `merge_work` are buffers of packed `fajit_work` and `fajit_merge_work` (8 int32 each).
+    `work` and `merge_work` are buffers of packed `fajit_work` and `fajit_merge_work`, 8 int32 each.
     """
 
     def __init__(

@@ -122,6 +122,7 @@ def run_dense(
     target = resolve_target(target)
     with_lse = return_lse or (partial and not pointwise)
     scalars = pack_scalars(bound.scalars)
+    lse: torch.Tensor | None
     if out is None:
         run = _dense.dense if is_direct(q, k, v) else _attention_op
         result, lse = run(
