@@ -64,9 +64,12 @@ def run(case: Case, shape: Shape, dtype: torch.dtype, target: str | None = None,
     assert_close(out, exact, eager)
     if lse is not None:
         assert lse.dtype == torch.float32
-        # The kernel sums in fp32 whatever the inputs are; so does the reference.
+        # Scores are summed in fp32 whatever the inputs are. Rows that a hook changed are rounded
+        # to the matrix dtype first, and the scores carry that rounding.
+        rounded = dtype != torch.float32 and "row" in case.tags
+        tolerance = 16 * EPS[dtype] if rounded else 2e-5
         torch.testing.assert_close(
-            lse.double(), exact_lse.double(), rtol=2e-5, atol=2e-5, equal_nan=True
+            lse.double(), exact_lse.double(), rtol=tolerance, atol=tolerance, equal_nan=True
         )
 
 
