@@ -8,7 +8,8 @@
 Masks stay formulas: no [q_len, kv_len] tensor is ever made, and tiles that a mask leaves empty are
 skipped. Soft caps, sinks, relative position biases and grouped heads run inside the one kernel.
 Families with attention code of their own (BLOOM, MPT, Falcon, GPT-J, XLNet, ...) do not call the
-interface; transformers says so in a warning and keeps their code.
+interface; transformers says so in a warning and keeps their code. Under torch.compile a model's
+graph breaks at each mask and attention layer.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def register(name: str = NAME) -> str:
             "register() needs Hugging Face transformers 5.23 or later; install it with "
             "pip install 'transformers>=5.23'"
         ) from error
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, lazy_mask)
+    # Under torch.compile both run as they are: masks are Python objects, which no graph can hold.
+    AttentionInterface.register(name, torch.compiler.disable(attention_forward))
+    AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
     return name
 
 

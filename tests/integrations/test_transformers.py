@@ -191,6 +191,16 @@ def test_encoder_equals_eager(name: str, calls: list[str]) -> None:
         assert_close(ours(ids, attention_mask=mask).last_hidden_state, expected, mask.bool())
 
 
+@torch.no_grad()
+def test_a_compiled_model_breaks_its_graph_and_keeps_its_results() -> None:
+    _, ours = build(ENCODERS["bert"])
+    compiled = torch.compile(ours, backend="eager")
+    ids = tokens()
+    for side in ("left", "right"):
+        expected = ours(ids, attention_mask=padding(side)).last_hidden_state
+        assert_close(compiled(ids, attention_mask=padding(side)).last_hidden_state, expected)
+
+
 @pytest.mark.parametrize(
     ("config", "model"),
     [("T5Config", "T5ForConditionalGeneration"), ("BartConfig", "BartForConditionalGeneration")],

@@ -1,0 +1,22 @@
+"""The whole matrix: every registered variant, on every CPU target of this machine, in every dtype.
+
+Left out of the default run, which covers it in turns; `.ci/full` runs it.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.test_attention import DECODE, HOST_TARGETS, SMALL, fitting, run
+from tests.registry import CASES
+from tests.registry_case import Case
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("target", HOST_TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_variant_target_and_dtype(case: Case, target: str, dtype: torch.dtype) -> None:
+    run(case, fitting(case, SMALL), dtype, target)
+    if case.fits(DECODE):
+        run(case, DECODE, dtype, target)
