@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import enum
 import functools
 import gc
 import math
+import time
 import types
 import typing
 import weakref
@@ -611,3 +613,28 @@ def test_a_prelude_that_fails_later_is_a_param_error():
     as_variant(make(torch.ones(6))).bind(DIMS)
     with pytest.raises(ParamError, match=r"`view`.*\[7\]"):
         as_variant(make(torch.ones(7))).bind(DIMS)
+
+
+def test_a_known_structure_is_bound_within_4_microseconds():
+    """In CPU time, the best of many: what else the machine does hardly changes it."""
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    as_variant(causal).bind(DIMS)
+    best = math.inf
+    for _ in range(30):
+        begin = time.process_time()
+        for _ in range(500):
+            as_variant(causal).bind(DIMS)
+        best = min(best, (time.process_time() - begin) / 500)
+    assert best < 4e-6
+
+
+def test_threads_trace_side_by_side():
+    def make(i):
+        return eval(f"lambda s, b, h, q, k: s * {i} + w", {"w": i})
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda i: value(make(i)), range(64)))
+    assert results == [2 * i for i in range(64)]
