@@ -196,7 +196,7 @@ FAJIT_INLINE void few_values(const Value* v, int64_t v_stride, int count, const 
 // A row of float weights as the words of `few_values`, in place: `keys` is a multiple of kLanes and
 // weights past the last key are zero.
 template <class Matrix, class Value>
-FAJIT_INLINE void pack_row_weights(float* p, int keys) {
+FAJIT_INLINE void pack_row_weights([[maybe_unused]] float* p, [[maybe_unused]] int keys) {
 #if defined(__AVX512BF16__)
   if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
     for (int n = 0; n < keys; n += 2 * kLanes) {
@@ -211,7 +211,7 @@ FAJIT_INLINE void pack_row_weights(float* p, int keys) {
 
 // The accumulators of a row back in the order of dims, in place.
 template <class Matrix, class Value, int Dim>
-FAJIT_INLINE void ordered_dims(float* o) {
+FAJIT_INLINE void ordered_dims([[maybe_unused]] float* o) {
 #if defined(__AVX512BF16__)
   if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
     const vi first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};

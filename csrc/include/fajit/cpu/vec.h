@@ -174,7 +174,7 @@ FAJIT_INLINE vf copysign(vf x, vf s) {
 
 FAJIT_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FAJIT_INLINE vf sqrt(vf x) {
-  vf r;
+  vf r{};
 #if FAJIT_LANES >= 8
   asm("vsqrtps %1, %0" : "=v"(r) : "v"(x));
 #else
@@ -204,7 +204,7 @@ FAJIT_INLINE vf sqrt(vf x) {
 #define FAJIT_ROUND(name, imm, scalar)                            \
   FAJIT_INLINE float name(float x) { return scalar(x); }          \
   FAJIT_INLINE vf name(vf x) {                                    \
-    vf r;                                                         \
+    vf r{};                                                       \
     for (int i = 0; i < kLanes; ++i) r[i] = scalar(x[i]);         \
     return r;                                                     \
   }
