@@ -82,7 +82,7 @@ def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
 class Variant:
     """What attention computes: subclass it, annotate params, define hooks as methods.
 
-    Hooks are functions of 0-dim tensors (rows for the row hooks), as DESIGN says:
+    Hooks are functions of 0-dim tensors; the row hooks take one fp32 row of rank 1:
 
     * ``score_mod(score, b, h, q_idx, kv_idx)``, ``mask_mod(b, h, q_idx, kv_idx)``
     * ``query_mod(row, b, h, q_idx)``, ``key_mod(row, b, kv_h, kv_idx)``, ``value_mod`` likewise,

@@ -1,0 +1,115 @@
+"""Variants of variants: ``&``, ``|``, ``~`` and `named`."""
+
+# Variants are written as users write them.
+# mypy: disable-error-code="no-untyped-call,no-untyped-def,no-any-return,attr-defined,operator"
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashattn_jit.errors import ParamError, VariantError
+from flashattn_jit.variants.spec import Pointwise, Softmax, Variant, tensor, variant
+from tests.variants.ir_eval import evaluate
+from tests.variants.small_variants import DIMS, CappedAlibi, Causal, Window, run
+
+
+def test_masks_combine():
+    c, w = Causal(), Window(window=3)
+    for i in range(6):
+        for j in range(6):
+            causal, near = i >= j, i - j < 3
+            at_ij = {"q_idx": i, "kv_idx": j}
+            assert run(c & w, "mask_mod", **at_ij) == (causal and near)
+            assert run(c | w, "mask_mod", **at_ij) == (causal or near)
+            assert run(~c, "mask_mod", **at_ij) == (not causal)
+            assert run(~(c & ~w) | c, "mask_mod", **at_ij) == (
+                (not (causal and not near)) or causal
+            )
+
+
+def test_constant_masks_combine():
+    never = variant(mask_mod=lambda b, h, q, k: False)
+    for v, expected in ((never & Causal(), False), (never | Causal(), True), (~never, True)):
+        assert run(v, "mask_mod", q_idx=1) is expected
+
+
+def test_scores_chain_left_to_right():
+    double = variant(score_mod=lambda s, b, h, q, k: s * 2)
+    plus = variant(score_mod=lambda s, b, h, q, k: s + 3)
+    assert run(double & plus, "score_mod", score=5.0) == 13
+    assert run(plus & double, "score_mod", score=5.0) == 16
+    assert run(plus & double & plus, "score_mod", score=5.0) == 19
+
+
+def test_row_hooks_chain_and_normalizers_pass_through():
+    first = variant(query_mod=lambda x, b, h, i: x * 2, normalizer=Softmax(sink=1.0))
+    second = variant(query_mod=lambda x, b, h, i: x + 1) & Causal()
+    bound = (first & second).bind(DIMS)
+    graph = bound.ir.hook("query_mod")
+    assert graph is not None and bound.ir.has("sink") and bound.ir.has("mask_mod")
+    row = torch.arange(16.0)
+    assert torch.equal(evaluate(graph, {"row": row}), row * 2 + 1)
+    gate = variant(output_mod=lambda o, lse, b, h, i: o * lse)
+    bias = variant(output_mod=lambda o, lse, b, h, i: o + lse)
+    graph = (gate & bias).bind(DIMS).ir.hook("output_mod")
+    assert graph is not None
+    inputs = {"row": torch.ones(8), "lse": torch.tensor(3.0)}
+    assert torch.equal(evaluate(graph, inputs), torch.full((8,), 6.0))
+
+
+def test_what_does_not_compose():
+    sunk = variant(normalizer=Softmax(sink=1.0))
+    with pytest.raises(VariantError, match="both have a normalizer"):
+        sunk & variant(normalizer=Pointwise(torch.sigmoid))
+    with pytest.raises(VariantError, match=r"`\|` combines.*CappedAlibi.*score_mod"):
+        Causal() | CappedAlibi()
+    with pytest.raises(VariantError, match=r"`~` combines.*normalizer"):
+        ~(Causal() & sunk)
+    with pytest.raises(VariantError, match="no mask"):
+        ~variant()
+    with pytest.raises(VariantError, match=r"both have a param 'window'.*\.named\('local'\)"):
+        Window(window=1) & Window(window=2)
+    with pytest.raises(TypeError):
+        Causal() & (lambda b, h, q, k: True)
+
+
+def test_named_prefixes():
+    near, far = Window(window=2).named("near"), Window(window=9).named("far")
+    both = Causal() & (near | ~far)
+    assert both.param_names == ("near_window", "far_window")
+    bound = both.bind(DIMS, {"far_window": 5})
+    assert bound.scalars == (2, 5)
+    assert [p.name for p in bound.ir.scalars] == ["near_window", "far_window"]
+    twice = Window(window=2).named("a").named("b")
+    assert twice.param_names == ("b_a_window",)
+    with pytest.raises(ParamError, match="needs the param 'x_window'"):
+        Window().named("x").bind(DIMS)
+    with pytest.raises(VariantError, match="expects an identifier"):
+        near.named("not an identifier")
+
+
+def test_free_dims_agree_across_parts():
+    class A(Variant):
+        a: torch.Tensor = tensor("tokens")
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.a[q_idx]
+
+    class B(Variant):
+        b_table: torch.Tensor = tensor("tokens")
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.b_table[kv_idx]
+
+    with pytest.raises(ParamError, match="tokens=3, as 'a' has"):
+        (A(a=torch.ones(3)) & B(b_table=torch.ones(4))).bind(DIMS)
+
+
+def test_new_compositions_do_not_retrace(monkeypatch):
+    from flashattn_jit.variants import binding
+
+    first = (Causal() & Window(window=3) & CappedAlibi()).bind(DIMS)
+    monkeypatch.setattr(binding, "trace_variant", None)
+    again = (Causal() & Window(window=4) & CappedAlibi(cap=2.0)).bind(DIMS)
+    assert again.handle == first.handle and again.scalars == (2.0, 4)
