@@ -21,6 +21,7 @@ from . import _sites
 from ._dense import like_q_strides, result_dtype
 from ._register import LIBRARY
 from .attention import Offset, run_dense
+from .block_mask import keep_states
 from .varlen import run_packed
 
 Tensors = Sequence[torch.Tensor]
@@ -147,6 +148,10 @@ class _GraphMask:
         self.mask_mod: Any = None
 
 
+# The last mask of each site: its map serves the next call, if that call has the same lists.
+_masks: dict[int, _GraphMask] = {}
+
+
 def _flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -159,6 +164,8 @@ def _flex(
     if lists[0] is not None:
         mask = _GraphMask(lists, size, shape)
         mask.mask_mod = hooks.get("mask_mod")
+        keep_states(mask, _masks.get(rest[3]))
+        _masks[rest[3]] = mask
     out, lse, max_scores = run_flex(
         q, k, v, hooks.get("score_mod"), mask, values.scale, enable_gqa, want_lse, want_max,
         values.swap,

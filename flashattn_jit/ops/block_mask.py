@@ -166,6 +166,13 @@ def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
     return states
 
 
+def keep_states(mask: Any, before: Any) -> None:
+    """Let `mask` start with the map that was made for another; it is checked before it is used."""
+    kept = getattr(before, _ATTRIBUTE, None)
+    if kept is not None:
+        setattr(mask, _ATTRIBUTE, kept)
+
+
 def block_states(
     kv_num_blocks: torch.Tensor,
     kv_indices: torch.Tensor,

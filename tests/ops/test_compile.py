@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import flashattn_jit as fa
+from flashattn_jit.ops import block_mask
 
 D = 64
 
@@ -394,6 +395,23 @@ def test_flex_attention_with_masks_of_every_batch(backend: str) -> None:
     for cut in (20, 64, 100):
         run(q, k, v, make((torch.arange(128) >= cut).int()))
     assert run.graphs == 1
+
+
+def test_a_block_mask_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    convert = block_mask.block_states
+    monkeypatch.setattr(
+        block_mask, "block_states", lambda *lists: made.append(1) or convert(*lists)
+    )
+    mask = create_block_mask(causal, None, None, 128, 128, "cpu", BLOCK_SIZE=32)
+    run = compiled(lambda q, k, v: fa.flex_attention(q, k, v, None, mask))
+    q, k, v = dense(q_len=128, kv_len=128, kv_heads=4)
+    first = run(q, k, v)
+    assert torch.equal(run(q, k, v), first)
+    assert len(made) == 1
+    mask.full_kv_num_blocks.zero_()
+    assert not torch.equal(run(q, k, v), first)
+    assert len(made) == 2
 
 
 def test_flex_attention_outputs() -> None:
