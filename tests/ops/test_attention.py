@@ -157,7 +157,7 @@ def test_masked_keys_may_be_nan():
 def test_split_keys_give_the_same_result(rows, kv_len):
     shape = Shape(1, 2, 1, rows, kv_len, 32, 32)
     q, k, v = inputs(shape, torch.float32)
-    variant = fa.Sink(sinks=torch.tensor([0.5, -1.0]))
+    variant = fa.Sink(sink=torch.tensor([0.5, -1.0]))
     out, lse = fa.attention(q, k, v, variant, return_lse=True)
     expected, expected_lse = attention_reference(q, k, v, variant)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
@@ -258,7 +258,7 @@ def test_mixed_dtypes_of_keys_and_values():
 @pytest.mark.parametrize("normaliser", ["softmax", "sink", "sigmoid"])
 def test_partial_states_merge_to_the_whole(normaliser):
     q, k, v = inputs(SMALL, torch.float32)
-    variant = {"softmax": fa.Causal(), "sink": fa.Sink(sinks=torch.randn(4)), "sigmoid": None}[
+    variant = {"softmax": fa.Causal(), "sink": fa.Sink(sink=torch.randn(4)), "sigmoid": None}[
         normaliser
     ]
     if normaliser == "sigmoid":
