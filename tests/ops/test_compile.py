@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 import flashattn_jit as fa
 from flashattn_jit.ops import block_mask
 
-D = 64
+D = 32
 
 # The compiler's own modules warn when they are first imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

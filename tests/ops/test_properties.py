@@ -35,7 +35,7 @@ CHOSEN = (
     "additive_bias", "t5_bias", "sink", "sigmoid", "rope", "gated_output", "mix_gpt_oss",
 )  # fmt: skip
 BY_NAME = {case.name: case for case in CASES}
-D = 64
+D = 32
 
 
 class Problem(NamedTuple):

@@ -16,7 +16,7 @@ from flashattn_jit.ops import _register
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 OPS = torch.ops.flashattn_jit
-D = 64
+D = 32
 
 
 def calls_of(op: str, run: Callable[[], object]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import flashattn_jit as fa
 from tests.ops.flex_oracle import assert_close
 
-D = 64
+D = 32
 
 
 def randn(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
