@@ -4,6 +4,10 @@ A traced call reads the tensors and numbers that its variant captures, by the pa
 (`_sites`), and emits one op (`_graph_ops`) that takes them as inputs. When the graph runs, that op
 makes the ordinary call: the same checks, the same errors, the same kernels. So a new value of a
 scalar, a new captured tensor or a new length changes an input of the graph, not the graph.
+
+The numbers of a Variant object are read when the graph runs. A traced function that assigns one
+itself (``variant.window = 9``) is not followed: Python side effects come after the graph. Such a
+number is given by keyword.
 """
 
 from __future__ import annotations
