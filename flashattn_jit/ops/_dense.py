@@ -188,6 +188,8 @@ def bind_tensors(
         raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
     if not tensors:
         return (), (), ()
+    if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
+        tensors = [t.resolve_neg() for t in tensors]
     if known.tables:
         from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
 

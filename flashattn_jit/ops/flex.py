@@ -52,8 +52,8 @@ def flex_attention(
         enable_gqa: allow num_kv_heads to divide num_q_heads; without it they must be equal.
         return_lse: also return lse [batch, num_q_heads, q_len], fp32.
         kernel_options: accepted and ignored: they tune other kernels.
-        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). max_scores costs a
-            second pass over the keys.
+        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). max_scores costs
+            a second pass over the keys, and holds scores up to 1e19 in size.
 
     Returns:
         out [batch, num_q_heads, q_len, head_dim_v] in query's dtype and stride order; with

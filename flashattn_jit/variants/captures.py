@@ -71,6 +71,8 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
             inner = _names(const)
             loaded |= inner[0]
             every |= inner[1]
+        elif isinstance(const, str) and const.isidentifier():
+            every.add(const)  # getattr(config, "window"), vars(config)["window"]
     return frozenset(loaded), frozenset(every)
 
 

@@ -133,14 +133,16 @@ class _Side:
 
 # --- tables of tensors ----------------------------------------------------------------------------
 
-_memo: dict[tuple[int, object], tuple[weakref.ref[torch.Tensor], tuple[int, int], Any]] = {}
+_memo: dict[tuple[int, object], tuple[weakref.ref[torch.Tensor], tuple[object, ...], Any]] = {}
 
 
 def _remembered(tensor: torch.Tensor, what: object, build: Callable[[], Any]) -> Any:
     """`build()`, once per tensor and version. Inference tensors have no version: built anew."""
     if tensor.is_inference():
         return build()
-    key, version = (id(tensor), what), (tensor._version, tensor.data_ptr())
+    key = (id(tensor), what)
+    # `tensor.data = ...` changes anything but the version.
+    version = (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     entry = _memo.get(key)
     if entry is not None and entry[0]() is tensor and entry[1] == version:
         return entry[2]
