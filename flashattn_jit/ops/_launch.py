@@ -19,7 +19,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.target import LANES
 from ..jit.module import load_kernel
 from ..planner.problem import Problem
-from ..planner.tiles import choose
+from ..planner.tiles import choose, item_rows
 from ._handles import Structure
 
 DTYPE_NAMES = {
@@ -36,6 +36,7 @@ KV_DTYPES = tuple(DTYPE_NAMES)
 
 _MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
 _KEPT_CALLS = 1024
+_L2_BYTES = _C.cache_sizes()[1]
 
 
 class Geometry(NamedTuple):
@@ -139,7 +140,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCal
     schedule = _C.schedule(
         module if classify else None,
         native,
-        tile_q=spec.tile_q,
+        tile_q=item_rows(spec, _L2_BYTES),
         row_granule=LANES[spec.target] if spec.tile_kind == "prefill" else 1,
         tile_kv=spec.tile_kv,
         min_chunk=_MIN_CHUNK,

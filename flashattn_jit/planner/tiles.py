@@ -53,6 +53,23 @@ def scratch_bytes(tile_q: int, tile_kv: int, head_dim: int, head_dim_v: int, mat
     return q_and_k + values + scores + tile_q * head_dim_v * 4
 
 
+def item_rows(spec: KernelSpec, l2_bytes: int) -> int:
+    """Most packed rows of a work item: the spec's tile, or fewer where this machine's L2 is small.
+
+    A run-time choice, so it does not reach the key. Three quarters of the L2 are for the tile; 0
+    bytes mean that the size is not known.
+    """
+    if spec.tile_kind == "few_row" or l2_bytes <= 0:
+        return spec.tile_q
+    lanes, matrix = LANES[spec.target], matrix_dtype(spec.target, spec.q_dtype)
+    rows = spec.tile_q
+    while rows > lanes and (
+        4 * scratch_bytes(rows, spec.tile_kv, spec.head_dim, spec.head_dim_v, matrix) > 3 * l2_bytes
+    ):
+        rows -= lanes
+    return rows
+
+
 _FEW_ROW_TILE_KV = 64
 
 

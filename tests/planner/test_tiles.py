@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flashattn_jit.codegen.target import CPU_TARGETS, matrix_dtype
 from flashattn_jit.planner import Hardware, Problem, candidates, choose, reachable, roofline
-from flashattn_jit.planner.tiles import FEW_ROWS
+from flashattn_jit.planner.tiles import FEW_ROWS, item_rows, scratch_bytes
 from flashattn_jit.variants.ir import VariantIR
 
 PLAIN = VariantIR(())
@@ -81,3 +81,12 @@ def test_a_thread_touches_less_than_its_share_of_scratch():
             p = problem(4096, 4096, head_dim=256, dtype=dtype)
             assert matrix_dtype(target, dtype) in ("float32", "bfloat16")
             assert all(c.scratch_bytes < 4 << 20 for c in candidates(p, target))
+
+
+def test_a_small_cache_gets_fewer_rows_of_the_same_kernel():
+    spec = choose(PLAIN, problem(4096, 4096, head_dim=256, dtype="float32"), "cpu:avx512")
+    rows = item_rows(spec, 256 << 10)
+    assert 0 < rows < spec.tile_q and rows % 16 == 0
+    used = scratch_bytes(rows, spec.tile_kv, 256, 256, "float32")
+    assert used <= 0.75 * (256 << 10) or rows == 16
+    assert item_rows(spec, 2 << 20) == item_rows(spec, 0) == spec.tile_q
