@@ -27,15 +27,17 @@ def python(code: str, **environment: str) -> str:
     return result.stdout
 
 
-def test_import_takes_less_than_150_ms_beyond_torch() -> None:
-    """In CPU seconds, which what else the machine does hardly changes; nothing is waited for."""
+def test_import_takes_less_than_150_ms_beyond_torch(tmp_path: Path) -> None:
+    """In CPU seconds, with bytecode as an installation has it."""
     code = (
         "import time, torch; begin = time.process_time(); import flashattn_jit; "
         "print(time.process_time() - begin)"
     )
-    taken_s = [float(python(code))]
-    while min(taken_s) >= 0.150 and len(taken_s) < 12:  # a core shared with others runs slower
-        taken_s.append(float(python(code)))
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    python(code, **bytecode)
+    taken_s = [float(python(code, **bytecode))]
+    while min(taken_s) >= 0.150 and len(taken_s) < 8:  # a core shared with others runs slower
+        taken_s.append(float(python(code, **bytecode)))
     assert min(taken_s) < 0.150
 
 
