@@ -12,14 +12,14 @@ import flashattn_jit as fa
 from flashattn_jit import _paths
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import host_target
+from flashattn_jit.codegen.target import CPU_TARGETS, host_target
 from flashattn_jit.jit.compiler import find_compiler
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.planner import reachable
 from flashattn_jit.variants.bounds_lower import range_tables
 from flashattn_jit.variants.spec import Dims
 
-SECONDS = 4  # of fuzzing, for each artifact
+SECONDS = 3  # of fuzzing, for each artifact
 SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
@@ -46,8 +46,10 @@ class Fuzzed(fa.Variant):
         return row * self.gate[h]
 
 
-def spec_of(kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> KernelSpec:
-    """The kernel that a call with these dtypes and head dims takes."""
+def spec_of(
+    kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, target: str
+) -> KernelSpec:
+    """The kernel that a call with these dtypes and head dims takes on a target."""
     heads, positions = 4, 40
     dims = Dims(1, heads, heads, positions, positions, head_dim, head_dim_v)
     params = {
@@ -56,7 +58,7 @@ def spec_of(kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Ke
     }  # fmt: skip
     bound = Fuzzed().bind(dims, params)
     name = str(dtype).removeprefix("torch.")
-    kernels = reachable(bound.ir, (head_dim, head_dim_v), (name,) * 3, host_target(), ((),))
+    kernels = reachable(bound.ir, (head_dim, head_dim_v), (name,) * 3, target, ((),))
     return next(spec for spec in kernels if spec.tile_kind == kind)
 
 
@@ -82,18 +84,21 @@ def config_of(spec: KernelSpec) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "head_dim", "head_dim_v"),
+    ("kind", "dtype", "head_dim", "head_dim_v", "level"),
     [
-        ("prefill", torch.float32, 40, 24),
-        ("prefill", torch.bfloat16, 33, 48),
-        ("few_row", torch.float32, 24, 40),
-        ("few_row", torch.bfloat16, 64, 17),
+        ("prefill", torch.float32, 40, 24, "avx512"),
+        ("prefill", torch.bfloat16, 33, 48, "avx512_bf16"),
+        ("prefill", torch.float32, 17, 65, "avx2"),
+        ("few_row", torch.float32, 24, 40, "generic"),
+        ("few_row", torch.bfloat16, 64, 17, "avx512_bf16"),
+        ("few_row", torch.float32, 33, 24, "avx2"),
     ],
 )
 def test_no_argument_makes_an_artifact_leave_its_tensors(
-    tmp_path: Path, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int
+    tmp_path: Path, kind: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, level: str
 ) -> None:
-    spec = spec_of(kind, dtype, head_dim, head_dim_v)
+    target = min(f"cpu:{level}", host_target(), key=CPU_TARGETS.index)
+    spec = spec_of(kind, dtype, head_dim, head_dim_v, target)
     (tmp_path / "fuzz_config.h").write_text(config_of(spec))
     (tmp_path / "kernel.cpp").write_text(f'#define FAJIT_KEY "fuzz"\n{render(spec)}')
     compiler = find_compiler()
