@@ -6,12 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..variants.ir import VariantIR, canonical_json, variant_to_json
+from .target import is_cuda
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the spec document; part of every cache key."""
 
 TileKind = Literal["prefill", "few_row"]
-FEATURES = ("block_mask",)
+FEATURES = ("block_mask", "paged", "mixed_rows", "unaligned")
+"""block_mask: a byte map decides which tiles are visited. paged: key rows are found through a page
+table. mixed_rows: rows of several requests share an item's keys. unaligned: rows of q, k, v or out
+do not all start at multiples of 16 bytes (CUDA)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class KernelSpec:
     """Names one artifact: variant IR x dtypes x head dims x target x tile kind x features.
 
     Dtypes are torch's names without the prefix. `tile_q` counts packed query rows, `tile_kv` keys.
+    `num_warps` and `num_stages` (buffers of the copy pipeline) are of CUDA kernels, else 0.
     """
 
     variant: VariantIR
@@ -33,11 +38,13 @@ class KernelSpec:
     tile_kv: int
     features: tuple[str, ...] = ()
     name: str = field(default="variant", compare=False)  # for logical #line names only
+    num_warps: int = 0
+    num_stages: int = 0
 
     @property
     def template(self) -> str:
         """The template that renders this spec, below templates/."""
-        return "cpu/attention.cpp.j2"
+        return "cuda/attention.cu.j2" if is_cuda(self.target) else "cpu/attention.cpp.j2"
 
     def document(self) -> str:
         """The canonical JSON that identifies the spec: equal specs, equal text, on any machine."""
@@ -49,6 +56,7 @@ class KernelSpec:
                 "head_dims": [self.head_dim, self.head_dim_v],
                 "target": self.target,
                 "tile": [self.tile_kind, self.tile_q, self.tile_kv],
+                "warps": [self.num_warps, self.num_stages],
                 "features": sorted(self.features),
             }
         )

@@ -1,7 +1,8 @@
 """Targets: what code is generated for.
 
-A target is a name such as ``cpu:avx512_bf16``. CPU targets are levels: a machine runs its own
-level and every lower one.
+A target is a name such as ``cpu:avx512_bf16`` or ``sm_80``. CPU targets are levels: a machine runs
+its own level and every lower one. CUDA targets are architectures: code is compiled for exactly one.
+``emulated:sm_80`` runs the PTX of sm_80 on the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ the same with AVX512-BF16 dot products."""
 
 CPU_TARGETS = tuple(f"cpu:{level}" for level in CPU_LEVELS)
 
+CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""CUDA targets, ascending. A device takes the highest one of its own major version not above it."""
+
+EMULATED = "emulated:"
+"""What stands before a CUDA target whose PTX is to run on the CPU."""
+
+EMULATED_TARGETS = tuple(EMULATED + target for target in CUDA_TARGETS)
+
 LANES = {"cpu:generic": 4, "cpu:avx2": 8, "cpu:avx512": 16, "cpu:avx512_bf16": 16}
 """fp32 values in one vector register."""
 
@@ -27,6 +36,42 @@ def host_target() -> str:
     return f"cpu:{_C.cpu_isa()}"
 
 
+def is_cuda(target: str) -> bool:
+    """Whether `target` is compiled by nvcc."""
+    return target.startswith("sm_")
+
+
+def is_emulated(target: str) -> bool:
+    """Whether the kernels of `target` run in the emulator."""
+    return target.startswith(EMULATED)
+
+
+def compiled_target(target: str) -> str:
+    """The target that code is compiled for: ``sm_80`` for ``emulated:sm_80``, else itself."""
+    return target.removeprefix(EMULATED)
+
+
+def sm_version(target: str) -> int:
+    """80 for ``sm_80``."""
+    return int(compiled_target(target).removeprefix("sm_").rstrip("a"))
+
+
+def cuda_target(major: int, minor: int) -> str:
+    """The target for a device of compute capability `major`.`minor`.
+
+    Raises:
+        TargetError: no target of that major version is not above it.
+    """
+    fitting = [t for t in CUDA_TARGETS if sm_version(t) // 10 == major and
+               sm_version(t) % 10 <= minor]  # fmt: skip
+    if not fitting:
+        raise TargetError(
+            f"no kernels exist for compute capability {major}.{minor}; CUDA targets are "
+            f"{', '.join(CUDA_TARGETS)}"
+        )
+    return fitting[-1]
+
+
 def resolve_target(target: str | None) -> str:
     """`target` checked, or the host's best when None.
 
@@ -35,8 +80,16 @@ def resolve_target(target: str | None) -> str:
     """
     if target is None:
         return host_target()
+    if target in EMULATED_TARGETS:
+        return target
+    if target in CUDA_TARGETS:
+        raise TargetError(
+            f"target {target!r} runs on CUDA tensors; on CPU tensors use {EMULATED + target!r} to "
+            "run its kernels in the emulator"
+        )
     if target not in CPU_TARGETS:
-        raise TargetError(f"unknown target {target!r}; known targets: {', '.join(CPU_TARGETS)}")
+        known = ", ".join((*CPU_TARGETS, *CUDA_TARGETS, *EMULATED_TARGETS))
+        raise TargetError(f"unknown target {target!r}; known targets: {known}")
     if CPU_TARGETS.index(target) > CPU_TARGETS.index(host_target()):
         raise TargetError(
             f"target {target!r} needs instructions that this machine lacks; the highest target "
@@ -48,6 +101,9 @@ def resolve_target(target: str | None) -> str:
 def matrix_dtype(target: str, q_dtype: str) -> str:
     """The dtype in which a target multiplies matrices for queries of `q_dtype`.
 
-    bfloat16 where the machine has bf16 dot products, else float32 (rows are converted on load).
+    CPU: bfloat16 where the machine has bf16 dot products, else float32 (rows are converted on
+    load). CUDA: that of the queries, which is float16 or bfloat16.
     """
+    if is_cuda(target):
+        return q_dtype
     return "bfloat16" if q_dtype == "bfloat16" and target == "cpu:avx512_bf16" else "float32"

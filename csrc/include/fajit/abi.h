@@ -1,7 +1,7 @@
 // The binary interface between the host library and a compiled artifact.
 //
-// Plain C: no torch, no Python, no STL. An artifact exports four entry points (bottom of this file)
-// that take a versioned, fixed-layout argument block. The host checks `fajit_describe()` at load and
+// Plain C: no torch, no Python, no STL. An artifact exports entry points (bottom of this file) that
+// take a versioned, fixed-layout argument block. The host checks `fajit_describe()` at load and
 // refuses an artifact whose `abi_version` differs.
 //
 // Addressing. q, k, v and out are seen as [request, head, row, dim] with strides in elements and a
@@ -13,10 +13,15 @@
 // [head_begin, head_begin + head_count) of one request, packed row p is
 //   query row p / head_count, head head_begin + p % head_count,
 // so a group of grouped-query heads shares every K and V tile that is loaded.
+//
+// Devices. A CUDA artifact takes the same block. Then q, k, v, out, lse, the partial states, the
+// per-request arrays, the work lists, the page table and the data of param tensors are device
+// memory; `tensors` and `scalars` themselves are host arrays that the launch copies into the
+// kernel's parameters. Nothing is read, allocated or synchronised by a launch.
 #pragma once
 #include <stdint.h>
 
-#define FAJIT_ABI_VERSION 1
+#define FAJIT_ABI_VERSION 2
 #define FAJIT_MAX_RANK 8
 
 #ifdef __cplusplus
@@ -28,6 +33,7 @@ enum fajit_status {
   FAJIT_BAD_ABI = 1,        // abi_version or args_bytes differ from what was compiled
   FAJIT_BAD_ARGS = 2,       // dims differ from the compiled ones, or a required pointer is null
   FAJIT_OUT_OF_MEMORY = 3,  // per-thread scratch could not be allocated
+  FAJIT_CUDA_ERROR = 4,     // a CUDA call failed: fajit_cuda_error says which and why
 };
 
 enum fajit_flags {
@@ -107,7 +113,33 @@ typedef struct fajit_args {
   float* partial_lse;  // [partial rows]
 
   fajit_block_mask block_mask;
+
+  // Feature `paged`: key j of request b lies in slot j % page_size of page
+  // page_indices[page_indptr[b] + j / page_size]; k_stride and v_stride are then (page, head, slot).
+  const int32_t* page_indptr;   // [num_requests + 1]
+  const int32_t* page_indices;
+  int32_t page_size, num_pages;  // num_pages: of k and v, for checks
+
+  // Feature `mixed_rows`: the query rows of an item belong to several requests, which share its
+  // keys. Row r of the item's request is packed token t = q_row0[request] + r, of request
+  // row_request[t], whose q_idx is q_offset[b] + t - q_row0[b]. Lengths of keys, and where keys
+  // lie, are those of the item's request; everything that hooks see is of row_request[t].
+  const int32_t* row_request;
+
+  // CUDA only.
+  void* stream;  // cudaStream_t
+  int32_t device;
+  int32_t max_merge_rows;  // of one merge item
 } fajit_args;
+
+// One kernel launch as the host would issue it: what the emulator runs instead of a device.
+typedef struct fajit_launch {
+  const char* kernel;  // name in the PTX
+  uint32_t grid[3], block[3];
+  uint32_t shared_bytes;  // dynamic
+  uint32_t params_bytes;
+  alignas(16) unsigned char params[4096];  // the kernel's only parameter, by value
+} fajit_launch;
 
 // Classifies every tile of a grid for one request and heads [head_begin, head_end):
 // states[i * num_kv_tiles + j] for q_idx in [q_begin + i*tile_q, ...) clipped at q_end, and
@@ -120,12 +152,18 @@ typedef struct fajit_classify_args {
   uint8_t* states;
 } fajit_classify_args;
 
-// Artifacts are compiled with hidden visibility; these four names are what they export.
+enum fajit_kernel { FAJIT_KERNEL_ATTENTION = 0, FAJIT_KERNEL_MERGE = 1 };
+
+// Artifacts are compiled with hidden visibility; these names are what they export. The last three
+// are of CUDA artifacts only.
 #pragma GCC visibility push(default)
 int fajit_attention(const fajit_args* args);
 int fajit_merge(const fajit_args* args);
 int fajit_classify(const fajit_classify_args* args);
 const char* fajit_describe(void);  // JSON: abi_version, key, layout
+int fajit_load(int device);  // loads the kernels there and sets their attributes; restores the device
+int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch);
+const char* fajit_cuda_error(void);  // of this thread's last failed call, in words
 #pragma GCC visibility pop
 
 #ifdef __cplusplus
