@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
-from ..codegen.target import matrix_dtype, resolve_target
+from ..codegen.target import resolve_target
 from ..errors import InputError, VerificationError
-from ..planner.tiles import prefill_tile, tile_kind
+from ..planner.tiles import reachable, tile_kind
+from ..variants.ir import VariantIR
 from ..variants.params import Dims
 from ..variants.spec import Variant
 from ._cases import Case, cases, extra_kernels, fallbacks
@@ -138,8 +139,7 @@ def verify(
     _check_fit(runner, base, dtypes)
     rows: list[VerifyRow] = []
     for i, dtype in enumerate(dtypes):
-        matrix = matrix_dtype(runner.target, _NAMES[dtype])
-        tile = prefill_tile(runner.target, base.head_dim, base.head_dim_v, matrix)
+        tile = _largest_tile(runner.target, base, _NAMES[dtype])
         rows += [_row(runner, case, base, dtype) for case in cases(base, *tile)]
         if i == 0:
             rows += [_row(runner, case, base, dtype) for case in extra_kernels(base, *tile)]
@@ -162,12 +162,19 @@ def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> Non
             raise misfit.__cause__ or misfit from None
 
 
+def _largest_tile(target: str, dims: Dims, dtype: str) -> tuple[int, int]:
+    """(tile_q, tile_kv) of plain attention's prefill kernel, at whose edges cases lie."""
+    kernels = reachable(VariantIR(()), (dims.head_dim, dims.head_dim_v), (dtype,) * 3, target)
+    largest = max(kernels, key=lambda spec: spec.tile_q)
+    return largest.tile_q, largest.tile_kv
+
+
 def _row(runner: Runner, case: Case, base: Dims, dtype: torch.dtype) -> VerifyRow:
     """The case, or the nearest one that the params fit."""
     reason = ""
     for attempt in dict.fromkeys(fallbacks(case, base)):
         d = attempt.dims
-        kind = tile_kind(d.q_len * d.group_size)
+        kind = tile_kind(d.q_len * d.group_size, runner.target)
         try:
             results = runner.compare(attempt, dtype)
         except MisfitError as misfit:

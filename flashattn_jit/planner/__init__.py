@@ -7,7 +7,7 @@ sizes, thread count and lengths decide run-time values only (`schedule`).
 
 from .hardware import Hardware, host_hardware
 from .problem import Problem, RooflinePoint, roofline
-from .tiles import TileChoice, candidates, choose, reachable
+from .tiles import TileChoice, candidates, choose, fallbacks, reachable
 
 __all__ = [
     "Hardware",
@@ -16,6 +16,7 @@ __all__ = [
     "TileChoice",
     "candidates",
     "choose",
+    "fallbacks",
     "host_hardware",
     "reachable",
     "roofline",

@@ -1,9 +1,8 @@
 """Which kernel serves a problem: tile kind and tile, from a class of packed rows.
 
-Few packed rows per key-value head mean that each loaded key serves little arithmetic: the problem
-is bound by memory and gets the few-row kernel, which streams K and V without packing. Many rows
-mean that arithmetic is the bound: the prefill kernel with the largest tile that its registers and
-a core's L2 hold.
+A choice depends on the variant, dtypes, head dims, target and class of packed rows alone, never on
+lengths, head counts or the machine, so the kernels that a variant can ever need are a short list.
+The tables are in `cpu_tiles` and `cuda_tiles`.
 """
 
 from __future__ import annotations
@@ -12,91 +11,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..codegen.spec import KernelSpec, TileKind
-from ..codegen.target import LANES, matrix_dtype
+from ..codegen.target import compiled_target, is_cuda
 from ..variants.ir import VariantIR
+from . import cpu_tiles, cuda_tiles
+from .cpu_tiles import item_rows
 from .problem import Problem
-
-FEW_ROWS = 8
-"""Most packed rows of the few-row kernel. See benchmarks/cpu_tiles.py for the crossover."""
-
-_L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among AVX-512 servers
 
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """A tile kind and tile with what speaks for or against it."""
+    """A kernel that could serve a problem, with what speaks for or against it.
 
-    tile_kind: TileKind
-    tile_q: int
-    tile_kv: int
+    scratch_bytes: what its tile takes of the L2 (CPU) or of shared memory (CUDA).
+    """
+
+    spec: KernelSpec
     scratch_bytes: int
     chosen: bool
     reason: str
 
+    @property
+    def tile_kind(self) -> TileKind:
+        """Of the spec."""
+        return self.spec.tile_kind
 
-def prefill_tile(target: str, head_dim: int, head_dim_v: int, matrix: str) -> tuple[int, int]:
-    """(tile_q, tile_kv) of the prefill kernel: a function of target and head dims alone."""
-    vectors = 6 if LANES[target] == 16 else 4
-    tile_q = vectors * LANES[target]
-    for tile_kv in (96, 48, 24):
-        if scratch_bytes(tile_q, tile_kv, head_dim, head_dim_v, matrix) <= _L2_BUDGET_BYTES:
-            break
-    return tile_q, tile_kv
+    @property
+    def tile_q(self) -> int:
+        """Of the spec."""
+        return self.spec.tile_q
 
-
-def scratch_bytes(tile_q: int, tile_kv: int, head_dim: int, head_dim_v: int, matrix: str) -> int:
-    """Bytes that one thread touches per tile: Q, scores, weights, K, V and the accumulator."""
-    item = 2 if matrix == "bfloat16" else 4
-    q_and_k = (tile_q + tile_kv) * head_dim * item
-    values = tile_kv * head_dim_v * item
-    scores = tile_q * tile_kv * (4 + item)
-    return q_and_k + values + scores + tile_q * head_dim_v * 4
+    @property
+    def tile_kv(self) -> int:
+        """Of the spec."""
+        return self.spec.tile_kv
 
 
-def item_rows(spec: KernelSpec, l2_bytes: int) -> int:
-    """Most packed rows of a work item: the spec's tile, or fewer where this machine's L2 is small.
-
-    A run-time choice, so it does not reach the key. Three quarters of the L2 are for the tile; 0
-    bytes mean that the size is not known.
-    """
-    if spec.tile_kind == "few_row" or l2_bytes <= 0:
-        return spec.tile_q
-    lanes, matrix = LANES[spec.target], matrix_dtype(spec.target, spec.q_dtype)
-    rows = spec.tile_q
-    while rows > lanes and (
-        4 * scratch_bytes(rows, spec.tile_kv, spec.head_dim, spec.head_dim_v, matrix) > 3 * l2_bytes
-    ):
-        rows -= lanes
-    return rows
-
-
-_FEW_ROW_TILE_KV = 64
-
-
-def tile_kind(packed_rows: int) -> TileKind:
-    """The tile kind of a class of packed rows."""
-    return "few_row" if packed_rows <= FEW_ROWS else "prefill"
-
-
-def _spec(
-    variant: VariantIR,
-    kind: TileKind,
-    dtypes: Sequence[str],
-    head_dim: int,
-    head_dim_v: int,
-    target: str,
-    features: tuple[str, ...],
-    name: str,
-) -> KernelSpec:
-    if kind == "prefill":
-        matrix = matrix_dtype(target, dtypes[0])
-        tile_q, tile_kv = prefill_tile(target, head_dim, head_dim_v, matrix)
-    else:
-        tile_q, tile_kv = FEW_ROWS, _FEW_ROW_TILE_KV
-    return KernelSpec(
-        variant, dtypes[0], dtypes[1], dtypes[2], head_dim, head_dim_v, target,
-        kind, tile_q, tile_kv, features, name,
-    )  # fmt: skip
+def tile_kind(packed_rows: int, target: str) -> TileKind:
+    """The tile kind that a number of packed rows gets on a target."""
+    most = cuda_tiles.ROW_CLASSES[0] if is_cuda(compiled_target(target)) else cpu_tiles.FEW_ROWS
+    return "few_row" if packed_rows <= most else "prefill"
 
 
 def choose(
@@ -106,13 +59,10 @@ def choose(
     features: tuple[str, ...] = (),
     name: str = "variant",
 ) -> KernelSpec:
-    """The kernel for a problem; always one of `reachable`."""
+    """The kernel for a problem; always one of `reachable`. Its target is the compiled one."""
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
-    # A block mask is planned per query block, whose rows the few-row kernel would cut needlessly.
-    kind = tile_kind(problem.packed_rows)
-    return _spec(
-        variant, kind, dtypes, problem.head_dim, problem.head_dim_v, target, features, name
-    )
+    dims = (problem.head_dim, problem.head_dim_v)
+    return _placed(_blank(variant, dims, dtypes, target, features, name), problem.packed_rows)
 
 
 def reachable(
@@ -128,32 +78,65 @@ def reachable(
         variant: the variant's IR.
         head_dims: (head_dim, head_dim_v).
         dtypes: of q, k and v.
-        target: a CPU target.
+        target: any target.
         features: the feature sets that may be asked for.
     """
-    kinds: tuple[TileKind, ...] = ("prefill", "few_row")
-    return tuple(
-        _spec(variant, kind, dtypes, head_dims[0], head_dims[1], target, feature, "variant")
-        for kind in kinds
+    cuda = is_cuda(compiled_target(target))
+    rows = cuda_tiles.ROW_CLASSES if cuda else (cpu_tiles.FEW_ROWS, cpu_tiles.FEW_ROWS + 1)
+    specs = [
+        _placed(_blank(variant, head_dims, dtypes, target, feature, "variant"), n)
+        for n in reversed(rows)
         for feature in features
+    ]
+    return tuple(dict.fromkeys(specs))
+
+
+def fallbacks(spec: KernelSpec) -> tuple[KernelSpec, ...]:
+    """The kernels that replace `spec`, in order, when it spills. Only CUDA kernels have any."""
+    return cuda_tiles.step_down(spec) if is_cuda(spec.target) else ()
+
+
+def candidates(
+    problem: Problem, target: str, variant: VariantIR | None = None
+) -> tuple[TileChoice, ...]:
+    """The kernels considered, each with the reason for or against it, for `explain`.
+
+    variant: decides between tiles on CUDA; plain attention by default.
+    """
+    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
+    dims = (problem.head_dim, problem.head_dim_v)
+    blank = _blank(variant or VariantIR(()), dims, dtypes, target, (), "variant")
+    if is_cuda(blank.target):
+        return tuple(TileChoice(*c) for c in cuda_tiles.considered(blank, problem.packed_rows))
+    return tuple(TileChoice(*c) for c in cpu_tiles.considered(blank, problem.packed_rows))
+
+
+def _blank(
+    variant: VariantIR,
+    head_dims: tuple[int, int],
+    dtypes: tuple[str, str, str],
+    target: str,
+    features: tuple[str, ...],
+    name: str,
+) -> KernelSpec:
+    """A spec whose tile is still to be placed."""
+    return KernelSpec(
+        variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
     )
 
 
-def candidates(problem: Problem, target: str) -> tuple[TileChoice, ...]:
-    """All tile kinds with the reason for and against each, for `explain`."""
-    matrix = matrix_dtype(target, problem.q_dtype)
-    d, dv, rows = problem.head_dim, problem.head_dim_v, problem.packed_rows
-    tile_q, tile_kv = prefill_tile(target, d, dv, matrix)
-    few = tile_kind(rows) == "few_row"
-    filled = min(1.0, rows / tile_q) * 100
-    return (
-        TileChoice(
-            "prefill", tile_q, tile_kv, scratch_bytes(tile_q, tile_kv, d, dv, matrix), not few,
-            f"{rows} packed rows fill {filled:.0f} % of a tile of {tile_q}",
-        ),
-        TileChoice(
-            "few_row", FEW_ROWS, _FEW_ROW_TILE_KV,
-            scratch_bytes(FEW_ROWS, _FEW_ROW_TILE_KV, d, dv, "float32"), few,
-            f"streams K and V without packing; serves at most {FEW_ROWS} packed rows a pass",
-        ),
-    )  # fmt: skip
+def _placed(blank: KernelSpec, packed_rows: int) -> KernelSpec:
+    if is_cuda(blank.target):
+        return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
+    return cpu_tiles.place(blank, tile_kind(packed_rows, blank.target))
+
+
+__all__ = [
+    "TileChoice",
+    "candidates",
+    "choose",
+    "fallbacks",
+    "item_rows",
+    "reachable",
+    "tile_kind",
+]

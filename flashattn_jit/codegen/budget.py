@@ -1,0 +1,127 @@
+"""What a CUDA kernel may use: limits of each target, and the budget that a tile declares.
+
+A tile declares its shared memory, how many thread blocks of it a multiprocessor is meant to hold,
+and, following from both, its registers a thread. The template passes them to the compiler
+(``__launch_bounds__``), the build gate compares them with the resource report, and the planner
+counts slots with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .spec import KernelSpec
+from .target import compiled_target
+
+WARP = 32
+MAX_REGISTERS = 255
+"""Most registers of one thread, on every target."""
+
+MAX_CTAS = 4
+"""Most thread blocks per multiprocessor that a tile declares: more of them hide no more latency,
+and each costs the others registers."""
+
+_WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
+
+
+@dataclass(frozen=True, slots=True)
+class ArchLimits:
+    """What one multiprocessor of a target has. Bytes and counts from the CUDA programming guide.
+
+    shared_per_block: the most that one block may ask for (opt-in). shared_reserved: what the system
+    takes for itself in each block. Where the devices of a target differ, the least (sm_87 has more
+    shared memory than sm_86).
+    """
+
+    shared_per_block: int
+    shared_per_sm: int
+    shared_reserved: int
+    threads_per_sm: int
+    blocks_per_sm: int
+    registers_per_sm: int = 65536
+
+
+_KIB = 1024
+LIMITS = {
+    "sm_75": ArchLimits(64 * _KIB, 64 * _KIB, 0, 1024, 16),
+    "sm_80": ArchLimits(163 * _KIB, 164 * _KIB, _KIB, 2048, 32),
+    "sm_86": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 16),
+    "sm_89": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24),
+    "sm_90": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32),
+    "sm_100": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32),
+    "sm_120": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24),
+}
+"""By target."""
+
+
+def limits(target: str) -> ArchLimits:
+    """The limits of a CUDA target; of the target that is emulated, for ``emulated:sm_80``."""
+    return LIMITS[compiled_target(target)]
+
+
+def padded(head_dim: int) -> int:
+    """The columns that a row has in shared memory: matrix instructions take 16 at a time."""
+    return -(-head_dim // 16) * 16
+
+
+def shared_bytes(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
+    """Dynamic shared memory of the attention kernel.
+
+    Q's tile, and `num_stages` buffers of K and V. The few-row kernel's warps merge their states at
+    the end in the space of the buffers (fp32 rows of head_dim_v, a maximum and a sum), which counts
+    where it is larger. row_scratch_bytes: what the variant's row hooks need besides.
+    """
+    d, dv = padded(spec.head_dim), padded(spec.head_dim_v)
+    ring = spec.num_stages * spec.tile_kv * (d + dv) * 2
+    if spec.tile_kind == "few_row":
+        ring = max(ring, spec.num_warps * spec.tile_q * (dv + 2) * 4)
+    return spec.tile_q * d * 2 + ring + row_scratch_bytes
+
+
+def accumulator_registers(spec: KernelSpec) -> int:
+    """fp32 values that a thread holds: its share of the output and of the scores of a tile."""
+    dv = padded(spec.head_dim_v)
+    if spec.tile_kind == "few_row":  # each warp holds all rows, and its own part of the keys
+        return (dv + spec.tile_kv // spec.num_warps) // 2
+    row_blocks = spec.tile_q // (16 * spec.num_warps)
+    return row_blocks * (dv + spec.tile_kv) // 2
+
+
+def register_limit(target: str, num_warps: int, ctas: int) -> int:
+    """The most registers a thread with which `ctas` blocks of `num_warps` warps fit."""
+    threads = WARP * num_warps * ctas
+    return min(MAX_REGISTERS, limits(target).registers_per_sm // threads // 8 * 8)
+
+
+def ctas_per_sm(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
+    """Thread blocks that a multiprocessor is meant to hold, for ``__launch_bounds__``.
+
+    As many, up to `MAX_CTAS`, as shared memory holds and as leave a thread room for its
+    accumulators and a working set.
+    """
+    needed = accumulator_registers(spec) + _WORKING_REGISTERS
+    for ctas in range(MAX_CTAS, 1, -1):
+        if (
+            ctas <= resident_by_shared(spec.target, shared_bytes(spec, row_scratch_bytes))
+            and register_limit(spec.target, spec.num_warps, ctas) >= needed
+        ):
+            return ctas
+    return 1
+
+
+def register_budget(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
+    """Registers a thread may use so that `ctas_per_sm` holds; beyond it the kernel would spill."""
+    return register_limit(spec.target, spec.num_warps, ctas_per_sm(spec, row_scratch_bytes))
+
+
+def resident_by_shared(target: str, bytes_per_block: int) -> int:
+    """Blocks that fit a multiprocessor's shared memory; 0 where one block may not have so much."""
+    arch = limits(target)
+    if bytes_per_block > arch.shared_per_block:
+        return 0
+    return arch.shared_per_sm // (bytes_per_block + arch.shared_reserved)
+
+
+def fits(spec: KernelSpec, row_scratch_bytes: int = 0) -> bool:
+    """Whether a block of the spec may have the shared memory that it needs."""
+    return resident_by_shared(spec.target, shared_bytes(spec, row_scratch_bytes)) > 0

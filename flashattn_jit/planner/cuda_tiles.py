@@ -1,0 +1,195 @@
+"""Tiles of the CUDA kernels: what is tried for a class of rows, head dims and target, in order.
+
+Three classes of packed rows. Up to 16 rows get the few-row kernel, whose warps share one block of
+rows and split the keys. Up to 64 rows get a prefill tile of 64, more get one of 128 where registers
+and shared memory hold it. The lists are those of FlashAttention 2 and of FlashInfer, read as
+preferences; the first entry that keeps a multiprocessor busy is the choice, and what follows it is
+where a kernel steps down to when its hooks need more registers than the tile leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..codegen.budget import (
+    accumulator_registers,
+    ctas_per_sm,
+    fits,
+    padded,
+    register_budget,
+    shared_bytes,
+)
+from ..codegen.spec import KernelSpec, TileKind
+from ..codegen.target import compiled_target
+from ..variants.ir import VariantIR
+
+ROW_CLASSES = (16, 64, 128)
+"""Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
+the tile is not smaller for want of registers."""
+
+_BUSY_WARPS = 8  # a multiprocessor has 4 schedulers; two warps each overlap softmax and matrices
+
+_IN_FLIGHT_BYTES = {
+    "sm_75": 16 << 10, "sm_80": 32 << 10, "sm_86": 24 << 10, "sm_89": 24 << 10,
+    "sm_90": 64 << 10, "sm_100": 96 << 10, "sm_120": 24 << 10,
+}  # fmt: skip
+"""Bytes of K and V that should be on their way to one multiprocessor: twice its share of the
+bandwidth of the target's fastest device over 800 ns (Little's law; an H200's is 36 GB/s)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows, keys and warps of a thread block; the stages follow from shared memory."""
+
+    tile_q: int
+    tile_kv: int
+    num_warps: int
+
+
+_PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
+    (64, (Tile(128, 128, 4), Tile(128, 64, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
+    (128, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
+    (256, (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4), Tile(64, 16, 4))),
+)
+"""By the larger head dim, the tiles in order of preference."""
+
+_FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2))
+_LAST_RESORT_KV = 16  # so few keys between two barriers that only a lack of registers excuses it
+
+
+def row_class(packed_rows: int) -> int:
+    """The class of a number of packed rows: 16, 64 or 128."""
+    return next((c for c in ROW_CLASSES if packed_rows <= c), ROW_CLASSES[-1])
+
+
+def preferences(rows: int, widest: int, target: str, hooked: bool) -> tuple[Tile, ...]:
+    """The tiles of a row class in order of preference, whether or not they fit.
+
+    widest: the larger of the padded head dims. hooked: the variant changes scores, which takes
+    registers of its own.
+    """
+    if rows == ROW_CLASSES[0]:
+        return _FEW_ROW
+    tiles = next(tiles for bound, tiles in _PREFILL if widest <= bound)
+    if hooked:
+        tiles = tuple(t for t in tiles if (t.tile_q, t.tile_kv) != (128, 128))
+    # Without cp.async, registers carry the next tile, so a warp owns one block of 16 rows.
+    if compiled_target(target) == "sm_75":
+        rows = 64
+        if widest > 64:
+            tiles = (*(t for t in tiles if t.tile_kv > _LAST_RESORT_KV), Tile(64, 16, 4))
+    # Two blocks of 64 rows share a multiprocessor where one of 128 would have it alone.
+    if widest > 192 and compiled_target(target) != "sm_80":
+        tiles = tuple(t for t in tiles if t.num_warps == 4)
+    return tuple(t for t in tiles if t.tile_q <= rows)
+
+
+def changes_scores(variant: VariantIR) -> bool:
+    """Whether the kernel computes more per score than its exponential."""
+    return variant.has("score_mod") or variant.normalizer == "pointwise"
+
+
+def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
+    """`spec` with each tile of a row class that fits its target, in order of preference."""
+    kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
+    widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    placed = (
+        replace(
+            spec, tile_kind=kind, tile_q=t.tile_q, tile_kv=t.tile_kv, num_warps=t.num_warps,
+            num_stages=1,
+        )
+        for t in preferences(rows, widest, spec.target, changes_scores(spec.variant))
+    )  # fmt: skip
+    return tuple(with_stages(p) for p in placed if fits(p))
+
+
+def with_stages(spec: KernelSpec) -> KernelSpec:
+    """`spec` with as many buffers of keys and values as serve it.
+
+    Prefill: two where that costs no thread block its place on the multiprocessor, else one. Few
+    rows: the fewest, from two on, that keep enough in flight while one buffer is computed with;
+    else those that keep the most. One on sm_75, whose loads pass through registers.
+    """
+    if compiled_target(spec.target) == "sm_75":
+        return spec
+    if spec.tile_kind == "prefill":
+        ring = replace(spec, num_stages=2)
+        return ring if fits(ring) and ctas_per_sm(ring) == ctas_per_sm(spec) else spec
+    wanted = _IN_FLIGHT_BYTES[compiled_target(spec.target)]
+    rings = [replace(spec, num_stages=n) for n in (2, 3, 4)]
+    enough = [r for r in rings if in_flight_bytes(r) >= wanted]
+    best = enough[0] if enough else max(rings, key=in_flight_bytes)
+    return best if fits(best) else spec
+
+
+def in_flight_bytes(spec: KernelSpec) -> int:
+    """Bytes of K and V on their way to one multiprocessor while its blocks compute."""
+    stage = spec.tile_kv * (padded(spec.head_dim) + padded(spec.head_dim_v)) * 2
+    return (spec.num_stages - 1) * stage * ctas_per_sm(spec) if fits(spec) else 0
+
+
+def place(spec: KernelSpec, rows: int) -> KernelSpec:
+    """`spec` with the tile of a row class: the first of the ladder that shares its multiprocessor
+    well, else the first."""
+    tiles = ladder(spec, rows)
+    return next((t for t in tiles if shares_well(t)), tiles[0])
+
+
+def shares_well(spec: KernelSpec) -> bool:
+    """Whether a multiprocessor has other warps to run while one waits for its tile.
+
+    Few rows: two blocks, whose starts and ends overlap. Prefill: two warps a scheduler.
+    """
+    if spec.tile_kind == "few_row":
+        return ctas_per_sm(spec) >= 2
+    return ctas_per_sm(spec) * spec.num_warps >= _BUSY_WARPS and spec.tile_kv > _LAST_RESORT_KV
+
+
+def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
+    """The tiles that take the place of `spec`, in order, where its hooks make it spill.
+
+    They have its tile kind and at most its rows, so a plan is made for them as for `spec`.
+    """
+    tiles = ladder(spec, row_class(spec.tile_q))
+    shapes = [(t.tile_q, t.tile_kv, t.num_warps) for t in tiles]
+    here = (spec.tile_q, spec.tile_kv, spec.num_warps)
+    return tiles[shapes.index(here) + 1 :] if here in shapes else ()
+
+
+def considered(blank: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
+    """(spec, shared bytes, chosen, reason) of the choice and of what it was chosen over."""
+    rows = row_class(packed_rows)
+    chosen = place(blank, rows)
+    entries = []
+    for other in ROW_CLASSES:
+        if other != rows and (spec := place(blank, other)) != chosen:
+            entries.append((spec, shared_bytes(spec), False, _against_class(other, packed_rows)))
+    for spec in ladder(blank, rows):
+        why = for_or_against(spec, chosen, packed_rows)
+        entries.append((spec, shared_bytes(spec), spec == chosen, why))
+    return sorted(entries, key=lambda e: (not e[2], -e[0].tile_q, -e[0].tile_kv))
+
+
+def _against_class(rows: int, packed_rows: int) -> str:
+    if rows < packed_rows:
+        return f"serves {rows} packed rows a pass, so {packed_rows} rows would load K and V again"
+    return f"{packed_rows} packed rows fill {100 * packed_rows / rows:.0f} % of a tile of {rows}"
+
+
+def for_or_against(spec: KernelSpec, chosen: KernelSpec, packed_rows: int) -> str:
+    """Why a tile of the problem's row class is the choice, or is not."""
+    ctas = ctas_per_sm(spec)
+    holds = f"{ctas} x {spec.num_warps} warps a multiprocessor"
+    if spec != chosen:
+        if not shares_well(spec):
+            return f"{holds} leave its schedulers waiting"
+        return f"{holds}; for hooks that need more registers"
+    if spec.tile_kind == "few_row":
+        flying = in_flight_bytes(spec) >> 10
+        loads = f"{flying} KiB of K and V in flight" if flying else "loads through registers"
+        return f"{packed_rows} packed rows share each key; {holds}, {loads}"
+    filled = 100 * min(1.0, packed_rows / spec.tile_q)
+    return (
+        f"{filled:.0f} % of a tile filled; {holds}, {accumulator_registers(spec)} of "
+        f"{register_budget(spec)} registers accumulate"
+    )
