@@ -1,16 +1,20 @@
-"""Lowers a variant's IR to the C++ `struct Hooks` that the CPU kernel headers are templates over.
+"""Lowers a variant's IR to the C++ `struct Hooks` that the kernel headers are templates over.
 
-Scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for either lane
-orientation: query rows on lanes with a uniform key, or keys on lanes with a uniform query row. The
-arithmetic is overloaded on scalars and vectors (`fajit/cpu/hook_ops.h`), so uniform
+On CPUs, scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for either
+lane orientation: query rows on lanes with a uniform key, or keys on lanes with a uniform query row.
+The arithmetic is overloaded on scalars and vectors (`fajit/cpu/hook_ops.h`), so uniform
 sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower_row`).
+
+On CUDA, the same hooks work on one value a thread (`fajit/cuda/hooks/hook_ops.h`), and a row hook
+is the work of one warp (`lower_row_cuda`).
 """
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from . import lower_pair, lower_row
+from . import lower_pair, lower_row, lower_row_cuda
 from .bounds_lower import lower_classify
 from .ir import Graph, VariantIR
 from .lower_expr import TAG
@@ -28,25 +32,45 @@ _FLAGS = {
 }
 
 
-def lower_hooks(variant: VariantIR, name: str = "variant") -> str:
+Backend = Literal["cpu", "cuda"]
+_DECLARE = {"cpu": "static", "cuda": "FAJIT_FN static"}
+
+
+def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "cpu") -> str:
     """The text of ``struct Hooks`` for `variant`; `name` appears in logical ``#line`` names."""
+    declare = _DECLARE[backend]
     flags = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
+    rows = _row_hooks(variant, backend)
+    if backend == "cuda":
+        scratch = max((n for _, n in rows), default=0)
+        flags.append(f"  static constexpr int kRowTemps = {scratch};  // floats a warp")
     parts = ["\n".join(flags)]
-    parts += [_cpp_function(variant, hook, text, name) for hook, text in variant.cpp]
-    parts += [lower_pair.lower(variant)]
+    parts += [_cpp_function(variant, hook, text, name, backend) for hook, text in variant.cpp]
+    parts += [lower_pair.lower(variant, declare)]
     for hook in ("pointwise", "pointwise_scale", "sink"):
-        parts.append(_scalar_hook(variant, hook))
-    for hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
-        graph = variant.hook(hook)
-        if graph is not None:
-            parts.append(lower_row.lower(hook, graph, variant.tensors))
-    parts.append(_classify(variant))
+        parts.append(_scalar_hook(variant, hook, declare))
+    parts += [text for text, _ in rows]
+    parts.append(_classify(variant, declare))
     body = "\n\n".join(p for p in parts if p)
     return f"struct Hooks {{\n{body}\n}};\n"
 
 
 def _bool(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
+    """The functions of the row hooks, and how many floats of scratch each uses."""
+    out = []
+    for hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
+        graph = variant.hook(hook)
+        if graph is None:
+            continue
+        if backend == "cuda":
+            out.append(lower_row_cuda.lower(hook, graph, variant.tensors))
+        else:
+            out.append((lower_row.lower(hook, graph, variant.tensors), 0))
+    return out
 
 
 _CPP_SIGNATURES = {
@@ -58,11 +82,12 @@ _CPP_SIGNATURES = {
 }
 
 
-def _cpp_function(variant: VariantIR, hook: str, text: str, name: str) -> str:
+def _cpp_function(variant: VariantIR, hook: str, text: str, name: str, backend: Backend) -> str:
     """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
     result, arguments = _CPP_SIGNATURES[hook]
+    declare = "static inline" if backend == "cpu" else _DECLARE[backend]
     return (
-        f"  static inline {result} {hook}_text([[maybe_unused]] const Context& c, "
+        f"  {declare} {result} {hook}_text([[maybe_unused]] const Context& c, "
         f"{', '.join('[[maybe_unused]] ' + a for a in arguments.split(', '))}) {{\n"
         f"{_cpp_params(variant, text)}"
         f'#line 1 "hook:{name}.{hook}"\n{text}\n#line 1 "hooks"\n  }}'
@@ -91,12 +116,12 @@ def _cpp_params(variant: VariantIR, text: str) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _scalar_hook(variant: VariantIR, hook: str) -> str:
+def _scalar_hook(variant: VariantIR, hook: str, declare: str) -> str:
     """`pointwise`, `pointwise_scale` and `sink`: functions without the row/key split."""
     signatures = {
-        "pointwise": ("template <class S>\n  static S", "S s"),
-        "pointwise_scale": ("static float", "int32_t b, int32_t h, int32_t q_idx"),
-        "sink": ("static float", "int32_t b, int32_t h"),
+        "pointwise": (f"template <class S>\n  {declare} S", "S s"),
+        "pointwise_scale": (f"{declare} float", "int32_t b, int32_t h, int32_t q_idx"),
+        "sink": (f"{declare} float", "int32_t b, int32_t h"),
     }
     head, arguments = signatures[hook]
     listed = ", ".join(f"[[maybe_unused]] {a}" for a in arguments.split(", "))
@@ -119,10 +144,10 @@ def _scalar_hook(variant: VariantIR, hook: str) -> str:
     return f"{opening}{body}    return ops::widen<{result}>({value});\n  }}"
 
 
-def _classify(variant: VariantIR) -> str:
+def _classify(variant: VariantIR, declare: str) -> str:
     """The interval form of the mask. A mask given as C++ text has none: every tile is partial."""
     opening = (
-        "  static int classify([[maybe_unused]] const Context& c, [[maybe_unused]] Interval b, "
+        f"  {declare} int classify([[maybe_unused]] const Context& c, [[maybe_unused]] Interval b, "
         "[[maybe_unused]] Interval h,\n                      [[maybe_unused]] Interval q, "
         "[[maybe_unused]] Interval k) {\n"
     )

@@ -199,18 +199,18 @@ def _line(statement: Statement) -> str:
 # --- the row / key / pair split ----------------------------------------------------------------
 
 
-def lower(variant: VariantIR) -> str:
-    """`rows`, `keys`, `score` and `mask` of ``struct Hooks``."""
+def lower(variant: VariantIR, declare: str = "static") -> str:
+    """`rows`, `keys`, `score` and `mask` of ``struct Hooks``, each declared with `declare`."""
     score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
     hooks: list[tuple[Block, str]] = []
     bodies = []
     for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
         if graph is None:
-            bodies.append(_absent(variant, kind))
+            bodies.append(_absent(variant, kind, declare))
             continue
         block, result = lower_graph(graph, variant.tensors, prefix)
         hooks.append((block, result))
-        bodies.append(_pair_function(kind, block, result))
+        bodies.append(_pair_function(kind, block, result, declare))
     # Text hooks are called with plain indices, which rows and keys therefore carry.
     text = variant.cpp_hook("score_mod") is not None or variant.cpp_hook("mask_mod") is not None
     row_names = [n for block, result in hooks for n in _escaping(block, result, Level.ROW)]
@@ -221,11 +221,11 @@ def lower(variant: VariantIR) -> str:
         row_inputs = ["b", *row_inputs]
     rows = _split_function(
         "rows", "class H, class Q", "int32_t b, H h, Q q_idx", "Row",
-        hooks, Level.ROW, row_inputs + row_names,
+        hooks, Level.ROW, row_inputs + row_names, declare,
     )  # fmt: skip
     keys = _split_function(
         "keys", "class K", "int32_t b, int32_t kv_h, K kv_idx", "Key",
-        hooks, Level.KEY, key_inputs + key_names,
+        hooks, Level.KEY, key_inputs + key_names, declare,
     )  # fmt: skip
     return "\n\n".join([rows, keys, *bodies])
 
@@ -267,11 +267,12 @@ def _split_function(
     hooks: Sequence[tuple[Block, str]],
     level: Level,
     names: list[str],
+    declare: str,
 ) -> str:
     listed = ", ".join(f"[[maybe_unused]] {a}" for a in arguments.split(", "))
     head = (
         f"  template <{template}>\n"
-        f"  static auto {function}([[maybe_unused]] const Context& c, {listed}) {{\n"
+        f"  {declare} auto {function}([[maybe_unused]] const Context& c, {listed}) {{\n"
     )
     if not names:
         return f"  struct {struct} {{}};\n{head}    return {struct}{{}};\n  }}"
@@ -290,14 +291,14 @@ def _split_function(
 
 
 _PAIR_HEAD = {
-    "score": "  template <class S, class R, class K>\n  static S score([[maybe_unused]] const "
-    "Context& c, [[maybe_unused]] S s, [[maybe_unused]] const R& r, [[maybe_unused]] const K& k) {",
-    "mask": "  template <class R, class K>\n  static auto mask([[maybe_unused]] const Context& c, "
-    "[[maybe_unused]] const R& r, [[maybe_unused]] const K& k) {",
+    "score": "  template <class S, class R, class K>\n  {} S score([[maybe_unused]] const Context& "
+    "c, [[maybe_unused]] S s, [[maybe_unused]] const R& r, [[maybe_unused]] const K& k) {{",
+    "mask": "  template <class R, class K>\n  {} auto mask([[maybe_unused]] const Context& c, "
+    "[[maybe_unused]] const R& r, [[maybe_unused]] const K& k) {{",
 }
 
 
-def _absent(variant: VariantIR, kind: str) -> str:
+def _absent(variant: VariantIR, kind: str, declare: str) -> str:
     if variant.cpp_hook(f"{kind}_mod") is None:
         value = "s" if kind == "score" else "true"
     elif kind == "score":
@@ -310,10 +311,10 @@ def _absent(variant: VariantIR, kind: str) -> str:
             "ops::mask_lanes(r.h, r.q_idx, k.kv_idx, [&](int32_t h, int32_t q, int32_t kv) "
             "{ return mask_mod_text(c, r.b, h, q, kv); })"
         )
-    return f"{_PAIR_HEAD[kind]}\n    return {value};\n  }}"
+    return f"{_PAIR_HEAD[kind].format(declare)}\n    return {value};\n  }}"
 
 
-def _pair_function(kind: str, block: Block, result: str) -> str:
+def _pair_function(kind: str, block: Block, result: str, declare: str) -> str:
     """The pair part: reads row and key values from `r` and `k`, computes what depends on both."""
     uses = _pair_uses(block, result)
     lines = []
@@ -329,4 +330,4 @@ def _pair_function(kind: str, block: Block, result: str) -> str:
             lines.append(f"const auto {statement.name} = {source}.{statement.name};")
     value = f"ops::widen<S>({result})" if kind == "score" else result
     body = "".join(f"    {line}\n" for line in lines)
-    return f"{_PAIR_HEAD[kind]}\n{body}    return {value};\n  }}"
+    return f"{_PAIR_HEAD[kind].format(declare)}\n{body}    return {value};\n  }}"

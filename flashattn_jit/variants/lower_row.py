@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .ir import Graph, Node, TensorParam
 from .lower_expr import CPP_TYPE, TAG, literal, map_op
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "query_mod": "int32_t b, int32_t h, int32_t q_idx",
     "key_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
     "value_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
@@ -25,11 +25,8 @@ _REDUCE = {"sum", "prod", "amax", "amin", "any", "all"}
 
 def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
     """The C++ function of one row hook: ``out[i]`` from ``row[i]``, both fp32, not aliased."""
-    length = next(n.shape[0] for n in graph.nodes if n.shape) if _vectors(graph) else 0
-    row = [n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"]
-    length = row[0].shape[0] if row else length
-    lines = _RowLowering(graph, tensors, length).run()
-    listed = ", ".join(f"[[maybe_unused]] {a}" for a in _ARGUMENTS[hook].split(", "))
+    lines = RowLowering(graph, tensors).run()
+    listed = ", ".join(f"[[maybe_unused]] {a}" for a in ARGUMENTS[hook].split(", "))
     head = (
         f"  static void {hook}([[maybe_unused]] const Context& c, "
         f"[[maybe_unused]] const float* __restrict row, float* __restrict out,\n"
@@ -38,14 +35,21 @@ def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
     return head + "".join(f"    {line}\n" for line in lines) + "  }"
 
 
-def _vectors(graph: Graph) -> bool:
-    return any(n.shape for n in graph.nodes)
+def _row_length(graph: Graph) -> int:
+    """Elements of the row: the result's, else the input's, else any vector's."""
+    row = [n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"]
+    for node in (graph.result, *row, *graph.nodes):
+        if node.shape:
+            return node.shape[0]
+    return 0
 
 
-class _RowLowering:
-    def __init__(self, graph: Graph, tensors: Sequence[TensorParam], length: int) -> None:
+class RowLowering:
+    """Statements of one row hook, one loop a segment; `lower_row_cuda` distributes the loops."""
+
+    def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
         self.graph, self.tensors = graph, tensors
-        self.length = graph.result.shape[0] if graph.result.shape else length
+        self.length = _row_length(graph)
         self.lines: list[str] = []
         self.names: dict[int, str] = {}  # scalar temporaries and materialised vectors
         self.uses = Counter(a for n in graph.nodes for a in n.args)
@@ -57,18 +61,24 @@ class _RowLowering:
             if not node.shape:
                 self._scalar(i, node)
             elif self._materialised(i, node):
-                name = self.names[i] = f"t{i}"
-                kind = CPP_TYPE[node.dtype]
-                self.lines.append(f"alignas(64) {kind} {name}[{node.shape[0]}];")
-                self._fill(i, name, "")
-        output = self.graph.output
-        cast = "" if self.graph.result.dtype == "float32" else self.graph.result.dtype
-        if self.graph.result.shape:
-            self._fill(output, "out", cast)
-        else:
-            value = self._cast(self.names[output], cast)
-            self.lines.append(f"for (int i = 0; i < {self.length}; ++i) out[i] = {value};")
+                self._store(i, node)
+        self._write(self.graph.output, self.graph.result)
         return self.lines
+
+    def _store(self, i: int, node: Node) -> None:
+        """Materialise vector i."""
+        name = self.names[i] = f"t{i}"
+        self.lines.append(f"alignas(64) {CPP_TYPE[node.dtype]} {name}[{node.shape[0]}];")
+        self._fill(i, name, "")
+
+    def _write(self, i: int, node: Node) -> None:
+        """The hook's result to `out`."""
+        cast = "" if node.dtype == "float32" else node.dtype
+        if node.shape:
+            self._fill(i, "out", cast)
+        else:
+            value = self._cast(self.names[i], cast)
+            self.lines.append(f"for (int i = 0; i < {self.length}; ++i) out[i] = {value};")
 
     # --- scalars -----------------------------------------------------------------------------
 
@@ -150,18 +160,21 @@ class _RowLowering:
         return node.op not in ("input", "const", "iota", "slice", "cat", "broadcast")
 
     def _fill(self, i: int, name: str, cast: str) -> None:
-        node = self.graph.nodes[i]
+        for value, place, n in self._pieces(i, self.graph.nodes[i], cast):
+            self.lines.append(_loop(n, f"{name}[{place}] = {value};"))
+
+    def _pieces(self, i: int, node: Node, cast: str) -> Iterator[tuple[str, str, int]]:
+        """Vector i as loops over `i`: the element, its place, how many there are."""
         if node.op == "interleave":
             n = len(node.args)
             for j, arg in enumerate(node.args):
                 for lo, hi in self._segments(arg, self.graph.nodes[arg].shape[0]):
                     value = self._cast(self._element(arg, 1, lo, lo), cast)
-                    place = _index(n, n * lo + j)
-                    self.lines.append(_loop(hi - lo, f"{name}[{place}] = {value};"))
+                    yield value, _index(n, n * lo + j), hi - lo
             return
         for lo, hi in self._segments(i, node.shape[0], root=True):
             value = self._cast(self._element(i, 1, lo, lo, root=True), cast)
-            self.lines.append(_loop(hi - lo, f"{name}[{_index(1, lo)}] = {value};"))
+            yield value, _index(1, lo), hi - lo
 
     def _cast(self, value: str, dtype: str) -> str:
         return f"ops::cast<{TAG[dtype]}, dt::f32>({value})" if dtype else value
@@ -169,6 +182,9 @@ class _RowLowering:
     def _stored(self, i: int, root: bool) -> bool:
         node = self.graph.nodes[i]
         return not root and i in self.names and node.op != "gather"
+
+    def _stored_text(self, i: int, place: str) -> str:
+        return f"{self.names[i]}[{place}]"
 
     def _segments(self, i: int, length: int, root: bool = False) -> list[tuple[int, int]]:
         cuts = sorted({0, length, *(c for c in self._cuts(i, root) if 0 < c < length)})
@@ -199,7 +215,7 @@ class _RowLowering:
         if not node.shape:
             return self.names[i]
         if self._stored(i, root):
-            return f"{self.names[i]}[{place}]"
+            return self._stored_text(i, place)
         if node.op == "input":
             return f"row[{place}]"
         if node.op == "const":

@@ -228,7 +228,7 @@ extern "C" void classify_boxes(int which, const fajit_tensor* tensors, int num_t
   args.q_offset = lengths + 2 * num_requests;
   args.q_token0 = lengths + 3 * num_requests;
   args.kv_token0 = lengths + 4 * num_requests;
-  const Context c = {{&args}};
+  const Context c(&args);
   for (int64_t i = 0; i < count; ++i) {{
     const int64_t* x = boxes + 8 * i;
     states[i] = table[which](c, {{x[0], x[1]}}, {{x[2], x[3]}}, {{x[4], x[5]}}, {{x[6], x[7]}});

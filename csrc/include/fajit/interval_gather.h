@@ -9,7 +9,7 @@
 namespace fajit {
 namespace interval {
 
-inline float half_bits(uint16_t x) {
+FAJIT_SHARED float half_bits(uint16_t x) {
   const uint32_t sign = uint32_t(x & 0x8000) << 16, exponent = (x >> 10) & 31, fraction = x & 1023;
   if (exponent == 0) {
     const float tiny = float(fraction) * 0x1p-24f;
@@ -18,23 +18,23 @@ inline float half_bits(uint16_t x) {
   const uint32_t wide = exponent == 31 ? 255 : exponent + 112;
   return __builtin_bit_cast(float, sign | (wide << 23) | (fraction << 13));
 }
-inline float bfloat_bits(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
+FAJIT_SHARED float bfloat_bits(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
 
 // Elements by storage: how they are read, and what a table holds of them.
 template <class T> struct Plain {
   using Storage = T;
   using Value = T;
-  static Value value(T x) { return x; }
+  static FAJIT_SHARED Value value(T x) { return x; }
 };
 struct Half {
   using Storage = uint16_t;
   using Value = float;
-  static Value value(uint16_t x) { return half_bits(x); }
+  static FAJIT_SHARED Value value(uint16_t x) { return half_bits(x); }
 };
 struct BFloat {
   using Storage = uint16_t;
   using Value = float;
-  static Value value(uint16_t x) { return bfloat_bits(x); }
+  static FAJIT_SHARED Value value(uint16_t x) { return bfloat_bits(x); }
 };
 
 template <class T> inline constexpr bool is_real = false;
@@ -48,7 +48,7 @@ template <class T> struct Hull {
 };
 
 template <class E, class T>
-inline void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stride, int64_t n) {
+FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stride, int64_t n) {
   if (n <= 0) return;
   if constexpr (is_real<T>) {
     for (int64_t i = 0; i < n; ++i) {
@@ -82,7 +82,7 @@ inline void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stride, in
 }
 
 // Indices as a gather takes them: negative ones wrap, then all are clamped into the dim.
-inline Interval i_index(Interval x, int64_t size) {
+FAJIT_SHARED Interval i_index(Interval x, int64_t size) {
   if (x.hi < 0) {
     x = {add_lo(x.lo, size), x.hi + size};
   } else if (x.lo < 0) {
@@ -94,7 +94,8 @@ inline Interval i_index(Interval x, int64_t size) {
 // The boxes of a gather, one per index tuple of the dims that are not scanned; calls
 // f(offset of the tuple, offset of the tuple in a table). False if there are too many.
 template <int Rank, int Scan, class F>
-inline bool each_row(const fajit_tensor& t, const fajit_tensor* table, const Interval* at, F f) {
+FAJIT_SHARED bool each_row(const fajit_tensor& t, const fajit_tensor* table, const Interval* at,
+                           F f) {
   int64_t rows = 1;
   for (int d = 0; d < Rank; ++d) {
     if (d == Scan) continue;
@@ -123,8 +124,8 @@ inline bool each_row(const fajit_tensor& t, const fajit_tensor* table, const Int
 // The hull of t[at]. `tables`: null, or the lo and the hi table of dim Scan (empty: none was built).
 // Returns false if it visited nothing, because the box is too large.
 template <class E, int Rank, int Scan>
-inline bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t,
-                        const fajit_tensor* tables, const Interval* index) {
+FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t,
+                              const fajit_tensor* tables, const Interval* index) {
   using V = typename E::Value;
   using S = typename E::Storage;
   Interval at[Rank > 0 ? Rank : 1];
@@ -162,27 +163,29 @@ inline bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t,
 }
 
 // The lo table at `slot`, followed by the hi table; null when the host built none.
-inline const fajit_tensor* tables_at(const Context& c, int slot) {
+FAJIT_SHARED const fajit_tensor* tables_at(const Context& c, int slot) {
   return slot + 1 < c.args->num_tensors ? &c.tensor(slot) : nullptr;
 }
 
 template <class E, int Rank, int Scan>
-inline Interval i_gather(const fajit_tensor& t, const fajit_tensor* tables, const Interval* index,
-                         Interval top) {
+FAJIT_SHARED Interval i_gather(const fajit_tensor& t, const fajit_tensor* tables,
+                               const Interval* index, Interval top) {
   Hull<typename E::Value> hull;
   if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return top;
   return {int64_t(hull.lo), int64_t(hull.hi)};
 }
 
 template <class E, int Rank, int Scan>
-inline Tri t_gather(const fajit_tensor& t, const fajit_tensor* tables, const Interval* index) {
+FAJIT_SHARED Tri t_gather(const fajit_tensor& t, const fajit_tensor* tables,
+                          const Interval* index) {
   Hull<typename E::Value> hull;
   if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return {true, false};
   return {hull.hi != 0, hull.lo != 0};
 }
 
 template <class E, int Rank, int Scan>
-inline FInterval f_gather(const fajit_tensor& t, const fajit_tensor* tables, const Interval* index) {
+FAJIT_SHARED FInterval f_gather(const fajit_tensor& t, const fajit_tensor* tables,
+                                const Interval* index) {
   constexpr double inf = __builtin_inf();
   Hull<typename E::Value> hull;
   if (!gather_hull<E, Rank, Scan>(hull, t, tables, index) || hull.nan) return {-inf, inf, true};
@@ -197,7 +200,7 @@ struct Bits {
 
 // The bits that some, and that all, elements of t[at] have set.
 template <class E, int Rank, int Scan>
-inline Bits gather_bits(const fajit_tensor& t, const Interval* index) {
+FAJIT_SHARED Bits gather_bits(const fajit_tensor& t, const Interval* index) {
   Interval at[Rank > 0 ? Rank : 1];
   int64_t count = 1;
   for (int d = 0; d < Rank; ++d) {
@@ -223,12 +226,12 @@ inline Bits gather_bits(const fajit_tensor& t, const Interval* index) {
   }
 }
 
-inline Bits bits_of(Interval x) {
+FAJIT_SHARED Bits bits_of(Interval x) {
   return x.lo == x.hi ? Bits{uint64_t(x.lo), uint64_t(x.lo)} : Bits{~uint64_t(0), 0};
 }
 
 // Bit number `at` (0 or 1) of numbers of `width` bits.
-inline Interval i_bit(Bits bits, Interval at, int64_t width) {
+FAJIT_SHARED Interval i_bit(Bits bits, Interval at, int64_t width) {
   if (at.lo < 0 || at.hi >= width) return {0, 1};
   const uint64_t mask = (~uint64_t(0) >> (63 - at.hi)) & (~uint64_t(0) << at.lo);
   return {(bits.all & mask) == mask, (bits.any & mask) != 0};
@@ -236,33 +239,33 @@ inline Interval i_bit(Bits bits, Interval at, int64_t width) {
 
 // --- lengths, slots, sorted params ---------------------------------------------------------------
 
-inline bool requests(const Context& c, Interval b) {
+FAJIT_SHARED bool requests(const Context& c, Interval b) {
   return b.lo >= 0 && b.hi < c.args->num_requests;
 }
 template <class F>
-inline Interval over_requests(const Context& c, Interval b, Interval top, F f) {
+FAJIT_SHARED Interval over_requests(const Context& c, Interval b, Interval top, F f) {
   if (!requests(c, b)) return top;
   Interval r = f(b.lo);
   for (int64_t i = b.lo + 1; i <= b.hi; ++i) r = i_hull(r, f(i));
   return r;
 }
-inline Interval i_q_len(const Context& c, Interval b) {
+FAJIT_SHARED Interval i_q_len(const Context& c, Interval b) {
   return over_requests(c, b, {0, kMaxPosition}, [&](int64_t i) {
     return Interval{c.args->q_len[i], c.args->q_len[i]};
   });
 }
-inline Interval i_kv_len(const Context& c, Interval b) {
+FAJIT_SHARED Interval i_kv_len(const Context& c, Interval b) {
   return over_requests(c, b, {0, kMaxPosition}, [&](int64_t i) {
     return Interval{c.args->kv_len[i], c.args->kv_len[i]};
   });
 }
-inline Interval i_q_row(const Context& c, Interval b, Interval q) {
+FAJIT_SHARED Interval i_q_row(const Context& c, Interval b, Interval q) {
   return over_requests(c, b, kTop, [&](int64_t i) {
     const int64_t base = int64_t(c.args->q_token0[i]) - c.args->q_offset[i];
     return i_add(q, {base, base});
   });
 }
-inline Interval i_kv_slot(const Context& c, Interval b, Interval k) {
+FAJIT_SHARED Interval i_kv_slot(const Context& c, Interval b, Interval k) {
   return over_requests(c, b, kTop, [&](int64_t i) {
     const int64_t base = c.args->kv_token0[i];
     return i_add(k, {base, base});
@@ -270,7 +273,7 @@ inline Interval i_kv_slot(const Context& c, Interval b, Interval k) {
 }
 
 template <class E, bool Right>
-inline int64_t rank_of(const fajit_tensor& t, int64_t value) {
+FAJIT_SHARED int64_t rank_of(const fajit_tensor& t, int64_t value) {
   const auto* data = static_cast<const typename E::Storage*>(t.ptr);
   int64_t lo = 0, hi = data == nullptr ? 0 : t.sizes[0];
   while (lo < hi) {
@@ -283,7 +286,7 @@ inline int64_t rank_of(const fajit_tensor& t, int64_t value) {
 }
 // Ranks in a sorted integer param.
 template <class E, bool Right>
-inline Interval i_searchsorted(const fajit_tensor& t, Interval x) {
+FAJIT_SHARED Interval i_searchsorted(const fajit_tensor& t, Interval x) {
   return {rank_of<E, Right>(t, x.lo), rank_of<E, Right>(t, x.hi)};
 }
 

@@ -1,5 +1,4 @@
-// Intervals, and their integer arithmetic.
-// flashattn_jit/variants/intervals.py: both give the same answer on every tile.
+// Intervals, and their integer arithmetic. The numpy twin is flashattn_jit/variants/intervals.py.
 #pragma once
 #include <fajit/context.h>
 
@@ -32,97 +31,115 @@ constexpr int64_t kMaxBitLoads = 4096;   // elements that `gather_bits` visits
 constexpr int64_t kScan = 256;           // shorter ranges are read directly, longer ones by table
 constexpr int64_t kBlock = 64;           // entries of a table's block
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+FAJIT_SHARED int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+FAJIT_SHARED int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-inline bool positions(Interval x) { return x.lo >= -kMaxPosition && x.hi <= kMaxPosition; }
+FAJIT_SHARED bool positions(Interval x) { return x.lo >= -kMaxPosition && x.hi <= kMaxPosition; }
 
 // Whether a machine integer of range [lo, hi] holds every value; at 64 bits, whether it is bounded.
-inline bool fits(Interval x, int64_t lo, int64_t hi) {
+FAJIT_SHARED bool fits(Interval x, int64_t lo, int64_t hi) {
   return x.lo >= lo && x.hi <= hi && x.lo != kMin && x.hi != kMax;
 }
 
 // Narrows x to [lo, hi]; false if nothing is left.
-inline bool meet(Interval& x, int64_t lo, int64_t hi) {
+FAJIT_SHARED bool meet(Interval& x, int64_t lo, int64_t hi) {
   x.lo = larger(x.lo, lo);
   x.hi = smaller(x.hi, hi);
   return x.lo <= x.hi;
 }
 
-inline bool is(Interval x, int64_t value) { return x.lo == value && x.hi == value; }
+FAJIT_SHARED bool is(Interval x, int64_t value) { return x.lo == value && x.hi == value; }
 
 // --- saturating endpoints ------------------------------------------------------------------------
 
-inline int64_t add_lo(int64_t a, int64_t b) {
+// Wrapped results; whether they differ from the exact ones.
+FAJIT_SHARED bool add_overflows(int64_t a, int64_t b, int64_t& r) {
+  r = int64_t(uint64_t(a) + uint64_t(b));
+  return ((a ^ r) & (b ^ r)) < 0;
+}
+FAJIT_SHARED bool mul_overflows(int64_t a, int64_t b, int64_t& r) {
+#if defined(__CUDA_ARCH__)
+  r = int64_t(uint64_t(a) * uint64_t(b));
+  return __mul64hi(a, b) != r >> 63;
+#else
+  return __builtin_mul_overflow(a, b, &r);
+#endif
+}
+
+FAJIT_SHARED int64_t add_lo(int64_t a, int64_t b) {
   int64_t r;
   if (a == kMin || b == kMin) return kMin;
-  if (__builtin_add_overflow(a, b, &r)) return a > 0 ? kMax : kMin;
+  if (add_overflows(a, b, r)) return a > 0 ? kMax : kMin;
   return r;
 }
-inline int64_t add_hi(int64_t a, int64_t b) {
+FAJIT_SHARED int64_t add_hi(int64_t a, int64_t b) {
   int64_t r;
   if (a == kMax || b == kMax) return kMax;
-  if (__builtin_add_overflow(a, b, &r)) return a > 0 ? kMax : kMin;
+  if (add_overflows(a, b, r)) return a > 0 ? kMax : kMin;
   return r;
 }
-inline int64_t negated(int64_t a) { return a == kMin ? kMax : (a == kMax ? kMin : -a); }
-inline bool infinite(int64_t a) { return a == kMin || a == kMax; }
-inline int64_t times(int64_t a, int64_t b) {
+FAJIT_SHARED int64_t negated(int64_t a) { return a == kMin ? kMax : (a == kMax ? kMin : -a); }
+FAJIT_SHARED bool infinite(int64_t a) { return a == kMin || a == kMax; }
+FAJIT_SHARED int64_t times(int64_t a, int64_t b) {
   int64_t r;
   if (a == 0 || b == 0) return 0;
-  if (infinite(a) || infinite(b) || __builtin_mul_overflow(a, b, &r)) {
+  if (infinite(a) || infinite(b) || mul_overflows(a, b, r)) {
     return (a < 0) == (b < 0) ? kMax : kMin;
   }
   return r;
 }
-inline int64_t floor_quotient(int64_t a, int64_t b) {
+FAJIT_SHARED int64_t floor_quotient(int64_t a, int64_t b) {
   if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
   if (b == -1) return -a;
   return a / b - (a % b != 0 && (a < 0) != (b < 0));
 }
-inline int64_t trunc_quotient(int64_t a, int64_t b) {
+FAJIT_SHARED int64_t trunc_quotient(int64_t a, int64_t b) {
   if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
   return b == -1 ? -a : a / b;
 }
 
 template <class F>
-inline Interval corners(Interval a, Interval b, F f) {
+FAJIT_SHARED Interval corners(Interval a, Interval b, F f) {
   const int64_t w = f(a.lo, b.lo), x = f(a.lo, b.hi), y = f(a.hi, b.lo), z = f(a.hi, b.hi);
   return {smaller(smaller(w, x), smaller(y, z)), larger(larger(w, x), larger(y, z))};
 }
 
 // --- integers ------------------------------------------------------------------------------------
 
-inline Interval i_hull(Interval a, Interval b) { return {smaller(a.lo, b.lo), larger(a.hi, b.hi)}; }
-inline Interval i_add(Interval a, Interval b) { return {add_lo(a.lo, b.lo), add_hi(a.hi, b.hi)}; }
-inline Interval i_neg(Interval a) { return {negated(a.hi), negated(a.lo)}; }
-inline Interval i_sub(Interval a, Interval b) { return i_add(a, i_neg(b)); }
-inline Interval i_mul(Interval a, Interval b) { return corners(a, b, times); }
-inline Interval i_scale(Interval a, int64_t c) {
+FAJIT_SHARED Interval i_hull(Interval a, Interval b) {
+  return {smaller(a.lo, b.lo), larger(a.hi, b.hi)};
+}
+FAJIT_SHARED Interval i_add(Interval a, Interval b) {
+  return {add_lo(a.lo, b.lo), add_hi(a.hi, b.hi)};
+}
+FAJIT_SHARED Interval i_neg(Interval a) { return {negated(a.hi), negated(a.lo)}; }
+FAJIT_SHARED Interval i_sub(Interval a, Interval b) { return i_add(a, i_neg(b)); }
+FAJIT_SHARED Interval i_mul(Interval a, Interval b) { return corners(a, b, times); }
+FAJIT_SHARED Interval i_scale(Interval a, int64_t c) {
   return c < 0 ? Interval{times(a.hi, c), times(a.lo, c)} : Interval{times(a.lo, c), times(a.hi, c)};
 }
-inline Interval i_minimum(Interval a, Interval b) {
+FAJIT_SHARED Interval i_minimum(Interval a, Interval b) {
   return {smaller(a.lo, b.lo), smaller(a.hi, b.hi)};
 }
-inline Interval i_maximum(Interval a, Interval b) {
+FAJIT_SHARED Interval i_maximum(Interval a, Interval b) {
   return {larger(a.lo, b.lo), larger(a.hi, b.hi)};
 }
-inline Interval i_abs(Interval a) {
+FAJIT_SHARED Interval i_abs(Interval a) {
   if (a.lo >= 0) return a;
   if (a.hi <= 0) return i_neg(a);
   return {0, larger(negated(a.lo), a.hi)};
 }
-inline Interval i_sign(Interval a) {
+FAJIT_SHARED Interval i_sign(Interval a) {
   return {(a.lo > 0) - (a.lo < 0), (a.hi > 0) - (a.hi < 0)};
 }
-inline Interval i_floordiv(Interval a, Interval b) {
+FAJIT_SHARED Interval i_floordiv(Interval a, Interval b) {
   return b.lo <= 0 && b.hi >= 0 ? kTop : corners(a, b, floor_quotient);
 }
-inline Interval i_truncdiv(Interval a, Interval b) {
+FAJIT_SHARED Interval i_truncdiv(Interval a, Interval b) {
   return b.lo <= 0 && b.hi >= 0 ? kTop : corners(a, b, trunc_quotient);
 }
 // x % c is exact as long as x stays within one period.
-inline Interval i_remainder(Interval a, Interval b) {
+FAJIT_SHARED Interval i_remainder(Interval a, Interval b) {
   if (b.lo <= 0 && b.hi >= 0) return kTop;
   if (b.lo > 0 && a.lo >= 0 && a.hi < b.lo) return a;
   if (b.lo == b.hi && !infinite(a.lo) && !infinite(a.hi) && b.lo != kMin) {
@@ -135,7 +152,7 @@ inline Interval i_remainder(Interval a, Interval b) {
   return b.lo > 0 ? Interval{0, b.hi - 1} : Interval{b.lo + 1, 0};
 }
 // The remainder with the sign of the dividend.
-inline Interval i_fmod(Interval a, Interval b) {
+FAJIT_SHARED Interval i_fmod(Interval a, Interval b) {
   if (b.lo <= 0 && b.hi >= 0) return kTop;
   const Interval m = i_abs(b);
   if (a.lo >= 0) return i_remainder(a, m);
@@ -144,58 +161,58 @@ inline Interval i_fmod(Interval a, Interval b) {
 }
 
 // The least 2^n - 1 that is not below x >= 0.
-inline int64_t all_ones(int64_t x) {
+FAJIT_SHARED int64_t all_ones(int64_t x) {
   return x == 0 ? 0 : int64_t(~uint64_t(0) >> __builtin_clzll(uint64_t(x)));
 }
 // Bitwise results of n-bit two's complement numbers have n bits.
-inline Interval same_bits(Interval a, Interval b) {
+FAJIT_SHARED Interval same_bits(Interval a, Interval b) {
   const int64_t low = smaller(a.lo, b.lo), high = larger(a.hi, b.hi);
   const int64_t ones = all_ones(larger(low < 0 ? -1 - low : 0, high < 0 ? 0 : high));
   return {low < 0 ? -1 - ones : 0, ones};
 }
-inline bool single(Interval a, Interval b) { return a.lo == a.hi && b.lo == b.hi; }
-inline Interval i_and(Interval a, Interval b) {
+FAJIT_SHARED bool single(Interval a, Interval b) { return a.lo == a.hi && b.lo == b.hi; }
+FAJIT_SHARED Interval i_and(Interval a, Interval b) {
   if (single(a, b)) return {a.lo & b.lo, a.lo & b.lo};
   if (a.lo >= 0 && b.lo >= 0) return {0, smaller(a.hi, b.hi)};
   if (a.lo >= 0) return {0, a.hi};
   if (b.lo >= 0) return {0, b.hi};
   return same_bits(a, b);
 }
-inline Interval i_or(Interval a, Interval b) {
+FAJIT_SHARED Interval i_or(Interval a, Interval b) {
   if (single(a, b)) return {a.lo | b.lo, a.lo | b.lo};
   Interval r = same_bits(a, b);
   if (a.lo >= 0 && b.lo >= 0) r.lo = larger(a.lo, b.lo);
   return r;
 }
-inline Interval i_xor(Interval a, Interval b) {
+FAJIT_SHARED Interval i_xor(Interval a, Interval b) {
   if (single(a, b)) return {a.lo ^ b.lo, a.lo ^ b.lo};
   return same_bits(a, b);
 }
-inline int64_t power_of_two(int64_t n) { return int64_t(1) << n; }
-inline Interval i_shl(Interval a, Interval b) {
+FAJIT_SHARED int64_t power_of_two(int64_t n) { return int64_t(1) << n; }
+FAJIT_SHARED Interval i_shl(Interval a, Interval b) {
   if (b.lo < 0 || b.hi > 61) return kTop;
   return i_mul(a, {power_of_two(b.lo), power_of_two(b.hi)});
 }
-inline Interval i_shr(Interval a, Interval b) {
+FAJIT_SHARED Interval i_shr(Interval a, Interval b) {
   if (b.lo < 0 || b.hi > 61) return kTop;
   return i_floordiv(a, {power_of_two(b.lo), power_of_two(b.hi)});
 }
 
 // A value of a machine dtype: anything in its range once the exact result may leave it.
-inline Interval i_wrap(Interval a, int64_t lo, int64_t hi) {
+FAJIT_SHARED Interval i_wrap(Interval a, int64_t lo, int64_t hi) {
   return fits(a, lo, hi) ? a : Interval{lo, hi};
 }
-inline Interval i_where(Tri c, Interval a, Interval b) {
+FAJIT_SHARED Interval i_where(Tri c, Interval a, Interval b) {
   return c.must ? a : (c.may ? i_hull(a, b) : b);
 }
-inline Interval i_top(int64_t lo, int64_t hi) { return {lo, hi}; }
-inline Interval i_point(int64_t x) { return {x, x}; }
-inline Interval i_range(int64_t n) { return {0, n - 1}; }
-inline Interval i_hull(Interval a) { return a; }
+FAJIT_SHARED Interval i_top(int64_t lo, int64_t hi) { return {lo, hi}; }
+FAJIT_SHARED Interval i_point(int64_t x) { return {x, x}; }
+FAJIT_SHARED Interval i_range(int64_t n) { return {0, n - 1}; }
+FAJIT_SHARED Interval i_hull(Interval a) { return a; }
 
 // The parts of x whose (value + offset) lies in its first period, in whole ones, in its last one;
 // how many there are.
-inline int periods(Interval x, Interval offset, Interval divisor, Interval parts[3]) {
+FAJIT_SHARED int periods(Interval x, Interval offset, Interval divisor, Interval parts[3]) {
   const int64_t d = divisor.lo, o = offset.lo;
   const bool known = d == divisor.hi && o == offset.hi && positions(offset) && positions(x);
   if (!known || d <= 1 || d > kMaxPosition || x.lo > x.hi) return 1;
@@ -211,8 +228,8 @@ inline int periods(Interval x, Interval offset, Interval divisor, Interval parts
 
 // The state of a box from the states of its parts, which are looked at only if the box is partial.
 template <class F>
-inline int by_parts(F box, Interval q, Interval k, const Interval* parts_q, int count_q,
-                    const Interval* parts_k, int count_k) {
+FAJIT_SHARED int by_parts(F box, Interval q, Interval k, const Interval* parts_q, int count_q,
+                          const Interval* parts_k, int count_k) {
   const int state = box(q, k);
   if (state != FAJIT_TILE_PARTIAL || count_q * count_k == 1) return state;
   bool keep = false, drop = false;
@@ -229,22 +246,22 @@ inline int by_parts(F box, Interval q, Interval k, const Interval* parts_q, int 
 
 // --- conditions ----------------------------------------------------------------------------------
 
-inline Tri t_not(Tri a) { return {!a.must, !a.may}; }
-inline Tri t_and(Tri a, Tri b) { return {a.may && b.may, a.must && b.must}; }
-inline Tri t_or(Tri a, Tri b) { return {a.may || b.may, a.must || b.must}; }
-inline Tri t_hull(Tri a, Tri b) { return {a.may || b.may, a.must && b.must}; }
-inline Tri t_where(Tri c, Tri a, Tri b) { return c.must ? a : (c.may ? t_hull(a, b) : b); }
-inline Tri t_xor(Tri a, Tri b) { return t_or(t_and(a, t_not(b)), t_and(t_not(a), b)); }
-inline Tri t_hull(Tri a) { return a; }
+FAJIT_SHARED Tri t_not(Tri a) { return {!a.must, !a.may}; }
+FAJIT_SHARED Tri t_and(Tri a, Tri b) { return {a.may && b.may, a.must && b.must}; }
+FAJIT_SHARED Tri t_or(Tri a, Tri b) { return {a.may || b.may, a.must || b.must}; }
+FAJIT_SHARED Tri t_hull(Tri a, Tri b) { return {a.may || b.may, a.must && b.must}; }
+FAJIT_SHARED Tri t_where(Tri c, Tri a, Tri b) { return c.must ? a : (c.may ? t_hull(a, b) : b); }
+FAJIT_SHARED Tri t_xor(Tri a, Tri b) { return t_or(t_and(a, t_not(b)), t_and(t_not(a), b)); }
+FAJIT_SHARED Tri t_hull(Tri a) { return a; }
 
-inline Tri i_ge(Interval a, Interval b) { return {a.hi >= b.lo, a.lo >= b.hi}; }
-inline Tri i_gt(Interval a, Interval b) { return {a.hi > b.lo, a.lo > b.hi}; }
-inline Tri i_le(Interval a, Interval b) { return i_ge(b, a); }
-inline Tri i_lt(Interval a, Interval b) { return i_gt(b, a); }
-inline Tri i_eq(Interval a, Interval b) {
+FAJIT_SHARED Tri i_ge(Interval a, Interval b) { return {a.hi >= b.lo, a.lo >= b.hi}; }
+FAJIT_SHARED Tri i_gt(Interval a, Interval b) { return {a.hi > b.lo, a.lo > b.hi}; }
+FAJIT_SHARED Tri i_le(Interval a, Interval b) { return i_ge(b, a); }
+FAJIT_SHARED Tri i_lt(Interval a, Interval b) { return i_gt(b, a); }
+FAJIT_SHARED Tri i_eq(Interval a, Interval b) {
   return {a.lo <= b.hi && b.lo <= a.hi, a.lo == a.hi && is(b, a.lo) && !infinite(a.lo)};
 }
-inline Tri i_ne(Interval a, Interval b) { return t_not(i_eq(a, b)); }
+FAJIT_SHARED Tri i_ne(Interval a, Interval b) { return t_not(i_eq(a, b)); }
 
 }  // namespace interval
 }  // namespace fajit

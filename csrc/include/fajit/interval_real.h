@@ -12,80 +12,80 @@ namespace interval {
 
 constexpr double kInf = __builtin_inf();
 
-inline double f_smaller(double a, double b) { return a < b ? a : b; }
-inline double f_larger(double a, double b) { return a > b ? a : b; }
-inline double rounded(double x, bool single) { return single ? double(float(x)) : x; }
-inline bool whole(double x) { return x == __builtin_floor(x); }
+FAJIT_SHARED double f_smaller(double a, double b) { return a < b ? a : b; }
+FAJIT_SHARED double f_larger(double a, double b) { return a > b ? a : b; }
+FAJIT_SHARED double rounded(double x, bool single) { return single ? double(float(x)) : x; }
+FAJIT_SHARED bool whole(double x) { return x == __builtin_floor(x); }
 
 // The neighbour of x below (above), in the hook's precision.
-inline double below(double x, bool single) {
+FAJIT_SHARED double below(double x, bool single) {
   return single ? double(__builtin_nextafterf(float(x), -__builtin_inff()))
                 : __builtin_nextafter(x, -kInf);
 }
-inline double above(double x, bool single) { return -below(-x, single); }
+FAJIT_SHARED double above(double x, bool single) { return -below(-x, single); }
 
-inline FInterval f_top() { return {-kInf, kInf, true}; }
-inline FInterval f_point(double x) { return x != x ? f_top() : FInterval{x, x, false}; }
-inline FInterval f_const(double x) { return f_point(x); }
-inline FInterval f_range(int64_t n) { return {0, double(n - 1), false}; }
-inline FInterval f_hull(FInterval a, FInterval b) {
+FAJIT_SHARED FInterval f_top() { return {-kInf, kInf, true}; }
+FAJIT_SHARED FInterval f_point(double x) { return x != x ? f_top() : FInterval{x, x, false}; }
+FAJIT_SHARED FInterval f_const(double x) { return f_point(x); }
+FAJIT_SHARED FInterval f_range(int64_t n) { return {0, double(n - 1), false}; }
+FAJIT_SHARED FInterval f_hull(FInterval a, FInterval b) {
   return {f_smaller(a.lo, b.lo), f_larger(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
 }
-inline FInterval f_hull(FInterval a) { return a; }
-inline FInterval f_where(Tri c, FInterval a, FInterval b) {
+FAJIT_SHARED FInterval f_hull(FInterval a) { return a; }
+FAJIT_SHARED FInterval f_where(Tri c, FInterval a, FInterval b) {
   return c.must ? a : (c.may ? f_hull(a, b) : b);
 }
-inline FInterval f_round_to(FInterval a, bool single) {
+FAJIT_SHARED FInterval f_round_to(FInterval a, bool single) {
   return {rounded(a.lo, single), rounded(a.hi, single), a.maybe_nan};
 }
 
 // --- conversions ---------------------------------------------------------------------------------
 
-inline FInterval f_from_i(Interval a, bool single) {
+FAJIT_SHARED FInterval f_from_i(Interval a, bool single) {
   return single ? FInterval{double(float(a.lo)), double(float(a.hi)), false}
                 : FInterval{double(a.lo), double(a.hi), false};
 }
-inline FInterval f_from_t(Tri a, bool) { return {double(a.must), double(a.may), false}; }
-inline Interval i_from_f(FInterval a, int64_t lo, int64_t hi) {
+FAJIT_SHARED FInterval f_from_t(Tri a, bool) { return {double(a.must), double(a.may), false}; }
+FAJIT_SHARED Interval i_from_f(FInterval a, int64_t lo, int64_t hi) {
   if (a.maybe_nan || !(a.lo > -9e18) || !(a.hi < 9e18)) return {lo, hi};
   const Interval r = {int64_t(a.lo), int64_t(a.hi)};
   return r.lo < lo || r.hi > hi ? Interval{lo, hi} : r;
 }
-inline Interval i_from_t(Tri a) { return {a.must, a.may}; }
-inline Tri t_from_f(FInterval a) {
+FAJIT_SHARED Interval i_from_t(Tri a) { return {a.must, a.may}; }
+FAJIT_SHARED Tri t_from_f(FInterval a) {
   return {a.lo != 0 || a.hi != 0 || a.maybe_nan, a.lo > 0 || a.hi < 0};
 }
-inline Tri t_from_i(Interval a) { return {a.lo != 0 || a.hi != 0, a.lo > 0 || a.hi < 0}; }
-inline Tri t_from_t(Tri a) { return a; }
+FAJIT_SHARED Tri t_from_i(Interval a) { return {a.lo != 0 || a.hi != 0, a.lo > 0 || a.hi < 0}; }
+FAJIT_SHARED Tri t_from_t(Tri a) { return a; }
 
 // --- arithmetic ----------------------------------------------------------------------------------
 
-inline bool unbounded(FInterval a) { return a.lo == -kInf || a.hi == kInf; }
-inline bool has_zero(FInterval a) { return a.lo <= 0 && a.hi >= 0; }
+FAJIT_SHARED bool unbounded(FInterval a) { return a.lo == -kInf || a.hi == kInf; }
+FAJIT_SHARED bool has_zero(FInterval a) { return a.lo <= 0 && a.hi >= 0; }
 
 // An endpoint that is NaN (inf - inf) says nothing.
-inline FInterval f_made(double lo, double hi, bool nan) {
+FAJIT_SHARED FInterval f_made(double lo, double hi, bool nan) {
   const bool lost = lo != lo || hi != hi;
   return {lo != lo ? -kInf : lo, hi != hi ? kInf : hi, nan || lost};
 }
 
-inline FInterval f_add(FInterval a, FInterval b, bool single) {
+FAJIT_SHARED FInterval f_add(FInterval a, FInterval b, bool single) {
   const bool cancels = (a.hi == kInf && b.lo == -kInf) || (a.lo == -kInf && b.hi == kInf);
   return f_made(rounded(a.lo + b.lo, single), rounded(a.hi + b.hi, single),
                 a.maybe_nan || b.maybe_nan || cancels);
 }
-inline FInterval f_neg(FInterval a, bool) { return {-a.hi, -a.lo, a.maybe_nan}; }
-inline FInterval f_sub(FInterval a, FInterval b, bool single) {
+FAJIT_SHARED FInterval f_neg(FInterval a, bool) { return {-a.hi, -a.lo, a.maybe_nan}; }
+FAJIT_SHARED FInterval f_sub(FInterval a, FInterval b, bool single) {
   return f_add(a, f_neg(b, single), single);
 }
 
-inline double product_below(double a, double b, bool single) {
+FAJIT_SHARED double product_below(double a, double b, bool single) {
   const double p = a == 0 || b == 0 ? 0 : a * b;
   const bool exact = single ? double(float(p)) == p
                             : whole(a) && whole(b) && p < 0x1p53 && p > -0x1p53;
   return exact ? p : below(p, single);
 }
-inline FInterval f_mul(FInterval a, FInterval b, bool single) {
+FAJIT_SHARED FInterval f_mul(FInterval a, FInterval b, bool single) {
   const bool nan = (unbounded(a) && has_zero(b)) || (unbounded(b) && has_zero(a));
   auto low = [&](double s) {
     return f_smaller(
@@ -94,7 +94,7 @@ inline FInterval f_mul(FInterval a, FInterval b, bool single) {
   };
   return f_made(low(1), -low(-1), a.maybe_nan || b.maybe_nan || nan);
 }
-inline FInterval f_div(FInterval a, FInterval b, bool single) {
+FAJIT_SHARED FInterval f_div(FInterval a, FInterval b, bool single) {
   if (has_zero(b) || (unbounded(a) && unbounded(b))) return f_top();
   const double w = a.lo / b.lo, x = a.lo / b.hi, y = a.hi / b.lo, z = a.hi / b.hi;
   return f_made(rounded(f_smaller(f_smaller(w, x), f_smaller(y, z)), single),
@@ -102,48 +102,49 @@ inline FInterval f_div(FInterval a, FInterval b, bool single) {
                 a.maybe_nan || b.maybe_nan);
 }
 // Implementations differ by one near whole quotients.
-inline FInterval f_floordiv(FInterval a, FInterval b, bool single) {
+FAJIT_SHARED FInterval f_floordiv(FInterval a, FInterval b, bool single) {
   if (unbounded(a)) return f_top();  // inf // x is NaN
   const FInterval q = f_div(a, b, single);
   return {__builtin_floor(q.lo) - 1, __builtin_floor(q.hi) + 1, q.maybe_nan};
 }
-inline FInterval f_remainder(FInterval a, FInterval b, bool) {
+FAJIT_SHARED FInterval f_remainder(FInterval a, FInterval b, bool) {
   if (has_zero(b) || unbounded(a) || unbounded(b)) return f_top();
   return {b.lo < 0 ? b.lo : 0, b.hi > 0 ? b.hi : 0, a.maybe_nan || b.maybe_nan};
 }
-inline FInterval f_minimum(FInterval a, FInterval b, bool) {
+FAJIT_SHARED FInterval f_minimum(FInterval a, FInterval b, bool) {
   return {f_smaller(a.lo, b.lo), f_smaller(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
 }
-inline FInterval f_maximum(FInterval a, FInterval b, bool) {
+FAJIT_SHARED FInterval f_maximum(FInterval a, FInterval b, bool) {
   return {f_larger(a.lo, b.lo), f_larger(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
 }
-inline FInterval f_abs(FInterval a, bool single) {
+FAJIT_SHARED FInterval f_abs(FInterval a, bool single) {
   if (a.lo >= 0) return a;
   if (a.hi <= 0) return f_neg(a, single);
   return {0, f_larger(-a.lo, a.hi), a.maybe_nan};
 }
-inline FInterval f_sign(FInterval a, bool) {
+FAJIT_SHARED FInterval f_sign(FInterval a, bool) {
   const double lo = (a.lo > 0) - (a.lo < 0), hi = (a.hi > 0) - (a.hi < 0);
   if (!a.maybe_nan) return {lo, hi, false};
   return {f_smaller(lo, 0), f_larger(hi, 0), true};
 }
-inline FInterval f_floor(FInterval a, bool) {
+FAJIT_SHARED FInterval f_floor(FInterval a, bool) {
   return {__builtin_floor(a.lo), __builtin_floor(a.hi), a.maybe_nan};
 }
-inline FInterval f_ceil(FInterval a, bool) {
+FAJIT_SHARED FInterval f_ceil(FInterval a, bool) {
   return {__builtin_ceil(a.lo), __builtin_ceil(a.hi), a.maybe_nan};
 }
-inline FInterval f_round(FInterval a, bool) {
+FAJIT_SHARED FInterval f_round(FInterval a, bool) {
   return {__builtin_rint(a.lo), __builtin_rint(a.hi), a.maybe_nan};
 }
-inline FInterval f_trunc(FInterval a, bool) {
+FAJIT_SHARED FInterval f_trunc(FInterval a, bool) {
   return {__builtin_trunc(a.lo), __builtin_trunc(a.hi), a.maybe_nan};
 }
 
 // --- approximated functions ------------------------------------------------------------------------
 
 // [lo, hi] widened beyond any implementation's error, within the function's own limits.
-inline FInterval f_loose(double lo, double hi, bool nan, bool single, double least, double most) {
+FAJIT_SHARED FInterval f_loose(double lo, double hi, bool nan, bool single, double least,
+                               double most) {
   const double relative = single ? 1e-5 : 1e-12, absolute = single ? 1e-6 : 1e-13;
   constexpr double huge = 0x1.fffffffffffffp1023;  // where one overflows, another may just not
   if (lo == kInf) lo = huge;
@@ -155,7 +156,7 @@ inline FInterval f_loose(double lo, double hi, bool nan, bool single, double lea
 }
 
 #define FAJIT_INCREASING(name, function, least, most)                                     \
-  inline FInterval name(FInterval a, bool single) {                                       \
+  FAJIT_SHARED FInterval name(FInterval a, bool single) {                                       \
     return f_loose(function(a.lo), function(a.hi), a.maybe_nan, single, least, most);     \
   }
 FAJIT_INCREASING(f_exp, __builtin_exp, 0, kInf)
@@ -167,14 +168,14 @@ FAJIT_INCREASING(f_atan, __builtin_atan, -1.6, 1.6)
 FAJIT_INCREASING(f_sinh, __builtin_sinh, -kInf, kInf)
 #undef FAJIT_INCREASING
 
-inline double logistic(double x) { return 1 / (1 + __builtin_exp(-x)); }
-inline FInterval f_sigmoid(FInterval a, bool single) {
+FAJIT_SHARED double logistic(double x) { return 1 / (1 + __builtin_exp(-x)); }
+FAJIT_SHARED FInterval f_sigmoid(FInterval a, bool single) {
   return f_loose(logistic(a.lo), logistic(a.hi), a.maybe_nan, single, 0, 1.00001);
 }
 
 // Functions of x >= least argument; what lies below gives NaN.
 #define FAJIT_ROOTS(name, function, domain)                                                  \
-  inline FInterval name(FInterval a, bool single) {                                          \
+  FAJIT_SHARED FInterval name(FInterval a, bool single) {                                          \
     if (!(a.hi >= (domain))) return f_top();                                                 \
     const double low = a.lo < (domain) ? -kInf : function(a.lo);                             \
     return f_loose(low, function(a.hi), a.maybe_nan || a.lo < (domain), single, -kInf, kInf); \
@@ -185,13 +186,13 @@ FAJIT_ROOTS(f_log10, __builtin_log10, 0)
 FAJIT_ROOTS(f_log1p, __builtin_log1p, -1)
 #undef FAJIT_ROOTS
 
-inline FInterval f_sqrt(FInterval a, bool single) {
+FAJIT_SHARED FInterval f_sqrt(FInterval a, bool single) {
   if (a.hi < 0) return f_top();
   return {a.lo < 0 ? 0 : rounded(__builtin_sqrt(a.lo), single),
           rounded(__builtin_sqrt(a.hi), single), a.maybe_nan || a.lo < 0};
 }
 
-inline FInterval f_sum(FInterval a, int64_t n, bool single) {
+FAJIT_SHARED FInterval f_sum(FInterval a, int64_t n, bool single) {
   if (unbounded(a)) return f_top();
   const double count = double(n);
   const double most = f_larger(__builtin_fabs(a.lo), __builtin_fabs(a.hi));
@@ -201,25 +202,25 @@ inline FInterval f_sum(FInterval a, int64_t n, bool single) {
 
 // --- conditions ------------------------------------------------------------------------------------
 
-inline Tri f_ge(FInterval a, FInterval b) {
+FAJIT_SHARED Tri f_ge(FInterval a, FInterval b) {
   return {a.hi >= b.lo, a.lo >= b.hi && !a.maybe_nan && !b.maybe_nan};
 }
-inline Tri f_gt(FInterval a, FInterval b) {
+FAJIT_SHARED Tri f_gt(FInterval a, FInterval b) {
   return {a.hi > b.lo, a.lo > b.hi && !a.maybe_nan && !b.maybe_nan};
 }
-inline Tri f_le(FInterval a, FInterval b) { return f_ge(b, a); }
-inline Tri f_lt(FInterval a, FInterval b) { return f_gt(b, a); }
-inline Tri f_eq(FInterval a, FInterval b) {
+FAJIT_SHARED Tri f_le(FInterval a, FInterval b) { return f_ge(b, a); }
+FAJIT_SHARED Tri f_lt(FInterval a, FInterval b) { return f_gt(b, a); }
+FAJIT_SHARED Tri f_eq(FInterval a, FInterval b) {
   const bool points = a.lo == a.hi && b.lo == b.hi && a.lo == b.lo;
   return {a.lo <= b.hi && b.lo <= a.hi, points && !a.maybe_nan && !b.maybe_nan};
 }
-inline Tri f_ne(FInterval a, FInterval b) { return {!f_eq(a, b).must, !f_eq(a, b).may}; }
-inline Tri f_isnan(FInterval a) { return {a.maybe_nan, false}; }
-inline Tri f_isinf(FInterval a) {
+FAJIT_SHARED Tri f_ne(FInterval a, FInterval b) { return {!f_eq(a, b).must, !f_eq(a, b).may}; }
+FAJIT_SHARED Tri f_isnan(FInterval a) { return {a.maybe_nan, false}; }
+FAJIT_SHARED Tri f_isinf(FInterval a) {
   return {unbounded(a), a.lo == a.hi && unbounded(a) && !a.maybe_nan};
 }
-inline Tri t_top() { return {true, false}; }
-inline Tri t_const(bool x) { return {x, x}; }
+FAJIT_SHARED Tri t_top() { return {true, false}; }
+FAJIT_SHARED Tri t_const(bool x) { return {x, x}; }
 
 }  // namespace interval
 }  // namespace fajit
