@@ -17,9 +17,10 @@ WARP = 32
 MAX_REGISTERS = 255
 """Most registers of one thread, on every target."""
 
-MAX_CTAS = 4
-"""Most thread blocks per multiprocessor that a tile declares: more of them hide no more latency,
-and each costs the others registers."""
+MAX_WARPS = {"prefill": 8, "few_row": 16}
+"""Most warps per multiprocessor that a tile declares. Two a scheduler overlap softmax with matrix
+products, and the registers of more are better spent on larger tiles and on hooks; kernels that wait
+for memory gain from four. A kernel that needs fewer registers than its budget still gets more."""
 
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
 
@@ -96,11 +97,11 @@ def register_limit(target: str, num_warps: int, ctas: int) -> int:
 def ctas_per_sm(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
     """Thread blocks that a multiprocessor is meant to hold, for ``__launch_bounds__``.
 
-    As many, up to `MAX_CTAS`, as shared memory holds and as leave a thread room for its
+    As many, up to `MAX_WARPS`, as shared memory holds and as leave a thread room for its
     accumulators and a working set.
     """
     needed = accumulator_registers(spec) + _WORKING_REGISTERS
-    for ctas in range(MAX_CTAS, 1, -1):
+    for ctas in range(MAX_WARPS[spec.tile_kind] // spec.num_warps, 1, -1):
         if (
             ctas <= resident_by_shared(spec.target, shared_bytes(spec, row_scratch_bytes))
             and register_limit(spec.target, spec.num_warps, ctas) >= needed

@@ -5,19 +5,29 @@ packed rows, so the kernels that a variant can ever need are a short list (`reac
 sizes, thread count and lengths decide run-time values only (`schedule`).
 """
 
+from .devices import DEVICES, Device, device_hardware, named_hardware, typical_hardware
 from .hardware import Hardware, host_hardware
 from .problem import Problem, RooflinePoint, roofline
+from .slots import Slots, min_chunk, slots
 from .tiles import TileChoice, candidates, choose, fallbacks, reachable
 
 __all__ = [
+    "DEVICES",
+    "Device",
     "Hardware",
     "Problem",
     "RooflinePoint",
+    "Slots",
     "TileChoice",
     "candidates",
     "choose",
+    "device_hardware",
     "fallbacks",
     "host_hardware",
+    "min_chunk",
+    "named_hardware",
     "reachable",
     "roofline",
+    "slots",
+    "typical_hardware",
 ]

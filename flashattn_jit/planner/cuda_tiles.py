@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..codegen.budget import (
+    MAX_WARPS,
     accumulator_registers,
     ctas_per_sm,
     fits,
@@ -26,8 +27,6 @@ from ..variants.ir import VariantIR
 ROW_CLASSES = (16, 64, 128)
 """Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
 the tile is not smaller for want of registers."""
-
-_BUSY_WARPS = 8  # a multiprocessor has 4 schedulers; two warps each overlap softmax and matrices
 
 _IN_FLIGHT_BYTES = {
     "sm_75": 16 << 10, "sm_80": 32 << 10, "sm_86": 24 << 10, "sm_89": 24 << 10,
@@ -142,32 +141,41 @@ def shares_well(spec: KernelSpec) -> bool:
     """
     if spec.tile_kind == "few_row":
         return ctas_per_sm(spec) >= 2
-    return ctas_per_sm(spec) * spec.num_warps >= _BUSY_WARPS and spec.tile_kv > _LAST_RESORT_KV
+    return (
+        ctas_per_sm(spec) * spec.num_warps >= MAX_WARPS["prefill"]
+        and spec.tile_kv > _LAST_RESORT_KV
+    )
 
 
 def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     """The tiles that take the place of `spec`, in order, where its hooks make it spill.
 
-    They have its tile kind and at most its rows, so a plan is made for them as for `spec`.
+    They have its tile kind and at most its rows, so a plan is made for them as for `spec`. Each
+    leaves hooks more registers than the one before.
     """
     tiles = ladder(spec, row_class(spec.tile_q))
     shapes = [(t.tile_q, t.tile_kv, t.num_warps) for t in tiles]
     here = (spec.tile_q, spec.tile_kv, spec.num_warps)
-    return tiles[shapes.index(here) + 1 :] if here in shapes else ()
+    steps: list[KernelSpec] = []
+    for tile in tiles[shapes.index(here) + 1 :] if here in shapes else ():
+        if spare_registers(tile) > spare_registers(steps[-1] if steps else spec):
+            steps.append(tile)
+    return tuple(steps)
+
+
+def spare_registers(spec: KernelSpec) -> int:
+    """Registers of the budget that do not accumulate."""
+    return register_budget(spec) - accumulator_registers(spec)
 
 
 def considered(blank: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, shared bytes, chosen, reason) of the choice and of what it was chosen over."""
     rows = row_class(packed_rows)
     chosen = place(blank, rows)
-    entries = []
-    for other in ROW_CLASSES:
-        if other != rows and (spec := place(blank, other)) != chosen:
-            entries.append((spec, shared_bytes(spec), False, _against_class(other, packed_rows)))
-    for spec in ladder(blank, rows):
-        why = for_or_against(spec, chosen, packed_rows)
-        entries.append((spec, shared_bytes(spec), spec == chosen, why))
-    return sorted(entries, key=lambda e: (not e[2], -e[0].tile_q, -e[0].tile_kv))
+    why = {place(blank, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
+    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(blank, rows)}
+    order = sorted(why, key=lambda s: (s != chosen, -s.tile_q, -s.tile_kv))
+    return [(s, shared_bytes(s), s == chosen, why[s]) for s in order]
 
 
 def _against_class(rows: int, packed_rows: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .devices import Device
 from .hardware import Hardware
 
 _ITEM_BYTES = {
@@ -65,7 +66,7 @@ class RooflinePoint:
     bound: str
 
 
-def roofline(problem: Problem, hardware: Hardware, matrix_dtype: str) -> RooflinePoint:
+def roofline(problem: Problem, hardware: Hardware | Device, matrix_dtype: str) -> RooflinePoint:
     """The roofline model (Williams et al., 2009) for one problem on one machine."""
     peak = hardware.flops(matrix_dtype)
     ridge = peak / hardware.read_bytes_per_s

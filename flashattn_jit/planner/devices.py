@@ -1,0 +1,190 @@
+"""NVIDIA GPUs as data: what the planner and `explain` know of a device without having it.
+
+Figures are the vendor's data sheets' (SXM parts where there are several); matrix rates are dense,
+with fp32 sums. They place a problem on the roofline and count slots. No kernel depends on them:
+its target alone decides it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..codegen.budget import LIMITS
+from ..codegen.target import compiled_target, cuda_target
+from ..errors import InputError
+
+_MATRIX_FLOPS_PER_CLOCK = {
+    "sm_75": 1024, "sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90": 4096, "sm_100": 8192,
+    "sm_120": 512,
+}  # fmt: skip
+"""Of one multiprocessor, fp16 or bf16 with fp32 sums. GeForce parts before sm_120 have half."""
+
+_MMA_SYNC_SHARE = {"sm_90": 0.63}  # arXiv 2501.12084: what mma.sync reaches of wgmma's rate
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU. Bytes and bytes/s, FLOP/s; per multiprocessor (sm) where the name says so.
+
+    shared_per_block: the most that one block may ask for. matrix_flops: dense fp16 or bf16 products
+    with fp32 sums. read_bytes_per_s: of device memory.
+    """
+
+    name: str
+    target: str
+    num_sms: int
+    l2_bytes: int
+    memory_bytes: int
+    read_bytes_per_s: float
+    matrix_flops: float
+    shared_per_sm: int = 0
+    shared_per_block: int = 0
+    registers_per_sm: int = 65536
+    threads_per_sm: int = 0
+
+    def __post_init__(self) -> None:
+        arch = LIMITS[self.target]
+        for field, least in (
+            ("shared_per_sm", arch.shared_per_sm), ("shared_per_block", arch.shared_per_block),
+            ("threads_per_sm", arch.threads_per_sm),
+        ):  # fmt: skip
+            if getattr(self, field) == 0:
+                object.__setattr__(self, field, least)
+
+    def flops(self, matrix_dtype: str) -> float:
+        """Peak arithmetic rate (FLOP/s) of the matrix units, which take fp16 and bf16 alike."""
+        return self.matrix_flops
+
+    @property
+    def rates(self) -> str:
+        """Where the rates come from, in words."""
+        share = _MMA_SYNC_SHARE.get(self.target)
+        limit = "" if share is None else f" (mma.sync instructions reach about {share:.0%} of it)"
+        return f"{self.name}'s rated{limit}"
+
+
+def _device(
+    name: str, target: str, sms: int, l2_mib: float, memory_gib: int, gb_s: float, tflops: float
+) -> Device:
+    return Device(
+        name, target, sms, int(l2_mib * 2**20), memory_gib << 30, gb_s * 1e9, tflops * 1e12
+    )
+
+
+DEVICES = (
+    #       name        target    SMs  L2    memory  GB/s  TFLOP/s
+    _device("T4",       "sm_75",  40,  4,    16,     320,  65),
+    _device("A100",     "sm_80",  108, 40,   80,     2039, 312),
+    _device("A10",      "sm_86",  72,  6,    24,     600,  125),
+    _device("L4",       "sm_89",  58,  48,   24,     300,  121),
+    _device("L40S",     "sm_89",  142, 96,   48,     864,  362),
+    _device("RTX 4090", "sm_89",  128, 72,   24,     1008, 165),
+    _device("H100",     "sm_90",  132, 50,   80,     3350, 989.5),
+    _device("H200",     "sm_90",  132, 60,   141,    4800, 989.5),
+    _device("B200",     "sm_100", 148, 126,  180,    8000, 2250),
+    _device("RTX 5090", "sm_120", 170, 96,   32,     1792, 209.5),
+)  # fmt: skip
+"""Ascending by target."""
+
+_TYPICAL = {
+    "sm_75": "T4", "sm_80": "A100", "sm_86": "A10", "sm_89": "L40S", "sm_90": "H100",
+    "sm_100": "B200", "sm_120": "RTX 5090",
+}  # fmt: skip
+
+
+def named_hardware(name: str) -> Device:
+    """A device of the list by its name: ``"H100"``, ``"rtx 4090"``, ``"NVIDIA A100-SXM4-80GB"``.
+
+    Raises:
+        InputError: no device of the list has that name.
+    """
+    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
+    text = "".join(w for w in words if w not in ("nvidia", "geforce", "tesla"))
+    found = [d for d in DEVICES if text.startswith(_squeezed(d.name))]
+    found = found or [d for d in DEVICES if text and _squeezed(d.name).endswith(text)]
+    if not found:
+        known = ", ".join(d.name for d in DEVICES)
+        raise InputError(f"no description of a device {name!r}; there are {known}")
+    return max(found, key=lambda d: len(d.name))
+
+
+def _squeezed(name: str) -> str:
+    return name.lower().replace(" ", "")
+
+
+def typical_hardware(target: str) -> Device:
+    """The device that stands for a CUDA target where none is named."""
+    return named_hardware(_TYPICAL[compiled_target(target)])
+
+
+def device_hardware(index: int = 0) -> Device:
+    """The CUDA device of that ordinal, as torch sees it.
+
+    Rates come from the clocks that it reports, or from the list where torch does not give them.
+
+    Raises:
+        InputError: torch has no such device.
+        TargetError: no kernels exist for it.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise InputError(f"torch sees no CUDA device {index}; name one: device='H100'")
+    return described(torch.cuda.get_device_properties(index))
+
+
+def described(properties: Any) -> Device:
+    """A device from torch's properties of it."""
+    target = cuda_target(properties.major, properties.minor)
+    arch = LIMITS[target]
+    try:
+        listed: Device | None = named_hardware(properties.name)
+    except InputError:
+        listed = None
+    if listed is not None and listed.target != target:
+        listed = None
+    sms = int(properties.multi_processor_count)
+    like = listed or typical_hardware(target)
+    return Device(
+        name=properties.name,
+        target=target,
+        num_sms=sms,
+        l2_bytes=int(getattr(properties, "L2_cache_size", 0)) or like.l2_bytes,
+        memory_bytes=int(properties.total_memory),
+        read_bytes_per_s=_bandwidth(properties) or like.read_bytes_per_s,
+        matrix_flops=(
+            listed.matrix_flops * sms / listed.num_sms
+            if listed is not None
+            else _matrix_rate(properties, target, sms) or like.matrix_flops * sms / like.num_sms
+        ),
+        shared_per_sm=int(getattr(properties, "shared_memory_per_multiprocessor", 0)),
+        shared_per_block=int(getattr(properties, "shared_memory_per_block_optin", 0)),
+        registers_per_sm=int(
+            getattr(properties, "regs_per_multiprocessor", 0) or arch.registers_per_sm
+        ),
+        threads_per_sm=int(getattr(properties, "max_threads_per_multi_processor", 0)),
+    )
+
+
+def _bandwidth(properties: Any) -> float:
+    """Two transfers a clock over the bus; 0 where torch does not report both (clocks in kHz)."""
+    clock = getattr(properties, "memory_clock_rate", 0) or 0
+    width = getattr(properties, "memory_bus_width", 0) or 0
+    return 2.0 * clock * 1e3 * width / 8
+
+
+def _matrix_rate(properties: Any, target: str, sms: int) -> float:
+    clock = getattr(properties, "clock_rate", 0) or 0
+    return float(sms * clock * 1e3 * _MATRIX_FLOPS_PER_CLOCK[target])
+
+
+__all__ = [
+    "DEVICES",
+    "Device",
+    "described",
+    "device_hardware",
+    "named_hardware",
+    "typical_hardware",
+]

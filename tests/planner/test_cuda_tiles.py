@@ -1,0 +1,125 @@
+"""CUDA tiles: every choice is reachable, fits its target, and steps down to smaller ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashattn_jit.codegen.budget import (
+    MAX_REGISTERS,
+    accumulator_registers,
+    ctas_per_sm,
+    limits,
+    padded,
+    register_budget,
+    resident_by_shared,
+    shared_bytes,
+)
+from flashattn_jit.codegen.target import CUDA_TARGETS, EMULATED_TARGETS, compiled_target
+from flashattn_jit.planner import Problem, candidates, choose, fallbacks, reachable
+from flashattn_jit.planner.cuda_tiles import ROW_CLASSES
+from flashattn_jit.planner.tiles import tile_kind
+from flashattn_jit.variants.ir import VariantIR
+
+PLAIN = VariantIR(())
+SCORED = VariantIR((), cpp=(("score_mod", "return score;"),))
+KIB = 1024
+SHARED_PER_BLOCK = {
+    "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99,
+}  # fmt: skip
+
+targets = st.sampled_from(CUDA_TARGETS + EMULATED_TARGETS)
+head_dims = st.integers(1, 256)
+variants = st.sampled_from([PLAIN, SCORED])
+
+
+def problem(rows, head_dim, head_dim_v, kv_len=4096, group=1, dtype="bfloat16"):
+    return Problem((rows,), (kv_len,), 2 * group, 2, head_dim, head_dim_v, dtype, dtype, dtype)
+
+
+@settings(max_examples=400, deadline=None)
+@given(targets, head_dims, head_dims, st.integers(0, 5000), st.integers(1, 71), variants)
+def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, group, variant):
+    p = problem(q_len, head_dim, head_dim_v, group=group)
+    chosen = choose(variant, p, target)
+    specs = reachable(variant, (head_dim, head_dim_v), ("bfloat16",) * 3, target)
+    assert len(specs) <= 8
+    assert chosen.document() in {s.document() for s in specs}
+    assert chosen.target == compiled_target(target)
+    assert chosen.tile_kind == tile_kind(p.packed_rows, target)
+    for spec in (*specs, *fallbacks(chosen)):
+        assert shared_bytes(spec) <= SHARED_PER_BLOCK[spec.target] * KIB
+
+
+@settings(max_examples=200, deadline=None)
+@given(targets, head_dims, head_dims, variants)
+def test_a_tile_is_one_that_the_kernels_can_run(target, head_dim, head_dim_v, variant):
+    for chosen in reachable(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
+        for spec in (chosen, *fallbacks(chosen)):
+            assert spec.tile_kv % 16 == 0 and spec.num_warps in (2, 4, 8)
+            if spec.tile_kind == "few_row":
+                assert spec.tile_q == 16 and spec.tile_kv == 16 * spec.num_warps
+                assert 1 <= spec.num_stages <= 4
+            else:
+                assert spec.tile_q in (64, 128) and spec.tile_q % (16 * spec.num_warps) == 0
+                assert spec.num_stages in (1, 2)
+            if spec.target == "sm_75":
+                assert spec.num_stages == 1 and spec.tile_q <= 64
+
+
+@settings(max_examples=200, deadline=None)
+@given(targets, head_dims, head_dims, variants)
+def test_accumulators_fit_the_registers_that_the_tile_declares(
+    target, head_dim, head_dim_v, variant
+):
+    for chosen in reachable(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
+        assert accumulator_registers(chosen) + 56 <= register_budget(chosen) <= MAX_REGISTERS
+        ctas = ctas_per_sm(chosen)
+        assert ctas <= resident_by_shared(chosen.target, shared_bytes(chosen))
+        threads = 32 * chosen.num_warps * ctas
+        assert threads <= limits(target).threads_per_sm
+        assert threads * register_budget(chosen) <= limits(target).registers_per_sm
+
+
+@settings(max_examples=200, deadline=None)
+@given(targets, head_dims, head_dims, st.sampled_from(ROW_CLASSES), variants)
+def test_each_step_down_leaves_hooks_more_registers(target, head_dim, head_dim_v, rows, variant):
+    chosen = choose(variant, problem(rows, head_dim, head_dim_v), target)
+    steps = fallbacks(chosen)
+    assert all(s.tile_kind == chosen.tile_kind and s.tile_q <= chosen.tile_q for s in steps)
+    spare = [register_budget(s) - accumulator_registers(s) for s in (chosen, *steps)]
+    assert spare == sorted(set(spare))
+    assert all(fallbacks(step) == steps[i + 1 :] for i, step in enumerate(steps))
+
+
+def test_lengths_heads_and_names_do_not_reach_the_key():
+    a = choose(PLAIN, problem(100, 128, 128, 200), "sm_90", name="A")
+    b = choose(PLAIN, problem(25, 128, 128, 20, group=8), "sm_90", name="B")
+    assert a.document() == b.document()
+
+
+def test_an_emulated_target_gets_the_kernel_that_the_device_gets():
+    p = problem(300, 64, 64)
+    assert choose(PLAIN, p, "emulated:sm_80") == choose(PLAIN, p, "sm_80")
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 4096])
+def test_exactly_one_candidate_is_the_choice_and_each_has_a_reason(target, rows):
+    p = problem(rows, 128, 128)
+    options = candidates(p, target, PLAIN)
+    assert [c.spec for c in options if c.chosen] == [choose(PLAIN, p, target)]
+    assert all(c.reason and c.scratch_bytes for c in options)
+    assert len({c.spec for c in options}) == len(options)
+
+
+def test_rows_of_a_group_share_a_tile():
+    """Heads of a group are rows: 8 heads and 2 positions fill what 16 positions of one head do."""
+    assert choose(PLAIN, problem(2, 128, 128, group=8), "sm_90").tile_kind == "few_row"
+    assert choose(PLAIN, problem(3, 128, 128, group=8), "sm_90").tile_q == 64
+    assert choose(PLAIN, problem(9, 128, 128, group=8), "sm_90").tile_q == 128
+
+
+def test_head_dims_are_padded_to_what_matrix_instructions_take():
+    assert [padded(d) for d in (1, 16, 17, 80, 121, 256)] == [16, 16, 32, 80, 128, 256]
