@@ -21,6 +21,9 @@ _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
 _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
 
+Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes]
+"""Kernel, grid, block, dynamic shared bytes, parameter bytes."""
+
 def cpu_isa() -> str:
     """The highest this CPU and its system run: "avx512_bf16", "avx512", "avx2" or "generic"."""
 
@@ -89,6 +92,13 @@ class Module:
     def description(self) -> str:
         """JSON of `fajit_describe()`: abi_version, key, layout."""
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it holds CUDA kernels. Opening it needs no driver; `load` and launches do."""
+
+    def load(self, device: int) -> None:
+        """Loads its kernels on a CUDA device, once. Raises `LaunchError`."""
+
     def classify(
         self,
         problem: Problem,
@@ -113,7 +123,9 @@ class Problem:
     `tensors` holds (sizes, strides) of every param tensor, in slot order; `scalar_kinds` one "i"
     (int64) or "f" (float64) a scalar slot; `block_mask` is (sizes, strides, q_block, kv_block) with
     4 sizes and strides: request, head, q block, kv block. `q_token0` and `kv_token0` default to
-    `q_row0` and `kv_row0`.
+    `q_row0` and `kv_row0`. With `page_indptr` [num_requests + 1], key rows are found through pages
+    of `page_size` slots, out of `num_pages`. With `row_request`, the request of every packed token,
+    the rows of an item may be of several requests.
     """
 
     def __init__(
@@ -139,6 +151,10 @@ class Problem:
         tensors: Sequence[_Layout] = (),
         scalar_kinds: str = "",
         block_mask: _BlockMaskLayout | None = None,
+        page_indptr: _PerRequest | None = None,
+        page_size: int = 0,
+        num_pages: int = 0,
+        row_request: _PerRequest | None = None,
     ) -> None: ...
     @property
     def num_requests(self) -> int: ...
@@ -162,6 +178,9 @@ class Call:
     def workspace_bytes(self) -> int:
         """Bytes that `launch(workspace=)` must point to; 0 when no row is split."""
 
+    def device_block(self) -> bytes:
+        """The plan as `launch(device_block=)` must find it, at a multiple of 16 bytes."""
+
     def launch(
         self,
         q: int,
@@ -175,9 +194,35 @@ class Call:
         scalars: Sequence[int | float] = (),
         states: int = 0,
         workspace: int = 0,
+        page_indices: int = 0,
+        device_block: int = 0,
+        stream: int = 0,
+        device: int = 0,
     ) -> None:
         """Runs the kernel, then its merge, without the GIL.
 
+        CUDA artifacts are enqueued on `stream` of `device`; their addresses are the device's.
         Raises `AbiError` or `ValueError` where the artifact refuses, `MemoryError` where its
-        scratch cannot be allocated; then nothing useful is in `out`.
+        scratch cannot be allocated, `LaunchError` where CUDA refuses; then nothing useful is in
+        `out`.
         """
+
+    def plan_launches(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        scale: float,
+        num_threads: int,
+        tensors: Sequence[int] = (),
+        scalars: Sequence[int | float] = (),
+        states: int = 0,
+        workspace: int = 0,
+        page_indices: int = 0,
+        device_block: int = 0,
+        stream: int = 0,
+        device: int = 0,
+    ) -> list[Launch]:
+        """What `launch` would launch, as data; needs no driver. CUDA artifacts only."""

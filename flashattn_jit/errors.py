@@ -1,4 +1,8 @@
-"""The errors that this package raises: `FlashAttnJitError`, before any work began."""
+"""The errors that this package raises, all of them `FlashAttnJitError`.
+
+They are raised before any work began, but for `LaunchError` and the emulator's: then a kernel was
+refused or stopped, and nothing useful is in the outputs.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +68,43 @@ class EnvironmentVariableError(FlashAttnJitError, ValueError):
 
 class AbiError(FlashAttnJitError, RuntimeError):
     """A loaded artifact does not speak this version's binary interface."""
+
+
+class LaunchError(FlashAttnJitError, RuntimeError):
+    """CUDA refused to load or to launch a kernel. Names kernel, grid and the artifact's path."""
+
+
+class EmulatorError(FlashAttnJitError, RuntimeError):
+    """The emulator cannot run a kernel, such as for an instruction that it does not know."""
+
+
+class EmulatorFault(EmulatorError):
+    """A kernel did in the emulator what it must not: a bad access, a race, a deadlock.
+
+    `kind` names which; `kernel`, `source` ("file:line" of what was compiled), `block`, `thread`,
+    `address` and `allocation` (a tensor's name) say where. What does not apply is empty or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str = "",
+        kernel: str = "",
+        source: str = "",
+        block: tuple[int, int, int] | None = None,
+        thread: int | None = None,
+        address: int | None = None,
+        allocation: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.kernel = kernel
+        self.source = source
+        self.block = block
+        self.thread = thread
+        self.address = address
+        self.allocation = allocation
 
 
 class GradError(FlashAttnJitError, RuntimeError):

@@ -31,6 +31,8 @@ void translate(std::exception_ptr caught) {
     if (caught) std::rethrow_exception(caught);
   } catch (const AbiError& error) {
     raise_python("AbiError", error.what());
+  } catch (const LaunchError& error) {
+    raise_python("LaunchError", error.what());
   } catch (const LoadError& error) {
     PyErr_SetString(PyExc_OSError, error.what());
   }
@@ -83,6 +85,8 @@ void bind_module(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("path", &Module::path)
       .def_property_readonly("description", &Module::description)
+      .def_property_readonly("is_cuda", &Module::is_cuda)
+      .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def("classify", &classify, py::arg("problem"), py::arg("request"), py::arg("head_begin"),
            py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"), py::arg("tile_q"),
            py::arg("kv_begin"), py::arg("kv_end"), py::arg("tile_kv"), py::arg("states"),
@@ -96,29 +100,51 @@ void bind_problem(py::module_& m) {
       .def(py::init<int32_t, int32_t, int32_t, int32_t, int32_t, py::handle, py::handle, py::handle,
                     py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
                     py::handle, py::handle, py::handle, py::handle, const std::string&,
-                    py::handle>(),
+                    py::handle, py::handle, int32_t, int32_t, py::handle>(),
            py::kw_only(), py::arg("num_requests"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("head_dim_v"), py::arg("q_len"), py::arg("kv_len"),
            py::arg("q_row0") = 0, py::arg("kv_row0") = 0, py::arg("q_offset") = 0,
            py::arg("q_token0") = py::none(), py::arg("kv_token0") = py::none(),
            py::arg("q_stride") = zeros, py::arg("k_stride") = zeros, py::arg("v_stride") = zeros,
            py::arg("out_stride") = zeros, py::arg("lse_stride") = zeros, py::arg("tensors") = none,
-           py::arg("scalar_kinds") = "", py::arg("block_mask") = py::none())
+           py::arg("scalar_kinds") = "", py::arg("block_mask") = py::none(),
+           py::arg("page_indptr") = py::none(), py::arg("page_size") = 0, py::arg("num_pages") = 0,
+           py::arg("row_request") = py::none())
       .def_property_readonly("num_requests",
                              [](const Problem& self) { return self.args().num_requests; });
 }
 
-void bind_call(py::module_& m) {
+// A method of `Call` that takes the values of one launch.
+template <class Result>
+void def_launch(py::class_<Call>& call, const char* name,
+                Result (Call::*method)(const LaunchValues&) const) {
   const py::tuple none = py::make_tuple();
-  py::class_<Call>(m, "Call")
+  call.def(
+      name,
+      [method](const Call& self, py::handle q, py::handle k, py::handle v, py::handle out,
+               py::handle lse, double scale, int num_threads, py::handle tensors,
+               py::handle scalars, py::handle states, py::handle workspace,
+               py::handle page_indices, py::handle device_block, py::handle stream, int device) {
+        return (self.*method)({q, k, v, out, lse, scale, num_threads, tensors, scalars, states,
+                               workspace, page_indices, device_block, stream, device});
+      },
+      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("scale"),
+      py::arg("num_threads"), py::arg("tensors") = none, py::arg("scalars") = none,
+      py::arg("states") = 0, py::arg("workspace") = 0, py::arg("page_indices") = 0,
+      py::arg("device_block") = 0, py::arg("stream") = 0, py::arg("device") = 0);
+}
+
+void bind_call(py::module_& m) {
+  py::class_<Call> call(m, "Call");
+  call
       .def(py::init<std::shared_ptr<const Module>, std::shared_ptr<const Problem>,
                     const py::buffer&, const py::buffer&, int64_t, int32_t>(),
            py::arg("module"), py::arg("problem"), py::arg("work"),
            py::arg("merge_work") = py::bytes(""), py::arg("partial_rows") = 0, py::arg("flags") = 0)
       .def_property_readonly("workspace_bytes", &Call::workspace_bytes)
-      .def("launch", &Call::launch, py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"),
-           py::arg("lse"), py::arg("scale"), py::arg("num_threads"), py::arg("tensors") = none,
-           py::arg("scalars") = none, py::arg("states") = 0, py::arg("workspace") = 0);
+      .def("device_block", &Call::device_block);
+  def_launch(call, "launch", &Call::launch);
+  def_launch(call, "plan_launches", &Call::plan_launches);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "errors.h"
@@ -13,6 +14,19 @@ namespace fajit::runtime {
 namespace {
 
 constexpr int64_t kWorkspaceAlignment = 64;
+constexpr int64_t kSectionAlignment = 16;
+
+int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+template <class T>
+int64_t bytes_of(const std::vector<T>& items) {
+  return static_cast<int64_t>(items.size() * sizeof(T));
+}
+
+std::string dims(const char* name, const uint32_t* n) {
+  return std::string(name) + " (" + std::to_string(n[0]) + ", " + std::to_string(n[1]) + ", " +
+         std::to_string(n[2]) + ")";
+}
 
 // A copy of a contiguous buffer seen as items of type T, whatever its item type is.
 template <class T>
@@ -151,36 +165,76 @@ Call::Call(std::shared_ptr<const Module> module, std::shared_ptr<const Problem> 
   args_.num_work = narrow(static_cast<int64_t>(work_.size()), "num_work");
   args_.num_merge_work = narrow(static_cast<int64_t>(merge_work_.size()), "num_merge_work");
   const int64_t out_bytes = partial_rows * args_.head_dim_v * int64_t{sizeof(float)};
-  partial_out_bytes_ =
-      (out_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  partial_out_bytes_ = round_up(out_bytes, kWorkspaceAlignment);
   workspace_bytes_ =
       partial_rows > 0 ? partial_out_bytes_ + partial_rows * int64_t{sizeof(float)} : 0;
+  for (const fajit_merge_work& item : merge_work_) {
+    args_.max_merge_rows = std::max(args_.max_merge_rows, item.row_end - item.row_begin);
+  }
+  sections_ = sections();
 }
 
-void Call::launch(py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse,
-                  double scale, int num_threads, py::handle tensors, py::handle scalars,
-                  py::handle states, py::handle workspace) const {
-  fajit_args args = args_;
-  const Params params(*problem_, tensors, scalars);
-  params.fill(args);
-  args.q = to_address(q);
-  args.k = to_address(k);
-  args.v = to_address(v);
-  args.out = to_address(out);
-  args.lse = static_cast<float*>(to_address(lse));
-  args.scale = static_cast<float>(scale);
-  args.num_threads = num_threads;
-  args.block_mask.states = static_cast<const uint8_t*>(to_address(states));
-  char* const space = static_cast<char*>(to_address(workspace));
+Call::Sections Call::sections() const {
+  Sections s{};
+  const auto place = [&](int64_t bytes) {
+    const int64_t begin = s.bytes;
+    s.bytes = round_up(begin + bytes, kSectionAlignment);
+    return begin;
+  };
+  const int64_t requests = args_.num_requests;
+  for (int64_t& section : s.per_request) section = place(requests * int64_t{sizeof(int32_t)});
+  s.page_indptr = place(problem_->is_paged() ? (requests + 1) * int64_t{sizeof(int32_t)} : 0);
+  s.row_request = place(bytes_of(problem_->row_request()));
+  s.work = place(bytes_of(work_));
+  s.merge_work = place(bytes_of(merge_work_));
+  return s;
+}
 
-  if (num_threads < 1) {
-    throw py::value_error("num_threads=" + std::to_string(num_threads) + " must be positive");
+py::bytes Call::device_block() const {
+  const Sections& s = sections_;
+  std::string block(static_cast<size_t>(s.bytes), '\0');
+  const auto put = [&](int64_t begin, const void* source, int64_t bytes) {
+    if (bytes > 0) std::memcpy(block.data() + begin, source, static_cast<size_t>(bytes));
+  };
+  const int64_t requests = args_.num_requests;
+  const int32_t* const arrays[] = {args_.q_len,    args_.kv_len,   args_.q_row0,   args_.kv_row0,
+                                   args_.q_offset, args_.q_token0, args_.kv_token0};
+  for (size_t i = 0; i < std::size(arrays); ++i) {
+    put(s.per_request[i], arrays[i], requests * int64_t{sizeof(int32_t)});
+  }
+  if (problem_->is_paged()) {
+    put(s.page_indptr, args_.page_indptr, (requests + 1) * int64_t{sizeof(int32_t)});
+  }
+  put(s.row_request, problem_->row_request().data(), bytes_of(problem_->row_request()));
+  put(s.work, work_.data(), bytes_of(work_));
+  put(s.merge_work, merge_work_.data(), bytes_of(merge_work_));
+  return py::bytes(block);
+}
+
+void Call::fill(const LaunchValues& values, const Params& params, fajit_args& args) const {
+  params.fill(args);
+  args.q = to_address(values.q);
+  args.k = to_address(values.k);
+  args.v = to_address(values.v);
+  args.out = to_address(values.out);
+  args.lse = static_cast<float*>(to_address(values.lse));
+  args.scale = static_cast<float>(values.scale);
+  args.num_threads = values.num_threads;
+  args.block_mask.states = static_cast<const uint8_t*>(to_address(values.states));
+  args.page_indices = static_cast<const int32_t*>(to_address(values.page_indices));
+  args.stream = to_address(values.stream);
+  args.device = values.device;
+  char* const space = static_cast<char*>(to_address(values.workspace));
+
+  if (args.num_threads < 1) {
+    throw py::value_error("num_threads=" + std::to_string(args.num_threads) + " must be positive");
   }
   if (reads_queries_) require(args.q, "q");
   if (reads_keys_) {
     require(args.k, "k");
     require(args.v, "v");
     if (problem_->block_mask() != nullptr) require(args.block_mask.states, "states");
+    if (problem_->is_paged()) require(args.page_indices, "page_indices");
   }
   if (writes_out_) {
     require(args.out, "out");
@@ -192,16 +246,83 @@ void Call::launch(py::handle q, py::handle k, py::handle v, py::handle out, py::
     args.partial_out = reinterpret_cast<float*>(space);
     args.partial_lse = reinterpret_cast<float*>(space + partial_out_bytes_);
   }
+  if (!module_->is_cuda()) return;
 
-  int attention_status = FAJIT_OK, merge_status = FAJIT_OK;
+  const char* const block = static_cast<const char*>(to_address(values.device_block));
+  if (args.num_work == 0) return;
+  require(block, "device_block");
+  if (reinterpret_cast<uintptr_t>(block) % kSectionAlignment != 0) {
+    throw py::value_error("device_block must be aligned to " + std::to_string(kSectionAlignment) +
+                          " bytes");
+  }
+  const auto ints = [&](int64_t begin) { return reinterpret_cast<const int32_t*>(block + begin); };
+  const Sections& s = sections_;
+  args.q_len = ints(s.per_request[0]);
+  args.kv_len = ints(s.per_request[1]);
+  args.q_row0 = ints(s.per_request[2]);
+  args.kv_row0 = ints(s.per_request[3]);
+  args.q_offset = ints(s.per_request[4]);
+  args.q_token0 = ints(s.per_request[5]);
+  args.kv_token0 = ints(s.per_request[6]);
+  if (args.page_indptr != nullptr) args.page_indptr = ints(s.page_indptr);
+  if (args.row_request != nullptr) args.row_request = ints(s.row_request);
+  args.work = reinterpret_cast<const fajit_work*>(block + s.work);
+  args.merge_work = reinterpret_cast<const fajit_merge_work*>(block + s.merge_work);
+}
+
+void Call::check(const fajit_args& args, int kernel, int status) const {
+  const bool merges = kernel == FAJIT_KERNEL_MERGE;
+  if (status != FAJIT_CUDA_ERROR) {
+    check_status(status, merges ? "fajit_merge" : "fajit_attention", module_->path());
+    return;
+  }
+  const std::string reason = module_->cuda_error();
+  std::string what = merges ? "the merge kernel" : "the kernel";
+  auto launch = std::make_unique<fajit_launch>();
+  if (module_->plan_launch(args, kernel, *launch) == FAJIT_OK) {
+    what = std::string(launch->kernel) + " with " + dims("grid", launch->grid) + ", " +
+           dims("block", launch->block) + " and " + std::to_string(launch->shared_bytes) +
+           " bytes of shared memory";
+  }
+  throw LaunchError(what + " failed on device " + std::to_string(args.device) + ": " + reason +
+                    "\n  artifact: " + module_->path());
+}
+
+void Call::launch(const LaunchValues& values) const {
+  fajit_args args = args_;
+  const Params params(*problem_, values.tensors, values.scalars);
+  fill(values, params, args);
+  int kernel = FAJIT_KERNEL_ATTENTION, status = FAJIT_OK;
   {
     py::gil_scoped_release no_gil;
-    if (args.num_work > 0) attention_status = module_->attention(args);
-    if (attention_status == FAJIT_OK && args.num_merge_work > 0)
-      merge_status = module_->merge(args);
+    if (args.num_work > 0) status = module_->attention(args);
+    if (status == FAJIT_OK && args.num_merge_work > 0) {
+      kernel = FAJIT_KERNEL_MERGE;
+      status = module_->merge(args);
+    }
   }
-  check_status(attention_status, "fajit_attention", module_->path());
-  check_status(merge_status, "fajit_merge", module_->path());
+  if (status != FAJIT_OK) check(args, kernel, status);
+}
+
+py::list Call::plan_launches(const LaunchValues& values) const {
+  if (!module_->is_cuda()) {
+    throw py::value_error("artifact " + module_->path() + " is of no CUDA target");
+  }
+  fajit_args args = args_;
+  const Params params(*problem_, values.tensors, values.scalars);
+  fill(values, params, args);
+  py::list launches;
+  const auto plan = [&](int kernel) {
+    auto launch = std::make_unique<fajit_launch>();
+    check(args, kernel, module_->plan_launch(args, kernel, *launch));
+    const auto three = [](const uint32_t* n) { return py::make_tuple(n[0], n[1], n[2]); };
+    launches.append(py::make_tuple(
+        launch->kernel, three(launch->grid), three(launch->block), launch->shared_bytes,
+        py::bytes(reinterpret_cast<const char*>(launch->params), launch->params_bytes)));
+  };
+  if (args.num_work > 0) plan(FAJIT_KERNEL_ATTENTION);
+  if (args.num_merge_work > 0) plan(FAJIT_KERNEL_MERGE);
+  return launches;
 }
 
 void classify(const Module& module, const Problem& problem, int32_t request, int32_t head_begin,

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "module.h"
@@ -13,9 +14,25 @@
 
 namespace fajit::runtime {
 
+// What one launch is given: addresses and values, as Python has them.
+struct LaunchValues {
+  pybind11::handle q, k, v, out, lse;
+  double scale;
+  int num_threads;
+  pybind11::handle tensors, scalars;
+  pybind11::handle states, workspace;  // addresses; 0 where not used
+  pybind11::handle page_indices, device_block;
+  pybind11::handle stream;
+  int device;
+};
+
 // Immutable once built, so any number of threads may launch it at once. A steady call passes only
 // addresses and values; everything that could make a kernel read or write outside its tensors
-// (requests, heads, rows, key ranges, partial rows) was checked when it was built.
+// (requests, heads, rows, key ranges, partial rows, pages of a request) was checked when it was
+// built.
+//
+// A CUDA artifact reads the plan (per-request arrays, work) from device memory: `device_block()`
+// gives it as bytes, which the caller puts there once; launches are told where.
 class Call {
  public:
   Call(std::shared_ptr<const Module> module, std::shared_ptr<const Problem> problem,
@@ -26,17 +43,32 @@ class Call {
   // the next multiple of 64, partial_lse [partial_rows], fp32. 0 when no row is split.
   int64_t workspace_bytes() const { return workspace_bytes_; }
 
-  // Runs `attention`, then `merge` where rows are split, with the GIL released.
-  void launch(pybind11::handle q, pybind11::handle k, pybind11::handle v, pybind11::handle out,
-              pybind11::handle lse, double scale, int num_threads, pybind11::handle tensors,
-              pybind11::handle scalars, pybind11::handle states, pybind11::handle workspace) const;
+  // What `launch(device_block=)` must hold, its sections at multiples of 16 bytes.
+  pybind11::bytes device_block() const;
+
+  // Runs `attention`, then `merge` where rows are split, with the GIL released. CUDA artifacts are
+  // enqueued on `stream` of `device`: nothing is read, allocated or waited for. Throws LaunchError.
+  void launch(const LaunchValues& values) const;
+
+  // The same launches as data, for the emulator: (kernel, grid, block, dynamic shared bytes,
+  // parameter bytes) each, in order. Needs no driver. CUDA artifacts only.
+  pybind11::list plan_launches(const LaunchValues& values) const;
 
  private:
+  // Where the sections of the device block begin.
+  struct Sections {
+    int64_t per_request[7], page_indptr, row_request, work, merge_work, bytes;
+  };
+  Sections sections() const;
+  void fill(const LaunchValues& values, const Params& params, fajit_args& args) const;
+  void check(const fajit_args& args, int kernel, int status) const;
+
   std::shared_ptr<const Module> module_;
   std::shared_ptr<const Problem> problem_;
   std::vector<fajit_work> work_;
   std::vector<fajit_merge_work> merge_work_;
   fajit_args args_;
+  Sections sections_;
   int64_t partial_out_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
   bool reads_queries_ = false, reads_keys_ = false, writes_out_ = false;

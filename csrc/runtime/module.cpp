@@ -51,6 +51,29 @@ Module::Module(const std::string& path) : path_(path) {
   attention_ = resolve<decltype(&fajit_attention)>(handle, "fajit_attention", path);
   merge_ = resolve<decltype(&fajit_merge)>(handle, "fajit_merge", path);
   classify_ = resolve<decltype(&fajit_classify)>(handle, "fajit_classify", path);
+  if (dlsym(handle, "fajit_plan_launch") != nullptr) {
+    load_ = resolve<decltype(&fajit_load)>(handle, "fajit_load", path);
+    plan_launch_ = resolve<decltype(&fajit_plan_launch)>(handle, "fajit_plan_launch", path);
+    cuda_error_ = resolve<decltype(&fajit_cuda_error)>(handle, "fajit_cuda_error", path);
+  }
+}
+
+void Module::load(int device) const {
+  if (!is_cuda()) throw std::invalid_argument("artifact " + path_ + " is of no CUDA target");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (devices_.count(device) > 0) return;
+  const int status = load_(device);
+  if (status == FAJIT_CUDA_ERROR) {
+    throw LaunchError("the kernels of " + path_ + " cannot be loaded on device " +
+                      std::to_string(device) + ": " + cuda_error());
+  }
+  check_status(status, "fajit_load", path_);
+  devices_.insert(device);
+}
+
+std::string Module::cuda_error() const {
+  const char* reason = cuda_error_ != nullptr ? cuda_error_() : nullptr;
+  return reason != nullptr && *reason != 0 ? reason : "unknown reason";
 }
 
 void check_status(int status, const char* entry, const std::string& path) {

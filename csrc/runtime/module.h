@@ -3,6 +3,8 @@
 
 #include <fajit/abi.h>
 
+#include <mutex>
+#include <set>
 #include <string>
 
 namespace fajit::runtime {
@@ -23,12 +25,29 @@ class Module {
   int merge(const fajit_args& args) const { return merge_(&args); }
   int classify(const fajit_classify_args& args) const { return classify_(&args); }
 
+  // Whether this is a CUDA artifact. What follows is for those only. Such an artifact is opened on
+  // a machine without a driver as well: only `load` and the launches need one.
+  bool is_cuda() const { return plan_launch_ != nullptr; }
+  // Loads the kernels on a device, once. Throws LaunchError. A launch under graph capture loads
+  // nothing, so this comes before.
+  void load(int device) const;
+  int plan_launch(const fajit_args& args, int kernel, fajit_launch& launch) const {
+    return plan_launch_(&args, kernel, &launch);
+  }
+  // Why this thread's last call failed.
+  std::string cuda_error() const;
+
  private:
   std::string path_;
   std::string description_;
   decltype(&fajit_attention) attention_;
   decltype(&fajit_merge) merge_;
   decltype(&fajit_classify) classify_;
+  decltype(&fajit_load) load_ = nullptr;
+  decltype(&fajit_plan_launch) plan_launch_ = nullptr;
+  decltype(&fajit_cuda_error) cuda_error_ = nullptr;
+  mutable std::mutex mutex_;
+  mutable std::set<int> devices_;  // where the kernels are loaded
 };
 
 }  // namespace fajit::runtime

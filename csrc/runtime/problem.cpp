@@ -12,8 +12,10 @@ namespace {
 
 constexpr int kPerRequestArrays = 7;
 
-// One int32 a request, from an int (the same for all), a tuple or list, or an int32 buffer.
-void read_per_request(py::handle source, int32_t count, int32_t* out, const char* name) {
+// `count` int32, from an int (the same for all), a tuple or list, or an int32 buffer; messages call
+// the count `count_name`.
+void read_int32s(py::handle source, int32_t count, int32_t* out, const char* name,
+                 const char* count_name = "num_requests") {
   if (PyLong_Check(source.ptr())) {
     std::fill_n(out, count, narrow(to_int64(source, name), name));
     return;
@@ -21,8 +23,8 @@ void read_per_request(py::handle source, int32_t count, int32_t* out, const char
   if (PyTuple_Check(source.ptr()) || PyList_Check(source.ptr())) {
     const Items items(source, name);
     if (items.size() != static_cast<size_t>(count)) {
-      throw py::value_error(std::string(name) + " must have num_requests=" + std::to_string(count) +
-                            " entries, got " + std::to_string(items.size()));
+      throw py::value_error(std::string(name) + " must have " + count_name + "=" +
+                            std::to_string(count) + " entries, got " + std::to_string(items.size()));
     }
     for (int32_t i = 0; i < count; ++i) out[i] = narrow(to_int64(items[i], name), name);
     return;
@@ -37,7 +39,8 @@ void read_per_request(py::handle source, int32_t count, int32_t* out, const char
       (count > 1 && info.strides[0] != 4)) {
     throw py::value_error(
         std::string(name) +
-        " must be a contiguous int32 buffer of num_requests=" + std::to_string(count) + " entries");
+        " must be a contiguous int32 buffer of " + count_name + "=" + std::to_string(count) +
+        " entries");
   }
   if (count > 0) std::memcpy(out, info.ptr, sizeof(int32_t) * static_cast<size_t>(count));
 }
@@ -109,7 +112,8 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
                  py::handle kv_row0, py::handle q_offset, py::handle q_token0, py::handle kv_token0,
                  py::handle q_stride, py::handle k_stride, py::handle v_stride,
                  py::handle out_stride, py::handle lse_stride, py::handle tensors,
-                 const std::string& scalar_kinds, py::handle block_mask)
+                 const std::string& scalar_kinds, py::handle block_mask, py::handle page_indptr,
+                 int32_t page_size, int32_t num_pages, py::handle row_request)
     : scalar_kinds_(scalar_kinds) {
   if (num_requests < 0) throw py::value_error("num_requests must not be negative");
   require_positive(num_q_heads, "num_q_heads");
@@ -138,7 +142,7 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
   int32_t* next = per_request_.data();
   const auto take = [&](py::handle source, const char* name) {
     int32_t* const begin = next;
-    read_per_request(source, num_requests, begin, name);
+    read_int32s(source, num_requests, begin, name);
     next += num_requests;
     return begin;
   };
@@ -173,6 +177,51 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
     args_.block_mask.q_block = block_mask_.q_block;
     args_.block_mask.kv_block = block_mask_.kv_block;
   }
+  args_.page_size = page_size;
+  args_.num_pages = num_pages;
+  if (!page_indptr.is_none()) read_pages(page_indptr);
+  if (!row_request.is_none()) read_row_requests(row_request);
+}
+
+void Problem::read_pages(py::handle page_indptr) {
+  require_positive(args_.page_size, "page_size");
+  if (args_.num_pages < 0) throw py::value_error("num_pages must not be negative");
+  const int32_t count = args_.num_requests;
+  page_indptr_.resize(static_cast<size_t>(count) + 1);
+  read_int32s(page_indptr, count + 1, page_indptr_.data(), "page_indptr", "num_requests + 1");
+  require_not_negative(page_indptr_.data(), 1, "page_indptr");
+  for (int32_t b = 0; b < count; ++b) {
+    const size_t i = static_cast<size_t>(b);
+    const int64_t pages = int64_t{page_indptr_[i + 1]} - page_indptr_[i];
+    if (pages < 0) {
+      throw py::value_error("page_indptr must not descend; request " + std::to_string(b) +
+                            " has [" + std::to_string(page_indptr_[i]) + ", " +
+                            std::to_string(page_indptr_[i + 1]) + "]");
+    }
+    if (args_.kv_len[b] > pages * args_.page_size) {
+      throw py::value_error("kv_len[" + std::to_string(b) + "]=" + std::to_string(args_.kv_len[b]) +
+                            " is longer than its " + std::to_string(pages) + " pages of " +
+                            std::to_string(args_.page_size) + " slots");
+    }
+  }
+  args_.page_indptr = page_indptr_.data();
+}
+
+void Problem::read_row_requests(py::handle row_request) {
+  int64_t tokens = 0;
+  for (int32_t b = 0; b < args_.num_requests; ++b) {
+    tokens = std::max(tokens, int64_t{args_.q_row0[b]} + args_.q_len[b]);
+  }
+  row_request_.resize(static_cast<size_t>(tokens));
+  read_int32s(row_request, narrow(tokens, "the number of packed tokens"), row_request_.data(),
+              "row_request", "the number of packed tokens");
+  for (const int32_t request : row_request_) {
+    if (request < 0 || request >= args_.num_requests) {
+      throw py::value_error("row_request has request " + std::to_string(request) +
+                            " of num_requests=" + std::to_string(args_.num_requests));
+    }
+  }
+  args_.row_request = row_request_.data();
 }
 
 Params::Params(const Problem& problem, py::handle addresses, py::handle scalars) {

@@ -28,17 +28,25 @@ class Problem {
           pybind11::handle q_token0, pybind11::handle kv_token0, pybind11::handle q_stride,
           pybind11::handle k_stride, pybind11::handle v_stride, pybind11::handle out_stride,
           pybind11::handle lse_stride, pybind11::handle tensors, const std::string& scalar_kinds,
-          pybind11::handle block_mask);
+          pybind11::handle block_mask, pybind11::handle page_indptr, int32_t page_size,
+          int32_t num_pages, pybind11::handle row_request);
 
   // Every field but the addresses, the scalars, the work and the flags.
   const fajit_args& args() const { return args_; }
   const std::vector<fajit_tensor>& tensors() const { return tensors_; }
   const std::string& scalar_kinds() const { return scalar_kinds_; }
   const BlockMaskLayout* block_mask() const { return has_block_mask_ ? &block_mask_ : nullptr; }
+  bool is_paged() const { return args_.page_indptr != nullptr; }
+  // Requests of the packed tokens, where an item's rows may be of several; else none.
+  const std::vector<int32_t>& row_request() const { return row_request_; }
 
  private:
+  void read_pages(pybind11::handle page_indptr);
+  void read_row_requests(pybind11::handle row_request);
+
   fajit_args args_{};
   std::vector<int32_t> per_request_;  // q_len, kv_len, q_row0, kv_row0, q_offset, q_, kv_token0
+  std::vector<int32_t> page_indptr_, row_request_;
   std::vector<fajit_tensor> tensors_;
   std::string scalar_kinds_;
   BlockMaskLayout block_mask_;

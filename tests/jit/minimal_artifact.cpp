@@ -2,8 +2,11 @@
 // packed rows it names, so that tests see what reached it; merge and classify likewise.
 #include <fajit/abi.h>
 
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
 extern "C" const char* fajit_describe(void) {
-  return "{\"abi_version\": 1, \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
+  return "{\"abi_version\": " TEXT(FAJIT_ABI_VERSION) ", \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
 }
 
 static bool fits(const fajit_args* args) {
