@@ -9,7 +9,9 @@ counts slots with them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from ..variants.ir import VariantIR
 from .spec import KernelSpec
 from .target import compiled_target
 
@@ -17,11 +19,12 @@ WARP = 32
 MAX_REGISTERS = 255
 """Most registers of one thread, on every target."""
 
-MAX_WARPS = {"prefill": 8, "few_row": 16}
+MAX_WARPS = {"prefill": 8, "few_row": 12}
 """Most warps per multiprocessor that a tile declares. Two a scheduler overlap softmax with matrix
 products, and the registers of more are better spent on larger tiles and on hooks; kernels that wait
-for memory gain from four. A kernel that needs fewer registers than its budget still gets more."""
+for memory gain from three. A kernel that needs fewer registers than its budget still gets more."""
 
+_ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
 
 
@@ -62,21 +65,47 @@ def limits(target: str) -> ArchLimits:
 
 def padded(head_dim: int) -> int:
     """The columns that a row has in shared memory: matrix instructions take 16 at a time."""
-    return -(-head_dim // 16) * 16
+    return _up(head_dim, 16)
 
 
-def shared_bytes(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
-    """Dynamic shared memory of the attention kernel.
+def row_bytes(head_dim: int) -> int:
+    """Bytes from one row of 16-bit values to the next in shared memory (`tile/row_layout.h`).
 
-    Q's tile, and `num_stages` buffers of K and V. The few-row kernel's warps merge their states at
-    the end in the space of the buffers (fp32 rows of head_dim_v, a maximum and a sum), which counts
-    where it is larger. row_scratch_bytes: what the variant's row hooks need besides.
+    Rows whose 16-byte chunks cannot be swizzled are padded to an odd number of chunks.
     """
-    d, dv = padded(spec.head_dim), padded(spec.head_dim_v)
-    ring = spec.num_stages * spec.tile_kv * (d + dv) * 2
+    chunks = padded(head_dim) // 8
+    return 16 * (chunks if chunks % 8 == 0 or chunks in (2, 4) else chunks | 1)
+
+
+def shared_bytes(spec: KernelSpec) -> int:
+    """Dynamic shared memory of the attention kernel, as its headers lay it out.
+
+    Q's tile and `num_stages` buffers of K and V; then the scratch of row hooks. States leave
+    through the space of the buffers, as fp32 rows, which counts where that is larger.
+    """
+    out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
+    queries = spec.tile_q * row_bytes(spec.head_dim)
+    ring = spec.num_stages * spec.tile_kv * (row_bytes(spec.head_dim) + row_bytes(spec.head_dim_v))
     if spec.tile_kind == "few_row":
-        ring = max(ring, spec.num_warps * spec.tile_q * (dv + 2) * 4)
-    return spec.tile_q * d * 2 + ring + row_scratch_bytes
+        used = queries + max(ring, spec.num_warps * spec.tile_q * (out_row + 8))
+    else:
+        used = max(queries + ring, spec.num_warps * 8 * out_row)
+    return _up(used, 16) + spec.num_warps * row_temps(spec.variant) * 4
+
+
+@lru_cache(maxsize=4096)
+def row_temps(variant: VariantIR) -> int:
+    """Floats of scratch that each warp needs for the variant's row hooks."""
+    graphs = [(hook, variant.hook(hook)) for hook in _ROW_HOOKS]
+    if not any(graph for _, graph in graphs):
+        return 0
+    from ..variants.lower_row_cuda import lower
+
+    return max(lower(hook, graph, variant.tensors)[1] for hook, graph in graphs if graph)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def accumulator_registers(spec: KernelSpec) -> int:
@@ -94,7 +123,7 @@ def register_limit(target: str, num_warps: int, ctas: int) -> int:
     return min(MAX_REGISTERS, limits(target).registers_per_sm // threads // 8 * 8)
 
 
-def ctas_per_sm(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
+def ctas_per_sm(spec: KernelSpec) -> int:
     """Thread blocks that a multiprocessor is meant to hold, for ``__launch_bounds__``.
 
     As many, up to `MAX_WARPS`, as shared memory holds and as leave a thread room for its
@@ -103,16 +132,16 @@ def ctas_per_sm(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
     needed = accumulator_registers(spec) + _WORKING_REGISTERS
     for ctas in range(MAX_WARPS[spec.tile_kind] // spec.num_warps, 1, -1):
         if (
-            ctas <= resident_by_shared(spec.target, shared_bytes(spec, row_scratch_bytes))
+            ctas <= resident_by_shared(spec.target, shared_bytes(spec))
             and register_limit(spec.target, spec.num_warps, ctas) >= needed
         ):
             return ctas
     return 1
 
 
-def register_budget(spec: KernelSpec, row_scratch_bytes: int = 0) -> int:
+def register_budget(spec: KernelSpec) -> int:
     """Registers a thread may use so that `ctas_per_sm` holds; beyond it the kernel would spill."""
-    return register_limit(spec.target, spec.num_warps, ctas_per_sm(spec, row_scratch_bytes))
+    return register_limit(spec.target, spec.num_warps, ctas_per_sm(spec))
 
 
 def resident_by_shared(target: str, bytes_per_block: int) -> int:
@@ -123,6 +152,6 @@ def resident_by_shared(target: str, bytes_per_block: int) -> int:
     return arch.shared_per_sm // (bytes_per_block + arch.shared_reserved)
 
 
-def fits(spec: KernelSpec, row_scratch_bytes: int = 0) -> bool:
+def fits(spec: KernelSpec) -> bool:
     """Whether a block of the spec may have the shared memory that it needs."""
-    return resident_by_shared(spec.target, shared_bytes(spec, row_scratch_bytes)) > 0
+    return resident_by_shared(spec.target, shared_bytes(spec)) > 0

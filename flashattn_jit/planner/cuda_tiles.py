@@ -52,7 +52,7 @@ _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 )
 """By the larger head dim, the tiles in order of preference."""
 
-_FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2))
+_FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _LAST_RESORT_KV = 16  # so few keys between two barriers that only a lack of registers excuses it
 
 
@@ -99,7 +99,7 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
         )
         for t in preferences(rows, widest, spec.target, changes_scores(spec.variant))
     )  # fmt: skip
-    return tuple(with_stages(p) for p in placed if fits(p))
+    return tuple(s for p in placed if fits(s := with_stages(p)))
 
 
 def with_stages(spec: KernelSpec) -> KernelSpec:
@@ -107,18 +107,16 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
 
     Prefill: two where that costs no thread block its place on the multiprocessor, else one. Few
     rows: the fewest, from two on, that keep enough in flight while one buffer is computed with;
-    else those that keep the most. One on sm_75, whose loads pass through registers.
+    else those that keep the most. On sm_75 loads pass through registers and none are in flight.
     """
-    if compiled_target(spec.target) == "sm_75":
-        return spec
     if spec.tile_kind == "prefill":
         ring = replace(spec, num_stages=2)
-        return ring if fits(ring) and ctas_per_sm(ring) == ctas_per_sm(spec) else spec
+        without = compiled_target(spec.target) == "sm_75" or not fits(ring)
+        return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
     wanted = _IN_FLIGHT_BYTES[compiled_target(spec.target)]
     rings = [replace(spec, num_stages=n) for n in (2, 3, 4)]
     enough = [r for r in rings if in_flight_bytes(r) >= wanted]
-    best = enough[0] if enough else max(rings, key=in_flight_bytes)
-    return best if fits(best) else spec
+    return enough[0] if enough else max(rings, key=in_flight_bytes)
 
 
 def in_flight_bytes(spec: KernelSpec) -> int:
