@@ -5,6 +5,8 @@
 | FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
 | FLASHATTN_JIT_COMPILE     | `missing` compiles what the cache lacks, `always` | `missing`      |
 |                           | compiles once a process, `never` is an error      |                |
+| FLASHATTN_JIT_CUDA_HOME   | folder of the CUDA toolkit: holds bin/nvcc        | $CUDA_HOME, or |
+|                           |                                                   | where nvcc is  |
 | FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
 | FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | jit/locks.py's |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
@@ -45,6 +47,18 @@ def compile_mode() -> CompileMode:
     raise EnvironmentVariableError(
         f"{_PREFIX}COMPILE={value!r} must be one of {', '.join(get_args(CompileMode))}"
     )
+
+
+def cuda_home() -> Path | None:
+    """The folder of the CUDA toolkit, where one is set for this package."""
+    value = _read("CUDA_HOME")
+    return Path(value).expanduser().absolute() if value else None
+
+
+def cuda_homes() -> list[Path]:
+    """Folders that other programs' variables name as the CUDA toolkit's."""
+    named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
+    return [Path(value).absolute() for value in named if value]
 
 
 def cxx() -> str:

@@ -1,7 +1,8 @@
-"""Which C++ compiler compiles kernels, and its identity in the cache's paths.
+"""Which compilers compile kernels, and their identity in the cache's paths.
 
-The identity is the compiler's own version text. Asking for it costs a process, which a cache hit
-must not start; so the cache remembers it by a fingerprint of the executable's content.
+CPU targets take a C++ compiler, CUDA targets nvcc with that C++ compiler beneath it. The identity
+is made of the compilers' own version texts. Asking for it costs processes, which a cache hit must
+not start; so the cache remembers it by a fingerprint of the executables' content.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashattn_jit import env
+from flashattn_jit.codegen.target import is_cuda
+from flashattn_jit.jit.cuda_toolkit import find_toolkit
 
 # An executable's first block holds its ELF build id, its last one the section table.
 _BLOCK_BYTES = 64 * 1024
@@ -25,10 +28,19 @@ _VERSION_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A compiler found on this machine: its command, and a fingerprint of its executable."""
+    """A compiler found on this machine: its command, and a fingerprint of its executable.
+
+    `host` is the C++ compiler that nvcc calls, and None for one that compiles by itself.
+    """
 
     command: tuple[str, ...]
     fingerprint: str
+    host: Compiler | None = None
+
+    @property
+    def is_nvcc(self) -> bool:
+        """Whether it compiles CUDA targets."""
+        return self.host is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +51,21 @@ class CompilerIdentity:
     version: str
 
 
-def find_compiler() -> Compiler | None:
-    """The compiler that the environment names, None where there is no such executable."""
+def find_compiler(target: str = "cpu:generic") -> Compiler | None:
+    """The compiler for a target, None where this machine has none."""
     command = shlex.split(env.cxx())
     executable = shutil.which(command[0]) if command else None
     if executable is None:
         return None
-    return Compiler((executable, *command[1:]), _fingerprint(executable, command[1:]))
+    host = Compiler((executable, *command[1:]), _fingerprint(executable, command[1:]))
+    if not is_cuda(target):
+        return host
+    toolkit = find_toolkit()
+    if toolkit is None:
+        return None
+    # The toolkit's folder decides headers and libraries, beside the executable's content.
+    nvcc = str(toolkit.nvcc)
+    return Compiler((nvcc,), _fingerprint(nvcc, [str(toolkit.home), host.fingerprint]), host)
 
 
 def identify(
@@ -57,28 +77,41 @@ def identify(
 
 def ask_version(compiler: Compiler) -> CompilerIdentity:
     """Runs the compiler for its version. One that does not answer gets the id `unknown-*`."""
-    answers = []
-    for question in ("--version", "-dumpmachine"):
-        try:
-            answer = subprocess.run(
-                [*compiler.command, question],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=_VERSION_TIMEOUT_S,
-                env={**os.environ, "LC_ALL": "C"},
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if answer.returncode == 0 and answer.stdout.strip():
-            # gcc begins with the name it was called by: c++ and g++ are one compiler.
-            answers.append(
-                re.sub(r"^\S+ (?=\()", "", answer.stdout.strip().splitlines()[0].strip())
-            )
-    version = "\n".join(answers)
-    suffix = hashlib.sha256((version or compiler.fingerprint).encode()).hexdigest()[:8]
-    return CompilerIdentity(f"{_readable(version)}-{suffix}", version)
+    if compiler.host is None:
+        version = _host_version(compiler)
+        name = _readable(version)
+    else:
+        # Its last two lines are the release and the build; the others a copyright.
+        own = (_answer(compiler, "--version") or "").splitlines()[-2:]
+        version = "\n".join([*own, _host_version(compiler.host)])
+        release = re.search(r"\bV(\d+(?:\.\d+)+)", version)
+        name = f"nvcc-{release[1]}" if release else "unknown"
+    suffix = hashlib.sha256((version.strip() or compiler.fingerprint).encode()).hexdigest()[:8]
+    return CompilerIdentity(f"{name}-{suffix}", version.strip())
+
+
+def _host_version(compiler: Compiler) -> str:
+    answers = [_answer(compiler, question) for question in ("--version", "-dumpmachine")]
+    # gcc begins with the name it was called by: c++ and g++ are one compiler.
+    return "\n".join(
+        re.sub(r"^\S+ (?=\()", "", answer.splitlines()[0].strip()) for answer in answers if answer
+    )
+
+
+def _answer(compiler: Compiler, question: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            [*compiler.command, question],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
 
 
 def _readable(version: str) -> str:

@@ -22,6 +22,9 @@ SCHEMA = 1
 # a source.
 _GENERATOR = "codegen/render.py"
 
+# nvcc includes it in front of every source of ours.
+_CUDA_PRELUDE = "fajit/cuda/lean/cuda_runtime.h"
+
 # Each begins with a literal, which the search skips to: 2 ms less than anchors at line starts. A
 # match inside a comment only adds a file.
 _HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/(?:\{\{.*?\}\}|[^>"{])+)[>"]')
@@ -77,6 +80,8 @@ def read_sources(template: str, templates: Path, headers: Path, package: Path) -
     folders = {"templates": templates, "include": headers, "package": package}
     contents: dict[str, bytes] = {}
     pending = [("templates", template), ("package", _GENERATOR)]
+    if ".cu." in template and headers.joinpath(_CUDA_PRELUDE).is_file():
+        pending.append(("include", _CUDA_PRELUDE))
     while pending:
         kind, name = pending.pop()
         label = f"{kind}/{name}"

@@ -2,13 +2,18 @@
 
     <root>/v1/<compiler id>/<first two hex digits>/<key>/
         artifact.so      the kernel, stripped
-        kernel.cpp       what was compiled
+        kernel.cpp       what was compiled; kernel.cu for CUDA targets
+        kernel.ptx       CUDA: what the machine code was made of; the emulator runs it
         build.log        what the compiler said
         command          the commands that ran
-        resources.json   stack use of each function, size of the artifact
-        meta.json        key document, compiler, digests
+        resources.json   size of the artifact; stack use of each function, or what each CUDA kernel
+                         uses and may use
+        meta.json        key document, compiler, digests; CUDA: the least driver
     <root>/v1/.compilers/<fingerprint>.json    identities of compilers seen
     <root>/v1/.staging/  .quarantine/  .failed/   builds under way, corrupt entries, failed builds
+
+An entry whose kernel keeps registers in memory on its tile has no artifact: its meta.json names the
+kernel with a smaller tile that takes its place.
 
 Loading code is trusting it, so the root must belong to this user and be writable by nobody else.
 Looking up an entry writes nothing.
@@ -36,6 +41,7 @@ log = logging.getLogger(__name__)
 
 ARTIFACT = "artifact.so"
 META = "meta.json"
+STEPPED_DOWN = "stepped_down"
 _LAYOUT = "v1"
 
 
@@ -56,8 +62,14 @@ class Entry:
 
     @property
     def artifact(self) -> Path:
-        """The shared object."""
+        """The shared object; there is none where `stepped_down_to` is set."""
         return self.path / ARTIFACT
+
+    @property
+    def stepped_down_to(self) -> str | None:
+        """The key of the kernel with a smaller tile that takes this one's place."""
+        step = self.meta.get(STEPPED_DOWN)
+        return str(step["key"]) if step else None
 
 
 class Store:
@@ -181,19 +193,23 @@ class Store:
             return None
         try:
             meta = json.loads(text)
-            expected = meta["files"][ARTIFACT]
-            size, digest, found_key = expected["bytes"], expected["sha256"], meta["key"]
-        except (ValueError, KeyError, TypeError):
+            found_key, entry = meta["key"], Entry(path, meta)
+            steps_down = entry.stepped_down_to is not None
+            expected = {} if steps_down else meta["files"][ARTIFACT]
+            size, digest = (0, "") if steps_down else (expected["bytes"], expected["sha256"])
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise CorruptEntryError(path, f"its {META} cannot be read") from None
         if found_key != key:
             raise CorruptEntryError(path, f"its {META} is of another kernel")
+        if steps_down:
+            return entry
         try:
             artifact = path.joinpath(ARTIFACT).read_bytes()
         except FileNotFoundError:
             raise CorruptEntryError(path, f"it has no {ARTIFACT}") from None
         if len(artifact) != size or _sha256(artifact) != digest:
             raise CorruptEntryError(path, f"{ARTIFACT} is not what was published")
-        return Entry(path, meta)
+        return entry
 
     def _is_safe(self) -> bool:
         """Whether the root is there. Raises CacheError where others could put code into it."""

@@ -33,7 +33,7 @@ class FakeBuild:
     ) -> toolchain.BuildReport:
         with self._lock:
             self.builds.append(key)
-        staging.joinpath(toolchain.SOURCE).write_text(source)
+        staging.joinpath(toolchain.source_name(target)).write_text(source)
         staging.joinpath(toolchain.LOG).write_text("all is well\n")
         self.before()
         staging.joinpath("artifact.so").write_text(self.content.format(key=key))

@@ -18,8 +18,8 @@ from flashattn_jit.errors import (
     EnvironmentVariableError,
     MissingKernelError,
 )
+from flashattn_jit.jit.failure import BuildFailure
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.toolchain import BuildFailure
 
 TARGET = "cpu:avx2"
 NewCache = Callable[[], KernelCache]

@@ -1,0 +1,157 @@
+// What nvcc includes before every .cu, cut down to what our kernels use.
+//
+// nvcc puts `-include cuda_runtime.h` in front of each of its three passes over a source. The
+// toolkit's own pulls in most of libstdc++ and costs 1.25 s a kernel (nvcc 13.0, measured); this one
+// costs 0.05 s. The folder it lies in is the first on the include path, for the toolkits that it
+// was tried with (`lean` in flashattn_jit/jit/cuda_toolkit.py); others take their own.
+//
+// Held here: the runtime's C interface, the index variables, and the declarations below, which are
+// those of the toolkit's headers. A kernel that needs another intrinsic adds its line. Kernels are
+// launched through cudaLaunchKernel, not <<<>>>.
+#pragma once
+
+#define __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__
+#include "builtin_types.h"
+#include "cuda_runtime_api.h"
+#include "crt/host_defines.h"
+#include "device_launch_parameters.h"
+#undef __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__
+
+extern "C" {
+
+// The host's half of a device function calls it.
+extern void exit(int) throw() __attribute__((__noreturn__));
+
+#define FAJIT_INTRINSIC __device__ __device_builtin__
+FAJIT_INTRINSIC void __syncthreads(void);
+FAJIT_INTRINSIC void __threadfence(void);
+FAJIT_INTRINSIC void __threadfence_block(void);
+FAJIT_INTRINSIC void __trap(void);
+FAJIT_INTRINSIC int __float_as_int(float x);
+FAJIT_INTRINSIC unsigned int __float_as_uint(float x);
+FAJIT_INTRINSIC float __int_as_float(int x);
+FAJIT_INTRINSIC float __uint_as_float(unsigned int x);
+FAJIT_INTRINSIC long long __double_as_longlong(double x);
+FAJIT_INTRINSIC double __longlong_as_double(long long x);
+FAJIT_INTRINSIC int __mulhi(int x, int y);
+FAJIT_INTRINSIC unsigned int __umulhi(unsigned int x, unsigned int y);
+FAJIT_INTRINSIC long long __mul64hi(long long x, long long y);
+FAJIT_INTRINSIC unsigned long long __umul64hi(unsigned long long x, unsigned long long y);
+FAJIT_INTRINSIC int __clz(int x);
+FAJIT_INTRINSIC int __clzll(long long x);
+FAJIT_INTRINSIC int __ffs(int x);
+FAJIT_INTRINSIC int __ffsll(long long x);
+FAJIT_INTRINSIC int __popc(unsigned int x);
+FAJIT_INTRINSIC int __popcll(unsigned long long x);
+FAJIT_INTRINSIC unsigned int __brev(unsigned int x);
+FAJIT_INTRINSIC unsigned int __byte_perm(unsigned int x, unsigned int y, unsigned int s);
+FAJIT_INTRINSIC size_t __cvta_generic_to_shared(const void* ptr);
+FAJIT_INTRINSIC size_t __cvta_generic_to_global(const void* ptr);
+#undef FAJIT_INTRINSIC
+
+// On both sides; the host's are libm's.
+#define FAJIT_MATH __host__ __device__ __device_builtin__
+FAJIT_MATH float fabsf(float x) throw();
+FAJIT_MATH float fmaf(float x, float y, float z) throw();
+FAJIT_MATH float fminf(float x, float y) throw();
+FAJIT_MATH float fmaxf(float x, float y) throw();
+FAJIT_MATH float floorf(float x) throw();
+FAJIT_MATH float ceilf(float x) throw();
+FAJIT_MATH float truncf(float x) throw();
+FAJIT_MATH float rintf(float x) throw();
+FAJIT_MATH float sqrtf(float x) throw();
+FAJIT_MATH float copysignf(float x, float y) throw();
+FAJIT_MATH float fmodf(float x, float y) throw();
+FAJIT_MATH float powf(float x, float y) throw();
+FAJIT_MATH double fabs(double x) throw();
+FAJIT_MATH double fma(double x, double y, double z) throw();
+FAJIT_MATH double floor(double x) throw();
+FAJIT_MATH double ceil(double x) throw();
+FAJIT_MATH double trunc(double x) throw();
+FAJIT_MATH double rint(double x) throw();
+FAJIT_MATH double sqrt(double x) throw();
+#undef FAJIT_MATH
+
+}  // extern "C"
+
+// Votes and shuffles among the lanes of a warp, as sm_30_intrinsics.hpp has them.
+#define FAJIT_WARP __device__ inline __attribute__((always_inline))
+FAJIT_WARP void __syncwarp(unsigned mask = 0xffffffffu) {
+  extern __device__ __device_builtin__ void __nvvm_bar_warp_sync(unsigned mask);
+  __nvvm_bar_warp_sync(mask);
+}
+FAJIT_WARP int __all_sync(unsigned mask, int predicate) {
+  extern __device__ __device_builtin__ int __nvvm_vote_all_sync(unsigned mask, int predicate);
+  return __nvvm_vote_all_sync(mask, predicate);
+}
+FAJIT_WARP int __any_sync(unsigned mask, int predicate) {
+  extern __device__ __device_builtin__ int __nvvm_vote_any_sync(unsigned mask, int predicate);
+  return __nvvm_vote_any_sync(mask, predicate);
+}
+FAJIT_WARP unsigned __ballot_sync(unsigned mask, int predicate) {
+  extern __device__ __device_builtin__ unsigned __nvvm_vote_ballot_sync(unsigned mask,
+                                                                        int predicate);
+  return __nvvm_vote_ballot_sync(mask, predicate);
+}
+FAJIT_WARP unsigned __activemask() {
+  unsigned mask;
+  asm volatile("activemask.b32 %0;" : "=r"(mask));
+  return mask;
+}
+
+#define FAJIT_SHUFFLE(name, mode, Type, constraint, lanes, clamp)                              \
+  FAJIT_WARP Type name(unsigned mask, Type value, int lanes, int width = 32) {                 \
+    Type result;                                                                               \
+    asm volatile("shfl.sync." mode ".b32 %0, %1, %2, %3, %4;"                                  \
+                 : "=" constraint(result)                                                      \
+                 : constraint(value), "r"(lanes), "r"(((32 - width) << 8) | clamp), "r"(mask)); \
+    return result;                                                                             \
+  }
+#define FAJIT_SHUFFLES(name, mode, lanes, clamp)          \
+  FAJIT_SHUFFLE(name, mode, int, "r", lanes, clamp)       \
+  FAJIT_SHUFFLE(name, mode, unsigned, "r", lanes, clamp)  \
+  FAJIT_SHUFFLE(name, mode, float, "f", lanes, clamp)
+FAJIT_SHUFFLES(__shfl_sync, "idx", lane, 31)
+FAJIT_SHUFFLES(__shfl_up_sync, "up", delta, 0)
+FAJIT_SHUFFLES(__shfl_down_sync, "down", delta, 31)
+FAJIT_SHUFFLES(__shfl_xor_sync, "bfly", lanes, 31)
+#undef FAJIT_SHUFFLES
+#undef FAJIT_SHUFFLE
+
+// Loads through the read-only path.
+#define FAJIT_LDG(Type, Register, constraint, suffix)                             \
+  FAJIT_WARP Type __ldg(const Type* ptr) {                                        \
+    Register value;                                                               \
+    asm("ld.global.nc." suffix " %0, [%1];" : "=" constraint(value) : "l"(ptr));   \
+    return static_cast<Type>(value);                                              \
+  }
+FAJIT_LDG(signed char, short, "h", "s8")
+FAJIT_LDG(unsigned char, unsigned short, "h", "u8")
+FAJIT_LDG(short, short, "h", "s16")
+FAJIT_LDG(unsigned short, unsigned short, "h", "u16")
+FAJIT_LDG(int, int, "r", "s32")
+FAJIT_LDG(unsigned, unsigned, "r", "u32")
+FAJIT_LDG(long, long, "l", "s64")
+FAJIT_LDG(unsigned long, unsigned long, "l", "u64")
+FAJIT_LDG(long long, long long, "l", "s64")
+FAJIT_LDG(unsigned long long, unsigned long long, "l", "u64")
+FAJIT_LDG(float, float, "f", "f32")
+FAJIT_LDG(double, double, "d", "f64")
+#undef FAJIT_LDG
+#undef FAJIT_WARP
+
+// C++ overloads, on both sides.
+#define FAJIT_ORDER(Type)                                                                        \
+  __host__ __device__ inline __attribute__((always_inline)) Type min(Type a, Type b) {           \
+    return b < a ? b : a;                                                                        \
+  }                                                                                              \
+  __host__ __device__ inline __attribute__((always_inline)) Type max(Type a, Type b) {           \
+    return a < b ? b : a;                                                                        \
+  }
+FAJIT_ORDER(int)
+FAJIT_ORDER(unsigned)
+FAJIT_ORDER(long)
+FAJIT_ORDER(unsigned long)
+FAJIT_ORDER(long long)
+FAJIT_ORDER(unsigned long long)
+#undef FAJIT_ORDER

@@ -1,0 +1,177 @@
+"""What a CUDA kernel uses, from ptxas' report, against what its tile declared.
+
+A kernel declares its budget by `__launch_bounds__(threads, blocks per multiprocessor)`: the
+registers a thread may then have follow from the target. ptxas keeps to them, by moving values to
+memory where it must; so a kernel beyond its budget shows as spills and stack frames.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from flashattn_jit.codegen.budget import MAX_REGISTERS, WARP, limits, register_limit
+
+_ENTRY = re.compile(r"^ptxas info\s*: Compiling entry function '(\S+)' for")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"^ptxas info\s*: Used (\d+) registers(.*)$")
+_BARRIERS = re.compile(r"used (\d+) barriers")
+_SHARED = re.compile(r"(\d+)(?:\+(\d+))? bytes smem")
+_CONSTANT = re.compile(r"(\d+)(?:\+(\d+))? bytes cmem\[\d+\]")
+_SERIALISED = re.compile(r"^.*(?:\(C75\d\d\)|\bwgmma\b.*serializ).*$", re.MULTILINE)
+
+_PTX_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(.*?^\{", re.MULTILINE | re.DOTALL)
+_MAX_THREADS = re.compile(r"\.maxntid (\d+)(?:, (\d+), (\d+))?")
+_MIN_BLOCKS = re.compile(r"\.minnctapersm (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """ptxas' report on one kernel. Bytes of stack and spills are a thread's, of shared a block's.
+
+    stack_bytes: local memory of the kernel and of every function that it calls. shared_bytes is
+    what is declared statically; the launch adds to it.
+    """
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    constant_bytes: int
+    barriers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a kernel may use: registers a thread, shared bytes a block, static and dynamic."""
+
+    threads: int
+    registers: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The kernels of one artifact, in ptxas' order, their budgets by name, and warnings."""
+
+    kernels: tuple[KernelResources, ...]
+    budgets: dict[str, Budget]
+    warnings: tuple[str, ...] = ()
+
+    def kernel(self, name: str) -> KernelResources:
+        """The kernel of that name. Raises KeyError."""
+        return {k.name: k for k in self.kernels}[name]
+
+    def complaints(self) -> list[str]:
+        """What any kernel uses beyond its budget; empty for a clean report."""
+        found = [text for k in self.kernels for text in check(k, self.budgets[k.name])]
+        return [*found, *self.warnings]
+
+    def to_json(self) -> str:
+        """As it is kept in an entry's resources.json, without the artifact's size."""
+        return json.dumps(asdict(self), indent=1)
+
+
+def check(report: KernelResources, budget: Budget) -> list[str]:
+    """What a kernel uses beyond its budget, in words; no kernel may use local memory."""
+    complaints = []
+    if report.spill_store_bytes or report.spill_load_bytes:
+        complaints.append(
+            f"{report.name} spills registers: {report.spill_store_bytes} bytes stored, "
+            f"{report.spill_load_bytes} bytes loaded"
+        )
+    if report.stack_bytes:
+        complaints.append(f"{report.name} uses {report.stack_bytes} bytes of local memory")
+    if report.registers > budget.registers:
+        complaints.append(
+            f"{report.name} uses {report.registers} registers; {budget.registers} are its budget"
+        )
+    if report.shared_bytes > budget.shared_bytes:
+        complaints.append(
+            f"{report.name} uses {report.shared_bytes} bytes of shared memory; "
+            f"{budget.shared_bytes} are its budget"
+        )
+    return complaints
+
+
+def read_report(words: str, ptx: str, target: str) -> Report:
+    """The report in what nvcc said with `--ptxas-options=-v`, budgets from the kernels' PTX."""
+    return Report(
+        parse_ptxas(words),
+        declared_budgets(ptx, target),
+        tuple(line.strip() for line in _SERIALISED.findall(words)),
+    )
+
+
+def load_report(path: Path) -> Report:
+    """The report in a CUDA entry's resources.json. Raises OSError, ValueError, KeyError."""
+    stored = json.loads(path.read_bytes())
+    names = [f.name for f in fields(KernelResources)]
+    return Report(
+        tuple(KernelResources(**{name: k[name] for name in names}) for k in stored["kernels"]),
+        {name: Budget(**budget) for name, budget in stored["budgets"].items()},
+        tuple(stored["warnings"]),
+    )
+
+
+def parse_ptxas(words: str) -> tuple[KernelResources, ...]:
+    """One entry for each `Compiling entry function` in ptxas' words; other lines are passed over.
+
+    Functions that were not inlined count with the kernel in whose report they stand.
+    """
+    kernels: list[KernelResources] = []
+    name, frames = "", [(0, 0, 0)]
+    for line in words.splitlines():
+        if found := _ENTRY.match(line):
+            name, frames = found[1], [(0, 0, 0)]
+        elif found := _STACK.search(line):
+            frames.append((int(found[1]), int(found[2]), int(found[3])))
+        elif name and (found := _USED.match(line)):
+            uses = found[2]
+            stack, stores, loads = (sum(frame[i] for frame in frames) for i in range(3))
+            barriers = _BARRIERS.search(uses)
+            kernels.append(
+                KernelResources(
+                    name=name,
+                    registers=int(found[1]),
+                    stack_bytes=stack,
+                    spill_store_bytes=stores,
+                    spill_load_bytes=loads,
+                    shared_bytes=_sum(_SHARED.findall(uses)),
+                    constant_bytes=_sum(_CONSTANT.findall(uses)),
+                    barriers=int(barriers[1]) if barriers else 0,
+                )
+            )
+            name = ""
+    return tuple(kernels)
+
+
+def declared_budgets(ptx: str, target: str) -> dict[str, Budget]:
+    """The budget of each kernel of a PTX text, from its `.maxntid` and `.minnctapersm`."""
+    budgets = {}
+    arch = limits(target)
+    for entry in _PTX_ENTRY.finditer(ptx):
+        threads, blocks = _MAX_THREADS.search(entry[0]), _MIN_BLOCKS.search(entry[0])
+        if threads is None:
+            budgets[entry[1]] = Budget(0, MAX_REGISTERS, arch.shared_per_block)
+            continue
+        count = int(threads[1]) * int(threads[2] or 1) * int(threads[3] or 1)
+        resident = int(blocks[1]) if blocks else 1
+        budgets[entry[1]] = Budget(
+            threads=count,
+            registers=register_limit(target, -(-count // WARP), resident),
+            shared_bytes=min(
+                arch.shared_per_block, arch.shared_per_sm // resident - arch.shared_reserved
+            ),
+        )
+    return budgets
+
+
+def _sum(pairs: Iterable[tuple[str, str]]) -> int:
+    # Older ptxas write a kernel's own bytes and the system's as a+b.
+    return sum(int(a) + int(b or 0) for a, b in pairs)

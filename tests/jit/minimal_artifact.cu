@@ -1,0 +1,80 @@
+// The smallest CUDA artifact that speaks the ABI: attention adds 1 to `num_work` floats of q.
+// SPILL makes its kernel need more registers than it may have; LOCAL gives it an array in memory.
+#include <fajit/abi.h>
+
+struct Params {
+  const float* q;
+  float* out;
+  int32_t count;
+};
+
+__device__ __forceinline__ float plus_one(float x) { return x + 1.0f; }
+
+extern "C" __global__ void __launch_bounds__(128, 2)
+    fajit_attention_kernel(const __grid_constant__ Params params) {
+  __shared__ float row[128];
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  row[threadIdx.x] = i < params.count ? params.q[i] : 0.0f;
+  __syncthreads();
+#if defined(SPILL)
+  float many[SPILL];
+#pragma unroll
+  for (int j = 0; j < SPILL; ++j) many[j] = params.q[j * i];
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < SPILL; ++j) row[threadIdx.x] += many[j] * row[j % 128] * many[(j * 7) % SPILL];
+#endif
+#if defined(LOCAL)
+  float array[LOCAL];
+  for (int j = 0; j < LOCAL; ++j) array[j] = params.q[j];
+  row[threadIdx.x] += array[params.count % LOCAL];
+#endif
+  if (i < params.count) params.out[i] = plus_one(row[threadIdx.x]);
+}
+
+extern "C" const char* fajit_describe(void) {
+  return "{\"abi_version\": 2, \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
+}
+
+static thread_local cudaError_t last_error;
+
+extern "C" const char* fajit_cuda_error(void) { return cudaGetErrorString(last_error); }
+
+extern "C" int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch) {
+  if (kernel != FAJIT_KERNEL_ATTENTION) return FAJIT_BAD_ARGS;
+  launch->kernel = "fajit_attention_kernel";
+  launch->grid[0] = (args->num_work + 127) / 128;
+  launch->block[0] = 128;
+  launch->grid[1] = launch->grid[2] = launch->block[1] = launch->block[2] = 1;
+  launch->shared_bytes = 0;
+  launch->params_bytes = sizeof(Params);
+  Params* params = reinterpret_cast<Params*>(launch->params);
+  params->q = static_cast<const float*>(args->q);
+  params->out = static_cast<float*>(args->out);
+  params->count = args->num_work;
+  return FAJIT_OK;
+}
+
+extern "C" int fajit_attention(const fajit_args* args) {
+  fajit_launch launch;
+  const int status = fajit_plan_launch(args, FAJIT_KERNEL_ATTENTION, &launch);
+  if (status != FAJIT_OK) return status;
+  void* params[] = {launch.params};
+  last_error = cudaLaunchKernel(reinterpret_cast<const void*>(fajit_attention_kernel),
+                                dim3(launch.grid[0]), dim3(launch.block[0]), params, 0,
+                                static_cast<cudaStream_t>(args->stream));
+  return last_error == cudaSuccess ? FAJIT_OK : FAJIT_CUDA_ERROR;
+}
+
+extern "C" int fajit_merge(const fajit_args*) { return FAJIT_OK; }
+extern "C" int fajit_classify(const fajit_classify_args*) { return FAJIT_OK; }
+
+extern "C" int fajit_load(int device) {
+  cudaFuncAttributes attributes;
+  last_error = cudaSetDevice(device);
+  if (last_error == cudaSuccess) {
+    last_error = cudaFuncGetAttributes(&attributes,
+                                       reinterpret_cast<const void*>(fajit_attention_kernel));
+  }
+  return last_error == cudaSuccess ? FAJIT_OK : FAJIT_CUDA_ERROR;
+}
