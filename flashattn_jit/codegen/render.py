@@ -10,7 +10,7 @@ from .._paths import templates_dir
 from ..variants.bounds_lower import range_tables
 from ..variants.lower import lower_hooks
 from .spec import KernelSpec
-from .target import LANES, matrix_dtype
+from .target import LANES, is_cuda, matrix_dtype
 
 _CPP_NAME = {
     "float32": "float",
@@ -36,19 +36,33 @@ def _environment() -> Environment:
 def render(spec: KernelSpec) -> str:
     """The source of the artifact that `spec` names; byte for byte the same on every machine."""
     mask = spec.variant.hook("mask_mod")
+    names = _cuda_names(spec) if is_cuda(spec.target) else _cpu_names(spec)
     return (
         _environment()
         .get_template(spec.template)
         .render(
             spec=spec,
-            lanes=LANES[spec.target],
-            q_type=_CPP_NAME[spec.q_dtype],
-            k_type=_CPP_NAME[spec.k_dtype],
-            v_type=_CPP_NAME[spec.v_dtype],
-            matrix_type=_CPP_NAME[matrix_dtype(spec.target, spec.q_dtype)],
-            hooks=lower_hooks(spec.variant, spec.name),
             num_tensors=len(spec.variant.tensors),
             num_range_tables=0 if mask is None else 2 * len(range_tables(mask)),
             num_scalars=len(spec.variant.scalars),
+            **names,
         )
     )
+
+
+def _cpu_names(spec: KernelSpec) -> dict[str, object]:
+    return {
+        "lanes": LANES[spec.target],
+        "q_type": _CPP_NAME[spec.q_dtype],
+        "k_type": _CPP_NAME[spec.k_dtype],
+        "v_type": _CPP_NAME[spec.v_dtype],
+        "matrix_type": _CPP_NAME[matrix_dtype(spec.target, spec.q_dtype)],
+        "hooks": lower_hooks(spec.variant, spec.name),
+    }
+
+
+def _cuda_names(spec: KernelSpec) -> dict[str, object]:
+    return {
+        "element": {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype],
+        "hooks": lower_hooks(spec.variant, spec.name, backend="cuda"),
+    }

@@ -1,0 +1,241 @@
+// Few rows: decoding and other tiles of at most 16 packed query rows, bound by memory.
+//
+// The warps of a block share the rows and split the keys: of each tile of kTileKv keys, warp w takes
+// the w-th part. Each has its own ring of buffers, its own running softmax and its own waits, so
+// the loop has no barrier and every warp keeps kStages - 1 tiles of loads under way.
+//
+//   warp w:  copies    t0 t1 .. | t(n-1)  | t(n)    | ...           n = kStages
+//            compute              t0        t1        ...
+//
+//   barrier; the warps' states merge through shared memory, a warp a row; finalise, write.
+//
+// The place of the key that is loaded next is looked up a tile ahead: with pages the look-up is a
+// load, which the copies would otherwise wait for.
+#pragma once
+#include <fajit/cuda/attention/key_rows.h>
+#include <fajit/cuda/attention/state.h>
+#include <fajit/cuda/tile/fragments.h>
+
+namespace fajit::cuda {
+
+template <class Config, class Hooks>
+class FewRow {
+  using Element = typename Config::Element;
+  using QLayout = RowLayout<Config::kDim>;
+  using VLayout = RowLayout<Config::kDimV>;
+
+  static constexpr int kWarps = Config::kWarps;
+  static constexpr int kKeys = Config::kTileKv / kWarps;  // of a tile, for one warp
+  static constexpr int kN = kKeys / 8;
+  static constexpr int kD = Config::kDimV / 8;
+  static constexpr int kStages = Config::kStages;
+  using Walk = KvWalk<Config, Hooks, kKeys, Config::kTileKv>;
+  static_assert(Config::kTileQ == 16, "one block of 16 rows");
+  static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the place of one key");
+  static_assert(kStages >= 2, "a ring");
+
+  // Shared memory: Q, the warps' rings, addresses, scratch of row hooks. At the end the warps' states lie over
+  // the rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
+  static constexpr int kQBytes = 16 * QLayout::kRowBytes;
+  static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
+  static constexpr int kVBytes = kKeys * VLayout::kRowBytes;
+  static constexpr int kRingBytes = kStages * (kKBytes + kVBytes);
+  static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
+  static constexpr int kStateBytes = kWarps * 16 * (kOutPitch + 2) * 4;
+  static constexpr int kBasesBegin =
+      round_up(kQBytes + larger(kWarps * kRingBytes, kStateBytes), 16);
+  static constexpr int kScratchBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
+
+ public:
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kSharedBytes = kScratchBegin + kWarps * Hooks::kRowTemps * 4;
+
+  FAJIT_DEV FewRow(const Context& c, unsigned char* shared, const fajit_work& item)
+      : c_(c),
+        a_(*c.args),
+        item_(item),
+        warp_(ptx::warp_index()),
+        lane_(ptx::lane_index()),
+        count_(item.row_end - item.row_begin),
+        kv_h_(item.head_begin / c.group_size()),
+        q_(shared),
+        ring_(shared + kQBytes + warp_ * kRingBytes),
+        states_(reinterpret_cast<float*>(shared + kQBytes)),
+        temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
+        keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes),
+        mine_(packed_row<Config::kMixedRows>(
+            a_, item, min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
+
+  FAJIT_DEV void run() {
+    const ThreadRows<Config, Hooks, 1> rows(c_, mine_);
+    const Units units = units_of<Hooks>(a_.scale);
+    OnlineSoftmax<1> softmax;
+    float o[1][kD][4];
+#pragma unroll
+    for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
+
+    Walk walk(c_, item_, item_.kv_begin + warp_ * kKeys,
+              min(item_.kv_end, a_.kv_len[item_.request]));
+    load_queries();
+
+    constexpr int kAhead = kStages - 1;
+    KvTile tiles[kAhead + 2];  // in use, under way, and the next whose place is known
+    tiles[0] = walk.next();
+    Place place = own_place(tiles[0]);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      tiles[i + 1] = walk.next();
+      const Place next = own_place(tiles[i + 1]);
+      load_pair(tiles[i], place, i);
+      place = next;
+    }
+    int stage = 0;
+    while (tiles[0].valid()) {
+      ptx::wait_copies<kAhead - 1>();
+      __syncwarp();
+      tiles[kAhead + 1] = walk.next();
+      const Place next = own_place(tiles[kAhead + 1]);
+      load_pair(tiles[kAhead], place, stage == 0 ? kStages - 1 : stage - 1);
+      place = next;
+
+      unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
+      change_rows(tiles[0], k);
+      float s[1][kN][4];
+      multiply_scores<Element, Config::kDim>(s, ptx::shared_address(q_), ptx::shared_address(k));
+      if (tiles[0].full) {
+        apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk);
+      } else {
+        apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk);
+      }
+      if constexpr (!Hooks::kPointwise) softmax.step(s, o, units.exponent);
+      multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(k + kKBytes));
+#pragma unroll
+      for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+    ptx::wait_copies<0>();
+    softmax.finish();
+    share_states(units, softmax, o);
+    write_states();
+  }
+
+ private:
+  // Q is shared by the block; warp 0 loads and changes it.
+  FAJIT_DEV void load_queries() {
+    if (warp_ == 0) {
+      const uint16_t* from =
+          static_cast<const uint16_t*>(a_.q) + row_offset(a_, item_, mine_, a_.q_stride);
+      load_rows<Config::kHeadDim, Config::kDim, 16, Config::kAligned>(
+          q_, 0, count_, HeldRows{from});
+      ptx::commit_copies();
+      ptx::wait_copies<0>();
+      __syncwarp();
+      if constexpr (Hooks::kQueryMod) {
+        for (int r = 0; r < count_; ++r) {
+          const PackedRow row = row_from_lane(mine_, r);
+          Hooks::query_mod(c_, TileRow<Element, Config::kDim>{q_, r}, temps_, lane_, row.b, row.h,
+                           row.q_idx);
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  FAJIT_DEV Place own_place(const KvTile& tile) const {
+    if (!tile.valid()) return {0, 0};
+    return keys_.place(min(tile.begin + lane_ % kKeys, tile.end - 1));
+  }
+  FAJIT_DEV void load_pair(const KvTile& tile, Place place, int stage) {
+    if (tile.valid()) {
+      unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
+      keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, place);
+      keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, place);
+    }
+    ptx::commit_copies();
+  }
+
+  FAJIT_DEV void change_rows(const KvTile& tile, unsigned char* k) {
+    for (int r = 0; r < tile.end - tile.begin; ++r) {
+      if constexpr (Hooks::kKeyMod)
+        Hooks::key_mod(c_, TileRow<Element, Config::kDim>{k, r}, temps_, lane_, item_.request,
+                       kv_h_, tile.begin + r);
+      if constexpr (Hooks::kValueMod)
+        Hooks::value_mod(c_, TileRow<Element, Config::kDimV>{k + kKBytes, r}, temps_, lane_,
+                         item_.request, kv_h_, tile.begin + r);
+      if (!Hooks::kKeyMod && !Hooks::kValueMod) break;
+    }
+    if constexpr (Hooks::kKeyMod || Hooks::kValueMod) __syncwarp();
+  }
+
+  FAJIT_DEV float* state_row(int warp, int row) const {
+    return states_ + (warp * 16 + row) * kOutPitch;
+  }
+  FAJIT_DEV float* tops() const { return states_ + kWarps * 16 * kOutPitch; }
+  FAJIT_DEV float* sums() const { return tops() + kWarps * 16; }
+
+  FAJIT_DEV void share_states(const Units& units, const OnlineSoftmax<1>& softmax,
+                              const float (&o)[1][kD][4]) {
+    __syncthreads();  // all warps are done with their rings
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane_ / 4 + i * 8;
+      if (row >= count_) continue;
+      float* const to = state_row(warp_, row) + lane_ % 4 * 2;
+#pragma unroll
+      for (int d = 0; d < kD; ++d)
+        *reinterpret_cast<float2*>(to + d * 8) = make_float2(o[0][d][i * 2], o[0][d][i * 2 + 1]);
+      if (lane_ % 4 == 0) {
+        tops()[warp_ * 16 + row] = softmax.top[i] * units.exponent;
+        sums()[warp_ * 16 + row] = softmax.sum[i];
+      }
+    }
+    __syncthreads();
+  }
+
+  // Warp w merges rows w, w + kWarps, ... over all warps, in order, into warp 0's place.
+  FAJIT_DEV void write_states() {
+    const StateWriter<Config, Hooks> writer{c_, item_.partial >= 0 ? Emit::kSplit
+                                                : (a_.flags & FAJIT_PARTIAL) != 0
+                                                    ? Emit::kUnfinalized
+                                                    : Emit::kFinal};
+    for (int r = warp_; r < count_; r += kWarps) {
+      float top = -FAJIT_INF, sum = 0.0f, weight[kWarps];
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        weight[w] = tops()[w * 16 + r];
+        top = fmaxf(top, weight[w]);
+      }
+      const float base = top == -FAJIT_INF ? 0.0f : top;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) {
+        weight[w] = Hooks::kPointwise ? 1.0f : ptx::exp2_approx(weight[w] - base);
+        sum += sums()[w * 16 + r] * weight[w];
+      }
+      const PackedRow row = row_from_lane(mine_, r);
+      const Normalized n = writer.normalizer(top, sum, row);
+      for (int d = lane_; d < Config::kDimV; d += 32) {
+        float value = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) value += state_row(w, r)[d] * weight[w];
+        state_row(0, r)[d] = value * n.factor;
+      }
+      __syncwarp();
+      writer.write_row(item_, row, int64_t{item_.partial} + r, state_row(0, r), n.lse, temps_);
+    }
+  }
+
+  const Context c_;
+  const fajit_args& a_;
+  const fajit_work& item_;
+  const int warp_, lane_;
+  const int count_;  // rows
+  const int32_t kv_h_;
+  unsigned char* const q_;
+  unsigned char* const ring_;
+  float* const states_;
+  float* const temps_;
+  const KeyRows<Config> keys_;
+  const PackedRow mine_;
+};
+
+}  // namespace fajit::cuda

@@ -1,0 +1,68 @@
+// Combines the partial states of split work items, in the order of their keys, and finalises them.
+//
+// Softmax states (out_i normalised, lse_i): out = sum w_i out_i / sum w_i, w_i = e^(lse_i - max);
+// the sink is one more weight. Pointwise states are sums and add up. fp32 throughout; the order is
+// that of the partial rows, so results do not depend on which block computed them. A warp a row.
+#pragma once
+#include <fajit/cuda/attention/state.h>
+
+namespace fajit::cuda {
+
+template <class Config, class Hooks>
+class Merge {
+  static constexpr int kValues = (Config::kHeadDimV + 31) / 32;  // of a row, a lane
+  static constexpr int kRowFloats = round_up(Config::kHeadDimV, 32);
+
+ public:
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kSharedBytes = kWarps * (kRowFloats + Hooks::kRowTemps) * 4;
+
+  // Block (i, j) merges rows [4 j, 4 j + 4) of item i.
+  static FAJIT_DEV void run(const Context& c, unsigned char* shared, const fajit_merge_work& item,
+                            int32_t first_row) {
+    const fajit_args& a = *c.args;
+    const int warp = ptx::warp_index(), lane = ptx::lane_index();
+    const int32_t step = item.row_end - item.row_begin, at = first_row + warp;
+    if (at >= step) return;
+    const PackedRow row = packed_row<Config::kMixedRows>(a, item, item.row_begin + at);
+    const int64_t first = int64_t{item.first_partial} + at;
+
+    float top = -FAJIT_INF;
+    if constexpr (!Hooks::kPointwise) {
+      for (int32_t i = lane; i < item.num_splits; i += 32)
+        top = fmaxf(top, a.partial_lse[first + int64_t{i} * step]);
+#pragma unroll
+      for (int other = 16; other > 0; other /= 2)
+        top = fmaxf(top, __shfl_xor_sync(ptx::kAllLanes, top, other));
+    }
+    const float base = top == -FAJIT_INF ? 0.0f : top;  // a NaN lse makes its weight NaN instead
+
+    float sum[kValues] = {};
+    float total = 0.0f;
+#pragma unroll 2
+    for (int32_t i = 0; i < item.num_splits; ++i) {
+      const int64_t state = first + int64_t{i} * step;
+      float weight = 1.0f;
+      if constexpr (!Hooks::kPointwise)
+        weight = ptx::exp2_approx((a.partial_lse[state] - base) * kLog2e);
+      total += weight;
+      const float* const values = a.partial_out + state * Config::kHeadDimV;
+#pragma unroll
+      for (int j = 0; j < kValues; ++j)
+        if (lane + 32 * j < Config::kHeadDimV) sum[j] += values[lane + 32 * j] * weight;
+    }
+
+    const StateWriter<Config, Hooks> writer{
+        c, (a.flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized : Emit::kFinal};
+    const Normalized n = writer.normalizer(base * kLog2e, total, row);
+    float* const values =
+        reinterpret_cast<float*>(shared) + warp * (kRowFloats + Hooks::kRowTemps);
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) values[lane + 32 * j] = sum[j] * n.factor;
+    __syncwarp();
+    writer.write_row(item, row, 0, values, n.lse, values + kRowFloats);
+  }
+};
+
+}  // namespace fajit::cuda

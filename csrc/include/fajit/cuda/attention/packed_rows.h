@@ -1,0 +1,83 @@
+// The packed query rows of a work item: which request, head and position each one is.
+#pragma once
+#include <fajit/context.h>
+#include <fajit/cuda/ptx/warp.h>
+
+namespace fajit::cuda {
+
+struct PackedRow {
+  int32_t b;      // request whose lengths and params hooks see
+  int32_t h;      // query head
+  int32_t token;  // row within the item's request: selects q, out, lse
+  int32_t q_idx;  // logical position
+};
+
+// Packed row `p` of an item (a fajit_work or fajit_merge_work).
+template <bool kMixedRows, class Item>
+FAJIT_DEV PackedRow packed_row(const fajit_args& a, const Item& item, int32_t p) {
+  const int32_t token = p / item.head_count;
+  PackedRow row{item.request, item.head_begin + p - token * item.head_count, token, 0};
+  if constexpr (kMixedRows) {
+    const int32_t t = a.q_row0[item.request] + token;
+    row.b = a.row_request[t];
+    row.q_idx = a.q_offset[row.b] + t - a.q_row0[row.b];
+  } else {
+    row.q_idx = a.q_offset[item.request] + token;
+  }
+  return row;
+}
+
+// The row that lane `lane` holds.
+FAJIT_DEV PackedRow row_from_lane(const PackedRow& row, int lane) {
+  return {ptx::from_lane(row.b, lane), ptx::from_lane(row.h, lane),
+          ptx::from_lane(row.token, lane), ptx::from_lane(row.q_idx, lane)};
+}
+
+// Offset in elements of a row of q, out or lse: strides are (request, head, row).
+template <class Item>
+FAJIT_DEV int64_t row_offset(const fajit_args& a, const Item& item, const PackedRow& row,
+                             const int64_t (&stride)[3]) {
+  return item.request * stride[0] + row.h * stride[1] +
+         (int64_t{a.q_row0[item.request]} + row.token) * stride[2];
+}
+
+// Ranges of what the rows of a tile are, for the interval form of the mask.
+struct RowSpan {
+  int32_t b_first, b_last, h_first, h_last, q_first, q_last;
+};
+
+// The span of packed rows [begin, end) of an item. Rows of one request are in order, so the ends
+// tell; those of several requests are all looked at, 32 at a time.
+template <bool kMixedRows>
+FAJIT_DEV RowSpan row_span(const fajit_args& a, const fajit_work& item, int32_t begin,
+                           int32_t end) {
+  const PackedRow first = packed_row<kMixedRows>(a, item, begin);
+  const PackedRow last = packed_row<kMixedRows>(a, item, end - 1);
+  RowSpan span{first.b, last.b, item.head_begin, item.head_begin + item.head_count - 1,
+               first.q_idx, last.q_idx};
+  if (first.token == last.token) {
+    span.h_first = first.h;
+    span.h_last = last.h;
+  }
+  if constexpr (kMixedRows) {
+    RowSpan all{first.b, first.b, span.h_first, span.h_last, first.q_idx, first.q_idx};
+    for (int32_t p = begin + ptx::lane_index(); p < end; p += 32) {
+      const PackedRow row = packed_row<kMixedRows>(a, item, p);
+      all.b_first = min(all.b_first, row.b);
+      all.b_last = max(all.b_last, row.b);
+      all.q_first = min(all.q_first, row.q_idx);
+      all.q_last = max(all.q_last, row.q_idx);
+    }
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) {
+      all.b_first = min(all.b_first, __shfl_xor_sync(ptx::kAllLanes, all.b_first, other));
+      all.b_last = max(all.b_last, __shfl_xor_sync(ptx::kAllLanes, all.b_last, other));
+      all.q_first = min(all.q_first, __shfl_xor_sync(ptx::kAllLanes, all.q_first, other));
+      all.q_last = max(all.q_last, __shfl_xor_sync(ptx::kAllLanes, all.q_last, other));
+    }
+    span = all;
+  }
+  return span;
+}
+
+}  // namespace fajit::cuda

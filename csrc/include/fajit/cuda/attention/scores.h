@@ -1,0 +1,146 @@
+// From raw scores to weights: hooks, mask, and the online softmax of one tile.
+//
+// A thread holds 2 kM query rows (rows l/4 and l/4 + 8 of each block of 16) and, of each block of 8
+// keys, two neighbouring ones (2(l%4), + 1): see ptx/matrix.h.
+#pragma once
+#include <fajit/cuda/attention/kv_walk.h>
+
+namespace fajit::cuda {
+
+constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
+#define FAJIT_INF __int_as_float(0x7f800000)
+
+// Scores times `multiplier` before the softmax, and `exponent` inside of it: 2^(s * exponent - max).
+//   score_mod or pointwise   natural units first: (scale, log2 e)
+//   scale > 0                folded into the exponent's multiply-add: (1, scale log2 e)
+//   else                     the maximum would be a minimum: (scale log2 e, 1)
+struct Units {
+  float multiplier, exponent;
+};
+template <class Hooks>
+FAJIT_DEV Units units_of(float scale) {
+  if constexpr (Hooks::kScore || Hooks::kPointwise) return {scale, kLog2e};
+  if (scale > 0.0f) return {1.0f, scale * kLog2e};
+  return {scale * kLog2e, 1.0f};
+}
+
+// The query rows of a thread, and what hooks computed of them beforehand.
+template <class Config, class Hooks, int kM>
+struct ThreadRows {
+  using Row = decltype(Hooks::rows(Context{}, int32_t{}, int32_t{}, int32_t{}));
+  PackedRow at[2 * kM];
+  Row row[2 * kM];
+
+  // `mine`: the packed row that each lane holds, lane r row r of the warp.
+  FAJIT_DEV ThreadRows(const Context& c, const PackedRow& mine) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      at[i] = row_from_lane(mine, i * 8 + ptx::lane_index() / 4);
+      row[i] = Hooks::rows(c, at[i].b, at[i].h, at[i].q_idx);
+    }
+  }
+};
+
+// Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
+// kMasked the tile is full: no mask code and no bounds.
+template <bool kMasked, class Config, class Hooks, int kM, int kN, class Walk>
+FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
+                           const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
+                           int32_t request, int32_t kv_h, const KvTile& tile, const Walk& walk) {
+  constexpr bool kNatural = Hooks::kScore || Hooks::kPointwise;
+  constexpr bool kReadsKeys = Hooks::kScore || (kMasked && Hooks::kMask);
+  if (!kNatural && !kMasked && units.multiplier == 1.0f) return;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int32_t position = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
+      const bool inside = !kMasked || position < tile.end;
+      // Hooks never see a position that has no key.
+      const int32_t kv_idx = inside ? position : tile.end - 1;
+      bool always = false, maybe = inside;
+      if constexpr (kMasked && Config::kBlockMask) {
+        const int state = walk.block_state(kv_idx);
+        always = inside && state == FAJIT_TILE_FULL;
+        maybe = inside && state == FAJIT_TILE_PARTIAL;
+      }
+      using Key = decltype(Hooks::keys(c, request, kv_h, kv_idx));
+      [[maybe_unused]] Key key{};
+      if constexpr (kReadsKeys && !Config::kMixedRows) key = Hooks::keys(c, request, kv_h, kv_idx);
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {
+        float& x = s[i / 2][n][i % 2 * 2 + j];
+        if constexpr (kReadsKeys && Config::kMixedRows)
+          key = Hooks::keys(c, rows.at[i].b, kv_h, kv_idx);
+        x *= units.multiplier;
+        if constexpr (Hooks::kScore) x = Hooks::score(c, x, rows.row[i], key);
+        if constexpr (Hooks::kPointwise) {
+          x = Hooks::pointwise(c, x);
+          if constexpr (Hooks::kPointwiseScale)
+            x *= Hooks::pointwise_scale(c, rows.at[i].b, rows.at[i].h, rows.at[i].q_idx);
+        }
+        if constexpr (kMasked) {
+          bool keep = maybe;
+          if constexpr (Hooks::kMask) keep = keep && Hooks::mask(c, rows.row[i], key);
+          if (!(keep || always)) x = Hooks::kPointwise ? 0.0f : -FAJIT_INF;
+        }
+      }
+    }
+  }
+}
+
+// Running maximum and sum of a thread's rows. The maximum is in the scores' units and the same in
+// the four lanes that share a row; the sum is this lane's share until `finish`.
+template <int kM>
+struct OnlineSoftmax {
+  float top[2 * kM], sum[2 * kM];
+
+  FAJIT_DEV OnlineSoftmax() {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      top[i] = -FAJIT_INF;
+      sum[i] = 0.0f;
+    }
+  }
+
+  // Scores become weights in place; the accumulators are rescaled to the new maximum.
+  template <int kN, int kD>
+  FAJIT_DEV void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float exponent) {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      constexpr int kPair = 2;
+      const int m = i / 2, first = i % 2 * kPair;
+      float best = top[i];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) best = fmaxf(best, fmaxf(s[m][n][first], s[m][n][first + 1]));
+      best = ptx::quad_max(best);
+      // A row without a key so far: any finite base makes its weights 0.
+      const float base = best == -FAJIT_INF ? 0.0f : best * exponent;
+      const float rescale = ptx::exp2_approx(top[i] * exponent - base);
+      top[i] = best;
+      float total = 0.0f;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int j = first; j < first + kPair; ++j) {
+          s[m][n][j] = ptx::exp2_approx(fmaf(s[m][n][j], exponent, -base));
+          total += s[m][n][j];
+        }
+      }
+      sum[i] = sum[i] * rescale + total;
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        o[m][d][first] *= rescale;
+        o[m][d][first + 1] *= rescale;
+      }
+    }
+  }
+
+  // Adds up the shares of the four lanes of each row.
+  FAJIT_DEV void finish() {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) sum[i] = ptx::quad_sum(sum[i]);
+  }
+};
+
+}  // namespace fajit::cuda

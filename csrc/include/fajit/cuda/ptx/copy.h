@@ -1,0 +1,47 @@
+// Copies from global to shared memory, 16 bytes a thread. Each function is one instruction.
+#pragma once
+#include <fajit/cuda/ptx/device.h>
+
+namespace fajit::ptx {
+
+// The address of a shared-memory object in the shared window, as ldmatrix and cp.async want it.
+FAJIT_DEV uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Two addresses to shared memory, and one back. The load is volatile, so it happens where it stands.
+FAJIT_DEV void store_shared(uint32_t to, const void* first, const void* second) {
+  asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to), "l"(first), "l"(second) : "memory");
+}
+FAJIT_DEV const uint16_t* load_shared(uint32_t from) {
+  const uint16_t* pointer;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(pointer) : "r"(from) : "memory");
+  return pointer;
+}
+
+// Starts a copy of `bytes` (0 to 16) bytes; the rest of the 16 is zeros. Nothing is read for 0.
+FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+               "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// Closes a group of this thread's copies.
+FAJIT_DEV void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most `kPending` of this thread's youngest groups are under way. Other threads see
+// the bytes after a barrier.
+template <int kPending>
+FAJIT_DEV void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace fajit::ptx

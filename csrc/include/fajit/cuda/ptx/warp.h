@@ -1,0 +1,55 @@
+// Exchanges within a warp, and the approximate functions of the special-function unit.
+#pragma once
+#include <fajit/cuda/ptx/device.h>
+
+namespace fajit::ptx {
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+FAJIT_DEV int lane_index() { return static_cast<int>(threadIdx.x & 31); }
+// Through an exchange, so that the compiler knows it to be the same in all lanes: branches on it then
+// need no reconvergence, and shuffles under them no calls.
+FAJIT_DEV int warp_index() {
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0);
+}
+
+template <class T>
+FAJIT_DEV T from_lane(T x, int lane) {
+  return __shfl_sync(kAllLanes, x, lane);
+}
+template <class T>
+FAJIT_DEV T* pointer_from_lane(T* p, int lane) {
+  return reinterpret_cast<T*>(
+      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(p), lane));
+}
+
+// Over the four lanes that share the rows of an accumulator fragment.
+FAJIT_DEV float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
+  return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));
+}
+FAJIT_DEV float quad_sum(float x) {
+  x += __shfl_xor_sync(kAllLanes, x, 1);
+  return x + __shfl_xor_sync(kAllLanes, x, 2);
+}
+
+// 2^x: 2 ulp, subnormal results are 0; 2^-inf is 0.
+FAJIT_DEV float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 1 / x: 1 ulp; x is normal.
+FAJIT_DEV float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// log2(x): absolute error 2^-22 near 1, else 2 ulp.
+FAJIT_DEV float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace fajit::ptx

@@ -1,0 +1,86 @@
+// The two products of a tile, from shared memory and registers. See ptx/matrix.h for the layouts.
+#pragma once
+#include <fajit/cuda/ptx/matrix.h>
+#include <fajit/cuda/ptx/warp.h>
+#include <fajit/cuda/tile/element.h>
+#include <fajit/cuda/tile/row_layout.h>
+
+namespace fajit::cuda {
+
+// Lane's row and chunk for ldmatrix.x4 of a 16 x 16 block: A operands, and B operands transposed.
+FAJIT_DEV int block_row(int lane) { return lane & 15; }
+FAJIT_DEV int block_chunk(int lane) { return lane >> 4; }
+// The same for two B operands of 8 columns each that lie as rows: n 0-7 first, k halves together.
+FAJIT_DEV int pair_row(int lane) { return (lane & 7) | (lane >> 1 & 8); }
+FAJIT_DEV int pair_chunk(int lane) { return lane >> 3 & 1; }
+
+// Keeps the compiler from computing what depends on an address ahead of a loop: the few additions
+// cost less than the registers that would hold their results.
+FAJIT_DEV uint32_t compute_here(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
+// s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: addresses of the
+// tiles' first rows in the shared window.
+template <class Element, int Dim, int kM, int kN>
+FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
+  using Layout = RowLayout<Dim>;
+  const int lane = ptx::lane_index();
+  const uint32_t q_lane = compute_here(q + Layout::offset(block_row(lane), block_chunk(lane)));
+  const uint32_t k_lane = compute_here(k + Layout::offset(pair_row(lane), pair_chunk(lane)));
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0.0f;
+#pragma unroll
+  for (int chunk = 0; chunk < Dim / 8; chunk += 2) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+      ptx::load_matrices(a[m], Layout::step(q_lane + m * 16 * Layout::kRowBytes, chunk));
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      ptx::load_matrices(b, Layout::step(k_lane + n * 8 * Layout::kRowBytes, chunk));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::multiply_add<Element>(s[m][n], a[m], b[0], b[1]);
+        ptx::multiply_add<Element>(s[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// o[m][n] += P V: P is s, rounded to Element; kN blocks of 8 keys, rows of `v`. The accumulators of
+// two neighbouring blocks of keys are, packed, an A operand.
+template <class Element, int DimV, int kM, int kN>
+FAJIT_DEV void multiply_values(float (&o)[kM][DimV / 8][4], const float (&s)[kM][kN][4],
+                               uint32_t v) {
+  using Layout = RowLayout<DimV>;
+  const int lane = ptx::lane_index();
+  const uint32_t v_lane = compute_here(v + Layout::offset(block_row(lane), block_chunk(lane)));
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      a[m][0] = Element::pack(s[m][n][0], s[m][n][1]);
+      a[m][1] = Element::pack(s[m][n][2], s[m][n][3]);
+      a[m][2] = Element::pack(s[m][n + 1][0], s[m][n + 1][1]);
+      a[m][3] = Element::pack(s[m][n + 1][2], s[m][n + 1][3]);
+    }
+#pragma unroll
+    for (int d = 0; d < DimV / 8; d += 2) {
+      uint32_t b[4];
+      ptx::load_matrices_transposed(b, Layout::step(v_lane + n * 8 * Layout::kRowBytes, d));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::multiply_add<Element>(o[m][d], a[m], b[0], b[1]);
+        ptx::multiply_add<Element>(o[m][d + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+}  // namespace fajit::cuda

@@ -1,0 +1,108 @@
+// Rows from global memory to a tile in shared memory: any place for each row, 16 bytes a lane.
+//
+// A row is found by one lane and handed to the lanes that copy it, so that a table look-up for
+// every row (pages of one key) costs a warp as little as pages of 64 keys.
+#pragma once
+#include <fajit/cuda/ptx/copy.h>
+#include <fajit/cuda/ptx/warp.h>
+#include <fajit/cuda/tile/element.h>
+#include <fajit/cuda/tile/row_layout.h>
+
+namespace fajit::cuda {
+
+// 8 values of a row that starts anywhere, those from `count` on zero.
+FAJIT_DEV uint4 gather_chunk(const uint16_t* from, int count) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t low = 2 * i < count ? from[2 * i] : 0;
+    const uint32_t high = 2 * i + 1 < count ? from[2 * i + 1] : 0;
+    words[i] = low | high << 16;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// Rows that follow each other: arithmetic is cheaper than an exchange. Past the last row the address
+// is computed, not read.
+struct StridedRows {
+  const uint16_t* first;
+  int64_t stride;  // elements
+  FAJIT_DEV const uint16_t* row(int r) const { return first + r * stride; }
+};
+
+// Rows anywhere: lane r holds the address of row r, valid also for rows that do not exist.
+struct HeldRows {
+  const uint16_t* own;
+  FAJIT_DEV const uint16_t* row(int r) const { return ptx::pointer_from_lane(own, r); }
+};
+
+// One warp loads kRows rows of HeadDim values, padded with zeros to Dim, into rows [first_row,
+// first_row + kRows) of `tile`; those from `count` on are zeros. All lanes call it together. The
+// copies belong to the caller's group where the architecture has asynchronous ones, else they are
+// done on return.
+template <int HeadDim, int Dim, int kRows, bool kAligned, class Rows>
+FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows rows) {
+  using Layout = RowLayout<Dim>;
+  constexpr int kChunks = Dim / 8;
+  constexpr int kSteps = (kRows * kChunks + 31) / 32;
+  constexpr bool kWhole = kRows * kChunks % 32 == 0;
+  const int lane = ptx::lane_index();
+  if constexpr (kAligned && ptx::kAsyncCopies) {
+    const uint32_t to = ptx::shared_address(tile);
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const int i = lane + 32 * j, r = i / kChunks, chunk = i % kChunks;
+      const uint16_t* from = rows.row(kWhole || r < kRows ? r : 0);
+      if (!kWhole && r >= kRows) continue;
+      const bool inside = r < count && (Dim == HeadDim || chunk * 8 < HeadDim);
+      ptx::copy_async(to + Layout::offset(first_row + r, chunk), from + (inside ? chunk * 8 : 0),
+                      inside ? 16 : 0);
+    }
+  } else {
+    // Through registers, a few loads under way at a time.
+    constexpr int kBatch = 4;
+#pragma unroll
+    for (int j0 = 0; j0 < kSteps; j0 += kBatch) {
+      uint4 held[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = lane + 32 * (j0 + j), r = i / kChunks, chunk = i % kChunks;
+        const uint16_t* from = rows.row(r < kRows ? r : 0);
+        held[j] = make_uint4(0, 0, 0, 0);
+        if (r >= kRows || r >= count) continue;
+        if constexpr (kAligned) {
+          if (chunk * 8 < HeadDim) held[j] = *reinterpret_cast<const uint4*>(from + chunk * 8);
+        } else {
+          held[j] = gather_chunk(from + chunk * 8, HeadDim - chunk * 8);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = lane + 32 * (j0 + j), r = i / kChunks, chunk = i % kChunks;
+        if (r < kRows)
+          *reinterpret_cast<uint4*>(tile + Layout::offset(first_row + r, chunk)) = held[j];
+      }
+    }
+  }
+}
+
+// The same for aligned strided rows whose chunks divide a warp: every step of the warp moves all
+// lanes by the same number of rows, so one address is kept, and moved. Computed row by row, the
+// compiler keeps the addresses of all steps across the loop over the keys: 32 registers.
+template <int HeadDim, int Dim, int kRows>
+FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows) {
+  using Layout = RowLayout<Dim>;
+  constexpr int kChunks = Dim / 8, kStep = 32 / kChunks;
+  static_assert(32 % kChunks == 0 && kRows % kStep == 0, "whole steps");
+  const int r = ptx::lane_index() / kChunks, chunk = ptx::lane_index() % kChunks;
+  const uint32_t to = ptx::shared_address(tile);
+  const uint16_t* from = rows.row(r) + chunk * 8;
+#pragma unroll
+  for (int j = 0; j < kRows; j += kStep) {
+    const bool inside = r + j < count && (Dim == HeadDim || chunk * 8 < HeadDim);
+    ptx::copy_async(to + Layout::offset(first_row + j + r, chunk), from, inside ? 16 : 0);
+    from += kStep * rows.stride;
+  }
+}
+
+}  // namespace fajit::cuda

@@ -1,0 +1,39 @@
+// Where the 16-byte chunks of a tile's rows lie in shared memory.
+//
+// ldmatrix reads the same chunk of 8 consecutive rows at once, which is free of bank conflicts when
+// the 8 chunks lie in 8 different 16-byte columns of a 128-byte line:
+//
+//   row length       chunks a row   place of (row, chunk)
+//   multiple of 128 B     8 k       chunk ^ (row & 7), within each line of 8
+//   64 B                  4         chunk ^ (row / 2 & 3)
+//   32 B                  2         chunk ^ (row / 4 & 1)
+//   any other             n         rows padded to an odd number of chunks
+#pragma once
+#include <fajit/cuda/ptx/device.h>
+
+namespace fajit::cuda {
+
+template <int Dim>
+struct RowLayout {
+  static_assert(Dim % 16 == 0, "rows are padded to whole k16 steps");
+  static constexpr int kChunks = Dim / 8;
+  static constexpr int kMask = kChunks % 8 == 0 ? 7 : kChunks == 4 ? 3 : kChunks == 2 ? 1 : 0;
+  static constexpr int kShift = kMask == 3 ? 1 : kMask == 1 ? 2 : 0;
+  static constexpr int kPitch = kMask != 0 ? kChunks : kChunks | 1;  // chunks
+  static constexpr int kRowBytes = kPitch * 16;
+
+  // Byte offset of a chunk.
+  static FAJIT_DEV uint32_t offset(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ (row >> kShift & kMask)) << 4);
+  }
+  // From the address of (row, c), c = 0 or 1, to that of (row, c + chunk) for an even `chunk` that
+  // is a constant: one XOR or addition. The tile starts at a multiple of 128 bytes.
+  static FAJIT_DEV uint32_t step(uint32_t address, int chunk) {
+    if constexpr (kMask == 0) return address + chunk * 16;
+    return (address ^ ((chunk & kMask) << 4)) + (chunk & ~kMask) * 16;
+  }
+  // Byte offset of one 16-bit element.
+  static FAJIT_DEV uint32_t element(int row, int i) { return offset(row, i >> 3) + (i & 7) * 2; }
+};
+
+}  // namespace fajit::cuda
