@@ -12,20 +12,20 @@ from torch import Tensor
 
 from ..codegen.render import render
 from ..codegen.spec import KernelSpec
-from ..codegen.target import matrix_dtype, resolve_target
+from ..codegen.target import matrix_dtype
 from ..errors import CompileError, InputError
 from ..jit.key import KernelKey, kernel_key
 from ..jit.toolchain import flags_for
 from ..ops._check import check_dense, check_lengths
 from ..ops._launch import PlannedCall
 from ..planner import (
+    Device,
     Hardware,
     Problem,
     RooflinePoint,
     TileChoice,
     candidates,
     choose,
-    host_hardware,
     roofline,
 )
 from ..variants.ir import VariantIR, format_graph
@@ -34,6 +34,7 @@ from ..variants.spec import Bound, Variant
 from ._dims import complete_dims
 from ._plan import Layout, artifact_path, layout_of, plan
 from ._table import kib, si, table
+from .device_plan import DevicePlan, device_plan, machine
 from .plots import draw, require_matplotlib
 from .tiles import Tiles, analyse
 
@@ -91,10 +92,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Where the problem lies on the roofline of this machine, whose rates are estimates."""
+    """Where the problem lies on the roofline of a machine, whose rates are estimates."""
 
     point: RooflinePoint
-    hardware: Hardware
+    hardware: Hardware | Device
     matrix_dtype: str
     flops: float
     bytes: float
@@ -109,9 +110,10 @@ class Roofline:
         return (
             f"  {si(self.flops, 'FLOP')} over {si(self.bytes, 'B')}, whose tiles are visited\n"
             f"  intensity {p.intensity:.3g} FLOP/B, ridge {p.ridge:.3g}: {p.bound} bound\n"
-            f"  attainable {si(p.attainable_flops, 'FLOP/s')} of {h.cores} cores' estimated "
+            f"  attainable {si(p.attainable_flops, 'FLOP/s')} of {h.rates} "
             f"{si(h.flops(self.matrix_dtype), 'FLOP/s')} ({self.matrix_dtype}) and "
             f"{si(h.read_bytes_per_s, 'B/s')}: at least {self.attainable_s * 1e3:.3g} ms"
+            + (f"\n  {h.note}" if h.note else "")
         )
 
 
@@ -121,7 +123,7 @@ class Explanation:
 
     ir: hooks and params, values: the params' values, specialised: captured values that are
     compiled in, tiles: what the mask leaves of the problem, plan: tile kind, tile, schedule and
-    kernel, roofline: what bounds it, source: the rendered C++ text.
+    kernel, roofline: what bounds it, source: the rendered C++ or CUDA text.
     """
 
     name: str
@@ -129,14 +131,14 @@ class Explanation:
     problem: Problem
     target: str
     tiles: Tiles
-    plan: Plan
+    plan: Plan | DevicePlan
     roofline: Roofline
     values: tuple[tuple[str, str], ...]
     specialised: tuple[tuple[str, str], ...]
 
     @cached_property
     def source(self) -> str:
-        """The C++ source of the kernel, as the compiler gets it."""
+        """The source of the kernel, as the compiler gets it."""
         return render(self.plan.spec)
 
     def __str__(self) -> str:
@@ -173,53 +175,54 @@ def explain(
     kv_len: Tensor | None = None,
     plot: str | PathLike[str] | None = None,
     target: str | None = None,
+    device: str | int | None = None,
     **params: object,
 ) -> Explanation:
     """Explain what `variant` becomes for q, k, v, or for `dims` and `dtype` without any tensors.
 
-    Compiles the kernel where no cache has it, since the schedule asks it for the mask's costs.
+    On a CPU, compiles the kernel where no cache has it, since the schedule asks it for the mask's
+    costs. For a GPU nothing is compiled, and neither a GPU nor a compiler is needed.
 
     Args:
         variant: what to explain.
         q, k, v: as for `attention`; their values are not read.
         dims: sizes instead of tensors: a `Dims`, a mapping of its names or a sequence in its order.
         dtype: of q, k and v when `dims` is given.
-        q_offset, kv_len, target: as for `attention`.
+        q_offset, kv_len: as for `attention`.
+        target: a target; the host's best, or the device's, by default.
+        device: a GPU by name (``"H100"``) or ordinal (``"cuda:0"``), which need not be there when
+            named. A CUDA target alone stands for a typical device of it.
         plot: a file to draw the roofline and the tile map to, such as ``"out.png"``.
         **params: the variant's params.
 
     Raises:
-        InputError: neither tensors nor dims, both, or unfit ones; matplotlib is missing for `plot`.
+        InputError: neither tensors nor dims, both, or unfit ones; an unknown device, or one of
+            another target; matplotlib is missing for `plot`.
         ParamError, TraceError: as for `attention`.
 
     Example:
         >>> print(fa.SlidingWindow(4096).explain(dims={"q_len": 65536, "kv_len": 65536}))
+        >>> print(fa.Causal().explain(dims={"q_len": 4096}, dtype=torch.bfloat16, device="H100"))
     """
     if plot is not None:
         require_matplotlib()
-    target = resolve_target(target)
+    if device is None and target is None and q is not None and q.is_cuda:
+        device = q.device.index
+    target, hardware = machine(target, device)
     layout = _layout(q, k, v, dims, dtype, q_offset, kv_len)
     bound = variant.bind(layout.dims, params)
     problem = layout.problem()
     spec = choose(bound.ir, problem, target, (), variant.name)
     tiles = _tiles(layout, bound, spec, problem.group_size)
-    planned = plan(layout, bound, variant.name, target)
     matrix = matrix_dtype(target, problem.q_dtype)
-    hardware, share = host_hardware(), tiles.counts.visited_share
+    share = tiles.counts.visited_share
     explanation = Explanation(
         variant.name,
         bound.ir,
         problem,
         target,
         tiles,
-        Plan(
-            candidates(problem, target),
-            spec,
-            kernel_key(spec.document(), spec.template, target, flags_for(target)),
-            None if isinstance(planned, CompileError) else planned,
-            planned if isinstance(planned, CompileError) else None,
-            torch.get_num_threads(),
-        ),
+        _plan(layout, bound, variant.name, problem, spec, hardware),
         Roofline(
             roofline(problem, hardware, matrix), hardware, matrix, problem.flops(share),
             problem.bytes(share),
@@ -230,6 +233,23 @@ def explain(
     if plot is not None:
         draw(plot, variant.name, explanation.roofline.point, hardware, matrix, tiles)
     return explanation
+
+
+def _plan(
+    layout: Layout,
+    bound: Bound,
+    name: str,
+    problem: Problem,
+    spec: KernelSpec,
+    hardware: Hardware | Device,
+) -> Plan | DevicePlan:
+    options = candidates(problem, spec.target, bound.ir)
+    key = kernel_key(spec.document(), spec.template, spec.target, flags_for(spec.target))
+    if isinstance(hardware, Device):
+        return device_plan(options, spec, key, hardware, problem)
+    planned = plan(layout, bound, name, spec.target)
+    call, error = (None, planned) if isinstance(planned, CompileError) else (planned, None)
+    return Plan(options, spec, key, call, error, torch.get_num_threads())
 
 
 def _layout(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..planner import Hardware, RooflinePoint
+from ..planner import Device, Hardware, RooflinePoint
 from .tiles import Tiles
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def draw(
     path: str | PathLike[str],
     title: str,
     point: RooflinePoint,
-    hardware: Hardware,
+    hardware: Hardware | Device,
     matrix_dtype: str,
     tiles: Tiles,
 ) -> None:
@@ -58,7 +58,9 @@ def draw(
         raise InputError(f"plot={str(path)!r} cannot be written: {error}") from error
 
 
-def _draw_roofline(axes: Any, point: RooflinePoint, hardware: Hardware, matrix_dtype: str) -> None:
+def _draw_roofline(
+    axes: Any, point: RooflinePoint, hardware: Hardware | Device, matrix_dtype: str
+) -> None:
     peak, bandwidth = hardware.flops(matrix_dtype), hardware.read_bytes_per_s
     ends = sorted((min(point.intensity, point.ridge) / 8, max(point.intensity, point.ridge) * 8))
     corners = [ends[0], point.ridge, ends[1]]

@@ -60,9 +60,15 @@ class Device:
     @property
     def rates(self) -> str:
         """Where the rates come from, in words."""
+        return f"{self.name}'s rated"
+
+    @property
+    def note(self) -> str:
+        """What the rates do not say, in words; empty where they say it all."""
         share = _MMA_SYNC_SHARE.get(self.target)
-        limit = "" if share is None else f" (mma.sync instructions reach about {share:.0%} of it)"
-        return f"{self.name}'s rated{limit}"
+        if share is None:
+            return ""
+        return f"mma.sync instructions, which the kernels use, reach about {share:.0%} of that rate"
 
 
 def _device(

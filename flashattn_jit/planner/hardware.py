@@ -37,6 +37,16 @@ class Hardware:
         """Peak arithmetic rate (FLOP/s) for the dtype in which matrices are multiplied."""
         return self.bf16_flops if matrix_dtype == "bfloat16" else self.fp32_flops
 
+    @property
+    def rates(self) -> str:
+        """Where the rates come from, in words."""
+        return f"{self.cores} cores' estimated"
+
+    @property
+    def note(self) -> str:
+        """What the rates do not say."""
+        return ""
+
 
 def _clock_hz() -> float:
     """The highest clock that the kernel reports, or 3 GHz."""

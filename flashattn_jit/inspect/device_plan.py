@@ -1,0 +1,137 @@
+"""What the planner chooses on a GPU that need not be there: tile, slots, splits, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import _C
+from ..codegen.budget import ctas_per_sm, register_budget, shared_bytes
+from ..codegen.spec import KernelSpec
+from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
+from ..errors import InputError
+from ..jit.key import KernelKey
+from ..planner import (
+    Device,
+    Hardware,
+    Problem,
+    Slots,
+    TileChoice,
+    device_hardware,
+    host_hardware,
+    min_chunk,
+    named_hardware,
+    slots,
+    typical_hardware,
+)
+from ..planner.cuda_tiles import in_flight_bytes
+from ._table import kib, table
+
+
+def machine(target: str | None, device: str | int | None) -> tuple[str, Hardware | Device]:
+    """The target and the machine that `target=` and `device=` name.
+
+    Raises:
+        InputError: the device is unknown, or is not of the target.
+        TargetError: the target is unknown, or is a CPU target that this machine cannot run.
+    """
+    if device is not None and str(device) != "cpu":
+        found = _device(device)
+        if target is not None and compiled_target(target) != found.target:
+            raise InputError(
+                f"target {target!r} is not that of {found.name}, which is {found.target!r}"
+            )
+        return found.target, found
+    if target is not None and is_cuda(compiled_target(target)):
+        resolve_target(EMULATED + compiled_target(target))  # whether it exists
+        return compiled_target(target), typical_hardware(target)
+    return resolve_target(target), host_hardware()
+
+
+def _device(device: str | int) -> Device:
+    if isinstance(device, int):
+        return device_hardware(device)
+    name, _, index = device.partition(":")
+    if name == "cuda":
+        return device_hardware(int(index) if index.isdigit() else 0)
+    return named_hardware(device)
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The plan for a GPU. `str()` gives the candidates, the slots and the splits.
+
+    num_work, most_splits: work items, and the most parts that one's keys are cut into, by lengths
+    alone: the schedule of a call asks the mask as well.
+    """
+
+    candidates: tuple[TileChoice, ...]
+    spec: KernelSpec
+    key: KernelKey
+    device: Device
+    slots: Slots
+    num_work: int
+    most_splits: int
+
+    def __str__(self) -> str:
+        header = ["", "tile kind", "tile", "warps", "stages", "shared", "for or against"]
+        rows = [
+            ["->" if c.chosen else "", c.tile_kind, f"{c.tile_q} x {c.tile_kv}",
+             str(c.spec.num_warps), str(c.spec.num_stages), kib(c.scratch_bytes), c.reason]
+            for c in self.candidates
+        ]  # fmt: skip
+        spec, found = self.spec, self.slots
+        flying = in_flight_bytes(spec)
+        loads = f", {kib(flying)} of K and V in flight on each" if flying else ""
+        splits = (
+            f"keys cut into up to {self.most_splits} parts" if self.most_splits > 1
+            else "no keys split"
+        )  # fmt: skip
+        lines = [
+            table(header, rows, "  "),
+            f"  budget: {register_budget(spec)} registers a thread, {kib(shared_bytes(spec))} of "
+            f"shared memory, at least {ctas_per_sm(spec)} blocks a multiprocessor",
+            f"  slots: {found.per_sm} a multiprocessor (as {found.limit} allow{_s(found.limit)}), "
+            f"{found.total} on {self.device.name}{loads}",
+            f"  schedule by lengths: {self.num_work} items on {found.total} slots, {splits}",
+            f"  kernel {self.key.hex}",
+        ]
+        return "\n".join(lines)
+
+
+def _s(limit: str) -> str:
+    return "" if limit.endswith("s") else "s"
+
+
+def device_plan(
+    candidates: tuple[TileChoice, ...],
+    spec: KernelSpec,
+    key: KernelKey,
+    device: Device,
+    problem: Problem,
+) -> DevicePlan:
+    """The plan of a problem on a device, from its lengths."""
+    found = slots(spec, device)
+    scheduled = _C.schedule(
+        None,
+        _C.Problem(
+            num_requests=len(problem.q_len),
+            num_q_heads=problem.num_q_heads,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim=problem.head_dim,
+            head_dim_v=problem.head_dim_v,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+        ),
+        tile_q=spec.tile_q,
+        row_granule=spec.tile_q,
+        tile_kv=spec.tile_kv,
+        min_chunk=min_chunk(spec),
+        num_workers=max(1, found.total),
+        device=True,
+    )
+    return DevicePlan(
+        candidates, spec, key, device, found, scheduled["num_work"], scheduled["most_splits"]
+    )
+
+
+__all__ = ["DevicePlan", "device_plan", "machine"]
