@@ -22,17 +22,6 @@ from flashattn_jit.jit.cuda_toolkit import Toolkit
 from flashattn_jit.jit.driver import Job, quote, write_wrapper
 from flashattn_jit.jit.resources import Report, read_report
 
-__all__ = [
-    "MISSING",
-    "PTX",
-    "SOURCE",
-    "clean_names",
-    "flags",
-    "job",
-    "write_ptx",
-    "write_resources",
-]
-
 SOURCE = "kernel.cu"
 PTX = "kernel.ptx"
 

@@ -14,13 +14,18 @@ from flashattn_jit import _C, _paths
 from flashattn_jit.jit import key as keys
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.compiler import Compiler
+from flashattn_jit.jit.failure import SpillError
 from flashattn_jit.jit.module import KernelCache
 
 MINIMAL_ARTIFACT = Path(__file__).with_name("minimal_artifact.cpp")
+MINIMAL_CUDA_ARTIFACT = Path(__file__).with_name("minimal_artifact.cu")
 
 
 class FakeBuild:
-    """Builds by writing bytes. `before` runs in the midst of a build; it may raise or wait."""
+    """Builds by writing bytes. `before` runs in the midst of a build; it may raise or wait.
+
+    A source that holds the word SPILLS makes a kernel that spills.
+    """
 
     def __init__(self) -> None:
         self.builds: list[str] = []
@@ -37,6 +42,8 @@ class FakeBuild:
         staging.joinpath(toolchain.LOG).write_text("all is well\n")
         self.before()
         staging.joinpath("artifact.so").write_text(self.content.format(key=key))
+        if "SPILLS" in source:
+            raise SpillError(["the kernel spills"], 0.25)
         return toolchain.BuildReport(0.25)
 
 
@@ -52,7 +59,7 @@ class FakeModule:
 @pytest.fixture(autouse=True)
 def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has its own cache and lock folders."""
-    for name in ("COMPILE", "CXX", "LOCK_WAIT_S", "LOG"):
+    for name in ("COMPILE", "CUDA_HOME", "CXX", "LOCK_WAIT_S", "LOG"):
         monkeypatch.delenv(f"FLASHATTN_JIT_{name}", raising=False)
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", str(tmp_path / "locks"))

@@ -1,5 +1,6 @@
 // The smallest CUDA artifact that speaks the ABI: attention adds 1 to `num_work` floats of q.
-// SPILL makes its kernel need more registers than it may have; LOCAL gives it an array in memory.
+// SPILL is how many floats its kernel keeps at once; CALLED makes it call a function that takes an
+// array, which lies in memory.
 #include <fajit/abi.h>
 
 struct Params {
@@ -9,6 +10,8 @@ struct Params {
 };
 
 __device__ __forceinline__ float plus_one(float x) { return x + 1.0f; }
+
+__device__ __noinline__ float pick(const float* array, int i) { return array[i % 64]; }
 
 extern "C" __global__ void __launch_bounds__(128, 2)
     fajit_attention_kernel(const __grid_constant__ Params params) {
@@ -24,10 +27,10 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 #pragma unroll
   for (int j = 0; j < SPILL; ++j) row[threadIdx.x] += many[j] * row[j % 128] * many[(j * 7) % SPILL];
 #endif
-#if defined(LOCAL)
-  float array[LOCAL];
-  for (int j = 0; j < LOCAL; ++j) array[j] = params.q[j];
-  row[threadIdx.x] += array[params.count % LOCAL];
+#if defined(CALLED)
+  float array[64];
+  for (int j = 0; j < 64; ++j) array[j] = params.q[j];
+  row[threadIdx.x] += pick(array, params.count);
 #endif
   if (i < params.count) params.out[i] = plus_one(row[threadIdx.x]);
 }
