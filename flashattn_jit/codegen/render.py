@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from .._paths import templates_dir
 from ..variants.bounds_lower import range_tables
 from ..variants.lower import lower_hooks
+from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
 from .spec import KernelSpec
 from .target import LANES, is_cuda, matrix_dtype
 
@@ -63,6 +64,9 @@ def _cpu_names(spec: KernelSpec) -> dict[str, object]:
 
 def _cuda_names(spec: KernelSpec) -> dict[str, object]:
     return {
+        "min_blocks": ctas_per_sm(spec),
+        "shared_bytes": shared_bytes(spec),
+        "merge_shared_bytes": merge_shared_bytes(spec),
         "element": {"float16": "Float16", "bfloat16": "Bfloat16"}[spec.q_dtype],
         "hooks": lower_hooks(spec.variant, spec.name, backend="cuda"),
     }

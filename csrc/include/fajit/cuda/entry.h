@@ -1,8 +1,5 @@
 // The bodies of a CUDA artifact's entry points: checks, launches as data, launches.
 #pragma once
-#include <stdio.h>
-#include <string.h>
-
 #include <fajit/classify.h>
 #include <fajit/cuda/attention/merge.h>
 #include <fajit/cuda/params.h>
@@ -27,7 +24,7 @@ inline char* error_text() {
 // FAJIT_CUDA_ERROR with the failed call in `error_text`, or FAJIT_OK.
 inline int check(cudaError_t status, const char* call, const char* kernel) {
   if (status == cudaSuccess) return FAJIT_OK;
-  snprintf(error_text(), 512, "%s of %s: %s (%s)", call, kernel, cudaGetErrorString(status),
+  __builtin_snprintf(error_text(), 512, "%s of %s: %s (%s)", call, kernel, cudaGetErrorString(status),
            cudaGetErrorName(status));
   cudaGetLastError();  // it is reported: the next call starts clean
   return FAJIT_CUDA_ERROR;
@@ -70,7 +67,7 @@ int check_args(const fajit_args* a) {
 }
 
 // Fills the launch of one kernel; a grid of 0 blocks means that there is nothing to do.
-template <class Config>
+template <class Config, class Hooks>
 int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2],
                 fajit_launch* launch) {
   if (const int status = check_args<Config>(a)) return status;
@@ -93,7 +90,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   launch->block[1] = launch->block[2] = 1;
   launch->shared_bytes = entry.shared_bytes;
 
-  using P = Params<Config::kTensors, Config::kScalars>;
+  using P = Params<Config, Hooks>;
   static_assert(sizeof(P) <= sizeof(launch->params), "too many param tensors for a CUDA kernel");
   P params{};
   params.args = *a;
@@ -102,14 +99,14 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   for (int i = 0; i < Config::kTensors; ++i) params.tensors[i] = a->tensors[i];
   for (int i = 0; i < Config::kScalars; ++i) params.scalars[i] = a->scalars[i];
   launch->params_bytes = sizeof(P);
-  memcpy(launch->params, &params, sizeof(P));
+  __builtin_memcpy(launch->params, &params, sizeof(P));
   return FAJIT_OK;
 }
 
-template <class Config>
+template <class Config, class Hooks>
 int launch_kernel(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]) {
   fajit_launch launch;
-  if (const int status = plan_launch<Config>(a, kernel, entries, &launch)) return status;
+  if (const int status = plan_launch<Config, Hooks>(a, kernel, entries, &launch)) return status;
   if (launch.grid[0] == 0) return FAJIT_OK;
   const DeviceGuard guard(a->device);
   if (const int status = check(guard.status(), "cudaSetDevice", launch.kernel)) return status;

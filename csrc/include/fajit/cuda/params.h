@@ -4,11 +4,11 @@
 
 namespace fajit::cuda {
 
-template <int kTensors, int kScalars>
+template <class Config, class Hooks>
 struct Params {
   fajit_args args;
-  fajit_tensor tensors[kTensors > 0 ? kTensors : 1];
-  uint64_t scalars[kScalars > 0 ? kScalars : 1];
+  fajit_tensor tensors[Config::kTensors > 0 ? Config::kTensors : 1];
+  uint64_t scalars[Config::kScalars > 0 ? Config::kScalars : 1];
 
   FAJIT_FN Context context() const { return Context(&args, tensors, scalars); }
 };

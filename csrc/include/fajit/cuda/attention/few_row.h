@@ -32,7 +32,6 @@ class FewRow {
   using Walk = KvWalk<Config, Hooks, kKeys, Config::kTileKv>;
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the place of one key");
-  static_assert(kStages >= 2, "a ring");
 
   // Shared memory: Q, the warps' rings, addresses, scratch of row hooks. At the end the warps' states lie over
   // the rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
@@ -78,7 +77,8 @@ class FewRow {
               min(item_.kv_end, a_.kv_len[item_.request]));
     load_queries();
 
-    constexpr int kAhead = kStages - 1;
+    // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is wanted.
+    constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
     KvTile tiles[kAhead + 2];  // in use, under way, and the next whose place is known
     tiles[0] = walk.next();
     Place place = own_place(tiles[0]);
@@ -95,8 +95,10 @@ class FewRow {
       __syncwarp();
       tiles[kAhead + 1] = walk.next();
       const Place next = own_place(tiles[kAhead + 1]);
-      load_pair(tiles[kAhead], place, stage == 0 ? kStages - 1 : stage - 1);
-      place = next;
+      if constexpr (kStages > 1) {
+        load_pair(tiles[kAhead], place, stage == 0 ? kStages - 1 : stage - 1);
+        place = next;
+      }
 
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       change_rows(tiles[0], k);
@@ -112,6 +114,11 @@ class FewRow {
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) tiles[i] = tiles[i + 1];
       stage = stage == kStages - 1 ? 0 : stage + 1;
+      if constexpr (kStages == 1) {
+        __syncwarp();
+        load_pair(tiles[0], place, 0);
+        place = next;
+      }
     }
     ptx::wait_copies<0>();
     softmax.finish();
@@ -183,7 +190,7 @@ class FewRow {
       float* const to = state_row(warp_, row) + lane_ % 4 * 2;
 #pragma unroll
       for (int d = 0; d < kD; ++d)
-        *reinterpret_cast<float2*>(to + d * 8) = make_float2(o[0][d][i * 2], o[0][d][i * 2 + 1]);
+        *reinterpret_cast<float2*>(to + d * 8) = float2{o[0][d][i * 2], o[0][d][i * 2 + 1]};
       if (lane_ % 4 == 0) {
         tops()[warp_ * 16 + row] = softmax.top[i] * units.exponent;
         sums()[warp_ * 16 + row] = softmax.sum[i];

@@ -269,7 +269,7 @@ class Prefill {
 #pragma unroll
       for (int d = 0; d < kD; ++d)
         *reinterpret_cast<float2*>(row_out + d * 8) =
-            make_float2(o[i / 2][d][i % 2 * 2] * n.factor, o[i / 2][d][i % 2 * 2 + 1] * n.factor);
+            float2{o[i / 2][d][i % 2 * 2] * n.factor, o[i / 2][d][i % 2 * 2 + 1] * n.factor};
       __syncwarp();
       for (int r = 0; r < 8 && i * 8 + r < own_rows(); ++r) {
         const PackedRow row = row_from_lane(mine, i * 8 + r);

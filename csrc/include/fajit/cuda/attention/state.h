@@ -90,7 +90,7 @@ struct StateWriter {
       for (int d = ptx::lane_index() * 4; d < Config::kHeadDimV; d += 128) {
         const float4 x = *reinterpret_cast<const float4*>(values + d);
         *reinterpret_cast<uint2*>(to + d) =
-            make_uint2(Element::pack(x.x, x.y), Element::pack(x.z, x.w));
+            uint2{Element::pack(x.x, x.y), Element::pack(x.z, x.w)};
       }
     } else {
       for (int d = ptx::lane_index(); d < Config::kHeadDimV; d += 32)

@@ -1,6 +1,6 @@
 // Reading param tensors: one element from global memory, and small floats as float.
 #pragma once
-#include <fajit/cuda/hooks/bits.h>
+#include <fajit/cuda/hooks/approx.h>
 #include <stdint.h>
 
 namespace fajit {

@@ -45,8 +45,7 @@ FAJIT_INTRINSIC int __popc(unsigned int x);
 FAJIT_INTRINSIC int __popcll(unsigned long long x);
 FAJIT_INTRINSIC unsigned int __brev(unsigned int x);
 FAJIT_INTRINSIC unsigned int __byte_perm(unsigned int x, unsigned int y, unsigned int s);
-FAJIT_INTRINSIC size_t __cvta_generic_to_shared(const void* ptr);
-FAJIT_INTRINSIC size_t __cvta_generic_to_global(const void* ptr);
+FAJIT_INTRINSIC size_t __nv_cvta_generic_to_shared_impl(const void* ptr);
 #undef FAJIT_INTRINSIC
 
 // On both sides; the host's are libm's.
@@ -74,33 +73,41 @@ FAJIT_MATH double sqrt(double x) throw();
 
 }  // extern "C"
 
+// Addresses within a memory space, as sm_20_intrinsics.hpp has them.
+#define FAJIT_INLINE __device__ inline __attribute__((always_inline))
+FAJIT_INLINE size_t __cvta_generic_to_shared(const void* ptr) {
+  return __nv_cvta_generic_to_shared_impl(ptr);
+}
+FAJIT_INLINE size_t __cvta_generic_to_global(const void* ptr) {
+  return __nv_cvta_generic_to_global_impl(ptr);
+}
+
 // Votes and shuffles among the lanes of a warp, as sm_30_intrinsics.hpp has them.
-#define FAJIT_WARP __device__ inline __attribute__((always_inline))
-FAJIT_WARP void __syncwarp(unsigned mask = 0xffffffffu) {
+FAJIT_INLINE void __syncwarp(unsigned mask = 0xffffffffu) {
   extern __device__ __device_builtin__ void __nvvm_bar_warp_sync(unsigned mask);
   __nvvm_bar_warp_sync(mask);
 }
-FAJIT_WARP int __all_sync(unsigned mask, int predicate) {
+FAJIT_INLINE int __all_sync(unsigned mask, int predicate) {
   extern __device__ __device_builtin__ int __nvvm_vote_all_sync(unsigned mask, int predicate);
   return __nvvm_vote_all_sync(mask, predicate);
 }
-FAJIT_WARP int __any_sync(unsigned mask, int predicate) {
+FAJIT_INLINE int __any_sync(unsigned mask, int predicate) {
   extern __device__ __device_builtin__ int __nvvm_vote_any_sync(unsigned mask, int predicate);
   return __nvvm_vote_any_sync(mask, predicate);
 }
-FAJIT_WARP unsigned __ballot_sync(unsigned mask, int predicate) {
+FAJIT_INLINE unsigned __ballot_sync(unsigned mask, int predicate) {
   extern __device__ __device_builtin__ unsigned __nvvm_vote_ballot_sync(unsigned mask,
                                                                         int predicate);
   return __nvvm_vote_ballot_sync(mask, predicate);
 }
-FAJIT_WARP unsigned __activemask() {
+FAJIT_INLINE unsigned __activemask() {
   unsigned mask;
   asm volatile("activemask.b32 %0;" : "=r"(mask));
   return mask;
 }
 
 #define FAJIT_SHUFFLE(name, mode, Type, constraint, lanes, clamp)                              \
-  FAJIT_WARP Type name(unsigned mask, Type value, int lanes, int width = 32) {                 \
+  FAJIT_INLINE Type name(unsigned mask, Type value, int lanes, int width = 32) {                 \
     Type result;                                                                               \
     asm volatile("shfl.sync." mode ".b32 %0, %1, %2, %3, %4;"                                  \
                  : "=" constraint(result)                                                      \
@@ -120,7 +127,7 @@ FAJIT_SHUFFLES(__shfl_xor_sync, "bfly", lanes, 31)
 
 // Loads through the read-only path.
 #define FAJIT_LDG(Type, Register, constraint, suffix)                             \
-  FAJIT_WARP Type __ldg(const Type* ptr) {                                        \
+  FAJIT_INLINE Type __ldg(const Type* ptr) {                                        \
     Register value;                                                               \
     asm("ld.global.nc." suffix " %0, [%1];" : "=" constraint(value) : "l"(ptr));   \
     return static_cast<Type>(value);                                              \
@@ -138,7 +145,7 @@ FAJIT_LDG(unsigned long long, unsigned long long, "l", "u64")
 FAJIT_LDG(float, float, "f", "f32")
 FAJIT_LDG(double, double, "d", "f64")
 #undef FAJIT_LDG
-#undef FAJIT_WARP
+#undef FAJIT_INLINE
 
 // C++ overloads, on both sides.
 #define FAJIT_ORDER(Type)                                                                        \

@@ -6,7 +6,7 @@ namespace fajit::ptx {
 
 // The address of a shared-memory object in the shared window, as ldmatrix and cp.async want it.
 FAJIT_DEV uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  return static_cast<uint32_t>(__nv_cvta_generic_to_shared_impl(p));
 }
 
 // Two addresses to shared memory, and one back. The load is volatile, so it happens where it stands.
@@ -23,7 +23,7 @@ FAJIT_DEV const uint16_t* load_shared(uint32_t from) {
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(__cvta_generic_to_global(from)), "r"(bytes)
+               "l"(from), "r"(bytes)
                : "memory");
 #endif
 }

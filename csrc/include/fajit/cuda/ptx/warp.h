@@ -19,8 +19,10 @@ FAJIT_DEV T from_lane(T x, int lane) {
 }
 template <class T>
 FAJIT_DEV T* pointer_from_lane(T* p, int lane) {
-  return reinterpret_cast<T*>(
-      __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(p), lane));
+  const uint64_t bits = reinterpret_cast<uint64_t>(p);
+  const uint32_t low = from_lane(static_cast<uint32_t>(bits), lane);
+  const uint32_t high = from_lane(static_cast<uint32_t>(bits >> 32), lane);
+  return reinterpret_cast<T*>(uint64_t{high} << 32 | low);
 }
 
 // Over the four lanes that share the rows of an accumulator fragment.

@@ -19,7 +19,7 @@ FAJIT_DEV uint4 gather_chunk(const uint16_t* from, int count) {
     const uint32_t high = 2 * i + 1 < count ? from[2 * i + 1] : 0;
     words[i] = low | high << 16;
   }
-  return make_uint4(words[0], words[1], words[2], words[3]);
+  return uint4{words[0], words[1], words[2], words[3]};
 }
 
 // Rows that follow each other: arithmetic is cheaper than an exchange. Past the last row the address
@@ -68,7 +68,7 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
       for (int j = 0; j < kBatch; ++j) {
         const int i = lane + 32 * (j0 + j), r = i / kChunks, chunk = i % kChunks;
         const uint16_t* from = rows.row(r < kRows ? r : 0);
-        held[j] = make_uint4(0, 0, 0, 0);
+        held[j] = uint4{0, 0, 0, 0};
         if (r >= kRows || r >= count) continue;
         if constexpr (kAligned) {
           if (chunk * 8 < HeadDim) held[j] = *reinterpret_cast<const uint4*>(from + chunk * 8);
