@@ -53,6 +53,7 @@ _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 """By the larger head dim, the tiles in order of preference."""
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
+_RING_SPARE = 64  # registers beside the accumulators
 _LAST_RESORT_KV = 16  # so few keys between two barriers that only a lack of registers excuses it
 
 
@@ -105,14 +106,17 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
 def with_stages(spec: KernelSpec) -> KernelSpec:
     """`spec` with as many buffers of keys and values as serve it.
 
-    Prefill: two where that costs no thread block its place on the multiprocessor, else one. Few
+    Prefill: two where that costs no thread block its place on the multiprocessor, and where there
+    are registers for the ring's addresses (128 x 128 at head_dim 64 spills with it), else one. Few
     rows: the fewest, from two on, that keep enough in flight while one buffer is computed with;
     else those that keep the most. On sm_75 loads pass through registers and none are in flight.
     """
     if spec.tile_kind == "prefill":
         ring = replace(spec, num_stages=2)
-        without = compiled_target(spec.target) == "sm_75" or not fits(ring)
-        return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
+        without = compiled_target(spec.target) == "sm_75" or spare_registers(spec) < _RING_SPARE
+        if without or not fits(ring) or ctas_per_sm(ring) < ctas_per_sm(spec):
+            return spec
+        return ring
     wanted = _IN_FLIGHT_BYTES[compiled_target(spec.target)]
     rings = [replace(spec, num_stages=n) for n in (2, 3, 4)]
     enough = [r for r in rings if in_flight_bytes(r) >= wanted]

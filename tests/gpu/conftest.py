@@ -1,0 +1,50 @@
+"""Skips everything here without a CUDA device; with one, compiles in parallel before the tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+REASON = "" if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def _here(item: pytest.Item) -> bool:
+    return HERE in item.path.parents
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if REASON:
+        for item in filter(_here, items):
+            item.add_marker(pytest.mark.skip(reason=REASON))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """One kernel takes one core a second or two, and the tests need hundreds."""
+    mine = [item for item in session.items if _here(item)]
+    if REASON or not mine or session.config.option.collectonly:
+        return
+    from tests.gpu.harness import Want, device_target
+    from tests.gpu.prewarm import compile_one
+
+    wants: dict[Want, None] = {}
+    for item in mine:
+        values = getattr(item, "callspec", None) and item.callspec.params
+        if values and {"case", "shape", "dtype"} <= set(values):
+            wants[Want(values["case"], values["shape"], values["dtype"])] = None
+        wants |= dict.fromkeys(getattr(item.module, "WANTS", ()))
+    begin, target = time.perf_counter(), device_target()
+    spawn = multiprocessing.get_context("spawn")
+    workers = min(len(os.sched_getaffinity(0)), len(wants))
+    with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+        failed = [f for f in pool.map(compile_one, wants, [target] * len(wants), chunksize=4) if f]
+    words = f"{len(wants)} kernels compiled by {workers} processes"
+    print(f"\n{words} in {time.perf_counter() - begin:.0f} s", flush=True)
+    for text in failed:  # the test that needs the kernel fails, and says why
+        print(text, flush=True)

@@ -1,0 +1,118 @@
+"""What the GPU tests share: a registry case run on a device, and the kernels it needs.
+
+A case's tensors are made and bound on the CPU, as everywhere; what is bound is then moved. So every
+case of the registry runs on a GPU, closures over tensors included, and nothing here needs one:
+`device="cpu"` runs the same code on CPU kernels or, with a target, in the emulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.target import cuda_target
+from flashattn_jit.jit.module import Request, load_stepping
+from flashattn_jit.ops import _dense, _handles
+from flashattn_jit.ops._launch import render_spec
+from flashattn_jit.ops._scalars import pack_scalars
+from flashattn_jit.planner import Problem, choose, fallbacks
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.reference import attention_reference
+from flashattn_jit.variants.spec import Bound, as_variant
+from tests.ops.test_attention import EPS, assert_close, inputs
+from tests.registry import by_name
+from tests.registry_case import Case, Shape
+
+PLAIN = {
+    "plain full": lambda: None,
+    "plain causal": fa.Causal,
+    "plain window": lambda: fa.SlidingWindow(40),
+    "plain alibi": fa.ALiBi,
+}
+"""Variants of tests that are not about variants, by name."""
+
+
+def case_named(name: str) -> Case:
+    """A case of `PLAIN` or of the registry."""
+    if name in PLAIN:
+        return Case(name, lambda shape, generator: PLAIN[name]())
+    return by_name(name)
+
+
+@dataclass(frozen=True)
+class Want:
+    """A kernel that a test needs, in words that another process understands."""
+
+    case: str
+    shape: Shape
+    dtype: torch.dtype
+    features: tuple[str, ...] = ()
+
+
+def features_for(shape: Shape) -> tuple[str, ...]:
+    """The features that a dense call of contiguous tensors needs on CUDA."""
+    return ("unaligned",) if shape.head_dim % 8 or shape.head_dim_v % 8 else ()
+
+
+def device_target() -> str:
+    """The target of the current CUDA device."""
+    return cuda_target(*torch.cuda.get_device_capability())
+
+
+def compile_wanted(want: Want, target: str) -> str:
+    """Compile a wanted kernel into the cache, where it is not there yet; returns its tile."""
+    case, shape = case_named(want.case), want.shape
+    name = str(want.dtype).removeprefix("torch.")
+    problem = Problem(
+        (shape.q_len,), (shape.kv_len,), shape.num_q_heads, shape.num_kv_heads, shape.head_dim,
+        shape.head_dim_v, name, name, name,
+    )  # fmt: skip
+    bound, title = _bound(case, shape)
+    spec = choose(bound.ir, problem, target, want.features or features_for(shape), title)
+    specs = (spec, *fallbacks(spec))
+    requests = [
+        Request(s.document(), s.template, s.target, lambda s=s: render_spec(s)) for s in specs
+    ]
+    taken = specs[load_stepping(requests)[0]]
+    return f"{taken.tile_kind} {taken.tile_q} x {taken.tile_kv}"
+
+
+def _bound(case: Case, shape: Shape) -> tuple[Bound, str]:
+    variant, params = case.build(shape)
+    chosen = as_variant(variant)
+    return chosen.bind(Dims(*shape), params), chosen.name
+
+
+def run_case(
+    case: Case,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str = "cuda",
+    target: str | None = None,
+) -> None:
+    """Run a case on a device and hold it to the bound of docs/semantics.md against fp64."""
+    bound, title = _bound(case, shape)
+    q, k, v = inputs(shape, dtype)
+    call = {"scale": case.scale, "q_offset": case.q_offset}
+    offset = shape.kv_len - shape.q_len if case.q_offset == "end" else case.q_offset
+    scale = case.scale if case.scale is not None else shape.head_dim**-0.5
+    handle = _handles.remember(bound.handle, bound.ir, title)
+    pointwise = bound.ir.normalizer == "pointwise"
+    placed = [t.to(device) for t in (q, k, v)]
+    out, lse = _dense.dense(
+        *placed, [t.to(device) for t in bound.tensors], pack_scalars(bound.scalars), handle, scale,
+        offset, None, None, None, (), not pointwise, False, target or device_target(),
+    )  # fmt: skip
+    variant, params = case.build(shape)
+    exact, exact_lse = attention_reference(q, k, v, variant, params=params, **call)
+    eager, _ = attention_reference(q, k, v, variant, params=params, dtype=dtype, **call)
+    assert out.dtype == dtype and out.shape == exact.shape
+    assert_close(out.cpu(), exact, eager)
+    if not pointwise:
+        # Rows that hooks changed are rounded to the matrix dtype, and scores carry that rounding.
+        tolerance = 16 * EPS[dtype] if "row" in case.tags else 1e-4
+        torch.testing.assert_close(
+            lse.cpu().double(), exact_lse.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )

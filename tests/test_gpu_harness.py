@@ -1,0 +1,54 @@
+"""The GPU tests' own code, as far as it runs without a GPU: on CPU kernels, and where they skip."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashattn_jit.codegen.target import host_target
+from tests.gpu.harness import Want, case_named, compile_wanted, run_case
+from tests.gpu.prewarm import compile_one
+from tests.ops.test_attention import DECODE, SMALL, fitting
+from tests.registry import CASES
+from tests.registry_case import Shape
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("case", CASES[::23], ids=lambda c: c.name)
+def test_a_case_is_run_and_judged(case):
+    run_case(case, fitting(case, SMALL), torch.bfloat16, "cpu", host_target())
+
+
+def test_a_wrong_result_is_found(monkeypatch):
+    from flashattn_jit.ops import _dense
+
+    right = _dense.dense
+    monkeypatch.setattr(_dense, "dense", lambda *a: (right(*a)[0] * 1.02, right(*a)[1]))
+    with pytest.raises(AssertionError, match="rms error"):
+        run_case(case_named("plain causal"), SMALL, torch.bfloat16, "cpu", host_target())
+
+
+def test_wanted_kernels_are_compiled_for_a_cpu_as_for_a_gpu():
+    assert compile_wanted(Want("plain causal", DECODE, torch.bfloat16), host_target()).startswith(
+        "few_row"
+    )
+    assert compile_one(Want("plain causal", SMALL, torch.bfloat16), host_target()) == ""
+
+
+def test_what_does_not_compile_is_reported_and_does_not_end_the_run():
+    text = compile_one(Want("no such case", Shape(1, 1, 1, 1, 1, 1, 1), torch.float16), "sm_80")
+    assert "no such case" in text and "KeyError" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_all_gpu_tests_are_skipped_with_the_reason():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch sees no CUDA device" in done.stdout
+    assert " passed" not in done.stdout and " failed" not in done.stdout
