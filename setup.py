@@ -1,4 +1,4 @@
-"""Builds flashattn_jit._C and puts the kernel templates and headers into the package."""
+"""Builds flashattn_jit._C and _emulator, and puts the kernel templates and headers into the package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ SOURCES = sorted(
     str(path.relative_to(ROOT))
     for folder in ("runtime", "scheduler")
     for path in (ROOT / "csrc" / folder).glob("*.cpp")
+)
+EMULATOR = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "emulator").glob("*.cpp")
 )
 HEADERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 
@@ -58,7 +61,20 @@ setup(
             # own soname, which this then resolves to.
             extra_link_args=["-fopenmp"],
             libraries=["dl"],
-        )
+        ),
+        Pybind11Extension(
+            "flashattn_jit._emulator",
+            EMULATOR,
+            include_dirs=["csrc/emulator"],
+            depends=HEADERS,
+            cxx_std=17,
+            # Arithmetic is what the instructions say: no contraction to fused operations.
+            extra_compile_args=[
+                "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
+                "-Wall", "-Wextra", "-pthread",
+            ],
+            extra_link_args=["-pthread"],
+        ),
     ],
     cmdclass={"build_ext": build_ext, "build_py": BuildWithData},
 )

@@ -1,0 +1,248 @@
+// Set-up of a block, its memory, and the places that faults name.
+#include <algorithm>
+
+#include "machine.h"
+
+namespace fajit::emulator {
+
+Block::Block(const Launch& launch) : launch_(launch) {
+  const Kernel& kernel = *launch.kernel;
+  num_threads_ = launch.block[0] * launch.block[1] * launch.block[2];
+  const uint32_t num_warps = (num_threads_ + kLanes - 1) / kLanes;
+  // Registers keep 64-byte alignment for vector loads.
+  const size_t stride = (kernel.register_words + 31) / 32 * 32;
+  registers_.reset(new (std::align_val_t(64)) uint32_t[stride * num_warps]());
+  warps_.resize(num_warps);
+  variables_ = kernel.shared;
+  shared_end_ = std::max(kernel.static_shared_end, kSharedBase);
+  for (Variable& variable : variables_) {
+    if (!variable.dynamic) continue;
+    variable.bytes = launch.dynamic_shared;
+    shared_end_ = std::max(shared_end_, static_cast<uint32_t>(variable.offset + variable.bytes));
+  }
+  shared_.resize(shared_end_);
+  local_.resize(static_cast<size_t>(kernel.local_bytes) * num_threads_);
+  for (uint32_t i = 0; i < num_warps; ++i) {
+    Warp& warp = warps_[i];
+    warp.block = this;
+    warp.index = i;
+    warp.registers = registers_.get() + stride * i;
+    const uint32_t lanes = std::min<uint32_t>(kLanes, num_threads_ - i * kLanes);
+    warp.existing = lanes == kLanes ? kAllLanes : (1u << lanes) - 1;
+    warp.copies.reserve(4096);
+    for (const auto& [slot, value] : kernel.constants32)
+      std::fill_n(warp.words(slot), kLanes, static_cast<uint32_t>(value));
+    for (const auto& [slot, value] : kernel.constants64)
+      std::fill_n(warp.longs(slot), kLanes, value);
+  }
+}
+
+void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
+  position_[0] = x;
+  position_[1] = y;
+  position_[2] = z;
+  steps_ = 0;
+  std::fill(std::begin(barriers_), std::end(barriers_), Barrier{});
+  std::fill(shared_.begin(), shared_.end(), uint8_t{0xcd});
+  std::fill(local_.begin(), local_.end(), uint8_t{0xcd});
+  for (Warp& warp : warps_) {
+    warp.alive = warp.existing;
+    warp.blocked = 0;
+    std::fill_n(warp.pc, kLanes, 0u);
+    std::fill_n(warp.wait, kLanes, Wait::none);
+    std::fill_n(warp.committed, kLanes, 0u);
+    warp.copies.clear();
+    fill_specials(warp);
+  }
+}
+
+void Block::fill_specials(Warp& warp) {
+  const uint32_t(&size)[3] = launch_.block;
+  for (const auto& [special, slot] : kernel().specials) {
+    uint32_t* values = warp.words(slot);
+    for (uint32_t lane = 0; lane < kLanes; ++lane) {
+      const uint32_t linear = warp.index * kLanes + lane;
+      uint32_t& value = values[lane];
+      switch (special) {
+        case Special::tid_x: value = linear % size[0]; break;
+        case Special::tid_y: value = linear / size[0] % size[1]; break;
+        case Special::tid_z: value = linear / size[0] / size[1]; break;
+        case Special::ntid_x: value = size[0]; break;
+        case Special::ntid_y: value = size[1]; break;
+        case Special::ntid_z: value = size[2]; break;
+        case Special::ctaid_x: value = position_[0]; break;
+        case Special::ctaid_y: value = position_[1]; break;
+        case Special::ctaid_z: value = position_[2]; break;
+        case Special::nctaid_x: value = launch_.grid[0]; break;
+        case Special::nctaid_y: value = launch_.grid[1]; break;
+        case Special::nctaid_z: value = launch_.grid[2]; break;
+        case Special::laneid: value = lane; break;
+        case Special::warpid: value = warp.index; break;
+        case Special::nwarpid: value = static_cast<uint32_t>(warps_.size()); break;
+        case Special::smid: value = 0; break;
+        case Special::nsmid: value = 1; break;
+        case Special::lanemask_eq: value = 1u << lane; break;
+        case Special::lanemask_lt: value = (1u << lane) - 1; break;
+        case Special::lanemask_le: value = (1u << lane) - 1 + (1u << lane); break;
+        case Special::lanemask_gt: value = ~((1u << lane) - 1 + (1u << lane)); break;
+        case Special::lanemask_ge: value = ~((1u << lane) - 1); break;
+        case Special::dynamic_smem_size: value = launch_.dynamic_shared; break;
+        case Special::total_smem_size: value = shared_end_ - kSharedBase; break;
+        case Special::clock: value = 0; break;  // there is no time in here
+        case Special::clock64:
+        case Special::globaltimer:
+        case Special::gridid: warp.longs(slot)[lane] = 0; break;
+      }
+    }
+  }
+}
+
+uint8_t* Block::global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  if (address % bytes != 0)
+    fault_at(warp, lane, "misaligned", "an access of " + std::to_string(bytes) + " bytes", address);
+  const Allocation* found = launch_.memory->find(address, bytes, global_hint_);
+  if (found == nullptr)
+    fault_at(warp, lane, "out of bounds",
+             std::string(access == Access::read ? "a read" : "a write") + " of " +
+                 std::to_string(bytes) + " bytes in no allocation",
+             address);
+  if (access != Access::read && !found->writable)
+    fault_at(warp, lane, "read-only", "a write to memory that the kernel may only read", address);
+  if (found->written) {
+    uint8_t* written = found->written.get() + (address - found->begin);
+    if (access == Access::write) {
+      std::memset(written, 1, bytes);
+    } else if (std::memchr(written, 0, bytes) != nullptr) {
+      fault_at(warp, lane, "uninitialised", "a read of memory that nothing has written", address);
+    }
+  }
+  return reinterpret_cast<uint8_t*>(address);
+}
+
+const Variable* Block::shared_variable(uint64_t address) const {
+  for (const Variable& variable : variables_)
+    if (address >= variable.offset && address - variable.offset < variable.bytes) return &variable;
+  return nullptr;
+}
+
+uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  if (address % bytes != 0)
+    fault_at(warp, lane, "misaligned", "a shared access of " + std::to_string(bytes) + " bytes",
+             kSharedWindow + address);
+  const Variable* variable = shared_variable(address);
+  if (variable == nullptr || variable->offset + variable->bytes - address < bytes)
+    fault_at(warp, lane, "out of bounds",
+             std::string(access == Access::read ? "a read" : "a write") + " of " +
+                 std::to_string(bytes) + " bytes of shared memory in no variable",
+             kSharedWindow + address);
+  return shared_.data() + address;
+}
+
+uint8_t* Block::local_at(Warp& warp, int lane, uint64_t address, unsigned bytes) {
+  if (address % bytes != 0 || address + bytes > kernel().local_bytes)
+    fault_at(warp, lane, "out of bounds", "a local access outside the thread's memory",
+             kLocalWindow + address);
+  return local_.data() + static_cast<size_t>(kernel().local_bytes) * (warp.index * kLanes + lane) +
+         address;
+}
+
+uint8_t* Block::param_at(Warp& warp, int lane, uint64_t address, unsigned bytes) {
+  if ((address & kWindowMask) == kParamWindow) address -= kParamWindow;
+  if (address % bytes != 0 || address + bytes > launch_.params.size())
+    fault_at(warp, lane, "out of bounds", "an access outside the kernel's parameters",
+             kParamWindow + address);
+  return const_cast<uint8_t*>(launch_.params.data()) + address;
+}
+
+uint8_t* Block::generic_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  switch (address & kWindowMask) {
+    case kSharedWindow: return shared_at(warp, lane, address - kSharedWindow, bytes, access);
+    case kLocalWindow: return local_at(warp, lane, address - kLocalWindow, bytes);
+    case kParamWindow: return param_at(warp, lane, address, bytes);
+    default: return global_at(warp, lane, address, bytes, access);
+  }
+}
+
+uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes,
+                   Access access) {
+  switch (space) {
+    case Space::global:
+    case Space::constant: return global_at(warp, lane, address, bytes, access);
+    case Space::shared: return shared_at(warp, lane, address, bytes, access);
+    case Space::local: return local_at(warp, lane, address, bytes);
+    case Space::param: return param_at(warp, lane, address, bytes);
+    case Space::generic: break;
+  }
+  return generic_at(warp, lane, address, bytes, access);
+}
+
+void Block::sync_warp(Warp&, uint32_t) {}
+
+std::string Block::place(uint32_t pc) const {
+  const Location& where = kernel().places[kernel().locations[pc]];
+  auto name = [&](uint32_t file, uint32_t line) {
+    const std::string path = file < launch_.files.size() ? launch_.files[file] : "";
+    return (path.empty() ? "file " + std::to_string(file) : path) + ":" + std::to_string(line);
+  };
+  if (where.line == 0) return "PTX line " + std::to_string(kernel().text_lines[pc]);
+  std::string result = name(where.file, where.line);
+  if (where.inlined_line != 0)
+    result += " (inlined at " + name(where.inlined_file, where.inlined_line) + ")";
+  return result;
+}
+
+std::string Block::thread_name(const Warp& warp, int lane) const {
+  const uint32_t linear = warp.index * kLanes + static_cast<uint32_t>(lane);
+  const uint32_t(&size)[3] = launch_.block;
+  return "(" + std::to_string(linear % size[0]) + ", " + std::to_string(linear / size[0] % size[1]) +
+         ", " + std::to_string(linear / size[0] / size[1]) + ")";
+}
+
+FaultInfo Block::describe(const Warp& warp, int lane, const std::string& kind,
+                          const std::string& detail) const {
+  FaultInfo info;
+  info.kind = kind;
+  info.detail = detail;
+  info.kernel = kernel().name;
+  info.source = place(warp.current);
+  info.instruction = kernel().mnemonics[warp.current];
+  std::copy_n(position_, 3, info.block);
+  const uint32_t linear = warp.index * kLanes + static_cast<uint32_t>(lane);
+  info.linear_thread = linear;
+  info.thread[0] = linear % launch_.block[0];
+  info.thread[1] = linear / launch_.block[0] % launch_.block[1];
+  info.thread[2] = linear / launch_.block[0] / launch_.block[1];
+  return info;
+}
+
+void Block::fault(const Warp& warp, int lane, const std::string& kind,
+                  const std::string& detail) const {
+  throw Fault(describe(warp, lane, kind, detail));
+}
+
+void Block::fault_at(const Warp& warp, int lane, const std::string& kind, const std::string& detail,
+                     uint64_t address) const {
+  FaultInfo info = describe(warp, lane, kind, detail);
+  info.has_address = true;
+  info.address = address;
+  if ((address & kWindowMask) == kSharedWindow) {
+    const int64_t offset = static_cast<int64_t>(address - kSharedWindow);
+    const Variable* best = nullptr;
+    for (const Variable& variable : variables_)
+      if (best == nullptr || offset >= static_cast<int64_t>(variable.offset)) best = &variable;
+    info.allocation = best == nullptr ? "shared memory" : "shared " + best->name;
+    info.offset = best == nullptr ? offset : offset - static_cast<int64_t>(best->offset);
+  } else if ((address & kWindowMask) == kLocalWindow) {
+    info.allocation = "local memory";
+    info.offset = static_cast<int64_t>(address - kLocalWindow);
+  } else if ((address & kWindowMask) == kParamWindow) {
+    info.allocation = "parameters";
+    info.offset = static_cast<int64_t>(address - kParamWindow);
+  } else if (const Allocation* near = launch_.memory->nearest(address)) {
+    info.allocation = near->name + " (" + std::to_string(near->bytes) + " bytes)";
+    info.offset = static_cast<int64_t>(address - near->begin);
+  }
+  throw Fault(std::move(info));
+}
+
+}  // namespace fajit::emulator

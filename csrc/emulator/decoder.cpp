@@ -1,0 +1,362 @@
+#include "decoder.h"
+
+#include <algorithm>
+
+#include "opcodes.h"
+
+namespace fajit::emulator {
+namespace {
+
+struct SpecialName {
+  std::string_view name;
+  Special special;
+  bool wide;
+};
+
+constexpr SpecialName kSpecials[] = {
+    {"%tid.x", Special::tid_x, false},         {"%tid.y", Special::tid_y, false},
+    {"%tid.z", Special::tid_z, false},         {"%ntid.x", Special::ntid_x, false},
+    {"%ntid.y", Special::ntid_y, false},       {"%ntid.z", Special::ntid_z, false},
+    {"%ctaid.x", Special::ctaid_x, false},     {"%ctaid.y", Special::ctaid_y, false},
+    {"%ctaid.z", Special::ctaid_z, false},     {"%nctaid.x", Special::nctaid_x, false},
+    {"%nctaid.y", Special::nctaid_y, false},   {"%nctaid.z", Special::nctaid_z, false},
+    {"%laneid", Special::laneid, false},       {"%warpid", Special::warpid, false},
+    {"%nwarpid", Special::nwarpid, false},     {"%smid", Special::smid, false},
+    {"%nsmid", Special::nsmid, false},         {"%lanemask_eq", Special::lanemask_eq, false},
+    {"%lanemask_lt", Special::lanemask_lt, false}, {"%lanemask_le", Special::lanemask_le, false},
+    {"%lanemask_gt", Special::lanemask_gt, false}, {"%lanemask_ge", Special::lanemask_ge, false},
+    {"%clock", Special::clock, false},         {"%clock64", Special::clock64, true},
+    {"%globaltimer", Special::globaltimer, true}, {"%gridid", Special::gridid, true},
+    {"%dynamic_smem_size", Special::dynamic_smem_size, false},
+    {"%total_smem_size", Special::total_smem_size, false},
+};
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Decoder::Decoder(const Module& module, const Entry& entry, const Symbols& symbols)
+    : module_(module), entry_(entry), symbols_(symbols) {
+  kernel_.name = entry.name;
+  kernel_.places = entry.locations;
+  slots_.assign(entry.registers.size(), kNoSlot);
+  layout();
+}
+
+// Shared variables lie one after another, the dynamic array last.
+void Decoder::layout() {
+  uint64_t shared = kSharedBase, local = 0;
+  std::vector<Variable> dynamic;
+  auto place = [&](Variable variable) {
+    const uint64_t align = std::max<uint64_t>(variable.align, 1);
+    if (variable.space == Space::local) {
+      variable.offset = round_up(local, align);
+      local = variable.offset + variable.bytes;
+      variables_[variable.name] = variable;
+    } else if (variable.space == Space::shared && variable.dynamic) {
+      dynamic.push_back(variable);
+    } else if (variable.space == Space::shared) {
+      variable.offset = round_up(shared, align);
+      shared = variable.offset + variable.bytes;
+      variables_[variable.name] = variable;
+      kernel_.shared.push_back(variable);
+    }
+  };
+  for (const Variable& variable : module_.variables) place(variable);
+  for (const Variable& variable : entry_.variables) place(variable);
+  kernel_.static_shared_end = static_cast<uint32_t>(shared);
+  for (Variable& variable : dynamic) {  // extern arrays all begin at one address
+    uint64_t align = 16;
+    for (const Variable& other : dynamic) align = std::max(align, other.align);
+    variable.offset = round_up(shared, align);
+    variables_[variable.name] = variable;
+    kernel_.shared.push_back(variable);
+  }
+  kernel_.local_bytes = static_cast<uint32_t>(round_up(local, 16));
+  for (const Variable& param : entry_.params) {
+    variables_[param.name] = param;
+    kernel_.param_bytes = static_cast<uint32_t>(param.offset + param.bytes);
+  }
+}
+
+Kernel Decoder::decode() {
+  for (const Statement& statement : entry_.statements) {
+    statement_ = &statement;
+    decode_statement();
+  }
+  Insn end;  // a kernel may end without ret
+  end.flow = Flow::exit;
+  kernel_.code.push_back(end);
+  kernel_.locations.push_back(kernel_.locations.empty() ? 0 : kernel_.locations.back());
+  kernel_.text_lines.push_back(kernel_.text_lines.empty() ? 0 : kernel_.text_lines.back());
+  kernel_.mnemonics.emplace_back("end of the kernel");
+  return std::move(kernel_);
+}
+
+void Decoder::decode_statement() {
+  const OpcodeRow* row = find_opcode(statement_->opcode);
+  if (row == nullptr) fail("unknown opcode");
+  taken_.assign(statement_->modifiers.size(), false);
+  insn = Insn();
+  if (statement_->guard >= 0) {
+    const uint32_t reg = static_cast<uint32_t>(statement_->guard);
+    if (entry_.registers[reg].type != Type::pred) fail("the guard is not a predicate");
+    insn.guard = slot_of(reg);
+    insn.guard_negated = statement_->guard_negated;
+  }
+  row->decode(*this);
+  for (size_t i = 0; i < taken_.size(); ++i)
+    if (!taken_[i]) fail("unknown modifier '." + statement_->modifiers[i] + "'");
+  kernel_.code.push_back(insn);
+  kernel_.locations.push_back(statement_->location);
+  kernel_.text_lines.push_back(statement_->text_line);
+  std::string mnemonic = statement_->opcode;
+  for (const std::string& modifier : statement_->modifiers) mnemonic += "." + modifier;
+  kernel_.mnemonics.push_back(std::move(mnemonic));
+}
+
+void Decoder::fail(const std::string& message) const {
+  std::string text = "PTX line " + std::to_string(statement_->text_line) + ", kernel " +
+                     entry_.name + ", instruction " + statement_->opcode;
+  for (const std::string& modifier : statement_->modifiers) text += "." + modifier;
+  throw EmulatorError(text + ": " + message);
+}
+
+bool Decoder::accept(std::string_view modifier) {
+  for (size_t i = 0; i < taken_.size(); ++i) {
+    if (taken_[i] || statement_->modifiers[i] != modifier) continue;
+    taken_[i] = true;
+    return true;
+  }
+  return false;
+}
+
+int Decoder::accept_one(std::initializer_list<std::string_view> names) {
+  int index = 0;
+  for (const std::string_view name : names) {
+    if (accept(name)) return index;
+    ++index;
+  }
+  return -1;
+}
+
+int Decoder::expect_one(std::initializer_list<std::string_view> names) {
+  const int index = accept_one(names);
+  if (index >= 0) return index;
+  std::string text = "expected one of";
+  for (const std::string_view name : names) text += " ." + std::string(name);
+  fail(text);
+}
+
+Type Decoder::optional_type() {
+  for (size_t i = 0; i < taken_.size(); ++i) {
+    const Type type = type_of(statement_->modifiers[i]);
+    if (taken_[i] || type == Type::none) continue;
+    taken_[i] = true;
+    return type;
+  }
+  return Type::none;
+}
+
+bool Decoder::has_float_type() const {
+  for (const std::string& modifier : statement_->modifiers)
+    if (is_float(type_of(modifier)) || modifier == "f32x2") return true;
+  return false;
+}
+
+bool Decoder::has_modifier(std::string_view modifier) const {
+  return std::find(statement_->modifiers.begin(), statement_->modifiers.end(), modifier) !=
+         statement_->modifiers.end();
+}
+
+Type Decoder::type() {
+  const Type result = optional_type();
+  if (result == Type::none) fail("no type");
+  return result;
+}
+
+Round Decoder::rounding(Round otherwise) {
+  switch (accept_one({"rn", "rz", "rm", "rp", "rna"})) {
+    case 0: return Round::nearest;
+    case 1: return Round::zero;
+    case 2: return Round::down;
+    case 3: return Round::up;
+    case 4: return Round::away;
+    default: return otherwise;
+  }
+}
+
+void Decoder::ignore(std::initializer_list<std::string_view> prefixes) {
+  for (size_t i = 0; i < taken_.size(); ++i)
+    for (const std::string_view prefix : prefixes)
+      if (statement_->modifiers[i].compare(0, prefix.size(), prefix) == 0) taken_[i] = true;
+}
+
+const Operand& Decoder::operand(size_t index) const {
+  if (index >= statement_->operands.size()) fail("too few operands");
+  return statement_->operands[index];
+}
+
+void Decoder::expect_operands(size_t least, size_t most) {
+  if (num_operands() < least || num_operands() > most)
+    fail("has " + std::to_string(num_operands()) + " operands");
+}
+
+uint32_t Decoder::allocate(unsigned bytes) {
+  const uint32_t slot = kernel_.register_words;
+  kernel_.register_words += bytes == 0 ? 32 : bytes <= 4 ? 32 : bytes == 8 ? 64 : 128;
+  return slot;
+}
+
+uint32_t Decoder::slot_of(uint32_t reg) {
+  if (slots_[reg] == kNoSlot) slots_[reg] = allocate(bytes_of(entry_.registers[reg].type));
+  return slots_[reg];
+}
+
+uint32_t Decoder::scratch(Type type) { return allocate(bytes_of(type)); }
+
+uint32_t Decoder::carry_flag() {
+  if (carry_ == kNoSlot) carry_ = allocate(0);
+  return carry_;
+}
+
+uint32_t Decoder::constant(uint64_t bits, bool wide) {
+  if (!wide) bits &= 0xffffffffu;
+  const auto [found, is_new] = constants_.try_emplace({bits, wide}, 0);
+  if (is_new) {
+    found->second = allocate(wide ? 8 : 4);
+    (wide ? kernel_.constants64 : kernel_.constants32).emplace_back(found->second, bits);
+  }
+  return found->second;
+}
+
+uint32_t Decoder::special(const std::string& name, bool& wide) {
+  for (const SpecialName& known : kSpecials) {
+    if (known.name != name) continue;
+    wide = known.wide;
+    const auto [found, is_new] = specials_.try_emplace(name, 0);
+    if (is_new) {
+      found->second = allocate(wide ? 8 : 4);
+      kernel_.specials.emplace_back(known.special, found->second);
+    }
+    return found->second;
+  }
+  fail("unknown register '" + name + "'");
+}
+
+uint64_t Decoder::symbol_address(const Operand& operand) const {
+  const auto variable = variables_.find(operand.name);
+  if (variable != variables_.end()) {
+    const uint64_t offset = variable->second.offset + static_cast<uint64_t>(operand.bits);
+    return variable->second.space == Space::param ? kParamWindow + offset : offset;
+  }
+  const auto global = symbols_.find(operand.name);
+  if (global == symbols_.end()) fail("unknown name '" + operand.name + "'");
+  return global->second + static_cast<uint64_t>(operand.bits);
+}
+
+Type Decoder::register_type(const Operand& operand) const {
+  return operand.kind == Operand::Kind::reg ? entry_.registers[operand.reg].type : Type::none;
+}
+
+bool Decoder::is_predicate(const Operand& operand) const {
+  return register_type(operand) == Type::pred;
+}
+
+uint32_t Decoder::wide_source(const Operand& operand, Type type, bool& wide) {
+  wide = is_wide(type);
+  switch (operand.kind) {
+    case Operand::Kind::reg: {
+      const Type held = entry_.registers[operand.reg].type;
+      if ((held == Type::pred) != (type == Type::pred))
+        fail("'" + operand.name + "' is not of the kind that is expected");
+      if (bytes_of(held) < bytes_of(type)) fail("'" + operand.name + "' is too narrow");
+      wide = is_wide(held);
+      return slot_of(operand.reg);
+    }
+    case Operand::Kind::special: return special(operand.name, wide);
+    case Operand::Kind::symbol: return constant(symbol_address(operand), wide);
+    case Operand::Kind::integer:
+      if (type == Type::pred) return constant(operand.bits != 0 ? kAllLanes : 0, false);
+      if (type == Type::f32)
+        return constant(bits_as<uint32_t>(static_cast<float>(operand.bits)), false);
+      if (type == Type::f64) return constant(bits_as<uint64_t>(static_cast<double>(operand.bits)), true);
+      if (bytes_of(type) == 2) return constant(static_cast<uint64_t>(operand.bits) & 0xffff, false);
+      return constant(static_cast<uint64_t>(operand.bits), wide);
+    case Operand::Kind::real:
+      if (operand.is_f32 || wide) {
+        if (operand.is_f32 && wide) fail("a 32-bit literal where 64 bits are expected");
+        return constant(static_cast<uint64_t>(operand.bits), wide);
+      }
+      return constant(bits_as<uint32_t>(static_cast<float>(bits_as<double>(operand.bits))), false);
+    default: fail("an operand of this kind is not expected here");
+  }
+}
+
+uint32_t Decoder::source(const Operand& operand, Type type) {
+  bool wide = false;
+  const uint32_t slot = wide_source(operand, type, wide);
+  if (wide != is_wide(type)) fail("'" + operand.name + "' has another width than the type");
+  return slot;
+}
+
+uint32_t Decoder::wide_destination(const Operand& operand, Type type, bool& wide) {
+  wide = is_wide(type);
+  if (operand.kind == Operand::Kind::sink) return scratch(type);
+  if (operand.kind != Operand::Kind::reg) fail("the destination is not a register");
+  const Type held = entry_.registers[operand.reg].type;
+  if ((held == Type::pred) != (type == Type::pred) || bytes_of(held) < bytes_of(type))
+    fail("'" + operand.name + "' cannot hold the result");
+  wide = is_wide(held);
+  return slot_of(operand.reg);
+}
+
+uint32_t Decoder::destination(const Operand& operand, Type type) {
+  bool wide = false;
+  const uint32_t slot = wide_destination(operand, type, wide);
+  if (wide != is_wide(type)) fail("'" + operand.name + "' has another width than the type");
+  return slot;
+}
+
+void Decoder::address(size_t index, int slot) {
+  const Operand& whole = operand(index);
+  if (whole.kind != Operand::Kind::address) fail("expected [address]");
+  const Operand& base = whole.elements[0];
+  insn.immediate = whole.bits;
+  bool wide = true;
+  if (base.kind == Operand::Kind::integer) {
+    insn.slots[slot] = constant(static_cast<uint64_t>(base.bits), true);
+  } else {
+    insn.slots[slot] = base.kind == Operand::Kind::symbol
+                           ? wide_source(base, Type::u64, wide)
+                           : wide_source(base, Type::u32, wide);
+  }
+  if (wide) insn.flags |= kWideAddress;
+}
+
+uint32_t Decoder::add_list(const std::vector<uint32_t>& slots) {
+  const uint32_t first = static_cast<uint32_t>(kernel_.lists.size());
+  kernel_.lists.insert(kernel_.lists.end(), slots.begin(), slots.end());
+  return first;
+}
+
+uint32_t Decoder::label_of(const std::string& name) const {
+  for (uint32_t scope = statement_->scope;; scope = entry_.scope_parents[scope]) {
+    const auto found = entry_.labels.find({scope, name});
+    if (found != entry_.labels.end()) return found->second;
+    if (scope == 0) break;
+  }
+  fail("unknown label '" + name + "'");
+}
+
+uint32_t Decoder::label(const Operand& operand) const {
+  if (operand.kind != Operand::Kind::symbol) fail("expected a label");
+  return label_of(operand.name);
+}
+
+const std::vector<std::string>* Decoder::branch_table(const std::string& name) const {
+  const auto found = entry_.branch_tables.find(name);
+  return found == entry_.branch_tables.end() ? nullptr : &found->second;
+}
+
+}  // namespace fajit::emulator

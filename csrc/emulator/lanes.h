@@ -1,0 +1,114 @@
+// Loops over the lanes of a warp, and how values of each type lie in a register's lanes.
+#pragma once
+#include <type_traits>
+
+#include "decoder.h"
+#include "formats.h"
+#include "machine.h"
+
+namespace fajit::emulator {
+
+struct Half {
+  uint16_t bits;
+};
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float to_float(Half value) { return half_to_float(value.bits); }
+inline float to_float(Bf16 value) { return bf16_to_float(value.bits); }
+inline float to_float(float value) { return value; }
+inline double to_float(double value) { return value; }
+template <class T>
+struct FromFloat;
+template <>
+struct FromFloat<Half> {
+  static Half of(float value) { return {static_cast<uint16_t>(float_to_half(value))}; }
+};
+template <>
+struct FromFloat<Bf16> {
+  static Bf16 of(float value) { return {static_cast<uint16_t>(float_to_bf16(value))}; }
+};
+template <>
+struct FromFloat<float> {
+  static float of(float value) { return value; }
+};
+template <>
+struct FromFloat<double> {
+  static double of(double value) { return value; }
+};
+
+// The word of a lane that holds a T, and the T in it.
+template <class T>
+using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+
+template <class T>
+inline T from_word(Word<T> word) {
+  T value;
+  std::memcpy(&value, &word, sizeof(T));  // little endian: the low bytes
+  return value;
+}
+
+template <class T>
+inline Word<T> to_word(T value) {
+  Word<T> word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  return word;
+}
+
+template <class T>
+inline Word<T>* lanes_of(const Warp& warp, uint32_t slot) {
+  return reinterpret_cast<Word<T>*>(warp.registers + slot);
+}
+
+template <class Body>
+inline void for_lanes(uint32_t mask, Body body) {
+  if (mask == kAllLanes) {
+#pragma GCC ivdep
+    for (int lane = 0; lane < kLanes; ++lane) body(lane);
+  } else {
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) body(__builtin_ctz(rest));
+  }
+}
+
+// slots: destination, sources.
+template <class R, class A, R (*Function)(A)>
+void unary(Warp& warp, const Insn& insn, uint32_t mask) {
+  auto* d = lanes_of<R>(warp, insn.slots[0]);
+  const auto* a = lanes_of<A>(warp, insn.slots[1]);
+  for_lanes(mask, [&](int l) { d[l] = to_word<R>(Function(from_word<A>(a[l]))); });
+}
+
+template <class R, class A, class B, R (*Function)(A, B)>
+void binary(Warp& warp, const Insn& insn, uint32_t mask) {
+  auto* d = lanes_of<R>(warp, insn.slots[0]);
+  const auto* a = lanes_of<A>(warp, insn.slots[1]);
+  const auto* b = lanes_of<B>(warp, insn.slots[2]);
+  for_lanes(mask, [&](int l) {
+    d[l] = to_word<R>(Function(from_word<A>(a[l]), from_word<B>(b[l])));
+  });
+}
+
+template <class R, class A, class B, class C, R (*Function)(A, B, C)>
+void ternary(Warp& warp, const Insn& insn, uint32_t mask) {
+  auto* d = lanes_of<R>(warp, insn.slots[0]);
+  const auto* a = lanes_of<A>(warp, insn.slots[1]);
+  const auto* b = lanes_of<B>(warp, insn.slots[2]);
+  const auto* c = lanes_of<C>(warp, insn.slots[3]);
+  for_lanes(mask, [&](int l) {
+    d[l] = to_word<R>(Function(from_word<A>(a[l]), from_word<B>(b[l]), from_word<C>(c[l])));
+  });
+}
+
+// Decodes `op d, a` ... of one type.
+inline void decode_operands(Decoder& d, Type result, std::initializer_list<Type> sources) {
+  d.expect_operands(sources.size() + 1);
+  d.insn.slots[0] = d.destination(0, result);
+  size_t index = 1;
+  for (const Type type : sources) {
+    d.insn.slots[index] = d.source(index, type);
+    ++index;
+  }
+}
+
+}  // namespace fajit::emulator

@@ -1,0 +1,295 @@
+// cvt: between integers and floating-point types, with rounding and saturation.
+#include <cfenv>
+#include <cmath>
+
+#include "lanes.h"
+#include "ops.h"
+
+namespace fajit::emulator {
+namespace {
+
+enum Rounding : uint8_t { kNone, kToFloat, kToInteger };  // Insn::mode: what .rn or .rni asked for
+
+template <class T>
+constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, double> ||
+                          std::is_same_v<T, Half> || std::is_same_v<T, Bf16>;
+
+double integral(double value, Round round) {
+  switch (round) {
+    case Round::zero: return std::trunc(value);
+    case Round::down: return std::floor(value);
+    case Round::up: return std::ceil(value);
+    default: return std::nearbyint(value);  // nearest even
+  }
+}
+
+// Out of range saturates. NaN gives 0, or the top bit where either side has 64 bits.
+template <class R>
+R float_to_integer(double value, Round round, bool from_double) {
+  if (value != value) {
+    if (!from_double && sizeof(R) < 8) return 0;
+    return static_cast<R>(R{1} << (8 * sizeof(R) - 1));
+  }
+  const double whole = integral(value, round);
+  constexpr double low = std::is_signed_v<R> ? -static_cast<double>(uint64_t{1} << (8 * sizeof(R) - 1)) : 0.0;
+  const double high = std::ldexp(1.0, std::is_signed_v<R> ? 8 * sizeof(R) - 1 : 8 * sizeof(R));
+  if (whole <= low) return std::is_signed_v<R> ? static_cast<R>(R{1} << (8 * sizeof(R) - 1)) : R{0};
+  if (whole >= high) return static_cast<R>(std::is_signed_v<R> ? ~(R{1} << (8 * sizeof(R) - 1)) : ~R{0});
+  return static_cast<R>(whole);
+}
+
+// To a floating-point type in any rounding; volatile keeps the host's conversion between the calls.
+template <class R, class S>
+R converted_in_mode(S value, Round round) {
+  volatile S from = value;
+  volatile R result;
+  std::fesetround(round == Round::zero   ? FE_TOWARDZERO
+                  : round == Round::down ? FE_DOWNWARD
+                  : round == Round::up   ? FE_UPWARD
+                                         : FE_TONEAREST);
+  result = static_cast<R>(from);
+  std::fesetround(FE_TONEAREST);
+  return result;
+}
+
+template <class R>
+R narrow_float(double value, Round round) {
+  if constexpr (std::is_same_v<R, Half>) return {static_cast<uint16_t>(double_to_half(value, round))};
+  else if constexpr (std::is_same_v<R, Bf16>) return {static_cast<uint16_t>(double_to_bf16(value, round))};
+  else if constexpr (std::is_same_v<R, float>) {
+    if (value != value) return bits_as<float>(0x7fffffffu);
+    return round == Round::nearest ? static_cast<float>(value) : converted_in_mode<float>(value, round);
+  } else {
+    return value;
+  }
+}
+
+template <class R, class S>
+R integer_to_float(S value, Round round) {
+  if constexpr (std::is_same_v<R, float> || std::is_same_v<R, double>) {
+    return round == Round::nearest ? static_cast<R>(value) : converted_in_mode<R>(value, round);
+  } else {
+    // Beyond 2^53 the sticky bit keeps the direction: only sizes far above fp16's range matter.
+    return narrow_float<R>(static_cast<double>(value), round);
+  }
+}
+
+template <class R, class S>
+R saturated_integer(S value) {
+  using Wide = __int128;
+  const Wide low = std::is_signed_v<R> ? -(Wide{1} << (8 * sizeof(R) - 1)) : Wide{0};
+  const Wide high = (Wide{1} << (8 * sizeof(R) - (std::is_signed_v<R> ? 1 : 0))) - 1;
+  const Wide wide = value;
+  return static_cast<R>(wide < low ? low : wide > high ? high : wide);
+}
+
+template <class R, class S>
+R convert(S from, const Insn& insn) {
+  const bool saturate = (insn.flags & kSaturate) != 0, ftz = (insn.flags & kFtz) != 0;
+  if constexpr (kIsFloat<S>) {
+    double value = to_float(from);
+    if constexpr (std::is_same_v<S, float>)
+      if (ftz) value = flush(from);
+    if constexpr (!kIsFloat<R>) {
+      return float_to_integer<R>(value, insn.round, std::is_same_v<S, double>);
+    } else {
+      if (insn.mode == kToInteger) value = integral(value, insn.round);
+      if (saturate) value = value > 0 ? (value < 1 ? value : 1.0) : 0.0;
+      if ((insn.flags & kRelu) != 0 && !(value > 0) && value == value) value = 0.0;
+      R result = narrow_float<R>(value, insn.mode == kToFloat ? insn.round : Round::nearest);
+      if constexpr (std::is_same_v<R, float>)
+        if (ftz) result = flush(result);
+      return result;
+    }
+  } else if constexpr (kIsFloat<R>) {
+    R result = integer_to_float<R>(from, insn.round);
+    if (saturate) {
+      const double value = to_float(result);
+      result = narrow_float<R>(value > 0 ? (value < 1 ? value : 1.0) : 0.0, Round::nearest);
+    }
+    return result;
+  } else {
+    return saturate ? saturated_integer<R>(from) : static_cast<R>(from);
+  }
+}
+
+template <class R, class S>
+void convert_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
+  // Registers may be wider than the types: integers extend into the destination.
+  const bool wide_source = insn.count & 1, wide_result = insn.count & 2;
+  const uint32_t* a32 = warp.words(insn.slots[1]);
+  const uint64_t* a64 = warp.longs(insn.slots[1]);
+  uint32_t* d32 = warp.words(insn.slots[0]);
+  uint64_t* d64 = warp.longs(insn.slots[0]);
+  for_lanes(mask, [&](int l) {
+    S from;
+    if (wide_source) std::memcpy(&from, &a64[l], sizeof from);
+    else from = from_word<S>(static_cast<Word<S>>(a32[l]));
+    const R result = convert<R, S>(from, insn);
+    uint64_t bits = to_word<R>(result);
+    if constexpr (std::is_integral_v<R> && std::is_signed_v<R>)
+      bits = static_cast<uint64_t>(static_cast<int64_t>(result));
+    if (wide_result) d64[l] = bits;
+    else d32[l] = static_cast<uint32_t>(sizeof(R) == 2 ? bits & 0xffff : bits);
+  });
+}
+
+// The frequent forms, as loops that vectorise.
+template <class R, class S, R (*Function)(S)>
+constexpr Exec kFast = unary<R, S, Function>;
+float float_of_half(Half value) { return to_float(value); }
+float float_of_bf16(Bf16 value) { return to_float(value); }
+Half half_of(float value) { return FromFloat<Half>::of(value); }
+Bf16 bf16_of(float value) { return FromFloat<Bf16>::of(value); }
+uint64_t extend_u(uint32_t value) { return value; }
+int64_t extend_s(int32_t value) { return value; }
+uint32_t truncate_u(uint64_t value) { return static_cast<uint32_t>(value); }
+float float_of_s(int32_t value) { return static_cast<float>(value); }
+float float_of_u(uint32_t value) { return static_cast<float>(value); }
+
+template <class T>
+uint32_t pack_floats(uint32_t high, uint32_t low) {
+  return static_cast<uint32_t>(FromFloat<T>::of(bits_as<float>(high)).bits) << 16 |
+         FromFloat<T>::of(bits_as<float>(low)).bits;
+}
+// Other roundings, and .relu.
+template <class T>
+void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
+  uint32_t* d = warp.words(insn.slots[0]);
+  const uint32_t* a = warp.words(insn.slots[1]);
+  const uint32_t* b = warp.words(insn.slots[2]);
+  for_lanes(mask, [&](int l) {
+    uint32_t result = 0;
+    const uint32_t values[2] = {b[l], a[l]};
+    for (int i = 0; i < 2; ++i) {
+      double value = bits_as<float>(values[i]);
+      if ((insn.flags & kRelu) != 0 && !(value > 0) && value == value) value = 0;
+      result |= static_cast<uint32_t>(narrow_float<T>(value, insn.round).bits) << (16 * i);
+    }
+    d[l] = result;
+  });
+}
+
+uint32_t to_tf32(uint32_t bits, Round round) {
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffffffu;
+  const uint32_t half = round == Round::zero      ? 0
+                        : round == Round::nearest ? 0xfffu + (bits >> 13 & 1)
+                                                  : 0x1000u;  // .rna: away from zero
+  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + half) & 0xffffe000u;
+}
+void tf32_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
+  uint32_t* d = warp.words(insn.slots[0]);
+  const uint32_t* a = warp.words(insn.slots[1]);
+  for_lanes(mask, [&](int l) { d[l] = to_tf32(a[l], insn.round); });
+}
+
+template <class R>
+Exec pick_source(Type source) {
+  switch (source) {
+    case Type::u8:
+    case Type::b8: return convert_lanes<R, uint8_t>;
+    case Type::u16:
+    case Type::b16: return convert_lanes<R, uint16_t>;
+    case Type::u32:
+    case Type::b32: return convert_lanes<R, uint32_t>;
+    case Type::u64:
+    case Type::b64: return convert_lanes<R, uint64_t>;
+    case Type::s8: return convert_lanes<R, int8_t>;
+    case Type::s16: return convert_lanes<R, int16_t>;
+    case Type::s32: return convert_lanes<R, int32_t>;
+    case Type::s64: return convert_lanes<R, int64_t>;
+    case Type::f16: return convert_lanes<R, Half>;
+    case Type::bf16: return convert_lanes<R, Bf16>;
+    case Type::f32: return convert_lanes<R, float>;
+    case Type::f64: return convert_lanes<R, double>;
+    default: return nullptr;
+  }
+}
+
+Exec pick(Type result, Type source) {
+  switch (result) {
+    case Type::u8: return pick_source<uint8_t>(source);
+    case Type::u16: return pick_source<uint16_t>(source);
+    case Type::u32: return pick_source<uint32_t>(source);
+    case Type::u64: return pick_source<uint64_t>(source);
+    case Type::s8: return pick_source<int8_t>(source);
+    case Type::s16: return pick_source<int16_t>(source);
+    case Type::s32: return pick_source<int32_t>(source);
+    case Type::s64: return pick_source<int64_t>(source);
+    case Type::f16: return pick_source<Half>(source);
+    case Type::bf16: return pick_source<Bf16>(source);
+    case Type::f32: return pick_source<float>(source);
+    case Type::f64: return pick_source<double>(source);
+    default: return nullptr;
+  }
+}
+
+Exec fast_form(Type result, Type source, Round round) {
+  const bool nearest = round == Round::nearest;
+  if (result == Type::f32 && source == Type::f16) return kFast<float, Half, float_of_half>;
+  if (result == Type::f32 && source == Type::bf16) return kFast<float, Bf16, float_of_bf16>;
+  if (result == Type::f16 && source == Type::f32 && nearest) return kFast<Half, float, half_of>;
+  if (result == Type::bf16 && source == Type::f32 && nearest) return kFast<Bf16, float, bf16_of>;
+  if (result == Type::f32 && source == Type::s32 && nearest) return kFast<float, int32_t, float_of_s>;
+  if (result == Type::f32 && source == Type::u32 && nearest) return kFast<float, uint32_t, float_of_u>;
+  if (is_wide(result) && !is_float(result) && source == Type::u32) return kFast<uint64_t, uint32_t, extend_u>;
+  if (is_wide(result) && !is_float(result) && source == Type::s32) return kFast<int64_t, int32_t, extend_s>;
+  if ((result == Type::u32 || result == Type::s32) && (source == Type::u64 || source == Type::s64))
+    return kFast<uint32_t, uint64_t, truncate_u>;
+  return nullptr;
+}
+
+void decode_packed(Decoder& d, Type result) {
+  d.expect_operands(3);
+  d.insn.slots[0] = d.destination(0, result);
+  d.insn.slots[1] = d.source(1, Type::f32);
+  d.insn.slots[2] = d.source(2, Type::f32);
+  const bool half = result == Type::f16x2;
+  if (d.insn.round == Round::nearest && (d.insn.flags & kRelu) == 0)
+    d.insn.exec = half ? binary<uint32_t, uint32_t, uint32_t, pack_floats<Half>>
+                       : binary<uint32_t, uint32_t, uint32_t, pack_floats<Bf16>>;
+  else
+    d.insn.exec = half ? pack_lanes<Half> : pack_lanes<Bf16>;
+}
+
+}  // namespace
+
+void decode_cvt(Decoder& d) {
+  const int integer = d.accept_one({"rni", "rzi", "rmi", "rpi"});
+  bool rounded = false;
+  if (integer >= 0) {
+    static constexpr Round kRounds[] = {Round::nearest, Round::zero, Round::down, Round::up};
+    d.insn.round = kRounds[integer];
+    d.insn.mode = kToInteger;
+  } else {
+    for (const char* name : {"rn", "rz", "rm", "rp", "rna"}) rounded = rounded || d.has_modifier(name);
+    d.insn.round = d.rounding(Round::nearest);
+    d.insn.mode = rounded ? kToFloat : kNone;
+  }
+  if (d.accept("ftz")) d.insn.flags |= kFtz;
+  if (d.accept("sat")) d.insn.flags |= kSaturate;
+  if (d.accept("relu")) d.insn.flags |= kRelu;
+  if (d.accept("tf32")) {
+    if (d.type() != Type::f32) d.fail("tf32 comes from f32");
+    decode_operands(d, Type::b32, {Type::f32});
+    d.insn.exec = tf32_lanes;
+    return;
+  }
+  const Type result = d.type(), source = d.type();
+  if (result == Type::f16x2 || result == Type::bf16x2) {
+    if (source != Type::f32) d.fail("packed halves come from f32");
+    return decode_packed(d, result);
+  }
+  d.expect_operands(2);
+  bool wide_source = false, wide_result = false;
+  d.insn.slots[0] = d.wide_destination(d.operand(0), result, wide_result);
+  d.insn.slots[1] = d.wide_source(d.operand(1), source, wide_source);
+  d.insn.count = static_cast<uint8_t>((wide_source ? 1 : 0) | (wide_result ? 2 : 0));
+  d.insn.exec = pick(result, source);
+  if (d.insn.exec == nullptr) d.fail("not between these types");
+  const bool plain = d.insn.flags == 0 && d.insn.mode != kToInteger;
+  if (plain && wide_source == is_wide(source) && wide_result == is_wide(result))
+    if (const Exec fast = fast_form(result, source, d.insn.round)) d.insn.exec = fast;
+}
+
+}  // namespace fajit::emulator
