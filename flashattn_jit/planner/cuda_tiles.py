@@ -22,7 +22,6 @@ from ..codegen.budget import (
 )
 from ..codegen.spec import KernelSpec, TileKind
 from ..codegen.target import compiled_target
-from ..variants.ir import VariantIR
 
 ROW_CLASSES = (16, 64, 128)
 """Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
@@ -46,14 +45,14 @@ class Tile:
 
 
 _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
-    (64, (Tile(128, 128, 4), Tile(128, 64, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
-    (128, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
+    (80, (Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
+    (128, (Tile(128, 32, 4), Tile(64, 64, 4), Tile(64, 32, 4))),
     (256, (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4), Tile(64, 16, 4))),
 )
-"""By the larger head dim, the tiles in order of preference."""
+"""By the larger head dim, the tiles in order of preference. FlashAttention 2 has twice the keys at
+head_dim 64 and 128; with them these kernels spill 8 to 40 bytes of registers."""
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
-_RING_SPARE = 64  # registers beside the accumulators
 _LAST_RESORT_KV = 16  # so few keys between two barriers that only a lack of registers excuses it
 
 
@@ -62,17 +61,14 @@ def row_class(packed_rows: int) -> int:
     return next((c for c in ROW_CLASSES if packed_rows <= c), ROW_CLASSES[-1])
 
 
-def preferences(rows: int, widest: int, target: str, hooked: bool) -> tuple[Tile, ...]:
+def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:
     """The tiles of a row class in order of preference, whether or not they fit.
 
-    widest: the larger of the padded head dims. hooked: the variant changes scores, which takes
-    registers of its own.
+    widest: the larger of the padded head dims.
     """
     if rows == ROW_CLASSES[0]:
         return _FEW_ROW
     tiles = next(tiles for bound, tiles in _PREFILL if widest <= bound)
-    if hooked:
-        tiles = tuple(t for t in tiles if (t.tile_q, t.tile_kv) != (128, 128))
     # Without cp.async, registers carry the next tile, so a warp owns one block of 16 rows.
     if compiled_target(target) == "sm_75":
         rows = 64
@@ -84,11 +80,6 @@ def preferences(rows: int, widest: int, target: str, hooked: bool) -> tuple[Tile
     return tuple(t for t in tiles if t.tile_q <= rows)
 
 
-def changes_scores(variant: VariantIR) -> bool:
-    """Whether the kernel computes more per score than its exponential."""
-    return variant.has("score_mod") or variant.normalizer == "pointwise"
-
-
 def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
     """`spec` with each tile of a row class that fits its target, in order of preference."""
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
@@ -98,7 +89,7 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
             spec, tile_kind=kind, tile_q=t.tile_q, tile_kv=t.tile_kv, num_warps=t.num_warps,
             num_stages=1,
         )
-        for t in preferences(rows, widest, spec.target, changes_scores(spec.variant))
+        for t in preferences(rows, widest, spec.target)
     )  # fmt: skip
     return tuple(s for p in placed if fits(s := with_stages(p)))
 
@@ -106,17 +97,14 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
 def with_stages(spec: KernelSpec) -> KernelSpec:
     """`spec` with as many buffers of keys and values as serve it.
 
-    Prefill: two where that costs no thread block its place on the multiprocessor, and where there
-    are registers for the ring's addresses (128 x 128 at head_dim 64 spills with it), else one. Few
+    Prefill: two where that costs no thread block its place on the multiprocessor, else one. Few
     rows: the fewest, from two on, that keep enough in flight while one buffer is computed with;
     else those that keep the most. On sm_75 loads pass through registers and none are in flight.
     """
     if spec.tile_kind == "prefill":
         ring = replace(spec, num_stages=2)
-        without = compiled_target(spec.target) == "sm_75" or spare_registers(spec) < _RING_SPARE
-        if without or not fits(ring) or ctas_per_sm(ring) < ctas_per_sm(spec):
-            return spec
-        return ring
+        without = compiled_target(spec.target) == "sm_75" or not fits(ring)
+        return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
     wanted = _IN_FLIGHT_BYTES[compiled_target(spec.target)]
     rings = [replace(spec, num_stages=n) for n in (2, 3, 4)]
     enough = [r for r in rings if in_flight_bytes(r) >= wanted]

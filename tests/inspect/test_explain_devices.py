@@ -61,14 +61,6 @@ def test_the_mask_reaches_tiles_and_roofline():
     assert window.tiles.tile_kv == window.plan.spec.tile_kv
 
 
-def test_scores_that_cost_registers_get_a_smaller_tile():
-    dims = {**PREFILL, "head_dim": 64}
-    plain = fa.Causal().explain(dims=dims, dtype=BF16, device="H100").plan
-    capped = fa.SoftCap().explain(dims=dims, dtype=BF16, device="H100").plan
-    assert capped.spec.tile_kv <= plain.spec.tile_kv
-    assert [c.chosen for c in capped.candidates].count(True) == 1
-
-
 def test_names_and_targets_that_disagree_are_refused():
     with pytest.raises(InputError, match="sm_90"):
         fa.Causal().explain(dims=PREFILL, device="H100", target="sm_80")
