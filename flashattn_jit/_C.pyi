@@ -53,10 +53,13 @@ def schedule(
     share_heads: bool = True,
     classify: bool = False,
     allow_splits: bool = True,
+    device: bool = False,
     tensors: Sequence[int] = (),
     scalars: Sequence[int | float] = (),
 ) -> Schedule:
     """Who does which part of a problem; see csrc/scheduler/schedule.h.
+
+    With `device` the workers are a device's slots, which it fills with as few splits as it can.
 
     Raises ValueError for options below 1, or params that do not match the problem's.
     """

@@ -3,11 +3,16 @@
 | variable                  | meaning                                           | default        |
 | ------------------------- | ------------------------------------------------- | -------------- |
 | FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
+| FLASHATTN_JIT_CHECK_PAGES | `1` checks that page indices are in range before  | 1 for indices  |
+|                           | each launch, which reads them from a device; `0`  | on the CPU, 0  |
+|                           | does not                                          | for others     |
 | FLASHATTN_JIT_COMPILE     | `missing` compiles what the cache lacks, `always` | `missing`      |
 |                           | compiles once a process, `never` is an error      |                |
 | FLASHATTN_JIT_CUDA_HOME   | folder of the CUDA toolkit: holds bin/nvcc        | $CUDA_HOME, or |
 |                           |                                                   | where nvcc is  |
 | FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
+| FLASHATTN_JIT_EMULATOR_   | when the emulator lets asynchronous copies arrive:| `late`         |
+| COPIES                    | as `late` as waits allow, or `early`              |                |
 | FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | jit/locks.py's |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
 | FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
@@ -25,6 +30,7 @@ from typing import Literal, get_args
 from flashattn_jit.errors import EnvironmentVariableError
 
 CompileMode = Literal["missing", "always", "never"]
+EmulatorCopies = Literal["late", "early"]
 
 _PREFIX = "FLASHATTN_JIT_"
 
@@ -36,6 +42,17 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("flashattn_jit", appauthor=False))
+
+
+def check_pages() -> bool | None:
+    """Whether page indices are checked; None where each call decides by their device.
+
+    Raises EnvironmentVariableError for anything but 0 and 1.
+    """
+    value = _read("CHECK_PAGES")
+    if value not in ("", "0", "1"):
+        raise EnvironmentVariableError(f"{_PREFIX}CHECK_PAGES={value!r} must be 0 or 1")
+    return value == "1" if value else None
 
 
 def compile_mode() -> CompileMode:
@@ -64,6 +81,17 @@ def cuda_homes() -> list[Path]:
 def cxx() -> str:
     """The C++ compiler's command line."""
     return _read("CXX") or os.environ.get("CXX") or "c++"
+
+
+def emulator_copies() -> EmulatorCopies:
+    """When asynchronous copies arrive in the emulator. Raises EnvironmentVariableError."""
+    value = _read("EMULATOR_COPIES") or "late"
+    for choice in get_args(EmulatorCopies):
+        if value == choice:
+            return choice  # type: ignore[no-any-return]
+    raise EnvironmentVariableError(
+        f"{_PREFIX}EMULATOR_COPIES={value!r} must be one of {', '.join(get_args(EmulatorCopies))}"
+    )
 
 
 def lock_dir() -> Path | None:

@@ -18,7 +18,7 @@ py::bytes to_bytes(const std::vector<T>& items) {
 py::dict schedule_problem(const runtime::Module* module, const runtime::Problem& problem,
                           int32_t tile_q, int32_t row_granule, int32_t tile_kv, int32_t min_chunk,
                           int32_t num_workers, bool share_heads, bool classify, bool allow_splits,
-                          const py::object& tensors, const py::object& scalars) {
+                          bool device, const py::object& tensors, const py::object& scalars) {
   if (tile_q < 1 || row_granule < 1 || tile_kv < 1 || min_chunk < 1 || num_workers < 1) {
     throw py::value_error("schedule: tile_q, row_granule, tile_kv, min_chunk and num_workers must "
                           "be at least 1");
@@ -28,8 +28,8 @@ py::dict schedule_problem(const runtime::Module* module, const runtime::Problem&
   }
   fajit_args args = problem.args();
   Schedule s;
-  const Options options{tile_q,      row_granule, tile_kv,  min_chunk,
-                        num_workers, share_heads, classify, allow_splits};
+  const Options options{tile_q,      row_granule, tile_kv,      min_chunk, num_workers,
+                        share_heads, classify,    allow_splits, device};
   if (classify) {
     const runtime::Params params(problem, tensors, scalars);
     params.fill(args);
@@ -56,7 +56,7 @@ void bind_scheduler(py::module_& m) {
         py::kw_only(), py::arg("tile_q"), py::arg("row_granule"), py::arg("tile_kv"),
         py::arg("min_chunk"), py::arg("num_workers"), py::arg("share_heads") = true,
         py::arg("classify") = false, py::arg("allow_splits") = true,
-        py::arg("tensors") = py::tuple(), py::arg("scalars") = py::tuple());
+        py::arg("device") = false, py::arg("tensors") = py::tuple(), py::arg("scalars") = py::tuple());
 }
 
 }  // namespace fajit::scheduler

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <queue>
+#include <utility>
 
 namespace fajit::scheduler {
 namespace {
@@ -111,29 +113,43 @@ int64_t critical_cost(const std::vector<int64_t>& costs, int32_t num_workers) {
   return critical;
 }
 
-}  // namespace
+std::vector<int64_t> costs_of(const std::vector<Unit>& units) {
+  std::vector<int64_t> costs;
+  costs.reserve(units.size());
+  for (const Unit& unit : units) costs.push_back(unit.cost);
+  return costs;
+}
 
-Schedule schedule(const runtime::Module* module, const fajit_args& args, const Options& o) {
-  std::vector<Unit> units = make_units(module, args, o);
+void longest_first(std::vector<Unit>& units) {
   std::stable_sort(units.begin(), units.end(),
                    [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
-  Schedule s;
-  std::vector<int64_t> costs;
-  for (const Unit& unit : units) {
-    s.total_cost += unit.cost;
-    costs.push_back(unit.cost);
-  }
-  const int64_t ideal = s.total_cost / std::max(1, o.num_workers) + 1;
-  s.critical_cost = critical_cost(costs, o.num_workers);
+}
 
-  // Whole units leave a worker waiting: cut the long ones into chunks of a quarter of a fair share.
-  const bool split = o.allow_splits && o.num_workers > 1 && s.critical_cost * 10 > ideal * 11;
+// The least cost of an item such that no more than `most` items are cut: the search of FlashInfer's
+// scheduler (Ye et al. 2025, arXiv 2501.01005, algorithm 1), on costs.
+int64_t least_item_cost(const std::vector<Unit>& units, int64_t most) {
+  int64_t low = 1, high = 1;
+  for (const Unit& unit : units) high = std::max(high, unit.cost);
+  while (low < high) {
+    const int64_t cost = low + (high - low) / 2;
+    int64_t items = 0;
+    for (const Unit& unit : units) items += (unit.cost + cost - 1) / cost;
+    if (items <= most) high = cost;
+    else low = cost + 1;
+  }
+  return low;
+}
+
+// The units, those of more than `item_cost` cut into chunks of about that cost and merged.
+Schedule cut(const std::vector<Unit>& units, int64_t item_cost, const Options& o) {
+  Schedule s;
   std::vector<Unit> items;
   for (const Unit& unit : units) {
-    const int32_t keys = unit.work.kv_end - unit.work.kv_begin;
+    const fajit_work& w = unit.work;
+    const int32_t keys = w.kv_end - w.kv_begin, rows = w.row_end - w.row_begin;
     int32_t chunk = keys;
-    if (split && unit.cost * 4 > ideal) {
-      const int64_t fair = int64_t{keys} * ideal / (4 * unit.cost);
+    if (unit.cost > item_cost) {
+      const int64_t fair = int64_t{keys} * item_cost / unit.cost;
       chunk = round_up(std::max<int64_t>(fair, o.min_chunk), o.tile_kv);
     }
     const int32_t splits = keys > chunk ? ceil_div(keys, chunk) : 1;
@@ -141,29 +157,57 @@ Schedule schedule(const runtime::Module* module, const fajit_args& args, const O
       items.push_back(unit);
       continue;
     }
-    const fajit_work& w = unit.work;
-    const int32_t rows = w.row_end - w.row_begin;
     s.merge_work.push_back({w.request, w.head_begin, w.head_count, w.row_begin, w.row_end,
                             s.partial_rows, splits, 0});
+    // A partial row is written and read as fp32, which on a device takes as long as two keys.
+    const int64_t state_cost =
+        o.device ? 2 * int64_t{rows} * round_up(rows, o.row_granule) : 0;
     for (int32_t i = 0; i < splits; ++i) {
       Unit part = unit;
       part.work.kv_begin = w.kv_begin + i * chunk;
       part.work.kv_end = std::min(w.kv_end, part.work.kv_begin + chunk);
       part.work.partial = s.partial_rows;
-      part.cost = unit.cost * (part.work.kv_end - part.work.kv_begin) / keys + 1;
+      part.cost = unit.cost * (part.work.kv_end - part.work.kv_begin) / keys + 1 + state_cost;
       s.partial_rows += rows;
       items.push_back(part);
     }
     s.most_splits = std::max(s.most_splits, splits);
   }
-  if (!s.merge_work.empty()) {
-    std::stable_sort(items.begin(), items.end(),
-                     [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
-    costs.clear();
-    for (const Unit& item : items) costs.push_back(item.cost);
-    s.critical_cost = critical_cost(costs, o.num_workers);
-  }
+  if (!s.merge_work.empty()) longest_first(items);
+  s.critical_cost = critical_cost(costs_of(items), o.num_workers);
   for (const Unit& item : items) s.work.push_back(item.work);
+  return s;
+}
+
+// What the merge's own launch costs a device: as much as this many keys of the longest unit.
+constexpr int64_t kMergeLaunchKeys = 128;
+
+Schedule split_for_slots(const std::vector<Unit>& units, Schedule whole, const Options& o) {
+  const int64_t count = static_cast<int64_t>(units.size());
+  const int64_t most = count < o.num_workers ? o.num_workers : count + o.num_workers;
+  Schedule split = cut(units, least_item_cost(units, most), o);
+  if (split.merge_work.empty()) return whole;
+  const fajit_work& longest = units.front().work;
+  const int64_t launch =
+      kMergeLaunchKeys * round_up(longest.row_end - longest.row_begin, o.row_granule);
+  return (split.critical_cost + launch) * 20 < whole.critical_cost * 19 ? split : whole;
+}
+
+}  // namespace
+
+Schedule schedule(const runtime::Module* module, const fajit_args& args, const Options& o) {
+  std::vector<Unit> units = make_units(module, args, o);
+  longest_first(units);
+  int64_t total = 0;
+  for (const Unit& unit : units) total += unit.cost;
+  const int64_t ideal = total / std::max(1, o.num_workers) + 1;
+  Schedule s = cut(units, std::numeric_limits<int64_t>::max(), o);
+  // Whole units leave a worker waiting: cut the long ones, for threads into a quarter of a fair
+  // share.
+  if (o.allow_splits && o.num_workers > 1 && s.critical_cost * 10 > ideal * 11) {
+    s = o.device ? split_for_slots(units, std::move(s), o) : cut(units, ideal / 4, o);
+  }
+  s.total_cost = total;
   return s;
 }
 

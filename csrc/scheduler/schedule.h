@@ -5,6 +5,11 @@
 // spread evenly over the workers, long key ranges are cut into chunks of equal length and merged.
 // Work is listed longest first; workers take items in order (the classical LPT bound, 4/3).
 //
+// Workers are threads, or slots of a device: the thread blocks that it runs at once. A device pays
+// more for a partial state, whose rows go through memory twice and take one more launch, and hides
+// nothing behind it. So there the fewest chunks that fill the slots are cut, and only where the most
+// loaded slot gains by it.
+//
 // The schedule depends on lengths, on tile sizes, on the worker count and on the mask's scalars
 // alone, so equal inputs give equal bits whatever ran before.
 #pragma once
@@ -23,10 +28,11 @@ struct Options {
   int32_t row_granule = 1;      // items get a multiple of this many rows (the vector width)
   int32_t tile_kv = 0;          // chunks are cut at multiples of this
   int32_t min_chunk = 0;        // no chunk is shorter than this many keys
-  int32_t num_workers = 1;      // threads
+  int32_t num_workers = 1;      // threads, or slots of a device
   bool share_heads = true;      // pack the query heads of one kv head into an item
   bool classify = false;        // ask the mask's interval form for costs
   bool allow_splits = true;
+  bool device = false;          // workers are slots
 };
 
 struct Schedule {

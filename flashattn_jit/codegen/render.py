@@ -23,7 +23,8 @@ _CPP_NAME = {
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Jinja over templates/, where every undefined name is an error."""
     return Environment(
         loader=FileSystemLoader(str(templates_dir())),
         undefined=StrictUndefined,
@@ -39,7 +40,7 @@ def render(spec: KernelSpec) -> str:
     mask = spec.variant.hook("mask_mod")
     names = _cuda_names(spec) if is_cuda(spec.target) else _cpu_names(spec)
     return (
-        _environment()
+        environment()
         .get_template(spec.template)
         .render(
             spec=spec,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.autograd import forward_ad
@@ -21,7 +21,9 @@ _INT32_MAX = 2**31 - 1
 
 
 def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> None:
-    """q, k, v are CPU tensors of the ranks and dtypes that kernels take, last dim contiguous."""
+    """q, k, v are tensors of one device, of the ranks and dtypes that kernels take, with a
+    contiguous last dim. What the call's target does not take of these is refused later.
+    """
     for name, tensor, layout in zip("qkv", (q, k, v), layouts, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -36,10 +38,10 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
             raise InputError(
                 f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first"
             )
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise InputError(
-                f"{name} is on device {tensor.device}, but kernels run on cpu tensors here; "
-                f"move it with {name}.cpu()"
+                f"{name} is on device {tensor.device}, but kernels run on cpu and cuda tensors; "
+                f"move it with {name}.cpu() or {name}.cuda()"
             )
         if tensor.layout != torch.strided:
             raise InputError(f"{name} has layout {tensor.layout}; pass a strided (dense) tensor")
@@ -50,6 +52,21 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
             )
         if tensor.is_conj() or tensor.is_neg():
             raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
+    check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now
+
+
+def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
+    """All tensors are on one device."""
+    device: torch.device | None = None
+    for name, tensor in tensors.items():
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            places = ", ".join(f"{n} on {t.device}" for n, t in tensors.items())
+            raise InputError(
+                f"all tensors of a call must be on one device, got {places}; move them, such as "
+                f"{name}.to({str(device)!r})"
+            )
 
 
 def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
@@ -128,7 +145,7 @@ def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
             f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
             "32 bits; split the batch or the sequence"
         )
-    return Dims(batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v)
+    return Dims(batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v, q.device)
 
 
 def check_grad(tensors: Sequence[torch.Tensor]) -> None:
@@ -166,7 +183,8 @@ def check_lengths(
         raise InputError(f"{name} must be an integer tensor [batch], got {type(value).__name__}")
     if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
         raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}"
+            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
+            "lengths are planned on the host, which waits for no device"
         )
     if value.dim() != 1 or value.shape[0] != batch:
         raise InputError(f"{name} must be [batch={batch}], got {tuple(value.shape)}")
@@ -183,10 +201,11 @@ def check_out(
     """`out` has the result's shape and dtype, a contiguous last dim, and overlaps no input."""
     if not isinstance(out, torch.Tensor):
         raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device.type != "cpu":
+    device = inputs[0].device
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise InputError(
-            f"out must be {list(shape)} of {dtype} on cpu, got {list(out.shape)} of {out.dtype} on "
-            f"{out.device}"
+            f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
+            f"{out.dtype} on {out.device}"
         )
     if out.numel() == 0:
         return

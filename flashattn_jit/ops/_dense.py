@@ -1,17 +1,19 @@
-"""The dense op: q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv] on CPU tensors."""
+"""The dense op: q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv]."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from .. import _C
 from ..errors import InputError
-from . import _check, _handles
+from . import _check, _device, _handles
 from ._handles import Structure
 from ._launch import Geometry, PlannedCall, launch, planned_call
+from ._placement import on_cpu
 
 Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Sizes and strides of param tensors."""
@@ -57,12 +59,15 @@ def dense(
     target: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate and compute (out, lse). lse is empty unless asked for."""
+    # Naming the CPU as the device takes a microsecond longer than leaving it out.
+    device = q.device if q.is_cuda else None
     out = torch.empty_strided(
         (*q.shape[:3], v.shape[-1]),
         _like_remembered(q.shape, q.stride(), v.shape[-1]),
         dtype=result_dtype(q, partial),
+        device=device,
     )
-    lse = torch.empty(q.shape[:3] if return_lse else 0, dtype=torch.float32)
+    lse = torch.empty(q.shape[:3] if return_lse else 0, dtype=torch.float32, device=device)
     dense_out(
         q, k, v, tensors, scalars, handle, scale, q_offset, q_offsets, kv_len,
         block_states, block_size, partial, target, out, lse if return_lse else None,
@@ -96,9 +101,9 @@ def dense_out(
         else _check.check_lengths("kv_len", kv_len, k.shape[0], 0, k.shape[2])
     )
     offsets = q_offset if q_offsets is None else tuple(q_offsets.tolist())
-    addresses, layouts, _alive = bind_tensors(known, tensors)
+    addresses, layouts, params = bind_tensors(known, tensors)
     values = scalar_values(known, scalars)
-    num_threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads() if on_cpu(target) else 0
     mask = None
     if block_states is not None:
         mask = (tuple(block_states.shape), block_states.stride(), block_size[0], block_size[1])
@@ -109,6 +114,10 @@ def dense_out(
         layouts, partial, num_threads, target, mask,
         values if known.schedule_reads_scalars else None,
     )  # fmt: skip
+    if not num_threads:
+        call = _device.CallTensors(q, k, v, out, lse, params, addresses, values, block_states)
+        _run_on_device(signature, known, call, scale)
+        return
     planned = _planned.get(signature)
     if planned is None:
         planned = planned_call(_geometry(*signature), known, addresses)
@@ -119,7 +128,23 @@ def dense_out(
 
 
 _planned: dict[tuple[object, ...], PlannedCall] = {}
+_planned_on_devices: dict[tuple[object, ...], _device.DevicePlan] = {}
 _KEPT_SIGNATURES = 4096
+
+
+def _run_on_device(
+    signature: tuple[Any, ...], known: Structure, tensors: _device.CallTensors, scale: float
+) -> None:
+    device, aligned = tensors.q.device, _device.bases_are_aligned(tensors)
+    place = (signature, device, aligned)
+    plan = _planned_on_devices.get(place)
+    if plan is None:
+        geometry = _geometry(*signature)._replace(device=device, aligned=aligned)
+        plan = _device.planned(geometry, known, tensors.addresses)
+        if len(_planned_on_devices) >= _KEPT_SIGNATURES:
+            _planned_on_devices.clear()
+        _planned_on_devices[place] = plan
+    _device.launch(plan, tensors, scale)
 
 
 def _geometry(

@@ -19,7 +19,7 @@ from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
 from ._dense import like_q_strides, result_dtype
-from ._register import LIBRARY
+from ._register import KEYS, LIBRARY
 from .attention import Offset, run_dense
 from .block_mask import keep_states
 from .varlen import run_packed
@@ -95,8 +95,8 @@ def _offset(q_offset: int, at_end: bool, q_offsets: torch.Tensor | None) -> Offs
     return "end" if at_end else q_offset if q_offsets is None else q_offsets
 
 
-def _filled(lse: torch.Tensor | None) -> torch.Tensor:
-    return torch.empty(0) if lse is None else lse
+def _filled(lse: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 # --- implementations -----------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def _attention(
         q_offset=_offset(q_offset, at_end, q_offsets), kv_len=kv_len, return_lse=return_lse,
         partial=partial, out=out, target=target, swap=values.swap,
     )  # fmt: skip
-    return result, _filled(lse)
+    return result, _filled(lse, q)
 
 
 def _attention_out(*inputs: Any) -> torch.Tensor:
@@ -131,7 +131,7 @@ def _varlen(
         q_offset=_offset(q_offset, at_end, q_offsets), return_lse=return_lse, partial=partial,
         out=out, target=target, swap=values.swap,
     )  # fmt: skip
-    return result, _filled(lse)
+    return result, _filled(lse, q)
 
 
 def _varlen_out(*inputs: Any) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _flex(
         q, k, v, hooks.get("score_mod"), mask, values.scale, enable_gqa, want_lse, want_max,
         values.swap,
     )  # fmt: skip
-    return out, _filled(lse), _filled(max_scores)
+    return out, _filled(lse, q), _filled(max_scores, q)
 
 
 def _sdpa(
@@ -258,12 +258,11 @@ def _refuse_shapes(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) ->
     return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _register(
-    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], key: str = "CPU"
-) -> None:
+def _register(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
-    LIBRARY.impl(name, run, key)
+    for key in KEYS:
+        LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"flashattn_jit::{name}", shapes, lib=LIBRARY)
 
 

@@ -20,12 +20,7 @@ class Structure:
     # The mask can be costed without reading tensors, so the schedule follows it. A mask that reads
     # tensors is costed by length: a plan never depends on their contents; the kernel still skips.
     costed_by_mask: bool
-
-    @property
-    def schedule_reads_scalars(self) -> bool:
-        """Whether the schedule depends on the values of scalar params."""
-        mask = self.ir.hook("mask_mod")
-        return self.costed_by_mask and mask is not None and bool(mask.scalar_slots())
+    schedule_reads_scalars: bool  # the schedule depends on the values of scalar params
 
 
 _structures: dict[int, Structure] = {}
@@ -35,12 +30,14 @@ def remember(handle: int, ir: VariantIR, name: str) -> int:
     """Make `handle` resolvable; returns it."""
     if handle not in _structures:
         mask = ir.hook("mask_mod")
+        costed_by_mask = mask is not None and not mask.tensor_slots()
         _structures[handle] = Structure(
             ir,
             name,
             () if mask is None else range_tables(mask),
             tuple(s.dtype == "int64" for s in ir.scalars),
-            mask is not None and not mask.tensor_slots(),
+            costed_by_mask,
+            costed_by_mask and mask is not None and bool(mask.scalar_slots()),
         )
     return handle
 

@@ -64,6 +64,10 @@ class Geometry(NamedTuple):
     # (strides, q block, kv block, number of blocks) of a block mask
     block_mask: tuple[tuple[int, ...], tuple[int, ...], int, int] | None
     scalars: tuple[int | float, ...] | None  # only where the schedule depends on them
+    # Of CUDA and emulated targets. aligned: the base addresses are multiples of 16 bytes.
+    device: torch.device | None = None
+    aligned: bool = True
+    pages: tuple[tuple[int, ...], int, int] | None = None  # page_indptr, page_size, num_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,38 +107,10 @@ def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int])
 
 
 def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
-    problem = Problem(
-        _each(g.q_len, g.num_requests), _each(g.kv_len, g.num_requests),
-        g.num_q_heads, g.num_kv_heads, g.head_dim, g.head_dim_v,
-        DTYPE_NAMES[g.dtypes[0]], DTYPE_NAMES[g.dtypes[1]], DTYPE_NAMES[g.dtypes[2]],
-    )  # fmt: skip
     features = ("block_mask",) if g.block_mask is not None else ()
-    spec = choose(known.ir, problem, g.target, features, known.name)
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: _render(spec))
-    native = _C.Problem(
-        num_requests=g.num_requests,
-        num_q_heads=g.num_q_heads,
-        num_kv_heads=g.num_kv_heads,
-        head_dim=g.head_dim,
-        head_dim_v=g.head_dim_v,
-        q_len=g.q_len,
-        kv_len=g.kv_len,
-        q_row0=g.q_row0,
-        kv_row0=g.kv_row0,
-        q_offset=g.q_offset,
-        q_token0=g.q_token0,
-        kv_token0=g.kv_token0,
-        q_stride=g.strides[0],
-        k_stride=g.strides[1],
-        v_stride=g.strides[2],
-        out_stride=g.strides[3],
-        lse_stride=g.strides[4],
-        tensors=g.params,
-        scalar_kinds="".join("i" if whole else "f" for whole in known.integer_scalars),
-        block_mask=g.block_mask,
-    )
-    # Heads share a tile unless the blocks that they visit differ.
-    share_heads = g.block_mask is None or g.block_mask[1][1] == 0
+    spec = choose(known.ir, planner_problem(g), g.target, features, known.name)
+    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render_spec(spec))
+    native = native_problem(g, known)
     # A block mask's full blocks are visited whatever the mask says of them.
     classify = known.costed_by_mask and g.block_mask is None
     schedule = _C.schedule(
@@ -145,7 +121,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCal
         tile_kv=spec.tile_kv,
         min_chunk=_MIN_CHUNK,
         num_workers=g.num_threads,
-        share_heads=share_heads,
+        share_heads=heads_share_tiles(g),
         classify=classify,
         tensors=tuple(addresses),
         scalars=g.scalars or (0,) * len(known.integer_scalars),
@@ -170,7 +146,52 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCal
     )
 
 
-def _render(spec: KernelSpec) -> str:
+def planner_problem(g: Geometry) -> Problem:
+    """The planner's view of a geometry."""
+    return Problem(
+        _each(g.q_len, g.num_requests), _each(g.kv_len, g.num_requests),
+        g.num_q_heads, g.num_kv_heads, g.head_dim, g.head_dim_v,
+        DTYPE_NAMES[g.dtypes[0]], DTYPE_NAMES[g.dtypes[1]], DTYPE_NAMES[g.dtypes[2]],
+    )  # fmt: skip
+
+
+def native_problem(g: Geometry, known: Structure) -> _C.Problem:
+    """The runtime's view of a geometry. Raises ValueError for what no kernel may be given."""
+    page_indptr, page_size, num_pages = g.pages or (None, 0, 0)
+    return _C.Problem(
+        num_requests=g.num_requests,
+        num_q_heads=g.num_q_heads,
+        num_kv_heads=g.num_kv_heads,
+        head_dim=g.head_dim,
+        head_dim_v=g.head_dim_v,
+        q_len=g.q_len,
+        kv_len=g.kv_len,
+        q_row0=g.q_row0,
+        kv_row0=g.kv_row0,
+        q_offset=g.q_offset,
+        q_token0=g.q_token0,
+        kv_token0=g.kv_token0,
+        q_stride=g.strides[0],
+        k_stride=g.strides[1],
+        v_stride=g.strides[2],
+        out_stride=g.strides[3],
+        lse_stride=g.strides[4],
+        tensors=g.params,
+        scalar_kinds="".join("i" if whole else "f" for whole in known.integer_scalars),
+        block_mask=g.block_mask,
+        page_indptr=page_indptr,
+        page_size=page_size,
+        num_pages=num_pages,
+    )
+
+
+def heads_share_tiles(g: Geometry) -> bool:
+    """Whether the query heads of one key head share a tile: unless the blocks they visit differ."""
+    return g.block_mask is None or g.block_mask[1][1] == 0
+
+
+def render_spec(spec: KernelSpec) -> str:
+    """The source of a kernel. For a cache miss."""
     from ..codegen.render import render  # imports Jinja: only on a miss
 
     return render(spec)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from . import _handles
+from . import _device, _handles
 from ._dense import bind_tensors, result_dtype, scalar_values
 from ._launch import Geometry, launch, planned_call
+from ._placement import on_cpu
 
 
 def packed(
@@ -29,8 +30,8 @@ def packed(
     target: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate and compute (out, lse). lse is empty unless asked for."""
-    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=result_dtype(q, partial))
-    lse = torch.empty(q.shape[:2] if return_lse else 0, dtype=torch.float32)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]), dtype=result_dtype(q, partial))
+    lse = q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
     packed_out(
         q, k, v, tensors, scalars, handle, scale, q_indptr, kv_indptr, q_offsets,
         partial, target, out, lse if return_lse else None,
@@ -57,9 +58,9 @@ def packed_out(
     """Compute into `out` [Nq, Hq, Dv] and, when given, `lse` [Nq, Hq] fp32."""
     known = _handles.structure(handle)
     q_starts, kv_starts = q_indptr.tolist(), kv_indptr.tolist()
-    addresses, layouts, _alive = bind_tensors(known, tensors)
+    addresses, layouts, params = bind_tensors(known, tensors)
     values = scalar_values(known, scalars)
-    num_threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads() if on_cpu(target) else 0
     q_row0, kv_row0 = tuple(q_starts[:-1]), tuple(kv_starts[:-1])
     geometry = Geometry(
         handle,
@@ -90,6 +91,10 @@ def packed_out(
         None,
         values if known.schedule_reads_scalars else None,
     )
+    if not num_threads:
+        call = _device.CallTensors(q, k, v, out, lse, params, addresses, values)
+        _device.run(geometry, known, call, scale)
+        return
     planned = planned_call(geometry, known, addresses)
     launch(planned, q, k, v, out, lse, scale, addresses, values, num_threads)
 

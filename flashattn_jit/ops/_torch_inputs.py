@@ -35,9 +35,10 @@ def autocast(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs in autocast's dtype where it is on, as torch's attention functions take them."""
-    if not torch.is_autocast_enabled("cpu"):
+    device = query.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return query, key, value
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
     q, k, v = (t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value))
     return q, k, v
 

@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import torch
 
-from ..codegen.target import resolve_target
 from ..errors import InputError
 from ..variants.binding import Swap, bind
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _dense, _handles
 from ._dense import result_dtype
 from ._direct import is_direct
+from ._placement import place
 from ._scalars import pack_scalars
 
 Offset = int | torch.Tensor | Literal["end"]
@@ -119,7 +119,7 @@ def run_dense(
     if kv_len is not None:
         _check.check_lengths("kv_len", kv_len, dims.batch, 0, dims.kv_len)
     handle = _handles.remember(bound.handle, ir, chosen.name)
-    target = resolve_target(target)
+    target = place(q, k, v, target)
     with_lse = return_lse or (partial and not pointwise)
     scalars = pack_scalars(bound.scalars)
     lse: torch.Tensor | None
@@ -133,7 +133,7 @@ def run_dense(
         shape = (*q.shape[:3], dims.head_dim_v)
         _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
         result = out
-        lse = torch.empty(shape[:3], dtype=torch.float32) if with_lse else None
+        lse = q.new_empty(shape[:3], dtype=torch.float32) if with_lse else None
         torch.ops.flashattn_jit.attention_out(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, partial, target, out, lse,

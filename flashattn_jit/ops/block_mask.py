@@ -44,6 +44,7 @@ class _Kept(NamedTuple):
     lists: Lists
     versions: tuple[int | None, ...]
     num_blocks: tuple[int, int]
+    stream: int  # on which it was made, of a CUDA map: others are not ordered after that
     states: torch.Tensor | None
 
 
@@ -90,6 +91,17 @@ def check_block_mask(
                 "number, or with None for one mask that serves all"
             )
     return (q_block, kv_block), mask_mod
+
+
+def check_mask_device(mask: Any, device: torch.device) -> None:
+    """The lists of a BlockMask are on the call's device. Raises InputError."""
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        tensor = getattr(mask, name, None)
+        if isinstance(tensor, torch.Tensor) and tensor.device != device:
+            raise InputError(
+                f"block_mask.{name} is on {tensor.device}, but q is on {device}; move the mask "
+                f"with block_mask.to({str(device)!r})"
+            )
 
 
 def own_mask_mod(mask_mod: Any) -> Callable[..., Any] | None:
@@ -143,11 +155,18 @@ def lists_of(mask: Any) -> Lists:
 
 
 def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
-    """The map of a mask, made once for the same lists, unchanged; None where all is partial."""
+    """The map of a mask, made once for the same lists, unchanged; None where all is partial.
+
+    A map on a device is made without reading anything back.
+    """
     lists = lists_of(mask)
     present = [x for x in lists if isinstance(x, torch.Tensor)]
     # Tensors made under inference_mode have no version, so a change of them would go unseen.
+    on_device = any(x.is_cuda for x in present)
     keep = not any(x.is_inference() for x in present)
+    # A map that is made while a graph is captured lives in that graph alone.
+    keep = keep and not (on_device and torch.cuda.is_current_stream_capturing())
+    stream = torch.cuda.current_stream(present[0].device).cuda_stream if on_device else 0
     versions = tuple(x._version for x in present) if keep else ()
     kept: _Kept | None = getattr(mask, _ATTRIBUTE, None)
     if (
@@ -155,14 +174,15 @@ def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
         and kept is not None
         and kept.versions == versions
         and kept.num_blocks == num_blocks
+        and kept.stream == stream
         and all(a is b for a, b in zip(kept.lists, lists, strict=True))
     ):
         return kept.states
     states: torch.Tensor | None = block_states(*lists, *num_blocks)
-    if states is not None and bool((states == PARTIAL).all()):
+    if states is not None and not on_device and bool((states == PARTIAL).all()):
         states = None
     if keep:
-        setattr(mask, _ATTRIBUTE, _Kept(lists, versions, num_blocks, states))
+        setattr(mask, _ATTRIBUTE, _Kept(lists, versions, num_blocks, stream, states))
     return states
 
 
@@ -184,16 +204,23 @@ def block_states(
     """The byte map [batch or 1, heads or 1, q_blocks, kv_blocks] of a BlockMask's lists.
 
     A batch or head dim over which the map does not vary becomes 1: heads then share key tiles.
+    Lists on a CUDA device are not read by the host: there that holds for dims of size 1 only,
+    blocks that do not exist are left out, and one that is listed as partial and full is full.
 
     Raises:
-        InputError: a list is too short, or names a block that does not exist or one twice.
+        InputError: a list is too short, or (on the CPU) names a block that does not exist or one
+            twice.
     """
     states, listed = _one_list(kv_num_blocks, kv_indices, PARTIAL, "kv", q_blocks, kv_blocks)
     if full_kv_num_blocks is not None and full_kv_indices is not None:
         full, more = _one_list(
             full_kv_num_blocks, full_kv_indices, FULL, "full_kv", q_blocks, kv_blocks
         )
+        if states.is_cuda:
+            return torch.maximum(states, full).contiguous()
         states, listed = states + full, listed + more
+    if states.is_cuda:
+        return states.contiguous()
     if bool(((states != EMPTY).sum(-1) != listed).any()) or bool((states > FULL).any()):
         raise InputError("block_mask lists a key block twice for one query block")
     for d in (0, 1):
@@ -214,11 +241,6 @@ def _one_list(
     for tensor, label in ((counts, f"{name}_num_blocks"), (indices, f"{name}_indices")):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
             raise InputError(f"block_mask.{label} must be an int32 or int64 tensor")
-        if tensor.device.type != "cpu":
-            raise InputError(
-                f"block_mask.{label} is on {tensor.device}, but q is on cpu; move the mask with "
-                'block_mask.to("cpu")'
-            )
     if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1]:
         raise InputError(
             f"block_mask.{name}_indices must be [batch, heads, q blocks, kv blocks] and "
@@ -233,17 +255,20 @@ def _one_list(
         )
     counts, indices = counts[:, :, :q_blocks].to(torch.int64), indices[:, :, :q_blocks]
     room = indices.shape[-1]
-    if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= room:
+    on_cpu = not counts.is_cuda
+    if on_cpu and counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= room:
         raise InputError(f"block_mask.{name}_num_blocks must be in [0, {room}], the room of a list")
-    used = torch.arange(room) < counts.unsqueeze(-1)
+    used = torch.arange(room, device=counts.device) < counts.unsqueeze(-1)
     wrong = used & ((indices < 0) | (indices >= kv_blocks))
-    if bool(wrong.any()):
+    if on_cpu and bool(wrong.any()):
         raise InputError(
             f"block_mask.{name}_indices lists key block {int(indices[wrong][0])}, but kv_len takes "
             f"{kv_blocks} blocks"
         )
     # Entries past a list's count hold anything: they go to a column that is cut off.
-    places = torch.where(used, indices.to(torch.int64), kv_blocks)
-    states = torch.zeros((*places.shape[:-1], kv_blocks + 1), dtype=torch.uint8)
+    places = torch.where(used & ~wrong, indices.to(torch.int64), kv_blocks)
+    states = torch.zeros(
+        (*places.shape[:-1], kv_blocks + 1), dtype=torch.uint8, device=places.device
+    )
     states.scatter_(-1, places, state)
     return states[..., :kv_blocks], counts

@@ -1,4 +1,4 @@
-"""`fa.flex_attention`: FlexAttention's function, drop-in for inference on CPU tensors."""
+"""`fa.flex_attention`: FlexAttention's function, drop-in for inference, on CPU and CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..variants.binding import Swap
 from ..variants.spec import FULL, Dims, Variant, variant
 from . import _check, _torch_inputs
 from .attention import run_dense
-from .block_mask import Blocks, read_block_mask
+from .block_mask import Blocks, check_mask_device, read_block_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -111,6 +111,7 @@ def run_flex(
         k, v = k.expand(dims.batch, -1, -1, -1), v.expand(dims.batch, -1, -1, -1)
     blocks = Blocks(None, (1, 1), None)
     if block_mask is not None:
+        check_mask_device(block_mask, q.device)
         blocks = read_block_mask(block_mask, dims.batch, dims.num_q_heads, dims.q_len, dims.kv_len)
     out, lse = _run(q, k, v, score_mod, blocks, scale, want_lse, swap)
     max_scores = _max_scores(q, k, score_mod, blocks, scale, swap) if want_max else None

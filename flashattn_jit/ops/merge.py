@@ -9,10 +9,14 @@ import torch
 from .. import _C
 from ..errors import InputError
 from . import _check
+from ._placement import on_cpu, place_utility
 
 
 def merge_states(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor] | None = None
+    outs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor] | None = None,
+    *,
+    target: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The state of the union of disjoint key sets, from the state of each.
 
@@ -20,14 +24,18 @@ def merge_states(
     2501.01005), section 2.2. States without keys (lse = -inf) do not count, even where out is NaN.
 
     Args:
-        outs: fp32 tensors of one shape [..., head_dim_v], 3-D or 4-D, as ``partial=True`` returns.
+        outs: fp32 tensors of one shape [..., head_dim_v], 3-D or 4-D, as ``partial=True`` returns,
+            on one device.
         lses: fp32 tensors [...]; None for pointwise variants, whose sums are added.
+        target: a CUDA target on CUDA tensors, or one such as ``"emulated:sm_80"`` on CPU tensors;
+            the device's own by default.
 
     Returns:
         (out, lse) fp32; lse is None for pointwise states.
 
     Raises:
-        InputError: shapes, dtypes or counts do not agree.
+        InputError: shapes, dtypes, devices or counts do not agree.
+        TargetError: `target` is unknown, or does not run on that device.
 
     Example:
         >>> out, lse = fa.merge_states([out_a, out_b], [lse_a, lse_b])
@@ -53,25 +61,32 @@ def merge_states(
             raise InputError(
                 f"lses[{i}] is {list(lse.shape)}, but outs have rows {list(first.shape[:-1])}"
             )
+    named = {f"outs[{i}]": t for i, t in enumerate(outs)}
+    _check.check_devices(named | {f"lses[{i}]": t for i, t in enumerate(lses or ())})
     _check.check_grad([*outs, *(lses or ())])
-    flat = torch.ops.flashattn_jit.merge_states(outs, list(lses or ()))
+    flat = torch.ops.flashattn_jit.merge_states(outs, list(lses or ()), target=target)
     return flat[0], flat[1] if lses is not None else None
 
 
 def _check_state(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+    if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "cuda"):
         raise InputError(
-            f"{name} must be float32 on cpu (a partial state), got {tensor.dtype} on "
+            f"{name} must be float32 on cpu or cuda (a partial state), got {tensor.dtype} on "
             f"{tensor.device}"
         )
 
 
-def merge_on_cpu(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+def merge(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, target: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op's CPU implementation; shapes are checked by `merge_states`."""
+    """The op's implementation; shapes are checked by `merge_states`."""
+    target = place_utility(outs[0], target)
+    if not on_cpu(target):
+        from . import _merge_device
+
+        return _merge_device.merge(outs, lses, target)
     out = torch.empty(outs[0].shape, dtype=torch.float32)
     lse = torch.empty(outs[0].shape[:-1] if lses else 0, dtype=torch.float32)
     outs = [o if o.stride(-1) == 1 else o.contiguous() for o in outs]

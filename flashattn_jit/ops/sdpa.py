@@ -1,4 +1,4 @@
-"""`fa.scaled_dot_product_attention`: torch's function, drop-in for inference on CPU tensors."""
+"""`fa.scaled_dot_product_attention`: torch's function, drop-in for inference, on CPU and CUDA."""
 
 from __future__ import annotations
 

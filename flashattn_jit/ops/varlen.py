@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..codegen.target import resolve_target
 from ..errors import InputError
 from ..variants.binding import Swap, bind
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _handles
 from ._dense import result_dtype
+from ._placement import place
 from ._scalars import pack_scalars
 from .attention import Offset
 
@@ -116,7 +116,10 @@ def run_packed(
         )
     num_requests = len(q_lens)
     longest_q, longest_kv = max(q_lens, default=0), max(kv_lens, default=0)
-    dims = Dims(num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2])
+    dims = Dims(
+        num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2],
+        q.device,
+    )  # fmt: skip
     bound = bind(chosen, dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
@@ -127,7 +130,7 @@ def run_packed(
     scale = _check.check_scale(scale, q.shape[2])
     offsets = _offsets(q_offset, q_lens, kv_lens)
     handle = _handles.remember(bound.handle, bound.ir, chosen.name)
-    target = resolve_target(target)
+    target = place(q, k, v, target)
     with_lse = return_lse or (partial and not pointwise)
     scalars = pack_scalars(bound.scalars)
     if out is None:
@@ -139,7 +142,7 @@ def run_packed(
         shape = (*q.shape[:2], v.shape[2])
         _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
         result = out
-        lse = torch.empty(shape[:2], dtype=torch.float32) if with_lse else None
+        lse = q.new_empty(shape[:2], dtype=torch.float32) if with_lse else None
         torch.ops.flashattn_jit.varlen_attention_out(
             q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
             partial, target, out, lse,
@@ -155,7 +158,8 @@ def _request_lengths(
         raise InputError(f"{name} must be an integer tensor, got {type(indptr).__name__}")
     if indptr.dtype not in (torch.int32, torch.int64) or indptr.device.type != "cpu":
         raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {indptr.dtype} on {indptr.device}"
+            f"{name} must be an int32 or int64 cpu tensor, got {indptr.dtype} on {indptr.device}; "
+            "lengths are planned on the host, which waits for no device"
         )
     if indptr.dim() != 1 or indptr.shape[0] < 1:
         raise InputError(f"{name} must be [num_requests + 1], got {tuple(indptr.shape)}")

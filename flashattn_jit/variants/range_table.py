@@ -181,12 +181,21 @@ def block_extremes(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.
     """(lo, hi): the extremes of every 64 entries along `dim`, on the tensor's device.
 
     Both have the tensor's shape but for `dim`, which counts blocks; float32 for half precision; NaN
-    where a block holds one. Empty where no table pays.
+    where a block holds one. Empty where no table pays. On a CUDA device nothing is read back or
+    waited for; a table belongs to the stream it was made on, and in a CUDA graph to that graph,
+    which makes it anew at each replay.
     """
     if tensor.ndim == 0 or tensor.shape[dim] < MIN_TABLE_LENGTH or not readable(tensor):
         empty = tensor.new_empty(0)
         return empty, empty
-    return _remembered(tensor, ("blocks", dim), lambda: _block_extremes(tensor, dim))  # type: ignore[no-any-return]
+    stream = 0
+    if tensor.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return _block_extremes(tensor, dim)
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    return _remembered(  # type: ignore[no-any-return]
+        tensor, ("blocks", dim, stream), lambda: _block_extremes(tensor, dim)
+    )
 
 
 def _block_extremes(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

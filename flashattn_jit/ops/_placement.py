@@ -1,0 +1,103 @@
+"""Where a call runs: its target from the tensors' device, and what that target takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from ..codegen.target import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    compiled_target,
+    cuda_target,
+    is_emulated,
+    resolve_target,
+    sm_version,
+)
+from ..errors import InputError, TargetError
+
+MATRIX_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes of q, k and v on CUDA targets, which multiply them on matrix units and add in fp32.
+
+float32 is not among them. It could be computed as three tf32 products; that takes a third of the
+rate, doubles the shared memory of every tile and holds 21 bits of each operand. Whoever needs
+fp32's accuracy gets it on the CPU, whoever needs speed has bfloat16.
+"""
+
+_CPU = frozenset(CPU_TARGETS)
+
+
+def on_cpu(target: str) -> bool:
+    """Whether a resolved target's kernels are CPU code."""
+    return target in _CPU
+
+
+@cache
+def device_target(index: int) -> str:
+    """The CUDA target of a device. Raises TargetError where no kernels exist for it."""
+    return cuda_target(*torch.cuda.get_device_capability(index))
+
+
+def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None) -> str:
+    """The target that a call on these tensors runs on, `target` where it is given.
+
+    Raises:
+        TargetError: `target` is unknown, or does not run on the tensors' device.
+        InputError: the target does not take the tensors' dtypes.
+    """
+    if not q.is_cuda:
+        target = resolve_target(target)
+        if target not in _CPU:
+            check_matrix_dtypes((q, k, v), target)
+        return target
+    index = q.device.index
+    target = _checked(target, device_target(0 if index is None else index), q.device)
+    check_matrix_dtypes((q, k, v), target)
+    return target
+
+
+def place_utility(tensor: torch.Tensor, target: str | None) -> str:
+    """As `place`, for kernels that move data and take any dtype."""
+    if not tensor.is_cuda:
+        return resolve_target(target)
+    index = tensor.device.index
+    return _checked(target, device_target(0 if index is None else index), tensor.device)
+
+
+def _checked(target: str | None, own: str, device: torch.device) -> str:
+    if target is None or target == own:
+        return own
+    if target in CUDA_TARGETS:
+        # Compiled code runs on every device of its major version that is not older.
+        if sm_version(target) // 10 == sm_version(own) // 10 and (
+            sm_version(target) <= sm_version(own)
+        ):
+            return target
+        raise TargetError(
+            f"target {target!r} does not run on {device}, whose target is {own!r}; leave target "
+            "out, or pass that one"
+        )
+    if is_emulated(target) or target in CPU_TARGETS:
+        raise TargetError(
+            f"target {target!r} runs on CPU tensors, but the tensors are on {device}; move them "
+            "with .cpu(), or leave target out"
+        )
+    return resolve_target(target)  # says that it is unknown
+
+
+def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
+    """q, k and v have one dtype that the matrix units of a CUDA target take."""
+    name = compiled_target(target)
+    allowed = MATRIX_DTYPES if sm_version(name) >= 80 else (torch.float16,)
+    dtypes = [t.dtype for t in tensors]
+    if dtypes[0] in allowed and all(d == dtypes[0] for d in dtypes):
+        return
+    got = ", ".join(f"{n} {d}" for n, d in zip("qkv", dtypes, strict=True))
+    takes = " or ".join(str(d) for d in allowed)
+    remedy = ".to(torch.bfloat16)" if sm_version(name) >= 80 else ".to(torch.float16)"
+    raise InputError(
+        f"CUDA kernels of {name} take q, k and v of one dtype, {takes}; got {got}. Convert them "
+        f"with {remedy}, or call on CPU tensors without a CUDA target, where float32 is supported"
+    )

@@ -1,0 +1,77 @@
+"""Kernels that are no attention, planned like calls: the bound of their work is known to the host.
+
+Their tensors are param tensors of a call without hooks, and their work is a list of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+
+from .. import _C
+from ..codegen.utility import UtilitySpec, render_utility
+from ..jit.module import load_kernel
+from ._device import DevicePlan, make_plan, refuse_capture
+
+_KEPT_PLANS = 64
+_plans: dict[tuple[object, ...], DevicePlan] = {}
+_lock = Lock()
+
+WORK_FIELDS = 8
+"""request, head_begin, head_count, row_begin, row_end, kv_begin, kv_end, partial."""
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityWork:
+    """What a utility does: its kernel, the runtime's problem and the items [n, WORK_FIELDS]."""
+
+    spec: UtilitySpec
+    problem: _C.Problem
+    items: torch.Tensor
+    flags: int = 0
+
+
+def plan_utility(
+    signature: tuple[object, ...],
+    target: str,
+    device: torch.device,
+    make: Callable[[], UtilityWork],
+) -> DevicePlan:
+    """The plan of a signature, which holds all that `make` depends on; from memory or made now.
+
+    Raises:
+        CompileError: a new kernel was needed and the compiler failed.
+        LaunchError: the kernel cannot be loaded, or a stream is being captured in a graph.
+    """
+    key = (target, device, *signature)
+    plan = _plans.get(key)
+    if plan is not None:
+        return plan
+    refuse_capture(device)
+    work = make()
+    spec = work.spec
+    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render_utility(spec))
+    call = _C.Call(module, work.problem, _bytes_of(work.items), flags=work.flags)
+    plan = make_plan(call, module, target, device)
+    with _lock:
+        _plans[key] = plan
+        while len(_plans) > _KEPT_PLANS:
+            _plans.pop(next(iter(_plans)))
+    return plan
+
+
+def _bytes_of(items: torch.Tensor) -> bytes:
+    return items.to(torch.int32).contiguous().numpy().tobytes()
+
+
+def layouts(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Sizes and strides, as `_C.Problem` takes them."""
+    return tuple((tuple(t.shape), t.stride()) for t in tensors)
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Where tensors with entries begin, else 0."""
+    return tuple(t.data_ptr() if t.numel() else 0 for t in tensors)
