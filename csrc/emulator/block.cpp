@@ -21,6 +21,8 @@ Block::Block(const Launch& launch) : launch_(launch) {
     shared_end_ = std::max(shared_end_, static_cast<uint32_t>(variable.offset + variable.bytes));
   }
   shared_.resize(shared_end_);
+  track_ = launch.options.check_races || launch.options.check_uninitialised;
+  history_.resize(track_ ? shared_end_ : 0, num_warps, launch.options.check_races);
   local_.resize(static_cast<size_t>(kernel.local_bytes) * num_threads_);
   for (uint32_t i = 0; i < num_warps; ++i) {
     Warp& warp = warps_[i];
@@ -42,6 +44,7 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
   position_[1] = y;
   position_[2] = z;
   steps_ = 0;
+  history_.start();
   std::fill(std::begin(barriers_), std::end(barriers_), Barrier{});
   std::fill(shared_.begin(), shared_.end(), uint8_t{0xcd});
   std::fill(local_.begin(), local_.end(), uint8_t{0xcd});
@@ -125,17 +128,60 @@ const Variable* Block::shared_variable(uint64_t address) const {
   return nullptr;
 }
 
-uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
+                              const char* access) {
   if (address % bytes != 0)
-    fault_at(warp, lane, "misaligned", "a shared access of " + std::to_string(bytes) + " bytes",
+    fault_at(warp, lane, "misaligned", std::string(access) + " of " + std::to_string(bytes) + " bytes",
              kSharedWindow + address);
   const Variable* variable = shared_variable(address);
   if (variable == nullptr || variable->offset + variable->bytes - address < bytes)
     fault_at(warp, lane, "out of bounds",
-             std::string(access == Access::read ? "a read" : "a write") + " of " +
-                 std::to_string(bytes) + " bytes of shared memory in no variable",
+             std::string(access) + " of " + std::to_string(bytes) + " bytes of shared memory in no variable",
              kSharedWindow + address);
   return shared_.data() + address;
+}
+
+uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
+  const bool reads = access == Access::read;
+  uint8_t* at = shared_inside(warp, lane, address, bytes, reads ? "a read" : "a write");
+  if (track_) {
+    const uint32_t offset = static_cast<uint32_t>(address), by = static_cast<uint32_t>(lane);
+    const Conflict conflict =
+        reads ? history_.read(warp.index, by, warp.current, offset, bytes)
+              : history_.write(warp.index, by, warp.current, offset, bytes, access == Access::atomic);
+    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, reads ? "a read" : "a write");
+  }
+  return at;
+}
+
+uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes) {
+  uint8_t* at = shared_inside(warp, lane, address, bytes, "a read");
+  if (track_) {
+    const Conflict conflict = history_.read(warp.index, kAnyLane, warp.current, static_cast<uint32_t>(address), bytes);
+    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a read");
+  }
+  return at;
+}
+
+void Block::report(const Warp& warp, int lane, const Conflict& conflict, const char* access) {
+  const uint64_t address = kSharedWindow + conflict.byte;
+  if (conflict.kind == Conflict::Kind::unwritten) {
+    if (!launch_.options.check_uninitialised) return;
+    fault_at(warp, lane, "uninitialised", "a read of shared memory that nothing has written", address);
+  }
+  const std::string by = conflict.lane == kAnyLane
+                             ? "warp " + std::to_string(conflict.warp)
+                             : "thread " + thread_name(warps_[conflict.warp], static_cast<int>(conflict.lane));
+  if (conflict.kind == Conflict::Kind::in_flight)
+    fault_at(warp, lane, "in flight",
+             std::string(access) + " of bytes that a copy by " + by + ", issued at " + place(conflict.pc) +
+                 ", may still be writing: a wait is missing",
+             address);
+  const bool same_warp = conflict.warp == warp.index;
+  fault_at(warp, lane, "race",
+           std::string(access) + " with no " + (same_warp ? "__syncwarp" : "barrier") + " since " +
+               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " + place(conflict.pc),
+           address);
 }
 
 uint8_t* Block::local_at(Warp& warp, int lane, uint64_t address, unsigned bytes) {
@@ -176,7 +222,7 @@ uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned
   return generic_at(warp, lane, address, bytes, access);
 }
 
-void Block::sync_warp(Warp&, uint32_t) {}
+void Block::sync_warp(Warp& warp, uint32_t mask) { history_.meet(warp.index, mask); }
 
 std::string Block::place(uint32_t pc) const {
   const Location& where = kernel().places[kernel().locations[pc]];

@@ -5,19 +5,22 @@
 
 namespace fajit::emulator {
 
-void Block::perform(Warp& warp, const AsyncCopy& copy) {
+void Block::perform(const AsyncCopy& copy) {
   uint8_t* destination = shared_.data() + copy.shared;
   if (copy.source_bytes > 0)
     std::memcpy(destination, reinterpret_cast<const void*>(copy.source), copy.source_bytes);
   std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
-  (void)warp;
 }
 
 void Block::issue_copy(Warp& warp, const AsyncCopy& copy) {
   if (copy.source_bytes > 0)
     global_at(warp, copy.lane, copy.source, copy.source_bytes, Access::read);
-  shared_at(warp, copy.lane, copy.shared, copy.bytes, Access::write);
-  if (!launch_.options.late_copies) perform(warp, copy);
+  shared_inside(warp, copy.lane, copy.shared, copy.bytes, "a copy");
+  if (track_) {
+    const Conflict conflict = history_.launch(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
+    if (conflict.kind != Conflict::Kind::none) report(warp, copy.lane, conflict, "a copy into bytes");
+  }
+  if (!launch_.options.late_copies) perform(copy);
   warp.copies.push_back(copy);
   warp.copies.back().group = warp.committed[copy.lane];
 }
@@ -31,7 +34,8 @@ void Block::finish_copies(Warp& warp, Done done) {
   auto kept = warp.copies.begin();
   for (AsyncCopy& copy : warp.copies) {
     if (done(copy)) {
-      if (launch_.options.late_copies) perform(warp, copy);
+      if (launch_.options.late_copies) perform(copy);
+      if (track_) history_.land(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
     } else {
       *kept++ = copy;
     }

@@ -9,6 +9,7 @@
 #include "fault.h"
 #include "insn.h"
 #include "memory.h"
+#include "races.h"
 
 namespace fajit::emulator {
 
@@ -69,6 +70,7 @@ struct Barrier {
   uint32_t expected = 0;   // 0: nobody waits
   uint32_t votes = 0;      // threads whose predicate holds
   uint32_t pc = 0;         // of the first arrival
+  Clocks clocks;           // what those who arrived know
 };
 
 inline constexpr int kBarriers = 16;
@@ -87,6 +89,8 @@ class Block {
   // Addresses of memory for one lane, checked. `bytes` is the whole access.
   uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
   uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  // A row of ldmatrix: all lanes read it.
+  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* generic_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
@@ -116,11 +120,13 @@ class Block {
   // block.cpp
   void reset(uint32_t x, uint32_t y, uint32_t z);
   void fill_specials(Warp& warp);
-  void perform(Warp& warp, const AsyncCopy& copy);
+  void perform(const AsyncCopy& copy);
   template <class Done>
   void finish_copies(Warp& warp, Done done);
   FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
                      const std::string& detail) const;
+  uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes, const char* access);
+  void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
   const Variable* shared_variable(uint64_t address) const;
 
   const Launch& launch_;
@@ -132,6 +138,8 @@ class Block {
   std::vector<uint8_t> shared_, local_;
   std::vector<Variable> variables_;  // shared ones, the dynamic array with its size
   Barrier barriers_[kBarriers];
+  SharedHistory history_;
+  bool track_ = false;
   uint32_t global_hint_ = 0;
   uint64_t steps_ = 0;
 };

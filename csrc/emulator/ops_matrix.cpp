@@ -102,9 +102,10 @@ void load_matrices(Warp& warp, const Insn& insn, uint32_t) {
       const uint64_t base = (insn.flags & kWideAddress) != 0 ? warp.longs(insn.slots[1])[lane]
                                                              : warp.words(insn.slots[1])[lane];
       const uint64_t address = base + static_cast<uint64_t>(insn.immediate);
-      const uint8_t* from = insn.space == Space::shared
-                                ? block.shared_at(warp, lane, address, 16, Access::read)
-                                : block.generic_at(warp, lane, address, 16, Access::read);
+      const bool generic = insn.space == Space::generic;
+      if (generic && (address & kWindowMask) != kSharedWindow)
+        block.fault_at(warp, lane, "out of bounds", "ldmatrix reads shared memory only", address);
+      const uint8_t* from = block.shared_row(warp, lane, generic ? address - kSharedWindow : address, 16);
       std::memcpy(rows[i][r], from, 16);
     }
   for (int i = 0; i < insn.count; ++i) {

@@ -202,6 +202,7 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
             "threads of one warp wait for barrier " + std::to_string(id) + " at " +
                 place(warp.pc[lane]) + " too");
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
+  history_.arrive(warp.index, barrier.clocks);
   if (insn.slots[2] != kNoSlot)
     barrier.votes += static_cast<uint32_t>(
         __builtin_popcount((warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
@@ -228,8 +229,10 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
 void Block::release(uint32_t id) {
   const uint32_t votes = barriers_[id].votes;
   for (Warp& warp : warps_) {
+    bool waited = false;
     for (int lane = 0; lane < kLanes; ++lane) {
       if (warp.wait[lane] != Wait::barrier || warp.barrier[lane] != id) continue;
+      waited = true;
       const Insn& insn = kernel().code[warp.pc[lane]];
       if (insn.slots[3] != kNoSlot) {
         if (insn.mode == 2) {
@@ -245,6 +248,7 @@ void Block::release(uint32_t id) {
       warp.blocked &= ~(1u << lane);
       ++warp.pc[lane];
     }
+    if (waited) history_.leave(warp.index, barriers_[id].clocks);
   }
   barriers_[id] = Barrier{};
 }
