@@ -4,7 +4,7 @@
 //   static int fill(const fajit_args* args, Params& params, uint32_t& blocks);
 // The function is launched as FAJIT_KERNEL_ATTENTION; there is no merge.
 #pragma once
-#include <fajit/cuda/entry.h>
+#include <fajit/cuda/launch.h>
 
 namespace fajit::cuda {
 
