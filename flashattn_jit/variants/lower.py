@@ -18,6 +18,7 @@ from . import lower_pair, lower_row, lower_row_cuda
 from .bounds_lower import lower_classify
 from .ir import Graph, VariantIR
 from .lower_expr import TAG
+from .lower_uniform import Uniforms
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -46,9 +47,12 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
         flags.append(f"  static constexpr int kRowTemps = {scratch};  // floats a warp")
     parts = ["\n".join(flags)]
     parts += [_cpp_function(variant, hook, text, name, backend) for hook, text in variant.cpp]
-    parts += [lower_pair.lower(variant, declare)]
+    uniforms = Uniforms() if backend == "cuda" else None
+    parts += [lower_pair.lower(variant, declare, uniforms)]
     for hook in ("pointwise", "pointwise_scale", "sink"):
-        parts.append(_scalar_hook(variant, hook, declare))
+        parts.append(_scalar_hook(variant, hook, declare, uniforms))
+    if uniforms is not None:
+        parts.insert(1, uniforms.text())
     parts += [text for text, _ in rows]
     parts.append(_classify(variant, declare))
     body = "\n\n".join(p for p in parts if p)
@@ -116,7 +120,9 @@ def _cpp_params(variant: VariantIR, text: str) -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _scalar_hook(variant: VariantIR, hook: str, declare: str) -> str:
+def _scalar_hook(
+    variant: VariantIR, hook: str, declare: str, uniforms: Uniforms | None = None
+) -> str:
     """`pointwise`, `pointwise_scale` and `sink`: functions without the row/key split."""
     signatures = {
         "pointwise": (f"template <class S>\n  {declare} S", "S s"),
@@ -139,7 +145,8 @@ def _scalar_hook(variant: VariantIR, hook: str, declare: str) -> str:
     if graph is None:
         neutral = "s" if hook == "pointwise" else ("1.0f" if hook == "pointwise_scale" else "0.0f")
         return f"{opening}    return {neutral};\n  }}"
-    lines, value = lower_pair.straight_line(graph, variant.tensors, hook)
+    prefix = f"{hook[0]}_" if uniforms is None else f"{hook}_"  # the host's values share a struct
+    lines, value = lower_pair.straight_line(graph, variant.tensors, prefix, uniforms)
     body = "".join(f"    {line}\n" for line in lines)
     return f"{opening}{body}    return ops::widen<{result}>({value});\n  }}"
 

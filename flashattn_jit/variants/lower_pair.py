@@ -4,16 +4,20 @@ Every sub-expression has a level: uniform (params, b), row (also h, q_idx), key 
 pair. Row parts are computed once per query row and tile, key parts once per key, so a pair pays
 only for what truly depends on both. ALiBi on pairs is one subtraction, one conversion and one
 multiply-add; a document mask is one comparison of two values read beforehand.
+
+For CUDA, what depends on scalar params alone is computed by the host (`lower_uniform`), and what a
+pair would divide by is inverted beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from .ir import Graph, Node, TensorParam, VariantIR
-from .lower_expr import TAG, literal, map_op
+from .lower_expr import CPP_TYPE, TAG, literal, map_op
+from .lower_uniform import Uniforms
 
 
 class Level(IntEnum):
@@ -39,24 +43,32 @@ _INPUT_LEVEL = {
     "lse": Level.ROW,
 }
 _INPUT_NAME = {"score": "s"}
+_NATURAL = ("b", "h", "kv_h", "kv_idx")  # inputs that are never negative
 
 
 @dataclass
 class Statement:
-    """``const auto name = text;`` at a level, after the statements `uses`."""
+    """``const auto name = text;`` at a level, after the statements `uses`.
+
+    host: it depends on scalar params alone. scored: it depends on the score. kind: its C++ type.
+    """
 
     name: str
     level: Level
     text: str
     uses: tuple[str, ...]
+    host: bool
+    scored: bool
+    kind: str
 
 
 @dataclass
 class Block:
-    """The statements of one hook and the name of its result."""
+    """The statements of one hook and the name of its result. uniforms: for CUDA only."""
 
     prefix: str
     tensors: Sequence[TensorParam]
+    uniforms: Uniforms | None = None
     statements: dict[str, Statement] = field(default_factory=dict)
     inputs: dict[str, Level] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
@@ -67,8 +79,11 @@ class Block:
             return self.statements[name].level
         return self.inputs.get(name, Level.UNIFORM)
 
-    def emit(self, text: str, uses: Sequence[str]) -> str:
-        """Add a statement for `text` (or find the equal one) and return its name."""
+    def emit(self, text: str, uses: Sequence[str], kind: str = "", param: bool = False) -> str:
+        """Add a statement for `text` (or find the equal one) and return its name.
+
+        kind: its C++ type, where the host may compute it. param: it reads a scalar param.
+        """
         if text in self._texts:
             return self._texts[text]
         level = Level.UNIFORM
@@ -76,14 +91,36 @@ class Block:
             level = level.join(self.level_of(use))
         name = f"{self.prefix}{len(self.statements)}"
         known = tuple(u for u in uses if u in self.statements or u in self.inputs)
-        self.statements[name] = Statement(name, level, text, known)
+        host = bool(kind) and (param or bool(known)) and all(map(self.on_host, known))
+        scored = any(map(self.scored, known))
+        self.statements[name] = Statement(name, level, text, known, host, scored, kind)
         self._texts[text] = name
         return name
 
+    def on_host(self, name: str) -> bool:
+        """Whether the host computes the value: it is made of scalar params, for CUDA."""
+        statement = self.statements.get(name)
+        return self.uniforms is not None and statement is not None and statement.host
 
-def lower_graph(graph: Graph, tensors: Sequence[TensorParam], prefix: str) -> tuple[Block, str]:
+    def scored(self, name: str) -> bool:
+        """Whether the value depends on the score."""
+        return name == "s" or (name in self.statements and self.statements[name].scored)
+
+    def line(self, statement: Statement) -> str:
+        """The C++ of a statement; what the host computes is read."""
+        text = statement.text
+        if self.uniforms is not None and statement.host:
+            for s in _needed(self, [statement.name], through_host=True):
+                self.uniforms.compute(s.name, s.text)
+            text = self.uniforms.read(statement.name, statement.kind)
+        return f"[[maybe_unused]] const auto {statement.name} = {text};"
+
+
+def lower_graph(
+    graph: Graph, tensors: Sequence[TensorParam], prefix: str, uniforms: Uniforms | None = None
+) -> tuple[Block, str]:
     """All statements of a scalar hook, in order, and the name of its result."""
-    block = Block(prefix, tensors)
+    block = Block(prefix, tensors, uniforms)
     values: list[list[str]] = []
     for node in graph.nodes:
         values.append(_lower_node(block, graph, node, values))
@@ -91,7 +128,7 @@ def lower_graph(graph: Graph, tensors: Sequence[TensorParam], prefix: str) -> tu
     want = {"mask_mod": "bool"}.get(_kind(graph), "float32")
     if graph.result.dtype != want:
         text = f"ops::cast<{TAG[graph.result.dtype]}, {TAG[want]}>({result})"
-        result = block.emit(text, [result])
+        result = block.emit(text, [result], CPP_TYPE[want])
     return block, result
 
 
@@ -113,7 +150,8 @@ def _lower_node(block: Block, graph: Graph, node: Node, values: list[list[str]])
         return [literal(i, node.dtype) for i in range(length)]
     if node.op == "scalar":
         getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
-        return [block.emit(f"c.{getter}({node.int_attr('slot')})", ())]
+        text = f"c.{getter}({node.int_attr('slot')})"
+        return [block.emit(text, (), CPP_TYPE[node.dtype], param=True)]
     if node.op == "gather":
         return _lower_gather(block, node, [a[0] for a in args], length)
     if node.op == "searchsorted":
@@ -140,8 +178,32 @@ def _lower_node(block: Block, graph: Graph, node: Node, values: list[list[str]])
     out = []
     for i in range(length):
         names = [a[i] if len(a) > 1 else a[0] for a in args]
-        out.append(block.emit(map_op(node, names, dtypes), names))
+        if block.uniforms is not None:
+            node, names = _cheap_division(block, node, names)
+        out.append(block.emit(map_op(node, names, dtypes), names, CPP_TYPE[node.dtype]))
     return out
+
+
+def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, list[str]]:
+    """A division by what is known ahead of the pairs as something shorter; else the same again.
+
+    Scores are divided by a reciprocal, which is at most 1 ulp off; indices, which masks compare,
+    exactly: by magic numbers, where the host knows the divisor.
+    """
+    if len(names) != 2:
+        return node, names
+    early, scored = block.level_of(names[1]) != Level.PAIR, block.scored(names[0])
+    if early and scored and node.op == "div" and node.dtype == "float32":
+        inverse = block.emit(f"ops::div(1.0f, {names[1]})", names[1:], "float")
+        return replace(node, op="mul"), [names[0], inverse]
+    known = block.on_host(names[1]) and not block.on_host(names[0])
+    if known and node.op in _DIVISIONS and node.dtype == "int32":
+        divisor = block.emit(f"Divisor({names[1]})", names[1:], "Divisor")
+        return node, [names[0], divisor]
+    return node, names
+
+
+_DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
 
 
 _REDUCE = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or_",
@@ -164,6 +226,8 @@ def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> 
         if param.strides[dim] == "0":
             continue
         unit = "true" if param.strides[dim] == "1" else "false"
+        if block.uniforms is not None and index in _NATURAL:
+            unit += ", true"
         text = f"ops::offset<{unit}>(c.tensor({slot}), {dim}, {index})"
         name = block.emit(text, [index])
         level = block.level_of(name)
@@ -186,21 +250,23 @@ def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> 
     ]
 
 
-def straight_line(graph: Graph, tensors: Sequence[TensorParam], hook: str) -> tuple[list[str], str]:
+def straight_line(
+    graph: Graph, tensors: Sequence[TensorParam], prefix: str, uniforms: Uniforms | None = None
+) -> tuple[list[str], str]:
     """A scalar hook as plain statements without levels; returns the lines and the result's name."""
-    block, result = lower_graph(graph, tensors, f"{hook[0]}_")
-    return [_line(s) for s in block.statements.values()], result
-
-
-def _line(statement: Statement) -> str:
-    return f"[[maybe_unused]] const auto {statement.name} = {statement.text};"
+    block, result = lower_graph(graph, tensors, prefix, uniforms)
+    statements = block.statements.values() if uniforms is None else _needed(block, [result])
+    return [block.line(s) for s in statements], result
 
 
 # --- the row / key / pair split ----------------------------------------------------------------
 
 
-def lower(variant: VariantIR, declare: str = "static") -> str:
-    """`rows`, `keys`, `score` and `mask` of ``struct Hooks``, each declared with `declare`."""
+def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None = None) -> str:
+    """`rows`, `keys`, `score` and `mask` of ``struct Hooks``, each declared with `declare`.
+
+    uniforms: for CUDA, where what the host is to compute goes.
+    """
     score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
     hooks: list[tuple[Block, str]] = []
     bodies = []
@@ -208,7 +274,7 @@ def lower(variant: VariantIR, declare: str = "static") -> str:
         if graph is None:
             bodies.append(_absent(variant, kind, declare))
             continue
-        block, result = lower_graph(graph, variant.tensors, prefix)
+        block, result = lower_graph(graph, variant.tensors, prefix, uniforms)
         hooks.append((block, result))
         bodies.append(_pair_function(kind, block, result, declare))
     # Text hooks are called with plain indices, which rows and keys therefore carry.
@@ -230,11 +296,14 @@ def lower(variant: VariantIR, declare: str = "static") -> str:
     return "\n\n".join([rows, keys, *bodies])
 
 
-def _needed(block: Block, roots: Sequence[str]) -> list[Statement]:
-    """The statements that `roots` need, themselves included, in order."""
+def _needed(block: Block, roots: Sequence[str], through_host: bool = False) -> list[Statement]:
+    """The statements that `roots` need, themselves included, in order.
+
+    What the host computes needs nothing, unless through_host.
+    """
     wanted = set(roots)
     for name in reversed(list(block.statements)):
-        if name in wanted:
+        if name in wanted and (through_host or not block.on_host(name)):
             wanted.update(block.statements[name].uses)
     return [s for s in block.statements.values() if s.name in wanted]
 
@@ -249,10 +318,15 @@ def _pair_uses(block: Block, result: str) -> set[str]:
 
 
 def _escaping(block: Block, result: str, level: Level) -> list[str]:
-    """Statements of `level` that the pair part reads. Uniform ones travel with the row."""
+    """Statements of `level` that the pair part reads. Uniform ones travel with the row, unless the
+    host computes them."""
     levels = (Level.UNIFORM, Level.ROW) if level == Level.ROW else (Level.KEY,)
     uses = _pair_uses(block, result)
-    return [s.name for s in block.statements.values() if s.name in uses and s.level in levels]
+    return [
+        s.name
+        for s in block.statements.values()
+        if s.name in uses and s.level in levels and not block.on_host(s.name)
+    ]
 
 
 def _pair_reads(hooks: Sequence[tuple[Block, str]], name: str) -> bool:
@@ -279,7 +353,7 @@ def _split_function(
     lines = []
     for block, result in hooks:
         roots = _escaping(block, result, level)
-        lines += [_line(s) for s in _needed(block, roots)]
+        lines += [block.line(s) for s in _needed(block, roots)]
     types = ", ".join(f"class T_{n}" for n in names)
     fields = " ".join(f"T_{n} {n};" for n in names)
     body = "".join(f"    {line}\n" for line in lines)
@@ -323,8 +397,10 @@ def _pair_function(kind: str, block: Block, result: str, declare: str) -> str:
             source = "k" if level == Level.KEY else "r"
             lines.append(f"const auto {name} = {source}.{name};")
     for statement in _needed(block, [result]):
-        if statement.level == Level.PAIR:
-            lines.append(_line(statement))
+        if statement.level == Level.PAIR or (
+            statement.name in uses and block.on_host(statement.name)
+        ):
+            lines.append(block.line(statement))
         elif statement.name in uses:
             source = "k" if statement.level == Level.KEY else "r"
             lines.append(f"const auto {statement.name} = {source}.{statement.name};")

@@ -10,11 +10,14 @@ struct Context {
   // Apart from args, because a CUDA kernel has them among its parameters.
   const fajit_tensor* tensors = nullptr;
   const uint64_t* scalars = nullptr;
+  // CUDA: what the variant's hooks compute from scalars alone, a Hooks::Uniforms.
+  const void* uniforms = nullptr;
 
   Context() = default;
   FAJIT_FN explicit Context(const fajit_args* a) : args(a), tensors(a->tensors), scalars(a->scalars) {}
-  FAJIT_FN Context(const fajit_args* a, const fajit_tensor* t, const uint64_t* s)
-      : args(a), tensors(t), scalars(s) {}
+  FAJIT_FN Context(const fajit_args* a, const fajit_tensor* t, const uint64_t* s,
+                   const void* u = nullptr)
+      : args(a), tensors(t), scalars(s), uniforms(u) {}
 
   FAJIT_FN const fajit_tensor& tensor(int slot) const { return tensors[slot]; }
 
@@ -25,6 +28,11 @@ struct Context {
   }
   FAJIT_FN int64_t size(int slot, int dim) const { return tensors[slot].sizes[dim]; }
   FAJIT_FN int64_t stride(int slot, int dim) const { return tensors[slot].strides[dim]; }
+
+  template <class Uniforms>
+  FAJIT_FN const Uniforms& uniform() const {
+    return *static_cast<const Uniforms*>(uniforms);
+  }
 
   FAJIT_FN int64_t scalar_i64(int slot) const { return static_cast<int64_t>(scalars[slot]); }
   FAJIT_FN double scalar_f64(int slot) const {

@@ -6,7 +6,9 @@
 #if defined(__CUDACC__)
 #define FAJIT_FN __host__ __device__ __forceinline__
 #define FAJIT_SHARED __host__ __device__ __forceinline__
+#define FAJIT_ROLLED _Pragma("unroll 1")  // in front of a loop: its body stays there once
 #else
 #define FAJIT_FN inline __attribute__((always_inline))
 #define FAJIT_SHARED inline
+#define FAJIT_ROLLED
 #endif

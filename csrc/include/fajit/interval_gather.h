@@ -47,10 +47,17 @@ template <class T> struct Hull {
   bool some, nan;
 };
 
+#if defined(__CUDA_ARCH__)
+constexpr bool kVectorised = false;
+#else
+constexpr bool kVectorised = true;
+#endif
+
 template <class E, class T>
 FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stride, int64_t n) {
   if (n <= 0) return;
   if constexpr (is_real<T>) {
+    FAJIT_ROLLED
     for (int64_t i = 0; i < n; ++i) {
       const T x = E::value(p[i * stride]);
       if (x != x) {
@@ -63,12 +70,13 @@ FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stri
     }
   } else {
     T lo = p[0], hi = p[0];
-    if (stride == 1) {  // apart, so that the compiler vectorises it
+    if (kVectorised && stride == 1) {  // apart, so that the compiler vectorises it
       for (int64_t i = 0; i < n; ++i) {
         lo = p[i] < lo ? p[i] : lo;
         hi = p[i] > hi ? p[i] : hi;
       }
     } else {
+      FAJIT_ROLLED
       for (int64_t i = 0; i < n; ++i) {
         const T x = p[i * stride];
         lo = x < lo ? x : lo;
@@ -104,6 +112,7 @@ FAJIT_SHARED bool each_row(const fajit_tensor& t, const fajit_tensor* table, con
     rows *= n;
   }
   int64_t index[Rank > 0 ? Rank : 1] = {};
+  FAJIT_ROLLED
   for (int64_t row = 0; row < rows; ++row) {
     int64_t offset = 0, table_offset = 0;
     for (int d = 0; d < Rank; ++d) {
@@ -147,17 +156,25 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
     return true;
   } else {
     const int64_t lo = at[Scan].lo, hi = at[Scan].hi, stride = t.strides[Scan];
-    const bool by_table = tables && tables[0].ptr && hi - lo >= kScan;
+    const bool by_table = tables && tables[0].ptr && hi - lo + 1 > kScan;
     return each_row<Rank, Scan>(
         t, by_table ? tables : nullptr, at, [&](int64_t offset, int64_t table_offset) {
           const S* row = data + offset;
-          if (!by_table) return scan<E>(hull, row + lo * stride, stride, hi - lo + 1);
+          // What lies before the first whole block and behind the last one, or all of it.
           const int64_t first = (lo + kBlock - 1) / kBlock, last = (hi + 1) / kBlock;
-          scan<E>(hull, row + lo * stride, stride, first * kBlock - lo);
-          scan<E>(hull, row + last * kBlock * stride, stride, hi + 1 - last * kBlock);
+          FAJIT_ROLLED
+          for (int end = 0; end < (by_table ? 2 : 1); ++end) {
+            const int64_t begin = end == 0 ? lo : last * kBlock;
+            const int64_t behind = end == 0 && by_table ? first * kBlock : hi + 1;
+            scan<E>(hull, row + begin * stride, stride, behind - begin);
+          }
+          if (!by_table) return;
           const int64_t step = tables[0].strides[Scan], begin = table_offset + first * step;
-          scan<Plain<V>>(hull, static_cast<const V*>(tables[0].ptr) + begin, step, last - first);
-          scan<Plain<V>>(hull, static_cast<const V*>(tables[1].ptr) + begin, step, last - first);
+          FAJIT_ROLLED
+          for (int side = 0; side < 2; ++side) {
+            const void* const table = side == 0 ? tables[0].ptr : tables[1].ptr;
+            scan<Plain<V>>(hull, static_cast<const V*>(table) + begin, step, last - first);
+          }
         });
   }
 }
@@ -216,6 +233,7 @@ FAJIT_SHARED Bits gather_bits(const fajit_tensor& t, const Interval* index) {
   } else {
     Bits bits = {0, ~uint64_t(0)};
     const bool visited = each_row<Rank, Scan>(t, nullptr, at, [&](int64_t offset, int64_t) {
+      FAJIT_ROLLED
       for (int64_t i = at[Scan].lo; i <= at[Scan].hi; ++i) {
         const uint64_t x = uint64_t(int64_t(data[offset + i * t.strides[Scan]]));
         bits.any |= x;
@@ -246,6 +264,7 @@ template <class F>
 FAJIT_SHARED Interval over_requests(const Context& c, Interval b, Interval top, F f) {
   if (!requests(c, b)) return top;
   Interval r = f(b.lo);
+  FAJIT_ROLLED
   for (int64_t i = b.lo + 1; i <= b.hi; ++i) r = i_hull(r, f(i));
   return r;
 }
@@ -266,6 +285,10 @@ FAJIT_SHARED Interval i_q_row(const Context& c, Interval b, Interval q) {
   });
 }
 FAJIT_SHARED Interval i_kv_slot(const Context& c, Interval b, Interval k) {
+  // The page table may be another device's memory: any slot.
+  if (c.args->page_indptr != nullptr) {
+    return {0, int64_t(c.args->num_pages) * c.args->page_size - 1};
+  }
   return over_requests(c, b, kTop, [&](int64_t i) {
     const int64_t base = c.args->kv_token0[i];
     return i_add(k, {base, base});
@@ -276,6 +299,7 @@ template <class E, bool Right>
 FAJIT_SHARED int64_t rank_of(const fajit_tensor& t, int64_t value) {
   const auto* data = static_cast<const typename E::Storage*>(t.ptr);
   int64_t lo = 0, hi = data == nullptr ? 0 : t.sizes[0];
+  FAJIT_ROLLED
   while (lo < hi) {
     const int64_t mid = lo + (hi - lo) / 2;
     const int64_t x = data[mid * t.strides[0]];

@@ -1,6 +1,7 @@
 // Intervals, and their integer arithmetic. The numpy twin is flashattn_jit/variants/intervals.py.
 #pragma once
 #include <fajit/context.h>
+#include <fajit/divide.h>
 
 namespace fajit {
 
@@ -28,7 +29,11 @@ constexpr Interval kTop = {kMin, kMax};
 constexpr int64_t kMaxPosition = 1 << 30;
 constexpr int64_t kMaxRows = 256;        // index tuples besides the scanned dim that a gather visits
 constexpr int64_t kMaxBitLoads = 4096;   // elements that `gather_bits` visits
-constexpr int64_t kScan = 256;           // shorter ranges are read directly, longer ones by table
+#if defined(__CUDA_ARCH__)  // ranges of more entries are read by table, where there is one
+constexpr int64_t kScan = 63;
+#else
+constexpr int64_t kScan = 256;
+#endif
 constexpr int64_t kBlock = 64;           // entries of a table's block
 
 FAJIT_SHARED int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -91,17 +96,24 @@ FAJIT_SHARED int64_t times(int64_t a, int64_t b) {
 FAJIT_SHARED int64_t floor_quotient(int64_t a, int64_t b) {
   if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
   if (b == -1) return -a;
-  return a / b - (a % b != 0 && (a < 0) != (b < 0));
+  const int64_t q = quotient(a, b);
+  return q - (a != q * b && (a < 0) != (b < 0));
 }
 FAJIT_SHARED int64_t trunc_quotient(int64_t a, int64_t b) {
   if (infinite(a)) return (a < 0) == (b < 0) ? kMax : kMin;
-  return b == -1 ? -a : a / b;
+  return b == -1 ? -a : quotient(a, b);
 }
 
+// The hull of f at the four corners. A loop, so that what f inlines to is there once.
 template <class F>
 FAJIT_SHARED Interval corners(Interval a, Interval b, F f) {
-  const int64_t w = f(a.lo, b.lo), x = f(a.lo, b.hi), y = f(a.hi, b.lo), z = f(a.hi, b.hi);
-  return {smaller(smaller(w, x), smaller(y, z)), larger(larger(w, x), larger(y, z))};
+  Interval r = {kMax, kMin};
+  FAJIT_ROLLED
+  for (int i = 0; i < 4; ++i) {
+    const int64_t x = f(i < 2 ? a.lo : a.hi, i % 2 == 0 ? b.lo : b.hi);
+    r = {smaller(r.lo, x), larger(r.hi, x)};
+  }
+  return r;
 }
 
 // --- integers ------------------------------------------------------------------------------------
@@ -143,11 +155,8 @@ FAJIT_SHARED Interval i_remainder(Interval a, Interval b) {
   if (b.lo <= 0 && b.hi >= 0) return kTop;
   if (b.lo > 0 && a.lo >= 0 && a.hi < b.lo) return a;
   if (b.lo == b.hi && !infinite(a.lo) && !infinite(a.hi) && b.lo != kMin) {
-    const int64_t q = floor_quotient(a.lo, b.lo);
-    if (q == floor_quotient(a.hi, b.lo)) {
-      const int64_t x = a.lo - q * b.lo, y = a.hi - q * b.lo;
-      return {x, y};
-    }
+    const Interval q = corners(a, b, floor_quotient);
+    if (q.lo == q.hi) return {a.lo - q.lo * b.lo, a.hi - q.lo * b.lo};
   }
   return b.lo > 0 ? Interval{0, b.hi - 1} : Interval{b.lo + 1, 0};
 }
@@ -216,31 +225,44 @@ FAJIT_SHARED int periods(Interval x, Interval offset, Interval divisor, Interval
   const int64_t d = divisor.lo, o = offset.lo;
   const bool known = d == divisor.hi && o == offset.hi && positions(offset) && positions(x);
   if (!known || d <= 1 || d > kMaxPosition || x.lo > x.hi) return 1;
-  const int64_t first = floor_quotient(x.lo + o + d - 1, d) * d - o;  // begin of a whole period
-  const int64_t last = floor_quotient(x.hi + o + 1, d) * d - o;       // end of one
+  // The begin of the first whole period, and the end of the last one.
+  int64_t first = x.lo + o + d - 1, last = x.hi + o + 1;
+  FAJIT_ROLLED
+  for (int end = 0; end < 2; ++end) {
+    const int64_t place = floor_quotient(end == 0 ? first : last, d) * d - o;
+    first = end == 0 ? place : first;
+    last = end == 0 ? last : place;
+  }
   if (first > x.hi || last <= x.lo) return 1;
-  int n = 0;
-  if (first > x.lo) parts[n++] = {x.lo, first - 1};
-  if (last > first) parts[n++] = {first, last - 1};
-  if (last <= x.hi) parts[n++] = {last, x.hi};
-  return n;
+  const Interval begin = {x.lo, first - 1}, middle = {first, last - 1}, end = {last, x.hi};
+  const bool begins = first > x.lo, whole = last > first, ends = last <= x.hi;
+  // Every index is constant: a device keeps the parts in registers.
+  parts[0] = begins ? begin : (whole ? middle : end);
+  parts[1] = begins && whole ? middle : end;
+  parts[2] = end;
+  return begins + whole + ends;
 }
 
 // The state of a box from the states of its parts, which are looked at only if the box is partial.
+// One loop over the box and its parts, so that what `box` inlines to is there once.
 template <class F>
-FAJIT_SHARED int by_parts(F box, Interval q, Interval k, const Interval* parts_q, int count_q,
-                          const Interval* parts_k, int count_k) {
-  const int state = box(q, k);
-  if (state != FAJIT_TILE_PARTIAL || count_q * count_k == 1) return state;
+FAJIT_SHARED int by_parts(F box, Interval q, Interval k, const Interval (&parts_q)[3], int count_q,
+                          const Interval (&parts_k)[3], int count_k) {
   bool keep = false, drop = false;
-  for (int i = 0; i < count_q; ++i) {
-    for (int j = 0; j < count_k; ++j) {
-      const int part = box(parts_q[i], parts_k[j]);
-      keep |= part != FAJIT_TILE_EMPTY;
-      drop |= part != FAJIT_TILE_FULL;
+  int i = 0, j = -1;  // -1: the whole box
+  do {
+    const Interval part_q = j < 0 ? q : (i == 0 ? parts_q[0] : i == 1 ? parts_q[1] : parts_q[2]);
+    const Interval part_k = j < 0 ? k : (j == 0 ? parts_k[0] : j == 1 ? parts_k[1] : parts_k[2]);
+    const int state = box(part_q, part_k);
+    if (j < 0) {
+      if (state != FAJIT_TILE_PARTIAL || count_q * count_k == 1) return state;
+    } else {
+      keep |= state != FAJIT_TILE_EMPTY;
+      drop |= state != FAJIT_TILE_FULL;
       if (keep && drop) return FAJIT_TILE_PARTIAL;
     }
-  }
+    if (++j == count_k) j = 0, ++i;
+  } while (i < count_q);
   return keep ? FAJIT_TILE_FULL : FAJIT_TILE_EMPTY;
 }
 

@@ -2,56 +2,13 @@
 #pragma once
 #include <fajit/classify.h>
 #include <fajit/cuda/attention/merge.h>
+#include <fajit/cuda/launch.h>
 #include <fajit/cuda/params.h>
 
 namespace fajit::cuda {
 
-// One kernel of the artifact.
-struct KernelEntry {
-  const void* function;
-  const char* name;
-  uint32_t threads, shared_bytes;
-};
-
 // Rows of a merge item that one block of the merge kernel takes.
 constexpr int kMergeRows = 4;
-
-inline char* error_text() {
-  static thread_local char text[512] = "";
-  return text;
-}
-
-// FAJIT_CUDA_ERROR with the failed call in `error_text`, or FAJIT_OK.
-inline int check(cudaError_t status, const char* call, const char* kernel) {
-  if (status == cudaSuccess) return FAJIT_OK;
-  __builtin_snprintf(error_text(), 512, "%s of %s: %s (%s)", call, kernel, cudaGetErrorString(status),
-           cudaGetErrorName(status));
-  cudaGetLastError();  // it is reported: the next call starts clean
-  return FAJIT_CUDA_ERROR;
-}
-
-// Selects a device and restores the previous one.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    status_ = cudaGetDevice(&previous_);
-    if (status_ == cudaSuccess && previous_ != device) {
-      status_ = cudaSetDevice(device);
-      changed_ = status_ == cudaSuccess;
-    }
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
-  }
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
-  cudaError_t status() const { return status_; }
-
- private:
-  int previous_ = 0;
-  bool changed_ = false;
-  cudaError_t status_ = cudaSuccess;
-};
 
 template <class Config>
 int check_args(const fajit_args* a) {
@@ -98,6 +55,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   params.args.scalars = nullptr;
   for (int i = 0; i < Config::kTensors; ++i) params.tensors[i] = a->tensors[i];
   for (int i = 0; i < Config::kScalars; ++i) params.scalars[i] = a->scalars[i];
+  params.uniforms = Hooks::uniforms(Context(a));
   launch->params_bytes = sizeof(P);
   __builtin_memcpy(launch->params, &params, sizeof(P));
   return FAJIT_OK;
@@ -116,25 +74,6 @@ int launch_kernel(const fajit_args* a, int kernel, const KernelEntry (&entries)[
                                 dim3(launch.block[0]), kernel_args, launch.shared_bytes,
                                 static_cast<cudaStream_t>(a->stream)),
                "launch", launch.kernel);
-}
-
-// Loads the kernels on a device, which CUDA would do at the first launch, and lets them have more
-// than 48 KiB of shared memory.
-inline int load_kernels(int device, const KernelEntry (&entries)[2]) {
-  const DeviceGuard guard(device);
-  if (const int status = check(guard.status(), "cudaSetDevice", entries[0].name)) return status;
-  for (const KernelEntry& entry : entries) {
-    cudaFuncAttributes attributes;
-    if (const int status = check(cudaFuncGetAttributes(&attributes, entry.function),
-                                 "cudaFuncGetAttributes", entry.name))
-      return status;
-    if (const int status = check(
-            cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(entry.shared_bytes)),
-            "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)", entry.name))
-      return status;
-  }
-  return FAJIT_OK;
 }
 
 }  // namespace fajit::cuda

@@ -12,6 +12,7 @@
 #include <fajit/cuda/hooks/math.h>
 #include <fajit/cuda/hooks/storage.h>
 #include <fajit/cuda/hooks/types.h>
+#include <fajit/divide.h>
 
 namespace fajit {
 namespace ops {
@@ -81,15 +82,6 @@ template <class A, class B> FAJIT_FN auto div(A a, B b) {
   return W(W(a) / W(b));
 }
 
-// 64-bit division takes a hundred instructions, 32-bit division twenty: operands that fit, which
-// are nearly all, take the short way.
-template <class T> FAJIT_FN T quotient(T a, T b) {
-  if constexpr (sizeof(T) == 8) {
-    if (a == int32_t(a) && b == int32_t(b) && b != -1) return int32_t(a) / int32_t(b);
-  }
-  return a / b;
-}
-
 namespace scalar {
 template <class T> FAJIT_FN T truncdiv(T a, T b) {
   if constexpr (is_float<T>) {
@@ -97,7 +89,7 @@ template <class T> FAJIT_FN T truncdiv(T a, T b) {
   } else {
     if (b == 0) return 0;
     if (b == -1) return T(0 - Unsigned<T>(a));  // the quotient of the least value wraps
-    return quotient(a, b);
+    return T(quotient(a, b));
   }
 }
 template <class T> FAJIT_FN T fmod(T a, T b) {
@@ -141,6 +133,27 @@ FAJIT_DIVISION(fmod)
 FAJIT_DIVISION(floordiv)
 FAJIT_DIVISION(remainder)
 #undef FAJIT_DIVISION
+
+// By a divisor that the host prepared; a quotient takes about ten instructions.
+FAJIT_FN int32_t truncdiv(int32_t a, const Divisor& d) {
+  const uint32_t q = d.divide(a < 0 ? 0u - uint32_t(a) : uint32_t(a));
+  return int32_t((a ^ d.value) < 0 ? 0u - q : q);
+}
+FAJIT_FN int32_t floordiv(int32_t a, const Divisor& d) {
+  // The floor of a negative quotient -n / d is -1 - (n - 1) / d.
+  const bool negative = a != 0 && (a ^ d.value) < 0;
+  const uint32_t n = a < 0 ? 0u - uint32_t(a) : uint32_t(a);
+  const uint32_t q = d.divide(negative ? n - 1 : n);
+  return d.value != 0 ? int32_t(negative ? ~q : q) : 0;
+}
+FAJIT_FN int32_t remainder(int32_t a, const Divisor& d) {
+  const uint32_t m = uint32_t(a) - uint32_t(floordiv(a, d)) * uint32_t(d.value);
+  return d.value != 0 ? int32_t(m) : 0;
+}
+FAJIT_FN int32_t fmod(int32_t a, const Divisor& d) {
+  const uint32_t m = uint32_t(a) - uint32_t(truncdiv(a, d)) * uint32_t(d.value);
+  return d.value != 0 ? int32_t(m) : 0;
+}
 
 template <class A, class B> FAJIT_FN auto pow(A a, B b) {
   using W = Wide<A, B>;
@@ -274,12 +287,14 @@ template <class A> FAJIT_FN A rsqrt(A a) { return A(1) / math::sqrt(a); }
 
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.
 // 32-bit indices are wrapped and clamped in 32 bits; a dim beyond 2^31 - 1 is cut there.
-template <bool Unit, class I> FAJIT_FN int64_t offset(const fajit_tensor& t, int dim, I index) {
+// Natural: the index is not negative.
+template <bool Unit, bool Natural = false, class I>
+FAJIT_FN int64_t offset(const fajit_tensor& t, int dim, I index) {
   using N = decltype(index + 0);  // bool counts as int
   constexpr int64_t kMost = sizeof(N) == 4 ? INT32_MAX : INT64_MAX;
   const N size = N(t.sizes[dim] < kMost ? t.sizes[dim] : kMost);
   N i = N(index);
-  i = i < 0 ? i + size : i;
+  if constexpr (!Natural) i = i < 0 ? i + size : i;
   i = i < size ? i : size - 1;
   i = i < 0 ? 0 : i;
   return Unit ? int64_t(i) : int64_t(i) * t.strides[dim];
@@ -337,8 +352,15 @@ FAJIT_FN int64_t q_row(const Context& c, int64_t b, int64_t q_idx) {
   const int32_t r = request(c, b);
   return q_idx + load_global(c.args->q_token0 + r) - load_global(c.args->q_offset + r);
 }
+// Where K and V are paged, the slot of a key that exists; else 0.
 FAJIT_FN int64_t kv_slot(const Context& c, int64_t b, int64_t kv_idx) {
-  return kv_idx + load_global(c.args->kv_token0 + request(c, b));
+  const fajit_args& a = *c.args;
+  const int32_t r = request(c, b);
+  if (a.page_indptr == nullptr) return kv_idx + load_global(a.kv_token0 + r);
+  if (kv_idx < 0 || kv_idx >= load_global(a.kv_len + r)) return 0;
+  const int32_t key = int32_t(kv_idx), page = key / a.page_size;
+  const int32_t index = load_global(a.page_indices + load_global(a.page_indptr + r) + page);
+  return int64_t(index) * a.page_size + (key - page * a.page_size);
 }
 
 }  // namespace ops

@@ -1,7 +1,6 @@
 // Elementary functions of hooks on float and double, without branches, local memory or tables.
 //
-// float: at most 4 ulp from the correctly rounded result (largest errors measured against float64
-// stand at each function), IEEE results for infinities, NaN and out-of-range arguments; results
+// float: at most 4 ulp from the correctly rounded result, IEEE results for infinities, NaN and out-of-range arguments; results
 // below 2^-126 may be 0. Divisions and square roots are IEEE's where hooks ask for them, and
 // within 1 ulp inside these functions. double: CUDA's own functions, which take branches.
 //
@@ -61,13 +60,12 @@ FAJIT_FN Power integral_power(float x) {
   return {shifted - kShift, as_float(int32_t(uint32_t(as_int(shifted)) << 23))};
 }
 
-// 2 ulp.
 FAJIT_FN float exp2(float x) {
   const Power p = integral_power(clamp(x, -126.0f, 127.0f));
   return approx_exp2(x - p.n) * p.two_n;
 }
 
-// 2 ulp. log2(e) in two parts keeps the fraction exact for large x too.
+// log2(e) in two parts keeps the fraction exact for large x too.
 FAJIT_FN float exp(float x) {
   const Power p = integral_power(clamp(x * 1.44269502f, -126.0f, 127.0f));
   return approx_exp2(fma(x, 1.92596299e-8f, fma(x, 1.44269502f, -p.n))) * p.two_n;
@@ -85,27 +83,24 @@ FAJIT_FN float expm1_finite(float y) {
   const float r = fma(p.n, 2.12194440e-4f, fma(p.n, -0.693359375f, y));
   return fma(p.two_n, expm1_poly(r), p.two_n - 1.0f);
 }
-// 2 ulp.
 FAJIT_FN float expm1(float x) {
   const float y = expm1_finite(clamp(x, -20.0f, 87.0f));
   const float r = x > 87.0f ? exp(x) : y;
   return x == 0.0f || x != x ? x : r;
 }
 
-// 2 ulp: an odd polynomial near 0, 1 - 2 / (e^2x + 1) elsewhere, which is right in both directions.
-// Thirteen operations, two of them on the special-function unit. tanh.approx.f32 would be one, with
-// a relative error of 5e-4: a score capped at 50 would be off by 0.02, a hundred times what rounding
-// K to bfloat16 costs it.
+// 3 ulp: an odd polynomial near 0, 1 - 2 / (e^2|x| + 1) elsewhere. Fourteen operations without a
+// branch, two of them on the special-function unit. tanh.approx.f32 would be a single one, but its
+// relative error of 5e-4 is 0.02 in a score capped at 50, which no output may show.
 FAJIT_FN float tanh(float x) {
-  const float u = x * x;
+  const float a = abs(x), u = x * x;
   const float small =
       fma(x * u, poly(u, 1.57396831e-2f, -5.23039624e-2f, 1.33152977e-1f, -3.33327681e-1f), x);
-  const float e = approx_exp2(x * 2.88539008f);
-  const float big = fma(-2.0f, approx_reciprocal(e + 1.0f), 1.0f);
-  return u < 0.3025f ? small : big;
+  const float e = approx_exp2(a * 2.88539008f);
+  const float big = copysign(fma(-2.0f, approx_reciprocal(e + 1.0f), 1.0f), x);
+  return a < 0.55f ? small : big;
 }
 
-// 3 ulp.
 FAJIT_FN float sigmoid(float x) { return approx_reciprocal(1.0f + exp(-x)); }
 
 // e^a / 2 for a >= 0, which overflows no earlier than sinh and cosh.

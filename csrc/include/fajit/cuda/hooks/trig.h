@@ -153,12 +153,13 @@ FAJIT_DOUBLE(atan)
 FAJIT_FN double atan2(double y, double x) { return __builtin_atan2(y, x); }
 
 // CUDA's sin, cos and tan of doubles keep an array for huge arguments. Here: three parts of pi / 2,
-// products as exact pairs; 2 ulp up to 2^30, and no claim beyond 2^50.
+// products as exact pairs; NaN beyond 2^50.
 struct WideQuadrant {
   double r;
   int32_t q;
 };
 FAJIT_FN WideQuadrant reduce_quadrant(double x) {
+  if (!(__builtin_fabs(x) < 0x1p50)) return {__builtin_nan(""), 0};
   const double n = __builtin_rint(x * 0.63661977236758134);
   constexpr double kHigh = 0x1.921fb54442d18p+0, kMiddle = 0x1.1a62633145c07p-54,
                    kLow = -0x1.f1976b7ed8fbcp-110;
