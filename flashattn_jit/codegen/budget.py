@@ -80,9 +80,9 @@ def row_bytes(head_dim: int) -> int:
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
-    Q's tile and `num_stages` buffers of K and V; then two addresses a warp and the scratch of row
-    hooks. States leave through the space of the buffers, as fp32 rows, which counts where that is
-    larger.
+    Q's tile and `num_stages` buffers of K and V; then 32 bytes a warp for its walk over the keys,
+    and the scratch of row hooks. States leave through the space of the buffers, as fp32 rows, which
+    counts where that is larger.
     """
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
@@ -91,7 +91,7 @@ def shared_bytes(spec: KernelSpec) -> int:
         used = queries + max(ring, spec.num_warps * spec.tile_q * (out_row + 8))
     else:
         used = max(queries + ring, spec.num_warps * 8 * out_row)
-    return _up(used, 16) + spec.num_warps * (16 + row_temps(spec.variant) * 4)
+    return _up(used, 16) + spec.num_warps * (32 + row_temps(spec.variant) * 4)
 
 
 def merge_shared_bytes(spec: KernelSpec) -> int:

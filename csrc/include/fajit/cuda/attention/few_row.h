@@ -33,7 +33,7 @@ class FewRow {
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the place of one key");
 
-  // Shared memory: Q, the warps' rings, addresses, scratch of row hooks. At the end the warps' states lie over
+  // Shared memory: Q, the warps' rings, addresses and walks, scratch of row hooks. At the end the warps' states lie over
   // the rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
@@ -43,7 +43,8 @@ class FewRow {
   static constexpr int kStateBytes = kWarps * 16 * (kOutPitch + 2) * 4;
   static constexpr int kBasesBegin =
       round_up(kQBytes + larger(kWarps * kRingBytes, kStateBytes), 16);
-  static constexpr int kScratchBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
+  static constexpr int kWalkBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
+  static constexpr int kScratchBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
 
  public:
   static constexpr int kThreads = kWarps * 32;
@@ -60,13 +61,14 @@ class FewRow {
         q_(shared),
         ring_(shared + kQBytes + warp_ * kRingBytes),
         states_(reinterpret_cast<float*>(shared + kQBytes)),
+        walk_(shared + kWalkBegin + warp_ * Walk::kSharedBytes),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
         keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes),
         mine_(packed_row<Config::kMixedRows>(
             a_, item, min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
 
   FAJIT_DEV void run() {
-    const ThreadRows<Config, Hooks, 1> rows(c_, mine_);
+    const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_, item_.row_begin);
     const Units units = units_of<Hooks>(a_.scale);
     OnlineSoftmax<1> softmax;
     float o[1][kD][4];
@@ -74,7 +76,7 @@ class FewRow {
     for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
 
     Walk walk(c_, item_, item_.kv_begin + warp_ * kKeys,
-              min(item_.kv_end, a_.kv_len[item_.request]));
+              min(item_.kv_end, a_.kv_len[item_.request]), walk_);
     load_queries();
 
     // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is wanted.
@@ -240,6 +242,7 @@ class FewRow {
   unsigned char* const q_;
   unsigned char* const ring_;
   float* const states_;
+  unsigned char* const walk_;
   float* const temps_;
   const KeyRows<Config> keys_;
   const PackedRow mine_;

@@ -66,7 +66,7 @@ class KeyRows {
       constexpr int kChunks = Dim / 8;
       const StridedRows rows{ptx::pointer_from_lane(mine, 0), stride[2]};
       if constexpr (Config::kAligned && ptx::kAsyncCopies && 32 % kChunks == 0 &&
-                    kRows * kChunks % 32 == 0) {
+                    kRows % 8 == 0 && kRows * kChunks % 32 == 0) {
         load_strided_rows<HeadDim, Dim, kRows>(tile, first_row, count, rows);
       } else {
         load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, rows);

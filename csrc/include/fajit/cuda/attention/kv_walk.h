@@ -2,7 +2,8 @@
 //
 // Every lane classifies one tile by the mask's interval form (and the block mask), so one
 // evaluation serves 32 tiles: a tile proven empty is never loaded, one proven full runs no mask
-// code. Every warp does it for itself, which needs no shared memory and no barrier.
+// code. Every warp does it for itself, which needs no barrier of the block; where it stands lies in
+// shared memory, because the loop over the keys has no registers to spare.
 #pragma once
 #include <fajit/cuda/attention/packed_rows.h>
 #include <fajit/interval.h>
@@ -19,23 +20,30 @@ struct KvTile {
 template <class Config, class Hooks, int kKeys, int kStep>
 class KvWalk {
  public:
-  FAJIT_DEV KvWalk(const Context& c, const fajit_work& item, int32_t begin, int32_t end)
-      : c_(c), item_(item), end_(end), group_(begin) {
-    classify_group();
+  static constexpr int kSharedBytes = 16;  // a warp
+
+  FAJIT_DEV KvWalk(const Context& c, const fajit_work& item, int32_t begin, int32_t end,
+                   unsigned char* shared)
+      : c_(c), item_(item), shared_(ptx::shared_address(shared)) {
+    State state{begin, end, 0, 0};
+    classify_group(state);
+    store(state);
   }
 
   // The next tile that is not empty; one that is not valid at the end, and ever after.
   FAJIT_DEV KvTile next() {
-    while (visit_ == 0) {
-      if (end_ - group_ <= 32 * kStep) return {0, 0, false};
-      group_ += 32 * kStep;
-      classify_group();
+    State s = load();
+    while (s.visit == 0) {
+      if (s.end - s.group <= 32 * kStep) return {0, 0, false};
+      s.group += 32 * kStep;
+      classify_group(s);
     }
-    const int i = __ffs(static_cast<int>(visit_)) - 1;
-    visit_ &= visit_ - 1;
-    const int32_t first = group_ + i * kStep;
-    const int32_t last = min(end_, first + kKeys);
-    return {first, last, (full_ >> i & 1) != 0 && last - first == kKeys};
+    const int i = __ffs(static_cast<int>(s.visit)) - 1;
+    s.visit &= s.visit - 1;
+    store(s);
+    const int32_t first = s.group + i * kStep;
+    const int32_t last = min(s.end, first + kKeys);
+    return {first, last, (s.full >> i & 1) != 0 && last - first == kKeys};
   }
 
   // State of the block that holds a key: see fajit_tile_state.
@@ -45,19 +53,36 @@ class KvWalk {
   }
 
  private:
-  // What the rows are is worked out anew for every 32 tiles: between, it would hold registers that
-  // the loop over the keys wants.
-  FAJIT_DEV void classify_group() {
-    const RowSpan rows = row_span<Config::kMixedRows>(*c_.args, item_, item_.row_begin, item_.row_end);
+  // Of 32 tiles, the first at `group`: which are left to visit, which are full.
+  struct State {
+    int32_t group, end;
+    uint32_t visit, full;
+  };
+  FAJIT_DEV State load() const {
+    uint32_t words[4];
+    ptx::load_words(words, shared_);
+    __syncwarp();  // before any lane stores
+    return {static_cast<int32_t>(words[0]), static_cast<int32_t>(words[1]), words[2], words[3]};
+  }
+  FAJIT_DEV void store(const State& s) const {
+    if (ptx::lane_index() == 0)
+      ptx::store_words(shared_, static_cast<uint32_t>(s.group), static_cast<uint32_t>(s.end),
+                       s.visit, s.full);
+    __syncwarp();
+  }
+
+  FAJIT_DEV void classify_group(State& s) const {
+    const RowSpan rows =
+        row_span<Config::kMixedRows>(*c_.args, item_, item_.row_begin, item_.row_end);
     int state = FAJIT_TILE_EMPTY;
     // Positions fit int32, but not every lane's tile exists.
-    const int64_t first = int64_t{group_} + int64_t{ptx::lane_index()} * kStep;
-    if (first < end_) {
+    const int64_t first = int64_t{s.group} + int64_t{ptx::lane_index()} * kStep;
+    if (first < s.end) {
       const int32_t k0 = static_cast<int32_t>(first);
-      state = classify(rows, k0, end_ - k0 < kKeys ? end_ : k0 + kKeys);
+      state = classify(rows, k0, s.end - k0 < kKeys ? s.end : k0 + kKeys);
     }
-    visit_ = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);
-    full_ = __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL);
+    s.visit = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);
+    s.full = __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL);
   }
 
   FAJIT_DEV int classify([[maybe_unused]] const RowSpan& rows, [[maybe_unused]] int32_t k0,
@@ -97,9 +122,7 @@ class KvWalk {
 
   const Context c_;
   const fajit_work& item_;
-  const int32_t end_;
-  int32_t group_;  // first key of the 32 tiles that visit_ and full_ are about
-  uint32_t visit_ = 0, full_ = 0;
+  const uint32_t shared_;
 };
 
 }  // namespace fajit::cuda

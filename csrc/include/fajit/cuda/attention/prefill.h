@@ -43,7 +43,7 @@ class Prefill {
   static_assert(Config::kTileKv % 16 == 0 && Config::kTileKv % kWarps == 0 && kLoadRows <= 32,
                 "keys are loaded by whole warps");
 
-  // Shared memory: Q, then K stages, V stages, addresses, scratch of row hooks. The states that leave go
+  // Shared memory: Q, then K stages, V stages, addresses and walks, scratch of row hooks. The states that leave go
   // through it at the end, 8 rows of each warp at a time.
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
   static constexpr int kKBytes = Config::kTileKv * QLayout::kRowBytes;
@@ -53,7 +53,8 @@ class Prefill {
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kOutBytes = kWarps * 8 * kOutPitch * 4;
   static constexpr int kBasesBegin = round_up(larger(kTilesBytes, kOutBytes), 16);
-  static constexpr int kScratchBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
+  static constexpr int kWalkBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
+  static constexpr int kScratchBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
 
  public:
   static constexpr int kThreads = kWarps * 32;
@@ -70,11 +71,12 @@ class Prefill {
         k_(shared + kQBytes),
         v_(shared + kQBytes + kStages * kKBytes),
         scratch_(shared),
+        walk_(shared + kWalkBegin + warp_ * Walk::kSharedBytes),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
         keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes) {}
 
   FAJIT_DEV void run() {
-    const ThreadRows<Config, Hooks, kM> rows(c_, own_row());
+    const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_, item_.row_begin + warp_ * kWarpRows);
     const Units units = units_of<Hooks>(a_.scale);
     OnlineSoftmax<kM> softmax;
     float o[kM][kD][4];
@@ -83,7 +85,7 @@ class Prefill {
 #pragma unroll
       for (int d = 0; d < kD; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.0f;
 
-    Walk walk(c_, item_, item_.kv_begin, min(item_.kv_end, a_.kv_len[item_.request]));
+    Walk walk(c_, item_, item_.kv_begin, min(item_.kv_end, a_.kv_len[item_.request]), walk_);
     load_queries();
     if constexpr (kStages == 1) {
       run_single(walk, rows, units, softmax, o);
@@ -193,13 +195,21 @@ class Prefill {
       first = false;
       load_values(tile, place, 0);
       ptx::commit_copies();
-      const KvTile next = walk.next();
-      if (next.valid()) place = own_place(next);
+      // A page look-up takes as long as the product hides; arithmetic would only hold registers.
+      KvTile next{};
+      if constexpr (Config::kPaged) {
+        next = walk.next();
+        if (next.valid()) place = own_place(next);
+      }
       change_keys(tile, 0);
       float s[kM][kN][4];
       score<Rows>(s, 0);
       ptx::wait_copies<0>();
       __syncthreads();
+      if constexpr (!Config::kPaged) {
+        next = walk.next();
+        if (next.valid()) place = own_place(next);
+      }
       if (next.valid()) load_keys(next, place, 0);
       ptx::commit_copies();
       change_values(tile, 0);
@@ -264,7 +274,7 @@ class Prefill {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const Normalized n =
-          writer.normalizer(softmax.top[i] * units.exponent, softmax.sum[i], rows.at[i]);
+          writer.normalizer(softmax.top[i] * units.exponent, softmax.sum[i], rows.at(i));
       float* const row_out = out + lane_ / 4 * kOutPitch + lane_ % 4 * 2;
 #pragma unroll
       for (int d = 0; d < kD; ++d)
@@ -290,6 +300,7 @@ class Prefill {
   unsigned char* const k_;
   unsigned char* const v_;
   unsigned char* const scratch_;
+  unsigned char* const walk_;
   float* const temps_;
   const KeyRows<Config> keys_;
 };

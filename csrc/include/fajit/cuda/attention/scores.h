@@ -24,21 +24,44 @@ FAJIT_DEV Units units_of(float scale) {
   return {scale * kLog2e, 1.0f};
 }
 
-// The query rows of a thread, and what hooks computed of them beforehand.
+// The query rows of a thread: rows l/4 and l/4 + 8 of each block of 16 that its warp holds.
+//
+// What hooks compute of a row beforehand is kept where scores are changed, which every tile does. A
+// mask alone works it out anew in the few tiles that it cuts, which leaves registers to the others.
 template <class Config, class Hooks, int kM>
-struct ThreadRows {
+class ThreadRows {
+ public:
   using Row = decltype(Hooks::rows(Context{}, int32_t{}, int32_t{}, int32_t{}));
-  PackedRow at[2 * kM];
-  Row row[2 * kM];
 
-  // `mine`: the packed row that each lane holds, lane r row r of the warp.
-  FAJIT_DEV ThreadRows(const Context& c, const PackedRow& mine) {
+  // `begin`: the warp's first packed row. Rows past the item's end repeat its last one.
+  FAJIT_DEV ThreadRows(const Context& c, const fajit_args& a, const fajit_work& item, int32_t begin)
+      : c_(c), a_(a), item_(item), begin_(begin) {
+    if constexpr (kKept)
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      at[i] = row_from_lane(mine, i * 8 + ptx::lane_index() / 4);
-      row[i] = Hooks::rows(c, at[i].b, at[i].h, at[i].q_idx);
-    }
+      for (int i = 0; i < 2 * kM; ++i) kept_[i] = make(i);
   }
+
+  FAJIT_DEV PackedRow at(int i) const {
+    const int32_t p = begin_ + i * 8 + ptx::lane_index() / 4;
+    return packed_row<Config::kMixedRows>(a_, item_, min(p, item_.row_end - 1));
+  }
+  FAJIT_DEV Row row(int i) const {
+    if constexpr (kKept) return kept_[i];
+    return make(i);
+  }
+
+ private:
+  static constexpr bool kKept = Hooks::kScore;
+  FAJIT_DEV Row make(int i) const {
+    const PackedRow row = at(i);
+    return Hooks::rows(c_, row.b, row.h, row.q_idx);
+  }
+
+  const Context c_;
+  const fajit_args& a_;
+  const fajit_work& item_;
+  const int32_t begin_;
+  Row kept_[kKept ? 2 * kM : 1];
 };
 
 // Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
@@ -50,6 +73,14 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
   constexpr bool kNatural = Hooks::kScore || Hooks::kPointwise;
   constexpr bool kReadsKeys = Hooks::kScore || (kMasked && Hooks::kMask);
   if (!kNatural && !kMasked && units.multiplier == 1.0f) return;
+  using Row = typename ThreadRows<Config, Hooks, kM>::Row;
+  [[maybe_unused]] Row row[2 * kM];
+  [[maybe_unused]] PackedRow packed[2 * kM];
+#pragma unroll
+  for (int i = 0; i < 2 * kM; ++i) {
+    if constexpr (kReadsKeys) row[i] = rows.row(i);
+    if constexpr (Hooks::kPointwiseScale || Config::kMixedRows) packed[i] = rows.at(i);
+  }
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -71,17 +102,17 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
       for (int i = 0; i < 2 * kM; ++i) {
         float& x = s[i / 2][n][i % 2 * 2 + j];
         if constexpr (kReadsKeys && Config::kMixedRows)
-          key = Hooks::keys(c, rows.at[i].b, kv_h, kv_idx);
+          key = Hooks::keys(c, packed[i].b, kv_h, kv_idx);
         x *= units.multiplier;
-        if constexpr (Hooks::kScore) x = Hooks::score(c, x, rows.row[i], key);
+        if constexpr (Hooks::kScore) x = Hooks::score(c, x, row[i], key);
         if constexpr (Hooks::kPointwise) {
           x = Hooks::pointwise(c, x);
           if constexpr (Hooks::kPointwiseScale)
-            x *= Hooks::pointwise_scale(c, rows.at[i].b, rows.at[i].h, rows.at[i].q_idx);
+            x *= Hooks::pointwise_scale(c, packed[i].b, packed[i].h, packed[i].q_idx);
         }
         if constexpr (kMasked) {
           bool keep = maybe;
-          if constexpr (Hooks::kMask) keep = keep && Hooks::mask(c, rows.row[i], key);
+          if constexpr (Hooks::kMask) keep = keep && Hooks::mask(c, row[i], key);
           if (!(keep || always)) x = Hooks::kPointwise ? 0.0f : -FAJIT_INF;
         }
       }
@@ -89,10 +120,15 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
   }
 }
 
-// Running maximum and sum of a thread's rows. The maximum is in the scores' units and the same in
-// the four lanes that share a row; the sum is this lane's share until `finish`.
+// Running base and sum of a thread's rows. The base is in the scores' units and the same in the four
+// lanes that share a row; the sum is this lane's share until `finish`.
+//
+// The base follows the row's maximum only when that has grown by more than 2^kSlack: weights up to
+// 256 are as exact as weights up to 1, and after the first tiles hardly any needs the accumulators
+// rescaled, which is a multiplication for each of them.
 template <int kM>
 struct OnlineSoftmax {
+  static constexpr float kSlack = 8.0f;
   float top[2 * kM], sum[2 * kM];
 
   FAJIT_DEV OnlineSoftmax() {
@@ -103,36 +139,54 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores become weights in place; the accumulators are rescaled to the new maximum.
+  // Scores become weights in place; the accumulators are rescaled where the base moves.
   template <int kN, int kD>
   FAJIT_DEV void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float exponent) {
+    float best[2 * kM];
+    bool moves = false;
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      constexpr int kPair = 2;
-      const int m = i / 2, first = i % 2 * kPair;
-      float best = top[i];
+      const int m = i / 2, first = i % 2 * 2;
+      best[i] = top[i];
 #pragma unroll
-      for (int n = 0; n < kN; ++n) best = fmaxf(best, fmaxf(s[m][n][first], s[m][n][first + 1]));
-      best = ptx::quad_max(best);
+      for (int n = 0; n < kN; ++n)
+        best[i] = fmaxf(best[i], fmaxf(s[m][n][first], s[m][n][first + 1]));
+      best[i] = ptx::quad_max(best[i]);
+      // The first key of a row: its distance to -inf is infinite. Without one: NaN, which is false.
+      const bool grown = (best[i] - top[i]) * exponent > kSlack;
+      if (!grown) best[i] = top[i];
+      moves = moves || grown;
+    }
+    if (__any_sync(ptx::kAllLanes, moves)) {
+#pragma unroll
+      for (int i = 0; i < 2 * kM; ++i) {
+        const int m = i / 2, first = i % 2 * 2;
+        const float rescale =
+            best[i] == top[i] ? 1.0f : ptx::exp2_approx((top[i] - best[i]) * exponent);
+        top[i] = best[i];
+        sum[i] *= rescale;
+#pragma unroll
+        for (int d = 0; d < kD; ++d) {
+          o[m][d][first] *= rescale;
+          o[m][d][first + 1] *= rescale;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, first = i % 2 * 2;
       // A row without a key so far: any finite base makes its weights 0.
-      const float base = best == -FAJIT_INF ? 0.0f : best * exponent;
-      const float rescale = ptx::exp2_approx(top[i] * exponent - base);
-      top[i] = best;
+      const float base = top[i] == -FAJIT_INF ? 0.0f : top[i] * exponent;
       float total = 0.0f;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int j = first; j < first + kPair; ++j) {
+        for (int j = first; j < first + 2; ++j) {
           s[m][n][j] = ptx::exp2_approx(fmaf(s[m][n][j], exponent, -base));
           total += s[m][n][j];
         }
       }
-      sum[i] = sum[i] * rescale + total;
-#pragma unroll
-      for (int d = 0; d < kD; ++d) {
-        o[m][d][first] *= rescale;
-        o[m][d][first + 1] *= rescale;
-      }
+      sum[i] += total;
     }
   }
 

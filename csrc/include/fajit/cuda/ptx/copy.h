@@ -19,6 +19,18 @@ FAJIT_DEV const uint16_t* load_shared(uint32_t from) {
   return pointer;
 }
 
+// Four words likewise.
+FAJIT_DEV void store_words(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+FAJIT_DEV void load_words(uint32_t (&words)[4], uint32_t from) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(from)
+               : "memory");
+}
+
 // Starts a copy of `bytes` (0 to 16) bytes; the rest of the 16 is zeros. Nothing is read for 0.
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800

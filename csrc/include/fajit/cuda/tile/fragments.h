@@ -14,13 +14,6 @@ FAJIT_DEV int block_chunk(int lane) { return lane >> 4; }
 FAJIT_DEV int pair_row(int lane) { return (lane & 7) | (lane >> 1 & 8); }
 FAJIT_DEV int pair_chunk(int lane) { return lane >> 3 & 1; }
 
-// Keeps the compiler from computing what depends on an address ahead of a loop: the few additions
-// cost less than the registers that would hold their results.
-FAJIT_DEV uint32_t compute_here(uint32_t address) {
-  asm volatile("" : "+r"(address));
-  return address;
-}
-
 // s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: addresses of the
 // tiles' first rows in the shared window.
 template <class Element, int Dim, int kM, int kN>

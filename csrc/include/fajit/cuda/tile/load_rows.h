@@ -86,21 +86,23 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
   }
 }
 
-// The same for aligned strided rows whose chunks divide a warp: every step of the warp moves all
-// lanes by the same number of rows, so one address is kept, and moved. Computed row by row, the
-// compiler keeps the addresses of all steps across the loop over the keys: 32 registers.
+// The same for aligned strided rows whose chunks divide a warp, from a `first_row` that is a multiple
+// of 8: every step of the warp moves all lanes by the same number of rows, so one address is kept,
+// and moved. Computed row by row, the compiler keeps the addresses of all steps across the loop over
+// the keys.
 template <int HeadDim, int Dim, int kRows>
 FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows) {
   using Layout = RowLayout<Dim>;
   constexpr int kChunks = Dim / 8, kStep = 32 / kChunks;
   static_assert(32 % kChunks == 0 && kRows % kStep == 0, "whole steps");
   const int r = ptx::lane_index() / kChunks, chunk = ptx::lane_index() % kChunks;
-  const uint32_t to = ptx::shared_address(tile);
+  const uint32_t to =
+      compute_here(ptx::shared_address(tile) + Layout::offset(first_row + r, chunk));
   const uint16_t* from = rows.row(r) + chunk * 8;
 #pragma unroll
   for (int j = 0; j < kRows; j += kStep) {
     const bool inside = r + j < count && (Dim == HeadDim || chunk * 8 < HeadDim);
-    ptx::copy_async(to + Layout::offset(first_row + j + r, chunk), from, inside ? 16 : 0);
+    ptx::copy_async(Layout::down(to, j), from, inside ? 16 : 0);
     from += kStep * rows.stride;
   }
 }

@@ -13,6 +13,13 @@
 
 namespace fajit::cuda {
 
+// Keeps the compiler from computing what depends on an address ahead of a loop: the few additions
+// cost less than the registers that would hold their results.
+FAJIT_DEV uint32_t compute_here(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 template <int Dim>
 struct RowLayout {
   static_assert(Dim % 16 == 0, "rows are padded to whole k16 steps");
@@ -31,6 +38,11 @@ struct RowLayout {
   static FAJIT_DEV uint32_t step(uint32_t address, int chunk) {
     if constexpr (kMask == 0) return address + chunk * 16;
     return (address ^ ((chunk & kMask) << 4)) + (chunk & ~kMask) * 16;
+  }
+  // From the address of (row, chunk) to that of (row + rows, chunk) for a constant `rows` whose bits
+  // `row`, counted from a multiple of 8, does not have.
+  static FAJIT_DEV uint32_t down(uint32_t address, int rows) {
+    return (address ^ ((rows >> kShift & kMask) << 4)) + rows * kRowBytes;
   }
   // Byte offset of one 16-bit element.
   static FAJIT_DEV uint32_t element(int row, int i) { return offset(row, i >> 3) + (i & 7) * 2; }
