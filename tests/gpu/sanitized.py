@@ -1,0 +1,33 @@
+"""What compute-sanitizer runs: one call of each template. `python -m tests.gpu.sanitized`.
+
+Torch's caching allocator is off, so that each tensor is an allocation of its own and a read past
+its end is seen.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import flashattn_jit as fa
+
+
+def main() -> None:
+    """Prefill, few rows, the merge of splits, pages where they are there, and merged states."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(torch.bfloat16).cuda()
+
+    q, k, v = normal(1, 4, 70, 64), normal(1, 2, 130, 64), normal(1, 2, 130, 64)
+    fa.attention(q, k, v, fa.Causal() & fa.ALiBi())  # prefill
+    fa.attention(q[:, :, :1], k, v, fa.ALiBi())  # few rows
+    long_k, long_v = normal(1, 2, 1500, 64), normal(1, 2, 1500, 64)
+    fa.attention(q[:, :, :1], long_k, long_v)  # split and merged
+    states = [fa.attention(q, k, v, partial=True) for _ in range(2)]
+    fa.merge_states([o for o, _ in states], [x for _, x in states])
+    torch.cuda.synchronize()
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
