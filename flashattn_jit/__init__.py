@@ -29,7 +29,7 @@ from .errors import (
     VariantError,
     VerificationError,
 )
-from .ops import attention, merge_states, varlen_attention
+from .ops import Paged, append_paged_kv, attention, merge_states, varlen_attention
 from .variants.builtins import kv_len, kv_slot, q_len, q_row
 from .variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
@@ -58,6 +58,7 @@ __all__ = [
     "GradError",
     "InputError",
     "LaunchError",
+    "Paged",
     "ParamError",
     "Pointwise",
     "Softmax",
@@ -66,6 +67,7 @@ __all__ = [
     "Variant",
     "VariantError",
     "VerificationError",
+    "append_paged_kv",
     "attention",
     "cache_info",
     "cpp",

@@ -15,13 +15,11 @@ SCHEMA = 1
 class UtilitySpec:
     """Names one artifact with one kernel.
 
-    append_paged_kv copies rows of items of `item_bytes` in units of `unit_bytes` (1 to 16, a
-    multiple of item_bytes); merge_states has neither.
+    append_paged_kv copies rows in units of `unit_bytes`: 1, 2, 4, 8 or 16. merge_states has none.
     """
 
     kernel: Literal["merge_states", "append_paged_kv"]
     target: str
-    item_bytes: int = 0
     unit_bytes: int = 0
 
     @property
@@ -36,7 +34,7 @@ class UtilitySpec:
                 "utility_schema": SCHEMA,
                 "kernel": self.kernel,
                 "target": self.target,
-                "bytes": [self.item_bytes, self.unit_bytes],
+                "unit_bytes": self.unit_bytes,
             }
         )
 

@@ -17,7 +17,7 @@ GRAD_MESSAGE = (
     "an input requires grad while grad mode is on, but this engine is inference only; call it "
     "under torch.no_grad() (frozen parameters pass there) or detach the input"
 )
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
         raise InputError(f"v has kv_len={v_len}, but k has kv_len={kv_len}")
     check_head_dims(head_dim, k_dim, head_dim_v)
     group = num_q_heads // num_kv_heads
-    if max(q_len * group, kv_len, batch * q_len, batch * kv_len) > _INT32_MAX:
+    if max(q_len * group, kv_len, batch * q_len, batch * kv_len) > INT32_MAX:
         raise InputError(
             f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
             "32 bits; split the batch or the sequence"

@@ -107,8 +107,8 @@ def run_packed(
     _check.check_head_dims(q.shape[2], k.shape[2], v.shape[2])
     if k.shape[0] != v.shape[0]:
         raise InputError(f"v has num_kv_tokens={v.shape[0]}, but k has num_kv_tokens={k.shape[0]}")
-    q_lens = _request_lengths("q_indptr", q_indptr, q.shape[0], max_q_len, "max_q_len")
-    kv_lens = _request_lengths("kv_indptr", kv_indptr, k.shape[0], max_kv_len, "max_kv_len")
+    q_lens = request_lengths("q_indptr", q_indptr, q.shape[0], max_q_len, "max_q_len")
+    kv_lens = request_lengths("kv_indptr", kv_indptr, k.shape[0], max_kv_len, "max_kv_len")
     if len(q_lens) != len(kv_lens):
         raise InputError(
             f"kv_indptr has num_requests={len(kv_lens)}, but q_indptr has "
@@ -128,7 +128,7 @@ def run_packed(
             "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
         )
     scale = _check.check_scale(scale, q.shape[2])
-    offsets = _offsets(q_offset, q_lens, kv_lens)
+    offsets = resolve_offsets(q_offset, q_lens, kv_lens)
     handle = _handles.remember(bound.handle, bound.ir, chosen.name)
     target = place(q, k, v, target)
     with_lse = return_lse or (partial and not pointwise)
@@ -150,7 +150,7 @@ def run_packed(
     return result, lse if with_lse else None
 
 
-def _request_lengths(
+def request_lengths(
     name: str, indptr: torch.Tensor, tokens: int, longest: int | None, longest_name: str
 ) -> tuple[int, ...]:
     """Lengths of the requests behind an indptr, which must ascend from 0 to `tokens`."""
@@ -182,7 +182,9 @@ def _request_lengths(
     return tuple(lengths)
 
 
-def _offsets(q_offset: Offset, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]) -> torch.Tensor:
+def resolve_offsets(
+    q_offset: Offset, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
+) -> torch.Tensor:
     """The offset of each request, as an int64 tensor [num_requests]."""
     if isinstance(q_offset, torch.Tensor):
         _check.check_lengths("q_offset", q_offset, len(q_lens), -(2**30), 2**30)

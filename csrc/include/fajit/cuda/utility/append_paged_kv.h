@@ -5,8 +5,8 @@
 // page page_indices[page_indptr[request] + key / page_size]. A page that does not exist is left out.
 //
 // Arguments: `tensors` are k [tokens, heads, head_dim], v [tokens, heads, head_dim_v] and the caches
-// [pages, page_size, heads, ...]; rows are copied in units of kUnitBytes, which divide their
-// addresses, strides and lengths.
+// [pages, page_size, heads, ...], all of them seen as bytes; rows are copied in units of kUnitBytes,
+// which divide their addresses, strides and lengths.
 #pragma once
 #include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/utility/entry.h>
@@ -21,7 +21,7 @@ template <> struct UnitOf<4> { using Type = uint32_t; };
 template <> struct UnitOf<8> { using Type = uint2; };
 template <> struct UnitOf<16> { using Type = uint4; };
 
-template <int kItemBytes, int kUnitBytes>
+template <int kUnitBytes>
 struct AppendPagedKv {
   using Unit = typename UnitOf<kUnitBytes>::Type;
   static constexpr int kThreads = 128;
@@ -57,7 +57,7 @@ struct AppendPagedKv {
     for (int i = 0; i < 2; ++i) {
       const fajit_tensor& from = a->tensors[i];
       const fajit_tensor& to = a->tensors[2 + i];
-      const auto units = [](int64_t items) { return items * kItemBytes / kUnitBytes; };
+      const auto units = [](int64_t bytes) { return bytes / kUnitBytes; };
       p.rows[i] = {static_cast<const Unit*>(from.ptr),
                    static_cast<Unit*>(const_cast<void*>(to.ptr)),
                    units(from.strides[0]),

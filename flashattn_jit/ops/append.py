@@ -1,0 +1,215 @@
+"""`fa.append_paged_kv`: new keys and values into their pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from .. import _C
+from ..codegen.target import compiled_target
+from ..codegen.utility import UtilitySpec
+from ..errors import InputError
+from . import _check
+from ._device import CallTensors, launch
+from ._placement import on_cpu, place_utility
+from ._utility import UtilityWork, addresses, layouts, plan_utility
+from .paged import Paged, PageTable, read_pages
+from .varlen import request_lengths
+
+_ITEM_TOKENS = 16
+_UNIT_BYTES = 16
+
+
+def append_paged_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    q_indptr: torch.Tensor,
+    paged: Paged,
+    *,
+    target: str | None = None,
+) -> None:
+    """Write the newest keys and values of each request to the ends of their pages.
+
+    `paged` says how the requests are after it: the q_len new tokens of a request become its keys
+    kv_len - q_len to kv_len - 1, as `q_offset="end"` counts them.
+
+    Args:
+        k: [num_tokens, num_kv_heads, head_dim], of k_pages' dtype, which may be any.
+        v: [num_tokens, num_kv_heads, head_dim_v], of v_pages' dtype.
+        k_pages: [num_pages, page_size, num_kv_heads, head_dim], written to. Any strides with a
+            contiguous last dim, so that another layout is a transposed view.
+        v_pages: [num_pages, page_size, num_kv_heads, head_dim_v], written to.
+        q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the new tokens
+            q_indptr[b] to q_indptr[b + 1].
+        paged: the pages of each request; see `Paged`.
+        target: a CUDA target on CUDA tensors, or one such as ``"emulated:sm_80"`` on CPU tensors;
+            the device's own by default.
+
+    Raises:
+        InputError: a shape, dtype, device or value is wrong, or a request has more new tokens than
+            its pages hold. Then nothing was written.
+        GradError: a tensor requires grad while grad mode is on.
+        TargetError: `target` is unknown, or does not run on that device.
+        LaunchError: CUDA refused the launch.
+
+    Two tokens that are sent to one slot, as when requests share a page, leave either of them there.
+
+    Example:
+        >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
+    """
+    for name, new, cache in (("k", k, k_pages), ("v", v, v_pages)):
+        _check_pair(name, new, cache)
+    if k.shape[:2] != v.shape[:2]:
+        raise InputError(
+            f"v has num_tokens={v.shape[0]} and num_kv_heads={v.shape[1]}, but k has "
+            f"num_tokens={k.shape[0]} and num_kv_heads={k.shape[1]}"
+        )
+    tensors = {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages}
+    _check.check_devices(tensors)
+    _check.check_grad(tuple(tensors.values()))
+    table = read_pages(paged, k_pages, v_pages)
+    q_lens = request_lengths("q_indptr", q_indptr, k.shape[0], None, "max_q_len")
+    if len(q_lens) != len(table.kv_len):
+        raise InputError(
+            f"paged has num_requests={len(table.kv_len)}, but q_indptr has "
+            f"num_requests={len(q_lens)}"
+        )
+    for b, (new_len, kv_len) in enumerate(zip(q_lens, table.kv_len, strict=True)):
+        if new_len > kv_len:
+            raise InputError(
+                f"request {b} has {new_len} new tokens, but paged gives it kv_len={kv_len}, which "
+                "counts them: append its pages and last_page_len first"
+            )
+    target = place_utility(k, target)
+    if k.shape[0] == 0:
+        return
+    if on_cpu(target):
+        _on_cpu(k, v, k_pages, v_pages, q_lens, table)
+    else:
+        _on_device(k, v, k_pages, v_pages, q_lens, table, target)
+
+
+def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
+    for label, tensor, rank in ((name, new, 3), (f"{name}_pages", cache, 4)):
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{label} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != rank:
+            layout = "[num_tokens, num_kv_heads, head_dim]"
+            if rank == 4:
+                layout = "[num_pages, page_size, num_kv_heads, head_dim]"
+            raise InputError(f"{label} must be {layout}, got {list(tensor.shape)}")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InputError(f"{label} is on {tensor.device}; pages are on cpu or cuda tensors")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
+            raise InputError(
+                f"{label}'s last dim must be contiguous, its stride is {tensor.stride(-1)}"
+            )
+        if tensor.is_neg() or tensor.is_conj():
+            raise InputError(f"{label} is a lazy conj/neg view; pass {label}.resolve_neg()")
+    if new.dtype != cache.dtype:
+        raise InputError(
+            f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"
+        )
+    if new.shape[1:] != cache.shape[2:]:
+        raise InputError(
+            f"{name} has num_kv_heads={new.shape[1]} and rows of {new.shape[2]}, but {name}_pages "
+            f"has {cache.shape[2]} and {cache.shape[3]}"
+        )
+    if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride(), strict=True)):
+        raise InputError(f"{name}_pages is an expanded tensor: several entries share one address")
+
+
+def _on_cpu(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    q_lens: Sequence[int],
+    table: PageTable,
+) -> None:
+    new = torch.tensor(q_lens)
+    starts = torch.cumsum(new, 0) - new
+    request = torch.repeat_interleave(torch.arange(len(q_lens)), new)
+    first = torch.tensor(table.kv_len) - new - starts
+    key = torch.arange(k.shape[0]) + first[request]
+    entry = torch.tensor(table.page_indptr[:-1])[request] + key // table.page_size
+    page, slot = table.page_indices[entry].long(), key % table.page_size
+    k_pages[page, slot] = k
+    v_pages[page, slot] = v
+
+
+def _on_device(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    q_lens: tuple[int, ...],
+    table: PageTable,
+    target: str,
+) -> None:
+    views = [t.view(torch.uint8) for t in (k, v, k_pages, v_pages)]
+    shapes, unit_bytes = layouts(views), _unit_bytes(views)
+
+    def work() -> UtilityWork:
+        problem = _C.Problem(
+            num_requests=len(q_lens),
+            num_q_heads=1,
+            num_kv_heads=1,
+            head_dim=1,
+            head_dim_v=1,
+            q_len=q_lens,
+            kv_len=table.kv_len,
+            q_row0=tuple(itertools.accumulate(q_lens, initial=0))[:-1],
+            tensors=shapes,
+            page_indptr=table.page_indptr,
+            page_size=table.page_size,
+            num_pages=table.num_pages,
+        )
+        spec = UtilitySpec("append_paged_kv", compiled_target(target), unit_bytes)
+        return UtilityWork(spec, problem, _items(q_lens, table.kv_len))
+
+    signature = (
+        "append_paged_kv", shapes, unit_bytes, q_lens, table.kv_len, table.page_indptr,
+        table.page_size, table.num_pages,
+    )  # fmt: skip
+    plan = plan_utility(signature, target, k.device, work)
+    launch(
+        plan,
+        CallTensors(
+            views[0], views[2], views[3], views[2], None, views, addresses(views),
+            page_indices=table.page_indices,
+            allocations=[
+                ("k", views[0], False),
+                ("v", views[1], False),
+                ("k_pages", views[2], True),
+                ("v_pages", views[3], True),
+                ("page_indices", table.page_indices, False),
+            ],
+        ),
+        1.0,
+    )  # fmt: skip
+
+
+def _items(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
+    """Work items of a few new tokens each, with the keys that they become."""
+    items = []
+    for b, (new_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        first = kv_len - new_len
+        for row in range(0, new_len, _ITEM_TOKENS):
+            end = min(new_len, row + _ITEM_TOKENS)
+            items.append((b, 0, 1, row, end, first + row, first + end, -1))
+    return torch.tensor(items, dtype=torch.int32)
+
+
+def _unit_bytes(views: Sequence[torch.Tensor]) -> int:
+    """The most bytes, up to 16, that divide every address, stride and length of a row."""
+    bits = _UNIT_BYTES
+    for view in views:
+        bits |= view.data_ptr() | view.shape[-1]
+        for size, stride in zip(view.shape[:-1], view.stride(), strict=False):
+            bits |= stride if size > 1 else 0
+    return bits & -bits
