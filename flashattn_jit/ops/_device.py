@@ -27,6 +27,7 @@ from ..jit.module import Request, kernel_ptx, load_stepping
 from ..planner import choose, fallbacks, min_chunk, slots
 from ..planner.devices import Device, device_hardware
 from . import _driver
+from ._direct import learn_device
 from ._handles import Structure
 from ._launch import (
     Geometry,
@@ -109,6 +110,8 @@ def planned(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> D
 def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan:
     assert g.device is not None
     refuse_capture(g.device)
+    if g.device.type == "cuda":
+        learn_device(g.device)
     if len(g.params) > _MAX_PARAM_TENSORS:
         raise InputError(
             f"the variant reads {len(g.params)} tensors, range tables included; CUDA kernels take "
@@ -323,7 +326,11 @@ def _emulate(plan: DevicePlan, t: CallTensors, scale: float) -> None:
     workspace = workspace[-workspace.data_ptr() % 128 :][: plan.workspace_bytes]
     launches = plan.call.plan_launches(**_native(plan, t, scale, workspace.data_ptr()))
     named = [*(t.allocations or _allocations(plan, t)), ("plan", plan.block, False)]
-    allocations = [_extent(*each) for each in named if each[1].numel()]
+    allocations = [
+        _extent(name, tensor, writable, name not in _RESULTS)
+        for name, tensor, writable in named
+        if tensor.numel()
+    ]
     program = _program(plan.ptx)
     for i, (kernel, grid, block, shared_bytes, params) in enumerate(launches):
         if 0 in grid:
@@ -331,7 +338,7 @@ def _emulate(plan: DevicePlan, t: CallTensors, scale: float) -> None:
         visible = allocations
         if plan.workspace_bytes:
             # The merge reads what the first kernel wrote.
-            visible = [*allocations, _extent("workspace", workspace, i == 0)]
+            visible = [*allocations, _extent("workspace", workspace, i == 0, i > 0)]
         program.run(
             kernel, grid, block, shared_bytes, params, visible, async_copies=env.emulator_copies()
         )
@@ -354,7 +361,13 @@ def _program(ptx: str) -> Any:
     return _emulator.Program(ptx)
 
 
-def _extent(name: str, tensor: torch.Tensor, writable: bool) -> tuple[str, int, int, bool]:
+_RESULTS = ("out", "lse")  # kernels read of them what they wrote themselves at most
+
+
+def _extent(
+    name: str, tensor: torch.Tensor, writable: bool, initialised: bool
+) -> tuple[str, int, int, bool, bool]:
     """An allocation of the emulator: the bytes from a view's first entry to its last one."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return name, tensor.data_ptr(), (last + 1) * tensor.element_size(), writable
+    end = (last + 1) * tensor.element_size()
+    return name, tensor.data_ptr(), end, writable, initialised

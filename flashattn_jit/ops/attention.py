@@ -37,22 +37,27 @@ def attention(
     """Attention of `variant` as one fused kernel, compiled on demand and cached.
 
     Args:
-        q: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16. Any strides with a
-            contiguous last dim, as for k and v.
-        k: [batch, num_kv_heads, kv_len, head_dim]; q's dtypes, int8 or float8_e4m3fn (give their
-            scales as `key_mod` and `value_mod`). num_kv_heads divides num_q_heads.
-        v: [batch, num_kv_heads, kv_len, head_dim_v].
+        q: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16 on the CPU, bfloat16
+            or float16 (sm_75: float16) on CUDA. Any strides with a contiguous last dim, as for k
+            and v. All tensors of a call are on one device.
+        k: [batch, num_kv_heads, kv_len, head_dim]; q's dtype on CUDA; on the CPU any of q's, int8
+            or float8_e4m3fn (give their scales as `key_mod` and `value_mod`). num_kv_heads divides
+            num_q_heads.
+        v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.
         scale: multiplies q . k; 1/sqrt(head_dim) by default.
         q_offset: ``q_idx = q_offset + row``: an int, a tensor [batch], or ``"end"`` for
             kv_len - q_len. 0 by default, as in FlexAttention.
-        kv_len: int tensor [batch]: keys at positions >= kv_len[b] are never read.
+        kv_len: int cpu tensor [batch]: keys at positions >= kv_len[b] are never read. Lengths and
+            offsets are on the CPU because calls are planned on the host.
         return_lse: also return the natural-log log-sum-exp [batch, num_q_heads, q_len], fp32.
         partial: return the unfinalised fp32 state, (out, lse) before sink and output_mod, for
             `merge_states`. Implies `return_lse` for softmax variants.
         out: result tensor to write to.
-        target: a target such as ``"cpu:avx2"``; the host's best by default.
+        target: a target such as ``"cpu:avx2"``; the best of the tensors' device by default.
+            ``"emulated:sm_80"`` on CPU tensors runs the CUDA kernel of sm_80 in an emulator, which
+            checks every access: slow, and needs no GPU.
         **params: the variant's params by name.
 
     Returns:
@@ -63,7 +68,13 @@ def attention(
         ParamError: a param is missing, unknown or of the wrong kind.
         TraceError: a hook cannot become a kernel.
         CompileError: the compiler is missing or failed.
+        TargetError: `target` is unknown, or does not run on the tensors' device.
+        LaunchError: CUDA refused the kernel; or it was not planned before a CUDA graph's capture.
+        EmulatorFault: on an emulated target, the kernel did what it must not.
         GradError: an input requires grad while grad mode is on.
+
+    On CUDA the kernel runs on torch's current stream and nothing waits for it. A call that was made
+    once before can be captured in a CUDA graph; its lengths are then those of the capture.
 
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())

@@ -153,7 +153,9 @@ def _moved(
 ) -> tuple[torch.Tensor, ...]:
     t = tensors[i]
     if t.dim() == 0 and t.device.type == "cpu":
-        return (*tensors[:i], t.to(device, non_blocking=True), *tensors[i + 1 :])
+        # Filled there rather than copied: a CUDA graph may hold it, and nothing waits.
+        moved = torch.full((), t.item(), dtype=t.dtype, device=device)
+        return (*tensors[:i], moved, *tensors[i + 1 :])
     raise ParamError(
         f"captured tensor {structure.ir.tensors[i].name!r} is on {t.device}, the call on {device}; "
         f"move it with `.to({str(device)!r})`"
