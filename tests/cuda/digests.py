@@ -1,0 +1,77 @@
+"""The table of digests of every kernel: `python -m tests.cuda.digests` writes it anew.
+
+digests.json holds, for each case and target, the digest of the rendered sources (both tile kinds)
+and, for targets whose PTX is their own, of their PTX. A change that should not change kernels
+leaves it as it is; one that should shows here which kernels it changed. PTX depends on the
+compiler, whose release the table names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.jit.compiler import ask_version, find_compiler
+from flashattn_jit.jit.cuda_toolkit import cuda_version
+from tests.cuda.kernels import KINDS, SAME_PTX, ptx_of, spec_of, without_columns
+from tests.registry import CASES
+
+TABLE = Path(__file__).with_name("digests.json")
+_HEX_DIGITS = 16
+
+
+def source_digest(name: str, target: str) -> str:
+    """Of what a case renders to, for many rows and for few."""
+    return _digest(render(spec_of(name, target, kind)) for kind in KINDS)
+
+
+def ptx_digest(name: str, target: str) -> str:
+    """Of the PTX of the same kernels."""
+    return _digest(without_columns(ptx_of(spec_of(name, target, kind))) for kind in KINDS)
+
+
+def nvcc_release() -> str:
+    """Such as "13.0"; empty where there is no nvcc."""
+    compiler = find_compiler("sm_80")
+    version = cuda_version(ask_version(compiler).version) if compiler else None
+    return "{}.{}".format(*version) if version else ""
+
+
+def read() -> dict[str, dict[str, dict[str, str]]]:
+    """The committed table: "sources" and "ptx", each by case and target."""
+    table: dict[str, dict[str, dict[str, str]]] = json.loads(TABLE.read_text())
+    return table
+
+
+def main(jobs: int) -> None:
+    """Writes the table. It runs nvcc some thousand times: a quarter of an hour on two cores."""
+    sources = {c.name: {t: source_digest(c.name, t) for t in CUDA_TARGETS} for c in CASES}
+    own = [t for t in CUDA_TARGETS if t not in SAME_PTX]
+    wanted = [(case.name, target) for case in CASES for target in own]
+    ptx: dict[str, dict[str, str]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for done, ((name, target), digest) in enumerate(
+            zip(wanted, pool.map(lambda w: ptx_digest(*w), wanted), strict=True), 1
+        ):
+            ptx.setdefault(name, {})[target] = digest
+            sys.stderr.write(f"\r{done} of {len(wanted)}")
+    table = {"nvcc": nvcc_release(), "sources": sources, "ptx": ptx}
+    TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    sys.stderr.write(f"\n{TABLE}\n")
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()[:_HEX_DIGITS]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)

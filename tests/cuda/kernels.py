@@ -1,0 +1,152 @@
+"""Kernels of the registry's cases: their specs, their cache entries, their PTX alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+import zlib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from flashattn_jit import planner
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.spec import KernelSpec, TileKind
+from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.jit import nvcc
+from flashattn_jit.jit.compiler import find_compiler
+from flashattn_jit.jit.failure import BuildFailure
+from flashattn_jit.jit.module import Request, load_stepping
+from flashattn_jit.jit.resources import Report, load_report
+from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.spec import Dims, as_variant
+from tests.registry import by_name
+from tests.registry_case import Case
+
+KINDS: tuple[TileKind, ...] = ("prefill", "few_row")
+PLAIN = VariantIR(())
+
+# nvcc gives a target the PTX of another one, but for its name. nvcc 13.0 compiles sm_100 and sm_120
+# with another NVVM than earlier targets, and not alike: their PTX is of their own.
+SAME_PTX = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_90": "sm_80"}
+
+EMULATED = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
+"""Whose PTX the emulator's tests run; every other target has the PTX of one of these."""
+
+needs_nvcc = pytest.mark.skipif(
+    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled kernel: the spec whose tile was taken, its place in the ladder, its files."""
+
+    spec: KernelSpec
+    place: int
+    folder: Path
+
+    @property
+    def report(self) -> Report:
+        """What its kernels use and may use."""
+        return load_report(self.folder / "resources.json")
+
+    @property
+    def ptx(self) -> str:
+        """Its PTX."""
+        return self.folder.joinpath("kernel.ptx").read_text()
+
+
+def rotating(name: str) -> tuple[str, TileKind]:
+    """The one target and tile kind that a case is compiled for in the default run."""
+    number = zlib.crc32(name.encode())
+    return CUDA_TARGETS[number % len(CUDA_TARGETS)], KINDS[number // len(CUDA_TARGETS) % len(KINDS)]
+
+
+@cache
+def ir_of(name: str) -> VariantIR:
+    """The IR of a case of the registry, by its name; of plain attention for "plain"."""
+    if name == "plain":
+        return PLAIN
+    case: Case = by_name(name)
+    variant, params = case.build()
+    return as_variant(variant).bind(Dims(*case.shape), params).ir
+
+
+def dtype_of(target: str) -> str:
+    """bfloat16, and float16 where the target has no bfloat16."""
+    return "float16" if target == "sm_75" else "bfloat16"
+
+
+def specs(
+    name: str,
+    target: str,
+    head_dims: tuple[int, int] = (64, 64),
+    features: tuple[str, ...] = (),
+) -> tuple[KernelSpec, ...]:
+    """Every kernel that the planner reaches for a case on a target."""
+    return planner.reachable(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
+
+
+def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
+    """The kernel of a case for many rows (the largest tile) or few."""
+    return next(spec for spec in specs(name, target) if spec.tile_kind == kind)
+
+
+def compiled(spec: KernelSpec) -> Compiled:
+    """The cache entry of a kernel, compiled as a call would compile it: stepping down on spills."""
+    tiles = (spec, *planner.fallbacks(spec))
+    requests = [
+        Request(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
+        for tile in tiles
+    ]
+    place, module = load_stepping(requests)
+    return Compiled(tiles[place], place, Path(module.path).parent)
+
+
+def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:
+    """The PTX of a kernel as a build would keep it, made without machine code and host code.
+
+    It differs in the columns of lines alone, which nvcc counts otherwise here.
+    """
+    compiler = find_compiler(spec.target)
+    assert compiler is not None
+    with tempfile.TemporaryDirectory(prefix="fajit-ptx-") as name:
+        staging, work = Path(name), Path(name) / "build"
+        work.mkdir()
+        source = staging / nvcc.SOURCE
+        source.write_text(f'#define FAJIT_KEY "{key}"\n#line 1 "{source.name}"\n{render(spec)}')
+        log = staging / "log"
+        job = nvcc.job(source, work, key, spec.target, compiler, log, staging / "command")
+        arch = spec.target.removeprefix("sm_")
+        flags = [f for f in job.compile_flags if not f.startswith("-gencode")]
+        run = subprocess.run(
+            [*compiler.command, *flags, f"-arch=compute_{arch}", "-ptx", "-o", nvcc.PTX,
+             f"/proc/self/cwd/{nvcc.SOURCE}"],
+            cwd=work, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if run.returncode:
+            raise BuildFailure(run.stderr, None)
+        nvcc.write_ptx(work, staging / nvcc.PTX, compiler)
+        return staging.joinpath(nvcc.PTX).read_text()
+
+
+def without_target(ptx: str) -> str:
+    """PTX without its `.target`, and without the `.minnctapersm` that follows from it.
+
+    The latter tells ptxas how many registers a thread may have, and means nothing to the code.
+    """
+    return re.sub(r"^\.(?:target|minnctapersm) .*\n", "", ptx, flags=re.MULTILINE)
+
+
+def without_columns(ptx: str) -> str:
+    """PTX whose `.loc` name files and lines, no columns."""
+    return re.sub(r"(\.loc\t\d+ \d+|inlined_at \d+ \d+) \d+", r"\1", ptx)
+
+
+def on_target(spec: KernelSpec, target: str) -> KernelSpec:
+    """The same kernel, tile included, for another target."""
+    return replace(spec, target=target)

@@ -1,0 +1,90 @@
+"""Every kernel compiles for every target within the budget that its tile declares."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flashattn_jit import planner
+from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
+from flashattn_jit.codegen.spec import FEATURES
+from flashattn_jit.codegen.target import CUDA_TARGETS
+from tests.cuda.kernels import (
+    KINDS,
+    Compiled,
+    compiled,
+    ir_of,
+    needs_nvcc,
+    rotating,
+    spec_of,
+    specs,
+)
+from tests.registry import CASES
+from tests.registry_case import Case
+
+pytestmark = needs_nvcc
+
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+KERNEL = "fajit_attention_kernel"
+
+
+def assert_clean(kernel: Compiled) -> None:
+    """No spill, no local memory, registers and shared memory within the tile's budget."""
+    report, spec = kernel.report, kernel.spec
+    assert report.complaints() == []
+    assert {k.name for k in report.kernels} == {KERNEL, "fajit_merge_kernel"}
+    used, budget = report.kernel(KERNEL), report.budgets[KERNEL]
+    assert budget.threads == 32 * spec.num_warps
+    assert used.registers <= register_budget(spec) == budget.registers
+    assert used.shared_bytes + shared_bytes(spec) <= budget.shared_bytes
+    for name in report.budgets:
+        assert report.kernel(name).shared_bytes <= limits(spec.target).shared_per_block
+    meta = json.loads(kernel.folder.joinpath("meta.json").read_text())
+    assert meta["min_driver"] >= 525
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda d: f"d{d[0]}x{d[1]}")
+def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> None:
+    tiles = specs("plain", target, head_dims)
+    assert {spec.tile_kind for spec in tiles} == set(KINDS)
+    for spec in tiles:
+        kernel = compiled(spec)
+        assert kernel.place == 0, f"the planner's tile spills: {spec.tile_q} x {spec.tile_kv}"
+        assert_clean(kernel)
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_on_every_target(target: str, feature: str) -> None:
+    head_dims = (64, 64) if feature != "unaligned" else (40, 24)
+    for kind in KINDS:
+        tiles = specs("causal", target, head_dims, (feature,))
+        kernel = compiled(next(spec for spec in tiles if spec.tile_kind == kind))
+        assert kernel.place == 0, "the planner's tile spills"
+        assert_clean(kernel)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_variant_on_one_rotating_target(case: Case) -> None:
+    target, kind = rotating(case.name)
+    assert_clean(compiled(spec_of(case.name, target, kind)))
+
+
+def test_targets_and_kinds_take_turns() -> None:
+    turns = {rotating(case.name) for case in CASES}
+    assert turns == {(target, kind) for target in CUDA_TARGETS for kind in KINDS}
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86"])
+def test_smaller_tiles_that_a_kernel_may_step_down_to_compile_as_well(target: str) -> None:
+    spec = next(s for s in specs("plain", target, (128, 128)) if s.tile_q >= 64)
+    steps = planner.fallbacks(spec)
+    assert steps
+    for tile in steps:
+        assert_clean(compiled(tile))
+
+
+def test_cases_without_hooks_share_kernels() -> None:
+    assert ir_of("plain") == ir_of("full")

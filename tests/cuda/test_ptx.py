@@ -1,0 +1,58 @@
+"""Which targets share their PTX, so that emulating one of them proves the others."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashattn_jit.codegen.target import CUDA_TARGETS
+from tests.cuda.kernels import (
+    EMULATED,
+    KINDS,
+    SAME_PTX,
+    compiled,
+    needs_nvcc,
+    on_target,
+    ptx_of,
+    spec_of,
+    without_columns,
+    without_target,
+)
+
+pytestmark = needs_nvcc
+
+VARIANTS = ("causal", "mix_gemma2", "rope", "document_unsorted", "sigmoid", "gated_output")
+
+
+def test_every_target_is_emulated_or_has_the_ptx_of_one_that_is() -> None:
+    for target in CUDA_TARGETS:
+        assert target in EMULATED or SAME_PTX[target] in EMULATED
+
+
+@pytest.mark.parametrize("target", SAME_PTX)
+@pytest.mark.parametrize("turn", range(2))
+def test_targets_that_are_not_emulated_have_the_ptx_of_one_that_is(target: str, turn: int) -> None:
+    # Each target takes two of the variants; .ci/full takes them all.
+    number = CUDA_TARGETS.index(target) + 3 * turn
+    spec = spec_of(VARIANTS[number % len(VARIANTS)], target, KINDS[turn])
+    other = ptx_of(on_target(spec, SAME_PTX[target]))
+    assert without_target(ptx_of(spec)) == without_target(other)
+
+
+def test_the_ptx_of_an_entry_is_what_is_compared() -> None:
+    spec = spec_of("causal", "sm_80", "few_row")
+    kernel = compiled(spec)
+    key = re.search(r'FAJIT_KEY "(\w+)"', kernel.folder.joinpath("kernel.cu").read_text())
+    assert key is not None
+    assert without_columns(kernel.ptx) == without_columns(ptx_of(kernel.spec, key[1]))
+
+
+@pytest.mark.parametrize("target", EMULATED)
+def test_ptx_names_sources_by_logical_names(target: str) -> None:
+    text = ptx_of(spec_of("mix_gemma2", target, "prefill"))
+    names = set(re.findall(r'\.file\s+\d+\s+"([^"]*)"', text))
+    assert "fajit/cuda/attention/prefill.h" in names
+    assert "kernel.cu" in names
+    assert not [name for name in names if name.startswith("/")]
+    assert f".target {target}\n" in text

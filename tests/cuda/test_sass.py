@@ -1,0 +1,64 @@
+"""The machine code of the attention kernels does what their templates mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn_jit.codegen.budget import padded
+from flashattn_jit.codegen.spec import KernelSpec, TileKind
+from flashattn_jit.codegen.target import CUDA_TARGETS, sm_version
+from tests.cuda import sass
+from tests.cuda.kernels import KINDS, compiled, needs_nvcc, spec_of
+
+pytestmark = [
+    needs_nvcc,
+    pytest.mark.skipif(
+        sass.nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
+    ),
+]
+
+
+def matrix_instructions(spec: KernelSpec) -> int:
+    """HMMA that one warp issues for one tile of keys: both products, m16n8k16 or m16n8k8."""
+    if spec.tile_kind == "few_row":  # each warp has all rows and its own part of the keys
+        row_blocks, keys = spec.tile_q // 16, spec.tile_kv // spec.num_warps
+    else:
+        row_blocks, keys = spec.tile_q // (16 * spec.num_warps), spec.tile_kv
+    scores = row_blocks * (keys // 8) * (padded(spec.head_dim) // 16)
+    outputs = row_blocks * (padded(spec.head_dim_v) // 8) * (keys // 16)
+    return (scores + outputs) * (2 if spec.target == "sm_75" else 1)
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_multiplies_on_matrix_units_and_loads_past_registers(
+    target: str, kind: TileKind
+) -> None:
+    kernel = compiled(spec_of("causal", target, kind))
+    opcodes = sass.instructions(kernel.folder / "artifact.so")["fajit_attention_kernel"]
+    shape = "HMMA.1688.F32" if target == "sm_75" else "HMMA.16816.F32"
+    matrix = [code for code in opcodes if code.startswith("HMMA")]
+    assert {code.removesuffix(".BF16") for code in matrix} == {shape}
+    assert len(matrix) >= matrix_instructions(kernel.spec)
+    fragments = {code for code in opcodes if code.startswith("LDSM")}
+    assert fragments == {"LDSM.16.M88.4", "LDSM.16.MT88.4"}
+    copies = {code for code in opcodes if code.startswith("LDGSTS")}
+    if sm_version(target) >= 80:
+        assert copies
+        assert all(".128" in code for code in copies), "a copy of less than 16 bytes"
+    else:
+        assert not copies
+    assert "MUFU.EX2" in opcodes
+
+
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("name", ["causal", "rope", "mix_gemma2"])
+def test_no_kernel_touches_local_memory(target: str, name: str) -> None:
+    if name != "causal" and target not in ("sm_75", "sm_80", "sm_100"):
+        pytest.skip("compiled for three targets")
+    kernel = compiled(spec_of(name, target, "prefill"))
+    found = sass.instructions(kernel.folder / "artifact.so")
+    assert set(found) == {"fajit_attention_kernel", "fajit_merge_kernel"}
+    for opcodes in found.values():
+        assert len(opcodes) > 100
+        assert not [code for code in opcodes if code.split(".")[0] in ("LDL", "STL")]

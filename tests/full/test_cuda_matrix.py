@@ -1,0 +1,61 @@
+"""The whole matrix on CUDA: every registered variant on every target, for many rows and for few.
+
+Left out of the default run, which compiles each variant for one target in turns; `.ci/full` runs
+it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn_jit.codegen.spec import TileKind
+from flashattn_jit.codegen.target import CUDA_TARGETS
+from tests.cuda import digests
+from tests.cuda.kernels import (
+    KINDS,
+    SAME_PTX,
+    compiled,
+    needs_nvcc,
+    on_target,
+    ptx_of,
+    spec_of,
+    without_target,
+)
+from tests.cuda.test_compile import assert_clean
+from tests.registry import CASES
+from tests.registry_case import Case
+
+pytestmark = needs_nvcc
+
+REMEDY = "if it should change, run: python -m tests.cuda.digests"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_resources(case: Case, target: str, kind: TileKind) -> None:
+    assert_clean(compiled(spec_of(case.name, target, kind)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rendered_sources_are_those_of_the_table(case: Case) -> None:
+    found = {target: digests.source_digest(case.name, target) for target in CUDA_TARGETS}
+    assert found == digests.read()["sources"].get(case.name), REMEDY
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("target", [t for t in CUDA_TARGETS if t not in SAME_PTX])
+def test_ptx_is_that_of_the_table(case: Case, target: str) -> None:
+    release = digests.read()["nvcc"]
+    if digests.nvcc_release() != release:
+        pytest.skip(f"the table is of nvcc {release}")
+    assert digests.ptx_digest(case.name, target) == digests.read()["ptx"][case.name][target], REMEDY
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("target", SAME_PTX)
+@pytest.mark.parametrize("kind", KINDS)
+def test_targets_share_ptx(case: Case, target: str, kind: TileKind) -> None:
+    spec = spec_of(case.name, target, kind)
+    other = ptx_of(on_target(spec, SAME_PTX[target]))
+    assert without_target(ptx_of(spec)) == without_target(other)
