@@ -19,7 +19,7 @@ _SCRATCH_TYPE = {**CPP_TYPE, "bool": "int32_t"}
 
 
 def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str, int]:
-    """The C++ function of one row hook, and how many floats of `temps` it uses."""
+    """The C++ function of one row hook, and how many floats of `temps` it uses, a multiple of 4."""
     lowering = _WarpLowering(graph, tensors)
     lines = lowering.run()
     listed = ", ".join(f"[[maybe_unused]] {a}" for a in ARGUMENTS[hook].split(", "))
@@ -28,7 +28,7 @@ def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str,
         f"  FAJIT_FN static void {hook}([[maybe_unused]] const Context& c, const Row_& row,\n"
         f"      [[maybe_unused]] float* temps, int lane, {listed}) {{\n"
     )
-    return head + "".join(f"    {line}\n" for line in lines) + "  }", lowering.scratch
+    return head + "".join(f"    {line}\n" for line in lines) + "  }", lowering.scratch + -lowering.scratch % 4
 
 
 class _WarpLowering(RowLowering):

@@ -27,7 +27,7 @@ class Uniforms:
         return f"c.uniform<Uniforms>().{name}"
 
     def text(self) -> str:
-        """``struct Uniforms`` and the host function that fills it."""
+        """``struct Uniforms`` and the function that fills it, which the host calls."""
         fields = "".join(f" {kind} {name};" for name, kind in self.fields.items())
         lines = "".join(
             f"    [[maybe_unused]] const auto {name} = {text};\n"
@@ -36,6 +36,6 @@ class Uniforms:
         values = ", ".join(self.fields)
         return (
             f"  struct Uniforms {{{fields} }};\n"
-            f"  static Uniforms uniforms([[maybe_unused]] const Context& c) {{\n{lines}"
+            f"  FAJIT_FN static Uniforms uniforms([[maybe_unused]] const Context& c) {{\n{lines}"
             f"    return {{{values}}};\n  }}"
         )

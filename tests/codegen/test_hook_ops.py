@@ -156,13 +156,21 @@ def inputs(op: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
 def test_matches_torch(library, index, orientation):
     op, dtype, arity = CASES[index]
     a, b = inputs(op, dtype)
+    function = getattr(library, f"op_{index}_{orientation[0]}")
+    check(
+        op, dtype, arity, a, b,
+        lambda out: function(
+            ctypes.c_void_p(a.data_ptr()), ctypes.c_void_p(b.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(COUNT),
+        ),
+    )  # fmt: skip
+
+
+def check(op, dtype, arity, a, b, run) -> None:
+    """What `run(out)` writes for the operands against torch."""
     expected = torch_ops[op](a, b) if arity == 2 else torch_ops[op](a)
     out = torch.empty(COUNT, dtype=expected.dtype)
-    function = getattr(library, f"op_{index}_{orientation[0]}")
-    function(
-        ctypes.c_void_p(a.data_ptr()), ctypes.c_void_p(b.data_ptr()),
-        ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(COUNT),
-    )  # fmt: skip
+    run(out)
     if expected.dtype.is_floating_point:
         wide = a.double(), b.double()
         exact = torch_ops[op](*wide) if arity == 2 else torch_ops[op](wide[0])

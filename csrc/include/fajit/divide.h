@@ -36,7 +36,7 @@ FAJIT_SHARED int64_t quotient(int64_t a, int64_t b) {
 }
 
 // A divisor known before a launch: n / divisor = n * magic >> (32 + shift) for 0 <= n <= 2^31, with
-// magic = ceil(2^(32 + shift) / divisor) and shift = ceil(log2(divisor)) - 1. Made on the host.
+// magic = ceil(2^(32 + shift) / divisor) and shift = ceil(log2(divisor)) - 1. Hosts make it.
 // (Granlund and Montgomery 1994: the error magic * divisor - 2^(32 + shift) is below 2^(shift + 1),
 // so that n times it stays below 2^(32 + shift).)
 struct Divisor {
@@ -45,7 +45,7 @@ struct Divisor {
   int32_t shift;
 
   Divisor() = default;
-  explicit Divisor(int32_t v) : value(v), magic(0), shift(0) {
+  FAJIT_FN explicit Divisor(int32_t v) : value(v), magic(0), shift(0) {
     const uint32_t d = v < 0 ? 0u - uint32_t(v) : uint32_t(v);
     if (d < 2) return;
     while ((uint64_t(2) << shift) < d) ++shift;

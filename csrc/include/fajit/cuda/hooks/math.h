@@ -18,6 +18,7 @@ FAJIT_FN float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); 
 FAJIT_FN float abs(float x) { return __builtin_fabsf(x); }
 FAJIT_FN double abs(double x) { return __builtin_fabs(x); }
 FAJIT_FN float copysign(float x, float s) { return __builtin_copysignf(x, s); }
+FAJIT_FN double copysign(double x, double s) { return __builtin_copysign(x, s); }
 FAJIT_FN float floor(float x) { return __builtin_floorf(x); }
 FAJIT_FN double floor(double x) { return __builtin_floor(x); }
 FAJIT_FN float ceil(float x) { return __builtin_ceilf(x); }

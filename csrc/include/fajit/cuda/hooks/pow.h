@@ -46,21 +46,66 @@ FAJIT_FN float pow_positive(float x, float y) {
   return r > 0.0f && r < kInf ? fma(r, low, r) : r;
 }
 
-FAJIT_FN float pow(float x, float y) {
-  const float a = abs(x), b = abs(y);
-  const bool integral = trunc(y) == y, odd = integral && trunc(0.5f * y) != 0.5f * y;
-  float r = pow_positive(a, y);
+// x^y for any arguments, where `positive` is |x|^y for finite ones other than 0.
+template <class T>
+FAJIT_FN T pow_special(T x, T y, T positive) {
+  constexpr T inf = kInf;
+  const T a = abs(x), b = abs(y);
+  const bool integral = trunc(y) == y, odd = integral && trunc(T(0.5) * y) != T(0.5) * y;
   // Zero and infinity: the result is zero or infinite too.
-  const bool grows = (a > 1.0f) == (y > 0.0f);
-  r = a == 0.0f || a == kInf || b == kInf ? (grows ? kInf : 0.0f) : r;
-  r = a == 1.0f ? 1.0f : r;
-  const bool negative = as_int(x) < 0;
-  r = negative && odd ? -r : r;
-  r = x < 0.0f && a < kInf && !integral ? __builtin_nanf("") : r;
+  const bool grows = (a > 1) == (y > 0);
+  T r = a == 0 || a == inf || b == inf ? (grows ? inf : T(0)) : positive;
+  r = a == 1 ? T(1) : r;
+  r = copysign(T(1), x) < 0 && odd ? -r : r;
+  r = x < 0 && a < inf && !integral ? T(__builtin_nan("")) : r;
   r = x != x || y != y ? x + y : r;
-  return y == 0.0f || x == 1.0f ? 1.0f : r;
+  return y == 0 || x == 1 ? T(1) : r;
 }
-FAJIT_FN double pow(double x, double y) { return __builtin_pow(x, y); }
+
+FAJIT_FN float pow(float x, float y) { return pow_special(x, y, pow_positive(abs(x), y)); }
+
+// The same in double, to 1e-15: CUDA's own is a function call.
+FAJIT_FN double pow(double x, double y) {
+  const double a = abs(x);
+  const bool tiny = a < 0x1p-1022;
+  const int64_t one_half = 0x3fe6a09e667f3bcd;  // sqrt(1/2)
+  const int64_t bits = __builtin_bit_cast(int64_t, tiny ? a * 0x1p54 : a) - one_half;
+  const double e = double((bits >> 52) - (tiny ? 54 : 0));
+  const double f = __builtin_bit_cast(double, (bits & 0xfffffffffffff) + one_half) - 1.0;
+  const double q = f / (f + 2.0);
+  const double q_low = __builtin_fma(-q, f, __builtin_fma(-2.0, q, f)) / (f + 2.0);
+  const double s = q * q, s_low = __builtin_fma(q, q_low + q_low, __builtin_fma(q, q, -s));
+  double series = 1.0 / 25;
+  series = __builtin_fma(series, s, 1.0 / 23);
+  series = __builtin_fma(series, s, 1.0 / 21);
+  series = __builtin_fma(series, s, 1.0 / 19);
+  series = __builtin_fma(series, s, 1.0 / 17);
+  series = __builtin_fma(series, s, 1.0 / 15);
+  series = __builtin_fma(series, s, 1.0 / 13);
+  series = __builtin_fma(series, s, 1.0 / 11);
+  series = __builtin_fma(series, s, 1.0 / 9);
+  series = __builtin_fma(series, s, 1.0 / 7);
+  series = __builtin_fma(series, s, 1.0 / 5);
+  const double third = 1.0 / 3, third_low = 0x1.5555555555555p-56;
+  const double cube = s * q;
+  const double cube_low =
+      __builtin_fma(s, q_low, __builtin_fma(s_low, q, __builtin_fma(s, q, -cube)));
+  // q^3 / 3 as a pair: it is what rounding would show in.
+  const double cubic = cube * third;
+  const double cubic_low =
+      __builtin_fma(cube, third, -cubic) + __builtin_fma(cube, third_low, cube_low * third);
+  const double tail = __builtin_fma(series * s, cube, cubic_low + q_low);
+  const double ln2 = 0x1.62e42fefa39efp-1, ln2_low = 0x1.abc9e3b39803fp-56;
+  const double twice = 2.0 * q, high = __builtin_fma(ln2, e, twice);
+  const double rest = __builtin_fma(-ln2, e, high);
+  const double low =
+      __builtin_fma(ln2_low, e, 2.0 * (cubic + tail) + (twice - rest));
+  const double log_high = high + low, log_low = (high - log_high) + low;
+  const double p = log_high * y;
+  const double p_low = __builtin_fma(log_low, y, __builtin_fma(log_high, y, -p));
+  const double r = exp(p);
+  return pow_special(x, y, r > 0 && r < kInf ? __builtin_fma(r, p_low, r) : r);
+}
 
 FAJIT_FN float fmod(float x, float y) { return __builtin_fmodf(x, y); }
 FAJIT_FN double fmod(double x, double y) { return __builtin_fmod(x, y); }

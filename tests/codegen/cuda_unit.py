@@ -1,0 +1,69 @@
+"""A CUDA source compiled to PTX and run in the emulator on tensors, for tests of device headers."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashattn_jit import _emulator
+from flashattn_jit._paths import include_dir
+from flashattn_jit.jit.cuda_toolkit import find_toolkit
+
+TARGET = "sm_80"
+needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc: install a CUDA toolkit")
+
+
+def nvcc(source: Path, *flags: str) -> str:
+    """Compile a source beside itself with the flags; returns what the compiler says."""
+    toolkit = find_toolkit()
+    assert toolkit is not None
+    folders = [include_dir()]
+    lean: list[str] = []
+    if toolkit.takes_lean_header():
+        folders.insert(0, Path(include_dir()) / "fajit/cuda/lean")
+        lean = ["-Xcompiler=-D__NV_LEGACY_LAUNCH,-D__COMMON_FUNCTIONS_H__"]
+    command = [str(toolkit.nvcc), "-std=c++17", f"-arch={TARGET}", *lean, *flags]
+    command += [f"-I{folder}" for folder in folders]
+    run = subprocess.run(
+        [*command, source.name], cwd=source.parent, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+class Unit:
+    """The kernels of a source, which take one pointer param a tensor."""
+
+    def __init__(self, text: str, folder: Path) -> None:
+        source = folder / "unit.cu"
+        source.write_text(text)
+        nvcc(source, "-ptx", "-lineinfo", "-o", "unit.ptx")
+        self.program = _emulator.Program((folder / "unit.ptx").read_text())
+
+    def run(
+        self,
+        kernel: str,
+        params: bytes,
+        tensors: Mapping[str, torch.Tensor],
+        written: tuple[str, ...],
+        *,
+        blocks: tuple[int, int, int] = (1, 1, 1),
+        threads: int = 32,
+    ) -> None:
+        """Run a kernel whose param struct is `params`; `tensors` is all the memory it may use."""
+        allocations = [
+            (name, t.data_ptr(), t.untyped_storage().nbytes(), name in written)
+            for name, t in tensors.items()
+            if t.numel()
+        ]
+        self.program.run(kernel, blocks, (threads, 1, 1), 0, params, allocations)
+
+
+def pointers(*tensors: torch.Tensor) -> bytes:
+    """A param struct of the tensors' addresses."""
+    return b"".join(ctypes.c_uint64(t.data_ptr()) for t in tensors)
