@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 _ROOT = Path(__file__).resolve().parent.parent
+RESULTS = _ROOT / "benchmarks" / "results"
 PAIRS = 20
 
 median = statistics.median
@@ -114,29 +115,40 @@ def machine_name() -> str:
 
 def report(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Print the rows as a table and, when asked, save them by machine and date."""
-    now = datetime.now(timezone.utc)
     context = {
-        "commit": _commit(),
-        "time": now.isoformat(timespec="seconds"),
+        "commit": commit(),
         "machine": machine_name(),
         "threads": torch.get_num_threads(),
         "load": [options.load_before, os.getloadavg()[0]],
         "rounds": options.pairs,
-        "versions": _versions(),
+        "versions": versions(),
     }
     print(
         f"\n{benchmark} on {context['machine']}, {context['threads']} threads, "
         f"commit {context['commit']}, torch {torch.__version__}"
     )
     print(table(rows))
-    if not options.save:
-        return
-    path = _ROOT / "benchmarks" / "results" / f"{context['machine']}-{now:%Y-%m-%d}.json"
-    path.parent.mkdir(exist_ok=True)
+    if options.save:
+        save(benchmark, context["machine"], context, rows)
+
+
+def save(
+    benchmark: str,
+    machine: str,
+    context: Mapping[str, object],
+    rows: Sequence[Row],
+    folder: Path = RESULTS,
+) -> Path:
+    """Write the rows to `folder`/<machine>-<date>.json, beside those of other benchmarks."""
+    now = datetime.now(timezone.utc)
+    path = folder / f"{machine}-{now:%Y-%m-%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     document = json.loads(path.read_text()) if path.exists() else {}
-    document[benchmark] = context | {"rows": [asdict(r) | {"verdict": r.verdict} for r in rows]}
+    written = [asdict(r) | {"verdict": r.verdict} for r in rows]
+    document[benchmark] = {"time": now.isoformat(timespec="seconds"), **context, "rows": written}
     path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    print(f"saved to {path.relative_to(_ROOT)}")
+    print(f"saved to {path}")
+    return path
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -161,11 +173,11 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _commit() -> str:
+def commit() -> str:
     """The checkout's commit, with a plus where tracked files differ from it."""
     try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -176,7 +188,8 @@ def _git(*command: str) -> str:
     ).stdout.strip()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a result depends on."""
     import numpy as np
 
     gcc = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,81 @@
+"""The kernels that the GPU benchmark needs, compiled before it measures, in parallel processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+import flashattn_jit as fa
+from benchmarks import _gpu_mods as mods
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.jit.module import Request, load_stepping
+from flashattn_jit.ops._launch import render_spec
+from flashattn_jit.planner import Problem, choose, fallbacks
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.spec import as_variant
+
+_BF16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Want:
+    """One kernel: a variant by name, the rows that share a key head, head_dim, features."""
+
+    variant: str
+    rows: int
+    head_dim: int
+    features: tuple[str, ...] = ()
+
+
+WANTS = (
+    *(Want(name, 4096, d) for name in ("full", "causal", "alibi", "softcap") for d in (64, 128)),
+    *(Want(name, 4096, 128) for name in ("window", "document")),
+    Want("full", 1, 128, ("paged",)),
+    Want("full", 4, 128),
+)
+"""Of all rows. What is missing here is compiled when a row first needs it."""
+
+
+def spec_of(want: Want, target: str) -> KernelSpec:
+    """The kernel that is wanted."""
+    made = {
+        "full": lambda: None,
+        "causal": fa.Causal,
+        "alibi": lambda: mods.alibi(torch.zeros(16)),
+        "softcap": lambda: mods.softcap(30.0),
+        "window": lambda: mods.window(1024),
+        "document": lambda: mods.document(torch.zeros(4096, dtype=torch.int64)),
+    }
+    chosen = as_variant(made[want.variant]())
+    dims = Dims(1, 16, 16, want.rows, 4096, want.head_dim, want.head_dim)
+    problem = Problem((want.rows,), (4096,), 1, 1, want.head_dim, want.head_dim, *(_BF16,) * 3)
+    return choose(chosen.bind(dims, {}).ir, problem, target, want.features, chosen.name)
+
+
+def compile_one(want: Want, target: str) -> str:
+    """Compile one kernel into the cache; what went wrong, or an empty text."""
+    try:
+        spec = spec_of(want, target)
+        specs = (spec, *fallbacks(spec))
+        load_stepping(
+            [Request(s.document(), s.template, s.target, lambda s=s: render_spec(s)) for s in specs]
+        )
+    except Exception as error:  # the row that needs it says so again
+        return f"{want}: {type(error).__name__}: {error}"
+    return ""
+
+
+def compile_all(target: str) -> None:
+    """Compile `WANTS`, a process a core."""
+    begin = time.perf_counter()
+    workers = min(len(os.sched_getaffinity(0)), len(WANTS))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        failed = [f for f in pool.map(compile_one, WANTS, [target] * len(WANTS)) if f]
+    for text in failed:
+        print(f"  not compiled ahead: {text}")
+    print(f"  {len(WANTS)} kernels in {time.perf_counter() - begin:.0f} s", flush=True)

@@ -1,0 +1,127 @@
+"""What the CUDA kernels are compared with: torch's SDPA backends, FlexAttention, FlashInfer.
+
+A peer that does not run here is left out, and the report says why.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+Run = Callable[[], object]
+
+missing: dict[str, str] = {}
+"""Peers that did not run, with the reason."""
+
+
+def that_work(peers: Mapping[str, Run]) -> dict[str, Run]:
+    """The peers that run at all."""
+    working = {}
+    for name, run in peers.items():
+        try:
+            run()
+            torch.cuda.synchronize()
+        except Exception as error:  # a peer may fail in any way; it is left out, visibly
+            missing[name] = f"{type(error).__name__}: {str(error)[:160]}"
+            print(f"  {name} does not run: {missing[name]}", flush=True)
+        else:
+            working[name] = run
+    return working
+
+
+def sdpa_peers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:
+    """torch SDPA's flash (FlashAttention 2) and cuDNN backends."""
+    return that_work(
+        {
+            "flash": _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, is_causal),
+            "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, is_causal),
+        }
+    )
+
+
+def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Run:
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, score_mod: Any = None, mask: Any = None) -> Run:
+    """FlexAttention compiled for these shapes, its block mask made ahead."""
+    torch.compiler.reset()  # torch keeps 8 compilations of a function, then runs it uncompiled
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=mask)
+
+
+def flex_masked(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any) -> dict[str, Run]:
+    """FlexAttention with a mask: the kernel alone, and with the mask's creation, also compiled."""
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    make = torch.compile(create_block_mask, dynamic=False)
+    length = q.shape[2]
+
+    def fresh() -> Any:
+        return make(mask_mod, None, None, length, length, device="cuda")
+
+    ready = fresh()
+    return that_work(
+        {
+            "flex": lambda: compiled(q, k, v, block_mask=ready),
+            "flex + mask": lambda: compiled(q, k, v, block_mask=fresh()),
+        }
+    )
+
+
+def flashinfer_version() -> str:
+    """FlashInfer's version, or an empty text where it cannot be imported."""
+    if importlib.util.find_spec("flashinfer") is None:
+        missing.setdefault("flashinfer", "not installed")
+        return ""
+    return str(importlib.import_module("flashinfer").__version__)
+
+
+def flashinfer_prefill(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:
+    """FlashInfer's FA2-class kernel on one request: q, k, v [1, H, S, D]."""
+    if not flashinfer_version() or q.shape[0] != 1:
+        return {}
+    module = importlib.import_module("flashinfer")
+    rows = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+    return that_work(
+        {
+            "flashinfer": lambda: module.single_prefill_with_kv_cache(
+                *rows, causal=is_causal, backend="fa2"
+            )
+        }
+    )
+
+
+def flashinfer_decode(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, indptr: Tensor, indices: Tensor, last: Tensor
+) -> dict[str, Run]:
+    """FlashInfer's batch decode: q [B, Hq, D], pages [P, page, Hkv, D], int32 on the device."""
+    if not flashinfer_version():
+        return {}
+    module = importlib.import_module("flashinfer")
+    groups = q.shape[1] // k_pages.shape[2]
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=groups >= 4
+    )
+    try:
+        wrapper.plan(
+            indptr, indices, last, q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1],
+            q_data_type=q.dtype, kv_data_type=k_pages.dtype,
+        )  # fmt: skip
+    except Exception as error:
+        missing["flashinfer decode"] = f"{type(error).__name__}: {str(error)[:160]}"
+        return {}
+    return that_work({"flashinfer": lambda: wrapper.run(q, (k_pages, v_pages))})
