@@ -28,7 +28,8 @@ def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str,
         f"  FAJIT_FN static void {hook}([[maybe_unused]] const Context& c, const Row_& row,\n"
         f"      [[maybe_unused]] float* temps, int lane, {listed}) {{\n"
     )
-    return head + "".join(f"    {line}\n" for line in lines) + "  }", lowering.scratch + -lowering.scratch % 4
+    text = head + "".join(f"    {line}\n" for line in lines) + "  }"
+    return text, lowering.scratch + -lowering.scratch % 4
 
 
 class _WarpLowering(RowLowering):

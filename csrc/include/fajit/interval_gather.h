@@ -99,11 +99,22 @@ FAJIT_SHARED Interval i_index(Interval x, int64_t size) {
   return {smaller(larger(x.lo, 0), size - 1), smaller(larger(x.hi, 0), size - 1)};
 }
 
+// The lo table of a dim, followed by the hi table, if the host built them. (A flag instead of a null
+// pointer: a device would read through a pointer that may be either from memory of unknown kind.)
+struct Tables {
+  const fajit_tensor* lo;
+  bool some;
+  FAJIT_SHARED Tables(decltype(nullptr)) : lo(nullptr), some(false) {}
+  FAJIT_SHARED Tables(const fajit_tensor* t, bool built) : lo(t), some(built) {}
+};
+FAJIT_SHARED Tables tables_at(const Context& c, int slot) {
+  return {c.tensors + slot, slot + 1 < c.args->num_tensors};
+}
+
 // The boxes of a gather, one per index tuple of the dims that are not scanned; calls
 // f(offset of the tuple, offset of the tuple in a table). False if there are too many.
 template <int Rank, int Scan, class F>
-FAJIT_SHARED bool each_row(const fajit_tensor& t, const fajit_tensor* table, const Interval* at,
-                           F f) {
+FAJIT_SHARED bool each_row(const fajit_tensor& t, Tables tables, const Interval* at, F f) {
   int64_t rows = 1;
   for (int d = 0; d < Rank; ++d) {
     if (d == Scan) continue;
@@ -118,7 +129,7 @@ FAJIT_SHARED bool each_row(const fajit_tensor& t, const fajit_tensor* table, con
     for (int d = 0; d < Rank; ++d) {
       if (d == Scan) continue;
       offset += (at[d].lo + index[d]) * t.strides[d];
-      if (table) table_offset += (at[d].lo + index[d]) * table->strides[d];
+      if (tables.some) table_offset += (at[d].lo + index[d]) * tables.lo->strides[d];
     }
     f(offset, table_offset);
     for (int d = Rank - 1; d >= 0; --d) {
@@ -130,11 +141,11 @@ FAJIT_SHARED bool each_row(const fajit_tensor& t, const fajit_tensor* table, con
   return true;
 }
 
-// The hull of t[at]. `tables`: null, or the lo and the hi table of dim Scan (empty: none was built).
+// The hull of t[at]. `tables`: the lo and the hi table of dim Scan (empty where they do not pay).
 // Returns false if it visited nothing, because the box is too large.
 template <class E, int Rank, int Scan>
 FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t,
-                              const fajit_tensor* tables, const Interval* index) {
+                              Tables tables, const Interval* index) {
   using V = typename E::Value;
   using S = typename E::Storage;
   Interval at[Rank > 0 ? Rank : 1];
@@ -156,9 +167,9 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
     return true;
   } else {
     const int64_t lo = at[Scan].lo, hi = at[Scan].hi, stride = t.strides[Scan];
-    const bool by_table = tables && tables[0].ptr && hi - lo + 1 > kScan;
+    const bool by_table = tables.some && tables.lo->ptr && hi - lo + 1 > kScan;
     return each_row<Rank, Scan>(
-        t, by_table ? tables : nullptr, at, [&](int64_t offset, int64_t table_offset) {
+        t, Tables{tables.lo, by_table}, at, [&](int64_t offset, int64_t table_offset) {
           const S* row = data + offset;
           // What lies before the first whole block and behind the last one, or all of it.
           const int64_t first = (lo + kBlock - 1) / kBlock, last = (hi + 1) / kBlock;
@@ -169,40 +180,33 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
             scan<E>(hull, row + begin * stride, stride, behind - begin);
           }
           if (!by_table) return;
-          const int64_t step = tables[0].strides[Scan], begin = table_offset + first * step;
+          const int64_t step = tables.lo->strides[Scan], begin = table_offset + first * step;
           FAJIT_ROLLED
           for (int side = 0; side < 2; ++side) {
-            const void* const table = side == 0 ? tables[0].ptr : tables[1].ptr;
+            const void* const table = side == 0 ? tables.lo[0].ptr : tables.lo[1].ptr;
             scan<Plain<V>>(hull, static_cast<const V*>(table) + begin, step, last - first);
           }
         });
   }
 }
 
-// The lo table at `slot`, followed by the hi table; null when the host built none.
-FAJIT_SHARED const fajit_tensor* tables_at(const Context& c, int slot) {
-  return slot + 1 < c.args->num_tensors ? &c.tensor(slot) : nullptr;
-}
-
 template <class E, int Rank, int Scan>
-FAJIT_SHARED Interval i_gather(const fajit_tensor& t, const fajit_tensor* tables,
-                               const Interval* index, Interval top) {
+FAJIT_SHARED Interval i_gather(const fajit_tensor& t, Tables tables, const Interval* index,
+                               Interval top) {
   Hull<typename E::Value> hull;
   if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return top;
   return {int64_t(hull.lo), int64_t(hull.hi)};
 }
 
 template <class E, int Rank, int Scan>
-FAJIT_SHARED Tri t_gather(const fajit_tensor& t, const fajit_tensor* tables,
-                          const Interval* index) {
+FAJIT_SHARED Tri t_gather(const fajit_tensor& t, Tables tables, const Interval* index) {
   Hull<typename E::Value> hull;
   if (!gather_hull<E, Rank, Scan>(hull, t, tables, index)) return {true, false};
   return {hull.hi != 0, hull.lo != 0};
 }
 
 template <class E, int Rank, int Scan>
-FAJIT_SHARED FInterval f_gather(const fajit_tensor& t, const fajit_tensor* tables,
-                                const Interval* index) {
+FAJIT_SHARED FInterval f_gather(const fajit_tensor& t, Tables tables, const Interval* index) {
   constexpr double inf = __builtin_inf();
   Hull<typename E::Value> hull;
   if (!gather_hull<E, Rank, Scan>(hull, t, tables, index) || hull.nan) return {-inf, inf, true};
