@@ -1,0 +1,206 @@
+"""Attention over pages: what a page table means, on emulated targets, against packed calls."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.errors import EnvironmentVariableError, InputError, TargetError
+from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.ops.paged import Paged, paged_attention
+from flashattn_jit.variants.reference import varlen_reference
+from tests.ops.test_attention import assert_close
+
+pytest.importorskip("flashattn_jit._emulator")
+needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+
+SM80 = "emulated:sm_80"
+BF16 = torch.bfloat16
+DECODE = ((1, 1, 0, 1), (70, 1, 5, 300))
+PREFILL = ((3, 40, 1, 0), (90, 40, 0, 7))
+
+
+class Cached(NamedTuple):
+    """Packed tensors and the same keys in pages; what no key lies in is NaN."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    paged: Paged
+
+
+def indptr(lengths) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def cached(lengths=DECODE, page_size: int = 16, heads: int = 4, dim: int = 64) -> Cached:
+    generator = torch.Generator().manual_seed(0)
+    q_len, kv_len = lengths
+    pages = [-(-n // page_size) for n in kv_len]
+    num_pages = sum(pages) + 5
+    last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in kv_len])
+    q = torch.randn(sum(q_len), heads, dim, generator=generator).to(BF16)
+    k, v = (torch.randn(sum(kv_len), 2, dim, generator=generator).to(BF16) for _ in range(2))
+    k_pages, v_pages = (
+        torch.full((num_pages, page_size, 2, dim), torch.nan).to(BF16) for _ in "kv"
+    )
+    paged = Paged(indptr(pages), indices, last, page_size)
+    fa.append_paged_kv(k, v, k_pages, v_pages, indptr(kv_len), paged)
+    return Cached(q, k, v, indptr(q_len), indptr(kv_len), k_pages, v_pages, paged)
+
+
+def run(c: Cached, variant: Any = None, **options: Any):
+    return paged_attention(
+        c.q, c.k_pages, c.v_pages, c.q_indptr, c.paged, variant, target=SM80, **options
+    )
+
+
+def check(c: Cached, variant: Any = None) -> torch.Tensor:
+    out, lse = run(c, variant, return_lse=True)
+    packed = (c.q, c.k, c.v, c.q_indptr, c.kv_indptr, variant)
+    exact, exact_lse = varlen_reference(*packed)
+    eager, _ = varlen_reference(*packed, dtype=BF16)
+    assert_close(out, exact, eager)
+    torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=2e-5, atol=2e-5)
+    return out
+
+
+@needs_nvcc
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+@pytest.mark.parametrize("lengths", [DECODE, PREFILL], ids=["decode", "prefill"])
+def test_pages_of_any_size_hold_what_packed_rows_do(lengths, page_size: int) -> None:
+    check(cached(lengths, page_size), fa.Causal())
+
+
+@needs_nvcc
+def test_pages_do_not_change_a_bit_of_the_result() -> None:
+    outs = [check(cached(DECODE, n), fa.Causal()) for n in (1, 16)]
+    assert torch.equal(*outs)
+
+
+@needs_nvcc
+def test_hooks_see_logical_positions_and_the_physical_slot() -> None:
+    c = cached(DECODE, 16)
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(c.k_pages.shape[0] * 16, generator=generator)
+
+    def by_slot(score, b, h, q_idx, kv_idx):
+        return score + weight[fa.kv_slot(b, kv_idx)] + 0.01 * (kv_idx - q_idx)
+
+    out, _ = run(c, by_slot)
+    # The same weights in the order of the packed keys.
+    own = []
+    for b, (begin, end) in enumerate(itertools.pairwise(c.paged.page_indptr.tolist())):
+        pages = c.paged.page_indices[begin:end].long()
+        slots = (pages[:, None] * 16 + torch.arange(16)).flatten()
+        own.append(weight[slots[: int(c.kv_indptr[b + 1] - c.kv_indptr[b])]])
+    packed = torch.cat(own)
+
+    def by_row(score, b, h, q_idx, kv_idx):
+        return score + packed[fa.kv_slot(b, kv_idx)] + 0.01 * (kv_idx - q_idx)
+
+    rows = (c.q, c.k, c.v, c.q_indptr, c.kv_indptr, by_row)
+    exact, _ = varlen_reference(*rows)
+    eager, _ = varlen_reference(*rows, dtype=BF16)
+    assert_close(out, exact, eager)
+
+
+@needs_nvcc
+def test_k_and_v_have_their_own_strides() -> None:
+    """Keys as [pages, heads, slots, dim], values beside something else in a wider row."""
+    c = cached(DECODE, 16)
+    expected = check(c, fa.Causal())
+    k_pages = c.k_pages.transpose(1, 2).contiguous().transpose(1, 2)
+    wide = torch.full((*c.v_pages.shape[:3], 128), torch.nan, dtype=BF16)
+    wide[..., 32:96] = c.v_pages
+    out, _ = run(c._replace(k_pages=k_pages, v_pages=wide[..., 32:96]), fa.Causal())
+    assert torch.equal(out, expected)
+
+
+@needs_nvcc
+def test_out_and_int64_indices() -> None:
+    c = cached(DECODE, 16)
+    expected = check(c, fa.Causal())
+    out = torch.empty(3, 4, 64, dtype=BF16)
+    indices = c.paged.page_indices.long()
+    got, lse = run(c._replace(paged=replace(c.paged, page_indices=indices)), fa.Causal(), out=out)
+    assert got is out and lse is None and torch.equal(out, expected)
+
+
+def test_cpu_targets_have_no_paged_kernel() -> None:
+    c = cached()
+    with pytest.raises(TargetError, match="name an emulated target"):
+        paged_attention(c.q, c.k_pages, c.v_pages, c.q_indptr, c.paged)
+
+
+def changed(**fields: Any) -> Cached:
+    c = cached()
+    return c._replace(paged=replace(c.paged, **fields))
+
+
+NO_PAGES = torch.tensor([0, 0, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cached()._replace(paged=(1, 2)), "paged must be an fa.Paged, got tuple"),
+        (lambda: changed(page_size=8), "k_pages has page_size=16, but paged 8"),
+        (lambda: changed(page_size=0), "page_size=0 must be an int of at least 1"),
+        (lambda: changed(page_indptr=torch.tensor([0, 5, 4, 6, 9])), "not descend; request 1"),
+        (lambda: changed(page_indptr=torch.tensor([0, 5])), r"last_page_len must be \[batch=1\]"),
+        (lambda: changed(page_indptr=torch.tensor([-1, 5, 6, 7, 26])), "must not be negative"),
+        (lambda: changed(page_indptr=torch.tensor([0.0, 5])), "page_indptr must be an int32 or"),
+        (lambda: changed(page_indptr=torch.tensor([0, 5, 6, 7, 99])), "ends at 99, but page_indi"),
+        (lambda: changed(page_indptr=NO_PAGES), r"last_page_len\[0\]=6, but request 0 has no page"),
+        (lambda: changed(last_page_len=torch.tensor([6, 0, 5, 12])), r"last_page_len\[1\]=0, but"),
+        (lambda: changed(last_page_len=torch.tensor([6, 17, 5, 12])), r"last_page_len\[1\]=17"),
+        (lambda: changed(last_page_len=torch.tensor([6])), r"last_page_len must be \[batch=4\]"),
+        (lambda: changed(page_indices=torch.zeros(9)), "page_indices must be int32 or int64"),
+        (lambda: changed(page_indices=torch.zeros(2, 9).int()), "must be a tensor"),
+        (
+            lambda: changed(page_indices=torch.zeros(26, dtype=torch.int32, device="meta")),
+            "page_indices on meta",
+        ),
+        (lambda: cached()._replace(q_indptr=torch.tensor([0, 3])), "num_requests=4, but q_indptr"),
+        (
+            lambda: cached()._replace(v_pages=torch.zeros(9, 16, 2, 64, dtype=BF16)),
+            "v_pages has num_pages=9",
+        ),
+        (lambda: cached()._replace(k_pages=torch.zeros(9, 16, 64)), "k must be .num_pages, page"),
+    ],
+)
+def test_what_is_wrong_with_pages_is_told_before_anything_runs(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run(make())
+
+
+def test_a_page_that_does_not_exist_is_told_with_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    c = cached()
+    indices = c.paged.page_indices.clone()
+    indices[6] = 1000
+    wrong = c._replace(paged=replace(c.paged, page_indices=indices))
+    with pytest.raises(InputError, match=r"page_indices\[6\]=1000, a page of request 2, is outsi"):
+        run(wrong)
+    # Entries that no request owns may hold anything.
+    unused = torch.cat([c.paged.page_indices, torch.tensor([-7], dtype=torch.int32)])
+    from flashattn_jit.ops import paged as module
+
+    caches = (c.k_pages, c.v_pages)
+    module.read_pages(replace(c.paged, page_indices=unused), *caches)
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    module.read_pages(wrong.paged, *caches)
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "yes")
+    with pytest.raises(EnvironmentVariableError, match="must be 0 or 1"):
+        module.read_pages(wrong.paged, *caches)
