@@ -50,9 +50,9 @@ def cached(lengths=DECODE, page_size: int = 16, heads: int = 4, dim: int = 64) -
     last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in kv_len])
     q = torch.randn(sum(q_len), heads, dim, generator=generator).to(BF16)
     k, v = (torch.randn(sum(kv_len), 2, dim, generator=generator).to(BF16) for _ in range(2))
-    k_pages, v_pages = (
-        torch.full((num_pages, page_size, 2, dim), torch.nan).to(BF16) for _ in "kv"
-    )
+    indices = torch.randperm(num_pages, generator=generator)[: sum(pages)].int()
+    empty = torch.full((num_pages, page_size, 2, dim), torch.nan).to(BF16)
+    k_pages, v_pages = empty.clone(), empty.clone()
     paged = Paged(indptr(pages), indices, last, page_size)
     fa.append_paged_kv(k, v, k_pages, v_pages, indptr(kv_len), paged)
     return Cached(q, k, v, indptr(q_len), indptr(kv_len), k_pages, v_pages, paged)
