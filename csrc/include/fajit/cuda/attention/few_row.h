@@ -77,7 +77,7 @@ class FewRow {
 
     Walk walk(c_, item_, item_.kv_begin + warp_ * kKeys,
               min(item_.kv_end, a_.kv_len[item_.request]), walk_);
-    load_queries();
+    start_queries();
 
     // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is wanted.
     constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
@@ -91,6 +91,7 @@ class FewRow {
       load_pair(tiles[i], place, i);
       place = next;
     }
+    finish_queries<kAhead>();
     int stage = 0;
     while (tiles[0].valid()) {
       ptx::wait_copies<kAhead - 1>();
@@ -129,15 +130,19 @@ class FewRow {
   }
 
  private:
-  // Q is shared by the block; warp 0 loads and changes it.
-  FAJIT_DEV void load_queries() {
+  // Q is shared by the block; warp 0 loads and changes it, while the first keys are on their way.
+  FAJIT_DEV void start_queries() {
+    if (warp_ != 0) return;
+    const uint16_t* from =
+        static_cast<const uint16_t*>(a_.q) + row_offset(a_, item_, mine_, a_.q_stride);
+    load_rows<Config::kHeadDim, Config::kDim, 16, Config::kAligned>(q_, 0, count_, HeldRows{from});
+    ptx::commit_copies();
+  }
+  // kYounger: groups of copies that were committed since.
+  template <int kYounger>
+  FAJIT_DEV void finish_queries() {
     if (warp_ == 0) {
-      const uint16_t* from =
-          static_cast<const uint16_t*>(a_.q) + row_offset(a_, item_, mine_, a_.q_stride);
-      load_rows<Config::kHeadDim, Config::kDim, 16, Config::kAligned>(
-          q_, 0, count_, HeldRows{from});
-      ptx::commit_copies();
-      ptx::wait_copies<0>();
+      ptx::wait_copies<kYounger>();
       __syncwarp();
       if constexpr (Hooks::kQueryMod) {
         for (int r = 0; r < count_; ++r) {
