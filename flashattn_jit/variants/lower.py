@@ -46,8 +46,9 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
         scratch = max((n for _, n in rows), default=0)
         flags.append(f"  static constexpr int kRowTemps = {scratch};  // floats a warp")
     parts = ["\n".join(flags)]
-    parts += [_cpp_function(variant, hook, text, name, backend) for hook, text in variant.cpp]
     uniforms = Uniforms() if backend == "cuda" else None
+    for hook, text in variant.cpp:
+        parts.append(_cpp_function(variant, hook, text, name, uniforms))
     parts += [lower_pair.lower(variant, declare, uniforms)]
     for hook in ("pointwise", "pointwise_scale", "sink"):
         parts.append(_scalar_hook(variant, hook, declare, uniforms))
@@ -86,19 +87,21 @@ _CPP_SIGNATURES = {
 }
 
 
-def _cpp_function(variant: VariantIR, hook: str, text: str, name: str, backend: Backend) -> str:
+def _cpp_function(
+    variant: VariantIR, hook: str, text: str, name: str, uniforms: Uniforms | None
+) -> str:
     """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
     result, arguments = _CPP_SIGNATURES[hook]
-    declare = "static inline" if backend == "cpu" else _DECLARE[backend]
+    declare = "static inline" if uniforms is None else _DECLARE["cuda"]
     return (
         f"  {declare} {result} {hook}_text([[maybe_unused]] const Context& c, "
         f"{', '.join('[[maybe_unused]] ' + a for a in arguments.split(', '))}) {{\n"
-        f"{_cpp_params(variant, text)}"
+        f"{_cpp_params(variant, hook, text, uniforms)}"
         f'#line 1 "hook:{name}.{hook}"\n{text}\n#line 1 "hooks"\n  }}'
     )
 
 
-def _cpp_params(variant: VariantIR, text: str) -> str:
+def _cpp_params(variant: VariantIR, hook: str, text: str, uniforms: Uniforms | None) -> str:
     """Locals for the params that the text names: scalars are values, tensors functions."""
     words = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = []
@@ -107,7 +110,12 @@ def _cpp_params(variant: VariantIR, text: str) -> str:
             kind, getter = (
                 ("int64_t", "scalar_i64") if scalar.dtype == "int64" else ("float", "scalar_f64")
             )
-            lines.append(f"const {kind} {scalar.name} = {kind}(c.{getter}({slot}));")
+            value = f"{kind}(c.{getter}({slot}))"
+            if uniforms is not None:
+                field = f"{hook}_{scalar.name}"
+                uniforms.compute(field, value)
+                value = uniforms.read(field, kind)
+            lines.append(f"const {kind} {scalar.name} = {value};")
     for slot, tensor in enumerate(variant.tensors):
         if tensor.name in words:
             arguments = [f"int64_t i{d}" for d in range(tensor.rank)]

@@ -15,7 +15,7 @@ import torch
 from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.lower import lower_hooks
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.spec import Variant, as_variant, cpp, scalar, tensor, variant
 from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
 from tests.registry import CASES, Case, Shape
 from tests.variants.ir_eval import evaluate
@@ -224,13 +224,12 @@ def call_of(built: Built, lengths, **fields) -> tuple[bytes, dict[str, torch.Ten
         num_requests=built.shape.batch, **{k: v for k, v in fields.items() if type(v) is int}
     )
     memory = {**lengths, **{k: v for k, v in fields.items() if type(v) is not int}}
-    for name, tensor in memory.items():
-        setattr(call, name, tensor.data_ptr())
-    for i, tensor in enumerate(built.tensors):
-        memory[f"param{i}"] = tensor
-        call.tensors[i].ptr = tensor.data_ptr() if tensor.numel() else None
-        call.tensors[i].sizes[: tensor.ndim] = tensor.shape
-        call.tensors[i].strides[: tensor.ndim] = tensor.stride()
+    for name, t in memory.items():
+        setattr(call, name, t.data_ptr())
+    for i, t in enumerate(built.tensors):
+        memory[f"param{i}"] = t
+        call.tensors[i].ptr = t.data_ptr() if t.numel() else None
+        call.tensors[i].sizes[: t.ndim], call.tensors[i].strides[: t.ndim] = t.shape, t.stride()
     for i, (param, value) in enumerate(zip(built.ir.scalars, built.scalars, strict=True)):
         kind = ctypes.c_int64 if param.dtype == "int64" else ctypes.c_double
         call.scalars[i] = ctypes.c_uint64.from_buffer_copy(
@@ -307,6 +306,45 @@ def test_rows(row_unit, number):
         if expected.ndim == 3:
             expected = expected[..., None]
         torch.testing.assert_close(out, expected.float().expand(size), rtol=1e-5, atol=1e-5)
+
+
+class Text(Variant):
+    """Hooks given as C++ text, with params of every kind."""
+
+    cap: float = scalar(3.0)
+    window: int = scalar(17)
+    slopes: torch.Tensor = tensor("num_q_heads")
+    score_mod = cpp("return cap * math::tanh(score / cap) + slopes(h) * (kv_idx - q_idx);")
+    mask_mod = cpp("const int32_t d = q_idx - kv_idx;\nreturn d >= 0 && d < window;")
+
+
+def test_text(tmp_path):
+    shape = Shape(2, 4, 2, 40, 40, 64, 64)
+    slopes = torch.tensor([0.5, 0.25, -0.125, 1.0])
+    call = Text().bind(Dims(*shape), {"slopes": slopes})
+    built = Built(CASES[0], shape, call.ir, tuple(call.tensors), tuple(call.scalars))
+    unit = Unit(source({0: built}, pair_kernel), tmp_path)
+    size = (2, 4, 40, 40)
+    scores, out, sink = torch.randn(size), torch.empty(size), torch.empty(size[:3])
+    mask = torch.empty(size, dtype=torch.uint8)
+    params, memory = call_of(built, lengths_of(shape), in_=scores, out=out, mask=mask, sink=sink,
+                             q_step=1, num_keys=40, group=2)  # fmt: skip
+    unit.run("pairs_0", params, memory, ("out", "mask", "sink"), blocks=(40, 4, 2), threads=64)
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    expected = 3 * torch.tanh(scores / 3) - slopes[:, None, None] * distance
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(mask.bool(), ((distance >= 0) & (distance < 17)).expand(size))
+
+
+def test_an_error_in_text_names_the_hook(tmp_path):
+    call = as_variant(variant(score_mod=cpp("return score +\n  nonsense;"), name="Odd")).bind(
+        Dims()
+    )
+    (tmp_path / "unit.cu").write_text(
+        f"{_HEAD}\nnamespace fajit {{\n{lower_hooks(call.ir, 'Odd', 'cuda')}}}"
+    )
+    with pytest.raises(AssertionError, match=r"hook:Odd\.score_mod\(2\): error"):
+        nvcc(tmp_path / "unit.cu", "-cubin", "-o", "unit.cubin")
 
 
 def test_no_hook_uses_local_memory_or_spills(tmp_path):
