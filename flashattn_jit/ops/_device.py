@@ -6,7 +6,8 @@ on torch's current stream; so a planned call can be captured in a CUDA graph.
 
 Memory of ours that a kernel reads must not be reused too early. The plan's block is made on one
 stream: another one waits for it once and is recorded as a user. A plan that was captured is kept
-for good, as its graph may be replayed at any time.
+for good with the params that the graph reads, which may be defaults that nobody else holds: the
+graph may be replayed at any time.
 """
 
 from __future__ import annotations
@@ -79,13 +80,14 @@ class DevicePlan:
     ptx: str | None = None
     workspace_bytes: int = 0
     schedule: _C.Schedule | None = None
+    num_params: int = 0  # of the variant; range tables follow
     param_names: tuple[str, ...] = ()
     ready: Any = None  # event after the block's copy
     streams: set[int] = field(default_factory=set)
 
 
 _plans: dict[Geometry, DevicePlan] = {}
-_captured: set[DevicePlan] = set()
+_captured: dict[int, object] = {}  # what graphs use, by identity
 _lock = Lock()
 
 
@@ -150,6 +152,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
     names = tuple(t.name for t in known.ir.tensors)
     plan = make_plan(call, module, g.target, g.device, spec)
     plan.schedule = schedule
+    plan.num_params = len(names)
     plan.param_names = names + tuple(
         f"{side} table of {names[table.slot]}" for table in known.tables for side in ("lo", "hi")
     )
@@ -280,7 +283,9 @@ def launch(plan: DevicePlan, t: CallTensors, scale: float) -> None:
     index = ordinal(plan.device)
     stream = torch._C._cuda_getCurrentRawStream(index)
     if _is_capturing():
-        _captured.add(plan)
+        # Range tables come last; those made during the capture belong to the graph itself.
+        for used in (plan, *t.params[: plan.num_params]):
+            _captured[id(used)] = used
     elif stream not in plan.streams:
         _join(plan, stream, index)
     workspace = None

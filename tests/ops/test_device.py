@@ -188,7 +188,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream {state.stream}")
     monkeypatch.setattr(_device, "_is_capturing", lambda: state.capturing)
-    monkeypatch.setattr(_device, "_captured", set())
+    monkeypatch.setattr(_device, "_captured", {})
     return state
 
 
@@ -212,12 +212,12 @@ def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleN
 
 def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    plan = _device.DevicePlan(None, fake, CUDA0, fake, ready=fake, streams={7})
+    plan = _device.DevicePlan(None, fake, CUDA0, fake, num_params=1, ready=fake, streams={7})
     device.stream, device.capturing = 9, True
-    q = torch.zeros(4)
-    _device.launch(plan, _device.CallTensors(q, q, q, q, None), 1.0)
+    q, param, table = torch.zeros(3, 4).unbind()
+    _device.launch(plan, _device.CallTensors(q, q, q, q, None, (param, table)), 1.0)
     assert fake.events == [] and fake.launches[0]["stream"] == 9
-    assert plan in _device._captured and plan.streams == {7}
+    assert list(_device._captured.values()) == [plan, param] and plan.streams == {7}
 
 
 # --- argument blocks of a real CUDA artifact ------------------------------------------------------
