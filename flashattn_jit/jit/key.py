@@ -18,9 +18,9 @@ from flashattn_jit import _C, _paths
 # Raised when the meaning of an entry or of a document field changes.
 SCHEMA = 1
 
-# The module that renders. With the modules of this package that it imports, it decides the text of
-# a source.
-_GENERATOR = "codegen/render.py"
+# The modules that render. With the modules of this package that they import, they decide the text
+# of a source.
+_GENERATORS = ("codegen/render.py", "codegen/utility.py")
 
 # nvcc includes it in front of every source of ours.
 _CUDA_PRELUDE = "fajit/cuda/lean/cuda_runtime.h"
@@ -79,7 +79,8 @@ def read_sources(template: str, templates: Path, headers: Path, package: Path) -
     """
     folders = {"templates": templates, "include": headers, "package": package}
     contents: dict[str, bytes] = {}
-    pending = [("templates", template), ("package", _GENERATOR)]
+    pending = [("templates", template)]
+    pending += [("package", name) for name in _GENERATORS if package.joinpath(name).is_file()]
     if ".cu." in template and headers.joinpath(_CUDA_PRELUDE).is_file():
         pending.append(("include", _CUDA_PRELUDE))
     while pending:
