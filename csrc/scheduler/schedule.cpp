@@ -179,18 +179,31 @@ Schedule cut(const std::vector<Unit>& units, int64_t item_cost, const Options& o
   return s;
 }
 
-// What the merge's own launch costs a device: as much as this many keys of the longest unit.
+// What the merge's own launch costs a device, and each wave of blocks after the first: as much as
+// this many keys of the longest unit.
 constexpr int64_t kMergeLaunchKeys = 128;
+constexpr int64_t kWaveStartKeys = 64;
+constexpr int64_t kMostWaves = 4;
 
+// Items for one wave of slots, or for up to four: 256 equal units fill 396 slots badly, whole or in
+// as many parts as the slots hold at once, but in thirds they fill them twice over.
 Schedule split_for_slots(const std::vector<Unit>& units, Schedule whole, const Options& o) {
   const int64_t count = static_cast<int64_t>(units.size());
-  const int64_t most = count < o.num_workers ? o.num_workers : count + o.num_workers;
-  Schedule split = cut(units, least_item_cost(units, most), o);
-  if (split.merge_work.empty()) return whole;
   const fajit_work& longest = units.front().work;
-  const int64_t launch =
-      kMergeLaunchKeys * round_up(longest.row_end - longest.row_begin, o.row_granule);
-  return (split.critical_cost + launch) * 20 < whole.critical_cost * 19 ? split : whole;
+  const int64_t rows = round_up(longest.row_end - longest.row_begin, o.row_granule);
+  int64_t least = whole.critical_cost * 19 / 20;
+  Schedule best = std::move(whole);
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
+    const int64_t slots = waves * o.num_workers;
+    Schedule split = cut(units, least_item_cost(units, count < slots ? slots : count + slots), o);
+    if (split.merge_work.empty()) continue;
+    const int64_t cost =
+        split.critical_cost + rows * (kMergeLaunchKeys + (waves - 1) * kWaveStartKeys);
+    if (cost >= least) continue;
+    least = cost;
+    best = std::move(split);
+  }
+  return best;
 }
 
 }  // namespace
