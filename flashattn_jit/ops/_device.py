@@ -292,7 +292,7 @@ def launch(plan: DevicePlan, t: CallTensors, scale: float) -> None:
     if plan.workspace_bytes:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device)
     address = 0 if workspace is None else workspace.data_ptr()
-    plan.call.launch(**_native(plan, t, scale, address), stream=stream, device=index)
+    plan.call.launch(*_native(plan, t, scale, address), stream=stream, device=index)
 
 
 def _join(plan: DevicePlan, stream: int, index: int) -> None:
@@ -303,25 +303,31 @@ def _join(plan: DevicePlan, stream: int, index: int) -> None:
     plan.streams.add(stream)
 
 
-def _native(plan: DevicePlan, t: CallTensors, scale: float, workspace: int) -> dict[str, Any]:
-    """What `_C.Call.launch` takes, but for the stream."""
+_Native = tuple[
+    int, int, int, int, int, float, int, tuple[int, ...], tuple[int | float, ...],
+    int, int, int, int,
+]  # fmt: skip
+
+
+def _native(plan: DevicePlan, t: CallTensors, scale: float, workspace: int) -> _Native:
+    """What `_C.Call.launch` takes, in order, up to the stream."""
     address = t.q.data_ptr()
-    return {
-        "q": address,
+    return (
+        address,
         # Without keys their address is 0, which kernels refuse; they will not read this one.
-        "k": t.k.data_ptr() or address,
-        "v": t.v.data_ptr() or address,
-        "out": t.out.data_ptr(),
-        "lse": 0 if t.lse is None else t.lse.data_ptr(),
-        "scale": scale,
-        "num_threads": 1,
-        "tensors": t.addresses,
-        "scalars": t.scalars,
-        "states": 0 if t.states is None else t.states.data_ptr(),
-        "workspace": workspace,
-        "page_indices": 0 if t.page_indices is None else t.page_indices.data_ptr(),
-        "device_block": plan.block.data_ptr(),
-    }
+        t.k.data_ptr() or address,
+        t.v.data_ptr() or address,
+        t.out.data_ptr(),
+        0 if t.lse is None else t.lse.data_ptr(),
+        scale,
+        1,  # num_threads
+        t.addresses,
+        t.scalars,
+        0 if t.states is None else t.states.data_ptr(),
+        workspace,
+        0 if t.page_indices is None else t.page_indices.data_ptr(),
+        plan.block.data_ptr(),
+    )
 
 
 def _emulate(plan: DevicePlan, t: CallTensors, scale: float) -> None:
@@ -329,7 +335,7 @@ def _emulate(plan: DevicePlan, t: CallTensors, scale: float) -> None:
     # 128 bytes more than asked for: allocations of a device are aligned to at least as much.
     workspace = torch.empty(plan.workspace_bytes + 128, dtype=torch.uint8)
     workspace = workspace[-workspace.data_ptr() % 128 :][: plan.workspace_bytes]
-    launches = plan.call.plan_launches(**_native(plan, t, scale, workspace.data_ptr()))
+    launches = plan.call.plan_launches(*_native(plan, t, scale, workspace.data_ptr()))
     named = [*(t.allocations or _allocations(plan, t)), ("plan", plan.block, False)]
     allocations = [
         _extent(name, tensor, writable, name not in _RESULTS)

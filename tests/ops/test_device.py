@@ -167,8 +167,12 @@ class Recorded:
         self.launches: list[dict[str, Any]] = []
         self.events: list[str] = []
 
-    def launch(self, **values: Any) -> None:
-        self.launches.append(values)
+    def launch(self, *values: Any, stream: int, device: int) -> None:
+        names = ("q", "k", "v", "out", "lse", "scale", "num_threads", "tensors", "scalars",
+                 "states", "workspace", "page_indices", "device_block")  # fmt: skip
+        self.launches.append(
+            dict(zip(names, values, strict=True)) | {"stream": stream, "device": device}
+        )
 
     def data_ptr(self) -> int:
         return 4096

@@ -42,7 +42,7 @@ def test_long_keys_of_one_request_fill_the_slots_in_one_wave():
     assert longest <= 65536 * 8 / SLOTS + 64
 
 
-@pytest.mark.parametrize("tiles", [SLOTS, SLOTS + 36, 3 * SLOTS])
+@pytest.mark.parametrize("tiles", [SLOTS, 3 * SLOTS, 12 * SLOTS + 36])
 def test_equal_tiles_that_fill_the_slots_are_not_split(tiles):
     items, merges, _ = plan([128] * tiles, [4096] * tiles, 1, 1)
     assert len(items) == tiles and len(merges) == 0
