@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "types.h"
@@ -11,15 +12,15 @@ namespace fajit::emulator {
 
 struct Operand {
   enum class Kind : uint8_t {
-    reg,        // reg: index into Entry::registers
-    special,    // name: %tid.x
-    integer,    // bits
-    real,       // bits of an fp64 (is_f32: of an fp32)
-    symbol,     // name: a variable, a label, a branch table
-    address,    // [elements[0] + bits]
-    vector,     // {elements}
-    pair,       // elements[0] | elements[1]
-    sink,       // _
+    reg,      // reg: index into Entry::registers
+    special,  // name: %tid.x
+    integer,  // bits
+    real,     // bits of an fp64 (is_f32: of an fp32)
+    symbol,   // name: a variable, a label, a branch table
+    address,  // [elements[0] + bits]
+    vector,   // {elements}
+    pair,     // elements[0] | elements[1]
+    sink,     // _
   };
   Kind kind = Kind::sink;
   bool negated = false;  // !%p
@@ -81,5 +82,10 @@ struct Module {
   std::vector<Entry> entries;
   std::map<uint32_t, std::string> files;
 };
+
+// Reads PTX text as nvcc writes it (and hand-written text in the same forms). Throws EmulatorError
+// with the PTX line of what it cannot read. Bodies of functions other than kernels are skipped: a
+// kernel that calls one is refused.
+Module parse(std::string_view text);
 
 }  // namespace fajit::emulator

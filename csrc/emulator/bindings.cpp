@@ -16,9 +16,9 @@ namespace {
 
 using Triple = std::array<uint32_t, 3>;
 
-void run(Program& program, const std::string& kernel, const Triple& grid, const Triple& block, uint32_t shared_bytes,
-         const py::bytes& params, const std::vector<py::tuple>& allocations, const std::string& async_copies,
-         bool check_races, int num_threads, bool uninitialised) {
+void run(Program& program, const std::string& kernel, const Triple& grid, const Triple& block,
+         uint32_t shared_bytes, const py::bytes& params, const std::vector<py::tuple>& allocations,
+         const std::string& async_copies, bool check_races, int num_threads, bool uninitialised) {
   Program::Request request;
   request.kernel = kernel;
   std::copy(grid.begin(), grid.end(), request.grid);
@@ -34,7 +34,8 @@ void run(Program& program, const std::string& kernel, const Triple& grid, const 
     allocation.begin = item[1].cast<uint64_t>();
     allocation.bytes = item[2].cast<uint64_t>();
     allocation.writable = item[3].cast<bool>();
-    if (item.size() == 5 && !item[4].cast<bool>()) allocation.written.reset(new uint8_t[allocation.bytes]());
+    if (item.size() == 5 && !item[4].cast<bool>())
+      allocation.written.reset(new uint8_t[allocation.bytes]());
     request.allocations.push_back(std::move(allocation));
   }
   if (async_copies != "late" && async_copies != "early")
@@ -47,18 +48,20 @@ void run(Program& program, const std::string& kernel, const Triple& grid, const 
   program.run(std::move(request));
 }
 
-py::object error_class(const char* name) { return py::module_::import("flashattn_jit.errors").attr(name); }
+py::object error_class(const char* name) {
+  return py::module_::import("flashattn_jit.errors").attr(name);
+}
 
 void translate(const Fault& fault) {
   const FaultInfo& info = fault.info;
   const py::object type = error_class("EmulatorFault");
-  py::object error = type(
-      fault.message, py::arg("kind") = info.kind, py::arg("kernel") = info.kernel,
-      py::arg("source") = info.source,
-      py::arg("block") = py::make_tuple(info.block[0], info.block[1], info.block[2]),
-      py::arg("thread") = info.linear_thread,
-      py::arg("address") = info.has_address ? py::object(py::int_(info.address)) : py::none(),
-      py::arg("allocation") = info.allocation);
+  py::object error =
+      type(fault.message, py::arg("kind") = info.kind, py::arg("kernel") = info.kernel,
+           py::arg("source") = info.source,
+           py::arg("block") = py::make_tuple(info.block[0], info.block[1], info.block[2]),
+           py::arg("thread") = info.linear_thread,
+           py::arg("address") = info.has_address ? py::object(py::int_(info.address)) : py::none(),
+           py::arg("allocation") = info.allocation);
   PyErr_SetObject(type.ptr(), error.ptr());
 }
 
@@ -80,13 +83,18 @@ PYBIND11_MODULE(_emulator, m) {
       .def(py::init<const std::string&>(), py::arg("ptx"))
       .def_property_readonly("kernels", &Program::kernel_names)
       .def_property_readonly("target", &Program::target)
-      .def("local_bytes", [](Program& self, const std::string& name) { return self.kernel(name).local_bytes; },
-           py::arg("kernel"))
-      .def("num_instructions", [](Program& self, const std::string& name) { return self.kernel(name).code.size(); },
-           py::arg("kernel"))
-      .def("run", &run, py::arg("kernel"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
-           py::arg("params"), py::arg("allocations"), py::kw_only(), py::arg("async_copies") = "late",
-           py::arg("check_races") = true, py::arg("num_threads") = 0, py::arg("uninitialised") = true);
+      .def(
+          "local_bytes",
+          [](Program& self, const std::string& name) { return self.kernel(name).local_bytes; },
+          py::arg("kernel"))
+      .def(
+          "num_instructions",
+          [](Program& self, const std::string& name) { return self.kernel(name).code.size(); },
+          py::arg("kernel"))
+      .def("run", &run, py::arg("kernel"), py::arg("grid"), py::arg("block"),
+           py::arg("shared_bytes"), py::arg("params"), py::arg("allocations"), py::kw_only(),
+           py::arg("async_copies") = "late", py::arg("check_races") = true,
+           py::arg("num_threads") = 0, py::arg("uninitialised") = true);
   m.def("opcodes", [] {
     py::list rows;
     for (const OpcodeRow& row : opcode_table())

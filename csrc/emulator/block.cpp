@@ -60,48 +60,34 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
 }
 
 void Block::fill_specials(Warp& warp) {
-  const uint32_t(&size)[3] = launch_.block;
-  for (const auto& [special, slot] : kernel().specials) {
-    uint32_t* values = warp.words(slot);
-    for (uint32_t lane = 0; lane < kLanes; ++lane) {
-      const uint32_t linear = warp.index * kLanes + lane;
-      uint32_t& value = values[lane];
-      switch (special) {
-        case Special::tid_x: value = linear % size[0]; break;
-        case Special::tid_y: value = linear / size[0] % size[1]; break;
-        case Special::tid_z: value = linear / size[0] / size[1]; break;
-        case Special::ntid_x: value = size[0]; break;
-        case Special::ntid_y: value = size[1]; break;
-        case Special::ntid_z: value = size[2]; break;
-        case Special::ctaid_x: value = position_[0]; break;
-        case Special::ctaid_y: value = position_[1]; break;
-        case Special::ctaid_z: value = position_[2]; break;
-        case Special::nctaid_x: value = launch_.grid[0]; break;
-        case Special::nctaid_y: value = launch_.grid[1]; break;
-        case Special::nctaid_z: value = launch_.grid[2]; break;
-        case Special::laneid: value = lane; break;
-        case Special::warpid: value = warp.index; break;
-        case Special::nwarpid: value = static_cast<uint32_t>(warps_.size()); break;
-        case Special::smid: value = 0; break;
-        case Special::nsmid: value = 1; break;
-        case Special::lanemask_eq: value = 1u << lane; break;
-        case Special::lanemask_lt: value = (1u << lane) - 1; break;
-        case Special::lanemask_le: value = (1u << lane) - 1 + (1u << lane); break;
-        case Special::lanemask_gt: value = ~((1u << lane) - 1 + (1u << lane)); break;
-        case Special::lanemask_ge: value = ~((1u << lane) - 1); break;
-        case Special::dynamic_smem_size: value = launch_.dynamic_shared; break;
-        case Special::total_smem_size: value = shared_end_ - kSharedBase; break;
-        case Special::clock: value = 0; break;  // there is no time in here
-        case Special::clock64:
-        case Special::globaltimer:
-        case Special::gridid: warp.longs(slot)[lane] = 0; break;
-      }
-    }
+  Place place = {};
+  place.warp = warp.index;
+  place.num_warps = static_cast<uint32_t>(warps_.size());
+  place.dynamic_shared = launch_.dynamic_shared;
+  std::copy_n(position_, 3, place.block);
+  std::copy_n(launch_.block, 3, place.block_size);
+  std::copy_n(launch_.grid, 3, place.grid_size);
+  for (uint32_t lane = 0; lane < kLanes; ++lane) {
+    place.lane = lane;
+    thread_position(warp, lane, place.thread);
+    for (const auto& [special, slot] : kernel().specials)
+      if ((slot & kWideSlot) != 0)
+        warp.longs(slot & ~kWideSlot)[lane] = special(place);
+      else
+        warp.words(slot)[lane] = static_cast<uint32_t>(special(place));
   }
 }
 
-uint8_t* Block::global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
-  if (address % bytes != 0)
+void Block::thread_position(const Warp& warp, uint32_t lane, uint32_t (&thread)[3]) const {
+  const uint32_t linear = warp.index * kLanes + lane;
+  thread[0] = linear % launch_.block[0];
+  thread[1] = linear / launch_.block[0] % launch_.block[1];
+  thread[2] = linear / launch_.block[0] / launch_.block[1];
+}
+
+uint8_t* Block::global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
+                          unsigned align) {
+  if (address % (align == 0 ? bytes : align) != 0)
     fault_at(warp, lane, "misaligned", "an access of " + std::to_string(bytes) + " bytes", address);
   const Allocation* found = launch_.memory->find(address, bytes, global_hint_);
   if (found == nullptr)
@@ -131,12 +117,14 @@ const Variable* Block::shared_variable(uint64_t address) const {
 uint8_t* Block::shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
                               const char* access) {
   if (address % bytes != 0)
-    fault_at(warp, lane, "misaligned", std::string(access) + " of " + std::to_string(bytes) + " bytes",
+    fault_at(warp, lane, "misaligned",
+             std::string(access) + " of " + std::to_string(bytes) + " bytes",
              kSharedWindow + address);
   const Variable* variable = shared_variable(address);
   if (variable == nullptr || variable->offset + variable->bytes - address < bytes)
     fault_at(warp, lane, "out of bounds",
-             std::string(access) + " of " + std::to_string(bytes) + " bytes of shared memory in no variable",
+             std::string(access) + " of " + std::to_string(bytes) +
+                 " bytes of shared memory in no variable",
              kSharedWindow + address);
   return shared_.data() + address;
 }
@@ -146,10 +134,11 @@ uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes
   uint8_t* at = shared_inside(warp, lane, address, bytes, reads ? "a read" : "a write");
   if (track_) {
     const uint32_t offset = static_cast<uint32_t>(address), by = static_cast<uint32_t>(lane);
-    const Conflict conflict =
-        reads ? history_.read(warp.index, by, warp.current, offset, bytes)
-              : history_.write(warp.index, by, warp.current, offset, bytes, access == Access::atomic);
-    if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, reads ? "a read" : "a write");
+    const Conflict conflict = reads ? history_.read(warp.index, by, warp.current, offset, bytes)
+                                    : history_.write(warp.index, by, warp.current, offset, bytes,
+                                                     access == Access::atomic);
+    if (conflict.kind != Conflict::Kind::none)
+      report(warp, lane, conflict, reads ? "a read" : "a write");
   }
   return at;
 }
@@ -157,7 +146,8 @@ uint8_t* Block::shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes
 uint8_t* Block::shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes) {
   uint8_t* at = shared_inside(warp, lane, address, bytes, "a read");
   if (track_) {
-    const Conflict conflict = history_.read(warp.index, kAnyLane, warp.current, static_cast<uint32_t>(address), bytes);
+    const Conflict conflict =
+        history_.read(warp.index, kAnyLane, warp.current, static_cast<uint32_t>(address), bytes);
     if (conflict.kind != Conflict::Kind::none) report(warp, lane, conflict, "a read");
   }
   return at;
@@ -167,25 +157,29 @@ void Block::report(const Warp& warp, int lane, const Conflict& conflict, const c
   const uint64_t address = kSharedWindow + conflict.byte;
   if (conflict.kind == Conflict::Kind::unwritten) {
     if (!launch_.options.check_uninitialised) return;
-    fault_at(warp, lane, "uninitialised", "a read of shared memory that nothing has written", address);
+    fault_at(warp, lane, "uninitialised", "a read of shared memory that nothing has written",
+             address);
   }
   const std::string by = conflict.lane == kAnyLane
                              ? "warp " + std::to_string(conflict.warp)
-                             : "thread " + thread_name(warps_[conflict.warp], static_cast<int>(conflict.lane));
+                             : "thread " + thread_name(warps_[conflict.warp], conflict.lane);
   if (conflict.kind == Conflict::Kind::in_flight)
     fault_at(warp, lane, "in flight",
-             std::string(access) + " of bytes that a copy by " + by + ", issued at " + place(conflict.pc) +
-                 ", may still be writing: a wait is missing",
+             std::string(access) + " of bytes that a copy by " + by + ", issued at " +
+                 place(conflict.pc) + ", may still be writing: a wait is missing",
              address);
   const bool same_warp = conflict.warp == warp.index;
   fault_at(warp, lane, "race",
            std::string(access) + " with no " + (same_warp ? "__syncwarp" : "barrier") + " since " +
-               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " + place(conflict.pc),
+               (conflict.with_write ? "the write" : "the read") + " by " + by + " at " +
+               place(conflict.pc),
            address);
 }
 
 uint8_t* Block::local_at(Warp& warp, int lane, uint64_t address, unsigned bytes) {
-  if (address % bytes != 0 || address + bytes > kernel().local_bytes)
+  if (address % bytes != 0)
+    fault_at(warp, lane, "misaligned", "a local access", kLocalWindow + address);
+  if (address + bytes > kernel().local_bytes)
     fault_at(warp, lane, "out of bounds", "a local access outside the thread's memory",
              kLocalWindow + address);
   return local_.data() + static_cast<size_t>(kernel().local_bytes) * (warp.index * kLanes + lane) +
@@ -194,7 +188,9 @@ uint8_t* Block::local_at(Warp& warp, int lane, uint64_t address, unsigned bytes)
 
 uint8_t* Block::param_at(Warp& warp, int lane, uint64_t address, unsigned bytes) {
   if ((address & kWindowMask) == kParamWindow) address -= kParamWindow;
-  if (address % bytes != 0 || address + bytes > launch_.params.size())
+  if (address % bytes != 0)
+    fault_at(warp, lane, "misaligned", "an access of parameters", kParamWindow + address);
+  if (address + bytes > launch_.params.size())
     fault_at(warp, lane, "out of bounds", "an access outside the kernel's parameters",
              kParamWindow + address);
   return const_cast<uint8_t*>(launch_.params.data()) + address;
@@ -237,11 +233,10 @@ std::string Block::place(uint32_t pc) const {
   return result;
 }
 
-std::string Block::thread_name(const Warp& warp, int lane) const {
-  const uint32_t linear = warp.index * kLanes + static_cast<uint32_t>(lane);
-  const uint32_t(&size)[3] = launch_.block;
-  return "(" + std::to_string(linear % size[0]) + ", " + std::to_string(linear / size[0] % size[1]) +
-         ", " + std::to_string(linear / size[0] / size[1]) + ")";
+std::string Block::thread_name(const Warp& warp, uint32_t lane) const {
+  uint32_t thread[3];
+  thread_position(warp, lane, thread);
+  return triple_text(thread);
 }
 
 FaultInfo Block::describe(const Warp& warp, int lane, const std::string& kind,
@@ -253,11 +248,8 @@ FaultInfo Block::describe(const Warp& warp, int lane, const std::string& kind,
   info.source = place(warp.current);
   info.instruction = kernel().mnemonics[warp.current];
   std::copy_n(position_, 3, info.block);
-  const uint32_t linear = warp.index * kLanes + static_cast<uint32_t>(lane);
-  info.linear_thread = linear;
-  info.thread[0] = linear % launch_.block[0];
-  info.thread[1] = linear / launch_.block[0] % launch_.block[1];
-  info.thread[2] = linear / launch_.block[0] / launch_.block[1];
+  info.linear_thread = warp.index * kLanes + static_cast<uint32_t>(lane);
+  thread_position(warp, static_cast<uint32_t>(lane), info.thread);
   return info;
 }
 

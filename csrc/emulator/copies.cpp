@@ -14,11 +14,13 @@ void Block::perform(const AsyncCopy& copy) {
 
 void Block::issue_copy(Warp& warp, const AsyncCopy& copy) {
   if (copy.source_bytes > 0)
-    global_at(warp, copy.lane, copy.source, copy.source_bytes, Access::read);
+    global_at(warp, copy.lane, copy.source, copy.source_bytes, Access::read, copy.bytes);
   shared_inside(warp, copy.lane, copy.shared, copy.bytes, "a copy");
   if (track_) {
-    const Conflict conflict = history_.launch(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
-    if (conflict.kind != Conflict::Kind::none) report(warp, copy.lane, conflict, "a copy into bytes");
+    const Conflict conflict =
+        history_.launch(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
+    if (conflict.kind != Conflict::Kind::none)
+      report(warp, copy.lane, conflict, "a copy into bytes");
   }
   if (!launch_.options.late_copies) perform(copy);
   warp.copies.push_back(copy);
@@ -29,8 +31,7 @@ void Block::commit_copies(Warp& warp, uint32_t mask) {
   for (int lane = 0; lane < kLanes; ++lane) warp.committed[lane] += mask >> lane & 1;
 }
 
-template <class Done>
-void Block::finish_copies(Warp& warp, Done done) {
+template <class Done> void Block::finish_copies(Warp& warp, Done done) {
   auto kept = warp.copies.begin();
   for (AsyncCopy& copy : warp.copies) {
     if (done(copy)) {

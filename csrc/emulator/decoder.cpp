@@ -9,27 +9,41 @@ namespace {
 
 struct SpecialName {
   std::string_view name;
-  Special special;
   bool wide;
+  Special value;
 };
 
+// (2u << 31 is 0: the masks below hold for lane 31 too.)
+#define FAJIT_SPECIAL(expression) [](const Place& p) -> uint64_t { return expression; }
 constexpr SpecialName kSpecials[] = {
-    {"%tid.x", Special::tid_x, false},         {"%tid.y", Special::tid_y, false},
-    {"%tid.z", Special::tid_z, false},         {"%ntid.x", Special::ntid_x, false},
-    {"%ntid.y", Special::ntid_y, false},       {"%ntid.z", Special::ntid_z, false},
-    {"%ctaid.x", Special::ctaid_x, false},     {"%ctaid.y", Special::ctaid_y, false},
-    {"%ctaid.z", Special::ctaid_z, false},     {"%nctaid.x", Special::nctaid_x, false},
-    {"%nctaid.y", Special::nctaid_y, false},   {"%nctaid.z", Special::nctaid_z, false},
-    {"%laneid", Special::laneid, false},       {"%warpid", Special::warpid, false},
-    {"%nwarpid", Special::nwarpid, false},     {"%smid", Special::smid, false},
-    {"%nsmid", Special::nsmid, false},         {"%lanemask_eq", Special::lanemask_eq, false},
-    {"%lanemask_lt", Special::lanemask_lt, false}, {"%lanemask_le", Special::lanemask_le, false},
-    {"%lanemask_gt", Special::lanemask_gt, false}, {"%lanemask_ge", Special::lanemask_ge, false},
-    {"%clock", Special::clock, false},         {"%clock64", Special::clock64, true},
-    {"%globaltimer", Special::globaltimer, true}, {"%gridid", Special::gridid, true},
-    {"%dynamic_smem_size", Special::dynamic_smem_size, false},
-    {"%total_smem_size", Special::total_smem_size, false},
+    {"%tid.x", false, FAJIT_SPECIAL(p.thread[0])},
+    {"%tid.y", false, FAJIT_SPECIAL(p.thread[1])},
+    {"%tid.z", false, FAJIT_SPECIAL(p.thread[2])},
+    {"%ntid.x", false, FAJIT_SPECIAL(p.block_size[0])},
+    {"%ntid.y", false, FAJIT_SPECIAL(p.block_size[1])},
+    {"%ntid.z", false, FAJIT_SPECIAL(p.block_size[2])},
+    {"%ctaid.x", false, FAJIT_SPECIAL(p.block[0])},
+    {"%ctaid.y", false, FAJIT_SPECIAL(p.block[1])},
+    {"%ctaid.z", false, FAJIT_SPECIAL(p.block[2])},
+    {"%nctaid.x", false, FAJIT_SPECIAL(p.grid_size[0])},
+    {"%nctaid.y", false, FAJIT_SPECIAL(p.grid_size[1])},
+    {"%nctaid.z", false, FAJIT_SPECIAL(p.grid_size[2])},
+    {"%laneid", false, FAJIT_SPECIAL(p.lane)},
+    {"%warpid", false, FAJIT_SPECIAL(p.warp)},
+    {"%nwarpid", false, FAJIT_SPECIAL(p.num_warps)},
+    {"%lanemask_eq", false, FAJIT_SPECIAL(1u << p.lane)},
+    {"%lanemask_lt", false, FAJIT_SPECIAL((1u << p.lane) - 1)},
+    {"%lanemask_le", false, FAJIT_SPECIAL((2u << p.lane) - 1)},
+    {"%lanemask_gt", false, FAJIT_SPECIAL(~((2u << p.lane) - 1))},
+    {"%lanemask_ge", false, FAJIT_SPECIAL(~((1u << p.lane) - 1))},
+    {"%dynamic_smem_size", false, FAJIT_SPECIAL(p.dynamic_shared)},
+    {"%smid", false, FAJIT_SPECIAL(0u * p.lane)},
+    {"%nsmid", false, FAJIT_SPECIAL(1u + 0u * p.lane)},
+    {"%clock", false, FAJIT_SPECIAL(0u * p.lane)},  // there is no time in here
+    {"%clock64", true, FAJIT_SPECIAL(0u * p.lane)},
+    {"%globaltimer", true, FAJIT_SPECIAL(0u * p.lane)},
 };
+#undef FAJIT_SPECIAL
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -215,11 +229,6 @@ uint32_t Decoder::slot_of(uint32_t reg) {
 
 uint32_t Decoder::scratch(Type type) { return allocate(bytes_of(type)); }
 
-uint32_t Decoder::carry_flag() {
-  if (carry_ == kNoSlot) carry_ = allocate(0);
-  return carry_;
-}
-
 uint32_t Decoder::constant(uint64_t bits, bool wide) {
   if (!wide) bits &= 0xffffffffu;
   const auto [found, is_new] = constants_.try_emplace({bits, wide}, 0);
@@ -237,7 +246,7 @@ uint32_t Decoder::special(const std::string& name, bool& wide) {
     const auto [found, is_new] = specials_.try_emplace(name, 0);
     if (is_new) {
       found->second = allocate(wide ? 8 : 4);
-      kernel_.specials.emplace_back(known.special, found->second);
+      kernel_.specials.emplace_back(known.value, found->second | (wide ? kWideSlot : 0));
     }
     return found->second;
   }
@@ -253,14 +262,6 @@ uint64_t Decoder::symbol_address(const Operand& operand) const {
   const auto global = symbols_.find(operand.name);
   if (global == symbols_.end()) fail("unknown name '" + operand.name + "'");
   return global->second + static_cast<uint64_t>(operand.bits);
-}
-
-Type Decoder::register_type(const Operand& operand) const {
-  return operand.kind == Operand::Kind::reg ? entry_.registers[operand.reg].type : Type::none;
-}
-
-bool Decoder::is_predicate(const Operand& operand) const {
-  return register_type(operand) == Type::pred;
 }
 
 uint32_t Decoder::wide_source(const Operand& operand, Type type, bool& wide) {
@@ -280,7 +281,8 @@ uint32_t Decoder::wide_source(const Operand& operand, Type type, bool& wide) {
       if (type == Type::pred) return constant(operand.bits != 0 ? kAllLanes : 0, false);
       if (type == Type::f32)
         return constant(bits_as<uint32_t>(static_cast<float>(operand.bits)), false);
-      if (type == Type::f64) return constant(bits_as<uint64_t>(static_cast<double>(operand.bits)), true);
+      if (type == Type::f64)
+        return constant(bits_as<uint64_t>(static_cast<double>(operand.bits)), true);
       if (bytes_of(type) == 2) return constant(static_cast<uint64_t>(operand.bits) & 0xffff, false);
       return constant(static_cast<uint64_t>(operand.bits), wide);
     case Operand::Kind::real:
@@ -327,9 +329,8 @@ void Decoder::address(size_t index, int slot) {
   if (base.kind == Operand::Kind::integer) {
     insn.slots[slot] = constant(static_cast<uint64_t>(base.bits), true);
   } else {
-    insn.slots[slot] = base.kind == Operand::Kind::symbol
-                           ? wide_source(base, Type::u64, wide)
-                           : wide_source(base, Type::u32, wide);
+    insn.slots[slot] = base.kind == Operand::Kind::symbol ? wide_source(base, Type::u64, wide)
+                                                          : wide_source(base, Type::u32, wide);
   }
   if (wide) insn.flags |= kWideAddress;
 }

@@ -23,6 +23,11 @@ class Decoder {
   Kernel decode();
 
   Insn insn;
+  // Sets insn.exec; null: the opcode has no form for the type.
+  void set_exec(Exec exec) {
+    if (exec == nullptr) fail("not for this type");
+    insn.exec = exec;
+  }
 
   bool accept(std::string_view modifier);
   // The one of `names` that stands among the modifiers; -1 if none does.
@@ -51,18 +56,14 @@ class Decoder {
   uint32_t wide_destination(const Operand& operand, Type type, bool& wide);
   uint32_t constant(uint64_t bits, bool wide);
   uint32_t scratch(Type type);
-  uint32_t carry_flag();  // of add.cc and its like
 
   // [address]: slots[slot] becomes the base, insn.immediate the offset, kWideAddress is set.
   void address(size_t index, int slot);
-  bool is_predicate(const Operand& operand) const;
-  Type register_type(const Operand& operand) const;
 
   uint32_t add_list(const std::vector<uint32_t>& slots);
   uint32_t label(const Operand& operand) const;
   const std::vector<std::string>* branch_table(const std::string& name) const;
   uint32_t label_of(const std::string& name) const;
-  uint32_t local_bytes() const { return kernel_.local_bytes; }
 
   [[noreturn]] void fail(const std::string& message) const;
 
@@ -80,7 +81,6 @@ class Decoder {
   const Statement* statement_ = nullptr;
   Kernel kernel_;
   std::vector<bool> taken_;  // modifiers
-  uint32_t carry_ = kNoSlot;
   std::vector<uint32_t> slots_;
   std::map<std::pair<uint64_t, bool>, uint32_t> constants_;
   std::map<std::string, uint32_t> specials_;

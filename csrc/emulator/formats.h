@@ -23,14 +23,15 @@ inline float half_to_float(uint32_t bits) {
 // Rounds a finite or infinite magnitude, given as fp64 bits, to a format with `fraction` fraction
 // bits and exponents from `min_exponent` to `max_exponent`; `code` receives exponent and fraction.
 inline uint32_t round_to_format(double value, int fraction, int min_exponent, int max_exponent,
-                                Round round, bool saturate_finite = false) {
+                                Round round) {
   const uint32_t sign = std::signbit(value) ? 1u : 0u;
   const int bits = fraction + 1;
   int exponent_bits = 1;
   while ((1 << exponent_bits) - 2 < max_exponent - min_exponent + 1) ++exponent_bits;
   const uint32_t sign_bit = sign << (fraction + exponent_bits);
   const uint32_t infinity = ((1u << exponent_bits) - 1) << fraction;
-  if (std::isnan(value)) return infinity | (infinity >> 1 & ((1u << fraction) - 1)) | ((1u << fraction) - 1);
+  if (std::isnan(value))
+    return infinity | (infinity >> 1 & ((1u << fraction) - 1)) | ((1u << fraction) - 1);
   const double magnitude = std::fabs(value);
   if (std::isinf(value)) return sign_bit | infinity;
   if (magnitude == 0) return sign_bit;
@@ -44,9 +45,7 @@ inline uint32_t round_to_format(double value, int fraction, int min_exponent, in
   const double rest = units - whole;
   bool up = false;
   switch (round) {
-    case Round::nearest:
-      up = rest > 0.5 || (rest == 0.5 && std::fmod(whole, 2.0) != 0);
-      break;
+    case Round::nearest: up = rest > 0.5 || (rest == 0.5 && std::fmod(whole, 2.0) != 0); break;
     case Round::away: up = rest >= 0.5; break;
     case Round::zero: break;
     case Round::down: up = sign && rest > 0; break;
@@ -59,10 +58,10 @@ inline uint32_t round_to_format(double value, int fraction, int min_exponent, in
   if (std::ldexp(whole, scale) > largest) {
     const bool to_infinity = round == Round::nearest || round == Round::away ||
                              (round == Round::up && !sign) || (round == Round::down && sign);
-    return sign_bit | (to_infinity && !saturate_finite ? infinity : infinity - 1);
+    return sign_bit | (to_infinity ? infinity : infinity - 1);
   }
-  return sign_bit | (static_cast<uint32_t>(whole) +
-                     (static_cast<uint32_t>(scale - min_scale) << fraction));
+  return sign_bit |
+         (static_cast<uint32_t>(whole) + (static_cast<uint32_t>(scale - min_scale) << fraction));
 }
 
 inline uint32_t double_to_half(double value, Round round) {
@@ -92,6 +91,16 @@ inline uint32_t float_to_half(float value) {
   const uint32_t finite = magnitude < 0x38800000u ? small : normal;
   const uint32_t result = magnitude >= 0x477ff000u ? 0x7c00u : finite;
   return magnitude > 0x7f800000u ? 0x7fffu : sign | result;
+}
+
+// The NaN that devices give.
+inline float canonical(float value) { return value == value ? value : bits_as<float>(0x7fffffffu); }
+inline double canonical(double value) {
+  return value == value ? value : bits_as<double>(uint64_t{0x7ff8000000000000});
+}
+
+template <class T> T saturated(T value) {  // to [0, 1]; NaN becomes 0
+  return value > T{0} ? (value < T{1} ? value : T{1}) : T{0};
 }
 
 inline float flush(float value) {  // .ftz: a subnormal is zero with its sign

@@ -10,7 +10,8 @@ void Lexer::fail(const std::string& message) const {
 
 void Lexer::expect(std::string_view expected) {
   if (!accept(expected)) {
-    const std::string found = token_.kind == Token::Kind::end ? "the end" : std::string(token_.text);
+    const std::string found =
+        token_.kind == Token::Kind::end ? "the end" : std::string(token_.text);
     fail("expected '" + std::string(expected) + "', found '" + found + "'");
   }
 }
@@ -68,9 +69,12 @@ void Lexer::advance() {
   } else if (is_word(at_)) {
     token_.kind = Token::Kind::word;
     while (at_ < text_.size()) {
-      if (is_word(at_)) ++at_;
-      else if (text_.compare(at_, 2, "::") == 0) at_ += 2;
-      else break;
+      if (is_word(at_))
+        ++at_;
+      else if (text_.compare(at_, 2, "::") == 0)
+        at_ += 2;
+      else
+        break;
     }
   } else {
     token_.kind = Token::Kind::punctuation;

@@ -16,7 +16,7 @@ namespace fajit::emulator {
 struct Options {
   bool late_copies = true;  // cp.async writes when it is waited for; else when it is issued
   bool check_races = true;
-  bool check_uninitialised = true;  // reads of shared memory that nothing wrote
+  bool check_uninitialised = true;         // reads of shared memory that nothing wrote
   uint64_t step_limit = 4'000'000'000ull;  // warp instructions of one block
 };
 
@@ -40,7 +40,7 @@ struct AsyncCopy {
   uint8_t bytes, source_bytes;
   uint32_t group;
   uint32_t pc;
-  uint32_t shared;     // offset
+  uint32_t shared;  // offset
   uint64_t source;
 };
 
@@ -66,11 +66,11 @@ struct Warp {
 };
 
 struct Barrier {
-  uint32_t arrived = 0;    // threads
-  uint32_t expected = 0;   // 0: nobody waits
-  uint32_t votes = 0;      // threads whose predicate holds
-  uint32_t pc = 0;         // of the first arrival
-  Clocks clocks;           // what those who arrived know
+  uint32_t arrived = 0;   // threads
+  uint32_t expected = 0;  // 0: nobody waits
+  uint32_t votes = 0;     // threads whose predicate holds
+  uint32_t pc = 0;        // of the first arrival
+  Clocks clocks;          // what those who arrived know
 };
 
 inline constexpr int kBarriers = 16;
@@ -87,7 +87,9 @@ class Block {
   const uint32_t* position() const { return position_; }
 
   // Addresses of memory for one lane, checked. `bytes` is the whole access.
-  uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  // align: 0 for that of the size.
+  uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
+                     unsigned align = 0);
   uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
   // A row of ldmatrix: all lanes read it.
   uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
@@ -107,12 +109,12 @@ class Block {
                           const std::string& detail) const;
   [[noreturn]] void fault_at(const Warp& warp, int lane, const std::string& kind,
                              const std::string& detail, uint64_t address) const;
-  std::string place(uint32_t pc) const;        // file:line of an instruction
-  std::string thread_name(const Warp& warp, int lane) const;
+  std::string place(uint32_t pc) const;  // file:line of an instruction
+  std::string thread_name(const Warp& warp, uint32_t lane) const;
 
  private:
   // scheduler.cpp
-  bool run_warp(Warp& warp);  // whether it did anything
+  bool run_warp(Warp& warp);                                     // whether it did anything
   bool rendezvous(Warp& warp, const Insn& insn, uint32_t mask);  // whether some lanes went on
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);
@@ -120,12 +122,13 @@ class Block {
   // block.cpp
   void reset(uint32_t x, uint32_t y, uint32_t z);
   void fill_specials(Warp& warp);
+  void thread_position(const Warp& warp, uint32_t lane, uint32_t (&thread)[3]) const;
   void perform(const AsyncCopy& copy);
-  template <class Done>
-  void finish_copies(Warp& warp, Done done);
+  template <class Done> void finish_copies(Warp& warp, Done done);
   FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
                      const std::string& detail) const;
-  uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes, const char* access);
+  uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
+                         const char* access);
   void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
   const Variable* shared_variable(uint64_t address) const;
 

@@ -11,9 +11,8 @@ GlobalMemory::GlobalMemory(std::vector<Allocation> allocations) : sorted_(std::m
   sorted_.erase(std::remove_if(sorted_.begin(), sorted_.end(),
                                [](const Allocation& a) { return a.bytes == 0; }),
                 sorted_.end());
-  std::stable_sort(sorted_.begin(), sorted_.end(), [](const Allocation& a, const Allocation& b) {
-    return a.begin < b.begin;
-  });
+  std::stable_sort(sorted_.begin(), sorted_.end(),
+                   [](const Allocation& a, const Allocation& b) { return a.begin < b.begin; });
   // The same memory may be given twice (k and v as one tensor): the allocations become one.
   std::vector<Allocation> merged;
   for (Allocation& next : sorted_) {
@@ -46,7 +45,7 @@ const Allocation* GlobalMemory::nearest(uint64_t address) const {
   const Allocation* best = nullptr;
   uint64_t best_distance = ~0ull;
   for (const Allocation& allocation : sorted_) {
-    const uint64_t distance = address < allocation.begin  ? allocation.begin - address
+    const uint64_t distance = address < allocation.begin    ? allocation.begin - address
                               : address >= allocation.end() ? address - allocation.end()
                                                             : 0;
     if (distance < best_distance) {

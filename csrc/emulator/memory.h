@@ -28,7 +28,8 @@ class GlobalMemory {
   const Allocation* find(uint64_t address, uint64_t bytes, uint32_t& hint) const {
     if (hint < sorted_.size()) {
       const Allocation& last = sorted_[hint];
-      if (address >= last.begin && bytes <= last.bytes && address - last.begin <= last.bytes - bytes)
+      if (address >= last.begin && bytes <= last.bytes &&
+          address - last.begin <= last.bytes - bytes)
         return &last;
     }
     return search(address, bytes, hint);

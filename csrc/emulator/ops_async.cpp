@@ -1,11 +1,12 @@
 // cp.async and its groups.
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
-// slots: destination address, source address, source bytes or none. flags: kWideAddress of the first.
+// slots: destination address, source address, source bytes or none. flags: kWideAddress of the
+// first.
 void copy(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -13,28 +14,20 @@ void copy(Warp& warp, const Insn& insn, uint32_t mask) {
     AsyncCopy item;
     item.lane = static_cast<uint8_t>(l);
     item.bytes = insn.count;
-    const uint64_t to =
-        ((insn.flags & kWideAddress) != 0 ? warp.longs(insn.slots[0])[l] : warp.words(insn.slots[0])[l]) +
-        static_cast<uint64_t>(insn.immediate);
+    const uint64_t to = address_of(warp, insn, 0, l);
     item.shared = static_cast<uint32_t>(to);
-    if (to != item.shared) block.fault_at(warp, l, "out of bounds", "a copy to outside shared memory", to);
+    if (to != item.shared)
+      block.fault_at(warp, l, "out of bounds", "a copy to outside shared memory", to);
     item.source = warp.longs(insn.slots[1])[l] + insn.target;
     const uint32_t asked = insn.slots[2] == kNoSlot ? insn.count : warp.words(insn.slots[2])[l];
     if (asked > insn.count)
-      block.fault(warp, l, "copy", "the source size " + std::to_string(asked) + " exceeds the copy's " +
-                                       std::to_string(insn.count) + " bytes");
+      block.fault(warp, l, "copy",
+                  "the source size " + std::to_string(asked) + " exceeds the copy's " +
+                      std::to_string(insn.count) + " bytes");
     item.source_bytes = static_cast<uint8_t>(asked);
     item.pc = warp.current;
     block.issue_copy(warp, item);
   }
-}
-
-// A third operand that is a predicate: where it holds, nothing is read.
-void copy_unless(Warp& warp, const Insn& insn, uint32_t mask) {
-  const uint32_t skip = warp.predicate(insn.slots[3]) ^ (insn.round == Round::zero ? ~0u : 0u);
-  uint32_t* bytes = warp.words(insn.slots[2]);
-  for (int l = 0; l < kLanes; ++l) bytes[l] = (skip >> l & 1) != 0 ? 0 : insn.count;
-  copy(warp, insn, mask);
 }
 
 void commit(Warp& warp, const Insn&, uint32_t mask) { warp.block->commit_copies(warp, mask); }
@@ -54,7 +47,8 @@ void decode_cp(Decoder& d) {
       return;
     case 1:
       d.expect_operands(1);
-      if (d.operand(0).kind != Operand::Kind::integer) d.fail("the number of groups is not a constant");
+      if (d.operand(0).kind != Operand::Kind::integer)
+        d.fail("the number of groups is not a constant");
       d.insn.immediate = d.operand(0).bits;
       d.insn.exec = wait_group;
       return;
@@ -71,8 +65,8 @@ void decode_cp(Decoder& d) {
   d.ignore({"L2::"});
   d.expect_operands(3, policy ? 5 : 4);
   const Operand& size = d.operand(2);
-  if (size.kind != Operand::Kind::integer || (size.bits != 4 && size.bits != 8 && size.bits != 16) ||
-      (bypass && size.bits != 16))
+  if (size.kind != Operand::Kind::integer ||
+      (size.bits != 4 && size.bits != 8 && size.bits != 16) || (bypass && size.bits != 16))
     d.fail("copies are of 4, 8 or 16 bytes (.cg: 16)");
   d.insn.count = static_cast<uint8_t>(size.bits);
   d.address(1, 1);
@@ -82,16 +76,7 @@ void decode_cp(Decoder& d) {
   d.insn.flags = 0;
   d.address(0, 0);
   d.insn.exec = copy;
-  if (d.num_operands() > 3 + (policy ? 1u : 0u)) {
-    if (d.is_predicate(d.operand(3))) {
-      d.insn.slots[2] = d.scratch(Type::u32);
-      d.insn.slots[3] = d.source(3, Type::pred);
-      d.insn.round = d.operand(3).negated ? Round::zero : Round::nearest;
-      d.insn.exec = copy_unless;
-    } else {
-      d.insn.slots[2] = d.source(3, Type::u32);
-    }
-  }
+  if (d.num_operands() > 3 + (policy ? 1u : 0u)) d.insn.slots[2] = d.source(3, Type::u32);
 }
 
 }  // namespace fajit::emulator

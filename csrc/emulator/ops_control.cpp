@@ -1,19 +1,21 @@
 // Branches, exits, and barriers. The scheduler does what they mean; here they are decoded.
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
-// slots[0]: index; list: targets; count is not enough for long tables, so `target` holds their number.
+// slots[0]: index; list: targets; count is not enough for long tables, so `target` holds their
+// number.
 void branch_by_index(Warp& warp, const Insn& insn, uint32_t mask) {
   const uint32_t* targets = warp.block->kernel().lists.data() + insn.list;
   const uint32_t* index = warp.words(insn.slots[0]);
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int lane = __builtin_ctz(rest);
     if (index[lane] >= insn.target)
-      warp.block->fault(warp, lane, "branch", "index " + std::to_string(index[lane]) + " of a table with " +
-                                                  std::to_string(insn.target) + " targets");
+      warp.block->fault(warp, lane, "branch",
+                        "index " + std::to_string(index[lane]) + " of a table with " +
+                            std::to_string(insn.target) + " targets");
     warp.pc[lane] = targets[index[lane]];
   }
 }

@@ -1,9 +1,9 @@
 // cvt: between integers and floating-point types, with rounding and saturation.
-#include <cfenv>
 #include <cmath>
 
+#include "host.h"
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
@@ -24,48 +24,45 @@ double integral(double value, Round round) {
 }
 
 // Out of range saturates. NaN gives 0, or the top bit where either side has 64 bits.
-template <class R>
-R float_to_integer(double value, Round round, bool from_double) {
+template <class R> R float_to_integer(double value, Round round, bool from_double) {
   if (value != value) {
     if (!from_double && sizeof(R) < 8) return 0;
     return static_cast<R>(R{1} << (8 * sizeof(R) - 1));
   }
   const double whole = integral(value, round);
-  constexpr double low = std::is_signed_v<R> ? -static_cast<double>(uint64_t{1} << (8 * sizeof(R) - 1)) : 0.0;
+  constexpr double low =
+      std::is_signed_v<R> ? -static_cast<double>(uint64_t{1} << (8 * sizeof(R) - 1)) : 0.0;
   const double high = std::ldexp(1.0, std::is_signed_v<R> ? 8 * sizeof(R) - 1 : 8 * sizeof(R));
   if (whole <= low) return std::is_signed_v<R> ? static_cast<R>(R{1} << (8 * sizeof(R) - 1)) : R{0};
-  if (whole >= high) return static_cast<R>(std::is_signed_v<R> ? ~(R{1} << (8 * sizeof(R) - 1)) : ~R{0});
+  if (whole >= high)
+    return static_cast<R>(std::is_signed_v<R> ? ~(R{1} << (8 * sizeof(R) - 1)) : ~R{0});
   return static_cast<R>(whole);
 }
 
 // To a floating-point type in any rounding; volatile keeps the host's conversion between the calls.
-template <class R, class S>
-R converted_in_mode(S value, Round round) {
+template <class R, class S> R converted_in_mode(S value, Round round) {
   volatile S from = value;
   volatile R result;
-  std::fesetround(round == Round::zero   ? FE_TOWARDZERO
-                  : round == Round::down ? FE_DOWNWARD
-                  : round == Round::up   ? FE_UPWARD
-                                         : FE_TONEAREST);
+  const HostRounding mode(round);
   result = static_cast<R>(from);
-  std::fesetround(FE_TONEAREST);
   return result;
 }
 
-template <class R>
-R narrow_float(double value, Round round) {
-  if constexpr (std::is_same_v<R, Half>) return {static_cast<uint16_t>(double_to_half(value, round))};
-  else if constexpr (std::is_same_v<R, Bf16>) return {static_cast<uint16_t>(double_to_bf16(value, round))};
+template <class R> R narrow_float(double value, Round round) {
+  if constexpr (std::is_same_v<R, Half>)
+    return {static_cast<uint16_t>(double_to_half(value, round))};
+  else if constexpr (std::is_same_v<R, Bf16>)
+    return {static_cast<uint16_t>(double_to_bf16(value, round))};
   else if constexpr (std::is_same_v<R, float>) {
     if (value != value) return bits_as<float>(0x7fffffffu);
-    return round == Round::nearest ? static_cast<float>(value) : converted_in_mode<float>(value, round);
+    return round == Round::nearest ? static_cast<float>(value)
+                                   : converted_in_mode<float>(value, round);
   } else {
     return value;
   }
 }
 
-template <class R, class S>
-R integer_to_float(S value, Round round) {
+template <class R, class S> R integer_to_float(S value, Round round) {
   if constexpr (std::is_same_v<R, float> || std::is_same_v<R, double>) {
     return round == Round::nearest ? static_cast<R>(value) : converted_in_mode<R>(value, round);
   } else {
@@ -74,8 +71,7 @@ R integer_to_float(S value, Round round) {
   }
 }
 
-template <class R, class S>
-R saturated_integer(S value) {
+template <class R, class S> R saturated_integer(S value) {
   using Wide = __int128;
   const Wide low = std::is_signed_v<R> ? -(Wide{1} << (8 * sizeof(R) - 1)) : Wide{0};
   const Wide high = (Wide{1} << (8 * sizeof(R) - (std::is_signed_v<R> ? 1 : 0))) - 1;
@@ -83,8 +79,7 @@ R saturated_integer(S value) {
   return static_cast<R>(wide < low ? low : wide > high ? high : wide);
 }
 
-template <class R, class S>
-R convert(S from, const Insn& insn) {
+template <class R, class S> R convert(S from, const Insn& insn) {
   const bool saturate = (insn.flags & kSaturate) != 0, ftz = (insn.flags & kFtz) != 0;
   if constexpr (kIsFloat<S>) {
     double value = to_float(from);
@@ -113,8 +108,7 @@ R convert(S from, const Insn& insn) {
   }
 }
 
-template <class R, class S>
-void convert_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
+template <class R, class S> void convert_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
   // Registers may be wider than the types: integers extend into the destination.
   const bool wide_source = insn.count & 1, wide_result = insn.count & 2;
   const uint32_t* a32 = warp.words(insn.slots[1]);
@@ -123,38 +117,27 @@ void convert_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
   uint64_t* d64 = warp.longs(insn.slots[0]);
   for_lanes(mask, [&](int l) {
     S from;
-    if (wide_source) std::memcpy(&from, &a64[l], sizeof from);
-    else from = from_word<S>(static_cast<Word<S>>(a32[l]));
+    if (wide_source)
+      std::memcpy(&from, &a64[l], sizeof from);
+    else
+      from = from_word<S>(static_cast<Word<S>>(a32[l]));
     const R result = convert<R, S>(from, insn);
     uint64_t bits = to_word<R>(result);
     if constexpr (std::is_integral_v<R> && std::is_signed_v<R>)
       bits = static_cast<uint64_t>(static_cast<int64_t>(result));
-    if (wide_result) d64[l] = bits;
-    else d32[l] = static_cast<uint32_t>(sizeof(R) == 2 ? bits & 0xffff : bits);
+    if (wide_result)
+      d64[l] = bits;
+    else
+      d32[l] = static_cast<uint32_t>(sizeof(R) == 2 ? bits & 0xffff : bits);
   });
 }
 
-// The frequent forms, as loops that vectorise.
-template <class R, class S, R (*Function)(S)>
-constexpr Exec kFast = unary<R, S, Function>;
-float float_of_half(Half value) { return to_float(value); }
-float float_of_bf16(Bf16 value) { return to_float(value); }
-Half half_of(float value) { return FromFloat<Half>::of(value); }
-Bf16 bf16_of(float value) { return FromFloat<Bf16>::of(value); }
-uint64_t extend_u(uint32_t value) { return value; }
-int64_t extend_s(int32_t value) { return value; }
-uint32_t truncate_u(uint64_t value) { return static_cast<uint32_t>(value); }
-float float_of_s(int32_t value) { return static_cast<float>(value); }
-float float_of_u(uint32_t value) { return static_cast<float>(value); }
-
-template <class T>
-uint32_t pack_floats(uint32_t high, uint32_t low) {
+template <class T> uint32_t pack_floats(uint32_t high, uint32_t low) {
   return static_cast<uint32_t>(FromFloat<T>::of(bits_as<float>(high)).bits) << 16 |
          FromFloat<T>::of(bits_as<float>(low)).bits;
 }
 // Other roundings, and .relu.
-template <class T>
-void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
+template <class T> void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
   uint32_t* d = warp.words(insn.slots[0]);
   const uint32_t* a = warp.words(insn.slots[1]);
   const uint32_t* b = warp.words(insn.slots[2]);
@@ -168,75 +151,6 @@ void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
     }
     d[l] = result;
   });
-}
-
-uint32_t to_tf32(uint32_t bits, Round round) {
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffffffu;
-  const uint32_t half = round == Round::zero      ? 0
-                        : round == Round::nearest ? 0xfffu + (bits >> 13 & 1)
-                                                  : 0x1000u;  // .rna: away from zero
-  return (bits & 0x7f800000u) == 0x7f800000u ? bits : (bits + half) & 0xffffe000u;
-}
-void tf32_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
-  uint32_t* d = warp.words(insn.slots[0]);
-  const uint32_t* a = warp.words(insn.slots[1]);
-  for_lanes(mask, [&](int l) { d[l] = to_tf32(a[l], insn.round); });
-}
-
-template <class R>
-Exec pick_source(Type source) {
-  switch (source) {
-    case Type::u8:
-    case Type::b8: return convert_lanes<R, uint8_t>;
-    case Type::u16:
-    case Type::b16: return convert_lanes<R, uint16_t>;
-    case Type::u32:
-    case Type::b32: return convert_lanes<R, uint32_t>;
-    case Type::u64:
-    case Type::b64: return convert_lanes<R, uint64_t>;
-    case Type::s8: return convert_lanes<R, int8_t>;
-    case Type::s16: return convert_lanes<R, int16_t>;
-    case Type::s32: return convert_lanes<R, int32_t>;
-    case Type::s64: return convert_lanes<R, int64_t>;
-    case Type::f16: return convert_lanes<R, Half>;
-    case Type::bf16: return convert_lanes<R, Bf16>;
-    case Type::f32: return convert_lanes<R, float>;
-    case Type::f64: return convert_lanes<R, double>;
-    default: return nullptr;
-  }
-}
-
-Exec pick(Type result, Type source) {
-  switch (result) {
-    case Type::u8: return pick_source<uint8_t>(source);
-    case Type::u16: return pick_source<uint16_t>(source);
-    case Type::u32: return pick_source<uint32_t>(source);
-    case Type::u64: return pick_source<uint64_t>(source);
-    case Type::s8: return pick_source<int8_t>(source);
-    case Type::s16: return pick_source<int16_t>(source);
-    case Type::s32: return pick_source<int32_t>(source);
-    case Type::s64: return pick_source<int64_t>(source);
-    case Type::f16: return pick_source<Half>(source);
-    case Type::bf16: return pick_source<Bf16>(source);
-    case Type::f32: return pick_source<float>(source);
-    case Type::f64: return pick_source<double>(source);
-    default: return nullptr;
-  }
-}
-
-Exec fast_form(Type result, Type source, Round round) {
-  const bool nearest = round == Round::nearest;
-  if (result == Type::f32 && source == Type::f16) return kFast<float, Half, float_of_half>;
-  if (result == Type::f32 && source == Type::bf16) return kFast<float, Bf16, float_of_bf16>;
-  if (result == Type::f16 && source == Type::f32 && nearest) return kFast<Half, float, half_of>;
-  if (result == Type::bf16 && source == Type::f32 && nearest) return kFast<Bf16, float, bf16_of>;
-  if (result == Type::f32 && source == Type::s32 && nearest) return kFast<float, int32_t, float_of_s>;
-  if (result == Type::f32 && source == Type::u32 && nearest) return kFast<float, uint32_t, float_of_u>;
-  if (is_wide(result) && !is_float(result) && source == Type::u32) return kFast<uint64_t, uint32_t, extend_u>;
-  if (is_wide(result) && !is_float(result) && source == Type::s32) return kFast<int64_t, int32_t, extend_s>;
-  if ((result == Type::u32 || result == Type::s32) && (source == Type::u64 || source == Type::s64))
-    return kFast<uint32_t, uint64_t, truncate_u>;
-  return nullptr;
 }
 
 void decode_packed(Decoder& d, Type result) {
@@ -262,19 +176,14 @@ void decode_cvt(Decoder& d) {
     d.insn.round = kRounds[integer];
     d.insn.mode = kToInteger;
   } else {
-    for (const char* name : {"rn", "rz", "rm", "rp", "rna"}) rounded = rounded || d.has_modifier(name);
+    for (const char* name : {"rn", "rz", "rm", "rp", "rna"})
+      rounded = rounded || d.has_modifier(name);
     d.insn.round = d.rounding(Round::nearest);
     d.insn.mode = rounded ? kToFloat : kNone;
   }
   if (d.accept("ftz")) d.insn.flags |= kFtz;
   if (d.accept("sat")) d.insn.flags |= kSaturate;
   if (d.accept("relu")) d.insn.flags |= kRelu;
-  if (d.accept("tf32")) {
-    if (d.type() != Type::f32) d.fail("tf32 comes from f32");
-    decode_operands(d, Type::b32, {Type::f32});
-    d.insn.exec = tf32_lanes;
-    return;
-  }
   const Type result = d.type(), source = d.type();
   if (result == Type::f16x2 || result == Type::bf16x2) {
     if (source != Type::f32) d.fail("packed halves come from f32");
@@ -285,11 +194,10 @@ void decode_cvt(Decoder& d) {
   d.insn.slots[0] = d.wide_destination(d.operand(0), result, wide_result);
   d.insn.slots[1] = d.wide_source(d.operand(1), source, wide_source);
   d.insn.count = static_cast<uint8_t>((wide_source ? 1 : 0) | (wide_result ? 2 : 0));
-  d.insn.exec = pick(result, source);
-  if (d.insn.exec == nullptr) d.fail("not between these types");
-  const bool plain = d.insn.flags == 0 && d.insn.mode != kToInteger;
-  if (plain && wide_source == is_wide(source) && wide_result == is_wide(result))
-    if (const Exec fast = fast_form(result, source, d.insn.round)) d.insn.exec = fast;
+  d.set_exec(by_type(result, [&](auto to) {
+    return by_type(source,
+                   [](auto from) -> Exec { return convert_lanes<decltype(to), decltype(from)>; });
+  }));
 }
 
 }  // namespace fajit::emulator

@@ -2,323 +2,166 @@
 #include <algorithm>
 
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
 // Arithmetic is done in an unsigned type of at least 32 bits: wrapping without undefined behaviour.
-template <class T>
-using Modular = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+template <class T> using Modular = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
-template <class T>
-struct Add {
-  static T of(T a, T b) { return static_cast<T>(Modular<T>(a) + Modular<T>(b)); }
+template <class T> T add(T a, T b) { return static_cast<T>(Modular<T>(a) + Modular<T>(b)); }
+template <class T> T sub(T a, T b) { return static_cast<T>(Modular<T>(a) - Modular<T>(b)); }
+template <class T> T mul_lo(T a, T b) { return static_cast<T>(Modular<T>(a) * Modular<T>(b)); }
+template <class T> T mul_hi(T a, T b) {
+  using Narrow = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
+  using Long = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+  using Wide = std::conditional_t<sizeof(T) == 8, Long, Narrow>;
+  return static_cast<T>((static_cast<Wide>(a) * b) >> (8 * sizeof(T)));
+}
+template <class T> T divide(T a, T b) {
+  if (b == 0) return static_cast<T>(~T{0});
+  if constexpr (std::is_signed_v<T>)
+    if (b == -1) return static_cast<T>(0 - Modular<T>(a));
+  return static_cast<T>(a / b);
+}
+template <class T> T remainder(T a, T b) {
+  if (b == 0) return a;
+  if constexpr (std::is_signed_v<T>)
+    if (b == -1) return 0;
+  return static_cast<T>(a % b);
+}
+template <class T> T least(T a, T b) { return a < b ? a : b; }
+template <class T> T greatest(T a, T b) { return a < b ? b : a; }
+template <class T> T mad_lo(T a, T b, T c) { return add(mul_lo(a, b), c); }
+template <class T> T mad_hi(T a, T b, T c) { return add(mul_hi(a, b), c); }
+template <class T> T absolute(T a) {
+  return static_cast<T>(std::is_signed_v<T> && a < T{0} ? 0 - Modular<T>(a) : Modular<T>(a));
+}
+template <class T> T negated(T a) { return static_cast<T>(0 - Modular<T>(a)); }
+
+template <class W, class T> W mul_wide(T a, T b) { return static_cast<W>(a) * static_cast<W>(b); }
+template <class W, class T> W mad_wide(T a, T b, W c) { return add<W>(mul_wide<W, T>(a, b), c); }
+template <class T> struct Wider {
+  using type = void;
 };
-template <class T>
-struct Sub {
-  static T of(T a, T b) { return static_cast<T>(Modular<T>(a) - Modular<T>(b)); }
+template <> struct Wider<uint16_t> {
+  using type = uint32_t;
 };
-template <class T>
-struct MulLo {
-  static T of(T a, T b) { return static_cast<T>(Modular<T>(a) * Modular<T>(b)); }
+template <> struct Wider<int16_t> {
+  using type = int32_t;
 };
-template <class T>
-struct MulHi {
-  static T of(T a, T b) {
-    if constexpr (sizeof(T) == 8) {
-      using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
-      return static_cast<T>((static_cast<Wide>(a) * b) >> 64);
-    } else {
-      using Wide = std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>;
-      return static_cast<T>((static_cast<Wide>(a) * b) >> (8 * sizeof(T)));
-    }
-  }
+template <> struct Wider<uint32_t> {
+  using type = uint64_t;
 };
-template <class T>
-struct Div {
-  static T of(T a, T b) {
-    if (b == 0) return static_cast<T>(~T{0});
-    if constexpr (std::is_signed_v<T>)
-      if (b == -1) return static_cast<T>(0 - Modular<T>(a));
-    return static_cast<T>(a / b);
-  }
-};
-template <class T>
-struct Rem {
-  static T of(T a, T b) {
-    if (b == 0) return a;
-    if constexpr (std::is_signed_v<T>)
-      if (b == -1) return 0;
-    return static_cast<T>(a % b);
-  }
-};
-template <class T>
-struct Min {
-  static T of(T a, T b) { return a < b ? a : b; }
-};
-template <class T>
-struct Max {
-  static T of(T a, T b) { return a < b ? b : a; }
+template <> struct Wider<int32_t> {
+  using type = int64_t;
 };
 
-template <class W, class T>
-W mul_wide(T a, T b) {
-  return static_cast<W>(a) * static_cast<W>(b);
+int32_t saturated(int64_t value) {
+  return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
 }
-template <class W, class T>
-W mad_wide(T a, T b, W c) {
-  return static_cast<W>(Modular<W>(static_cast<W>(a) * static_cast<W>(b)) + Modular<W>(c));
-}
-template <class T>
-T mad_lo(T a, T b, T c) {
-  return Add<T>::of(MulLo<T>::of(a, b), c);
-}
-template <class T>
-T mad_hi(T a, T b, T c) {
-  return Add<T>::of(MulHi<T>::of(a, b), c);
-}
-template <class T>
-T absolute(T a) {
-  return static_cast<T>(a < 0 ? 0 - Modular<T>(a) : Modular<T>(a));
-}
-template <class T>
-T negated(T a) {
-  return static_cast<T>(0 - Modular<T>(a));
-}
-template <class T>
-T sad(T a, T b, T c) {
-  return Add<T>::of(a < b ? Sub<T>::of(b, a) : Sub<T>::of(a, b), c);
-}
+int32_t add_saturated(int32_t a, int32_t b) { return saturated(int64_t{a} + b); }
+int32_t sub_saturated(int32_t a, int32_t b) { return saturated(int64_t{a} - b); }
 
-int32_t add_saturated(int32_t a, int32_t b) {
-  const int64_t sum = int64_t{a} + b;
-  return static_cast<int32_t>(std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX));
-}
-int32_t sub_saturated(int32_t a, int32_t b) {
-  const int64_t sum = int64_t{a} - b;
-  return static_cast<int32_t>(std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX));
-}
-
-template <template <class> class Op>
-Exec pick(Type type) {
-  switch (type) {
-    case Type::b16:
-    case Type::u16: return binary<uint16_t, uint16_t, uint16_t, Op<uint16_t>::of>;
-    case Type::b32:
-    case Type::u32: return binary<uint32_t, uint32_t, uint32_t, Op<uint32_t>::of>;
-    case Type::b64:
-    case Type::u64: return binary<uint64_t, uint64_t, uint64_t, Op<uint64_t>::of>;
-    case Type::s16: return binary<int16_t, int16_t, int16_t, Op<int16_t>::of>;
-    case Type::s32: return binary<int32_t, int32_t, int32_t, Op<int32_t>::of>;
-    case Type::s64: return binary<int64_t, int64_t, int64_t, Op<int64_t>::of>;
-    default: return nullptr;
-  }
-}
-
-template <template <class> class Op>
-void decode_binary(Decoder& d, Type type) {
-  decode_operands(d, type, {type, type});
-  d.insn.exec = pick<Op>(type);
-  if (d.insn.exec == nullptr) d.fail("not for this type");
-}
-
-// min and max of .u16x2 and .s16x2 are written as two halves.
-template <class T, T (*Function)(T, T)>
-uint32_t halves(uint32_t a, uint32_t b) {
-  const T low = Function(static_cast<T>(a), static_cast<T>(b));
-  const T high = Function(static_cast<T>(a >> 16), static_cast<T>(b >> 16));
-  return static_cast<uint16_t>(low) | static_cast<uint32_t>(static_cast<uint16_t>(high)) << 16;
-}
-
-template <template <class> class Op>
-bool decode_halves(Decoder& d) {
-  const int kind = d.accept_one({"u16x2", "s16x2"});
-  if (kind < 0) return false;
-  decode_operands(d, Type::b32, {Type::b32, Type::b32});
-  d.insn.exec = kind == 0 ? binary<uint32_t, uint32_t, uint32_t, halves<uint16_t, Op<uint16_t>::of>>
-                          : binary<uint32_t, uint32_t, uint32_t, halves<int16_t, Op<int16_t>::of>>;
-  return true;
-}
-
-enum Carry : uint8_t { kCarryOut = 1, kCarryIn = 2, kSubtract = 4, kMultiplyLow = 8, kMultiplyHigh = 16 };
-
-// add.cc, addc, sub.cc, subc, mad.cc, madc: the carry flag is a predicate slot of the warp.
-template <class T>
-void carry(Warp& warp, const Insn& insn, uint32_t mask) {
-  using Wide = std::conditional_t<sizeof(T) == 8, unsigned __int128, uint64_t>;
-  auto* result = lanes_of<T>(warp, insn.slots[0]);
-  const auto* a = lanes_of<T>(warp, insn.slots[1]);
-  const auto* b = lanes_of<T>(warp, insn.slots[2]);
-  const auto* c = lanes_of<T>(warp, insn.slots[3]);
-  uint32_t& flag = warp.predicate(insn.slots[4]);
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = __builtin_ctz(rest);
-    const bool in = (insn.mode & kCarryIn) != 0 && (flag >> l & 1) != 0;
-    T x = a[l], y = b[l];
-    if ((insn.mode & (kMultiplyLow | kMultiplyHigh)) != 0) {
-      const Wide product = static_cast<Wide>(x) * y;
-      x = static_cast<T>((insn.mode & kMultiplyHigh) != 0 ? product >> (8 * sizeof(T)) : product);
-      y = c[l];
-    }
-    const Wide total = (insn.mode & kSubtract) != 0 ? static_cast<Wide>(x) - y - in
-                                                    : static_cast<Wide>(x) + y + in;
-    result[l] = static_cast<T>(total);
-    const bool out = (total >> (8 * sizeof(T)) & 1) != 0;
-    if ((insn.mode & kCarryOut) != 0) flag = out ? flag | 1u << l : flag & ~(1u << l);
-  }
-}
-
-void decode_with_carry(Decoder& d, uint8_t mode) {
+template <class Form> void decode_binary(Decoder& d, Form form) {
   const Type type = d.type();
-  if (is_wide(type) && (mode & kMultiplyHigh) != 0 && is_signed(type)) d.fail("not for this type");
-  d.insn.mode = mode;
-  d.insn.slots[0] = d.destination(0, type);
-  d.insn.slots[1] = d.source(1, type);
-  d.insn.slots[2] = d.source(2, type);
-  d.insn.slots[3] = d.num_operands() > 3 ? d.source(3, type) : d.insn.slots[2];
-  d.insn.slots[4] = d.carry_flag();
-  d.insn.exec = is_wide(type) ? carry<uint64_t> : carry<uint32_t>;
+  decode_operands(d, type, {type, type});
+  d.set_exec(by_integer(type, form));
+}
+
+template <class Form> void decode_sum(Decoder& d, Form form, Exec saturating) {
+  const bool saturate = d.accept("sat");
+  if (saturate && !d.has_modifier("s32")) d.fail(".sat is for .s32");
+  decode_binary(d, form);
+  if (saturate) d.insn.exec = saturating;
+}
+
+Type wider(Decoder& d, Type type) {
+  switch (type) {
+    case Type::u16: return Type::u32;
+    case Type::s16: return Type::s32;
+    case Type::u32: return Type::u64;
+    case Type::s32: return Type::s64;
+    default: d.fail("not for this type");
+  }
 }
 
 }  // namespace
 
 void decode_add(Decoder& d) {
-  if (d.accept("cc")) return decode_with_carry(d, kCarryOut);
-  if (decode_float_add(d, false) || decode_halves<Add>(d)) return;
-  const bool saturate = d.accept("sat");
-  decode_binary<Add>(d, d.type());
-  if (saturate) d.insn.exec = binary<int32_t, int32_t, int32_t, add_saturated>;
+  if (d.has_float_type()) return decode_float_add(d, false);
+  decode_sum(d, FAJIT_BINARY(add), binary<int32_t, int32_t, int32_t, add_saturated>);
 }
 
 void decode_sub(Decoder& d) {
-  if (d.accept("cc")) return decode_with_carry(d, kCarryOut | kSubtract);
-  if (decode_float_add(d, true)) return;
-  const bool saturate = d.accept("sat");
-  decode_binary<Sub>(d, d.type());
-  if (saturate) d.insn.exec = binary<int32_t, int32_t, int32_t, sub_saturated>;
-}
-
-void decode_carry(Decoder& d) {
-  uint8_t mode = kCarryIn | (d.accept("cc") ? kCarryOut : 0);
-  if (d.opcode() == "subc") mode |= kSubtract;
-  if (d.opcode() == "madc") mode |= d.expect_one({"lo", "hi"}) == 0 ? kMultiplyLow : kMultiplyHigh;
-  decode_with_carry(d, mode);
+  if (d.has_float_type()) return decode_float_add(d, true);
+  decode_sum(d, FAJIT_BINARY(sub), binary<int32_t, int32_t, int32_t, sub_saturated>);
 }
 
 void decode_mul(Decoder& d) {
-  const int part = d.accept_one({"lo", "hi", "wide"});
-  if (part < 0) return decode_float_arithmetic(d, 0);
+  if (d.has_float_type()) return decode_float_product(d, false);
+  const int part = d.expect_one({"lo", "hi", "wide"});
+  if (part == 0) return decode_binary(d, FAJIT_BINARY(mul_lo));
+  if (part == 1) return decode_binary(d, FAJIT_BINARY(mul_hi));
   const Type type = d.type();
-  if (part == 0) return decode_binary<MulLo>(d, type);
-  if (part == 1) return decode_binary<MulHi>(d, type);
-  switch (type) {
-    case Type::u16:
-      decode_operands(d, Type::u32, {type, type});
-      d.insn.exec = binary<uint32_t, uint16_t, uint16_t, mul_wide<uint32_t, uint16_t>>;
-      break;
-    case Type::s16:
-      decode_operands(d, Type::s32, {type, type});
-      d.insn.exec = binary<int32_t, int16_t, int16_t, mul_wide<int32_t, int16_t>>;
-      break;
-    case Type::u32:
-      decode_operands(d, Type::u64, {type, type});
-      d.insn.exec = binary<uint64_t, uint32_t, uint32_t, mul_wide<uint64_t, uint32_t>>;
-      break;
-    case Type::s32:
-      decode_operands(d, Type::s64, {type, type});
-      d.insn.exec = binary<int64_t, int32_t, int32_t, mul_wide<int64_t, int32_t>>;
-      break;
-    default: d.fail("not for this type");
-  }
+  decode_operands(d, wider(d, type), {type, type});
+  d.set_exec(by_integer(type, [](auto zero) -> Exec {
+    using T = decltype(zero);
+    using W = typename Wider<T>::type;
+    if constexpr (std::is_void_v<W>)
+      return nullptr;
+    else
+      return binary<W, T, T, mul_wide<W, T>>;
+  }));
 }
 
 void decode_mad(Decoder& d) {
-  const int part = d.accept_one({"lo", "hi", "wide"});
-  if (part < 0) return decode_fma(d);
-  if (d.accept("cc"))
-    return decode_with_carry(d, kCarryOut | (part == 0 ? kMultiplyLow : kMultiplyHigh));
-  const Type type = d.type();
-  const Type wide = type == Type::u16   ? Type::u32
-                    : type == Type::s16 ? Type::s32
-                    : type == Type::u32 ? Type::u64
-                                        : Type::s64;
-  const Type result = part == 2 ? wide : type;
+  if (d.has_float_type()) return decode_fma(d);
+  const int part = d.expect_one({"lo", "hi", "wide"});
+  const Type type = d.type(), result = part == 2 ? wider(d, type) : type;
   decode_operands(d, result, {type, type, result});
-#define FAJIT_MAD(T, W)                                                       \
-  d.insn.exec = part == 0   ? Exec{ternary<T, T, T, T, mad_lo<T>>}            \
-                : part == 1 ? Exec{ternary<T, T, T, T, mad_hi<T>>}            \
-                            : Exec{ternary<W, T, T, W, mad_wide<W, T>>}
-  switch (type) {
-    case Type::u16: FAJIT_MAD(uint16_t, uint32_t); break;
-    case Type::s16: FAJIT_MAD(int16_t, int32_t); break;
-    case Type::u32: FAJIT_MAD(uint32_t, uint64_t); break;
-    case Type::s32: FAJIT_MAD(int32_t, int64_t); break;
-    case Type::u64: FAJIT_MAD(uint64_t, uint64_t); break;
-    case Type::s64: FAJIT_MAD(int64_t, int64_t); break;
-    default: d.fail("not for this type");
-  }
-#undef FAJIT_MAD
-  if (part == 2 && is_wide(type)) d.fail("not for this type");
+  if (part == 0) return d.set_exec(by_integer(type, FAJIT_TERNARY(mad_lo)));
+  if (part == 1) return d.set_exec(by_integer(type, FAJIT_TERNARY(mad_hi)));
+  d.set_exec(by_integer(type, [](auto zero) -> Exec {
+    using T = decltype(zero);
+    using W = typename Wider<T>::type;
+    if constexpr (std::is_void_v<W>)
+      return nullptr;
+    else
+      return ternary<W, T, T, W, mad_wide<W, T>>;
+  }));
 }
 
 void decode_div(Decoder& d) {
-  const Type type = d.type();
-  if (is_float(type)) {
-    d.insn.type = type;
-    return decode_float_arithmetic(d, 1);
-  }
-  decode_binary<Div>(d, type);
+  if (d.has_float_type()) return decode_float_product(d, true);
+  decode_binary(d, FAJIT_BINARY(divide));
 }
 
-void decode_rem(Decoder& d) { decode_binary<Rem>(d, d.type()); }
-
-void decode_abs(Decoder& d) {
-  const bool ftz = d.accept("ftz");
-  const Type type = d.type();
-  if (ftz) d.insn.flags |= kFtz;
-  d.insn.type = type;
-  if (is_float(type)) return decode_float_sign(d, false);
-  decode_operands(d, type, {type});
-  d.insn.exec = type == Type::s16   ? Exec{unary<int16_t, int16_t, absolute<int16_t>>}
-                : type == Type::s32 ? Exec{unary<int32_t, int32_t, absolute<int32_t>>}
-                                    : Exec{unary<int64_t, int64_t, absolute<int64_t>>};
-}
-
-void decode_neg(Decoder& d) {
-  const bool ftz = d.accept("ftz");
-  const Type type = d.type();
-  if (ftz) d.insn.flags |= kFtz;
-  d.insn.type = type;
-  if (is_float(type)) return decode_float_sign(d, true);
-  decode_operands(d, type, {type});
-  d.insn.exec = type == Type::s16   ? Exec{unary<int16_t, int16_t, negated<int16_t>>}
-                : type == Type::s32 ? Exec{unary<int32_t, int32_t, negated<int32_t>>}
-                                    : Exec{unary<int64_t, int64_t, negated<int64_t>>};
-}
+void decode_rem(Decoder& d) { decode_binary(d, FAJIT_BINARY(remainder)); }
 
 void decode_min(Decoder& d) {
-  if (decode_halves<Min>(d)) return;
-  const Type type = d.type();
-  d.insn.type = type;
-  if (is_float(type)) return decode_float_minmax(d, false);
-  decode_binary<Min>(d, type);
+  if (d.has_float_type()) return decode_float_minmax(d, false);
+  decode_binary(d, FAJIT_BINARY(least));
 }
 
 void decode_max(Decoder& d) {
-  if (decode_halves<Max>(d)) return;
-  const Type type = d.type();
-  d.insn.type = type;
-  if (is_float(type)) return decode_float_minmax(d, true);
-  decode_binary<Max>(d, type);
+  if (d.has_float_type()) return decode_float_minmax(d, true);
+  decode_binary(d, FAJIT_BINARY(greatest));
 }
 
-void decode_sad(Decoder& d) {
+void decode_abs(Decoder& d) {
+  if (d.has_float_type()) return decode_float_sign(d, false);
   const Type type = d.type();
-  decode_operands(d, type, {type, type, type});
-  d.insn.exec = type == Type::s32 ? Exec{ternary<int32_t, int32_t, int32_t, int32_t, sad<int32_t>>}
-                                  : Exec{ternary<uint32_t, uint32_t, uint32_t, uint32_t, sad<uint32_t>>};
-  if (type != Type::s32 && type != Type::u32) d.fail("not for this type");
+  decode_operands(d, type, {type});
+  d.set_exec(by_integer(type, FAJIT_UNARY(absolute)));
+}
+
+void decode_neg(Decoder& d) {
+  if (d.has_float_type()) return decode_float_sign(d, true);
+  const Type type = d.type();
+  decode_operands(d, type, {type});
+  d.set_exec(by_integer(type, FAJIT_UNARY(negated)));
 }
 
 }  // namespace fajit::emulator

@@ -1,26 +1,20 @@
 // ld, st, and hints that do nothing here.
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
-uint64_t address_of(const Warp& warp, const Insn& insn, int lane) {
-  const uint32_t slot = insn.slots[0];
-  const uint64_t base =
-      (insn.flags & kWideAddress) != 0 ? warp.longs(slot)[lane] : warp.words(slot)[lane];
-  return base + static_cast<uint64_t>(insn.immediate);
-}
-
-// Elements lie in the list: for each, its slot; insn.mode: bit i set where element i is 64 bits wide.
-template <class T>
-void load(Warp& warp, const Insn& insn, uint32_t mask) {
+// Elements lie in the list: for each, its slot; insn.mode: bit i set where element i is 64 bits
+// wide.
+template <class T> void load(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   const uint32_t* slots = block.kernel().lists.data() + insn.list;
   const unsigned bytes = sizeof(T) * insn.count;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    const uint8_t* from = block.at(warp, insn.space, l, address_of(warp, insn, l), bytes, Access::read);
+    const uint8_t* from =
+        block.at(warp, insn.space, l, address_of(warp, insn, 0, l), bytes, Access::read);
     for (unsigned i = 0; i < insn.count; ++i) {
       T value;
       std::memcpy(&value, from + i * sizeof(T), sizeof(T));
@@ -28,21 +22,22 @@ void load(Warp& warp, const Insn& insn, uint32_t mask) {
       if ((insn.mode >> i & 1) != 0)
         warp.longs(slots[i])[l] = static_cast<uint64_t>(static_cast<int64_t>(value));
       else
-        warp.words(slots[i])[l] = static_cast<uint32_t>(value) & (insn.type == Type::s16 ? 0xffffu : ~0u);
+        warp.words(slots[i])[l] =
+            static_cast<uint32_t>(value) & (insn.type == Type::s16 ? 0xffffu : ~0u);
     }
   }
 }
 
-template <class T>
-void store(Warp& warp, const Insn& insn, uint32_t mask) {
+template <class T> void store(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   const uint32_t* slots = block.kernel().lists.data() + insn.list;
   const unsigned bytes = sizeof(T) * insn.count;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
-    uint8_t* to = block.at(warp, insn.space, l, address_of(warp, insn, l), bytes, Access::write);
+    uint8_t* to = block.at(warp, insn.space, l, address_of(warp, insn, 0, l), bytes, Access::write);
     for (unsigned i = 0; i < insn.count; ++i) {
-      const uint64_t word = (insn.mode >> i & 1) != 0 ? warp.longs(slots[i])[l] : warp.words(slots[i])[l];
+      const uint64_t word =
+          (insn.mode >> i & 1) != 0 ? warp.longs(slots[i])[l] : warp.words(slots[i])[l];
       std::memcpy(to + i * sizeof(T), &word, sizeof(T));
     }
   }
@@ -56,9 +51,10 @@ void zero64(Warp& warp, const Insn& insn, uint32_t mask) {
 }
 
 void decode_space(Decoder& d) {
-  static constexpr Space kSpaces[] = {Space::global, Space::shared,   Space::shared, Space::local,
-                                      Space::param,  Space::param,    Space::constant};
-  const int space = d.accept_one({"global", "shared", "shared::cta", "local", "param", "param::entry", "const"});
+  static constexpr Space kSpaces[] = {Space::global, Space::shared, Space::shared,  Space::local,
+                                      Space::param,  Space::param,  Space::constant};
+  const int space =
+      d.accept_one({"global", "shared", "shared::cta", "local", "param", "param::entry", "const"});
   d.insn.space = space < 0 ? Space::generic : kSpaces[space];
 }
 
@@ -66,8 +62,8 @@ void decode_access(Decoder& d, bool is_load) {
   decode_space(d);
   // Ordering and cache hints: warps of a block run one at a time, so that every access is ordered.
   d.ignore({"L1::", "L2::", "level::"});
-  for (const char* hint : {"weak", "volatile", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys",
-                           "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "mmio"})
+  for (const char* hint : {"weak", "volatile", "relaxed", "acquire", "release", "cta", "cluster",
+                           "gpu", "sys", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "mmio"})
     d.accept(hint);
   const int vector = d.accept_one({"v2", "v4", "v8"});
   d.insn.count = static_cast<uint8_t>(vector < 0 ? 1 : 2 << vector);
@@ -76,8 +72,10 @@ void decode_access(Decoder& d, bool is_load) {
   d.expect_operands(2, 3);  // the third is a cache policy
   const Operand& value = d.operand(is_load ? 0 : 1);
   std::vector<Operand> elements;
-  if (value.kind == Operand::Kind::vector) elements = value.elements;
-  else elements.push_back(value);
+  if (value.kind == Operand::Kind::vector)
+    elements = value.elements;
+  else
+    elements.push_back(value);
   if (elements.size() != d.insn.count) d.fail("has another number of elements");
   std::vector<uint32_t> slots;
   for (size_t i = 0; i < elements.size(); ++i) {

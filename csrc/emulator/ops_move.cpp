@@ -1,14 +1,11 @@
-// mov with packing and unpacking, cvta, isspacep.
+// mov with packing and unpacking, and cvta.
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
-template <class T>
-T same(T a) {
-  return a;
-}
+template <class T> T same(T a) { return a; }
 
 // Operands of a packed move, lowest first: bits of each are insn.count.
 void pack(Warp& warp, const Insn& insn, uint32_t mask) {
@@ -18,9 +15,12 @@ void pack(Warp& warp, const Insn& insn, uint32_t mask) {
   for_lanes(mask, [&](int l) {
     uint64_t bits = 0;
     for (uint32_t i = 0; i < insn.mode; ++i)
-      bits |= (static_cast<uint64_t>(warp.words(parts[i])[l]) & ((uint64_t{1} << width) - 1)) << (width * i);
-    if (wide) warp.longs(insn.slots[0])[l] = bits;
-    else warp.words(insn.slots[0])[l] = static_cast<uint32_t>(bits);
+      bits |= (static_cast<uint64_t>(warp.words(parts[i])[l]) & ((uint64_t{1} << width) - 1))
+              << (width * i);
+    if (wide)
+      warp.longs(insn.slots[0])[l] = bits;
+    else
+      warp.words(insn.slots[0])[l] = static_cast<uint32_t>(bits);
   });
 }
 
@@ -32,7 +32,8 @@ void unpack(Warp& warp, const Insn& insn, uint32_t mask) {
     const uint64_t bits = wide ? warp.longs(insn.slots[1])[l] : warp.words(insn.slots[1])[l];
     for (uint32_t i = 0; i < insn.mode; ++i)
       if (parts[i] != kNoSlot)
-        warp.words(parts[i])[l] = static_cast<uint32_t>(bits >> (width * i) & ((uint64_t{1} << width) - 1));
+        warp.words(parts[i])[l] =
+            static_cast<uint32_t>(bits >> (width * i) & ((uint64_t{1} << width) - 1));
   });
 }
 
@@ -42,28 +43,16 @@ void move_predicate(Warp& warp, const Insn& insn, uint32_t mask) {
   result = (result & ~mask) | (value & mask);
 }
 
-template <class T>
-void add_window(Warp& warp, const Insn& insn, uint32_t mask) {
+template <class T> void add_window(Warp& warp, const Insn& insn, uint32_t mask) {
   auto* d = lanes_of<T>(warp, insn.slots[0]);
   const auto* a = lanes_of<T>(warp, insn.slots[1]);
   const T window = static_cast<T>(insn.immediate);
   for_lanes(mask, [&](int l) { d[l] = a[l] + window; });
 }
 
-void test_space(Warp& warp, const Insn& insn, uint32_t mask) {
-  const uint64_t* a = warp.longs(insn.slots[1]);
-  uint32_t& result = warp.predicate(insn.slots[0]);
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = __builtin_ctz(rest);
-    const uint64_t window = a[l] & kWindowMask;
-    const bool in_window = window == kSharedWindow || window == kLocalWindow || window == kParamWindow;
-    const bool holds = insn.immediate == 0 ? !in_window : window == static_cast<uint64_t>(insn.immediate);
-    result = holds ? result | 1u << l : result & ~(1u << l);
-  }
-}
-
 uint64_t window_of(Decoder& d) {
-  switch (d.expect_one({"shared", "shared::cta", "local", "param", "param::entry", "global", "const"})) {
+  switch (d.expect_one(
+      {"shared", "shared::cta", "local", "param", "param::entry", "global", "const"})) {
     case 0:
     case 1: return kSharedWindow;
     case 2: return kLocalWindow;
@@ -95,8 +84,10 @@ void decode_packed_move(Decoder& d, Type type) {
     }
   }
   d.insn.list = d.add_list(slots);
-  if (to_vector) d.insn.slots[1] = d.source(1, type);
-  else d.insn.slots[0] = d.destination(0, type);
+  if (to_vector)
+    d.insn.slots[1] = d.source(1, type);
+  else
+    d.insn.slots[0] = d.destination(0, type);
   d.insn.exec = to_vector ? unpack : pack;
 }
 
@@ -125,12 +116,6 @@ void decode_cvta(Decoder& d) {
   decode_operands(d, type, {type});
   d.insn.immediate = static_cast<int64_t>(to ? 0 - window : window);
   d.insn.exec = is_wide(type) ? Exec{add_window<uint64_t>} : Exec{add_window<uint32_t>};
-}
-
-void decode_isspacep(Decoder& d) {
-  d.insn.immediate = static_cast<int64_t>(window_of(d));
-  decode_operands(d, Type::pred, {Type::u64});
-  d.insn.exec = test_space;
 }
 
 }  // namespace fajit::emulator

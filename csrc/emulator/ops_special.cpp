@@ -1,18 +1,17 @@
 // Roots, reciprocals, and the approximate functions. They are computed in fp64 and rounded once: a
 // device's result differs by its documented error (2^-22 or so, tanh 2^-11).
-#include <cfenv>
 #include <cmath>
 
+#include "host.h"
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
 enum Function : uint8_t { kRcp, kSqrt, kRsqrt, kSin, kCos, kLg2, kEx2, kTanh };
 
-template <int function>
-double evaluate(double x) {
+template <int function> double evaluate(double x) {
   switch (function) {
     case kRcp: return 1.0 / x;
     case kSqrt: return std::sqrt(x);
@@ -25,10 +24,7 @@ double evaluate(double x) {
   }
 }
 
-float canonical(float value) { return value == value ? value : bits_as<float>(0x7fffffffu); }
-
-template <int function>
-void apply32(Warp& warp, const Insn& insn, uint32_t mask) {
+template <int function> void apply32(Warp& warp, const Insn& insn, uint32_t mask) {
   uint32_t* d = warp.words(insn.slots[0]);
   const uint32_t* a = warp.words(insn.slots[1]);
   const bool ftz = (insn.flags & kFtz) != 0;
@@ -42,25 +38,9 @@ void apply32(Warp& warp, const Insn& insn, uint32_t mask) {
   });
 }
 
-template <class T, int function>
-T apply16(T a) {
-  return FromFloat<T>::of(static_cast<float>(evaluate<function>(to_float(a))));
-}
-template <class T, int function>
-uint32_t apply16x2(uint32_t a) {
-  const T low = apply16<T, function>(T{static_cast<uint16_t>(a)});
-  const T high = apply16<T, function>(T{static_cast<uint16_t>(a >> 16)});
-  return low.bits | static_cast<uint32_t>(high.bits) << 16;
-}
-
-template <int function>
-double apply64(double a) {
-  const double r = evaluate<function>(a);
-  return r == r ? r : bits_as<double>(uint64_t{0x7ff8000000000000});
-}
+template <int function> double apply64(double a) { return canonical(evaluate<function>(a)); }
 // rcp.approx.ftz.f64: the upper word of the operand and of the result only.
-template <int function>
-double apply64_upper(double a) {
+template <int function> double apply64_upper(double a) {
   const uint64_t kept = bits_as<uint64_t>(a) & 0xffffffff'00000000ull;
   double x = bits_as<double>(kept);
   if (std::fpclassify(x) == FP_SUBNORMAL) x = std::copysign(0.0, x);
@@ -69,25 +49,21 @@ double apply64_upper(double a) {
   return bits_as<double>(bits_as<uint64_t>(r) & 0xffffffff'00000000ull);
 }
 
-template <class T, int function>
-void directed(Warp& warp, const Insn& insn, uint32_t mask) {
+template <class T, int function> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
   auto* d = lanes_of<T>(warp, insn.slots[0]);
   const auto* a = lanes_of<T>(warp, insn.slots[1]);
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
     volatile T x = from_word<T>(a[l]), r;
-    std::fesetround(insn.round == Round::zero   ? FE_TOWARDZERO
-                    : insn.round == Round::down ? FE_DOWNWARD
-                                                : FE_UPWARD);
-    if (function == kSqrt) r = std::sqrt(T(x));
-    else r = T{1} / x;
-    std::fesetround(FE_TONEAREST);
+    {
+      const HostRounding mode(insn.round);
+      r = function == kSqrt ? std::sqrt(T(x)) : T{1} / x;
+    }
     d[l] = to_word<T>(T(r));
   }
 }
 
-template <int function>
-void decode_function(Decoder& d) {
+template <int function> void decode_function(Decoder& d) {
   if (d.accept("ftz")) d.insn.flags |= kFtz;
   const bool approximate = d.accept("approx");
   d.insn.round = d.rounding(Round::nearest);
@@ -105,13 +81,10 @@ void decode_function(Decoder& d) {
   switch (type) {
     case Type::f32: d.insn.exec = apply32<function>; break;
     case Type::f64:
-      d.insn.exec = approximate && (d.insn.flags & kFtz) != 0 ? Exec{unary<double, double, apply64_upper<function>>}
-                                                              : Exec{unary<double, double, apply64<function>>};
+      d.insn.exec = approximate && (d.insn.flags & kFtz) != 0
+                        ? Exec{unary<double, double, apply64_upper<function>>}
+                        : Exec{unary<double, double, apply64<function>>};
       break;
-    case Type::f16: d.insn.exec = unary<Half, Half, apply16<Half, function>>; break;
-    case Type::bf16: d.insn.exec = unary<Bf16, Bf16, apply16<Bf16, function>>; break;
-    case Type::f16x2: d.insn.exec = unary<uint32_t, uint32_t, apply16x2<Half, function>>; break;
-    case Type::bf16x2: d.insn.exec = unary<uint32_t, uint32_t, apply16x2<Bf16, function>>; break;
     default: d.fail("not for this type");
   }
 }

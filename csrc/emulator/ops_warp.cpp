@@ -1,16 +1,12 @@
-// Instructions by which the lanes of a warp exchange values: shfl, vote, redux, match, activemask,
-// bar.warp.sync, elect. All but activemask wait for their member mask, which is slots[0].
+// Instructions by which the lanes of a warp exchange values: shfl, vote, redux, activemask.
+// All but the last wait for their member mask, which is slots[0].
 #include <algorithm>
 
 #include "lanes.h"
-#include "ops.h"
+#include "opcodes.h"
 
 namespace fajit::emulator {
 namespace {
-
-void set_bits(uint32_t& predicate, uint32_t mask, uint32_t value) {
-  predicate = (predicate & ~mask) | (value & mask);
-}
 
 enum Shuffle : uint8_t { kUp, kDown, kBfly, kIdx };
 
@@ -31,16 +27,31 @@ void shuffle(Warp& warp, const Insn& insn, uint32_t mask) {
     int from = 0;
     bool valid = false;
     switch (insn.mode) {
-      case kUp: from = lane - by; valid = from >= last; break;
-      case kDown: from = lane + by; valid = from <= last; break;
-      case kBfly: from = lane ^ by; valid = from <= last; break;
-      default: from = first | (by & ~segment); valid = from <= last; break;
+      case kUp:
+        from = lane - by;
+        valid = from >= last;
+        break;
+      case kDown:
+        from = lane + by;
+        valid = from <= last;
+        break;
+      case kBfly:
+        from = lane ^ by;
+        valid = from <= last;
+        break;
+      default:
+        from = first | (by & ~segment);
+        valid = from <= last;
+        break;
     }
-    if (!valid) from = lane;
-    else in_range |= 1u << lane;
+    if (!valid)
+      from = lane;
+    else
+      in_range |= 1u << lane;
     if ((mask >> from & 1) == 0)
-      warp.block->fault(warp, lane, "shuffle", "lane " + std::to_string(lane) + " reads from lane " +
-                                                   std::to_string(from) + ", which does not take part");
+      warp.block->fault(warp, lane, "shuffle",
+                        "lane " + std::to_string(lane) + " reads from lane " +
+                            std::to_string(from) + ", which does not take part");
     result[lane] = a[from];
   }
   for_lanes(mask, [&](int l) { d[l] = result[l]; });
@@ -57,7 +68,9 @@ void vote(Warp& warp, const Insn& insn, uint32_t mask) {
     for_lanes(mask, [&](int l) { d[l] = a; });
     return;
   }
-  const bool value = insn.mode == kAll ? a == mask : insn.mode == kAny ? a != 0 : a == 0 || a == mask;
+  const bool value = insn.mode == kAll   ? a == mask
+                     : insn.mode == kAny ? a != 0
+                                         : a == 0 || a == mask;
   set_bits(warp.predicate(insn.slots[1]), mask, value ? ~0u : 0u);
 }
 
@@ -85,61 +98,9 @@ void reduce(Warp& warp, const Insn& insn, uint32_t mask) {
   for_lanes(mask, [&](int l) { d[l] = total; });
 }
 
-// redux.sync.{min,max}{.abs}{.NaN}.f32 of sm_100.
-void reduce_float(Warp& warp, const Insn& insn, uint32_t mask) {
-  const uint32_t* a = warp.words(insn.slots[2]);
-  auto load = [&](int l) {
-    const uint32_t bits = (insn.flags & kAbs) != 0 ? a[l] & 0x7fffffffu : a[l];
-    return bits_as<float>(bits);
-  };
-  float total = load(__builtin_ctz(mask));
-  for (uint32_t rest = mask & (mask - 1); rest != 0; rest &= rest - 1) {
-    const float value = load(__builtin_ctz(rest));
-    if (total != total || value != value) {
-      const bool keep_nan = (insn.flags & kNan) != 0;
-      total = total != total ? (keep_nan ? total : value) : (keep_nan ? value : total);
-    } else {
-      total = (value < total) == (insn.mode == kMin) ? value : total;
-    }
-  }
-  const uint32_t bits = total == total ? bits_as<uint32_t>(total) : 0x7fffffffu;
-  uint32_t* d = warp.words(insn.slots[1]);
-  for_lanes(mask, [&](int l) { d[l] = bits; });
-}
-
-// slots: members, d, p or none, a. mode: 0 any, 1 all.
-template <class T>
-void match(Warp& warp, const Insn& insn, uint32_t mask) {
-  const auto* a = lanes_of<T>(warp, insn.slots[3]);
-  uint32_t* d = warp.words(insn.slots[1]);
-  uint32_t result[kLanes], all_same = 0;
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const int lane = __builtin_ctz(rest);
-    uint32_t same = 0;
-    for (uint32_t others = mask; others != 0; others &= others - 1) {
-      const int other = __builtin_ctz(others);
-      if (a[other] == a[lane]) same |= 1u << other;
-    }
-    if (same == mask) all_same |= 1u << lane;
-    result[lane] = insn.mode == 0 || same == mask ? same : 0;
-  }
-  for_lanes(mask, [&](int l) { d[l] = result[l]; });
-  if (insn.slots[2] != kNoSlot) set_bits(warp.predicate(insn.slots[2]), mask, all_same);
-}
-
 void active_mask(Warp& warp, const Insn& insn, uint32_t mask) {
   uint32_t* d = warp.words(insn.slots[0]);
   for_lanes(mask, [&](int l) { d[l] = mask; });
-}
-
-// slots: members, d or none, p.
-void elect(Warp& warp, const Insn& insn, uint32_t mask) {
-  const uint32_t leader = static_cast<uint32_t>(__builtin_ctz(mask));
-  if (insn.slots[1] != kNoSlot) {
-    uint32_t* d = warp.words(insn.slots[1]);
-    for_lanes(mask, [&](int l) { d[l] = leader; });
-  }
-  set_bits(warp.predicate(insn.slots[2]), mask, 1u << leader);
 }
 
 void expect_sync(Decoder& d) {
@@ -181,45 +142,18 @@ void decode_vote(Decoder& d) {
 void decode_redux(Decoder& d) {
   expect_sync(d);
   d.insn.mode = static_cast<uint8_t>(d.expect_one({"add", "min", "max", "and", "or", "xor"}));
-  if (d.accept("abs")) d.insn.flags |= kAbs;
-  if (d.accept("NaN")) d.insn.flags |= kNan;
   d.insn.type = d.type();
   d.expect_operands(3);
   d.insn.slots[1] = d.destination(0, d.insn.type);
   d.insn.slots[2] = d.source(1, d.insn.type);
   d.insn.slots[0] = d.source(2, Type::u32);
-  d.insn.exec = d.insn.type == Type::f32 ? reduce_float : reduce;
-}
-
-void decode_match(Decoder& d) {
-  d.insn.mode = static_cast<uint8_t>(d.expect_one({"any", "all"}));
-  expect_sync(d);
-  const Type type = d.type();
-  d.expect_operands(3);
-  const Operand& result = d.operand(0);
-  const bool pair = result.kind == Operand::Kind::pair;
-  d.insn.slots[1] = d.destination(pair ? result.elements[0] : result, Type::b32);
-  if (pair) d.insn.slots[2] = d.destination(result.elements[1], Type::pred);
-  d.insn.slots[3] = d.source(1, type);
-  d.insn.slots[0] = d.source(2, Type::u32);
-  d.insn.exec = is_wide(type) ? Exec{match<uint64_t>} : Exec{match<uint32_t>};
+  if (is_float(d.insn.type)) d.fail("not for this type");
+  d.insn.exec = reduce;
 }
 
 void decode_activemask(Decoder& d) {
   decode_operands(d, d.type(), {});
   d.insn.exec = active_mask;
-}
-
-void decode_elect(Decoder& d) {
-  expect_sync(d);
-  d.expect_operands(2);
-  const Operand& result = d.operand(0);
-  if (result.kind != Operand::Kind::pair) d.fail("expected d|p");
-  if (result.elements[0].kind != Operand::Kind::sink)
-    d.insn.slots[1] = d.destination(result.elements[0], Type::b32);
-  d.insn.slots[2] = d.destination(result.elements[1], Type::pred);
-  d.insn.slots[0] = d.source(1, Type::u32);
-  d.insn.exec = elect;
 }
 
 }  // namespace fajit::emulator

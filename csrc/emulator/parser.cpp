@@ -1,4 +1,4 @@
-#include "parser.h"
+#include "ast.h"
 
 #include <cstdlib>
 #include <unordered_map>
@@ -109,24 +109,28 @@ class Parser {
         result.align = static_cast<uint64_t>(integer());
         continue;
       }
-      if (lexer_.accept(".v2")) vector = 2;
-      else if (lexer_.accept(".v4")) vector = 4;
+      if (lexer_.accept(".v2"))
+        vector = 2;
+      else if (lexer_.accept(".v4"))
+        vector = 4;
       else if (lexer_.accept(".ptr") || lexer_.accept(".global") || lexer_.accept(".attribute")) {
-      } else break;
+      } else
+        break;
     }
     const Token type_word = lexer_.next();
     type = type_of(type_word.text.substr(1));
     if (type == Type::none) lexer_.fail("unknown type '" + std::string(type_word.text) + "'");
     while (lexer_.accept(".ptr") || lexer_.accept(".global") || lexer_.accept(".shared") ||
-           lexer_.accept(".const"))
-      ;
+           lexer_.accept(".const"));
     if (lexer_.accept(".align")) integer();  // of what a pointer parameter points to
     result.name = std::string(lexer_.next().text);
     uint64_t count = vector;
     bool unsized = false;
     while (lexer_.accept("[")) {
-      if (lexer_.peek().is("]")) unsized = true;
-      else count *= static_cast<uint64_t>(integer());
+      if (lexer_.peek().is("]"))
+        unsized = true;
+      else
+        count *= static_cast<uint64_t>(integer());
       lexer_.expect("]");
     }
     const uint64_t element = bytes_of(type);
@@ -141,8 +145,10 @@ class Parser {
   void initialiser(Variable& variable, uint64_t element, Type type) {
     if (lexer_.accept("{")) {
       while (!lexer_.accept("}")) {
-        if (lexer_.peek().is("{")) initialiser(variable, element, type);
-        else initial_value(variable, element, type);
+        if (lexer_.peek().is("{"))
+          initialiser(variable, element, type);
+        else
+          initial_value(variable, element, type);
         lexer_.accept(",");
       }
     } else {
@@ -213,7 +219,7 @@ class Parser {
         lexer_.accept(",");
       }
     }
-    while (!lexer_.peek().is("{")) {  // .maxntid 128, 1, 1 and the like
+    while (!lexer_.peek().is("{")) {   // .maxntid 128, 1, 1 and the like
       if (lexer_.accept(";")) return;  // a declaration
       if (lexer_.peek().kind == Token::Kind::end) lexer_.fail("unexpected end of text");
       lexer_.next();
@@ -342,8 +348,10 @@ class Parser {
     for (bool first = true; !rest.empty(); first = false) {
       const size_t dot = rest.find('.');
       const std::string part(rest.substr(0, dot));
-      if (first) result.opcode = part;
-      else result.modifiers.push_back(part);
+      if (first)
+        result.opcode = part;
+      else
+        result.modifiers.push_back(part);
       rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
     }
     if (result.opcode == "call") {
@@ -380,8 +388,10 @@ class Parser {
     if (lexer_.accept("[")) {
       result.kind = Operand::Kind::address;
       result.elements.push_back(simple_operand());
-      if (lexer_.accept("+")) result.bits = integer();
-      else if (lexer_.peek().is("-")) result.bits = integer();
+      if (lexer_.accept("+"))
+        result.bits = integer();
+      else if (lexer_.peek().is("-"))
+        result.bits = integer();
       lexer_.expect("]");
       return result;
     }

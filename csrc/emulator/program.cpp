@@ -5,8 +5,8 @@
 #include <exception>
 #include <thread>
 
+#include "ast.h"
 #include "decoder.h"
-#include "parser.h"
 
 namespace fajit::emulator {
 
@@ -17,7 +17,8 @@ Program::Program(const std::string& ptx) : module_(parse(ptx)) {
     storage_.emplace_back(new uint8_t[variable.bytes + align]());
     uint64_t address = reinterpret_cast<uint64_t>(storage_.back().get());
     address = (address + align - 1) / align * align;
-    std::copy(variable.initial.begin(), variable.initial.end(), reinterpret_cast<uint8_t*>(address));
+    std::copy(variable.initial.begin(), variable.initial.end(),
+              reinterpret_cast<uint8_t*>(address));
     symbols_[variable.name] = address;
     Allocation allocation;
     allocation.name = (variable.space == Space::constant ? "constant " : "global ") + variable.name;
@@ -45,7 +46,8 @@ const Kernel& Program::kernel(const std::string& name) {
   }
   std::string known;
   for (const Entry& entry : module_.entries) known += (known.empty() ? "" : ", ") + entry.name;
-  throw EmulatorError("no kernel '" + name + "'; the program has " + (known.empty() ? "none" : known));
+  throw EmulatorError("no kernel '" + name + "'; the program has " +
+                      (known.empty() ? "none" : known));
 }
 
 void Program::run(Request request) {
@@ -59,10 +61,12 @@ void Program::run(Request request) {
   const uint64_t threads = uint64_t{launch.block[0]} * launch.block[1] * launch.block[2];
   const uint64_t blocks = uint64_t{launch.grid[0]} * launch.grid[1] * launch.grid[2];
   if (threads == 0 || threads > 1024)
-    throw EmulatorError("a block of " + std::to_string(threads) + " threads; at most 1024 are possible");
+    throw EmulatorError("a block of " + std::to_string(threads) +
+                        " threads; at most 1024 are possible");
   if (launch.params.size() < launch.kernel->param_bytes)
-    throw EmulatorError("kernel " + request.kernel + " has " + std::to_string(launch.kernel->param_bytes) +
-                        " bytes of parameters, " + std::to_string(launch.params.size()) + " were given");
+    throw EmulatorError("kernel " + request.kernel + " has " +
+                        std::to_string(launch.kernel->param_bytes) + " bytes of parameters, " +
+                        std::to_string(launch.params.size()) + " were given");
   for (const auto& [index, path] : module_.files) {
     if (launch.files.size() <= index) launch.files.resize(index + 1);
     launch.files[index] = path;

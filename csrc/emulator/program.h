@@ -17,7 +17,8 @@ class Program {
 
   std::vector<std::string> kernel_names() const;
   const std::string& target() const { return module_.target; }
-  // Decoded at first use; throws EmulatorError for an unknown name or an instruction not in the table.
+  // Decoded at first use; throws EmulatorError for an unknown name or an instruction not in the
+  // table.
   const Kernel& kernel(const std::string& name);
 
   struct Request {

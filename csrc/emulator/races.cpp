@@ -42,7 +42,8 @@ void SharedHistory::start() {
   }
 }
 
-Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes) {
+Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+                             uint32_t bytes) {
   const WarpState& state = states_[warp];
   uint32_t* stamps = read_stamp_.data() + static_cast<size_t>(warp) * bytes_;
   uint32_t* pcs = read_pc_.data() + static_cast<size_t>(warp) * bytes_;
@@ -53,7 +54,8 @@ Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t
     if (in_flight_[at] != 0) {
       result.kind = Conflict::Kind::in_flight;
     } else if (stamp >> 6 < begin_) {
-      if (result.kind == Conflict::Kind::none) result.kind = Conflict::Kind::unwritten, result.byte = at;
+      if (result.kind == Conflict::Kind::none)
+        result.kind = Conflict::Kind::unwritten, result.byte = at;
     } else if (races_ && !ordered(state, warp, lane, write_warp_[at] & ~kAtomic, stamp)) {
       result.kind = Conflict::Kind::race;
     }
@@ -72,8 +74,8 @@ Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t
   return result;
 }
 
-Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes,
-                              bool atomic) {
+Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+                              uint32_t bytes, bool atomic) {
   const WarpState& state = states_[warp];
   const uint32_t own = state.clock << 6 | lane;
   Conflict result;
@@ -112,13 +114,15 @@ Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_
   return Conflict{};
 }
 
-Conflict SharedHistory::launch(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes) {
+Conflict SharedHistory::launch(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+                               uint32_t bytes) {
   const Conflict result = write(warp, lane, pc, offset, bytes, false);
   if (races_) std::fill_n(in_flight_.begin() + offset, bytes, uint8_t{1});
   return result;
 }
 
-void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes) {
+void SharedHistory::land(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
+                         uint32_t bytes) {
   std::fill_n(in_flight_.begin() + offset, bytes, uint8_t{0});
   std::fill_n(write_stamp_.begin() + offset, bytes, states_[warp].clock << 6 | lane);
   std::fill_n(write_warp_.begin() + offset, bytes, static_cast<uint8_t>(warp));

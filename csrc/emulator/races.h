@@ -3,9 +3,10 @@
 //
 // Warps have vector clocks. A warp's clock advances when it arrives at a barrier or meets at
 // bar.warp.sync; a barrier makes the clocks of those that arrived known to those that waited. Two
-// accesses of one byte, at least one a write, race unless the second knows the first's clock. Between
-// lanes of one warp only barriers and bar.warp.sync order accesses: shfl, vote, mma and ldmatrix do
-// not, as in PTX's memory model. Programs that rely on lanes running in step are reported.
+// accesses of one byte, at least one a write, race unless the second knows the first's clock.
+// Between lanes of one warp only barriers and bar.warp.sync order accesses: shfl, vote, mma and
+// ldmatrix do not, as in PTX's memory model. Programs that rely on lanes running in step are
+// reported.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -35,22 +36,23 @@ class SharedHistory {
 
   // A read, or a write (atomic: one that may meet other atomic ones), of [offset, offset + bytes).
   Conflict read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes);
-  Conflict write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes, bool atomic);
+  Conflict write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes,
+                 bool atomic);
   // A copy is issued: as a write, and the bytes are in flight until it lands.
   Conflict launch(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes);
   void land(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset, uint32_t bytes);
 
-  void meet(uint32_t warp, uint32_t lanes);                 // bar.warp.sync
-  void arrive(uint32_t warp, Clocks& barrier);              // adds what the warp knows
-  void leave(uint32_t warp, const Clocks& barrier);         // learns it
+  void meet(uint32_t warp, uint32_t lanes);          // bar.warp.sync
+  void arrive(uint32_t warp, Clocks& barrier);       // adds what the warp knows
+  void leave(uint32_t warp, const Clocks& barrier);  // learns it
 
  private:
   struct WarpState {
     uint32_t clock = 0;
-    uint32_t known[kMaxWarps] = {};   // clocks of other warps
-    uint32_t lanes_known = 0;         // of its own, by every lane
-    bool partial = false;             // some lanes met without the others:
-    uint32_t by_lane[32][32] = {};    // what lane i knows of lane j
+    uint32_t known[kMaxWarps] = {};  // clocks of other warps
+    uint32_t lanes_known = 0;        // of its own, by every lane
+    bool partial = false;            // some lanes met without the others:
+    uint32_t by_lane[32][32] = {};   // what lane i knows of lane j
   };
 
   bool ordered(const WarpState& state, uint32_t warp, uint32_t lane, uint32_t other_warp,
@@ -59,7 +61,8 @@ class SharedHistory {
     if (other_warp != warp) return clock <= state.known[other_warp];
     if (clock <= state.lanes_known) return true;
     if (other_lane == lane && lane != kAnyLane) return true;
-    return state.partial && lane < 32 && other_lane < 32 && clock <= state.by_lane[lane][other_lane];
+    return state.partial && lane < 32 && other_lane < 32 &&
+           clock <= state.by_lane[lane][other_lane];
   }
 
   uint32_t bytes_ = 0, warps_ = 0;

@@ -122,8 +122,9 @@ bool Block::run_warp(Warp& warp) {
   steps_ += kTurn;
   if (steps_ > launch_.options.step_limit)
     fault(warp, __builtin_ctz(warp.alive), "no progress",
-          "the block ran for " + std::to_string(steps_) + " instructions; is it waiting for memory "
-          "that no other thread of it writes?");
+          "the block ran for " + std::to_string(steps_) +
+              " instructions; is it waiting for memory "
+              "that no other thread of it writes?");
   return moved;
 }
 
@@ -204,8 +205,8 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
   history_.arrive(warp.index, barrier.clocks);
   if (insn.slots[2] != kNoSlot)
-    barrier.votes += static_cast<uint32_t>(
-        __builtin_popcount((warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
+    barrier.votes += static_cast<uint32_t>(__builtin_popcount(
+        (warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
   // Lanes that the last warp lacks come with its existing ones.
   if (warp.existing != kAllLanes && (mask >> __builtin_ctz(warp.existing) & 1) != 0)
     barrier.arrived += static_cast<uint32_t>(kLanes - __builtin_popcount(warp.existing));
@@ -221,8 +222,8 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
     warp.blocked |= mask;
   }
   if (barrier.arrived > barrier.expected)
-    fault(warp, first, "barrier", "more threads come to barrier " + std::to_string(id) +
-                                      " than it is for");
+    fault(warp, first, "barrier",
+          "more threads come to barrier " + std::to_string(id) + " than it is for");
   if (barrier.arrived == barrier.expected) release(id);
 }
 

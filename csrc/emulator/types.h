@@ -14,11 +14,27 @@ inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 enum class Type : uint8_t {
-  none, pred,
-  b8, b16, b32, b64, b128,
-  u8, u16, u32, u64,
-  s8, s16, s32, s64,
-  f16, bf16, f16x2, bf16x2, f32, f64,
+  none,
+  pred,
+  b8,
+  b16,
+  b32,
+  b64,
+  b128,
+  u8,
+  u16,
+  u32,
+  u64,
+  s8,
+  s16,
+  s32,
+  s64,
+  f16,
+  bf16,
+  f16x2,
+  bf16x2,
+  f32,
+  f64,
 };
 
 struct TypeInfo {
@@ -52,8 +68,7 @@ inline bool is_integer(Type type) { return is_signed(type) || is_unsigned(type);
 inline bool is_float(Type type) { return type >= Type::f16; }
 inline bool is_wide(Type type) { return bytes_of(type) == 8; }
 
-template <class To, class From>
-inline To bits_as(From from) {
+template <class To, class From> inline To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "sizes differ");
   To to;
   std::memcpy(&to, &from, sizeof to);
