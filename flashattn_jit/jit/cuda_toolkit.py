@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +13,18 @@ from flashattn_jit import env
 
 MISSING = (
     "no CUDA compiler was found: install a CUDA toolkit (12.8 or later compiles for every target; "
-    "https://developer.nvidia.com/cuda-downloads), or set FLASHATTN_JIT_CUDA_HOME to the folder "
-    "that holds bin/nvcc; no GPU and no driver are needed to compile"
+    "https://developer.nvidia.com/cuda-downloads, or pip install nvidia-cuda-nvcc "
+    "nvidia-cuda-runtime), or set FLASHATTN_JIT_CUDA_HOME to the folder that holds bin/nvcc; no "
+    "GPU and no driver are needed to compile"
 )
 
 # The oldest driver that runs what a toolkit of this major version compiles (minor version
 # compatibility: CUDA Compatibility guide, table 1).
 _MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
 
-# Toolkits that fajit/cuda/lean/cuda_runtime.h was tried with, as CUDART_VERSION says it.
-_LEAN = range(13000, 13010)
+# Toolkits that fajit/cuda/lean/cuda_runtime.h serves, as CUDART_VERSION says it: tried with the
+# first and the last.
+_LEAN = range(13000, 13060)
 
 _HEADER = "cuda_runtime_api.h"
 _INCLUDES = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
@@ -68,7 +71,7 @@ class Toolkit:
 
 
 def find_toolkit() -> Toolkit | None:
-    """The toolkit that the environment names, else the one on PATH or in /usr/local/cuda."""
+    """The toolkit that the environment names, else on PATH, in /usr/local/cuda, or from wheels."""
     chosen = env.cuda_home()
     for home in [chosen] if chosen else _candidates():
         toolkit = Toolkit(home)
@@ -97,3 +100,4 @@ def _candidates() -> Iterator[Path]:
     if on_path := shutil.which("nvcc"):
         yield Path(on_path).resolve().parent.parent
     yield Path("/usr/local/cuda")
+    yield from sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)

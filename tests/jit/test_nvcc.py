@@ -262,7 +262,7 @@ def test_a_toolkit_is_found_where_the_environment_says(
 
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    on_path, others, ours = toolkit("on path", 12080), toolkit("o", 13010), toolkit("u", 13000)
+    on_path, others, ours = toolkit("on path", 12080), toolkit("o", 14000), toolkit("u", 13000)
     script = tmp_path / "scripts" / "nvcc"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nexec {on_path}/bin/nvcc "$@"\n')
@@ -280,6 +280,22 @@ def test_a_toolkit_is_found_where_the_environment_says(
     monkeypatch.setenv("FLASHATTN_JIT_CUDA_HOME", str(ours))
     assert cuda_toolkit.find_toolkit() == cuda_toolkit.Toolkit(ours)
     assert cuda_toolkit.Toolkit(ours).takes_lean_header()
+
+
+def test_a_toolkit_may_come_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "nvidia" / "cu13"
+    for path in ("bin/nvcc", "include/cuda_runtime_api.h"):
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text("")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    exists = Path.is_file
+    monkeypatch.setattr(
+        Path, "is_file", lambda self: exists(self) and not self.is_relative_to("/usr/local")
+    )
+    assert cuda_toolkit.find_toolkit() == cuda_toolkit.Toolkit(home)
 
 
 @pytest.mark.parametrize(
