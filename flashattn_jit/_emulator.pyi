@@ -33,8 +33,17 @@ class Program:
         check_races: bool = True,
         num_threads: int = 0,
         uninitialised: bool = True,
+        step_limit: int = 4_000_000_000,
     ) -> None:
         """Runs all blocks of a launch; global memory is this process's, at its own addresses.
+
+        Args:
+            async_copies: cp.async writes when it is waited for, or when it is issued.
+            check_races: accesses of shared memory without a barrier between them, or to bytes
+                that an asynchronous copy may still be writing, are faults.
+            num_threads: blocks that run at a time; 0: one a core. Results do not depend on it.
+            uninitialised: reads of shared memory that nothing has written are faults.
+            step_limit: instructions of a block's warps after which it counts as stuck.
 
         Raises:
             EmulatorError: an unknown kernel or instruction.

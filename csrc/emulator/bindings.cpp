@@ -18,7 +18,8 @@ using Triple = std::array<uint32_t, 3>;
 
 void run(Program& program, const std::string& kernel, const Triple& grid, const Triple& block,
          uint32_t shared_bytes, const py::bytes& params, const std::vector<py::tuple>& allocations,
-         const std::string& async_copies, bool check_races, int num_threads, bool uninitialised) {
+         const std::string& async_copies, bool check_races, int num_threads, bool uninitialised,
+         uint64_t step_limit) {
   Program::Request request;
   request.kernel = kernel;
   std::copy(grid.begin(), grid.end(), request.grid);
@@ -43,6 +44,7 @@ void run(Program& program, const std::string& kernel, const Triple& grid, const 
   request.options.late_copies = async_copies == "late";
   request.options.check_races = check_races;
   request.options.check_uninitialised = uninitialised;
+  request.options.step_limit = step_limit;
   request.num_threads = num_threads;
   const py::gil_scoped_release release;
   program.run(std::move(request));
@@ -94,7 +96,8 @@ PYBIND11_MODULE(_emulator, m) {
       .def("run", &run, py::arg("kernel"), py::arg("grid"), py::arg("block"),
            py::arg("shared_bytes"), py::arg("params"), py::arg("allocations"), py::kw_only(),
            py::arg("async_copies") = "late", py::arg("check_races") = true,
-           py::arg("num_threads") = 0, py::arg("uninitialised") = true);
+           py::arg("num_threads") = 0, py::arg("uninitialised") = true,
+           py::arg("step_limit") = Options().step_limit);
   m.def("opcodes", [] {
     py::list rows;
     for (const OpcodeRow& row : opcode_table())

@@ -23,7 +23,8 @@ Block::Block(const Launch& launch) : launch_(launch) {
   shared_.resize(shared_end_);
   track_ = launch.options.check_races || launch.options.check_uninitialised;
   history_.resize(track_ ? shared_end_ : 0, num_warps, launch.options.check_races);
-  local_.resize(static_cast<size_t>(kernel.local_bytes) * num_threads_);
+  local_stride_ = (kernel.local_bytes + 15) / 16 * 16;
+  local_.resize(local_stride_ * num_threads_);
   for (uint32_t i = 0; i < num_warps; ++i) {
     Warp& warp = warps_[i];
     warp.block = this;
@@ -182,12 +183,10 @@ uint8_t* Block::local_at(Warp& warp, int lane, uint64_t address, unsigned bytes)
   if (address + bytes > kernel().local_bytes)
     fault_at(warp, lane, "out of bounds", "a local access outside the thread's memory",
              kLocalWindow + address);
-  return local_.data() + static_cast<size_t>(kernel().local_bytes) * (warp.index * kLanes + lane) +
-         address;
+  return local_.data() + local_stride_ * (warp.index * kLanes + lane) + address;
 }
 
 uint8_t* Block::param_at(Warp& warp, int lane, uint64_t address, unsigned bytes) {
-  if ((address & kWindowMask) == kParamWindow) address -= kParamWindow;
   if (address % bytes != 0)
     fault_at(warp, lane, "misaligned", "an access of parameters", kParamWindow + address);
   if (address + bytes > launch_.params.size())
@@ -200,7 +199,7 @@ uint8_t* Block::generic_at(Warp& warp, int lane, uint64_t address, unsigned byte
   switch (address & kWindowMask) {
     case kSharedWindow: return shared_at(warp, lane, address - kSharedWindow, bytes, access);
     case kLocalWindow: return local_at(warp, lane, address - kLocalWindow, bytes);
-    case kParamWindow: return param_at(warp, lane, address, bytes);
+    case kParamWindow: return param_at(warp, lane, address - kParamWindow, bytes);
     default: return global_at(warp, lane, address, bytes, access);
   }
 }

@@ -86,7 +86,7 @@ void Decoder::layout() {
     variables_[variable.name] = variable;
     kernel_.shared.push_back(variable);
   }
-  kernel_.local_bytes = static_cast<uint32_t>(round_up(local, 16));
+  kernel_.local_bytes = static_cast<uint32_t>(local);
   for (const Variable& param : entry_.params) {
     variables_[param.name] = param;
     kernel_.param_bytes = static_cast<uint32_t>(param.offset + param.bytes);
@@ -255,10 +255,8 @@ uint32_t Decoder::special(const std::string& name, bool& wide) {
 
 uint64_t Decoder::symbol_address(const Operand& operand) const {
   const auto variable = variables_.find(operand.name);
-  if (variable != variables_.end()) {
-    const uint64_t offset = variable->second.offset + static_cast<uint64_t>(operand.bits);
-    return variable->second.space == Space::param ? kParamWindow + offset : offset;
-  }
+  if (variable != variables_.end())  // an offset in its window: cvta makes it generic
+    return variable->second.offset + static_cast<uint64_t>(operand.bits);
   const auto global = symbols_.find(operand.name);
   if (global == symbols_.end()) fail("unknown name '" + operand.name + "'");
   return global->second + static_cast<uint64_t>(operand.bits);

@@ -136,6 +136,7 @@ class Block {
   uint32_t position_[3] = {0, 0, 0};
   uint32_t num_threads_ = 0;
   uint32_t shared_end_ = 0;
+  size_t local_stride_ = 0;  // of a thread
   std::vector<Warp> warps_;
   std::unique_ptr<uint32_t[]> registers_;
   std::vector<uint8_t> shared_, local_;
