@@ -158,10 +158,20 @@ def _period(terms: Terms, index: int, roots: Sequence[int]) -> Iterator[Period]:
 _Atom = Compare | Test
 
 
+def _form_key(form: Form) -> tuple[object, ...]:
+    """Orders forms; sets have another order in each process."""
+    return form.terms, form.const
+
+
 @dataclass(frozen=True, slots=True)
 class _Conjunction:
     atoms: frozenset[_Atom]
     nested: frozenset[tuple[_Conjunction, ...]] = frozenset()
+
+
+def _sort_key(clause: _Conjunction) -> tuple[object, ...]:
+    nested = sorted(list(map(_sort_key, group)) for group in clause.nested)
+    return sorted(map(repr, clause.atoms)), nested
 
 
 class _Range:
@@ -174,7 +184,7 @@ class _Range:
 
     def consistent(self) -> bool:
         """Tighten bounds that an exclusion touches; False if two bounds contradict."""
-        for exclude in self.excludes:
+        for exclude in sorted(self.excludes, key=_form_key):
             part = exclude.shifted(-exclude.const)
             while self.lows.get(part) == exclude.const or self.highs.get(part) == exclude.const:
                 if self.lows.get(part) == self.highs.get(part):
@@ -289,11 +299,13 @@ class _Clauses:
     def _finish(self, clause: _Conjunction) -> Clause:
         ranges = self._ranges(clause)
         assert ranges is not None
-        bounds = sorted((self._bound(v, entry) for v, entry in ranges.items()), key=self._order)
+        # Nodes are made as they are met, so their numbers must not follow the order of a set.
+        entries = sorted(ranges.items(), key=lambda item: _form_key(item[0]))
+        bounds = sorted((self._bound(v, entry) for v, entry in entries), key=self._order)
         bounds = [self._only_useful(i, bounds, clause) for i in range(len(bounds))]
         nested = tuple(
             tuple(sorted((self._finish(c) for c in group), key=self._cost))
-            for group in clause.nested
+            for group in sorted(clause.nested, key=lambda group: list(map(_sort_key, group)))
         )
         tests = sorted((a for a in clause.atoms if isinstance(a, Test)), key=lambda t: t.term)
         return Clause(
@@ -304,14 +316,15 @@ class _Clauses:
 
     def _bound(self, value: Form, entry: _Range) -> Bound:
         def nodes(limits: dict[Form, int]) -> tuple[int, ...]:
-            return tuple(sorted(self.terms.of_form(p.shifted(c)) for p, c in limits.items()))
+            forms = sorted((p.shifted(c) for p, c in limits.items()), key=_form_key)
+            return tuple(sorted(map(self.terms.of_form, forms)))
 
         unit = all(abs(c) == 1 for _, c in value.terms)
         return Bound(
             self.terms.of_form(value),
             nodes(entry.lows),
             nodes(entry.highs),
-            tuple(sorted(self.terms.of_form(e) for e in entry.excludes)),
+            tuple(sorted(map(self.terms.of_form, sorted(entry.excludes, key=_form_key)))),
             value.terms if unit and len(value.terms) <= 2 else (),
         )
 

@@ -218,15 +218,18 @@ def _reduce(block: Block, op: str, names: list[str]) -> str:
 
 
 def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> list[str]:
-    """A load: one offset a dim, added level by level so that rows and keys pay for their own."""
+    """A load: one offset a dim, added level by level so that rows and keys pay for their own.
+
+    For CUDA a pointer is moved level by level: the last, narrow offset is one multiply-add.
+    """
     slot = node.int_attr("slot")
-    param = block.tensors[slot]
+    param, cuda = block.tensors[slot], block.uniforms is not None
     sums: dict[Level, str] = {}
     for dim, index in enumerate(indices):
         if param.strides[dim] == "0":
             continue
         unit = "true" if param.strides[dim] == "1" else "false"
-        if block.uniforms is not None and index in _NATURAL:
+        if cuda and index in _NATURAL:
             unit += ", true"
         text = f"ops::offset<{unit}>(c.tensor({slot}), {dim}, {index})"
         name = block.emit(text, [index])
@@ -235,17 +238,21 @@ def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> 
             name = block.emit(f"ops::add({sums[level]}, {name})", [sums[level], name])
         sums[level] = name
     names = [sums[level] for level in sorted(sums)]
-    total = "INT64_C(0)"
-    if names:
-        total = names[0]
+    tag, tensor = TAG[param.dtype], f"c.tensor({slot})"
+    if cuda:
+        total = block.emit(f"ops::place<{tag}>({tensor})", ())
+        for name in names:
+            total = block.emit(f"ops::moved({total}, {name})", [total, name])
+    else:
+        total = names[0] if names else "INT64_C(0)"
         for name in names[1:]:
             total = block.emit(f"ops::add({total}, {name})", [total, name])
-    tag, uses = TAG[param.dtype], [total]
+    load, uses = "read" if cuda else "load", [total]
     if not node.shape:
-        return [block.emit(f"ops::load<{tag}>(c.tensor({slot}), {total})", uses)]
+        return [block.emit(f"ops::{load}<{tag}>({tensor}, {total})", uses)]
     dim = param.rank - 1
     return [
-        block.emit(f"ops::load_at<{tag}>(c.tensor({slot}), {total}, {dim}, {i})", uses)
+        block.emit(f"ops::{load}_at<{tag}>({tensor}, {total}, {dim}, {i})", uses)
         for i in range(length)
     ]
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +176,22 @@ def test_the_text_is_deterministic_and_says_what_it_decides() -> None:
 
     assert texts() == texts()
     assert "// keep if 0 <= q_idx - kv_idx <= scalar0 - 1" in texts() or "<= 99" in texts()
+
+
+def test_the_text_is_the_same_in_every_process() -> None:
+    script = (
+        "from tests.variants.test_bounds_lower import registry_masks\n"
+        "from flashattn_jit.variants.bounds_lower import lower_classify\n"
+        "for mask in registry_masks()[1]: print(lower_classify(mask.graph, mask.tensors))"
+    )
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True,
+            cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert texts[0] == texts[1] and "return drop" in texts[0]
 
 
 def test_a_tail_tile_whose_real_pairs_are_kept_is_full() -> None:

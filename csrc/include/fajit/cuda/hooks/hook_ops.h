@@ -31,6 +31,7 @@ template <class T> inline constexpr bool is_float = same<T, float> || same<T, do
 template <class A, class B> struct wide_of { using type = A; };
 template <class B> struct wide_of<bool, B> { using type = B; };
 template <> struct wide_of<int32_t, int64_t> { using type = int64_t; };
+template <> struct wide_of<uint32_t, int64_t> { using type = int64_t; };
 template <> struct wide_of<float, double> { using type = double; };
 template <class A, class B> using Wide = typename wide_of<A, B>::type;
 
@@ -287,22 +288,36 @@ template <class A> FAJIT_FN A rsqrt(A a) { return A(1) / math::sqrt(a); }
 
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.
 // 32-bit indices are wrapped and clamped in 32 bits; a dim beyond 2^31 - 1 is cut there.
-// Natural: the index is not negative.
+// Natural: the index is not negative. Offsets along a unit stride stay narrow.
 template <bool Unit, bool Natural = false, class I>
-FAJIT_FN int64_t offset(const fajit_tensor& t, int dim, I index) {
+FAJIT_FN auto offset(const fajit_tensor& t, int dim, I index) {
   using N = decltype(index + 0);  // bool counts as int
   constexpr int64_t kMost = sizeof(N) == 4 ? INT32_MAX : INT64_MAX;
   const N size = N(t.sizes[dim] < kMost ? t.sizes[dim] : kMost);
   N i = N(index);
-  if constexpr (!Natural) i = i < 0 ? i + size : i;
-  i = i < size ? i : size - 1;
-  i = i < 0 ? 0 : i;
-  return Unit ? int64_t(i) : int64_t(i) * t.strides[dim];
+  if constexpr (Natural) {  // a dim of size 0 has no element to clamp to, and is not read
+    i = Unsigned<N>(i) < Unsigned<N>(size - 1) ? i : size - 1;
+  } else {
+    i = i < 0 ? i + size : i;
+    i = i < size ? i : size - 1;
+    i = i < 0 ? 0 : i;
+  }
+  const Unsigned<N> place = Unsigned<N>(i);
+  if constexpr (Unit) return place;
+  else return int64_t(place) * t.strides[dim];
 }
 
-template <class D> FAJIT_FN auto load_scalar(const fajit_tensor& t, int64_t offset) {
-  using S = typename storage<D>::type;
-  const S x = load_global(static_cast<const S*>(t.ptr) + offset);
+// The first element of a param, and the one `offset` elements on.
+template <class D> FAJIT_FN auto place(const fajit_tensor& t) {
+  return static_cast<const typename storage<D>::type*>(t.ptr);
+}
+template <class S, class O> FAJIT_FN const S* moved(const S* place, O offset) {
+  return place + offset;
+}
+
+// The value of an element as hooks see it.
+template <class D, class S> FAJIT_FN auto value_at(const S* place) {
+  const S x = load_global(place);
   if constexpr (same<D, dt::b1>) return bool(x);
   else if constexpr (same<D, dt::f16>) return half_to_float(x);
   else if constexpr (same<D, dt::bf16>) return bfloat16_to_float(x);
@@ -312,15 +327,22 @@ template <class D> FAJIT_FN auto load_scalar(const fajit_tensor& t, int64_t offs
   else return x;
 }
 
-// A param without elements (numel 0) has no readable address; its loads give 0.
-template <class D> FAJIT_FN auto load(const fajit_tensor& t, int64_t offset) {
-  using R = decltype(load_scalar<D>(t, 0));
-  return t.ptr == nullptr ? R{} : load_scalar<D>(t, offset);
+// The element at `place`. A param without elements (numel 0) has no readable address: it gives 0.
+template <class D, class S> FAJIT_FN auto read(const fajit_tensor& t, const S* place) {
+  using R = decltype(value_at<D>(place));
+  return t.ptr == nullptr ? R{} : value_at<D>(place);
+}
+// Element `i` of the last dim, from `place` on.
+template <class D, class S>
+FAJIT_FN auto read_at(const fajit_tensor& t, const S* p, int dim, int i) {
+  return read<D>(t, p + i * t.strides[dim]);
 }
 
-// Element `i` of the last dim behind `offset`.
-template <class D> FAJIT_FN auto load_at(const fajit_tensor& t, int64_t offset, int dim, int i) {
-  return load<D>(t, offset + i * t.strides[dim]);
+template <class D> FAJIT_FN auto load_scalar(const fajit_tensor& t, int64_t offset) {
+  return value_at<D>(place<D>(t) + offset);
+}
+template <class D> FAJIT_FN auto load(const fajit_tensor& t, int64_t offset) {
+  return read<D>(t, place<D>(t) + offset);
 }
 
 // Rank of `value` in a sorted 1-D param, as torch.searchsorted.
