@@ -9,8 +9,9 @@ from typing import Literal
 
 import torch
 
-from ..codegen.target import resolve_target
+from ..codegen.target import compiled_target, is_cuda, resolve_target
 from ..errors import InputError, VerificationError
+from ..ops._placement import matrix_dtypes
 from ..planner.tiles import reachable, tile_kind
 from ..variants.ir import VariantIR
 from ..variants.params import Dims
@@ -100,7 +101,7 @@ def verify(
     variant: Variant,
     dims: Dims | Mapping[str, int] | Sequence[int] | None = None,
     *,
-    dtypes: Sequence[torch.dtype] = tuple(_NAMES),
+    dtypes: Sequence[torch.dtype] | None = None,
     target: str | None = None,
     seed: int = 0,
     raise_on_failure: bool = True,
@@ -117,8 +118,9 @@ def verify(
         variant: what to verify.
         dims: the sizes that params fit, as a `Dims`, a mapping of its names or a sequence in its
             order; sizes left out are chosen. Cases take other sizes where the params fit them too.
-        dtypes: of q, k and v: float32, bfloat16, float16.
-        target: the kernels' target; the host's best by default.
+        dtypes: of q, k and v: float32, bfloat16, float16; by default all that the target takes.
+        target: the kernels' target; the host's best by default. ``"emulated:sm_80"`` verifies CUDA
+            kernels without a GPU, in a minute or two.
         seed: of the random inputs.
         raise_on_failure: raise `VerificationError`, which holds the report, when a case fails.
         **params: the variant's params; a function of `Dims` gives each case its own.
@@ -131,11 +133,12 @@ def verify(
         >>> print(fa.SlidingWindow(64).verify())
         >>> MyVariant().verify({"num_q_heads": 12}, slopes=torch.rand(12))
     """
-    for dtype in dtypes:
+    for dtype in dtypes or ():
         if dtype not in _NAMES:
             raise InputError(f"dtypes may hold {', '.join(_NAMES.values())}; got {dtype}")
     base = complete_dims(dims)
     runner = Runner(variant, resolve_target(target), seed, params)
+    dtypes = _dtypes_of(runner.target) if dtypes is None else dtypes
     _check_fit(runner, base, dtypes)
     rows: list[VerifyRow] = []
     for i, dtype in enumerate(dtypes):
@@ -147,6 +150,13 @@ def verify(
     if raise_on_failure and not report.ok:
         raise VerificationError(f"the kernel disagrees with its reference\n{report}", report)
     return report
+
+
+def _dtypes_of(target: str) -> tuple[torch.dtype, ...]:
+    """The dtypes of q, k and v that a target takes."""
+    if not is_cuda(compiled_target(target)):
+        return tuple(_NAMES)
+    return matrix_dtypes(target)
 
 
 def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> None:

@@ -87,10 +87,15 @@ def _checked(target: str | None, own: str, device: torch.device) -> str:
     return resolve_target(target)  # says that it is unknown
 
 
+def matrix_dtypes(target: str) -> tuple[torch.dtype, ...]:
+    """The dtypes of q, k and v that a CUDA target takes."""
+    return MATRIX_DTYPES if sm_version(target) >= 80 else (torch.float16,)
+
+
 def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
     """q, k and v have one dtype that the matrix units of a CUDA target take."""
     name = compiled_target(target)
-    allowed = MATRIX_DTYPES if sm_version(name) >= 80 else (torch.float16,)
+    allowed = matrix_dtypes(name)
     dtypes = [t.dtype for t in tensors]
     if dtypes[0] in allowed and all(d == dtypes[0] for d in dtypes):
         return

@@ -144,3 +144,28 @@ def test_threads_are_as_before(few_cases, monkeypatch):
     before = torch.get_num_threads()
     assert fa.Causal().verify(dtypes=FP32).ok
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("target", "dtypes"),
+    [
+        ("cpu:generic", ("float32", "bfloat16", "float16")),
+        ("emulated:sm_80", ("bfloat16", "float16")),
+        ("emulated:sm_75", ("float16",)),
+    ],
+)
+def test_dtypes_are_by_default_those_that_the_target_takes(target, dtypes):
+    assert verification._dtypes_of(target) == tuple(getattr(torch, d) for d in dtypes)
+
+
+def test_cuda_kernels_are_verified_in_the_emulator(monkeypatch):
+    pytest.importorskip("flashattn_jit._emulator")
+    few = [
+        Case("ragged", Dims(1, 2, 1, 71, 67, 32, 32)),
+        Case("decode", Dims(1, 2, 1, 1, 99, 32, 32)),
+    ]
+    monkeypatch.setattr(verification, "cases", lambda base, *tile: iter(few))
+    monkeypatch.setattr(verification, "extra_kernels", lambda base, *tile: iter(()))
+    report = fa.Causal().verify({"head_dim": 32}, target="emulated:sm_75")
+    assert report.ok and {r.dtype for r in report.rows} == {"float16"}
+    assert {r.tile_kind for r in report.rows} == {"prefill", "few_row"}
