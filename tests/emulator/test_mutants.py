@@ -1,0 +1,253 @@
+"""Mistakes planted in our own kernels: each is found, and nothing in the kernels as they are.
+
+A mutant is a change of one place in the headers' text. It is compiled to PTX and takes part in a
+call in the kernel's stead; what launches it stays as it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit import _paths
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.errors import EmulatorFault
+from flashattn_jit.ops import _device
+from tests.cuda.kernels import ptx_of
+from tests.emulator.harness import needs_nvcc
+
+pytestmark = needs_nvcc
+
+WRONG = 0.05
+"""Differences from the fp32 result above this are no rounding; the kernels stay below a third."""
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def difference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Any, target: str, **options: Any
+) -> float:
+    out = fa.attention(q, k, v, variant, target=target, **options)
+    expected = fa.attention(q.float(), k.float(), v.float(), variant, **options)
+    error = (out.float() - expected).abs()
+    return float("inf") if error.isnan().any() else float(error.max())
+
+
+def prefill(head_dim: int, target: str = "emulated:sm_80", variant: Any = None) -> float:
+    """Rows, keys and heads that fill no tile."""
+    dtype = torch.float16 if target.endswith("75") else torch.bfloat16
+    q = random(1, 4, 75, head_dim, dtype=dtype)
+    k, v = random(1, 2, 203, head_dim, dtype=dtype), random(1, 2, 203, head_dim, dtype=dtype)
+    return difference(q, k, v, variant or fa.Causal(), target, q_offset=128)
+
+
+def decode(variant: Any = None) -> float:
+    """Few rows over keys of two lengths, in several parts."""
+    q, k, v = random(2, 8, 1, 64), random(2, 2, 700, 64), random(2, 2, 700, 64)
+    lengths = torch.tensor([700, 333], dtype=torch.int32)
+    return difference(q, k, v, variant, "emulated:sm_80", kv_len=lengths)
+
+
+def steep() -> float:
+    """Scores that grow along the keys, so that their maximum moves by much."""
+    q, k, v = random(1, 1, 64, 64), random(1, 1, 256, 64), random(1, 1, 256, 64)
+    q, k = q * 0.1 + 1, k * 0.1 + torch.arange(256)[:, None] / 64
+    return difference(q.bfloat16(), k.bfloat16(), v, None, "emulated:sm_80")
+
+
+def paged(rows: int) -> float:
+    """Pages of 5 keys in any order."""
+    from flashattn_jit.ops.paged import paged_attention
+
+    lengths, size = [203, 88], 5
+    counts = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3))
+    pages_k, pages_v = random(sum(counts), size, 2, 64), random(sum(counts), size, 2, 64)
+    q = random(2 * rows, 4, 64)
+    storage = fa.Paged(
+        torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32),
+        order.to(torch.int32),
+        torch.tensor([lengths[i] - (counts[i] - 1) * size for i in (0, 1)], dtype=torch.int32),
+        size,
+    )
+    q_indptr = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
+    out, _ = paged_attention(q, pages_k, pages_v, q_indptr, storage, None, target="emulated:sm_80")
+    worst = 0.0
+    for b in (0, 1):
+        own = order[sum(counts[:b]) : sum(counts[: b + 1])]
+        keys, values = (
+            x[own].reshape(-1, 2, 64)[: lengths[b]].transpose(0, 1)[None].float()
+            for x in (pages_k, pages_v)
+        )
+        mine = q[b * rows : (b + 1) * rows].transpose(0, 1)[None].float()
+        expected = fa.attention(mine, keys, values)
+        got = out[b * rows : (b + 1) * rows].transpose(0, 1)[None].float()
+        error = (got - expected).abs()
+        worst = float("inf") if error.isnan().any() else max(worst, float(error.max()))
+    return worst
+
+
+CALLS: dict[str, Callable[[], float]] = {
+    "prefill": lambda: prefill(64),
+    "prefill 128": lambda: prefill(128),
+    "prefill sm_75": lambda: prefill(64, "emulated:sm_75"),
+    "rotated": lambda: prefill(64, variant=fa.RoPE()),
+    "prefill steep": steep,
+    "decode": decode,
+    "decode short": lambda: difference(
+        random(1, 4, 1, 64), random(1, 1, 3, 64), random(1, 1, 3, 64), None, "emulated:sm_80"
+    ),
+    "rotated decode": lambda: decode(fa.RoPE()),
+    "paged prefill": lambda: paged(40),
+    "paged decode": lambda: paged(1),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`new` instead of the `place`-th `old` of a file; `call` is a name in CALLS."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    call: str
+    place: int = 0
+    kinds: tuple[str, ...] = ()  # of faults; (): a wrong value
+
+
+BARRIER, LANES = "__syncthreads();", "__syncwarp();"
+FLIGHT, BOUNDS = ("in flight",), ("out of bounds",)
+RACE = ("race", "in flight", "uninitialised")  # which one depends on who comes first
+PREFILL, FEW_ROW = "attention/prefill.h", "attention/few_row.h"
+KEYS, WALK, SCORES = "attention/key_rows.h", "attention/kv_walk.h", "attention/scores.h"
+LOADS, LAYOUT, FRAGMENTS = "tile/load_rows.h", "tile/row_layout.h", "tile/fragments.h"
+
+MUTANTS = (
+    # Waits
+    Mutant("no wait", "ptx/copy.h", '"cp.async.wait_group %0;"', '"// %0"', "prefill",
+           kinds=FLIGHT),
+    Mutant("one wait too few", FEW_ROW, "wait_copies<kAhead - 1>", "wait_copies<kAhead>", "decode",
+           kinds=FLIGHT),
+    Mutant("queries not waited for", FEW_ROW, "wait_copies<kYounger>", "wait_copies<kYounger + 1>",
+           "decode", kinds=RACE),
+    Mutant("copies in no group", "ptx/copy.h", '"cp.async.commit_group;"', '"//"', "prefill",
+           kinds=RACE),
+    # Barriers of the block
+    Mutant("keys read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 2, RACE),
+    Mutant("values read before the barrier", PREFILL, BARRIER, "", "prefill sm_75", 3, RACE),
+    Mutant("tiles read before the barrier", PREFILL, BARRIER, "", "prefill 128", 4, RACE),
+    Mutant("tiles overwritten by states", PREFILL, BARRIER, "", "prefill", -1, RACE),
+    Mutant("rotated keys read before the barrier", PREFILL, BARRIER, "", "rotated", 0, RACE),
+    Mutant("queries read before the barrier", FEW_ROW, BARRIER, "", "decode", 0, RACE),
+    Mutant("rings overwritten by states", FEW_ROW, BARRIER, "", "decode", 1, RACE),
+    Mutant("states read before the barrier", FEW_ROW, BARRIER, "", "decode", 2,
+           RACE),
+    # Barriers of the warp; some stand where the next step has one of its own, and change nothing
+    Mutant("a walk stored while it is read", WALK, LANES, "", "decode", 0, RACE),
+    Mutant("a walk read while it is stored", WALK, LANES, "", "decode", 1, RACE),
+    Mutant("rows read while they are stored", PREFILL, LANES, "", "prefill", -2, RACE),
+    Mutant("rows stored while they are read", PREFILL, LANES, "", "prefill", -1, RACE),
+    Mutant("merged rows read while they are stored", FEW_ROW, LANES, "", "decode", -1, RACE),
+    Mutant("split rows read while they are stored", "attention/merge.h", LANES, "", "decode", 0,
+           RACE),
+    # Stages and pages
+    Mutant("copies into the stage in use", FEW_ROW,
+           "place, stage == 0 ? kStages - 1 : stage - 1", "place, stage", "decode", kinds=RACE),
+    Mutant("the stage does not move", FEW_ROW, "stage == kStages - 1 ? 0 : stage + 1", "stage",
+           "decode"),
+    Mutant("a stale page", FEW_ROW, "place = next;", "", "paged decode", 1),
+    Mutant("the first request's pages", KEYS, "a.page_indptr[item.request]", "a.page_indptr[0]",
+           "paged decode"),
+    Mutant("the next page's slot", KEYS, "key - page * a_.page_size",
+           "key + 1 - page * a_.page_size", "paged prefill"),
+    # Addresses
+    Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0);\n    from",
+           "from, 16);\n    from", "prefill", kinds=BOUNDS),
+    Mutant("keys past the end are read", LOADS, "r >= kRows || r >= count", "r >= kRows",
+           "prefill sm_75", kinds=BOUNDS),
+    Mutant("states past the end are written", "attention/state.h",
+           "d < Config::kHeadDimV; d += 32) to[d] = values[d]",
+           "d < Config::kHeadDimV + 32; d += 32) to[d] = values[d]", "decode"),
+    Mutant("swizzled when stored, not when read", LAYOUT, "(address ^ ((chunk & kMask) << 4)) +",
+           "(address + ((chunk & kMask) << 4)) +", "prefill"),
+    Mutant("swizzled for the first rows alone", LAYOUT,
+           "(address ^ ((rows >> kShift & kMask) << 4)) +", "address +", "prefill"),
+    # Fragments
+    Mutant("rows of A", FRAGMENTS, "return lane & 15;", "return lane & 7;", "prefill"),
+    Mutant("columns of B", FRAGMENTS, "return lane >> 3 & 1;", "return lane >> 4;", "prefill"),
+    Mutant("halves of P", FRAGMENTS, "a[m][1] = Element::pack(s[m][n][2], s[m][n][3]);",
+           "a[m][1] = Element::pack(s[m][n][3], s[m][n][2]);", "prefill"),
+    Mutant("V not transposed", FRAGMENTS, "load_matrices_transposed(b", "load_matrices(b",
+           "prefill"),
+    Mutant("the maximum of other rows", "ptx/warp.h",
+           "return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2))",
+           "return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 8))", "decode"),
+    # Masks and sums
+    Mutant("no mask on the last tile", WALK, " && last - first == kKeys", "", "decode short"),
+    Mutant("one key too many", SCORES, "position < tile.end", "position <= tile.end",
+           "decode short"),
+    Mutant("the mask of the tile before", SCORES, "const int32_t kv_idx = inside ? position",
+           "const int32_t kv_idx = inside ? position - kN * 8", "prefill"),
+    Mutant("the sum is not rescaled", SCORES, "sum[i] *= rescale;", "", "prefill steep"),
+    Mutant("heads of a group mixed up", "attention/packed_rows.h",
+           "item.head_begin + p - token * item.head_count", "item.head_begin", "prefill"),
+)  # fmt: skip
+
+
+def changed(text: str, mutant: Mutant) -> str:
+    parts = text.split(mutant.old)
+    count = len(parts) - 1
+    assert -count <= mutant.place < count, f"{mutant.file} has {count} times {mutant.old!r}"
+    at = mutant.place % count + 1
+    return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("moment", ["late", "early"])
+def test_nothing_is_found_in_the_kernels(
+    call: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", moment)
+    assert CALLS[call]() < WRONG / 3
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_the_mutant_is_found(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = tmp_path / "include"
+    shutil.copytree(_paths.include_dir(), include)
+    header = include / "fajit/cuda" / mutant.file
+    header.write_text(changed(header.read_text(), mutant))
+    emulate = _device._emulate
+    built: dict[KernelSpec, str] = {}
+
+    def emulate_mutant(plan: Any, *arguments: Any) -> None:
+        if plan.spec not in built:
+            with monkeypatch.context() as patch:
+                patch.setattr(_paths, "include_dir", lambda: include)
+                built[plan.spec] = ptx_of(plan.spec)
+        emulate(replace(plan, ptx=built[plan.spec]), *arguments)
+
+    monkeypatch.setattr(_device, "_emulate", emulate_mutant)
+    if mutant.kinds:
+        with pytest.raises(EmulatorFault) as caught:
+            CALLS[mutant.call]()
+        assert caught.value.kind in mutant.kinds
+        assert "fajit/cuda/" in caught.value.source
+        return
+    try:
+        found = CALLS[mutant.call]()
+    except EmulatorFault:
+        return
+    assert found > WRONG
