@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from .. import _C
 from ..errors import InputError
-from . import _check, _device, _handles
+from . import _check, _handles
 from ._handles import Structure
 from ._launch import Geometry, PlannedCall, launch, planned_call
 from ._placement import on_cpu
@@ -115,8 +114,10 @@ def dense_out(
         values if known.schedule_reads_scalars else None,
     )  # fmt: skip
     if not num_threads:
+        from . import _device  # a process without a device need not have it
+
         call = _device.CallTensors(q, k, v, out, lse, params, addresses, values, block_states)
-        _run_on_device(signature, known, call, scale)
+        _device.run_signature(signature, _geometry, known, call, scale)
         return
     planned = _planned.get(signature)
     if planned is None:
@@ -128,23 +129,7 @@ def dense_out(
 
 
 _planned: dict[tuple[object, ...], PlannedCall] = {}
-_planned_on_devices: dict[tuple[object, ...], _device.DevicePlan] = {}
 _KEPT_SIGNATURES = 4096
-
-
-def _run_on_device(
-    signature: tuple[Any, ...], known: Structure, tensors: _device.CallTensors, scale: float
-) -> None:
-    device, aligned = tensors.q.device, _device.bases_are_aligned(tensors)
-    place = (signature, device, aligned)
-    plan = _planned_on_devices.get(place)
-    if plan is None:
-        geometry = _geometry(*signature)._replace(device=device, aligned=aligned)
-        plan = _device.planned(geometry, known, tensors.addresses)
-        if len(_planned_on_devices) >= _KEPT_SIGNATURES:
-            _planned_on_devices.clear()
-        _planned_on_devices[place] = plan
-    _device.launch(plan, tensors, scale)
 
 
 def _geometry(

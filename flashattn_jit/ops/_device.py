@@ -12,7 +12,7 @@ graph may be replayed at any time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from threading import Lock
@@ -259,6 +259,30 @@ def _hardware(index: int) -> Device:
 def bases_are_aligned(t: CallTensors) -> bool:
     """Whether q, k, v and out start at multiples of 16 bytes."""
     return (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr() | t.out.data_ptr()) % 16 == 0
+
+
+_by_signature: dict[tuple[object, ...], DevicePlan] = {}
+_KEPT_SIGNATURES = 4096
+
+
+def run_signature(
+    signature: tuple[Any, ...],
+    geometry: Callable[..., Geometry],
+    known: Structure,
+    t: CallTensors,
+    scale: float,
+) -> None:
+    """As `run` of ``geometry(*signature)``; a signature seen before makes no geometry."""
+    device, aligned = t.q.device, bases_are_aligned(t)
+    place = (signature, device, aligned)
+    plan = _by_signature.get(place)
+    if plan is None:
+        g = geometry(*signature)._replace(device=device, aligned=aligned)
+        plan = planned(g, known, t.addresses)
+        if len(_by_signature) >= _KEPT_SIGNATURES:
+            _by_signature.clear()
+        _by_signature[place] = plan
+    launch(plan, t, scale)
 
 
 def run(g: Geometry, known: Structure, t: CallTensors, scale: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import _C
-from . import _device, _handles
+from . import _handles
 from ._dense import bind_tensors, result_dtype, scalar_values
 from ._launch import Geometry, launch, planned_call
 from ._placement import on_cpu
@@ -92,6 +92,8 @@ def packed_out(
         values if known.schedule_reads_scalars else None,
     )
     if not num_threads:
+        from . import _device  # a process without a device need not have it
+
         call = _device.CallTensors(q, k, v, out, lse, params, addresses, values)
         _device.run(geometry, known, call, scale)
         return

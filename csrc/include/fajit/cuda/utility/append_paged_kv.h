@@ -38,7 +38,7 @@ struct AppendPagedKv {
     const int32_t* q_row0;
     const int32_t* page_indptr;
     const int32_t* page_indices;
-    int32_t page_size, num_pages, num_heads;
+    int32_t page_size, num_pages, num_kv_heads;
     Rows rows[2];
   };
 
@@ -53,7 +53,7 @@ struct AppendPagedKv {
     p.page_indices = a->page_indices;
     p.page_size = a->page_size;
     p.num_pages = a->num_pages;
-    p.num_heads = static_cast<int32_t>(a->tensors[0].sizes[1]);
+    p.num_kv_heads = static_cast<int32_t>(a->tensors[0].sizes[1]);
     for (int i = 0; i < 2; ++i) {
       const fajit_tensor& from = a->tensors[i];
       const fajit_tensor& to = a->tensors[2 + i];
@@ -79,8 +79,8 @@ struct AppendPagedKv {
       const int32_t key = item.kv_begin + (row - item.row_begin);
       const int32_t page = pages[key / p.page_size];
       if (page < 0 || page >= p.num_pages) continue;
-      copy(p.rows[0], first_token + row, page, key % p.page_size, p.num_heads);
-      copy(p.rows[1], first_token + row, page, key % p.page_size, p.num_heads);
+      copy(p.rows[0], first_token + row, page, key % p.page_size, p.num_kv_heads);
+      copy(p.rows[1], first_token + row, page, key % p.page_size, p.num_kv_heads);
     }
   }
 
