@@ -46,7 +46,8 @@ def device_name() -> str:
 
 def run_tests(limit_s: float) -> Row:
     """tests/gpu as a process of its own, so that a broken context stays there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default",
+               "tests/gpu"]  # fmt: skip
     try:
         done = subprocess.run(command, timeout=limit_s, check=False, capture_output=True, text=True)
         text, code = done.stdout + done.stderr, done.returncode
@@ -130,11 +131,11 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
             print(name, flush=True)
             try:
                 yield from section()
+                torch.cuda.empty_cache()
             except Exception as error:  # one section's failure is a row, not the end of the run
                 text = f"{type(error).__name__}: {str(error)[:300]}"
                 print(f"  {name} FAILED: {text}", flush=True)
                 yield Row(f"{name}: FAILED", 0.0, 1.0, "errors", "lower", detail=text)
-            torch.cuda.empty_cache()
     for what in clock.skipped:
         yield Row(f"{what}: left out, no time", None, 0.0, "")
 
@@ -145,7 +146,12 @@ def main(given: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("benchmarks.gpu: torch sees no CUDA device; nothing was measured", file=sys.stderr)
         return NO_DEVICE
-    rows = list(rows_of(options))
+    rows: list[Row] = []
+    try:
+        for row in rows_of(options):
+            rows.append(row)  # what is measured is kept, whatever comes next
+    except Exception as error:
+        rows.append(Row("FAILED", 0.0, 1.0, "errors", "lower", detail=f"{error}"[:300]))
     found = context(options)
     save("gpu", device_name(), found, rows, options.out)
     print(f"\ngpu on {found['machine']}, commit {found['commit']}, torch {torch.__version__}, "

@@ -44,7 +44,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     workers = min(len(os.sched_getaffinity(0)), len(wants))
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
         failed = [f for f in pool.map(compile_one, wants, [target] * len(wants), chunksize=4) if f]
-    words = f"{len(wants)} kernels compiled by {workers} processes"
-    print(f"\n{words} in {time.perf_counter() - begin:.0f} s", flush=True)
-    for text in failed:  # the test that needs the kernel fails, and says why
-        print(text, flush=True)
+    report = session.config.pluginmanager.get_plugin("terminalreporter")
+    if report is not None:
+        seconds = time.perf_counter() - begin
+        report.write_line(f"{len(wants)} kernels, {workers} processes: {seconds:.0f} s")
+        for text in failed:  # the test that needs the kernel fails, and says why
+            report.write_line(text)
