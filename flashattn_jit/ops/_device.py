@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from .. import _C, env
 from ..codegen.spec import KernelSpec
 from ..codegen.target import is_emulated
 from ..errors import InputError, LaunchError
+from ..jit import toolchain
 from ..jit.module import Request, kernel_ptx, load_stepping
 from ..planner import choose, fallbacks, min_chunk, slots
 from ..planner.devices import Device, device_hardware
@@ -41,6 +43,7 @@ from ._launch import (
 EMULATED_SLOTS = 8
 """Workers that emulated work is planned for: enough that long keys are split."""
 
+_KERNEL = "fajit_attention_kernel"
 _KEPT_CALLS = 1024
 _MAX_PARAM_TENSORS = 24  # they are part of a kernel's parameters, which hold 4096 bytes
 
@@ -134,7 +137,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
         row_granule=spec.tile_q,
         tile_kv=spec.tile_kv,
         min_chunk=min_chunk(spec),
-        num_workers=_workers(spec, g.device),
+        num_workers=_workers(spec, g.device, module),
         share_heads=heads_share_tiles(g),
         classify=classify,
         device=True,
@@ -245,10 +248,21 @@ def _rows_are_aligned(g: Geometry) -> bool:
     )
 
 
-def _workers(spec: KernelSpec, device: torch.device) -> int:
+def _workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
     if device.type != "cuda":
         return EMULATED_SLOTS
-    return max(1, slots(spec, _hardware(ordinal(device))).total)
+    return max(1, slots(spec, _hardware(ordinal(device)), _registers(module)).total)
+
+
+def _registers(module: _C.Module) -> int | None:
+    """Registers of a thread, from the artifact's resource report; None where none is kept."""
+    from ..jit import resources
+
+    try:
+        report = resources.load_report(Path(module.path).with_name(toolchain.RESOURCES))
+        return report.kernel(_KERNEL).registers
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 @cache

@@ -15,9 +15,10 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
-from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.module import default, load_kernel
 from flashattn_jit.ops import _check, _device, _driver, _placement
 from flashattn_jit.ops._launch import Geometry
+from flashattn_jit.planner import named_hardware, slots
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
@@ -295,8 +296,6 @@ def test_a_failed_launch_names_kernel_grid_and_artifact(merge_module: _C.Module)
 def test_cpu_artifacts_have_no_launches_to_plan() -> None:
     q = torch.randn(1, 1, 2, 16)
     fa.attention(q, q, q)
-    from flashattn_jit.jit.module import default
-
     module = next(m for m in default._modules.values() if not m.is_cuda)
     with pytest.raises(ValueError, match="of no CUDA target"):
         call_of(module).plan_launches(1, 1, 1, 64, 128, 1.0, 1, (256, 512), page_indices=8)
@@ -328,3 +327,25 @@ def test_replacing_a_spec_keeps_utilities_apart() -> None:
     spec = UtilitySpec("append_paged_kv", "sm_80", 16)
     assert spec.document() != replace(spec, unit_bytes=8).document()
     assert spec.document() != replace(spec, target="sm_90").document()
+
+
+@needs_nvcc
+def test_work_is_planned_for_the_blocks_that_a_device_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.randn(1, 2, 1, 64).bfloat16()
+    fa.attention(q, q, q, target="emulated:sm_90")
+    plan = list(_device._plans.values())[-1]
+    assert plan.spec is not None
+    module = default.find(plan.spec.document())
+    assert module is not None
+    registers = _device._registers(module)
+    assert registers is not None and 32 <= registers <= 255
+    assert _device._workers(plan.spec, CPU, module) == _device.EMULATED_SLOTS
+    h200 = named_hardware("H200")
+    monkeypatch.setattr(_device, "_hardware", lambda index: h200)
+    expected = slots(plan.spec, h200, registers).total
+    assert _device._workers(plan.spec, CUDA0, module) == expected >= 132
+    gone: Any = SimpleNamespace(path="/nowhere/artifact.so")
+    assert _device._registers(gone) is None
+    assert _device._workers(plan.spec, CUDA0, gone) == slots(plan.spec, h200).total
