@@ -1,4 +1,4 @@
-"""Builds flashattn_jit._C and _emulator, and puts the kernel templates and headers into the package."""
+"""Builds flashattn_jit._C and _emulator, and puts kernel templates and headers into the package."""
 
 from __future__ import annotations
 
@@ -70,8 +70,13 @@ setup(
             cxx_std=17,
             # Arithmetic is what the instructions say: no contraction to fused operations.
             extra_compile_args=[
-                "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-                "-Wall", "-Wextra", "-pthread",
+                "-O3",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+                "-Wall",
+                "-Wextra",
+                "-pthread",
             ],
             extra_link_args=["-pthread"],
         ),

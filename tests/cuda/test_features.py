@@ -1,4 +1,4 @@
-"""What kernels promise beside the variant: block masks, layouts, scales, states, NaN, determinism."""
+"""What kernels promise beside the variant: block masks, layouts, scales, states, NaN, equal bits."""
 
 from __future__ import annotations
 
