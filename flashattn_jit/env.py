@@ -11,8 +11,8 @@
 | FLASHATTN_JIT_CUDA_HOME   | folder of the CUDA toolkit: holds bin/nvcc        | $CUDA_HOME, or |
 |                           |                                                   | where nvcc is  |
 | FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
-| FLASHATTN_JIT_EMULATOR_   | when the emulator lets asynchronous copies arrive:| `late`         |
-| COPIES                    | as `late` as waits allow, or `early`              |                |
+| FLASHATTN_JIT_EMULATOR_COPIES | when asynchronous copies arrive in the        | `late`         |
+|                           | emulator: as `late` as waits allow, or `early`    |                |
 | FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | jit/locks.py's |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
 | FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |

@@ -85,3 +85,24 @@ def test_the_log_level_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
             env.apply_log_level()
     finally:
         logger.setLevel(before)
+
+
+def test_copies_of_the_emulator_are_late_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHATTN_JIT_EMULATOR_COPIES", raising=False)
+    assert env.emulator_copies() == "late"
+    monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", "early")
+    assert env.emulator_copies() == "early"
+    monkeypatch.setenv("FLASHATTN_JIT_EMULATOR_COPIES", "never")
+    with pytest.raises(EnvironmentVariableError, match="late, early"):
+        env.emulator_copies()
+
+
+def test_pages_are_checked_as_set_or_by_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHATTN_JIT_CHECK_PAGES", raising=False)
+    assert env.check_pages() is None
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", value)
+        assert env.check_pages() is expected
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "on")
+    with pytest.raises(EnvironmentVariableError, match="must be 0 or 1"):
+        env.check_pages()
