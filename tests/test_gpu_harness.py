@@ -52,3 +52,14 @@ def test_without_a_device_all_gpu_tests_are_skipped_with_the_reason():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "torch sees no CUDA device" in done.stdout
     assert " passed" not in done.stdout and " failed" not in done.stdout
+
+
+def test_gpu_tests_and_benchmark_need_no_other_packages():
+    """A GPU machine has torch, numpy, jinja2, ninja, pybind11 and pytest, and no network."""
+    absent = ("hypothesis", "matplotlib", "transformers", "platformdirs", "xdist", "pytest_timeout")
+    files = sorted(p.stem for p in (ROOT / "tests" / "gpu").glob("*.py") if p.stem != "conftest")
+    names = [f"tests.gpu.{n}" for n in files]
+    names += [f"benchmarks.{n}" for n in ("gpu", "_gpu_compute", "_gpu_memory", "_gpu_kernels")]
+    code = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\nimport {', '.join(names)}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

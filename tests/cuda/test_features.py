@@ -1,4 +1,4 @@
-"""What kernels promise beside the variant: block masks, layouts, scales, states, NaN, equal bits."""
+"""What kernels promise beside the variant: block masks, layouts, scales, states, NaN, bits."""
 
 from __future__ import annotations
 
