@@ -6,11 +6,14 @@ import json
 import platform
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashattn_jit import _paths
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compiler import Compiler
-from flashattn_jit.jit.driver import Job, quote, write_wrapper
+
+if TYPE_CHECKING:  # imported where a build starts
+    from flashattn_jit.jit.driver import Job
 
 SOURCE = "kernel.cpp"
 MISSING = "no C++ compiler was found: install g++, or set FLASHATTN_JIT_CXX to one"
@@ -58,6 +61,8 @@ def job(
     source: Path, work: Path, key: str, target: str, compiler: Compiler, log: Path, commands: Path
 ) -> Job:
     """The build of the staged `source` in the folder `work`."""
+    from flashattn_jit.jit.driver import Job, quote, write_wrapper
+
     # Where the build lies must not reach the artifact, nor anything random.
     here = [
         f"-I{_paths.include_dir()}",

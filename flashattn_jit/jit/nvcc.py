@@ -13,14 +13,18 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashattn_jit import _paths
 from flashattn_jit.codegen.target import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compiler import Compiler
 from flashattn_jit.jit.cuda_toolkit import Toolkit
-from flashattn_jit.jit.driver import Job, quote, write_wrapper
-from flashattn_jit.jit.resources import Report, read_report
+
+# Imported where a build starts: a process that finds its kernels in the cache needs none of it.
+if TYPE_CHECKING:
+    from flashattn_jit.jit.driver import Job
+    from flashattn_jit.jit.resources import Report
 
 SOURCE = "kernel.cu"
 PTX = "kernel.ptx"
@@ -72,6 +76,8 @@ def job(
     source: Path, work: Path, key: str, target: str, compiler: Compiler, log: Path, commands: Path
 ) -> Job:
     """The build of the staged `source` in the folder `work`."""
+    from flashattn_jit.jit.driver import Job, quote, write_wrapper
+
     assert compiler.host is not None
     toolkit = Toolkit(Path(compiler.command[0]).parent.parent)
     compiled = work / SOURCE
@@ -127,6 +133,8 @@ def write_ptx(work: Path, ptx: Path, compiler: Compiler) -> None:
 
 def write_resources(words: str, ptx: str, target: str, artifact_bytes: int, path: Path) -> Report:
     """Keeps ptxas' report on each kernel, with the kernel's declared budget."""
+    from flashattn_jit.jit.resources import read_report
+
     report = read_report(words, ptx, target)
     stored = {"artifact_bytes": artifact_bytes, **json.loads(report.to_json())}
     path.write_text(json.dumps(stored, indent=1) + "\n")

@@ -10,7 +10,6 @@ from pathlib import Path
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.jit import cpp, cuda_toolkit, nvcc
 from flashattn_jit.jit.compiler import Compiler
-from flashattn_jit.jit.driver import drive
 from flashattn_jit.jit.failure import BuildFailure, SpillError, failure
 from flashattn_jit.jit.store import ARTIFACT
 
@@ -49,6 +48,8 @@ def build(
     `staging`; SpillError where a CUDA kernel needs more registers than its tile leaves it, with all
     files in `staging`; OSError where `staging` cannot be written.
     """
+    from flashattn_jit.jit.driver import drive
+
     toolkit = nvcc if is_cuda(target) else cpp
     # The key goes into the source, so that the source in an entry is all that was compiled.
     staged = staging / source_name(target)
