@@ -72,10 +72,8 @@ void Block::fill_specials(Warp& warp) {
     place.lane = lane;
     thread_position(warp, lane, place.thread);
     for (const auto& [special, slot] : kernel().specials)
-      if ((slot & kWideSlot) != 0)
-        warp.longs(slot & ~kWideSlot)[lane] = special(place);
-      else
-        warp.words(slot)[lane] = static_cast<uint32_t>(special(place));
+      if ((slot & kWideSlot) != 0) warp.longs(slot & ~kWideSlot)[lane] = special(place);
+      else warp.words(slot)[lane] = static_cast<uint32_t>(special(place));
   }
 }
 
@@ -195,26 +193,22 @@ uint8_t* Block::param_at(Warp& warp, int lane, uint64_t address, unsigned bytes)
   return const_cast<uint8_t*>(launch_.params.data()) + address;
 }
 
-uint8_t* Block::generic_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access) {
-  switch (address & kWindowMask) {
-    case kSharedWindow: return shared_at(warp, lane, address - kSharedWindow, bytes, access);
-    case kLocalWindow: return local_at(warp, lane, address - kLocalWindow, bytes);
-    case kParamWindow: return param_at(warp, lane, address - kParamWindow, bytes);
-    default: return global_at(warp, lane, address, bytes, access);
-  }
-}
-
 uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes,
                    Access access) {
+  const uint64_t window = address & kWindowMask;
+  if (space == Space::generic && window != 0) {
+    space = window == kSharedWindow  ? Space::shared
+            : window == kLocalWindow ? Space::local
+            : window == kParamWindow ? Space::param
+                                     : Space::global;
+    if (space != Space::global) address -= window;
+  }
   switch (space) {
-    case Space::global:
-    case Space::constant: return global_at(warp, lane, address, bytes, access);
     case Space::shared: return shared_at(warp, lane, address, bytes, access);
     case Space::local: return local_at(warp, lane, address, bytes);
     case Space::param: return param_at(warp, lane, address, bytes);
-    case Space::generic: break;
+    default: return global_at(warp, lane, address, bytes, access);
   }
-  return generic_at(warp, lane, address, bytes, access);
 }
 
 void Block::sync_warp(Warp& warp, uint32_t mask) { history_.meet(warp.index, mask); }

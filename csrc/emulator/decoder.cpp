@@ -98,12 +98,9 @@ Kernel Decoder::decode() {
     statement_ = &statement;
     decode_statement();
   }
-  Insn end;  // a kernel may end without ret
-  end.flow = Flow::exit;
-  kernel_.code.push_back(end);
-  kernel_.locations.push_back(kernel_.locations.empty() ? 0 : kernel_.locations.back());
-  kernel_.text_lines.push_back(kernel_.text_lines.empty() ? 0 : kernel_.text_lines.back());
-  kernel_.mnemonics.emplace_back("end of the kernel");
+  insn = Insn();  // a kernel may end without ret
+  insn.flow = Flow::exit;
+  append(kernel_.locations.empty() ? 0 : kernel_.locations.back(), 0, "end of the kernel");
   return std::move(kernel_);
 }
 
@@ -121,19 +118,25 @@ void Decoder::decode_statement() {
   row->decode(*this);
   for (size_t i = 0; i < taken_.size(); ++i)
     if (!taken_[i]) fail("unknown modifier '." + statement_->modifiers[i] + "'");
+  append(statement_->location, statement_->text_line, mnemonic());
+}
+
+void Decoder::append(uint32_t location, uint32_t text_line, std::string mnemonic) {
   kernel_.code.push_back(insn);
-  kernel_.locations.push_back(statement_->location);
-  kernel_.text_lines.push_back(statement_->text_line);
-  std::string mnemonic = statement_->opcode;
-  for (const std::string& modifier : statement_->modifiers) mnemonic += "." + modifier;
+  kernel_.locations.push_back(location);
+  kernel_.text_lines.push_back(text_line);
   kernel_.mnemonics.push_back(std::move(mnemonic));
 }
 
-void Decoder::fail(const std::string& message) const {
-  std::string text = "PTX line " + std::to_string(statement_->text_line) + ", kernel " +
-                     entry_.name + ", instruction " + statement_->opcode;
+std::string Decoder::mnemonic() const {
+  std::string text = statement_->opcode;
   for (const std::string& modifier : statement_->modifiers) text += "." + modifier;
-  throw EmulatorError(text + ": " + message);
+  return text;
+}
+
+void Decoder::fail(const std::string& message) const {
+  throw EmulatorError("PTX line " + std::to_string(statement_->text_line) + ", kernel " +
+                      entry_.name + ", instruction " + mnemonic() + ": " + message);
 }
 
 bool Decoder::accept(std::string_view modifier) {
@@ -190,14 +193,17 @@ Type Decoder::type() {
 }
 
 Round Decoder::rounding(Round otherwise) {
-  switch (accept_one({"rn", "rz", "rm", "rp", "rna"})) {
-    case 0: return Round::nearest;
-    case 1: return Round::zero;
-    case 2: return Round::down;
-    case 3: return Round::up;
-    case 4: return Round::away;
-    default: return otherwise;
-  }
+  static constexpr Round kRounds[] = {Round::nearest, Round::zero, Round::down, Round::up};
+  const int index = accept_one({"rn", "rz", "rm", "rp"});
+  return index < 0 ? otherwise : kRounds[index];
+}
+
+Space Decoder::space() {
+  static constexpr Space kSpaces[] = {Space::global, Space::shared, Space::shared,  Space::local,
+                                      Space::param,  Space::param,  Space::constant};
+  const int index =
+      accept_one({"global", "shared", "shared::cta", "local", "param", "param::entry", "const"});
+  return index < 0 ? Space::generic : kSpaces[index];
 }
 
 void Decoder::ignore(std::initializer_list<std::string_view> prefixes) {

@@ -38,7 +38,8 @@ class Decoder {
   Type optional_type();  // Type::none if none
   bool has_float_type() const;
   bool has_modifier(std::string_view modifier) const;
-  Round rounding(Round otherwise);  // .rn .rz .rm .rp .rna, or with i: .rni
+  Round rounding(Round otherwise);                                // .rn .rz .rm .rp
+  Space space();                                                  // generic if none stands there
   void ignore(std::initializer_list<std::string_view> prefixes);  // cache hints and the like
 
   const std::string& opcode() const { return statement_->opcode; }
@@ -70,6 +71,8 @@ class Decoder {
  private:
   void layout();
   void decode_statement();
+  void append(uint32_t location, uint32_t text_line, std::string mnemonic);
+  std::string mnemonic() const;
   uint32_t slot_of(uint32_t reg);
   uint32_t allocate(unsigned bytes);
   uint32_t special(const std::string& name, bool& wide);

@@ -7,7 +7,7 @@
 
 namespace fajit::emulator {
 
-enum class Round : uint8_t { nearest, zero, down, up, away };  // .rn .rz .rm .rp .rna
+enum class Round : uint8_t { nearest, zero, down, up };  // .rn .rz .rm .rp
 
 inline float bf16_to_float(uint32_t bits) { return bits_as<float>(bits << 16); }
 
@@ -46,7 +46,6 @@ inline uint32_t round_to_format(double value, int fraction, int min_exponent, in
   bool up = false;
   switch (round) {
     case Round::nearest: up = rest > 0.5 || (rest == 0.5 && std::fmod(whole, 2.0) != 0); break;
-    case Round::away: up = rest >= 0.5; break;
     case Round::zero: break;
     case Round::down: up = sign && rest > 0; break;
     case Round::up: up = !sign && rest > 0; break;
@@ -56,8 +55,8 @@ inline uint32_t round_to_format(double value, int fraction, int min_exponent, in
   // of 2^fraction for each exponent above the least one.
   const double largest = std::ldexp(2.0 - std::ldexp(1.0, -fraction), max_exponent);
   if (std::ldexp(whole, scale) > largest) {
-    const bool to_infinity = round == Round::nearest || round == Round::away ||
-                             (round == Round::up && !sign) || (round == Round::down && sign);
+    const bool to_infinity =
+        round == Round::nearest || (round == Round::up && !sign) || (round == Round::down && sign);
     return sign_bit | (to_infinity ? infinity : infinity - 1);
   }
   return sign_bit |

@@ -66,7 +66,8 @@ struct Warp {
 };
 
 struct Barrier {
-  uint32_t arrived = 0;   // threads
+  uint32_t arrived = 0;   // threads, those that the last warp lacks included
+  uint32_t threads = 0;   // that exist
   uint32_t expected = 0;  // 0: nobody waits
   uint32_t votes = 0;     // threads whose predicate holds
   uint32_t pc = 0;        // of the first arrival
@@ -95,7 +96,6 @@ class Block {
   uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
-  uint8_t* generic_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
   uint8_t* at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes, Access access);
 
   void issue_copy(Warp& warp, const AsyncCopy& copy);
@@ -114,8 +114,9 @@ class Block {
 
  private:
   // scheduler.cpp
-  bool run_warp(Warp& warp);                                     // whether it did anything
-  bool rendezvous(Warp& warp, const Insn& insn, uint32_t mask);  // whether some lanes went on
+  bool run_warp(Warp& warp);  // whether it did anything
+  void leave(Warp& warp, uint32_t mask);
+  void rendezvous(Warp& warp, const Insn& insn, uint32_t mask);
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
   void release(uint32_t barrier);
   [[noreturn]] void report_deadlock();

@@ -1,5 +1,6 @@
 // Global allocations of a launch: host memory at its own addresses, with names for reports.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -20,7 +21,6 @@ struct Allocation {
 
 class GlobalMemory {
  public:
-  // Allocations may touch but not overlap: where they do, the error names both.
   explicit GlobalMemory(std::vector<Allocation> allocations);
 
   // The allocation that holds all of [address, address + bytes); null if none does. `hint` is where
@@ -41,5 +41,57 @@ class GlobalMemory {
   const Allocation* search(uint64_t address, uint64_t bytes, uint32_t& hint) const;
   std::vector<Allocation> sorted_;
 };
+
+inline GlobalMemory::GlobalMemory(std::vector<Allocation> allocations)
+    : sorted_(std::move(allocations)) {
+  // Empty tensors have no bytes to reach, and any address.
+  sorted_.erase(std::remove_if(sorted_.begin(), sorted_.end(),
+                               [](const Allocation& a) { return a.bytes == 0; }),
+                sorted_.end());
+  std::stable_sort(sorted_.begin(), sorted_.end(),
+                   [](const Allocation& a, const Allocation& b) { return a.begin < b.begin; });
+  // The same memory may be given twice (k and v as one tensor): the allocations become one.
+  std::vector<Allocation> merged;
+  for (Allocation& next : sorted_) {
+    if (!merged.empty() && next.begin < merged.back().end()) {
+      Allocation& last = merged.back();
+      const uint64_t end = std::max(last.end(), next.end());
+      if (last.name != next.name) last.name += "/" + next.name;
+      last.bytes = end - last.begin;
+      last.writable = last.writable || next.writable;
+      last.written = nullptr;
+    } else {
+      merged.push_back(std::move(next));
+    }
+  }
+  sorted_ = std::move(merged);
+}
+
+inline const Allocation* GlobalMemory::search(uint64_t address, uint64_t bytes,
+                                              uint32_t& hint) const {
+  const auto after = std::upper_bound(
+      sorted_.begin(), sorted_.end(), address,
+      [](uint64_t value, const Allocation& allocation) { return value < allocation.begin; });
+  if (after == sorted_.begin()) return nullptr;
+  const Allocation& found = *(after - 1);
+  if (bytes > found.bytes || address - found.begin > found.bytes - bytes) return nullptr;
+  hint = static_cast<uint32_t>(after - 1 - sorted_.begin());
+  return &found;
+}
+
+inline const Allocation* GlobalMemory::nearest(uint64_t address) const {
+  const Allocation* best = nullptr;
+  uint64_t best_distance = ~0ull;
+  for (const Allocation& allocation : sorted_) {
+    const uint64_t distance = address < allocation.begin    ? allocation.begin - address
+                              : address >= allocation.end() ? address - allocation.end()
+                                                            : 0;
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = &allocation;
+    }
+  }
+  return best_distance <= (1ull << 32) ? best : nullptr;
+}
 
 }  // namespace fajit::emulator

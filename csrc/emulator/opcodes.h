@@ -20,80 +20,22 @@ struct OpcodeRow {
 const std::vector<OpcodeRow>& opcode_table();
 const OpcodeRow* find_opcode(std::string_view name);  // null: not in the table
 
-// Decode functions of the rows.
-// ops_integer.cpp: integer forms; the float forms of the same opcodes are in ops_float.cpp.
-void decode_add(Decoder& d);
-void decode_sub(Decoder& d);
-void decode_mul(Decoder& d);
-void decode_mad(Decoder& d);
-void decode_div(Decoder& d);
-void decode_rem(Decoder& d);
-void decode_abs(Decoder& d);
-void decode_neg(Decoder& d);
-void decode_min(Decoder& d);
-void decode_max(Decoder& d);
-// ops_bits.cpp
-void decode_and(Decoder& d);
-void decode_or(Decoder& d);
-void decode_xor(Decoder& d);
-void decode_not(Decoder& d);
-void decode_shl(Decoder& d);
-void decode_shr(Decoder& d);
-void decode_shf(Decoder& d);
-void decode_bfe(Decoder& d);
-void decode_bfi(Decoder& d);
-void decode_bfind(Decoder& d);
-void decode_brev(Decoder& d);
-void decode_popc(Decoder& d);
-void decode_clz(Decoder& d);
-void decode_prmt(Decoder& d);
-void decode_lop3(Decoder& d);
-// ops_float.cpp, ops_special.cpp (approximations and roots)
+// Decode functions of the rows, one for each opcode or family.
+using Decode = void(Decoder& d);
+Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, decode_abs,
+    decode_neg, decode_min, decode_max, decode_and, decode_or, decode_xor, decode_not, decode_shl,
+    decode_shr, decode_shf, decode_bfe, decode_bfi, decode_bfind, decode_brev, decode_popc,
+    decode_clz, decode_prmt, decode_lop3, decode_fma, decode_copysign, decode_rcp, decode_sqrt,
+    decode_rsqrt, decode_sin, decode_cos, decode_lg2, decode_ex2, decode_tanh, decode_setp,
+    decode_selp, decode_slct, decode_cvt, decode_mov, decode_cvta, decode_ld, decode_st,
+    decode_atom, decode_red, decode_nothing, decode_createpolicy, decode_cp, decode_mma,
+    decode_ldmatrix, decode_shfl, decode_vote, decode_redux, decode_activemask, decode_bra,
+    decode_brx, decode_exit, decode_trap, decode_bar;
+
+// Forms of opcodes that ops_integer.cpp hands on to ops_float.cpp.
 void decode_float_add(Decoder& d, bool subtract);
 void decode_float_product(Decoder& d, bool divide);
-void decode_fma(Decoder& d);
 void decode_float_sign(Decoder& d, bool negate);
 void decode_float_minmax(Decoder& d, bool maximum);
-void decode_copysign(Decoder& d);
-void decode_rcp(Decoder& d);
-void decode_sqrt(Decoder& d);
-void decode_rsqrt(Decoder& d);
-void decode_sin(Decoder& d);
-void decode_cos(Decoder& d);
-void decode_lg2(Decoder& d);
-void decode_ex2(Decoder& d);
-void decode_tanh(Decoder& d);
-// ops_compare.cpp
-void decode_setp(Decoder& d);
-void decode_selp(Decoder& d);
-void decode_slct(Decoder& d);
-// ops_convert.cpp
-void decode_cvt(Decoder& d);
-// ops_move.cpp
-void decode_mov(Decoder& d);
-void decode_cvta(Decoder& d);
-// ops_memory.cpp, ops_atomic.cpp
-void decode_ld(Decoder& d);
-void decode_st(Decoder& d);
-void decode_atom(Decoder& d);
-void decode_red(Decoder& d);
-void decode_nothing(Decoder& d);
-void decode_createpolicy(Decoder& d);
-// ops_async.cpp
-void decode_cp(Decoder& d);
-// ops_matrix.cpp
-void decode_mma(Decoder& d);
-void decode_ldmatrix(Decoder& d);
-// ops_warp.cpp
-void decode_shfl(Decoder& d);
-void decode_vote(Decoder& d);
-void decode_redux(Decoder& d);
-void decode_activemask(Decoder& d);
-// ops_control.cpp
-void decode_bra(Decoder& d);
-void decode_brx(Decoder& d);
-void decode_exit(Decoder& d);
-void decode_trap(Decoder& d);
-void decode_bar(Decoder& d);
 
 }  // namespace fajit::emulator

@@ -44,10 +44,8 @@ template <class T> void atomic(Warp& warp, const Insn& insn, uint32_t mask) {
     const Word<T> b = operand(insn.slots[2]);
     Word<T> old = __atomic_load_n(word, __ATOMIC_SEQ_CST), next;
     do {
-      if (insn.mode == kCas)
-        next = old == b ? operand(insn.slots[3]) : old;
-      else
-        next = to_word<T>(combine(from_word<T>(old), from_word<T>(b), insn.mode));
+      if (insn.mode == kCas) next = old == b ? operand(insn.slots[3]) : old;
+      else next = to_word<T>(combine(from_word<T>(old), from_word<T>(b), insn.mode));
     } while (
         !__atomic_compare_exchange_n(word, &old, next, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
     if (insn.slots[1] != kNoSlot) lanes_of<T>(warp, insn.slots[1])[l] = old;
@@ -59,9 +57,7 @@ void decode_atomic(Decoder& d, bool has_result) {
        {"relaxed", "acquire", "release", "acq_rel", "cta", "cluster", "gpu", "sys", "noftz"})
     d.accept(hint);
   const bool policy = d.accept("L2::cache_hint");
-  static constexpr Space kSpaces[] = {Space::global, Space::shared, Space::shared};
-  const int space = d.accept_one({"global", "shared", "shared::cta"});
-  d.insn.space = space < 0 ? Space::generic : kSpaces[space];
+  d.insn.space = d.space();
   d.insn.mode = static_cast<uint8_t>(
       d.expect_one({"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"}));
   const Type type = d.type();
@@ -75,10 +71,8 @@ void decode_atomic(Decoder& d, bool has_result) {
   if (d.insn.mode == kCas) d.insn.slots[3] = d.source(first + 2, type);
   if (bytes_of(type) < 4) d.fail("not for this type");
   d.set_exec(by_type(type, [](auto zero) -> Exec {
-    if constexpr (sizeof(zero) >= 4)
-      return atomic<decltype(zero)>;
-    else
-      return nullptr;
+    if constexpr (sizeof(zero) >= 4) return atomic<decltype(zero)>;
+    else return nullptr;
   }));
 }
 

@@ -132,10 +132,8 @@ void predicate_logic(Warp& warp, const Insn& insn, uint32_t mask) {
 
 template <class Form> void decode_logic(Decoder& d, uint8_t operation, Form form) {
   const Type type = d.type();
-  if (operation == kNot)
-    decode_operands(d, type, {type});
-  else
-    decode_operands(d, type, {type, type});
+  if (operation == kNot) decode_operands(d, type, {type});
+  else decode_operands(d, type, {type, type});
   if (type != Type::pred) return d.set_exec(by_width(type, form));
   d.insn.mode = operation;
   d.insn.exec = predicate_logic;
@@ -156,23 +154,18 @@ void decode_or(Decoder& d) { decode_logic(d, kOr, FAJIT_BINARY(bit_or)); }
 void decode_xor(Decoder& d) { decode_logic(d, kXor, FAJIT_BINARY(bit_xor)); }
 void decode_not(Decoder& d) { decode_logic(d, kNot, FAJIT_UNARY(bit_not)); }
 
-void decode_shl(Decoder& d) {
+template <class Form> void decode_shift(Decoder& d, Form form) {
   const Type type = d.type();
   decode_operands(d, type, {type, Type::u32});
-  d.set_exec(by_integer(type, [](auto zero) -> Exec {
-    using T = decltype(zero);
-    return binary<T, T, uint32_t, shift_left<T>>;
-  }));
+  d.set_exec(by_integer(type, form));
 }
-
-void decode_shr(Decoder& d) {
-  const Type type = d.type();
-  decode_operands(d, type, {type, Type::u32});
-  d.set_exec(by_integer(type, [](auto zero) -> Exec {
-    using T = decltype(zero);
-    return binary<T, T, uint32_t, shift_right<T>>;
-  }));
-}
+#define FAJIT_SHIFT(function)                   \
+  [](auto zero) -> Exec {                       \
+    using T = decltype(zero);                   \
+    return binary<T, T, uint32_t, function<T>>; \
+  }
+void decode_shl(Decoder& d) { decode_shift(d, FAJIT_SHIFT(shift_left)); }
+void decode_shr(Decoder& d) { decode_shift(d, FAJIT_SHIFT(shift_right)); }
 
 void decode_shf(Decoder& d) {
   const int left = d.expect_one({"r", "l"}), wrap = d.expect_one({"clamp", "wrap"});
@@ -200,29 +193,15 @@ void decode_bfi(Decoder& d) {
   d.insn.exec = is_wide(type) ? bit_insert<uint64_t> : bit_insert<uint32_t>;
 }
 
+#define FAJIT_COUNT(function) \
+  [](auto zero) -> Exec { return unary<uint32_t, decltype(zero), function<decltype(zero)>>; }
 void decode_bfind(Decoder& d) {
-  if (d.accept("shiftamt"))
-    return decode_one(d, Type::u32, [](auto zero) -> Exec {
-      return unary<uint32_t, decltype(zero), find_shift<decltype(zero)>>;
-    });
-  decode_one(d, Type::u32, [](auto zero) -> Exec {
-    return unary<uint32_t, decltype(zero), find_top<decltype(zero)>>;
-  });
+  if (d.accept("shiftamt")) decode_one(d, Type::u32, FAJIT_COUNT(find_shift));
+  else decode_one(d, Type::u32, FAJIT_COUNT(find_top));
 }
-
+void decode_popc(Decoder& d) { decode_one(d, Type::u32, FAJIT_COUNT(count_ones)); }
+void decode_clz(Decoder& d) { decode_one(d, Type::u32, FAJIT_COUNT(leading_zeros)); }
 void decode_brev(Decoder& d) { decode_one(d, Type::none, FAJIT_UNARY(reversed)); }
-
-void decode_popc(Decoder& d) {
-  decode_one(d, Type::u32, [](auto zero) -> Exec {
-    return unary<uint32_t, decltype(zero), count_ones<decltype(zero)>>;
-  });
-}
-
-void decode_clz(Decoder& d) {
-  decode_one(d, Type::u32, [](auto zero) -> Exec {
-    return unary<uint32_t, decltype(zero), leading_zeros<decltype(zero)>>;
-  });
-}
 
 void decode_prmt(Decoder& d) {
   const Type type = d.type();

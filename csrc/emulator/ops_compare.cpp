@@ -53,8 +53,7 @@ template <int comparison, class T> uint32_t compare(const Word<T>* a, const Word
       flags[l] = ftz ? holds<comparison>(flush(x), flush(y)) : holds<comparison>(x, y);
     else if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, Bf16>)
       flags[l] = holds<comparison>(to_float(x), to_float(y));
-    else
-      flags[l] = holds<comparison>(x, y);
+    else flags[l] = holds<comparison>(x, y);
   }
   uint32_t result = 0;
   for (int l = 0; l < kLanes; ++l) result |= static_cast<uint32_t>(flags[l]) << l;

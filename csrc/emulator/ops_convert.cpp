@@ -117,18 +117,14 @@ template <class R, class S> void convert_lanes(Warp& warp, const Insn& insn, uin
   uint64_t* d64 = warp.longs(insn.slots[0]);
   for_lanes(mask, [&](int l) {
     S from;
-    if (wide_source)
-      std::memcpy(&from, &a64[l], sizeof from);
-    else
-      from = from_word<S>(static_cast<Word<S>>(a32[l]));
+    if (wide_source) std::memcpy(&from, &a64[l], sizeof from);
+    else from = from_word<S>(static_cast<Word<S>>(a32[l]));
     const R result = convert<R, S>(from, insn);
     uint64_t bits = to_word<R>(result);
     if constexpr (std::is_integral_v<R> && std::is_signed_v<R>)
       bits = static_cast<uint64_t>(static_cast<int64_t>(result));
-    if (wide_result)
-      d64[l] = bits;
-    else
-      d32[l] = static_cast<uint32_t>(sizeof(R) == 2 ? bits & 0xffff : bits);
+    if (wide_result) d64[l] = bits;
+    else d32[l] = static_cast<uint32_t>(sizeof(R) == 2 ? bits & 0xffff : bits);
   });
 }
 
@@ -162,8 +158,7 @@ void decode_packed(Decoder& d, Type result) {
   if (d.insn.round == Round::nearest && (d.insn.flags & kRelu) == 0)
     d.insn.exec = half ? binary<uint32_t, uint32_t, uint32_t, pack_floats<Half>>
                        : binary<uint32_t, uint32_t, uint32_t, pack_floats<Bf16>>;
-  else
-    d.insn.exec = half ? pack_lanes<Half> : pack_lanes<Bf16>;
+  else d.insn.exec = half ? pack_lanes<Half> : pack_lanes<Bf16>;
 }
 
 }  // namespace
@@ -176,8 +171,7 @@ void decode_cvt(Decoder& d) {
     d.insn.round = kRounds[integer];
     d.insn.mode = kToInteger;
   } else {
-    for (const char* name : {"rn", "rz", "rm", "rp", "rna"})
-      rounded = rounded || d.has_modifier(name);
+    for (const char* name : {"rn", "rz", "rm", "rp"}) rounded = rounded || d.has_modifier(name);
     d.insn.round = d.rounding(Round::nearest);
     d.insn.mode = rounded ? kToFloat : kNone;
   }

@@ -40,10 +40,8 @@ template <class T> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
   const bool ftz = (insn.flags & kFtz) != 0, fma = insn.slots[3] != kNoSlot;
   auto load = [&](uint32_t slot, int l) {
     const T value = from_word<T>(lanes_of<T>(warp, slot)[l]);
-    if constexpr (sizeof(T) == 4)
-      return ftz ? flush(value) : value;
-    else
-      return value;
+    if constexpr (sizeof(T) == 4) return ftz ? flush(value) : value;
+    else return value;
   };
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     const int l = __builtin_ctz(rest);
@@ -51,16 +49,11 @@ template <class T> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
     volatile T z = fma ? load(insn.slots[3], l) : T{0}, r;
     {
       const HostRounding mode(insn.round);
-      if (fma)
-        r = std::fma(T(x), T(y), T(z));
-      else if (insn.mode == kMul)
-        r = x * y;
-      else if (insn.mode == kDiv)
-        r = x / y;
-      else if (insn.mode == kAdd)
-        r = x + y;
-      else
-        r = x - y;
+      if (fma) r = std::fma(T(x), T(y), T(z));
+      else if (insn.mode == kMul) r = x * y;
+      else if (insn.mode == kDiv) r = x / y;
+      else if (insn.mode == kAdd) r = x + y;
+      else r = x - y;
     }
     T result = canonical(T(r));
     if constexpr (sizeof(T) == 4) {
@@ -72,18 +65,6 @@ template <class T> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
 }
 
 FAJIT_CLONES void fma32(Warp& warp, const Insn& insn, uint32_t mask) {
-  uint32_t* d = warp.words(insn.slots[0]);
-  const uint32_t* a = warp.words(insn.slots[1]);
-  const uint32_t* b = warp.words(insn.slots[2]);
-  const uint32_t* c = warp.words(insn.slots[3]);
-  for_lanes(mask, [&](int l) {
-    const float r =
-        __builtin_fmaf(bits_as<float>(a[l]), bits_as<float>(b[l]), bits_as<float>(c[l]));
-    d[l] = bits_as<uint32_t>(canonical(r));
-  });
-}
-
-FAJIT_CLONES void fma32_special(Warp& warp, const Insn& insn, uint32_t mask) {  // .ftz, .sat
   uint32_t* d = warp.words(insn.slots[0]);
   const uint32_t* a = warp.words(insn.slots[1]);
   const uint32_t* b = warp.words(insn.slots[2]);
@@ -196,8 +177,7 @@ void decode_fma(Decoder& d) {
   const Type type = d.type();
   decode_operands(d, type, {type, type, type});
   if (decode_directed(d, type)) return;
-  if (type == Type::f32)
-    return d.set_exec((d.insn.flags & (kFtz | kSaturate)) != 0 ? fma32_special : fma32);
+  if (type == Type::f32) return d.set_exec(fma32);
   d.set_exec(type == Type::f64 && d.insn.flags == 0 ? fma64 : nullptr);
 }
 
@@ -227,10 +207,8 @@ void decode_float_minmax(Decoder& d, bool maximum) {
   if (d.accept("NaN")) d.insn.flags |= kNan;
   d.insn.mode = maximum;
   const Type type = d.type();
-  if (d.num_operands() == 4)
-    decode_operands(d, type, {type, type, type});  // since sm_100
-  else
-    decode_operands(d, type, {type, type});
+  if (d.num_operands() == 4) decode_operands(d, type, {type, type, type});  // since sm_100
+  else decode_operands(d, type, {type, type});
   d.set_exec(type == Type::f32 ? extremes<float> : type == Type::f64 ? extremes<double> : nullptr);
 }
 

@@ -109,10 +109,8 @@ void decode_mul(Decoder& d) {
   d.set_exec(by_integer(type, [](auto zero) -> Exec {
     using T = decltype(zero);
     using W = typename Wider<T>::type;
-    if constexpr (std::is_void_v<W>)
-      return nullptr;
-    else
-      return binary<W, T, T, mul_wide<W, T>>;
+    if constexpr (std::is_void_v<W>) return nullptr;
+    else return binary<W, T, T, mul_wide<W, T>>;
   }));
 }
 
@@ -126,10 +124,8 @@ void decode_mad(Decoder& d) {
   d.set_exec(by_integer(type, [](auto zero) -> Exec {
     using T = decltype(zero);
     using W = typename Wider<T>::type;
-    if constexpr (std::is_void_v<W>)
-      return nullptr;
-    else
-      return ternary<W, T, T, W, mad_wide<W, T>>;
+    if constexpr (std::is_void_v<W>) return nullptr;
+    else return ternary<W, T, T, W, mad_wide<W, T>>;
   }));
 }
 

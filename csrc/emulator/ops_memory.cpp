@@ -50,16 +50,8 @@ void zero64(Warp& warp, const Insn& insn, uint32_t mask) {
   for_lanes(mask, [&](int l) { d[l] = 0; });
 }
 
-void decode_space(Decoder& d) {
-  static constexpr Space kSpaces[] = {Space::global, Space::shared, Space::shared,  Space::local,
-                                      Space::param,  Space::param,  Space::constant};
-  const int space =
-      d.accept_one({"global", "shared", "shared::cta", "local", "param", "param::entry", "const"});
-  d.insn.space = space < 0 ? Space::generic : kSpaces[space];
-}
-
 void decode_access(Decoder& d, bool is_load) {
-  decode_space(d);
+  d.insn.space = d.space();
   // Ordering and cache hints: warps of a block run one at a time, so that every access is ordered.
   d.ignore({"L1::", "L2::", "level::"});
   for (const char* hint : {"weak", "volatile", "relaxed", "acquire", "release", "cta", "cluster",
@@ -69,13 +61,12 @@ void decode_access(Decoder& d, bool is_load) {
   d.insn.count = static_cast<uint8_t>(vector < 0 ? 1 : 2 << vector);
   const Type type = d.type();
   d.insn.type = type;
+  if (bytes_of(type) == 0 || bytes_of(type) > 8) d.fail("not for this type");
   d.expect_operands(2, 3);  // the third is a cache policy
   const Operand& value = d.operand(is_load ? 0 : 1);
   std::vector<Operand> elements;
-  if (value.kind == Operand::Kind::vector)
-    elements = value.elements;
-  else
-    elements.push_back(value);
+  if (value.kind == Operand::Kind::vector) elements = value.elements;
+  else elements.push_back(value);
   if (elements.size() != d.insn.count) d.fail("has another number of elements");
   std::vector<uint32_t> slots;
   for (size_t i = 0; i < elements.size(); ++i) {
@@ -94,31 +85,17 @@ void decode_access(Decoder& d, bool is_load) {
 
 void decode_ld(Decoder& d) {
   decode_access(d, true);
-  switch (d.insn.type) {
-    case Type::b8:
-    case Type::u8: d.insn.exec = load<uint8_t>; break;
-    case Type::s8: d.insn.exec = load<int8_t>; break;
-    case Type::s16: d.insn.exec = load<int16_t>; break;
-    case Type::s32: d.insn.exec = load<int32_t>; break;
-    default:
-      switch (bytes_of(d.insn.type)) {
-        case 2: d.insn.exec = load<uint16_t>; break;
-        case 4: d.insn.exec = load<uint32_t>; break;
-        case 8: d.insn.exec = load<uint64_t>; break;
-        default: d.fail("not for this type");
-      }
-  }
+  // Floats are loaded as bits, and signed integers extend.
+  static constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32, Type::b64};
+  const Type type = is_float(d.insn.type) ? kBits[bytes_of(d.insn.type) / 2] : d.insn.type;
+  d.set_exec(by_integer(type, [](auto zero) -> Exec { return load<decltype(zero)>; }));
 }
 
 void decode_st(Decoder& d) {
   decode_access(d, false);
-  switch (bytes_of(d.insn.type)) {
-    case 1: d.insn.exec = store<uint8_t>; break;
-    case 2: d.insn.exec = store<uint16_t>; break;
-    case 4: d.insn.exec = store<uint32_t>; break;
-    case 8: d.insn.exec = store<uint64_t>; break;
-    default: d.fail("not for this type");
-  }
+  static constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32, Type::b64};
+  const Type bits = kBits[bytes_of(d.insn.type) / 2];
+  d.set_exec(by_integer(bits, [](auto zero) -> Exec { return store<decltype(zero)>; }));
 }
 
 // prefetch, fence, membar, griddepcontrol ...: accepted with any modifiers.

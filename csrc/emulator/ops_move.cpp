@@ -17,10 +17,8 @@ void pack(Warp& warp, const Insn& insn, uint32_t mask) {
     for (uint32_t i = 0; i < insn.mode; ++i)
       bits |= (static_cast<uint64_t>(warp.words(parts[i])[l]) & ((uint64_t{1} << width) - 1))
               << (width * i);
-    if (wide)
-      warp.longs(insn.slots[0])[l] = bits;
-    else
-      warp.words(insn.slots[0])[l] = static_cast<uint32_t>(bits);
+    if (wide) warp.longs(insn.slots[0])[l] = bits;
+    else warp.words(insn.slots[0])[l] = static_cast<uint32_t>(bits);
   });
 }
 
@@ -84,10 +82,8 @@ void decode_packed_move(Decoder& d, Type type) {
     }
   }
   d.insn.list = d.add_list(slots);
-  if (to_vector)
-    d.insn.slots[1] = d.source(1, type);
-  else
-    d.insn.slots[0] = d.destination(0, type);
+  if (to_vector) d.insn.slots[1] = d.source(1, type);
+  else d.insn.slots[0] = d.destination(0, type);
   d.insn.exec = to_vector ? unpack : pack;
 }
 

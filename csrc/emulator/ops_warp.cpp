@@ -44,10 +44,8 @@ void shuffle(Warp& warp, const Insn& insn, uint32_t mask) {
         valid = from <= last;
         break;
     }
-    if (!valid)
-      from = lane;
-    else
-      in_range |= 1u << lane;
+    if (!valid) from = lane;
+    else in_range |= 1u << lane;
     if ((mask >> from & 1) == 0)
       warp.block->fault(warp, lane, "shuffle",
                         "lane " + std::to_string(lane) + " reads from lane " +

@@ -33,9 +33,6 @@ class Parser {
     } else if (text == ".section") {
       lexer_.next();
       skip_braces();
-    } else if (text == ".visible" || text == ".extern" || text == ".weak" || text == ".common") {
-      linkage_extern_ = text == ".extern";
-      return;  // keeps the flag for the declaration that follows
     } else if (text == ".entry") {
       entry();
     } else if (text == ".func") {
@@ -44,10 +41,9 @@ class Parser {
       module_.variables.push_back(variable(text));
     } else if (text == ".pragma" || text == ".alias") {
       skip_to(";");
-    } else {
+    } else if (text != ".visible" && text != ".extern" && text != ".weak" && text != ".common") {
       lexer_.fail("unknown directive '" + std::string(text) + "'");
     }
-    linkage_extern_ = false;
   }
 
   void skip_to(std::string_view end) {
@@ -82,15 +78,16 @@ class Parser {
   }
 
   int64_t integer() {
-    const bool negative = lexer_.accept("-");
-    const Token token = lexer_.next();
-    const std::string text(token.text);
-    char* end = nullptr;
-    const uint64_t value = std::strtoull(text.c_str(), &end, 0);
-    if (*end == 'U') ++end;
-    if (token.kind != Token::Kind::number || *end != '\0')
-      lexer_.fail("expected an integer, found '" + text + "'");
-    return static_cast<int64_t>(negative ? 0 - value : value);
+    const Operand value = number();
+    if (value.kind != Operand::Kind::integer) lexer_.fail("expected an integer");
+    return value.bits;
+  }
+
+  Type type_name() {
+    const Token word = lexer_.next();
+    const Type type = type_of(word.text.substr(1));
+    if (type == Type::none) lexer_.fail("unknown type '" + std::string(word.text) + "'");
+    return type;
   }
 
   // `.align 4 .b8 name[16] = {...}` after the state space.
@@ -101,36 +98,24 @@ class Parser {
                    : space == ".const" ? Space::constant
                    : space == ".param" ? Space::param
                                        : Space::global;
-    Type type = Type::none;
     uint64_t vector = 1;
     result.align = 0;
     for (;;) {
-      if (lexer_.accept(".align")) {
-        result.align = static_cast<uint64_t>(integer());
-        continue;
-      }
-      if (lexer_.accept(".v2"))
-        vector = 2;
-      else if (lexer_.accept(".v4"))
-        vector = 4;
-      else if (lexer_.accept(".ptr") || lexer_.accept(".global") || lexer_.accept(".attribute")) {
-      } else
-        break;
+      if (lexer_.accept(".align")) result.align = static_cast<uint64_t>(integer());
+      else if (lexer_.accept(".v2")) vector = 2;
+      else if (lexer_.accept(".v4")) vector = 4;
+      else break;
     }
-    const Token type_word = lexer_.next();
-    type = type_of(type_word.text.substr(1));
-    if (type == Type::none) lexer_.fail("unknown type '" + std::string(type_word.text) + "'");
-    while (lexer_.accept(".ptr") || lexer_.accept(".global") || lexer_.accept(".shared") ||
-           lexer_.accept(".const"));
-    if (lexer_.accept(".align")) integer();  // of what a pointer parameter points to
+    const Type type = type_name();
+    // Of a pointer: where to, and how what it points to is aligned.
+    for (const char* word : {".ptr", ".global", ".shared", ".const"}) lexer_.accept(word);
+    if (lexer_.accept(".align")) integer();
     result.name = std::string(lexer_.next().text);
     uint64_t count = vector;
     bool unsized = false;
     while (lexer_.accept("[")) {
-      if (lexer_.peek().is("]"))
-        unsized = true;
-      else
-        count *= static_cast<uint64_t>(integer());
+      if (lexer_.peek().is("]")) unsized = true;
+      else count *= static_cast<uint64_t>(integer());
       lexer_.expect("]");
     }
     const uint64_t element = bytes_of(type);
@@ -144,19 +129,9 @@ class Parser {
 
   void initialiser(Variable& variable, uint64_t element, Type type) {
     if (lexer_.accept("{")) {
-      while (!lexer_.accept("}")) {
-        if (lexer_.peek().is("{"))
-          initialiser(variable, element, type);
-        else
-          initial_value(variable, element, type);
-        lexer_.accept(",");
-      }
-    } else {
-      initial_value(variable, element, type);
+      for (; !lexer_.accept("}"); lexer_.accept(",")) initialiser(variable, element, type);
+      return;
     }
-  }
-
-  void initial_value(Variable& variable, uint64_t element, Type type) {
     if (lexer_.peek().kind == Token::Kind::word)
       lexer_.fail("an initialiser with the address of '" + std::string(lexer_.peek().text) + "'");
     const Operand value = number();
@@ -287,9 +262,7 @@ class Parser {
   }
 
   void registers() {
-    const Token type_word = lexer_.next();
-    const Type type = type_of(type_word.text.substr(1));
-    if (type == Type::none) lexer_.fail("unknown type '" + std::string(type_word.text) + "'");
+    const Type type = type_name();
     do {
       const std::string name(lexer_.next().text);
       if (lexer_.accept("<")) {
@@ -348,10 +321,8 @@ class Parser {
     for (bool first = true; !rest.empty(); first = false) {
       const size_t dot = rest.find('.');
       const std::string part(rest.substr(0, dot));
-      if (first)
-        result.opcode = part;
-      else
-        result.modifiers.push_back(part);
+      if (first) result.opcode = part;
+      else result.modifiers.push_back(part);
       rest = dot == std::string_view::npos ? std::string_view() : rest.substr(dot + 1);
     }
     if (result.opcode == "call") {
@@ -388,10 +359,8 @@ class Parser {
     if (lexer_.accept("[")) {
       result.kind = Operand::Kind::address;
       result.elements.push_back(simple_operand());
-      if (lexer_.accept("+"))
-        result.bits = integer();
-      else if (lexer_.peek().is("-"))
-        result.bits = integer();
+      if (lexer_.accept("+")) result.bits = integer();
+      else if (lexer_.peek().is("-")) result.bits = integer();
       lexer_.expect("]");
       return result;
     }
@@ -424,7 +393,6 @@ class Parser {
   std::vector<Names> names_;      // of the open scopes
   std::vector<uint32_t> scopes_;  // their indices
   uint32_t location_ = 0;
-  bool linkage_extern_ = false;
 };
 
 }  // namespace
