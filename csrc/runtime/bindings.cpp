@@ -99,8 +99,8 @@ void bind_problem(py::module_& m) {
   py::class_<Problem, std::shared_ptr<Problem>>(m, "Problem")
       .def(py::init<int32_t, int32_t, int32_t, int32_t, int32_t, py::handle, py::handle, py::handle,
                     py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
-                    py::handle, py::handle, py::handle, py::handle, const std::string&,
-                    py::handle, py::handle, int32_t, int32_t, py::handle>(),
+                    py::handle, py::handle, py::handle, py::handle, const std::string&, py::handle,
+                    py::handle, int32_t, int32_t, py::handle>(),
            py::kw_only(), py::arg("num_requests"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
            py::arg("head_dim"), py::arg("head_dim_v"), py::arg("q_len"), py::arg("kv_len"),
            py::arg("q_row0") = 0, py::arg("kv_row0") = 0, py::arg("q_offset") = 0,
@@ -123,8 +123,8 @@ void def_launch(py::class_<Call>& call, const char* name,
       name,
       [method](const Call& self, py::handle q, py::handle k, py::handle v, py::handle out,
                py::handle lse, double scale, int num_threads, py::handle tensors,
-               py::handle scalars, py::handle states, py::handle workspace,
-               py::handle page_indices, py::handle device_block, py::handle stream, int device) {
+               py::handle scalars, py::handle states, py::handle workspace, py::handle page_indices,
+               py::handle device_block, py::handle stream, int device) {
         return (self.*method)({q, k, v, out, lse, scale, num_threads, tensors, scalars, states,
                                workspace, page_indices, device_block, stream, device});
       },
@@ -136,8 +136,7 @@ void def_launch(py::class_<Call>& call, const char* name,
 
 void bind_call(py::module_& m) {
   py::class_<Call> call(m, "Call");
-  call
-      .def(py::init<std::shared_ptr<const Module>, std::shared_ptr<const Problem>,
+  call.def(py::init<std::shared_ptr<const Module>, std::shared_ptr<const Problem>,
                     const py::buffer&, const py::buffer&, int64_t, int32_t>(),
            py::arg("module"), py::arg("problem"), py::arg("work"),
            py::arg("merge_work") = py::bytes(""), py::arg("partial_rows") = 0, py::arg("flags") = 0)

@@ -24,7 +24,8 @@ void read_int32s(py::handle source, int32_t count, int32_t* out, const char* nam
     const Items items(source, name);
     if (items.size() != static_cast<size_t>(count)) {
       throw py::value_error(std::string(name) + " must have " + count_name + "=" +
-                            std::to_string(count) + " entries, got " + std::to_string(items.size()));
+                            std::to_string(count) + " entries, got " +
+                            std::to_string(items.size()));
     }
     for (int32_t i = 0; i < count; ++i) out[i] = narrow(to_int64(items[i], name), name);
     return;
@@ -37,10 +38,8 @@ void read_int32s(py::handle source, int32_t count, int32_t* out, const char* nam
   const py::buffer_info info = py::reinterpret_borrow<py::buffer>(source).request();
   if (info.ndim != 1 || info.itemsize != 4 || info.format != "i" || info.size != count ||
       (count > 1 && info.strides[0] != 4)) {
-    throw py::value_error(
-        std::string(name) +
-        " must be a contiguous int32 buffer of " + count_name + "=" + std::to_string(count) +
-        " entries");
+    throw py::value_error(std::string(name) + " must be a contiguous int32 buffer of " +
+                          count_name + "=" + std::to_string(count) + " entries");
   }
   if (count > 0) std::memcpy(out, info.ptr, sizeof(int32_t) * static_cast<size_t>(count));
 }

@@ -20,8 +20,9 @@ py::dict schedule_problem(const runtime::Module* module, const runtime::Problem&
                           int32_t num_workers, bool share_heads, bool classify, bool allow_splits,
                           bool device, const py::object& tensors, const py::object& scalars) {
   if (tile_q < 1 || row_granule < 1 || tile_kv < 1 || min_chunk < 1 || num_workers < 1) {
-    throw py::value_error("schedule: tile_q, row_granule, tile_kv, min_chunk and num_workers must "
-                          "be at least 1");
+    throw py::value_error(
+        "schedule: tile_q, row_granule, tile_kv, min_chunk and num_workers must "
+        "be at least 1");
   }
   if (classify && module == nullptr) {
     throw py::value_error("schedule: classify needs a module");
@@ -55,8 +56,8 @@ void bind_scheduler(py::module_& m) {
   m.def("schedule", &schedule_problem, py::arg("module").none(true), py::arg("problem"),
         py::kw_only(), py::arg("tile_q"), py::arg("row_granule"), py::arg("tile_kv"),
         py::arg("min_chunk"), py::arg("num_workers"), py::arg("share_heads") = true,
-        py::arg("classify") = false, py::arg("allow_splits") = true,
-        py::arg("device") = false, py::arg("tensors") = py::tuple(), py::arg("scalars") = py::tuple());
+        py::arg("classify") = false, py::arg("allow_splits") = true, py::arg("device") = false,
+        py::arg("tensors") = py::tuple(), py::arg("scalars") = py::tuple());
 }
 
 }  // namespace fajit::scheduler

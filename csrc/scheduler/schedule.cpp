@@ -30,8 +30,7 @@ std::vector<std::pair<int32_t, int32_t>> row_ranges(const fajit_args& args, int3
     const int32_t end = static_cast<int32_t>(std::min<int64_t>(rows, block + block_rows));
     const int32_t span = end - static_cast<int32_t>(block);
     const int32_t tiles = ceil_div(span, o.tile_q);
-    const int32_t share =
-        std::min(o.tile_q, round_up(ceil_div(span, tiles), o.row_granule));
+    const int32_t share = std::min(o.tile_q, round_up(ceil_div(span, tiles), o.row_granule));
     for (int32_t row = static_cast<int32_t>(block); row < end; row += share) {
       out.emplace_back(row, std::min(row + share, end));
     }
@@ -91,8 +90,7 @@ std::vector<Unit> make_units(const runtime::Module* module, const fajit_args& ar
       // Rows below the granule cost as much as the granule; +1: an item without keys still writes.
       const int64_t cost = int64_t{round_up(end - begin, o.row_granule)} * extent.visited + 1;
       for (int32_t head = 0; head < args.num_q_heads; head += heads) {
-        units.push_back(
-            {{request, head, heads, begin, end, extent.begin, extent.end, -1}, cost});
+        units.push_back({{request, head, heads, begin, end, extent.begin, extent.end, -1}, cost});
       }
     }
   }
@@ -134,8 +132,10 @@ int64_t least_item_cost(const std::vector<Unit>& units, int64_t most) {
     const int64_t cost = low + (high - low) / 2;
     int64_t items = 0;
     for (const Unit& unit : units) items += (unit.cost + cost - 1) / cost;
-    if (items <= most) high = cost;
-    else low = cost + 1;
+    if (items <= most)
+      high = cost;
+    else
+      low = cost + 1;
   }
   return low;
 }
@@ -157,11 +157,10 @@ Schedule cut(const std::vector<Unit>& units, int64_t item_cost, const Options& o
       items.push_back(unit);
       continue;
     }
-    s.merge_work.push_back({w.request, w.head_begin, w.head_count, w.row_begin, w.row_end,
-                            s.partial_rows, splits, 0});
+    s.merge_work.push_back(
+        {w.request, w.head_begin, w.head_count, w.row_begin, w.row_end, s.partial_rows, splits, 0});
     // A partial row is written and read as fp32, which on a device takes as long as two keys.
-    const int64_t state_cost =
-        o.device ? 2 * int64_t{rows} * round_up(rows, o.row_granule) : 0;
+    const int64_t state_cost = o.device ? 2 * int64_t{rows} * round_up(rows, o.row_granule) : 0;
     for (int32_t i = 0; i < splits; ++i) {
       Unit part = unit;
       part.work.kv_begin = w.kv_begin + i * chunk;

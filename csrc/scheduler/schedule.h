@@ -7,7 +7,7 @@
 //
 // Workers are threads, or slots of a device: the thread blocks that it runs at once. A device pays
 // more for a partial state, whose rows go through memory twice and take one more launch, and hides
-// nothing behind it. So there the fewest chunks that fill the slots are cut, and only where the most
+// nothing behind it. So there the fewest chunks that fill the slots are cut, only where the most
 // loaded slot gains by it.
 //
 // The schedule depends on lengths, on tile sizes, on the worker count and on the mask's scalars

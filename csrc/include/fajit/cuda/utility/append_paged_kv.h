@@ -1,12 +1,13 @@
 // Copies new rows of K and V into the pages of a cache.
 //
 // An item of work is some new tokens of one request: row r of the request, packed token
-// q_row0[request] + r, becomes key kv_begin + (r - row_begin), which lies in slot key % page_size of
-// page page_indices[page_indptr[request] + key / page_size]. A page that does not exist is left out.
+// q_row0[request] + r, becomes key kv_begin + (r - row_begin), which lies in slot key % page_size
+// of page page_indices[page_indptr[request] + key / page_size]. A page that does not exist is left
+// out.
 //
-// Arguments: `tensors` are k [tokens, heads, head_dim], v [tokens, heads, head_dim_v] and the caches
-// [pages, page_size, heads, ...], all of them seen as bytes; rows are copied in units of kUnitBytes,
-// which divide their addresses, strides and lengths.
+// Arguments: `tensors` are k [tokens, heads, head_dim], v [tokens, heads, head_dim_v] and the
+// caches [pages, page_size, heads, ...], all of them seen as bytes; rows are copied in units of
+// kUnitBytes, which divide their addresses, strides and lengths.
 #pragma once
 #include <fajit/cuda/ptx/warp.h>
 #include <fajit/cuda/utility/entry.h>
@@ -15,11 +16,26 @@ namespace fajit::cuda {
 
 template <int kBytes>
 struct UnitOf;
-template <> struct UnitOf<1> { using Type = uint8_t; };
-template <> struct UnitOf<2> { using Type = uint16_t; };
-template <> struct UnitOf<4> { using Type = uint32_t; };
-template <> struct UnitOf<8> { using Type = uint2; };
-template <> struct UnitOf<16> { using Type = uint4; };
+template <>
+struct UnitOf<1> {
+  using Type = uint8_t;
+};
+template <>
+struct UnitOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct UnitOf<4> {
+  using Type = uint32_t;
+};
+template <>
+struct UnitOf<8> {
+  using Type = uint2;
+};
+template <>
+struct UnitOf<16> {
+  using Type = uint4;
+};
 
 template <int kUnitBytes>
 struct AppendPagedKv {

@@ -39,10 +39,10 @@ int launch_utility(const fajit_args* a, const KernelEntry (&entries)[2]) {
   const DeviceGuard guard(a->device);
   if (const int status = check(guard.status(), "cudaSetDevice", launch.kernel)) return status;
   void* kernel_args[] = {launch.params};
-  return check(cudaLaunchKernel(entries[0].function, dim3(launch.grid[0]), dim3(launch.block[0]),
-                                kernel_args, launch.shared_bytes,
-                                static_cast<cudaStream_t>(a->stream)),
-               "launch", launch.kernel);
+  return check(
+      cudaLaunchKernel(entries[0].function, dim3(launch.grid[0]), dim3(launch.block[0]),
+                       kernel_args, launch.shared_bytes, static_cast<cudaStream_t>(a->stream)),
+      "launch", launch.kernel);
 }
 
 }  // namespace fajit::cuda

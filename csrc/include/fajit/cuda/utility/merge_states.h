@@ -1,6 +1,7 @@
 // Merges the states of disjoint key sets, row by row; the CPU's is csrc/runtime/merge_states.cpp.
 //
-//   lse = log(sum_i e^lse_i),  out = sum_i e^(lse_i - lse) out_i;  sums are added where lse is null.
+//   lse = log(sum_i e^lse_i),  out = sum_i e^(lse_i - lse) out_i;  sums are added where lse is
+//   null.
 //
 // A warp a row, states in order, so that the result depends on nothing else. A state whose lse is
 // -inf is not read: its out may hold anything.
