@@ -94,7 +94,7 @@ def run(request):
 def test_matches_torch(run, index):
     op, dtype, arity = CASES[index]
     a, b = inputs(op, dtype)
-    if op in ("sin", "cos", "tan") and dtype == "float64":
+    if op in ("sin", "cos", "tan"):
         a = torch.where(a.isfinite(), a.clamp(-1e15, 1e15), a)  # beyond 2^50 they are NaN
     check(op, dtype, arity, a, b, lambda out: run(index, a, b, out))
 

@@ -71,4 +71,7 @@ def test_within_four_ulp(library, name):
     assert_close(library, name, x, y)
     assert_close(library, name, x, np.round(y))
     assert_close(library, name, (x / 100).astype(np.float32), y)
-    assert_close(library, name, any_floats(rng), any_floats(rng))
+    x = any_floats(rng)
+    if name in ("sin", "cos", "tan"):
+        x[np.abs(x) >= 2.0**50] = np.inf  # NaN, as for infinity
+    assert_close(library, name, x, any_floats(rng))

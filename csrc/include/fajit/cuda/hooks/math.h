@@ -1,4 +1,5 @@
-// Elementary functions of hooks on float and double, without branches, local memory or tables.
+// Elementary functions of hooks on float and double, without local memory or tables; those of float
+// have no branches, but for sin, cos and tan of large arguments.
 //
 // float: at most 4 ulp from the correctly rounded result, IEEE results for infinities, NaN and out-of-range arguments; results
 // below 2^-126 may be 0. Divisions and square roots are IEEE's where hooks ask for them, and

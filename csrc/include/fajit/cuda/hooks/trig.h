@@ -13,42 +13,25 @@ struct Quadrant {
   int32_t q;
 };
 
-// For |x| up to this, three parts of pi / 2 suffice; more is rare.
+// For |x| up to this, three float parts of pi / 2 suffice; more is rare.
 constexpr float kReduceLimit = 105615.0f;
 
-// Any x beyond that: 2 / pi in binary, times the mantissa of x, from the bit on whose product is
-// not a multiple of 4 (Payne and Hanek). The window is chosen by comparisons: an array would lie in
-// local memory.
+// Up to 2^50, in double: a fused product loses nothing, so two parts leave an error of n * 2^-107.
+// NaN beyond, where neighbouring floats are 2^27 apart. Short, because it stands at each use.
 FAJIT_FN Quadrant reduce_large(float x) {
-  const uint32_t bits = uint32_t(as_int(x));
-  const uint32_t mantissa = (bits & 0x7fffffu) | 0x800000u;  // |x| = mantissa * 2^(exponent - 150)
-  const int32_t shift = int32_t((bits >> 23) & 255) - 120;   // from 32 zeros ahead of 2 / pi
-  const int32_t word = shift >> 5, bit = shift & 31;
-  uint32_t w0 = 0u, w1 = 0xa2f9836eu, w2 = 0x4e441529u, w3 = 0xfc2757d1u;
-  if (word == 1) w0 = 0xa2f9836eu, w1 = 0x4e441529u, w2 = 0xfc2757d1u, w3 = 0xf534ddc0u;
-  if (word == 2) w0 = 0x4e441529u, w1 = 0xfc2757d1u, w2 = 0xf534ddc0u, w3 = 0xdb629599u;
-  if (word == 3) w0 = 0xfc2757d1u, w1 = 0xf534ddc0u, w2 = 0xdb629599u, w3 = 0x3c439041u;
-  if (word == 4) w0 = 0xf534ddc0u, w1 = 0xdb629599u, w2 = 0x3c439041u, w3 = 0xfe5163abu;
-  if (bit != 0) {
-    w0 = (w0 << bit) | (w1 >> (32 - bit));
-    w1 = (w1 << bit) | (w2 >> (32 - bit));
-    w2 = (w2 << bit) | (w3 >> (32 - bit));
-  }
-  // Two bits of quadrant, 62 bits of fraction.
-  const uint64_t product = (uint64_t(w0 * mantissa) << 32) + uint64_t(w1) * mantissa +
-                           ((uint64_t(w2) * mantissa) >> 32);
-  const uint32_t q = uint32_t((product + (uint64_t(1) << 61)) >> 62);
-  const int64_t fraction = int64_t(product - (uint64_t(q) << 62));
-  const float r = float(double(fraction) * 3.4061215800304978e-19);  // pi / 2 * 2^-62
-  return x < 0.0f ? Quadrant{-r, -int32_t(q)} : Quadrant{r, int32_t(q)};
+  const double wide = x;
+  const double n = __builtin_rint(wide * 0.63661977236758134);
+  const double near = __builtin_fma(n, -0x1.921fb54442d18p+0, wide);
+  const double r = __builtin_fma(n, -0x1.1a62633145c07p-54, near);
+  return {abs(x) < 0x1p50f ? float(r) : __builtin_nanf(""), int32_t(int64_t(n))};
 }
 
 FAJIT_FN Quadrant reduce_quadrant(float x) {
-  if (abs(x) > kReduceLimit && abs(x) < kInf) return reduce_large(x);
+  if (abs(x) > kReduceLimit) return reduce_large(x);
   constexpr float kShift = 12582912.0f;
   const float shifted = fma(x, 0.636619747f, kShift), n = shifted - kShift;
   const float r = fma(n, -5.39030253e-15f, fma(n, -7.54978942e-8f, fma(n, -1.57079625f, x)));
-  return {r, as_int(shifted)};  // its low bits; NaN for infinite x
+  return {r, as_int(shifted)};  // its low bits
 }
 
 FAJIT_FN float sin_poly(float r) {
