@@ -25,7 +25,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   for (int j = 0; j < SPILL; ++j) many[j] = params.q[j * i];
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < SPILL; ++j) row[threadIdx.x] += many[j] * row[j % 128] * many[(j * 7) % SPILL];
+  for (int j = 0; j < SPILL; ++j)
+    row[threadIdx.x] += many[j] * row[j % 128] * many[(j * 7) % SPILL];
 #endif
 #if defined(CALLED)
   float array[64];
@@ -63,9 +64,9 @@ extern "C" int fajit_attention(const fajit_args* args) {
   const int status = fajit_plan_launch(args, FAJIT_KERNEL_ATTENTION, &launch);
   if (status != FAJIT_OK) return status;
   void* params[] = {launch.params};
-  last_error = cudaLaunchKernel(reinterpret_cast<const void*>(fajit_attention_kernel),
-                                dim3(launch.grid[0]), dim3(launch.block[0]), params, 0,
-                                static_cast<cudaStream_t>(args->stream));
+  last_error =
+      cudaLaunchKernel(reinterpret_cast<const void*>(fajit_attention_kernel), dim3(launch.grid[0]),
+                       dim3(launch.block[0]), params, 0, static_cast<cudaStream_t>(args->stream));
   return last_error == cudaSuccess ? FAJIT_OK : FAJIT_CUDA_ERROR;
 }
 
@@ -76,8 +77,8 @@ extern "C" int fajit_load(int device) {
   cudaFuncAttributes attributes;
   last_error = cudaSetDevice(device);
   if (last_error == cudaSuccess) {
-    last_error = cudaFuncGetAttributes(&attributes,
-                                       reinterpret_cast<const void*>(fajit_attention_kernel));
+    last_error =
+        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(fajit_attention_kernel));
   }
   return last_error == cudaSuccess ? FAJIT_OK : FAJIT_CUDA_ERROR;
 }

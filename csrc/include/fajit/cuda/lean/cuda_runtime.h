@@ -1,9 +1,9 @@
 // What nvcc includes before every .cu, cut down to what our kernels use.
 //
 // nvcc puts `-include cuda_runtime.h` in front of each of its three passes over a source. The
-// toolkit's own pulls in most of libstdc++ and costs 1.25 s a kernel (nvcc 13.0, measured); this one
-// costs 0.05 s. The folder it lies in is the first on the include path, for the toolkits that it
-// was tried with (flashattn_jit/jit/cuda_toolkit.py); others take their own.
+// toolkit's own pulls in most of libstdc++ and costs 1.25 s a kernel (nvcc 13.0, measured); this
+// one costs 0.05 s. The folder it lies in is the first on the include path, for the toolkits that
+// it was tried with (flashattn_jit/jit/cuda_toolkit.py); others take their own.
 //
 // Held here: the runtime's C interface, the index variables, and the declarations below, which are
 // those of the toolkit's headers. A kernel that needs another intrinsic adds its line. Kernels are
@@ -12,8 +12,8 @@
 
 #define __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__
 #include "builtin_types.h"
-#include "cuda_runtime_api.h"
 #include "crt/host_defines.h"
+#include "cuda_runtime_api.h"
 #include "device_launch_parameters.h"
 #undef __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__
 
@@ -106,17 +106,17 @@ FAJIT_INLINE unsigned __activemask() {
   return mask;
 }
 
-#define FAJIT_SHUFFLE(name, mode, Type, constraint, lanes, clamp)                              \
-  FAJIT_INLINE Type name(unsigned mask, Type value, int lanes, int width = 32) {                 \
-    Type result;                                                                               \
-    asm volatile("shfl.sync." mode ".b32 %0, %1, %2, %3, %4;"                                  \
-                 : "=" constraint(result)                                                      \
+#define FAJIT_SHUFFLE(name, mode, Type, constraint, lanes, clamp)                               \
+  FAJIT_INLINE Type name(unsigned mask, Type value, int lanes, int width = 32) {                \
+    Type result;                                                                                \
+    asm volatile("shfl.sync." mode ".b32 %0, %1, %2, %3, %4;"                                   \
+                 : "=" constraint(result)                                                       \
                  : constraint(value), "r"(lanes), "r"(((32 - width) << 8) | clamp), "r"(mask)); \
-    return result;                                                                             \
+    return result;                                                                              \
   }
-#define FAJIT_SHUFFLES(name, mode, lanes, clamp)          \
-  FAJIT_SHUFFLE(name, mode, int, "r", lanes, clamp)       \
-  FAJIT_SHUFFLE(name, mode, unsigned, "r", lanes, clamp)  \
+#define FAJIT_SHUFFLES(name, mode, lanes, clamp)         \
+  FAJIT_SHUFFLE(name, mode, int, "r", lanes, clamp)      \
+  FAJIT_SHUFFLE(name, mode, unsigned, "r", lanes, clamp) \
   FAJIT_SHUFFLE(name, mode, float, "f", lanes, clamp)
 FAJIT_SHUFFLES(__shfl_sync, "idx", lane, 31)
 FAJIT_SHUFFLES(__shfl_up_sync, "up", delta, 0)
@@ -125,12 +125,13 @@ FAJIT_SHUFFLES(__shfl_xor_sync, "bfly", lanes, 31)
 #undef FAJIT_SHUFFLES
 #undef FAJIT_SHUFFLE
 
-// Loads through the read-only path.
-#define FAJIT_LDG(Type, Register, constraint, suffix)                             \
-  FAJIT_INLINE Type __ldg(const Type* ptr) {                                        \
-    Register value;                                                               \
-    asm("ld.global.nc." suffix " %0, [%1];" : "=" constraint(value) : "l"(ptr));   \
-    return static_cast<Type>(value);                                              \
+// Loads through the read-only path. Volatile: the compiler takes other assembly for arithmetic,
+// which it may move above the branch that guards it, and so read past the end of a row.
+#define FAJIT_LDG(Type, Register, constraint, suffix)                                     \
+  FAJIT_INLINE Type __ldg(const Type* ptr) {                                              \
+    Register value;                                                                       \
+    asm volatile("ld.global.nc." suffix " %0, [%1];" : "=" constraint(value) : "l"(ptr)); \
+    return static_cast<Type>(value);                                                      \
   }
 FAJIT_LDG(signed char, short, "h", "s8")
 FAJIT_LDG(unsigned char, unsigned short, "h", "u8")
@@ -148,12 +149,12 @@ FAJIT_LDG(double, double, "d", "f64")
 #undef FAJIT_INLINE
 
 // C++ overloads, on both sides.
-#define FAJIT_ORDER(Type)                                                                        \
-  __host__ __device__ inline __attribute__((always_inline)) Type min(Type a, Type b) {           \
-    return b < a ? b : a;                                                                        \
-  }                                                                                              \
-  __host__ __device__ inline __attribute__((always_inline)) Type max(Type a, Type b) {           \
-    return a < b ? b : a;                                                                        \
+#define FAJIT_ORDER(Type)                                                              \
+  __host__ __device__ inline __attribute__((always_inline)) Type min(Type a, Type b) { \
+    return b < a ? b : a;                                                              \
+  }                                                                                    \
+  __host__ __device__ inline __attribute__((always_inline)) Type max(Type a, Type b) { \
+    return a < b ? b : a;                                                              \
   }
 FAJIT_ORDER(int)
 FAJIT_ORDER(unsigned)
