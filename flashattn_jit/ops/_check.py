@@ -13,6 +13,7 @@ from ..variants.params import Dims
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
 MAX_HEAD_DIM = 256
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 GRAD_MESSAGE = (
     "an input requires grad while grad mode is on, but this engine is inference only; call it "
     "under torch.no_grad() (frozen parameters pass there) or detach the input"
@@ -170,8 +171,8 @@ def check_scale(scale: float | None, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InputError(f"scale must be a float or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise InputError(f"scale={scale} must be finite")
+    if not abs(scale) <= _FLOAT32_MAX:  # NaN as well
+        raise InputError(f"scale={scale} must be finite as a float32")
     return float(scale)
 
 

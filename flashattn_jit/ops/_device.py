@@ -45,7 +45,10 @@ EMULATED_SLOTS = 8
 
 _KERNEL = "fajit_attention_kernel"
 _KEPT_CALLS = 1024
-_MAX_PARAM_TENSORS = 24  # they are part of a kernel's parameters, which hold 4096 bytes
+# A kernel's parameters hold 4096 bytes, of which the argument block takes 416.
+_PARAM_BYTES = 3600
+_TENSOR_BYTES = 136
+_SCALAR_BYTES = 32  # with what the host works out of it
 
 
 class CallTensors(NamedTuple):
@@ -117,10 +120,12 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
     refuse_capture(g.device)
     if g.device.type == "cuda":
         learn_device(g.device)
-    if len(g.params) > _MAX_PARAM_TENSORS:
+    scalars = len(known.integer_scalars)
+    if _TENSOR_BYTES * len(g.params) + _SCALAR_BYTES * scalars > _PARAM_BYTES:
         raise InputError(
-            f"the variant reads {len(g.params)} tensors, range tables included; CUDA kernels take "
-            f"at most {_MAX_PARAM_TENSORS}: put some into one tensor"
+            f"the variant reads {len(g.params)} tensors, range tables included, and {scalars} "
+            f"numbers; the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} tensors "
+            f"or {_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
         )
     spec = choose(known.ir, planner_problem(g), g.target, features_of(g), known.name)
     specs = (spec, *fallbacks(spec))

@@ -71,6 +71,12 @@ def append_paged_kv(
     tensors = {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages}
     _check.check_devices(tensors)
     _check.check_grad(tuple(tensors.values()))
+    if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
+        raise InputError("k_pages and v_pages start at the same entry: keys would be overwritten")
+    for name, new in (("k", k), ("v", v)):
+        for label, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
+            if new.numel() and new.untyped_storage()._cdata == cache.untyped_storage()._cdata:
+                raise InputError(f"{name} lies in the memory of {label}; pass {name}.clone()")
     table = read_pages(paged, k_pages, v_pages)
     q_lens = request_lengths("q_indptr", q_indptr, k.shape[0], None, "max_q_len")
     if len(q_lens) != len(table.kv_len):

@@ -106,18 +106,31 @@ def named_hardware(name: str) -> Device:
     Raises:
         InputError: no device of the list has that name.
     """
-    words = re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
-    text = "".join(w for w in words if w not in ("nvidia", "geforce", "tesla"))
-    found = [d for d in DEVICES if text.startswith(_squeezed(d.name))]
-    found = found or [d for d in DEVICES if text and _squeezed(d.name).endswith(text)]
+    words = [w for w in _words(name) if w not in _MAKERS]
+    found = [d for d in DEVICES if _fits(words, _words(d.name))]
     if not found:
         known = ", ".join(d.name for d in DEVICES)
         raise InputError(f"no description of a device {name!r}; there are {known}")
     return max(found, key=lambda d: len(d.name))
 
 
-def _squeezed(name: str) -> str:
-    return name.lower().replace(" ", "")
+_MAKERS = ("nvidia", "geforce", "tesla")
+_OTHER_PARTS = frozenset(("pcie", "nvl", "40gb", "ti", "super", "laptop", "max", "d"))
+"""Words that make another device of a listed name, with rates of its own."""
+
+
+def _words(name: str) -> list[str]:
+    return re.sub(r"[^a-z0-9]+", " ", name.lower()).split()
+
+
+def _fits(words: list[str], listed: list[str]) -> bool:
+    """Whether `words` name the listed device, with or without "RTX", and with words that change
+    nothing ("SXM4", "80GB")."""
+    name, short = "".join(listed), "".join(w for w in listed if w != "rtx")
+    for n in range(1, len(words) + 1):
+        if "".join(words[:n]) in (name, short):
+            return not _OTHER_PARTS & set(words[n:])
+    return False
 
 
 def typical_hardware(target: str) -> Device:

@@ -129,7 +129,12 @@ class Param:
         value = self.default(watch)
         if isinstance(value, torch.Tensor) and value.device != dims.device:
             value = value.to(dims.device)
-        if len(self._made) >= 8:
+        if dims.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return value  # of the graph's memory, and not computed yet
+            # Once for each default, so that calls on other streams find it there.
+            torch.cuda.synchronize(dims.device)
+        if len(self._made) >= _KEPT_DEFAULTS:
             self._made.clear()
         read = tuple(watch.read)
         self._reads.add(read)
@@ -224,6 +229,9 @@ class Param:
                     f"got shape {list(value.shape)}; pass a tensor whose dim {axis} has "
                     f"{expected} elements"
                 )
+
+
+_KEPT_DEFAULTS = 64  # of one param; each is a tensor for one set of dims
 
 
 def _memo_key(read: tuple[str, ...], dims: Dims) -> tuple[object, ...]:

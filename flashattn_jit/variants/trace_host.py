@@ -151,11 +151,12 @@ class _Step:
     def value(self, t: Tensors, n: Numbers) -> torch.Tensor:
         """The result for the captured tensors `t` and numbers `n`."""
         inputs = [t[i] for i in self.raws]
-        keep = not any(x.is_inference() for x in inputs)
+        # A kept result of a device would need an order between streams, and would freeze what a
+        # captured graph is to compute at every replay; there it is computed for each call.
+        keep = not any(x.is_inference() or x.device.type != "cpu" for x in inputs)
         kept = self._kept
         if keep and kept is not None and kept[1] == tuple(n):
-            same = (r() is x and v == x._version for (r, v), x in zip(kept[0], inputs, strict=True))
-            if all(same):
+            if all(r() is x and v == _state(x) for (r, v), x in zip(kept[0], inputs, strict=True)):
                 return kept[2]  # type: ignore[no-any-return]
         numbers = dict(zip(self._texts, self._numbers(t, n), strict=True))
 
@@ -176,10 +177,15 @@ class _Step:
             ) from error
         is_view = result._is_view() or any(result is x for x in inputs)
         if keep and not is_view and not result.requires_grad and not result.is_inference():
-            entry = [(weakref.ref(x), x._version) for x in inputs]
+            entry = [(weakref.ref(x), _state(x)) for x in inputs]
             with self._lock:
                 self._kept = (entry, tuple(n), result)
         return result  # type: ignore[no-any-return]
+
+
+def _state(x: torch.Tensor) -> tuple[object, ...]:
+    """What changes when a tensor's values do: its version, and what `x.data = y` exchanges."""
+    return x._version, x.data_ptr(), x.shape, x.stride()
 
 
 class HostProgram:

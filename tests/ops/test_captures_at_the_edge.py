@@ -77,3 +77,20 @@ def test_integers_too_large_to_be_exact_are_refused():
     c = 6364136223846793005
     with pytest.raises(fa.ParamError, match="0-dim int64 tensor"):
         fa.attention(q, k, v, lambda b, h, i, j: ((i * 40 + j) * c) >> 33 != 0)
+
+
+def test_a_prelude_over_a_tensor_whose_data_was_replaced():
+    w = torch.randn(2)
+
+    def mod(s, b, h, i, j):
+        return s + (w * 2 + torch.sin(w))[h] * j
+
+    check(mod)
+    w.data = torch.randn(2) + 5
+    check(mod)
+
+
+@pytest.mark.parametrize("scale", [1e39, -1e300, float("inf"), float("nan")])
+def test_a_scale_that_is_not_finite_as_a_float32_is_refused(scale):
+    with pytest.raises(fa.InputError, match="float32"):
+        fa.attention(q, k, v, scale=scale)

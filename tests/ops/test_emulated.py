@@ -194,3 +194,19 @@ def test_compiled_graphs_hold_emulated_calls() -> None:
         return fa.attention(q, k, v, causal, q_offset="end", target=SM80) + 0
 
     assert torch.equal(call(q, k, v), expected)
+
+
+def test_more_params_than_a_kernel_holds_are_an_input_error() -> None:
+    many = [torch.randn(4) for _ in range(20)]
+    numbers = [0.5 + i for i in range(60)]
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        for t in many:
+            score = score + t[h]
+        for x in numbers:
+            score = score * x + q_idx
+        return score
+
+    q = torch.randn(1, 4, 8, 64).bfloat16()
+    with pytest.raises(fa.InputError, match="20 tensors.*60 numbers"):
+        fa.attention(q, q, q, score_mod, target="emulated:sm_80")

@@ -204,3 +204,26 @@ def test_a_page_that_does_not_exist_is_told_with_its_request(
     monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "yes")
     with pytest.raises(EnvironmentVariableError, match="must be 0 or 1"):
         module.read_pages(wrong.paged, *caches)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("wild", [-1, 10**6, 2**31 - 1])
+def test_an_unchecked_page_that_is_not_there_is_no_wild_address(
+    wild: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defined behaviour where indices are not checked, as on devices: page 0 stands in."""
+    c = cached(DECODE)
+    bad = c.paged.page_indices.clone()
+    bad[0] = wild
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    out, _ = run(c._replace(paged=replace(c.paged, page_indices=bad)))
+    assert torch.equal(out[1:], run(c)[0][1:])  # the other requests are untouched
+
+
+def test_caches_that_overlap_are_refused() -> None:
+    c = cached(DECODE)
+    with pytest.raises(InputError, match="same entry"):
+        fa.append_paged_kv(c.k, c.v, c.k_pages, c.k_pages, c.kv_indptr, c.paged)
+    inside = c.k_pages.view(-1, 2, 64)[: c.k.shape[0]]
+    with pytest.raises(InputError, match="clone"):
+        fa.append_paged_kv(inside, c.v, c.k_pages, c.v_pages, c.kv_indptr, c.paged)

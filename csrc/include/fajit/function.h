@@ -1,8 +1,8 @@
 // How functions that kernels and hosts share are declared.
 #pragma once
 
-// FAJIT_FN is always inlined. FAJIT_SHARED is too in CUDA kernels, where a call would cost registers
-// and a stack; elsewhere the compiler decides.
+// FAJIT_FN is always inlined. FAJIT_SHARED is too in CUDA kernels, where a call would cost
+// registers and a stack; elsewhere the compiler decides.
 #if defined(__CUDACC__)
 #define FAJIT_FN __host__ __device__ __forceinline__
 #define FAJIT_SHARED __host__ __device__ __forceinline__

@@ -1,4 +1,5 @@
-// The one parameter of every kernel, by value: the argument block with its param tensors and scalars.
+// The one parameter of every kernel, by value: the argument block with its param tensors and
+// scalars.
 #pragma once
 #include <fajit/context.h>
 

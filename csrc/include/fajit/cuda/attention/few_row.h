@@ -1,8 +1,8 @@
 // Few rows: decoding and other tiles of at most 16 packed query rows, bound by memory.
 //
-// The warps of a block share the rows and split the keys: of each tile of kTileKv keys, warp w takes
-// the w-th part. Each has its own ring of buffers, its own running softmax and its own waits, so
-// the loop has no barrier and every warp keeps kStages - 1 tiles of loads under way.
+// The warps of a block share the rows and split the keys: of each tile of kTileKv keys, warp w
+// takes the w-th part. Each has its own ring of buffers, its own running softmax and its own waits,
+// so the loop has no barrier and every warp keeps kStages - 1 tiles of loads under way.
 //
 //   warp w:  copies    t0 t1 .. | t(n-1)  | t(n)    | ...           n = kStages
 //            compute              t0        t1        ...
@@ -33,8 +33,9 @@ class FewRow {
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the place of one key");
 
-  // Shared memory: Q, the warps' rings, addresses and walks, scratch of row hooks. At the end the warps' states lie over
-  // the rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and sums.
+  // Shared memory: Q, the warps' rings, addresses and walks, scratch of row hooks. At the end the
+  // warps' states lie over the rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and
+  // sums.
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
   static constexpr int kVBytes = kKeys * VLayout::kRowBytes;
@@ -79,7 +80,8 @@ class FewRow {
               min(item_.kv_end, a_.kv_len[item_.request]), walk_);
     start_queries();
 
-    // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is wanted.
+    // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is
+    // wanted.
     constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
     KvTile tiles[kAhead + 2];  // in use, under way, and the next whose place is known
     tiles[0] = walk.next();

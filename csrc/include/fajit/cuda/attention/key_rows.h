@@ -34,8 +34,10 @@ class KeyRows {
   // The place of a key position below kv_len. With pages this reads the page table: ask early.
   FAJIT_DEV Place place(int32_t key) const {
     if constexpr (Config::kPaged) {
-      const int32_t page = key / a_.page_size;
-      return {__ldg(pages_ + page), key - page * a_.page_size};
+      const int32_t at = key / a_.page_size;
+      const int32_t page = __ldg(pages_ + at);
+      // A table that names a page which is not there must not become a wild address.
+      return {page >= 0 && page < a_.num_pages ? page : 0, key - at * a_.page_size};
     } else {
       return {0, key};
     }
@@ -46,7 +48,8 @@ class KeyRows {
   // times a stale NaN would be NaN. All lanes of a warp together.
   template <int kRows>
   FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count, Place place) const {
-    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, place, ptx::load_shared(bases_), a_.k_stride);
+    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, place,
+                                                ptx::load_shared(bases_), a_.k_stride);
   }
   template <int kRows>
   FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count, Place place) const {

@@ -43,8 +43,8 @@ class Prefill {
   static_assert(Config::kTileKv % 16 == 0 && Config::kTileKv % kWarps == 0 && kLoadRows <= 32,
                 "keys are loaded by whole warps");
 
-  // Shared memory: Q, then K stages, V stages, addresses and walks, scratch of row hooks. The states that leave go
-  // through it at the end, 8 rows of each warp at a time.
+  // Shared memory: Q, then K stages, V stages, addresses and walks, scratch of row hooks. The
+  // states that leave go through it at the end, 8 rows of each warp at a time.
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
   static constexpr int kKBytes = Config::kTileKv * QLayout::kRowBytes;
   static constexpr int kVBytes = Config::kTileKv * VLayout::kRowBytes;

@@ -10,7 +10,8 @@ namespace fajit::cuda {
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #define FAJIT_INF __int_as_float(0x7f800000)
 
-// Scores times `multiplier` before the softmax, and `exponent` inside of it: 2^(s * exponent - max).
+// Scores times `multiplier` before the softmax, and `exponent` inside of it: 2^(s * exponent -
+// max).
 //   score_mod or pointwise   natural units first: (scale, log2 e)
 //   scale > 0                folded into the exponent's multiply-add: (1, scale log2 e)
 //   else                     the maximum would be a minimum: (scale log2 e, 1)
@@ -120,8 +121,8 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
   }
 }
 
-// Running base and sum of a thread's rows. The base is in the scores' units and the same in the four
-// lanes that share a row; the sum is this lane's share until `finish`.
+// Running base and sum of a thread's rows. The base is in the scores' units and the same in the
+// four lanes that share a row; the sum is this lane's share until `finish`.
 //
 // The base follows the row's maximum only when that has grown by more than 2^kSlack: weights up to
 // 256 are as exact as weights up to 1, and after the first tiles hardly any needs the accumulators

@@ -17,7 +17,7 @@ struct Normalized {
 // has top2 = -inf and sum = 0: factor 0, lse -inf.
 FAJIT_DEV Normalized normalize(float top2, float sum) {
   if (sum == 0.0f) return {0.0f, -FAJIT_INF};
-  // The largest weight is 1, so the sum is not small.
+  // The largest weight is at least 1, so the sum is not small.
   return {ptx::reciprocal_approx(sum), (top2 + ptx::log2_approx(sum)) * kLn2};
 }
 

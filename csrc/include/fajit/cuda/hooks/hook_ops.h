@@ -214,7 +214,7 @@ template <class A, class B> FAJIT_FN auto minimum(A a, B b) {
 
 template <class A> FAJIT_FN A sign(A a) { return A((a > A{}) - (a < A{})); }
 
-// --- bits ------------------------------------------------------------------------------------------
+// --- bits ----------------------------------------------------------------------------------------
 
 #define FAJIT_BITWISE(name, op)                              \
   template <class A, class B> FAJIT_FN auto name(A a, B b) { \
@@ -246,7 +246,7 @@ template <class A, class B> FAJIT_FN auto shr(A a, B b) {
   return W(W(a) >> (n < kBits ? n : kBits - 1));
 }
 
-// --- functions -------------------------------------------------------------------------------------
+// --- functions -----------------------------------------------------------------------------------
 
 #define FAJIT_UNARY(name) \
   template <class A> FAJIT_FN A name(A a) { return math::name(a); }
@@ -284,7 +284,7 @@ FAJIT_ROUNDING(trunc)
 
 template <class A> FAJIT_FN A rsqrt(A a) { return A(1) / math::sqrt(a); }
 
-// --- loads -----------------------------------------------------------------------------------------
+// --- loads ---------------------------------------------------------------------------------------
 
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.
 // 32-bit indices are wrapped and clamped in 32 bits; a dim beyond 2^31 - 1 is cut there.
@@ -357,7 +357,7 @@ template <class D, bool Right, class V> FAJIT_FN int64_t searchsorted(const faji
   return lo;
 }
 
-// --- lengths and slots -------------------------------------------------------------------------------
+// --- lengths and slots ---------------------------------------------------------------------------
 
 FAJIT_FN int32_t request(const Context& c, int64_t b) {
   const int32_t n = c.args->num_requests;

@@ -1,12 +1,13 @@
 // Elementary functions of hooks on float and double, without local memory or tables; those of float
 // have no branches, but for sin, cos and tan of large arguments.
 //
-// float: at most 4 ulp from the correctly rounded result, IEEE results for infinities, NaN and out-of-range arguments; results
-// below 2^-126 may be 0. Divisions and square roots are IEEE's where hooks ask for them, and
-// within 1 ulp inside these functions. double: CUDA's own functions, which take branches.
+// float: at most 4 ulp from the correctly rounded result, IEEE results for infinities, NaN and
+// out-of-range arguments; results below 2^-126 may be 0. Divisions and square roots are IEEE's
+// where hooks ask for them, and within 1 ulp inside these functions. double: CUDA's own functions,
+// which take branches.
 //
-// Coefficients: minimax fits (iteratively reweighted least squares, low orders rounded first); those
-// of fajit/cpu/fast_math.h, unless the special-function unit makes another form shorter.
+// Coefficients: minimax fits (iteratively reweighted least squares, low orders rounded first);
+// those of fajit/cpu/fast_math.h, unless the special-function unit makes another form shorter.
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 

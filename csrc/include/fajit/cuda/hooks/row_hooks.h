@@ -1,7 +1,8 @@
 // What row hooks rendered for CUDA are written in: a warp works on one row, lane by lane.
 //
 // Element i of a row belongs to lane i % 32. All 32 lanes of a converged warp call a row hook, so
-// that reductions are shuffles. Loops over a row are unrolled: what a lane keeps stays in registers.
+// that reductions are shuffles. Loops over a row are unrolled: what a lane keeps stays in
+// registers.
 #pragma once
 #include <fajit/cuda/hooks/hook_ops.h>
 

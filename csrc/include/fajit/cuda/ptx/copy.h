@@ -9,7 +9,8 @@ FAJIT_DEV uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__nv_cvta_generic_to_shared_impl(p));
 }
 
-// Two addresses to shared memory, and one back. The load is volatile, so it happens where it stands.
+// Two addresses to shared memory, and one back. The load is volatile, so it happens where it
+// stands.
 FAJIT_DEV void store_shared(uint32_t to, const void* first, const void* second) {
   asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to), "l"(first), "l"(second) : "memory");
 }

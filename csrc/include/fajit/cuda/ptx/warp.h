@@ -7,8 +7,8 @@ namespace fajit::ptx {
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 FAJIT_DEV int lane_index() { return static_cast<int>(threadIdx.x & 31); }
-// Through an exchange, so that the compiler knows it to be the same in all lanes: branches on it then
-// need no reconvergence, and shuffles under them no calls.
+// Through an exchange, so that the compiler knows it to be the same in all lanes: branches on it
+// then need no reconvergence, and shuffles under them no calls.
 FAJIT_DEV int warp_index() {
   return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0);
 }

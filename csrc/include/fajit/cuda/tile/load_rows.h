@@ -22,8 +22,8 @@ FAJIT_DEV uint4 gather_chunk(const uint16_t* from, int count) {
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
-// Rows that follow each other: arithmetic is cheaper than an exchange. Past the last row the address
-// is computed, not read.
+// Rows that follow each other: arithmetic is cheaper than an exchange. Past the last row the
+// address is computed, not read.
 struct StridedRows {
   const uint16_t* first;
   int64_t stride;  // elements
@@ -86,10 +86,10 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
   }
 }
 
-// The same for aligned strided rows whose chunks divide a warp, from a `first_row` that is a multiple
-// of 8: every step of the warp moves all lanes by the same number of rows, so one address is kept,
-// and moved. Computed row by row, the compiler keeps the addresses of all steps across the loop over
-// the keys.
+// The same for aligned strided rows whose chunks divide a warp, from a `first_row` that is a
+// multiple of 8: every step of the warp moves all lanes by the same number of rows, so one address
+// is kept, and moved. Computed row by row, the compiler keeps the addresses of all steps across the
+// loop over the keys.
 template <int HeadDim, int Dim, int kRows>
 FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows) {
   using Layout = RowLayout<Dim>;

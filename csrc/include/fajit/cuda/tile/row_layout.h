@@ -39,8 +39,8 @@ struct RowLayout {
     if constexpr (kMask == 0) return address + chunk * 16;
     return (address ^ ((chunk & kMask) << 4)) + (chunk & ~kMask) * 16;
   }
-  // From the address of (row, chunk) to that of (row + rows, chunk) for a constant `rows` whose bits
-  // `row`, counted from a multiple of 8, does not have.
+  // From the address of (row, chunk) to that of (row + rows, chunk) for a constant `rows` whose
+  // bits `row`, counted from a multiple of 8, does not have.
   static FAJIT_DEV uint32_t down(uint32_t address, int rows) {
     return (address ^ ((rows >> kShift & kMask) << 4)) + rows * kRowBytes;
   }
