@@ -33,11 +33,9 @@ enum InsnFlags : uint8_t {
   kFtz = 1,
   kSaturate = 2,
   kNan = 4,
-  kAbs = 8,
-  kXorSign = 16,
   kRelu = 32,
   kWideAddress = 64,  // the address register has 64 bits
-  kCollective = 128,  // all 32 lanes must take part
+  kCollective = 128   // all 32 lanes must take part
 };
 
 struct Insn {

@@ -83,9 +83,7 @@ class Block {
 
   void run(uint32_t x, uint32_t y, uint32_t z);
 
-  const Launch& launch() const { return launch_; }
   const Kernel& kernel() const { return *launch_.kernel; }
-  const uint32_t* position() const { return position_; }
 
   // Addresses of memory for one lane, checked. `bytes` is the whole access.
   // align: 0 for that of the size.

@@ -1,8 +1,6 @@
 // clang-format off
 #include "opcodes.h"
 
-#include <unordered_map>
-
 namespace fajit::emulator {
 
 // Cases: operands have the last type of the mnemonic, results the first, unless one stands before
@@ -59,7 +57,7 @@ const std::vector<OpcodeRow>& opcode_table() {
        "rcp.rn.f64 8 = 0.125; rcp.approx.ftz.f64 4 = 0.25"},
       {"sqrt", "f32 f64", decode_sqrt, "square root, rounded correctly",
        "sqrt.rn.f32 2 = 0x3fb504f3; sqrt.approx.ftz.f32 9 = 3; sqrt.rn.f64 2 = 1.4142135623730951; "
-       "sqrt.rn.f32 -1 = 0x7fffffff; sqrt.rz.f32 3 = 0x3fddb3d7"},
+       "sqrt.rn.f32 -1 = 0x7fffffff"},
       {"rsqrt", "f32 f64", decode_rsqrt, "1 / sqrt(a)",
        "rsqrt.approx.ftz.f32 4 = 0.5; rsqrt.approx.f32 0 = 0x7f800000; rsqrt.approx.f64 16 = 0.25"},
       {"sin", "f32", decode_sin, "sine", "sin.approx.f32 0 = 0; sin.approx.ftz.f32 1 = 0x3f576aa4"},
@@ -197,13 +195,9 @@ const std::vector<OpcodeRow>& opcode_table() {
 // clang-format on
 
 const OpcodeRow* find_opcode(std::string_view name) {
-  static const auto* index = [] {
-    auto* map = new std::unordered_map<std::string_view, const OpcodeRow*>;
-    for (const OpcodeRow& row : opcode_table()) map->emplace(row.name, &row);
-    return map;
-  }();
-  const auto found = index->find(name);
-  return found == index->end() ? nullptr : found->second;
+  for (const OpcodeRow& row : opcode_table())
+    if (row.name == name) return &row;
+  return nullptr;
 }
 
 }  // namespace fajit::emulator

@@ -1,5 +1,7 @@
 // cvt: between integers and floating-point types, with rounding and saturation.
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "host.h"
 #include "lanes.h"
@@ -25,17 +27,14 @@ double integral(double value, Round round) {
 
 // Out of range saturates. NaN gives 0, or the top bit where either side has 64 bits.
 template <class R> R float_to_integer(double value, Round round, bool from_double) {
+  using Limits = std::numeric_limits<R>;
   if (value != value) {
     if (!from_double && sizeof(R) < 8) return 0;
-    return static_cast<R>(R{1} << (8 * sizeof(R) - 1));
+    return std::is_signed_v<R> ? Limits::min() : static_cast<R>(Limits::max() / 2 + 1);
   }
   const double whole = integral(value, round);
-  constexpr double low =
-      std::is_signed_v<R> ? -static_cast<double>(uint64_t{1} << (8 * sizeof(R) - 1)) : 0.0;
-  const double high = std::ldexp(1.0, std::is_signed_v<R> ? 8 * sizeof(R) - 1 : 8 * sizeof(R));
-  if (whole <= low) return std::is_signed_v<R> ? static_cast<R>(R{1} << (8 * sizeof(R) - 1)) : R{0};
-  if (whole >= high)
-    return static_cast<R>(std::is_signed_v<R> ? ~(R{1} << (8 * sizeof(R) - 1)) : ~R{0});
+  if (whole <= static_cast<double>(Limits::min())) return Limits::min();
+  if (whole >= std::ldexp(1.0, Limits::digits)) return Limits::max();
   return static_cast<R>(whole);
 }
 
@@ -72,11 +71,8 @@ template <class R, class S> R integer_to_float(S value, Round round) {
 }
 
 template <class R, class S> R saturated_integer(S value) {
-  using Wide = __int128;
-  const Wide low = std::is_signed_v<R> ? -(Wide{1} << (8 * sizeof(R) - 1)) : Wide{0};
-  const Wide high = (Wide{1} << (8 * sizeof(R) - (std::is_signed_v<R> ? 1 : 0))) - 1;
-  const Wide wide = value;
-  return static_cast<R>(wide < low ? low : wide > high ? high : wide);
+  const __int128 low = std::numeric_limits<R>::min(), high = std::numeric_limits<R>::max();
+  return static_cast<R>(std::clamp<__int128>(value, low, high));
 }
 
 template <class R, class S> R convert(S from, const Insn& insn) {
@@ -128,25 +124,18 @@ template <class R, class S> void convert_lanes(Warp& warp, const Insn& insn, uin
   });
 }
 
-template <class T> uint32_t pack_floats(uint32_t high, uint32_t low) {
-  return static_cast<uint32_t>(FromFloat<T>::of(bits_as<float>(high)).bits) << 16 |
-         FromFloat<T>::of(bits_as<float>(low)).bits;
-}
-// Other roundings, and .relu.
+// Two fp32 to two halves: a above, b below.
 template <class T> void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
   uint32_t* d = warp.words(insn.slots[0]);
   const uint32_t* a = warp.words(insn.slots[1]);
   const uint32_t* b = warp.words(insn.slots[2]);
-  for_lanes(mask, [&](int l) {
-    uint32_t result = 0;
-    const uint32_t values[2] = {b[l], a[l]};
-    for (int i = 0; i < 2; ++i) {
-      double value = bits_as<float>(values[i]);
-      if ((insn.flags & kRelu) != 0 && !(value > 0) && value == value) value = 0;
-      result |= static_cast<uint32_t>(narrow_float<T>(value, insn.round).bits) << (16 * i);
-    }
-    d[l] = result;
-  });
+  const bool relu = (insn.flags & kRelu) != 0, nearest = insn.round == Round::nearest;
+  auto half = [&](uint32_t bits) -> uint32_t {
+    float value = bits_as<float>(bits);
+    if (relu && value < 0) value = 0;
+    return nearest ? FromFloat<T>::of(value).bits : narrow_float<T>(value, insn.round).bits;
+  };
+  for_lanes(mask, [&](int l) { d[l] = half(a[l]) << 16 | half(b[l]); });
 }
 
 void decode_packed(Decoder& d, Type result) {
@@ -154,11 +143,7 @@ void decode_packed(Decoder& d, Type result) {
   d.insn.slots[0] = d.destination(0, result);
   d.insn.slots[1] = d.source(1, Type::f32);
   d.insn.slots[2] = d.source(2, Type::f32);
-  const bool half = result == Type::f16x2;
-  if (d.insn.round == Round::nearest && (d.insn.flags & kRelu) == 0)
-    d.insn.exec = half ? binary<uint32_t, uint32_t, uint32_t, pack_floats<Half>>
-                       : binary<uint32_t, uint32_t, uint32_t, pack_floats<Bf16>>;
-  else d.insn.exec = half ? pack_lanes<Half> : pack_lanes<Bf16>;
+  d.insn.exec = result == Type::f16x2 ? pack_lanes<Half> : pack_lanes<Bf16>;
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Arithmetic of fp32 and fp64, which is IEEE's. A NaN result is the canonical one, as on devices.
 // 16-bit types are converted (cvt) and multiplied as matrices (mma), but not calculated with.
 #include <cmath>
+#include <limits>
 
 #include "host.h"
 #include "lanes.h"

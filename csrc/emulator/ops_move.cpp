@@ -36,9 +36,7 @@ void unpack(Warp& warp, const Insn& insn, uint32_t mask) {
 }
 
 void move_predicate(Warp& warp, const Insn& insn, uint32_t mask) {
-  const uint32_t value = warp.predicate(insn.slots[1]);
-  uint32_t& result = warp.predicate(insn.slots[0]);
-  result = (result & ~mask) | (value & mask);
+  set_bits(warp.predicate(insn.slots[0]), mask, warp.predicate(insn.slots[1]));
 }
 
 template <class T> void add_window(Warp& warp, const Insn& insn, uint32_t mask) {
@@ -48,14 +46,11 @@ template <class T> void add_window(Warp& warp, const Insn& insn, uint32_t mask) 
   for_lanes(mask, [&](int l) { d[l] = a[l] + window; });
 }
 
-uint64_t window_of(Decoder& d) {
-  switch (d.expect_one(
-      {"shared", "shared::cta", "local", "param", "param::entry", "global", "const"})) {
-    case 0:
-    case 1: return kSharedWindow;
-    case 2: return kLocalWindow;
-    case 3:
-    case 4: return kParamWindow;
+uint64_t window_of(Space space) {
+  switch (space) {
+    case Space::shared: return kSharedWindow;
+    case Space::local: return kLocalWindow;
+    case Space::param: return kParamWindow;
     default: return 0;
   }
 }
@@ -74,12 +69,8 @@ void decode_packed_move(Decoder& d, Type type) {
   if (is_wide(type)) d.insn.flags |= kWideAddress;
   std::vector<uint32_t> slots;
   for (const Operand& element : vector.elements) {
-    if (to_vector) {
-      const bool sink = element.kind == Operand::Kind::sink;
-      slots.push_back(sink ? kNoSlot : d.destination(element, part));
-    } else {
-      slots.push_back(d.source(element, part));
-    }
+    if (element.kind == Operand::Kind::sink) slots.push_back(kNoSlot);
+    else slots.push_back(to_vector ? d.destination(element, part) : d.source(element, part));
   }
   d.insn.list = d.add_list(slots);
   if (to_vector) d.insn.slots[1] = d.source(1, type);
@@ -107,7 +98,7 @@ void decode_mov(Decoder& d) {
 
 void decode_cvta(Decoder& d) {
   const bool to = d.accept("to");
-  const uint64_t window = window_of(d);
+  const uint64_t window = window_of(d.space());
   const Type type = d.type();
   decode_operands(d, type, {type});
   d.insn.immediate = static_cast<int64_t>(to ? 0 - window : window);

@@ -2,7 +2,6 @@
 // device's result differs by its documented error (2^-22 or so, tanh 2^-11).
 #include <cmath>
 
-#include "host.h"
 #include "lanes.h"
 #include "opcodes.h"
 
@@ -49,20 +48,6 @@ template <int function> double apply64_upper(double a) {
   return bits_as<double>(bits_as<uint64_t>(r) & 0xffffffff'00000000ull);
 }
 
-template <class T, int function> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
-  auto* d = lanes_of<T>(warp, insn.slots[0]);
-  const auto* a = lanes_of<T>(warp, insn.slots[1]);
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = __builtin_ctz(rest);
-    volatile T x = from_word<T>(a[l]), r;
-    {
-      const HostRounding mode(insn.round);
-      r = function == kSqrt ? std::sqrt(T(x)) : T{1} / x;
-    }
-    d[l] = to_word<T>(T(r));
-  }
-}
-
 template <int function> void decode_function(Decoder& d) {
   if (d.accept("ftz")) d.insn.flags |= kFtz;
   const bool approximate = d.accept("approx");
@@ -70,14 +55,7 @@ template <int function> void decode_function(Decoder& d) {
   const Type type = d.type();
   d.insn.type = type;
   decode_operands(d, type, {type});
-  if (d.insn.round != Round::nearest) {
-    if constexpr (function == kSqrt || function == kRcp) {
-      if (type == Type::f32) d.insn.exec = directed<float, function>;
-      if (type == Type::f64) d.insn.exec = directed<double, function>;
-    }
-    if (d.insn.exec == nullptr) d.fail("this rounding is not for this type");
-    return;
-  }
+  if (d.insn.round != Round::nearest) d.fail("only .rn and .approx");
   switch (type) {
     case Type::f32: d.insn.exec = apply32<function>; break;
     case Type::f64:

@@ -36,7 +36,7 @@ class Parser {
     } else if (text == ".entry") {
       entry();
     } else if (text == ".func") {
-      function();
+      if (find_body()) skip_braces();
     } else if (text == ".global" || text == ".const" || text == ".shared") {
       module_.variables.push_back(variable(text));
     } else if (text == ".pragma" || text == ".alias") {
@@ -54,7 +54,6 @@ class Parser {
   }
 
   void skip_braces() {
-    while (!lexer_.peek().is("{")) lexer_.next();
     int depth = 0;
     do {
       const Token token = lexer_.next();
@@ -63,12 +62,12 @@ class Parser {
     } while (depth > 0);
   }
 
-  void function() {
-    while (!lexer_.peek().is("{") && !lexer_.peek().is(";")) {
-      if (lexer_.peek().kind == Token::Kind::end) lexer_.fail("unexpected end of text");
-      lexer_.next();
+  bool find_body() {  // past .maxntid 128, 1, 1 and the like; false for a declaration
+    while (!lexer_.peek().is("{")) {
+      if (lexer_.accept(";")) return false;
+      if (lexer_.next().kind == Token::Kind::end) lexer_.fail("unexpected end of text");
     }
-    if (!lexer_.accept(";")) skip_braces();
+    return true;
   }
 
   void file() {
@@ -194,11 +193,7 @@ class Parser {
         lexer_.accept(",");
       }
     }
-    while (!lexer_.peek().is("{")) {   // .maxntid 128, 1, 1 and the like
-      if (lexer_.accept(";")) return;  // a declaration
-      if (lexer_.peek().kind == Token::Kind::end) lexer_.fail("unexpected end of text");
-      lexer_.next();
-    }
+    if (!find_body()) return;
     lexer_.expect("{");
     while (!scopes_.empty()) statement();
     module_.entries.push_back(std::move(result));

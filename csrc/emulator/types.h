@@ -13,29 +13,15 @@ namespace fajit::emulator {
 inline constexpr int kLanes = 32;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
+// clang-format off
 enum class Type : uint8_t {
-  none,
-  pred,
-  b8,
-  b16,
-  b32,
-  b64,
-  b128,
-  u8,
-  u16,
-  u32,
-  u64,
-  s8,
-  s16,
-  s32,
-  s64,
-  f16,
-  bf16,
-  f16x2,
-  bf16x2,
-  f32,
-  f64,
+  none, pred,
+  b8, b16, b32, b64, b128,
+  u8, u16, u32, u64,
+  s8, s16, s32, s64,
+  f16, bf16, f16x2, bf16x2, f32, f64,
 };
+// clang-format on
 
 struct TypeInfo {
   std::string_view name;
@@ -62,9 +48,6 @@ inline Type type_of(std::string_view name) {
 inline const TypeInfo& info_of(Type type) { return kTypes[static_cast<int>(type) - 1]; }
 inline unsigned bytes_of(Type type) { return type == Type::none ? 0 : info_of(type).bytes; }
 inline bool is_signed(Type type) { return type >= Type::s8 && type <= Type::s64; }
-inline bool is_unsigned(Type type) { return type >= Type::u8 && type <= Type::u64; }
-inline bool is_bits(Type type) { return type >= Type::b8 && type <= Type::b128; }
-inline bool is_integer(Type type) { return is_signed(type) || is_unsigned(type); }
 inline bool is_float(Type type) { return type >= Type::f16; }
 inline bool is_wide(Type type) { return bytes_of(type) == 8; }
 

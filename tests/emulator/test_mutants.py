@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant("a stale page", FEW_ROW, "place = next;", "", "paged decode", 1),
     Mutant("the first request's pages", KEYS, "a.page_indptr[item.request]", "a.page_indptr[0]",
            "paged decode"),
-    Mutant("the next page's slot", KEYS, "key - page * a_.page_size",
-           "key + 1 - page * a_.page_size", "paged prefill"),
+    Mutant("the next slot of a page", KEYS, "* a_.page_size}", "* a_.page_size + 1}",
+           "paged prefill"),
     # Addresses
     Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0);\n    from",
            "from, 16);\n    from", "prefill", kinds=BOUNDS),
