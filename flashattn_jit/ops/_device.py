@@ -124,8 +124,8 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
     if _TENSOR_BYTES * len(g.params) + _SCALAR_BYTES * scalars > _PARAM_BYTES:
         raise InputError(
             f"the variant reads {len(g.params)} tensors, range tables included, and {scalars} "
-            f"numbers; the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} tensors "
-            f"or {_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
+            f"numbers; the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} "
+            f"tensors or {_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
         )
     spec = choose(known.ir, planner_problem(g), g.target, features_of(g), known.name)
     specs = (spec, *fallbacks(spec))

@@ -155,9 +155,13 @@ class _Step:
         # captured graph is to compute at every replay; there it is computed for each call.
         keep = not any(x.is_inference() or x.device.type != "cpu" for x in inputs)
         kept = self._kept
-        if keep and kept is not None and kept[1] == tuple(n):
-            if all(r() is x and v == _state(x) for (r, v), x in zip(kept[0], inputs, strict=True)):
-                return kept[2]  # type: ignore[no-any-return]
+        if (
+            keep
+            and kept is not None
+            and kept[1] == tuple(n)
+            and all(r() is x and v == _state(x) for (r, v), x in zip(kept[0], inputs, strict=True))
+        ):
+            return kept[2]  # type: ignore[no-any-return]
         numbers = dict(zip(self._texts, self._numbers(t, n), strict=True))
 
         def real(x: Any) -> Any:

@@ -208,5 +208,5 @@ def test_more_params_than_a_kernel_holds_are_an_input_error() -> None:
         return score
 
     q = torch.randn(1, 4, 8, 64).bfloat16()
-    with pytest.raises(fa.InputError, match="20 tensors.*60 numbers"):
+    with pytest.raises(fa.InputError, match=r"20 tensors.*60 numbers"):
         fa.attention(q, q, q, score_mod, target="emulated:sm_80")

@@ -52,7 +52,9 @@ def test_names_are_found_as_people_and_drivers_write_them(name, found):
     assert named_hardware(name).name == found
 
 
-@pytest.mark.parametrize("name", ["", "RTX", "MI300", "H", "L40", "T400", "A10G", "H100 PCIe", "A100-PCIE-40GB"])
+@pytest.mark.parametrize(
+    "name", ["", "RTX", "MI300", "H", "L40", "T400", "A10G", "H100 PCIe", "A100-PCIE-40GB"]
+)
 def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name):
     with pytest.raises(InputError, match="RTX 4090"):
         named_hardware(name)
