@@ -21,6 +21,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <limits>
 #include <random>
 #include <vector>
@@ -523,7 +524,8 @@ void once(Random& r) {
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
-  if (std::strstr(fajit_describe(), "\"abi_version\":1") == nullptr) fail("describe");
+  const std::string version = "\"abi_version\":" + std::to_string(FAJIT_ABI_VERSION);
+  if (std::strstr(fajit_describe(), version.c_str()) == nullptr) fail("describe");
   const auto begin = std::chrono::steady_clock::now();
   const double seconds = std::atof(argv[2]);
   uint64_t seed = std::strtoull(argv[1], nullptr, 10);
