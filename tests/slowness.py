@@ -10,12 +10,12 @@ _REFERENCE_S = 0.0012
 """Of `_work`, about, on a machine where the limits hold by a hair; elsewhere they leave room."""
 
 
-def allowed(seconds: float) -> float:
-    """`seconds` on the reference machine, on this one: more where it is slower, never less.
+def slowdown() -> float:
+    """How many times slower this machine runs just now than that one; never less than 1.
 
-    Measured anew for each limit, in CPU time, because a shared machine is slow by the minute.
+    Asked for next to each measurement, because a shared machine is slow by the second.
     """
-    return seconds * max(1.0, min(_work() for _ in range(9)) / _REFERENCE_S)
+    return max(1.0, _work() / _REFERENCE_S)
 
 
 def _work() -> float:
