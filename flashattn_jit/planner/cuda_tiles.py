@@ -50,7 +50,7 @@ _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
     (256, (Tile(128, 64, 8), Tile(64, 64, 4), Tile(64, 32, 4), Tile(64, 16, 4))),
 )
 """By the larger head dim, the tiles in order of preference. FlashAttention 2 has twice the keys at
-head_dim 64 and 128; with them these kernels spill 8 to 40 bytes of registers."""
+head_dim 64 and 128; with them these kernels spill registers (nvcc 13.0)."""
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _LAST_RESORT_KV = 16  # so few keys between two barriers that only a lack of registers excuses it

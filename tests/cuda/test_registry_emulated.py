@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from tests.ops.test_attention import DECODE, LIBRARY, SMALL, fitting, run
+from tests.ops.test_attention import DECODE, SMALL, fitting, run
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape
 
@@ -50,7 +50,3 @@ def test_every_shape(shape: Shape) -> None:
     target = TARGETS[number % len(TARGETS)]
     variant = fa.Causal() if number % 2 else None
     run(Case("shape", lambda s, g: variant), shape, dtype_of(target, number), target)
-
-
-def test_every_library_variant_is_covered() -> None:
-    assert {c.name for c in LIBRARY} <= {c.name for c in PREFILL}
