@@ -229,3 +229,180 @@ class Call:
         device: int = 0,
     ) -> list[Launch]:
         """What `launch` would launch, as data; needs no driver. CUDA artifacts only."""
+
+# --- batches: plan() and run() ---------------------------------------------------------------------
+
+_Array = tuple[int, int, int]
+"""A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
+_Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
+"""kv_indptr (ragged), page_indptr, last_page_len (paged), page_size (0: ragged), page indices."""
+_Level = tuple[_Array, _Array | None, _Storage]
+"""q_indptr of groups, tokens of their entries, storage of the groups' keys."""
+
+class BatchLengths:
+    """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
+
+    Raises ValueError that names the array and the request.
+    """
+
+    def __init__(
+        self,
+        q_indptr: _Array,
+        storage: _Storage,
+        q_offset: _Array | None = None,
+        levels: Sequence[_Level] = (),
+    ) -> None: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def num_q_tokens(self) -> int: ...
+    @property
+    def num_kv_tokens(self) -> int: ...
+    @property
+    def num_page_indices(self) -> int: ...
+    @property
+    def max_q_len(self) -> int: ...
+    @property
+    def max_kv_len(self) -> int: ...
+    @property
+    def q_len(self) -> list[int]: ...
+    @property
+    def kv_len(self) -> list[int]: ...
+    def block_rows(self, q_block: int) -> int:
+        """Block rows of all requests, q_block query rows each."""
+
+    def tile_kinds(self, group_size: int, few_rows: int, q_block: int = 0) -> tuple[int, int, int]:
+        """(prefill requests, few-row requests, most packed rows of one), groups included."""
+
+class BatchPlan:
+    """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
+
+    kinds: for prefill and few-row, (module, tile_q, row_granule, tile_kv, min_chunk, item_ns,
+    load_ns, pair_ns, state_ns) or None. lists: (q_block, key_block, per_head, begin, count,
+    num_key_blocks) or None. tensors, scalars: of the mask, with their layouts, for its interval
+    form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
+    Raises ValueError for a batch beyond the limits.
+    """
+
+    def __init__(
+        self,
+        lengths: BatchLengths,
+        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_v: int,
+        few_rows: int,
+        num_workers: tuple[int, int],
+        share_workers: bool = False,
+        lists: tuple[int, int, bool, _Array, _Array, int] | None = None,
+        batch_invariant: bool = False,
+        split_keys: tuple[int, int] = (0, 0),
+        classify: bool = False,
+        mask_is_contiguous: bool = False,
+        tensors: Sequence[int] = (),
+        layouts: Sequence[_Layout] = (),
+        scalars: Sequence[int | float] = (),
+        scalar_kinds: str = "",
+        limits: tuple[int, int, int, int] | None = None,
+    ) -> None: ...
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that runs need for partial states; under limits, for any batch within them."""
+
+    @property
+    def partial_rows(self) -> int: ...
+    @property
+    def most_splits(self) -> int: ...
+    @property
+    def num_merges(self) -> int: ...
+    @property
+    def total_ns(self) -> float: ...
+    @property
+    def critical_ns(self) -> float: ...
+    def work(self, kind: int) -> bytes:
+        """fajit_work items of a kind (0 prefill, 1 few-row), by worker, 8 int32 each."""
+
+    def worker_indptr(self, kind: int) -> list[int]: ...
+    def load_ns(self, kind: int) -> list[float]: ...
+    @staticmethod
+    def workspace_bound(
+        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
+        limits: tuple[int, int, int, int],
+        **options: object,
+    ) -> int:
+        """workspace_bytes of any plan within the limits; options as for the constructor."""
+
+class BatchCall:
+    """A plan with the modules and strides that it runs on. Immutable: threads may share it.
+
+    modules: prefill and few-row, None where the plan has no such work. Strides are (request, head,
+    row) in elements, with pages (page, head, slot). Checked like `Call`.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        lengths: BatchLengths,
+        modules: tuple[Module | None, Module | None],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int,
+        strides: tuple[_Strides, _Strides, _Strides, _Strides, _Strides],
+        layouts: Sequence[_Layout] = (),
+        scalar_kinds: str = "",
+        num_pages: int = 0,
+        key_block: int = 0,
+        num_key_blocks: int = 0,
+        flags: int = 0,
+    ) -> None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    def device_block(self) -> bytes:
+        """The plan's arrays as CUDA kernels read them. Under limits, its size and the places of its
+        sections are the same for every plan."""
+
+    def launch(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        scale: float,
+        num_threads: int,
+        tensors: Sequence[int] = (),
+        scalars: Sequence[int | float] = (),
+        workspace: int = 0,
+        page_indices: int = 0,
+        key_blocks: int = 0,
+        device_block: int = 0,
+        stream: int = 0,
+        device: int = 0,
+    ) -> None:
+        """Runs prefill, few-row and merge, without the GIL. CPU: one team of threads works through
+        the lists of both kinds; a thread that is done with its own takes from the others'."""
+
+    def plan_launches(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        scale: float,
+        num_threads: int,
+        tensors: Sequence[int] = (),
+        scalars: Sequence[int | float] = (),
+        workspace: int = 0,
+        page_indices: int = 0,
+        key_blocks: int = 0,
+        device_block: int = 0,
+        stream: int = 0,
+        device: int = 0,
+    ) -> list[tuple[Module, Launch]]:
+        """What `launch` would launch, as data, each with its module. CUDA artifacts only."""

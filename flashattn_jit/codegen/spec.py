@@ -12,10 +12,11 @@ SCHEMA = 2
 """Version of the spec document; part of every cache key."""
 
 TileKind = Literal["prefill", "few_row"]
-FEATURES = ("block_mask", "paged", "mixed_rows", "unaligned")
+FEATURES = ("block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect")
 """block_mask: a byte map decides which tiles are visited. paged: key rows are found through a page
-table. mixed_rows: rows of several requests share an item's keys. unaligned: rows of q, k, v or out
-do not all start at multiples of 16 bytes (CUDA)."""
+table. mixed_rows: rows of several requests share an item's keys. sparse: items go through lists of
+key blocks. unaligned: rows of q, k, v or out do not all start at multiples of 16 bytes (CUDA).
+indirect: paged, mixed_rows and sparse in one kernel, told apart at run time (CPU)."""
 
 
 @dataclass(frozen=True, slots=True)

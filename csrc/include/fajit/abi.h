@@ -21,7 +21,7 @@
 #pragma once
 #include <stdint.h>
 
-#define FAJIT_ABI_VERSION 2
+#define FAJIT_ABI_VERSION 3
 #define FAJIT_MAX_RANK 8
 
 #ifdef __cplusplus
@@ -50,16 +50,18 @@ typedef struct fajit_tensor {
   int64_t strides[FAJIT_MAX_RANK];  // elements
 } fajit_tensor;
 
+// With feature `sparse`, kv_begin and kv_end are positions in the key lists (see key_blocks).
 typedef struct fajit_work {
-  int32_t request;
+  int32_t request;                 // negative: padding, nothing to do
   int32_t head_begin, head_count;  // query heads; all of one kv head
   int32_t row_begin, row_end;      // packed rows
   int32_t kv_begin, kv_end;        // logical key positions
   int32_t partial;                 // -1: final; else first row of its partial state
 } fajit_work;
 
-// Packed rows [row_begin, row_end) whose state is spread over `num_splits` partial states, the i-th
-// starting at partial row first_partial + i * (row_end - row_begin).
+// Packed rows [row_begin, row_end) whose state is spread over `num_splits` partial states. The i-th
+// starts at partial row first_partial + i * (row_end - row_begin); with merge_sources, at partial
+// row merge_sources[first_partial + i]. No splits: padding, nothing to do.
 typedef struct fajit_merge_work {
   int32_t request;
   int32_t head_begin, head_count;
@@ -114,22 +116,46 @@ typedef struct fajit_args {
 
   fajit_block_mask block_mask;
 
-  // Feature `paged`: key j of request b lies in slot j % page_size of page
-  // page_indices[page_indptr[b] + j / page_size]; k_stride and v_stride are then (page, head, slot).
+  // Feature `paged`: key j of request b lies in slot n % page_size of page
+  // page_indices[page_indptr[b] + n / page_size], n = j - kv_first[b]; k_stride and v_stride are
+  // then (page, head, slot).
   const int32_t* page_indptr;   // [num_requests + 1]
   const int32_t* page_indices;
   int32_t page_size, num_pages;  // num_pages: of k and v, for checks
 
   // Feature `mixed_rows`: the query rows of an item belong to several requests, which share its
-  // keys. Row r of the item's request is packed token t = q_row0[request] + r, of request
-  // row_request[t], whose q_idx is q_offset[b] + t - q_row0[b]. Lengths of keys, and where keys
-  // lie, are those of the item's request; everything that hooks see is of row_request[t].
+  // keys. Row r of the item's request is entry e = q_row0[request] + r of row_token: packed token
+  // t = row_token[e] (null: t = e) of request b = row_request[t], whose q_idx is
+  // q_offset[b] + t - q_row0[b]. Lengths of keys, and where keys lie, are those of the item's
+  // request; everything that hooks see is of b. Requests that are only shared keys come after those
+  // of tokens, and row_token begins with every token in order.
   const int32_t* row_request;
 
   // CUDA only.
   void* stream;  // cudaStream_t
   int32_t device;
   int32_t max_merge_rows;  // of one merge item
+
+  // Which work is whose. With worker_indptr, worker w does items [worker_indptr[w],
+  // worker_indptr[w + 1]) in order: on CUDA thread block w of num_workers, on CPUs one call for list
+  // `worker`, which claims items from cursors[worker] (0 before the first) so that several threads
+  // may call it for one list. Without, items are claimed in order (CPU) or are a block's (CUDA).
+  const int32_t* worker_indptr;  // [num_workers + 1]
+  int32_t* cursors;              // [num_workers], CPU
+  int32_t num_workers, worker;
+
+  const int32_t* row_token;      // see row_request
+  const int32_t* merge_sources;  // see fajit_merge_work
+  // Logical position of the first key that a request's storage holds; null: 0. Keys from there on
+  // lie at kv_row0, or in the first page.
+  const int32_t* kv_first;
+
+  // Feature `sparse`: key lists, one after another. Position p of the lists is the key at logical
+  // position j = key_blocks[p / key_block] * key_block + p % key_block; none where that entry is
+  // negative or j >= kv_len. Hooks see j. Entries of a list may be in any order.
+  const int32_t* key_blocks;
+  int32_t key_block;
+  int32_t num_key_blocks;  // for checks
 } fajit_args;
 
 // One kernel launch as the host would issue it: what the emulator runs instead of a device.
