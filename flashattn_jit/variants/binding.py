@@ -32,7 +32,8 @@ class Bound(NamedTuple):
 
     ir: what decides the kernel, handle: its number in this process (equal IR, equal handle),
     tensors, scalars: in the order of ``ir.tensors`` and ``ir.scalars``, specialised: (name, value)
-    of what was captured and became part of the structure.
+    of what was captured and became part of the structure, mask_params: names of the declared params
+    that the mask depends on.
     """
 
     ir: ir.VariantIR
@@ -40,6 +41,7 @@ class Bound(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
     scalars: tuple[float, ...]
     specialised: tuple[tuple[str, object], ...]
+    mask_params: frozenset[str] = frozenset()
 
 
 class _Structure(NamedTuple):
@@ -47,6 +49,7 @@ class _Structure(NamedTuple):
     handle: int
     finish: Finish | None
     specialised: tuple[tuple[str, object], ...]
+    mask_params: frozenset[str]
 
 
 Swap = Callable[
@@ -145,7 +148,10 @@ def _finish(
         for i, t in enumerate(tensors):
             if t.device != device:
                 tensors = _moved(structure, tensors, i, device)
-    return Bound(structure.ir, structure.handle, tensors, numbers, structure.specialised)
+    return Bound(
+        structure.ir, structure.handle, tensors, numbers, structure.specialised,
+        structure.mask_params,
+    )  # fmt: skip
 
 
 def _moved(
@@ -184,6 +190,7 @@ def _bind_new(
             _handles.setdefault(repr(traced.ir), len(_handles)),
             traced.finish,
             _specialised(traced, walk, dims),
+            traced.mask_params,
         )
         if len(plan.groups) >= MAX_STRUCTURES:
             plan.groups.clear()

@@ -111,6 +111,8 @@ class Walk:
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[float] = []
         self.consts: list[object] = []
+        self.param_tensors: dict[int, str] = {}  # declared params by the index of their value
+        self.param_numbers: dict[int, str] = {}
         self.codes: set[types.CodeType] = set()
         self._lines: list[str] = []
         self._env: dict[str, object] = dict(_EXTRACTOR_SCOPE)

@@ -110,7 +110,10 @@ def visit_object(walk: Walk, value: Any, var: str, name: str) -> Build:
     walk.seen[id(value)] = (var, build)
     params = walk.params.get(id(value), {})
     for n, (index, full_name, current) in params.items():
+        tensors, numbers = len(walk.tensors), len(walk.numbers)
         attrs[n] = walk.visit(current, f"p[{index}]", full_name)
+        walk.param_tensors.update((i, full_name) for i in range(tensors, len(walk.tensors)))
+        walk.param_numbers.update((i, full_name) for i in range(numbers, len(walk.numbers)))
     wanted = walk.names | getattr(cls, "__fajit_names__", frozenset())
     if isinstance(value, torch.nn.Module):
         wanted |= {"forward"}

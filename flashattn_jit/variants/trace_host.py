@@ -9,6 +9,7 @@ calls, whose results are kept while their inputs are the same tensors, unchanged
 from __future__ import annotations
 
 import math
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -132,10 +133,13 @@ class _Step:
         self._program = program
         self.func, self.args, self.kwargs, self.pick = func, args, kwargs, pick
         self.raws: list[int] = []
+        self.after: list[int] = []  # steps whose results it takes
         texts: list[str] = []
 
         def see(x: Any) -> Any:
             if isinstance(x, _TensorRef):
+                if x.raw < 0:
+                    self.after.append(x.step)
                 found = [x.raw] if x.raw >= 0 else program.steps[x.step].raws
                 self.raws += [r for r in found if r not in self.raws]
             elif isinstance(x, _TextRef):
@@ -144,6 +148,7 @@ class _Step:
 
         map_tree((args, kwargs), see)
         self._texts = texts
+        self.numbers = {int(i) for text in texts for i in re.findall(r"n\[(\d+)\]", text)}
         self._numbers = compile_numbers(texts)
         self._lock = threading.Lock()
         self._kept: tuple[Any, ...] | None = None
@@ -219,6 +224,22 @@ class HostProgram:
             made.append(item)
         self._known[key] = like(result, made) if many else made[0]
         return self._known[key]
+
+    def reads(self, tensor: HostTensor) -> tuple[set[int], set[int]]:
+        """The captured tensors and numbers, by index, that a tensor's values depend on."""
+        tensors, numbers = set[int](), set[int]()
+        if tensor.raw >= 0:
+            return {tensor.raw}, numbers
+        seen, stack = set[int](), [tensor.step]
+        while stack:
+            step = stack.pop()
+            if step in seen:
+                continue
+            seen.add(step)
+            tensors.update(self.steps[step].raws)
+            numbers.update(self.steps[step].numbers)
+            stack.extend(self.steps[step].after)
+        return tensors, numbers
 
     def finish(
         self,

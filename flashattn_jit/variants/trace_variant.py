@@ -26,11 +26,15 @@ _ROW_DIM = {"query_mod": "head_dim", "key_mod": "head_dim", "value_mod": "head_d
 
 
 class Traced(NamedTuple):
-    """The IR, how captures become slots, and what the trace depended on besides its key."""
+    """The IR, how captures become slots, and what the trace depended on besides its key.
+
+    mask_params: declared params that `mask_mod` depends on.
+    """
 
     ir: ir.VariantIR
     finish: Finish | None
     pins: Mapping[Source, None]
+    mask_params: frozenset[str] = frozenset()
 
 
 class TracedHook(NamedTuple):
@@ -100,7 +104,37 @@ def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced
             tracer.specialise([("dim", _ROW_DIM[kind])])
         graphs.append((kind, tracer.trace(kind, hook, length)))
     declared = _named_in_texts(variant, texts, view, tracer)
-    return _assemble(tracer, graphs, texts, declared)
+    mask_params = _mask_params(variant, walk, tracer, dict(graphs), dict(texts))
+    return _assemble(tracer, graphs, texts, declared)._replace(mask_params=mask_params)
+
+
+def _mask_params(
+    variant: Variant,
+    walk: Walk,
+    tracer: Tracer,
+    graphs: Mapping[str, ir.Graph],
+    texts: Mapping[str, str],
+) -> frozenset[str]:
+    """The declared params that decide what the mask keeps, or which code there is at all."""
+    tensors, numbers = set[int](), set[int]()
+    sources: set[Source] = {pin for pin in tracer.pins if pin[0] == "number"}
+    scalars = list(tracer.scalar_slots.values())
+    mask = graphs.get("mask_mod")
+    for node in () if mask is None else mask.nodes:
+        if node.op == "scalar":
+            sources |= scalars[node.int_attr("slot")].sources
+        elif node.op in ("gather", "searchsorted"):
+            read = tracer.program.reads(tracer.tensor_slots[node.int_attr("slot")][0])
+            tensors |= read[0]
+            numbers |= read[1]
+    tensors |= {int(s[1]) for s in sources if s[0] == "size"}
+    numbers |= {int(s[1]) for s in sources if s[0] == "number"}
+    words = set(re.findall(r"[A-Za-z_]\w*", texts.get("mask_mod", "")))
+    return frozenset(
+        {walk.param_tensors[i] for i in tensors & walk.param_tensors.keys()}
+        | {walk.param_numbers[i] for i in numbers & walk.param_numbers.keys()}
+        | {d.name for d in variant._declared if d.param.kind == "static" or d.name in words}
+    )
 
 
 def _named_in_texts(
