@@ -290,7 +290,7 @@ void Call::check(const fajit_args& args, int kernel, int status) const {
 
 void Call::launch(const LaunchValues& values) const {
   fajit_args args = args_;
-  const Params params(*problem_, values.tensors, values.scalars);
+  const Params params(problem_->params(), values.tensors, values.scalars);
   fill(values, params, args);
   int kernel = FAJIT_KERNEL_ATTENTION, status = FAJIT_OK;
   {
@@ -309,7 +309,7 @@ py::list Call::plan_launches(const LaunchValues& values) const {
     throw py::value_error("artifact " + module_->path() + " is of no CUDA target");
   }
   fajit_args args = args_;
-  const Params params(*problem_, values.tensors, values.scalars);
+  const Params params(problem_->params(), values.tensors, values.scalars);
   fill(values, params, args);
   py::list launches;
   const auto plan = [&](int kernel) {
@@ -330,7 +330,7 @@ void classify(const Module& module, const Problem& problem, int32_t request, int
               int32_t kv_end, int32_t tile_kv, const py::buffer& states, py::handle tensors,
               py::handle scalars) {
   fajit_args args = problem.args();
-  const Params params(problem, tensors, scalars);
+  const Params params(problem.params(), tensors, scalars);
   params.fill(args);
   if (request < 0 || request >= args.num_requests) {
     throw py::value_error("request " + std::to_string(request) +

@@ -53,26 +53,6 @@ void require_not_negative(const int32_t* values, int32_t count, const char* name
   }
 }
 
-fajit_tensor read_tensor_layout(py::handle layout) {
-  const Items pair(layout, "a tensor layout");
-  if (pair.size() != 2) throw py::value_error("a tensor layout must be (sizes, strides)");
-  fajit_tensor tensor{};
-  const py::object sizes = pair[0], strides = pair[1];
-  const size_t rank = Items(sizes, "sizes").size();
-  if (rank > FAJIT_MAX_RANK) {
-    throw py::value_error("a param tensor has rank " + std::to_string(rank) + ", at most " +
-                          std::to_string(FAJIT_MAX_RANK) + " are supported");
-  }
-  to_int64s(sizes, rank, tensor.sizes, "sizes");
-  to_int64s(strides, rank, tensor.strides, "strides");
-  for (size_t i = 0; i < rank; ++i) {
-    if (tensor.sizes[i] < 0) throw py::value_error("sizes must not be negative");
-  }
-  // Dims past the rank count as one entry, so that the product of all sizes is the entry count.
-  std::fill(tensor.sizes + rank, tensor.sizes + FAJIT_MAX_RANK, int64_t{1});
-  return tensor;
-}
-
 BlockMaskLayout read_block_mask(py::handle source, const fajit_args& args) {
   const Items items(source, "block_mask");
   if (items.size() != 4) {
@@ -113,7 +93,7 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
                  py::handle out_stride, py::handle lse_stride, py::handle tensors,
                  const std::string& scalar_kinds, py::handle block_mask, py::handle page_indptr,
                  int32_t page_size, int32_t num_pages, py::handle row_request)
-    : scalar_kinds_(scalar_kinds) {
+    : params_(tensors, scalar_kinds) {
   if (num_requests < 0) throw py::value_error("num_requests must not be negative");
   require_positive(num_q_heads, "num_q_heads");
   require_positive(num_kv_heads, "num_kv_heads");
@@ -122,12 +102,6 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
   if (num_q_heads % num_kv_heads != 0) {
     throw py::value_error("num_kv_heads=" + std::to_string(num_kv_heads) +
                           " does not divide num_q_heads=" + std::to_string(num_q_heads));
-  }
-  for (const char kind : scalar_kinds_) {
-    if (kind != 'i' && kind != 'f') {
-      throw py::value_error("scalar_kinds must be made of 'i' (int64) and 'f' (float64), got '" +
-                            scalar_kinds_ + "'");
-    }
   }
   args_.abi_version = FAJIT_ABI_VERSION;
   args_.args_bytes = sizeof(fajit_args);
@@ -163,11 +137,7 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
   to_int64s(out_stride, 3, args_.out_stride, "out_stride");
   to_int64s(lse_stride, 3, args_.lse_stride, "lse_stride");
 
-  const Items layouts(tensors, "tensors");
-  tensors_.reserve(layouts.size());
-  for (size_t i = 0; i < layouts.size(); ++i) tensors_.push_back(read_tensor_layout(layouts[i]));
-  args_.num_tensors = narrow(static_cast<int64_t>(tensors_.size()), "num_tensors");
-  args_.num_scalars = narrow(static_cast<int64_t>(scalar_kinds_.size()), "num_scalars");
+  params_.fill_counts(args_);
 
   if (!block_mask.is_none()) {
     block_mask_ = read_block_mask(block_mask, args_);
@@ -221,52 +191,6 @@ void Problem::read_row_requests(py::handle row_request) {
     }
   }
   args_.row_request = row_request_.data();
-}
-
-Params::Params(const Problem& problem, py::handle addresses, py::handle scalars) {
-  const std::vector<fajit_tensor>& layouts = problem.tensors();
-  const Items address_items(addresses, "tensors");
-  if (address_items.size() != layouts.size()) {
-    throw py::value_error("tensors must have " + std::to_string(layouts.size()) +
-                          " addresses, got " + std::to_string(address_items.size()));
-  }
-  tensors_ = inline_tensors_;
-  if (layouts.size() > kInlineTensors) {
-    more_tensors_.resize(layouts.size());
-    tensors_ = more_tensors_.data();
-  }
-  for (size_t i = 0; i < layouts.size(); ++i) {
-    tensors_[i] = layouts[i];
-    tensors_[i].ptr = to_address(address_items[i]);
-    const bool has_entries = std::all_of(layouts[i].sizes, layouts[i].sizes + FAJIT_MAX_RANK,
-                                         [](int64_t n) { return n > 0; });
-    if (tensors_[i].ptr == nullptr && has_entries) {
-      throw py::value_error("param tensor " + std::to_string(i) + " has address 0");
-    }
-  }
-
-  const std::string& kinds = problem.scalar_kinds();
-  const Items scalar_items(scalars, "scalars");
-  if (scalar_items.size() != kinds.size()) {
-    throw py::value_error("scalars must have " + std::to_string(kinds.size()) + " values, got " +
-                          std::to_string(scalar_items.size()));
-  }
-  scalars_ = inline_scalars_;
-  if (kinds.size() > kInlineScalars) {
-    more_scalars_.resize(kinds.size());
-    scalars_ = more_scalars_.data();
-  }
-  for (size_t i = 0; i < kinds.size(); ++i) {
-    const py::object item = scalar_items[i];
-    if (kinds[i] == 'i') {
-      const int64_t value = to_int64(item, "an int scalar");
-      std::memcpy(&scalars_[i], &value, sizeof(value));
-    } else {
-      const double value = PyFloat_AsDouble(item.ptr());
-      if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-      std::memcpy(&scalars_[i], &value, sizeof(value));
-    }
-  }
 }
 
 }  // namespace fajit::runtime

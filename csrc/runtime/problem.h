@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "params.h"
+
 namespace fajit::runtime {
 
 // Blocks that the states of a block mask cover; checked against the work of a call.
@@ -33,8 +35,7 @@ class Problem {
 
   // Every field but the addresses, the scalars, the work and the flags.
   const fajit_args& args() const { return args_; }
-  const std::vector<fajit_tensor>& tensors() const { return tensors_; }
-  const std::string& scalar_kinds() const { return scalar_kinds_; }
+  const ParamLayouts& params() const { return params_; }
   const BlockMaskLayout* block_mask() const { return has_block_mask_ ? &block_mask_ : nullptr; }
   bool is_paged() const { return args_.page_indptr != nullptr; }
   // Requests of the packed tokens, where an item's rows may be of several; else none.
@@ -47,34 +48,9 @@ class Problem {
   fajit_args args_{};
   std::vector<int32_t> per_request_;  // q_len, kv_len, q_row0, kv_row0, q_offset, q_, kv_token0
   std::vector<int32_t> page_indptr_, row_request_;
-  std::vector<fajit_tensor> tensors_;
-  std::string scalar_kinds_;
+  ParamLayouts params_;
   BlockMaskLayout block_mask_;
   bool has_block_mask_ = false;
-};
-
-// The values of a variant's params for one call: what `fajit_args::tensors` and `::scalars` point
-// to.
-class Params {
- public:
-  // Throws where the counts differ from the problem's, or a tensor with entries has address 0.
-  Params(const Problem& problem, pybind11::handle addresses, pybind11::handle scalars);
-  Params(const Params&) = delete;
-  Params& operator=(const Params&) = delete;
-
-  void fill(fajit_args& args) const {
-    args.tensors = tensors_;
-    args.scalars = scalars_;
-  }
-
- private:
-  static constexpr size_t kInlineTensors = 8, kInlineScalars = 16;
-  fajit_tensor inline_tensors_[kInlineTensors];
-  uint64_t inline_scalars_[kInlineScalars];
-  std::vector<fajit_tensor> more_tensors_;
-  std::vector<uint64_t> more_scalars_;
-  fajit_tensor* tensors_ = nullptr;
-  uint64_t* scalars_ = nullptr;
 };
 
 }  // namespace fajit::runtime

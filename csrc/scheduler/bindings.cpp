@@ -32,7 +32,7 @@ py::dict schedule_problem(const runtime::Module* module, const runtime::Problem&
   const Options options{tile_q,      row_granule, tile_kv,      min_chunk, num_workers,
                         share_heads, classify,    allow_splits, device};
   if (classify) {
-    const runtime::Params params(problem, tensors, scalars);
+    const runtime::Params params(problem.params(), tensors, scalars);
     params.fill(args);
     py::gil_scoped_release release;
     s = schedule(module, args, options);

@@ -45,8 +45,8 @@ EMULATED_SLOTS = 8
 
 _KERNEL = "fajit_attention_kernel"
 _KEPT_CALLS = 1024
-# A kernel's parameters hold 4096 bytes, of which the argument block takes 416.
-_PARAM_BYTES = 3600
+# A kernel's parameters hold 4096 bytes, of which the argument block takes 480.
+_PARAM_BYTES = 3456
 _TENSOR_BYTES = 136
 _SCALAR_BYTES = 32  # with what the host works out of it
 

@@ -3,6 +3,9 @@
 // array, which lies in memory.
 #include <fajit/abi.h>
 
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
 struct Params {
   const float* q;
   float* out;
@@ -37,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 }
 
 extern "C" const char* fajit_describe(void) {
-  return "{\"abi_version\": 2, \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
+  return "{\"abi_version\": " TEXT(FAJIT_ABI_VERSION) ", \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
 }
 
 static thread_local cudaError_t last_error;
