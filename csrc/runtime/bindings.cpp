@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../scheduler/bindings.h"
+#include "batch_bindings.h"
 #include "call.h"
 #include "errors.h"
 #include "hardware.h"
@@ -171,4 +172,5 @@ PYBIND11_MODULE(_C, m) {
   rt::bind_problem(m);
   rt::bind_call(m);
   fajit::scheduler::bind_scheduler(m);
+  rt::bind_batch(m);
 }

@@ -6,26 +6,18 @@
 #include <string>
 
 #include "errors.h"
+#include "launches.h"
 #include "python_values.h"
+#include "work_checks.h"
 
 namespace py = pybind11;
 
 namespace fajit::runtime {
 namespace {
 
-constexpr int64_t kWorkspaceAlignment = 64;
-constexpr int64_t kSectionAlignment = 16;
-
-int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 template <class T>
 int64_t bytes_of(const std::vector<T>& items) {
   return static_cast<int64_t>(items.size() * sizeof(T));
-}
-
-std::string dims(const char* name, const uint32_t* n) {
-  return std::string(name) + " (" + std::to_string(n[0]) + ", " + std::to_string(n[1]) + ", " +
-         std::to_string(n[2]) + ")";
 }
 
 // A copy of a contiguous buffer seen as items of type T, whatever its item type is.
@@ -50,42 +42,6 @@ std::vector<T> read_items(const py::buffer& source, const char* name) {
   return items;
 }
 
-[[noreturn]] void bad_item(const char* name, size_t index, const std::string& reason) {
-  throw py::value_error(std::string(name) + "[" + std::to_string(index) + "]: " + reason);
-}
-
-std::string range(const char* name, int64_t begin, int64_t end) {
-  return std::string(name) + " [" + std::to_string(begin) + ", " + std::to_string(end) + ")";
-}
-
-// The fields that work and merge items share: request, heads of one kv head, packed rows.
-template <class T>
-void check_rows(const fajit_args& args, const T& item, const char* name, size_t index) {
-  if (item.request < 0 || item.request >= args.num_requests) {
-    bad_item(name, index,
-             "request " + std::to_string(item.request) +
-                 " of num_requests=" + std::to_string(args.num_requests));
-  }
-  const int64_t head_end = int64_t{item.head_begin} + item.head_count;
-  if (item.head_begin < 0 || item.head_count < 1 || head_end > args.num_q_heads) {
-    bad_item(name, index,
-             range("heads", item.head_begin, head_end) +
-                 " of num_q_heads=" + std::to_string(args.num_q_heads));
-  }
-  const int32_t group_size = args.num_q_heads / args.num_kv_heads;
-  if (item.head_begin / group_size != (head_end - 1) / group_size) {
-    bad_item(name, index,
-             range("heads", item.head_begin, head_end) +
-                 " are not of one kv head (group_size=" + std::to_string(group_size) + ")");
-  }
-  const int64_t packed_rows = int64_t{args.q_len[item.request]} * item.head_count;
-  if (item.row_begin < 0 || item.row_end < item.row_begin || item.row_end > packed_rows) {
-    bad_item(name, index,
-             range("rows", item.row_begin, item.row_end) + " of " + std::to_string(packed_rows) +
-                 " packed rows");
-  }
-}
-
 void check_work(const fajit_args& args, const BlockMaskLayout* mask, int64_t partial_rows,
                 const std::vector<fajit_work>& work) {
   for (size_t i = 0; i < work.size(); ++i) {
@@ -97,10 +53,8 @@ void check_work(const fajit_args& args, const BlockMaskLayout* mask, int64_t par
                range("keys", item.kv_begin, item.kv_end) + " of kv_len=" + std::to_string(kv_len));
     }
     const int64_t rows = item.row_end - item.row_begin;
-    if (item.partial < -1 || (item.partial >= 0 && item.partial + rows > partial_rows)) {
-      bad_item("work", i,
-               range("partial rows", item.partial, item.partial + rows) + " of " +
-                   std::to_string(partial_rows));
+    if (item.partial != -1) {
+      check_partial_rows(item.partial, item.partial + rows, partial_rows, "work", i);
     }
     if (mask != nullptr && rows > 0) {
       const int64_t last_row = (item.row_end - 1) / item.head_count;
@@ -122,16 +76,10 @@ void check_merge_work(const fajit_args& args, int64_t partial_rows,
     check_rows(args, item, "merge_work", i);
     const int64_t rows = item.row_end - item.row_begin;
     const int64_t end = item.first_partial + rows * item.num_splits;
-    if (item.first_partial < 0 || item.num_splits < 1 || end > partial_rows) {
-      bad_item(
-          "merge_work", i,
-          range("partial rows", item.first_partial, end) + " of " + std::to_string(partial_rows));
-    }
+    // No splits are padding of plans with limits, which a call has not.
+    const int64_t begin = item.num_splits < 1 ? -1 : item.first_partial;
+    check_partial_rows(begin, end, partial_rows, "merge_work", i);
   }
-}
-
-void require(const void* address, const char* name) {
-  if (address == nullptr) throw py::value_error(std::string(name) + " has address 0");
 }
 
 }  // namespace
@@ -164,10 +112,7 @@ Call::Call(std::shared_ptr<const Module> module, std::shared_ptr<const Problem> 
   args_.merge_work = merge_work_.data();
   args_.num_work = narrow(static_cast<int64_t>(work_.size()), "num_work");
   args_.num_merge_work = narrow(static_cast<int64_t>(merge_work_.size()), "num_merge_work");
-  const int64_t out_bytes = partial_rows * args_.head_dim_v * int64_t{sizeof(float)};
-  partial_out_bytes_ = round_up(out_bytes, kWorkspaceAlignment);
-  workspace_bytes_ =
-      partial_rows > 0 ? partial_out_bytes_ + partial_rows * int64_t{sizeof(float)} : 0;
+  workspace_ = WorkspaceLayout(partial_rows, args_.head_dim_v);
   for (const fajit_merge_work& item : merge_work_) {
     args_.max_merge_rows = std::max(args_.max_merge_rows, item.row_end - item.row_begin);
   }
@@ -176,17 +121,14 @@ Call::Call(std::shared_ptr<const Module> module, std::shared_ptr<const Problem> 
 
 Call::Sections Call::sections() const {
   Sections s{};
-  const auto place = [&](int64_t bytes) {
-    const int64_t begin = s.bytes;
-    s.bytes = round_up(begin + bytes, kSectionAlignment);
-    return begin;
-  };
+  SectionPlacer at;
   const int64_t requests = args_.num_requests;
-  for (int64_t& section : s.per_request) section = place(requests * int64_t{sizeof(int32_t)});
-  s.page_indptr = place(problem_->is_paged() ? (requests + 1) * int64_t{sizeof(int32_t)} : 0);
-  s.row_request = place(bytes_of(problem_->row_request()));
-  s.work = place(bytes_of(work_));
-  s.merge_work = place(bytes_of(merge_work_));
+  for (int64_t& section : s.per_request) section = at.place(requests * int64_t{sizeof(int32_t)});
+  s.page_indptr = at.place(problem_->is_paged() ? (requests + 1) * int64_t{sizeof(int32_t)} : 0);
+  s.row_request = at.place(bytes_of(problem_->row_request()));
+  s.work = at.place(bytes_of(work_));
+  s.merge_work = at.place(bytes_of(merge_work_));
+  s.bytes = at.end();
   return s;
 }
 
@@ -194,7 +136,7 @@ py::bytes Call::device_block() const {
   const Sections& s = sections_;
   std::string block(static_cast<size_t>(s.bytes), '\0');
   const auto put = [&](int64_t begin, const void* source, int64_t bytes) {
-    if (bytes > 0) std::memcpy(block.data() + begin, source, static_cast<size_t>(bytes));
+    put_section(block.data(), begin, source, bytes);
   };
   const int64_t requests = args_.num_requests;
   const int32_t* const arrays[] = {args_.q_len,    args_.kv_len,   args_.q_row0,   args_.kv_row0,
@@ -241,20 +183,15 @@ void Call::fill(const LaunchValues& values, const Params& params, fajit_args& ar
     if (args.flags & FAJIT_WRITE_LSE) require(args.lse, "lse");
   }
   if (!(args.flags & FAJIT_WRITE_LSE)) args.lse = nullptr;
-  if (workspace_bytes_ > 0) {
+  if (workspace_.bytes > 0) {
     require(space, "workspace");
     args.partial_out = reinterpret_cast<float*>(space);
-    args.partial_lse = reinterpret_cast<float*>(space + partial_out_bytes_);
+    args.partial_lse = reinterpret_cast<float*>(space + workspace_.lse_begin);
   }
   if (!module_->is_cuda()) return;
 
-  const char* const block = static_cast<const char*>(to_address(values.device_block));
   if (args.num_work == 0) return;
-  require(block, "device_block");
-  if (reinterpret_cast<uintptr_t>(block) % kSectionAlignment != 0) {
-    throw py::value_error("device_block must be aligned to " + std::to_string(kSectionAlignment) +
-                          " bytes");
-  }
+  const char* const block = checked_block(values.device_block);
   const auto ints = [&](int64_t begin) { return reinterpret_cast<const int32_t*>(block + begin); };
   const Sections& s = sections_;
   args.q_len = ints(s.per_request[0]);
@@ -270,24 +207,6 @@ void Call::fill(const LaunchValues& values, const Params& params, fajit_args& ar
   args.merge_work = reinterpret_cast<const fajit_merge_work*>(block + s.merge_work);
 }
 
-void Call::check(const fajit_args& args, int kernel, int status) const {
-  const bool merges = kernel == FAJIT_KERNEL_MERGE;
-  if (status != FAJIT_CUDA_ERROR) {
-    check_status(status, merges ? "fajit_merge" : "fajit_attention", module_->path());
-    return;
-  }
-  const std::string reason = module_->cuda_error();
-  std::string what = merges ? "the merge kernel" : "the kernel";
-  auto launch = std::make_unique<fajit_launch>();
-  if (module_->plan_launch(args, kernel, *launch) == FAJIT_OK) {
-    what = std::string(launch->kernel) + " with " + dims("grid", launch->grid) + ", " +
-           dims("block", launch->block) + " and " + std::to_string(launch->shared_bytes) +
-           " bytes of shared memory";
-  }
-  throw LaunchError(what + " failed on device " + std::to_string(args.device) + ": " + reason +
-                    "\n  artifact: " + module_->path());
-}
-
 void Call::launch(const LaunchValues& values) const {
   fajit_args args = args_;
   const Params params(problem_->params(), values.tensors, values.scalars);
@@ -301,7 +220,7 @@ void Call::launch(const LaunchValues& values) const {
       status = module_->merge(args);
     }
   }
-  if (status != FAJIT_OK) check(args, kernel, status);
+  if (status != FAJIT_OK) check_launch(*module_, args, kernel, status);
 }
 
 py::list Call::plan_launches(const LaunchValues& values) const {
@@ -313,12 +232,7 @@ py::list Call::plan_launches(const LaunchValues& values) const {
   fill(values, params, args);
   py::list launches;
   const auto plan = [&](int kernel) {
-    auto launch = std::make_unique<fajit_launch>();
-    check(args, kernel, module_->plan_launch(args, kernel, *launch));
-    const auto three = [](const uint32_t* n) { return py::make_tuple(n[0], n[1], n[2]); };
-    launches.append(py::make_tuple(
-        launch->kernel, three(launch->grid), three(launch->block), launch->shared_bytes,
-        py::bytes(reinterpret_cast<const char*>(launch->params), launch->params_bytes)));
+    launches.append(launch_as_data(*module_, args, kernel));
   };
   if (args.num_work > 0) plan(FAJIT_KERNEL_ATTENTION);
   if (args.num_merge_work > 0) plan(FAJIT_KERNEL_MERGE);

@@ -11,6 +11,7 @@
 
 #include "module.h"
 #include "problem.h"
+#include "sections.h"
 
 namespace fajit::runtime {
 
@@ -41,7 +42,7 @@ class Call {
 
   // Bytes that `launch(workspace=)` must provide: partial_out [partial_rows, head_dim_v] and, from
   // the next multiple of 64, partial_lse [partial_rows], fp32. 0 when no row is split.
-  int64_t workspace_bytes() const { return workspace_bytes_; }
+  int64_t workspace_bytes() const { return workspace_.bytes; }
 
   // What `launch(device_block=)` must hold, its sections at multiples of 16 bytes.
   pybind11::bytes device_block() const;
@@ -61,7 +62,6 @@ class Call {
   };
   Sections sections() const;
   void fill(const LaunchValues& values, const Params& params, fajit_args& args) const;
-  void check(const fajit_args& args, int kernel, int status) const;
 
   std::shared_ptr<const Module> module_;
   std::shared_ptr<const Problem> problem_;
@@ -69,8 +69,7 @@ class Call {
   std::vector<fajit_merge_work> merge_work_;
   fajit_args args_;
   Sections sections_;
-  int64_t partial_out_bytes_ = 0;
-  int64_t workspace_bytes_ = 0;
+  WorkspaceLayout workspace_;
   bool reads_queries_ = false, reads_keys_ = false, writes_out_ = false;
 };
 

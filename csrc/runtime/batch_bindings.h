@@ -1,0 +1,11 @@
+// Python binding of planned batches: `_C.BatchCall`.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace fajit::runtime {
+
+// After the scheduler's classes.
+void bind_batch(pybind11::module_& m);
+
+}  // namespace fajit::runtime

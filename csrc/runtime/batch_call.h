@@ -1,0 +1,69 @@
+// A planned batch on tensors of given strides: prefill work, few-row work, then their merge.
+#pragma once
+
+#include <fajit/abi.h>
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "batch_work.h"
+#include "module.h"
+#include "params.h"
+
+namespace fajit::runtime {
+
+// What one launch is given: addresses and values, as Python has them.
+struct BatchValues {
+  pybind11::handle q, k, v, out, lse;
+  double scale;
+  int num_threads;
+  pybind11::handle tensors, scalars;
+  pybind11::handle workspace, page_indices, key_blocks, device_block;  // addresses; 0: not used
+  pybind11::handle stream;
+  int device;
+};
+
+// Immutable, so any number of threads may launch it at once. On CPUs one team of threads works
+// through the lists of both kinds, whatever the number of threads. On CUDA a thread block works
+// through a list; launches are enqueued on one stream, and nothing is read, allocated or waited for.
+class BatchCall {
+ public:
+  using Modules = std::array<std::shared_ptr<const Module>, 2>;
+
+  // The modules of prefill and few-row work; null where the plan has no such work. With limits, a
+  // module's launch takes place whether or not this plan has work for it.
+  BatchCall(std::shared_ptr<const scheduler::BatchPlan> plan,
+            std::shared_ptr<const scheduler::Lengths> lengths, Modules modules,
+            const BatchShape& shape);
+
+  // The same work with strides (q, k, v, out, lse; each request, head, row, with pages page, head,
+  // slot; elements), params and flags.
+  std::shared_ptr<BatchCall> bind(pybind11::handle strides, pybind11::handle layouts,
+                                  const std::string& scalar_kinds, int32_t num_pages,
+                                  int32_t flags) const;
+
+  const BatchWork& work() const { return *work_; }
+  bool is_cuda() const;
+
+  // Throws as Call::launch does.
+  void launch(const BatchValues& values) const;
+  // What `launch` would launch, as data: (module, launch) each, in order. CUDA artifacts only.
+  pybind11::list plan_launches(const BatchValues& values) const;
+
+ private:
+  struct Launches;  // argument blocks, in order
+  void fill(const BatchValues& values, const Params& params, fajit_args& args) const;
+  Launches launches(const BatchValues& values, const Params& params) const;
+  void launch_on_cpu(const fajit_args& args) const;
+  const std::shared_ptr<const Module>& merger() const { return modules_[0] ? modules_[0] : modules_[1]; }
+
+  std::shared_ptr<const BatchWork> work_;
+  Modules modules_;
+  ParamLayouts params_;
+  fajit_args args_{};
+};
+
+}  // namespace fajit::runtime

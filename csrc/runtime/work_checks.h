@@ -1,0 +1,60 @@
+// Refusals of work that would leave a problem's rows, keys or partial states.
+#pragma once
+
+#include <fajit/abi.h>
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+
+namespace fajit::runtime {
+
+[[noreturn]] inline void bad_item(const char* name, size_t index, const std::string& reason) {
+  throw pybind11::value_error(std::string(name) + "[" + std::to_string(index) + "]: " + reason);
+}
+
+inline std::string range(const char* name, int64_t begin, int64_t end) {
+  return std::string(name) + " [" + std::to_string(begin) + ", " + std::to_string(end) + ")";
+}
+
+// The fields that work and merge items share: request, heads of one kv head, packed rows.
+template <class T>
+void check_rows(const fajit_args& args, const T& item, const char* name, size_t index) {
+  if (item.request < 0 || item.request >= args.num_requests) {
+    bad_item(name, index,
+             "request " + std::to_string(item.request) +
+                 " of num_requests=" + std::to_string(args.num_requests));
+  }
+  const int64_t head_end = int64_t{item.head_begin} + item.head_count;
+  if (item.head_begin < 0 || item.head_count < 1 || head_end > args.num_q_heads) {
+    bad_item(name, index,
+             range("heads", item.head_begin, head_end) +
+                 " of num_q_heads=" + std::to_string(args.num_q_heads));
+  }
+  const int32_t group_size = args.num_q_heads / args.num_kv_heads;
+  if (item.head_begin / group_size != (head_end - 1) / group_size) {
+    bad_item(name, index,
+             range("heads", item.head_begin, head_end) +
+                 " are not of one kv head (group_size=" + std::to_string(group_size) + ")");
+  }
+  const int64_t packed_rows = int64_t{args.q_len[item.request]} * item.head_count;
+  if (item.row_begin < 0 || item.row_end < item.row_begin || item.row_end > packed_rows) {
+    bad_item(name, index,
+             range("rows", item.row_begin, item.row_end) + " of " + std::to_string(packed_rows) +
+                 " packed rows");
+  }
+}
+
+inline void check_partial_rows(int64_t begin, int64_t end, int64_t partial_rows, const char* name,
+                               size_t index) {
+  if (begin < 0 || end > partial_rows) {
+    bad_item(name, index,
+             range("partial rows", begin, end) + " of " + std::to_string(partial_rows));
+  }
+}
+
+inline void require(const void* address, const char* name) {
+  if (address == nullptr) throw pybind11::value_error(std::string(name) + " has address 0");
+}
+
+}  // namespace fajit::runtime
