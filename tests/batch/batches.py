@@ -1,0 +1,129 @@
+"""Batches for tests: random tensors, keys in pages of any layout or packed, poison elsewhere.
+
+Every slot of a page that holds no key is NaN, and so is every page that no request owns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import flashattn_jit as fa
+
+SPARE_PAGES = 3
+LAYOUTS = ("pages", "heads first", "halves", "layers", "mixed")
+"""[pages, slots, heads, dim]; [pages, heads, slots, dim]; halves of [pages, 2, ...]; all layers in
+a page [pages, layers, 2, slots, heads, dim]; K and V laid out differently."""
+
+
+def indptr(lengths: Sequence[int]) -> Tensor:
+    """[0, lengths[0], lengths[0] + lengths[1], ...], int64."""
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+@dataclass(slots=True)
+class Batch:
+    """Requests with their tensors. page_size 0: keys are packed.
+
+    heads: (num_q_heads, num_kv_heads). q [Nq, Hq, D]; k, v as `run` takes them.
+    """
+
+    q_len: tuple[int, ...]
+    kv_len: tuple[int, ...]
+    heads: tuple[int, int]
+    dim: int
+    dtype: torch.dtype = torch.float32
+    page_size: int = 0
+    layout: str = "pages"
+    dim_v: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    q: Tensor = field(init=False)
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+    storage: fa.Paged | fa.Ragged = field(init=False)
+    slots: list[Tensor] = field(init=False)  # of each request's keys: rows of k, or page * size + i
+
+    def __post_init__(self) -> None:
+        self.dim_v = self.dim_v or self.dim
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator, dtype=torch.float32).to(self.dtype)
+
+        total = sum(self.kv_len)
+        self.q = normal(sum(self.q_len), self.heads[0], self.dim).to(self.device)
+        k, v = normal(total, self.heads[1], self.dim), normal(total, self.heads[1], self.dim_v)
+        if not self.page_size:
+            self.k, self.v = k.to(self.device), v.to(self.device)
+            self.storage = fa.Ragged(indptr(self.kv_len))
+            self.slots = list(torch.arange(total).split(list(self.kv_len)))
+            return
+        size = self.page_size
+        counts = [-(-n // size) for n in self.kv_len]
+        num_pages = sum(counts) + SPARE_PAGES
+        order = torch.randperm(num_pages, generator=generator)[: sum(counts)]
+        own = order.split(counts) if counts else ()
+        self.slots = [
+            (pages[:, None] * size + torch.arange(size)).flatten()[:n]
+            for pages, n in zip(own, self.kv_len, strict=True)
+        ]
+        at = torch.cat(self.slots) if self.slots else torch.empty(0, dtype=torch.long)
+        where = (at // size).to(self.device), (at % size).to(self.device)
+        self.k, self.v = caches(num_pages, size, self.heads[1], self.dim, self.dim_v, self.dtype,
+                                self.layout, self.device)  # fmt: skip
+        self.k[where], self.v[where] = k.to(self.device), v.to(self.device)
+        last = [(n - 1) % size + 1 if n else 0 for n in self.kv_len]
+        self.storage = fa.Paged(
+            indptr(counts), order.int().to(self.device), torch.tensor(last, dtype=torch.int64), size
+        )
+
+    @property
+    def q_indptr(self) -> Tensor:
+        return indptr(self.q_len)
+
+    @property
+    def q_start(self) -> list[int]:
+        return self.q_indptr.tolist()[:-1]
+
+    def keys(self, b: int) -> tuple[Tensor, Tensor]:
+        """Dense (k [kv_len, Hkv, D], v [kv_len, Hkv, Dv]) of a request."""
+        at = self.slots[b].to(self.k.device)
+        if not self.page_size:
+            return self.k[at], self.v[at]
+        where = at // self.page_size, at % self.page_size
+        return self.k[where], self.v[where]
+
+    def options(self) -> dict[str, object]:
+        """What BatchAttention is made with, but for the variant."""
+        return {
+            "num_q_heads": self.heads[0], "num_kv_heads": self.heads[1], "head_dim": self.dim,
+            "head_dim_v": self.dim_v, "q_dtype": self.dtype, "device": self.device,
+        }  # fmt: skip
+
+
+def caches(
+    num_pages: int, size: int, heads: int, dim: int, dim_v: int, dtype: torch.dtype, layout: str,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """k and v pages [pages, slots, heads, dim] in memory of some layout, all NaN."""
+
+    def nan(*sizes: int) -> Tensor:
+        return torch.full(sizes, torch.nan, dtype=dtype, device=device)
+
+    if layout == "heads first":
+        k, v = nan(num_pages, heads, size, dim), nan(num_pages, heads, size, dim_v)
+        return k.transpose(1, 2), v.transpose(1, 2)
+    if layout == "halves" and dim == dim_v:
+        both = nan(num_pages, 2, size, heads, dim)
+        return both[:, 0], both[:, 1]
+    if layout == "layers" and dim == dim_v:
+        all_layers = nan(num_pages, 3, 2, size, heads, dim)
+        return all_layers[:, 1, 0], all_layers[:, 1, 1]
+    if layout == "mixed":
+        return nan(num_pages, size, heads, dim), nan(num_pages, heads, size, dim_v).transpose(1, 2)
+    return nan(num_pages, size, heads, dim), nan(num_pages, size, heads, dim_v)
