@@ -137,6 +137,11 @@ BatchCall::Launches BatchCall::launches(const BatchValues& values, const Params&
   if (!work_->launches(0) && !work_->launches(1) && !work_->merges()) return result;
   const char* const block = checked_block(values.device_block);
   work_->fill_on_device(block, args);
+  // Launches that a plan has no rows or keys for are made all the same under limits. Their tensors
+  // may be empty, at address 0, which kernels refuse; nothing is read there.
+  for (const void** tensor : {&args.q, &args.k, &args.v}) {
+    if (*tensor == nullptr) *tensor = block;
+  }
   for (int kind = 0; kind < 2; ++kind) {
     if (!work_->launches(kind)) continue;
     Launches::One& one = result.all[result.count++];

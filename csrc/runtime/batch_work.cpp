@@ -54,7 +54,8 @@ BatchWork::BatchWork(std::shared_ptr<const scheduler::BatchPlan> plan,
                             ", but no module for it");
     }
     // A captured launch is replayed for plans that have such work.
-    launches_[kind] = has_kind[kind] && (has_work || plan_->has_limits);
+    launches_[kind] =
+        has_kind[kind] && (has_work || (plan_->has_limits && plan_->capacity.work[kind] > 0));
   }
   const scheduler::Lengths& n = *lengths_;
   has_first_keys_ = std::any_of(n.kv_first.begin(), n.kv_first.end(), [](int x) { return x != 0; });

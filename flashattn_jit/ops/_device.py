@@ -129,7 +129,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
         )
     spec = choose(known.ir, planner_problem(g), g.target, features_of(g), known.name)
     specs = (spec, *fallbacks(spec))
-    requests = [Request(s.document(), s.template, s.target, _Render(s)) for s in specs]
+    requests = [Request(s.document(), s.template, s.target, Render(s)) for s in specs]
     place, module = load_stepping(requests)
     spec = specs[place]
     native = native_problem(g, known)
@@ -142,7 +142,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
         row_granule=spec.tile_q,
         tile_kv=spec.tile_kv,
         min_chunk=min_chunk(spec),
-        num_workers=_workers(spec, g.device, module),
+        num_workers=workers(spec, g.device, module),
         share_heads=heads_share_tiles(g),
         classify=classify,
         device=True,
@@ -168,7 +168,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
 
 
 @dataclass(frozen=True, slots=True)
-class _Render:
+class Render:
     """Makes a spec's source, on a cache miss."""
 
     spec: KernelSpec
@@ -253,7 +253,8 @@ def _rows_are_aligned(g: Geometry) -> bool:
     )
 
 
-def _workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
+def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
+    """Thread blocks of a kernel that a device runs at once."""
     if device.type != "cuda":
         return EMULATED_SLOTS
     return max(1, slots(spec, _hardware(ordinal(device)), _registers(module)).total)
@@ -328,7 +329,7 @@ def launch(plan: DevicePlan, t: CallTensors, scale: float) -> None:
     if _is_capturing():
         # Range tables come last; those made during the capture belong to the graph itself.
         for used in (plan, *t.params[: plan.num_params]):
-            _captured[id(used)] = used
+            keep_for_graphs(used)
     elif stream not in plan.streams:
         _join(plan, stream, index)
     workspace = None
@@ -336,6 +337,11 @@ def launch(plan: DevicePlan, t: CallTensors, scale: float) -> None:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device)
     address = 0 if workspace is None else workspace.data_ptr()
     plan.call.launch(*_native(plan, t, scale, address), stream=stream, device=index)
+
+
+def keep_for_graphs(used: object) -> None:
+    """Holds for good what a captured launch reads: its graph may be replayed at any time."""
+    _captured[id(used)] = used
 
 
 def _join(plan: DevicePlan, stream: int, index: int) -> None:
@@ -381,19 +387,19 @@ def _emulate(plan: DevicePlan, t: CallTensors, scale: float) -> None:
     launches = plan.call.plan_launches(*_native(plan, t, scale, workspace.data_ptr()))
     named = [*(t.allocations or _allocations(plan, t)), ("plan", plan.block, False)]
     allocations = [
-        _extent(name, tensor, writable, name not in _RESULTS)
+        extent(name, tensor, writable, name not in _RESULTS)
         for name, tensor, writable in named
         if tensor.numel()
     ]
-    program = _program(plan.ptx)
+    kernels = program(plan.ptx)
     for i, (kernel, grid, block, shared_bytes, params) in enumerate(launches):
         if 0 in grid:
             continue
         visible = allocations
         if plan.workspace_bytes:
             # The merge reads what the first kernel wrote.
-            visible = [*allocations, _extent("workspace", workspace, i == 0, i > 0)]
-        program.run(
+            visible = [*allocations, extent("workspace", workspace, i == 0, i > 0)]
+        kernels.run(
             kernel, grid, block, shared_bytes, params, visible, async_copies=env.emulator_copies()
         )
 
@@ -409,7 +415,8 @@ def _allocations(plan: DevicePlan, t: CallTensors) -> list[tuple[str, torch.Tens
 
 
 @lru_cache(maxsize=64)
-def _program(ptx: str) -> Any:
+def program(ptx: str) -> Any:
+    """The emulator's program of a kernel's PTX."""
     from .. import _emulator  # needed by nobody who has a device
 
     return _emulator.Program(ptx)
@@ -418,7 +425,7 @@ def _program(ptx: str) -> Any:
 _RESULTS = ("out", "lse")  # kernels read of them what they wrote themselves at most
 
 
-def _extent(
+def extent(
     name: str, tensor: torch.Tensor, writable: bool, initialised: bool
 ) -> tuple[str, int, int, bool, bool]:
     """An allocation of the emulator: the bytes from a view's first entry to its last one."""

@@ -341,11 +341,11 @@ def test_work_is_planned_for_the_blocks_that_a_device_holds(
     assert module is not None
     registers = _device._registers(module)
     assert registers is not None and 32 <= registers <= 255
-    assert _device._workers(plan.spec, CPU, module) == _device.EMULATED_SLOTS
+    assert _device.workers(plan.spec, CPU, module) == _device.EMULATED_SLOTS
     h200 = named_hardware("H200")
     monkeypatch.setattr(_device, "_hardware", lambda index: h200)
     expected = slots(plan.spec, h200, registers).total
-    assert _device._workers(plan.spec, CUDA0, module) == expected >= 132
+    assert _device.workers(plan.spec, CUDA0, module) == expected >= 132
     gone: Any = SimpleNamespace(path="/nowhere/artifact.so")
     assert _device._registers(gone) is None
-    assert _device._workers(plan.spec, CUDA0, gone) == slots(plan.spec, h200).total
+    assert _device.workers(plan.spec, CUDA0, gone) == slots(plan.spec, h200).total

@@ -156,13 +156,13 @@ def test_a_fault_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime is told that v has half its keys: the kernel's own loads then go past them."""
     q, k, v = inputs(2, 4, 70, 64)
     check(q, k, v, fa.Causal(), q_offset="end")
-    whole = _device._extent
+    whole = _device.extent
 
     def half(name, tensor, writable, initialised):
         name, address, size, *rest = whole(name, tensor, writable, initialised)
         return (name, address, size // 2 if name == "v" else size, *rest)
 
-    monkeypatch.setattr(_device, "_extent", half)
+    monkeypatch.setattr(_device, "extent", half)
     with pytest.raises(EmulatorFault) as fault:
         fa.attention(q, k, v, fa.Causal(), q_offset="end", target=SM80)
     assert fault.value.kernel == "fajit_attention_kernel" and fault.value.source
