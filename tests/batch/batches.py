@@ -127,3 +127,41 @@ def caches(
     if layout == "mixed":
         return nan(num_pages, size, heads, dim), nan(num_pages, heads, size, dim_v).transpose(1, 2)
     return nan(num_pages, size, heads, dim), nan(num_pages, size, heads, dim_v)
+
+
+def share_prefix(batch: Batch, tokens: int, members: Sequence[int] | None = None) -> None:
+    """Let requests use the first one's pages for their first `tokens` keys; theirs become NaN.
+
+    members: the requests, all by default. tokens is a multiple of the page size and at most the
+    kv_len of each.
+    """
+    paged, size = batch.storage, batch.page_size
+    assert isinstance(paged, fa.Paged) and tokens % size == 0
+    first, *others = range(len(batch.q_len)) if members is None else members
+    starts, pages = paged.page_indptr.tolist(), tokens // size
+    shared = paged.page_indices[starts[first] : starts[first] + pages].clone()
+    for b in others:
+        own = paged.page_indices[starts[b] : starts[b] + pages]
+        gone = own[~torch.isin(own, shared)].long()
+        batch.k[gone], batch.v[gone] = torch.nan, torch.nan
+        own.copy_(shared)
+        batch.slots[b][:tokens] = batch.slots[first][:tokens]
+
+
+def level_of(
+    batch: Batch, begin: int, end: int, groups: Sequence[Sequence[int]]
+) -> tuple[Tensor, fa.Paged]:
+    """(q_indptr, paged) of a cascade's level: keys `begin` to `end` of the requests of each group,
+    which follow one another. `end` -1: all that is left."""
+    paged, size = batch.storage, batch.page_size
+    assert isinstance(paged, fa.Paged)
+    starts, tables, last, rows = paged.page_indptr.tolist(), [], [], []
+    for group in groups:
+        b = group[0]
+        stop = batch.kv_len[b] if end < 0 else end
+        pages = -(-stop // size)
+        tables.append(paged.page_indices[starts[b] + begin // size : starts[b] + pages])
+        last.append((stop - 1) % size + 1 if stop > begin else 0)
+        rows.append(sum(batch.q_len[m] for m in group))
+    counts = [len(t) for t in tables]
+    return indptr(rows), fa.Paged(indptr(counts), torch.cat(tables), torch.tensor(last), size)

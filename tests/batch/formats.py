@@ -1,0 +1,110 @@
+"""A case of the registry through every format: storages, sparsities, trees, cascades.
+
+The batch has as many requests as the case's shape, all of the shape's lengths, because the tensors
+of a case are made for those. The reference is the eager one, with what the sparsity leaves out
+masked by one more hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.reference import varlen_reference
+from flashattn_jit.variants.spec import as_variant
+from tests.batch.batches import Batch, indptr, share_prefix
+from tests.batch.sparse import Visited, blocks, tokens, trees
+from tests.ops.test_attention import EPS, assert_close
+from tests.registry_case import Case, Shape
+
+SHARED = 32
+"""Keys that all requests of a cascade share, where they have so many."""
+
+
+class Format(NamedTuple):
+    """page_size 0: packed. visited: the sparsity, made for a batch. end: it needs q_offset end."""
+
+    page_size: int
+    visited: Callable[[Batch], Visited] | None = None
+    cascade: bool = False
+    end: bool = False
+
+
+FORMATS = {
+    "ragged": Format(0),
+    "paged": Format(8),
+    "block_sparse": Format(8, lambda b: blocks(b, (16, 8), 0.5)),
+    "block_sparse_bits": Format(0, lambda b: blocks(b, (16, 16), 0.5, True, bits=True)),
+    "token_sparse": Format(8, lambda b: tokens(b, 40, per_head=True)),
+    "tree": Format(16, trees, end=True),
+    "cascade": Format(16, cascade=True),
+}
+
+
+def run_format(
+    case: Case, shape: Shape, name: str, dtype: torch.dtype = torch.float32,
+    target: str | None = None, device: str = "cpu",
+) -> None:  # fmt: skip
+    """Run a case in a format and hold it to the bound of docs/semantics.md."""
+    how = FORMATS[name]
+    variant, params = case.build(shape)
+    variant = as_variant(variant)
+    bound = variant.bind(Dims(*shape), params)
+    batch = Batch(
+        (shape.q_len,) * shape.batch, (shape.kv_len,) * shape.batch,
+        (shape.num_q_heads, shape.num_kv_heads), shape.head_dim, dtype, how.page_size,
+        dim_v=shape.head_dim_v, device=device,
+    )  # fmt: skip
+    offset: Any = "end" if how.end else case.q_offset
+    planned = {n: v for n, v in params.items() if n in bound.mask_params}
+    given = {n: v for n, v in params.items() if n not in bound.mask_params}
+    visited = how.visited(batch) if how.visited else None
+    options = {**batch.options(), "target": target}
+    if how.cascade:
+        share_prefix(batch, min(SHARED, shape.kv_len // how.page_size * how.page_size))
+        offset = "end"
+        made: Any = fa.CascadeAttention(variant, **options)
+        made.plan(fa.cascade_levels(batch.q_indptr, batch.storage), **planned)
+    else:
+        made = fa.BatchAttention(variant, **options)
+        if visited is not None:
+            planned["sparsity"] = visited.sparsity
+        if offset != "end":
+            offset = torch.full((shape.batch,), int(offset))
+        made.plan(batch.q_indptr, batch.storage, q_offset=offset, **planned)
+    pointwise = bound.ir.normalizer == "pointwise"
+    got = made.run(
+        batch.q, batch.k, batch.v, scale=case.scale, return_lse=not pointwise, **given
+    )  # fmt: skip
+    out, lse = (got, None) if pointwise else got
+    reference = variant if visited is None else variant & _leaving_out(visited, batch)
+    keys = [batch.keys(b) for b in range(shape.batch)]
+    call = (batch.q, torch.cat([k for k, _ in keys]), torch.cat([v for _, v in keys]),
+            batch.q_indptr, indptr(batch.kv_len), reference)  # fmt: skip
+    options = {"scale": case.scale, "q_offset": offset, "params": params}
+    exact, exact_lse = varlen_reference(*call, **options)
+    eager, _ = varlen_reference(*call, dtype=dtype, **options)
+    assert_close(out.cpu(), exact.cpu(), eager.cpu())
+    if lse is not None:
+        rounded = dtype != torch.float32 and "row" in case.tags
+        tolerance = 16 * EPS[dtype] if rounded else 2e-5
+        torch.testing.assert_close(
+            lse.cpu().double(), exact_lse.cpu().double(), rtol=tolerance, atol=tolerance,
+            equal_nan=True,
+        )  # fmt: skip
+
+
+def _leaving_out(visited: Visited, batch: Batch) -> fa.Variant:
+    """A mask that keeps what the sparsity visits."""
+    group = batch.heads[0] // batch.heads[1]
+    lists = len(visited.pairs[0]) if visited.pairs else 1
+    kept = torch.cat([p.transpose(0, 1) for p in visited.pairs])  # [rows, lists, keys]
+
+    def visits(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return kept[fa.q_row(b, q_idx), torch.clamp(h // group, max=lists - 1), kv_idx]
+
+    return fa.variant(mask_mod=visits)

@@ -1,0 +1,95 @@
+"""`batch_invariant=True`: the bits of a request do not depend on the batch around it.
+
+FlashInfer's test_batch_invariant_fa2.py at full size; `torch.equal` throughout.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from tests.batch.batches import Batch
+from tests.batch.lists import DTYPES
+from tests.batch.oracle import Math, check
+from tests.batch.runs import engine
+
+DECODE = (
+    (5, 4096, 1, 1, 128, 1), (12, 8192, 4, 1, 64, 8), (5, 5000, 8, 1, 256, 16),
+    (12, 5000, 1, 2, 64, 16), (5, 8192, 8, 2, 128, 1),
+)  # fmt: skip
+"""(requests, kv_len, group, kv heads, head dim, page size)."""
+
+
+def run(batch: Batch, members: list[int] | None = None, page_size: int | None = None):
+    """(out, lse) of each of some requests of a batch, planned together in the order given."""
+    members = list(range(len(batch.q_len))) if members is None else members
+    size = batch.page_size if page_size is None else page_size
+    part = Batch(
+        tuple(batch.q_len[b] for b in members), tuple(batch.kv_len[b] for b in members),
+        batch.heads, batch.dim, batch.dtype, size, seed=1 + len(members),
+    )  # fmt: skip
+    for i, b in enumerate(members):
+        at = part.slots[i]
+        where = (at // size, at % size) if size else (at,)
+        part.k[where], part.v[where] = batch.keys(b)
+        begin, mine = batch.q_start[b], part.q_start[i]
+        part.q[mine : mine + part.q_len[i]] = batch.q[begin : begin + batch.q_len[b]]
+    made = engine(part, fa.Causal(), batch_invariant=True)
+    made.plan(part.q_indptr, part.storage)
+    out, lse = made.run(part.q, part.k, part.v, return_lse=True)
+    return part, [
+        (out[a:b], lse[a:b]) for a, b in itertools.pairwise(part.q_indptr.tolist())
+    ]  # fmt: skip
+
+
+def assert_same(some, others) -> None:
+    for (out, lse), (other, other_lse) in zip(some, others, strict=True):
+        assert torch.equal(out, other) and torch.equal(lse, other_lse)
+
+
+@pytest.mark.parametrize(("count", "kv_len", "group", "kv_heads", "dim", "page"), DECODE)
+def test_decoding(count, kv_len, group, kv_heads, dim, page) -> None:
+    heads = (group * kv_heads, kv_heads)
+    batch = Batch((1,) * count, (kv_len,) * count, heads, dim, DTYPES[dim], page)
+    part, whole = run(batch)
+    check(part, Math(causal=True), torch.cat([o for o, _ in whole]),
+          torch.cat([x for _, x in whole]))  # fmt: skip
+    some = [count - 1, 0, 2, 1]
+    assert_same(run(batch, some)[1], [whole[b] for b in some])
+    assert_same(run(batch, [3])[1], [whole[3]])
+
+
+@pytest.mark.parametrize(("q_len", "dim", "group", "page"), [(128, 128, 4, 16), (256, 64, 8, 1)])
+@pytest.mark.parametrize("count", [3, 4])
+def test_prefill(count, q_len, dim, group, page) -> None:
+    batch = Batch((q_len,) * count, (5000,) * count, (group, 1), dim, DTYPES[dim], page)
+    whole = run(batch)[1]
+    assert_same(run(batch, [2, 0])[1], [whole[2], whole[0]])
+
+
+def test_a_mixed_batch_in_any_order_over_any_storage() -> None:
+    """Lengths around the cuts; the same requests permuted, alone, in other pages, and packed."""
+    q_len = (1, 200, 3, 1, 17, 0, 1)
+    kv_len = (4097, 300, 8192, 2, 4095, 7, 9000)
+    batch = Batch(q_len, kv_len, (8, 2), 64, page_size=16)
+    whole = run(batch)[1]
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(3)).tolist()
+    assert_same(run(batch, order)[1], [whole[b] for b in order])
+    for b in range(7):
+        assert_same(run(batch, [b])[1], [whole[b]])
+    for page_size in (0, 1, 64):
+        assert_same(run(batch, page_size=page_size)[1], whole)
+
+
+def test_threads_do_not_matter() -> None:
+    batch = Batch((1, 40), (9000, 5000), (8, 2), 64, page_size=16)
+    whole, threads = run(batch)[1], torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert_same(run(batch)[1], whole)
+    finally:
+        torch.set_num_threads(threads)
