@@ -270,6 +270,12 @@ class BatchLengths:
     def q_len(self) -> list[int]: ...
     @property
     def kv_len(self) -> list[int]: ...
+    @property
+    def q_offset(self) -> list[int]: ...
+    @property
+    def kv_first(self) -> list[int]:
+        """Keys of outer levels, of every request and then of every group."""
+
     def block_rows(self, q_block: int) -> int:
         """Block rows of all requests, q_block query rows each."""
 
@@ -280,7 +286,9 @@ class BatchPlan:
     """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
 
     kinds: for prefill and few-row, (module, tile_q, row_granule, tile_kv, min_chunk, item_ns,
-    load_ns, pair_ns, state_ns) or None. lists: (q_block, key_block, per_head, begin, count,
+    load_ns, pair_ns, state_ns) or None; module may be None where masks are not classified. split_keys
+    of 0 are never cut. merge_ns: what a merge's launch costs. num_levels: levels of shared keys that
+    plans within the limits may have. lists: (q_block, key_block, per_head, begin, count,
     num_key_blocks) or None. tensors, scalars: of the mask, with their layouts, for its interval
     form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
     Raises ValueError for a batch beyond the limits.
@@ -302,11 +310,14 @@ class BatchPlan:
         split_keys: tuple[int, int] = (0, 0),
         classify: bool = False,
         mask_is_contiguous: bool = False,
+        mask_reads_request: bool = True,
+        merge_ns: float = 0.0,
         tensors: Sequence[int] = (),
         layouts: Sequence[_Layout] = (),
         scalars: Sequence[int | float] = (),
         scalar_kinds: str = "",
         limits: tuple[int, int, int, int] | None = None,
+        num_levels: int = 0,
     ) -> None: ...
     @property
     def workspace_bytes(self) -> int:
@@ -326,20 +337,47 @@ class BatchPlan:
         """fajit_work items of a kind (0 prefill, 1 few-row), by worker, 8 int32 each."""
 
     def worker_indptr(self, kind: int) -> list[int]: ...
-    def load_ns(self, kind: int) -> list[float]: ...
+    def cost_ns(self, kind: int) -> list[float]:
+        """Predicted, of every item of a kind."""
+
+    def load_ns(self, kind: int) -> list[float]:
+        """Predicted, of every worker of a kind."""
+
+    @property
+    def merge_work(self) -> bytes:
+        """fajit_merge_work items, 8 int32 each."""
+
+    @property
+    def merge_sources(self) -> list[int]: ...
+    @property
+    def capacity(self) -> dict[str, int | tuple[int, int]]:
+        """Entries that every plan within the limits has room for; without limits, what this has."""
+
     @staticmethod
     def workspace_bound(
         kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
         limits: tuple[int, int, int, int],
-        **options: object,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_v: int,
+        few_rows: int,
+        num_workers: tuple[int, int],
+        share_workers: bool = False,
+        batch_invariant: bool = False,
+        split_keys: tuple[int, int] = (0, 0),
+        num_levels: int = 0,
+        q_block: int = 0,
     ) -> int:
-        """workspace_bytes of any plan within the limits; options as for the constructor."""
+        """workspace_bytes of any plan within the limits; options as for the constructor, q_block as
+        in its lists."""
 
 class BatchCall:
-    """A plan with the modules and strides that it runs on. Immutable: threads may share it.
+    """A plan with the modules that run it. Immutable: threads may share it.
 
-    modules: prefill and few-row, None where the plan has no such work. Strides are (request, head,
-    row) in elements, with pages (page, head, slot). Checked like `Call`.
+    modules: of prefill and few-row work, None where the plan has no such work. With limits, what a
+    module is given for is launched whether or not this plan has work for it. The plan is checked
+    against the lengths as `Call` checks its work. `bind` gives the call that launches.
     """
 
     def __init__(
@@ -352,19 +390,37 @@ class BatchCall:
         num_kv_heads: int,
         head_dim: int,
         head_dim_v: int,
+        key_block: int = 0,
+        num_key_blocks: int = 0,
+    ) -> None: ...
+    def bind(
+        self,
+        *,
         strides: tuple[_Strides, _Strides, _Strides, _Strides, _Strides],
         layouts: Sequence[_Layout] = (),
         scalar_kinds: str = "",
         num_pages: int = 0,
-        key_block: int = 0,
-        num_key_blocks: int = 0,
         flags: int = 0,
-    ) -> None: ...
+    ) -> BatchCall:
+        """The same work on tensors with these strides: q, k, v, out, lse, each (request, head, row)
+        in elements, with pages (page, head, slot)."""
+
     @property
-    def workspace_bytes(self) -> int: ...
+    def is_cuda(self) -> bool: ...
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that `launch(workspace=)` must point to; under limits, for any plan within them."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the device block; under limits, the same for every plan."""
+
     def device_block(self) -> bytes:
         """The plan's arrays as CUDA kernels read them. Under limits, its size and the places of its
         sections are the same for every plan."""
+
+    def write_block(self, address: int, bytes: int) -> None:
+        """Writes the device block to host memory of at least `block_bytes` bytes."""
 
     def launch(
         self,

@@ -53,7 +53,7 @@ struct Lengths {
                                  // requests first, then level 0, 1, ...
   int32_t page_size = 0;         // 0: ragged
   std::vector<int32_t> q_len, kv_len, q_row0, kv_row0, q_offset, q_token0, kv_token0, kv_first;
-  std::vector<int32_t> page_indptr;  // paged: one more entry
+  std::vector<int32_t> page_indptr;  // paged: one more entry, into the level's page_indices[:end]
   std::vector<int32_t> row_request, row_token;  // with groups; see fajit_args
   int32_t max_q_len = 0, max_kv_len = 0;
 };
@@ -75,8 +75,8 @@ struct KeyLists {
 };
 
 struct Kind {
-  std::shared_ptr<const runtime::Module> module;  // null: the kind gets no work
-  int32_t tile_q = 0;       // most packed rows of an item
+  std::shared_ptr<const runtime::Module> module;  // null: masks are costed by the other kind's
+  int32_t tile_q = 0;       // most packed rows of an item; 0: there is no such kind
   int32_t row_granule = 1;  // rows cost and are cut in multiples of this
   int32_t tile_kv = 0;      // keys are cut at multiples of this
   int32_t min_chunk = 0;    // no part of a cut is shorter, in keys
@@ -95,17 +95,21 @@ struct PlanOptions {
   int32_t num_workers[2] = {1, 1};  // of each launch; CPU: threads, the same for both
   bool share_workers = false;       // CPU: one balance over both kinds
   bool batch_invariant = false;     // cut at multiples of split_keys, whatever else is in the batch
-  int32_t split_keys[2] = {0, 0};
+  int32_t split_keys[2] = {0, 0};   // 0: never cut
   bool classify = false;            // cost the mask by its interval form
   bool mask_is_contiguous = false;  // rows keep one run of keys: bounds are searched, not tiles
+  bool mask_reads_request = true;   // else equal lengths have equal costs, and groups are costed
+  double merge_ns = 0;              // what a merge costs apart from its states: its launch
   Limits limits;
+  int32_t num_levels = 0;           // levels of shared keys that a plan within the limits may have
 };
 
 // A launch of one kind.
 struct KindPlan {
   std::vector<fajit_work> work;        // by worker
   std::vector<int32_t> worker_indptr;  // [num_workers + 1]
-  std::vector<float> load_ns;          // [num_workers], predicted
+  std::vector<float> cost_ns;          // of each item, predicted
+  std::vector<float> load_ns;          // [num_workers]: their sums
 };
 
 // Most entries that a plan within the limits can have: the fixed layout of a captured graph.
@@ -130,7 +134,8 @@ struct BatchPlan {
 // partial_out [rows, head_dim_v] and, from the next multiple of 64 bytes, partial_lse [rows], fp32.
 int64_t workspace_bytes(int64_t partial_rows, int32_t head_dim_v);
 
-Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& options);
+// Within options.limits. `q_block`: that of the plans' key lists; 0 without.
+Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& options, int32_t q_block = 0);
 
 // `mask_args`: tensors and scalars that the mask's interval form reads; its lengths are ignored.
 // Throws std::invalid_argument for a batch beyond the limits (naming both sizes).

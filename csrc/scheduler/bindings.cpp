@@ -58,6 +58,7 @@ void bind_scheduler(py::module_& m) {
         py::arg("min_chunk"), py::arg("num_workers"), py::arg("share_heads") = true,
         py::arg("classify") = false, py::arg("allow_splits") = true, py::arg("device") = false,
         py::arg("tensors") = py::tuple(), py::arg("scalars") = py::tuple());
+  bind_batch_plans(m);
 }
 
 }  // namespace fajit::scheduler

@@ -1,0 +1,334 @@
+#include "balance.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace fajit::scheduler {
+namespace {
+
+// The longest worker over the mean up to which nothing better is looked for.
+constexpr double kGood = 1.02;
+// Shares tried, over the mean: a cut is at a multiple of tile_kv, so a full worker has up to one
+// tile less than the share, and the others must have room for that.
+constexpr double kShares[] = {1.005, 1.03, 1.06, 1.1, 1.2, 1.4};
+// Splitting must gain this much, apart from what the merge costs.
+constexpr double kLeastGain = 0.97;
+constexpr double kReplicaLoss = 1.03;  // planning for one kv head may lose this much
+constexpr size_t kBuckets = 4096;
+
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+// Loads of workers, the least one on top; of equal loads that of the first worker.
+class Workers {
+ public:
+  explicit Workers(int32_t count) : heap_(static_cast<size_t>(count)) {
+    for (int32_t i = 0; i < count; ++i) heap_[static_cast<size_t>(i)] = {0.0, i};
+  }
+  double least() const { return heap_[0].load; }
+  int32_t worker() const { return heap_[0].worker; }
+  void add(double cost) {
+    Entry entry{heap_[0].load + cost, heap_[0].worker};
+    const size_t count = heap_.size();
+    size_t i = 0;
+    for (size_t child = 1; child < count; child = 2 * i + 1) {
+      if (child + 1 < count && heap_[child + 1] < heap_[child]) ++child;
+      if (!(heap_[child] < entry)) break;
+      heap_[i] = heap_[child];
+      i = child;
+    }
+    heap_[i] = entry;
+  }
+  std::vector<double> loads() const {
+    std::vector<double> out(heap_.size());
+    for (const Entry& entry : heap_) out[static_cast<size_t>(entry.worker)] = entry.load;
+    return out;
+  }
+
+ private:
+  struct Entry {
+    double load;
+    int32_t worker;
+    bool operator<(const Entry& other) const {
+      return load < other.load || (load == other.load && worker < other.worker);
+    }
+  };
+  std::vector<Entry> heap_;
+};
+
+// Indices of `costs`, longest first to 1/4096 of `most`, beyond which order does not matter; equal
+// ones in order.
+std::vector<int32_t> longest_first(const std::vector<double>& costs, double most) {
+  std::vector<int32_t> first(kBuckets + 1, 0), bucket(costs.size()), out(costs.size());
+  const double scale = most > 0 ? static_cast<double>(kBuckets - 1) / most : 0;
+  for (size_t i = 0; i < costs.size(); ++i) {
+    const double level = std::min(costs[i] * scale, static_cast<double>(kBuckets - 1));
+    bucket[i] = static_cast<int32_t>(kBuckets) - 1 - static_cast<int32_t>(level);
+    ++first[static_cast<size_t>(bucket[i]) + 1];
+  }
+  for (size_t i = 1; i <= kBuckets; ++i) first[i] += first[i - 1];
+  for (size_t i = 0; i < costs.size(); ++i) {
+    out[static_cast<size_t>(first[static_cast<size_t>(bucket[i])]++)] = static_cast<int32_t>(i);
+  }
+  return out;
+}
+
+struct Spread {
+  std::vector<Part> parts;  // as assigned
+  std::vector<double> load_ns;
+  double total_ns = 0, critical_ns = 0;
+  bool is_cut = false;
+
+  void finish(const Workers& workers) {
+    load_ns = workers.loads();
+    for (const double load : load_ns) {
+      total_ns += load;
+      critical_ns = std::max(critical_ns, load);
+    }
+  }
+  double mean_ns() const { return total_ns / static_cast<double>(load_ns.size()); }
+};
+
+// Spreads the units of some kv heads over some workers.
+class Spreader {
+ public:
+  Spreader(const std::vector<Unit>& units, const std::vector<int32_t>& ids,
+           const Kind (&kinds)[2], const PlanOptions& options, int32_t heads, int32_t workers)
+      : units_(units),
+        ids_(ids),
+        kinds_(kinds),
+        options_(options),
+        heads_(heads),
+        num_workers_(workers) {}
+
+  Spread spread() {
+    if (options_.batch_invariant) return fixed_parts();
+    std::vector<double> costs;
+    costs.reserve(ids_.size());
+    double total = 0, longest = 0, least_share = 0;
+    for (const int32_t id : ids_) {
+      const Unit& unit = units_[static_cast<size_t>(id)];
+      const double cost = unit.cost_ns + (unit.shared ? state_ns(unit) : 0);
+      costs.push_back(cost);
+      total += cost;
+      if (cost <= longest) continue;
+      longest = cost;
+      // n parts take cost / n and n states to read: least where both are equal.
+      least_share = std::sqrt(cost * kinds_[unit.kind].state_ns);
+    }
+    total *= heads_;
+    const double mean = total / num_workers_;
+    order_ = longest_first(costs, std::min(longest, 2 * mean));
+    Spread best = assign(kNoLimit);
+    if (num_workers_ == 1 || best.critical_ns <= kGood * mean) return best;
+    const double whole = best.critical_ns;
+    double before = total;  // with the cuts of the last try
+    bool gains = false;
+    for (const double share : kShares) {
+      const double most = std::max(before / num_workers_ * share, least_share);
+      if (most >= best.critical_ns) break;
+      Spread next = assign(most);
+      if (!next.is_cut) break;
+      before = next.total_ns;
+      const bool good = next.critical_ns <= kGood * next.mean_ns();
+      const double least = gains ? best.critical_ns
+                                 : std::min(kLeastGain * whole, whole - options_.merge_ns);
+      if (next.critical_ns < least) {
+        best = std::move(next);
+        gains = true;
+      }
+      if (good) break;
+    }
+    return best;
+  }
+
+ private:
+  double state_ns(const Unit& unit) const { return unit.rows() * kinds_[unit.kind].state_ns; }
+
+  // Each unit to the least loaded worker. One that would lift it above `most` is cut there, once a
+  // worker, and what is left goes on to the next.
+  Spread assign(double most) const {
+    Spread out;
+    out.parts.reserve(ids_.size() * static_cast<size_t>(heads_) +
+                      static_cast<size_t>(num_workers_));
+    Workers workers(num_workers_);
+    std::vector<char> has_cut(static_cast<size_t>(num_workers_), 0);
+    for (const int32_t at : order_) {
+      const int32_t id = ids_[static_cast<size_t>(at)];
+      const Unit& unit = units_[static_cast<size_t>(id)];
+      for (int32_t head = 0; head < heads_; ++head) {
+        Part part{id, head, unit.extent.begin, unit.extent.end, 0, 0};
+        double fixed = kinds_[unit.kind].item_ns + (unit.shared ? state_ns(unit) : 0);
+        double rest = unit.cost_ns - kinds_[unit.kind].item_ns;
+        while (workers.least() + fixed + rest > most) {
+          char& cut = has_cut[static_cast<size_t>(workers.worker())];
+          const double room = most - workers.least() - kinds_[unit.kind].item_ns - state_ns(unit);
+          const int32_t end = cut ? 0 : cut_point(unit, part.kv_begin, room);
+          if (end == 0) break;
+          fixed = kinds_[unit.kind].item_ns + state_ns(unit);
+          const double taken =
+              static_cast<double>(unit.extent.visited(part.kv_begin, end)) * unit.key_ns;
+          cut = 1;
+          out.is_cut = true;
+          part.kv_end = end;
+          take(part, fixed + taken, workers, out);
+          part.kv_begin = end;
+          part.kv_end = unit.extent.end;
+          rest -= taken;
+        }
+        take(part, fixed + rest, workers, out);
+      }
+    }
+    out.finish(workers);
+    return out;
+  }
+
+  static void take(Part& part, double cost, Workers& workers, Spread& out) {
+    part.worker = workers.worker();
+    part.cost_ns = static_cast<float>(cost);
+    workers.add(cost);
+    out.parts.push_back(part);
+  }
+
+  // Where to cut a unit's keys from `begin` on so that they cost at most `room`, or as little as may
+  // be; 0 where neither part would be long enough.
+  int32_t cut_point(const Unit& unit, int32_t begin, double room) const {
+    const Kind& kind = kinds_[unit.kind];
+    const int32_t tile = kind.tile_kv, end = unit.extent.end;
+    if (end - begin < 2 * int64_t{kind.min_chunk}) return 0;
+    const auto down = [&](int64_t key) {
+      return static_cast<int32_t>(unit.origin + (key - unit.origin) / tile * tile);
+    };
+    const int64_t keys = room > 0 ? static_cast<int64_t>(std::min(
+                                        room / std::max(unit.key_ns, 1e-9), 2147483647.0))
+                                  : 0;
+    const int32_t least = down(int64_t{begin} + kind.min_chunk + tile - 1);
+    const int32_t most = down(int64_t{end} - kind.min_chunk);
+    const int32_t cut = std::min(std::max(down(unit.extent.reach(begin, keys)), least), most);
+    return cut > begin && cut >= least && cut < end ? cut : 0;
+  }
+
+  // Parts that depend on their unit alone.
+  Spread fixed_parts() const {
+    std::vector<Part> parts;
+    std::vector<double> costs;
+    double total = 0, longest = 0;
+    for (const int32_t id : ids_) {
+      const Unit& unit = units_[static_cast<size_t>(id)];
+      const Kind& kind = kinds_[unit.kind];
+      const int32_t split = options_.split_keys[unit.kind];
+      const size_t first = parts.size();
+      Part part{id, 0, unit.extent.begin, unit.extent.end, 0, 0};
+      while (split > 0) {
+        const int64_t next =
+            unit.origin + ((int64_t{part.kv_begin} - unit.origin) / split + 1) * split;
+        if (next >= unit.extent.end) break;
+        part.kv_end = static_cast<int32_t>(next);
+        parts.push_back(part);
+        part.kv_begin = part.kv_end;
+      }
+      part.kv_end = unit.extent.end;
+      parts.push_back(part);
+      const bool writes_state = unit.shared || parts.size() > first + 1;
+      for (size_t i = first; i < parts.size(); ++i) {
+        const int64_t keys = unit.extent.visited(parts[i].kv_begin, parts[i].kv_end);
+        const double cost = kind.item_ns + static_cast<double>(keys) * unit.key_ns +
+                            (writes_state ? state_ns(unit) : 0);
+        costs.push_back(cost);
+        total += cost * heads_;
+        longest = std::max(longest, cost);
+      }
+    }
+    Spread out;
+    Workers workers(num_workers_);
+    for (const int32_t at : longest_first(costs, std::min(longest, 2 * total / num_workers_))) {
+      Part part = parts[static_cast<size_t>(at)];
+      for (part.head = 0; part.head < heads_; ++part.head) {
+        take(part, costs[static_cast<size_t>(at)], workers, out);
+      }
+    }
+    out.finish(workers);
+    return out;
+  }
+
+  const std::vector<Unit>& units_;
+  const std::vector<int32_t>& ids_;
+  const Kind (&kinds_)[2];
+  const PlanOptions& options_;
+  const int32_t heads_, num_workers_;
+  std::vector<int32_t> order_;
+};
+
+// Numbers the parts by unit, head and keys.
+Balance numbered(Spread spread, size_t num_units, int32_t heads, int32_t replicas) {
+  Balance out;
+  out.heads = heads;
+  out.workers = static_cast<int32_t>(spread.load_ns.size());
+  out.replicas = replicas;
+  out.load_ns = std::move(spread.load_ns);
+  const size_t count = spread.parts.size();
+  out.first_part.assign(num_units * static_cast<size_t>(heads) + 1, 0);
+  const auto job = [&](const Part& part) {
+    return static_cast<size_t>(part.unit) * static_cast<size_t>(heads) +
+           static_cast<size_t>(part.head);
+  };
+  for (const Part& part : spread.parts) ++out.first_part[job(part) + 1];
+  std::partial_sum(out.first_part.begin(), out.first_part.end(), out.first_part.begin());
+  std::vector<int32_t> next(out.first_part.begin(), out.first_part.end() - 1);
+  out.parts.resize(count);
+  out.order.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    // A unit's parts were assigned in any order in batch-invariant mode: few enough to insert.
+    size_t at = static_cast<size_t>(next[job(spread.parts[i])]++);
+    out.parts[at] = spread.parts[i];
+  }
+  for (size_t j = 0; j + 1 < out.first_part.size(); ++j) {
+    const auto begin = out.parts.begin() + out.first_part[j];
+    const auto end = out.parts.begin() + out.first_part[j + 1];
+    if (end - begin < 2) continue;
+    std::sort(begin, end,
+              [](const Part& a, const Part& b) { return a.kv_begin < b.kv_begin; });
+  }
+  const auto position = [&](const Part& part) {
+    const auto begin = out.parts.begin() + out.first_part[job(part)];
+    const auto end = out.parts.begin() + out.first_part[job(part) + 1];
+    if (end - begin == 1) return static_cast<int32_t>(begin - out.parts.begin());
+    return static_cast<int32_t>(
+        std::lower_bound(begin, end, part,
+                         [](const Part& a, const Part& b) { return a.kv_begin < b.kv_begin; }) -
+        out.parts.begin());
+  };
+  for (size_t i = 0; i < count; ++i) out.order[i] = position(spread.parts[i]);
+  return out;
+}
+
+}  // namespace
+
+Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2],
+                const PlanOptions& options, int32_t num_workers) {
+  std::vector<int32_t> ids;
+  ids.reserve(units.size());
+  bool per_head = false;
+  for (size_t i = 0; i < units.size(); ++i) {
+    if (units[i].dropped || (kind >= 0 && units[i].kind != kind)) continue;
+    ids.push_back(static_cast<int32_t>(i));
+    per_head |= units[i].head >= 0;
+  }
+  const int32_t all_heads = per_head ? 1 : options.num_kv_heads;
+  const int32_t replicas = per_head ? 1 : std::gcd(all_heads, num_workers);
+  const int32_t heads = all_heads / replicas;
+  Spread spread =
+      Spreader(units, ids, kinds, options, heads, num_workers / replicas).spread();
+  // Few units fill the workers of all heads better than those of one.
+  if (replicas > 1 && spread.critical_ns > kReplicaLoss * spread.mean_ns() &&
+      ids.size() * static_cast<size_t>(all_heads) <= 32 * static_cast<size_t>(num_workers)) {
+    Spread whole = Spreader(units, ids, kinds, options, all_heads, num_workers).spread();
+    if (whole.critical_ns * kReplicaLoss < spread.critical_ns) {
+      return numbered(std::move(whole), units.size(), all_heads, 1);
+    }
+  }
+  return numbered(std::move(spread), units.size(), heads, replicas);
+}
+
+}  // namespace fajit::scheduler

@@ -1,0 +1,43 @@
+// Spreads units over workers: longest first to the least loaded, cut where a worker is full.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "units.h"
+
+namespace fajit::scheduler {
+
+// Keys [begin, end) of a unit and kv head, and who computes them.
+struct Part {
+  int32_t unit, head;  // head: of the replica
+  int32_t kv_begin, kv_end;
+  int32_t worker;      // of the replica
+  float cost_ns;
+};
+
+// Every kv head costs the same, so the heads may be planned as `replicas` equal parts: replica r
+// has kv heads [r * heads, (r + 1) * heads) and workers [r * workers, (r + 1) * workers).
+struct Balance {
+  int32_t heads = 1, workers = 1, replicas = 1;
+  std::vector<Part> parts;          // by unit, head, keys
+  std::vector<int32_t> first_part;  // [units * heads + 1]; units that it was not asked for have none
+  std::vector<int32_t> order;       // part numbers as the workers do them
+  std::vector<double> load_ns;      // [workers]
+
+  int32_t part_of(int64_t unit, int32_t head) const {
+    return first_part[static_cast<size_t>(unit * heads + head % heads)];
+  }
+  int32_t parts_of(int64_t unit, int32_t head) const {
+    const size_t i = static_cast<size_t>(unit * heads + head % heads);
+    return first_part[i + 1] - first_part[i];
+  }
+};
+
+// `kind`: whose units; -1: all, on workers that both kinds share. At most `num_workers` cuts, so at
+// most twice as many partial tiles of units that are not shared; in batch-invariant mode the cuts
+// are those of each unit alone.
+Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2],
+                const PlanOptions& options, int32_t num_workers);
+
+}  // namespace fajit::scheduler

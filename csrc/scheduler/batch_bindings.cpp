@@ -1,0 +1,308 @@
+// Python bindings of batch plans: `_C.BatchLengths`, `_C.BatchPlan`.
+#include <pybind11/stl.h>
+
+#include <array>
+#include <string>
+
+#include "../runtime/params.h"
+#include "../runtime/python_values.h"
+#include "batch_plan.h"
+#include "bindings.h"
+#include "units.h"
+
+namespace py = pybind11;
+
+namespace fajit::scheduler {
+namespace {
+
+using runtime::Items;
+
+int32_t to_int32(py::handle value, const char* name) {
+  return runtime::narrow(runtime::to_int64(value, name), name);
+}
+
+double to_double(py::handle value, const char* name) {
+  const double number = PyFloat_AsDouble(value.ptr());
+  if (number == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " must be a number");
+  }
+  return number;
+}
+
+Items exactly(py::handle tuple, size_t count, const char* name) {
+  Items items(tuple, name);
+  if (items.size() != count) {
+    throw py::value_error(std::string(name) + " must have " + std::to_string(count) +
+                          " entries, got " + std::to_string(items.size()));
+  }
+  return items;
+}
+
+// (address, entries, bytes of an entry); None is an absent array.
+Array read_array(py::handle source, const char* name) {
+  Array array;
+  if (source.is_none()) return array;
+  const Items items = exactly(source, 3, name);
+  array.data = runtime::to_address(items[0]);
+  array.size = runtime::to_int64(items[1], name);
+  array.item_bytes = to_int32(items[2], name);
+  if (array.size < 0 || (array.item_bytes != 4 && array.item_bytes != 8)) {
+    throw py::value_error(std::string(name) + " must be (address, entries, 4 or 8)");
+  }
+  if (array.data == nullptr && array.size > 0) {
+    throw py::value_error(std::string(name) + " has address 0");
+  }
+  // An array without entries is there all the same.
+  static const int64_t none = 0;
+  if (array.data == nullptr) array.data = &none;
+  return array;
+}
+
+StorageArrays read_storage(py::handle source) {
+  const Items items = exactly(source, 5, "storage");
+  StorageArrays storage;
+  storage.kv_indptr = read_array(items[0], "kv_indptr");
+  storage.page_indptr = read_array(items[1], "page_indptr");
+  storage.last_page_len = read_array(items[2], "last_page_len");
+  storage.page_size = to_int32(items[3], "page_size");
+  storage.num_page_indices = runtime::to_int64(items[4], "the number of page indices");
+  return storage;
+}
+
+std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, py::handle q_offset,
+                                      py::handle levels) {
+  std::vector<LevelArrays> level_arrays;
+  const Items level_items(levels, "levels");
+  for (size_t i = 0; i < level_items.size(); ++i) {
+    const py::object level = level_items[i];
+    const Items items = exactly(level, 3, "a level");
+    level_arrays.push_back({read_array(items[0], "q_indptr"), read_array(items[1], "tokens"),
+                            read_storage(items[2])});
+  }
+  return std::make_shared<Lengths>(read_lengths(read_array(q_indptr, "q_indptr"),
+                                                read_storage(storage),
+                                                read_array(q_offset, "q_offset"), level_arrays));
+}
+
+void read_kinds(py::handle source, Kind (&kinds)[2]) {
+  const Items items = exactly(source, 2, "kinds");
+  for (size_t i = 0; i < 2; ++i) {
+    const py::object item = items[i];
+    if (item.is_none()) continue;
+    const Items fields = exactly(item, 9, "a kind");
+    Kind& kind = kinds[i];
+    kind.module = py::cast<std::shared_ptr<runtime::Module>>(fields[0]);
+    kind.tile_q = to_int32(fields[1], "tile_q");
+    kind.row_granule = to_int32(fields[2], "row_granule");
+    kind.tile_kv = to_int32(fields[3], "tile_kv");
+    kind.min_chunk = to_int32(fields[4], "min_chunk");
+    kind.item_ns = to_double(fields[5], "item_ns");
+    kind.load_ns = to_double(fields[6], "load_ns");
+    kind.pair_ns = to_double(fields[7], "pair_ns");
+    kind.state_ns = to_double(fields[8], "state_ns");
+    if (kind.tile_q < 1) throw py::value_error("tile_q of a kind must be positive");
+  }
+}
+
+KeyLists read_lists(py::handle source) {
+  KeyLists lists;
+  if (source.is_none()) return lists;
+  const Items items = exactly(source, 6, "lists");
+  lists.q_block = to_int32(items[0], "q_block");
+  lists.key_block = to_int32(items[1], "key_block");
+  lists.per_head = py::cast<bool>(items[2]);
+  lists.begin = read_array(items[3], "begin");
+  lists.count = read_array(items[4], "count");
+  lists.num_key_blocks = runtime::to_int64(items[5], "num_key_blocks");
+  if (lists.q_block < 1) throw py::value_error("q_block of key lists must be positive");
+  return lists;
+}
+
+Limits read_limits(py::handle source) {
+  if (source.is_none()) return {};
+  std::array<int64_t, 4> values{};
+  runtime::to_int64s(source, 4, values.data(), "limits");
+  for (const int64_t value : values) {
+    if (value < 0) throw py::value_error("limits must not be negative");
+  }
+  if (values[0] == 0) throw py::value_error("limits: max_requests must be positive");
+  return {runtime::narrow(values[0], "max_requests"), runtime::narrow(values[1], "max_q_tokens"),
+          runtime::narrow(values[2], "max_kv_len"), runtime::narrow(values[3], "max_pages")};
+}
+
+PlanOptions read_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim_v,
+                         int32_t few_rows, std::array<int32_t, 2> num_workers, bool share_workers,
+                         bool batch_invariant, std::array<int32_t, 2> split_keys,
+                         py::handle limits, int32_t num_levels) {
+  PlanOptions options;
+  options.num_q_heads = num_q_heads;
+  options.num_kv_heads = num_kv_heads;
+  options.head_dim_v = head_dim_v;
+  options.few_rows = few_rows;
+  options.share_workers = share_workers;
+  options.batch_invariant = batch_invariant;
+  options.limits = read_limits(limits);
+  options.num_levels = num_levels;
+  for (size_t i = 0; i < 2; ++i) {
+    options.num_workers[i] = num_workers[i];
+    options.split_keys[i] = split_keys[i];
+  }
+  return options;
+}
+
+template <class T>
+py::bytes to_bytes(const std::vector<T>& items) {
+  return py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
+}
+
+const KindPlan& kind_at(const BatchPlan& plan, int kind) {
+  if (kind != 0 && kind != 1) throw py::value_error("kind is 0 (prefill) or 1 (few-row)");
+  return plan.kinds[kind];
+}
+
+py::tuple count_kinds(const Lengths& lengths, int32_t group_size, int32_t few_rows,
+                      int32_t q_block) {
+  int64_t counts[2] = {0, 0}, most = 0;
+  for (const int32_t q_len : lengths.q_len) {
+    if (q_len == 0) continue;
+    ++counts[kind_of(q_len, q_block, group_size, few_rows)];
+    most = std::max(most, int64_t{q_len} * group_size);
+  }
+  return py::make_tuple(counts[0], counts[1], most);
+}
+
+void bind_lengths(py::module_& m) {
+  py::class_<Lengths, std::shared_ptr<Lengths>>(m, "BatchLengths")
+      .def(py::init(&make_lengths), py::arg("q_indptr"), py::arg("storage"),
+           py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple())
+      .def_readonly("num_requests", &Lengths::num_requests)
+      .def_readonly("num_groups", &Lengths::num_groups)
+      .def_readonly("num_q_tokens", &Lengths::num_q_tokens)
+      .def_readonly("num_kv_tokens", &Lengths::num_kv_tokens)
+      .def_readonly("num_page_indices", &Lengths::num_page_indices)
+      .def_readonly("max_q_len", &Lengths::max_q_len)
+      .def_readonly("max_kv_len", &Lengths::max_kv_len)
+      .def_readonly("q_len", &Lengths::q_len)
+      .def_readonly("kv_len", &Lengths::kv_len)
+      .def_readonly("q_offset", &Lengths::q_offset)
+      .def_readonly("kv_first", &Lengths::kv_first)
+      .def("block_rows",
+           [](const Lengths& self, int32_t q_block) {
+             if (q_block < 1) throw py::value_error("q_block must be positive");
+             int64_t rows = 0;
+             for (int32_t b = 0; b < self.num_requests; ++b) {
+               rows += (int64_t{self.q_len[static_cast<size_t>(b)]} + q_block - 1) / q_block;
+             }
+             return rows;
+           },
+           py::arg("q_block"))
+      .def("tile_kinds", &count_kinds, py::arg("group_size"), py::arg("few_rows"),
+           py::arg("q_block") = 0);
+}
+
+std::shared_ptr<BatchPlan> make_plan(
+    const std::shared_ptr<Lengths>& lengths, py::handle kinds_source, int32_t num_q_heads,
+    int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
+    std::array<int32_t, 2> num_workers, bool share_workers, py::handle lists_source,
+    bool batch_invariant, std::array<int32_t, 2> split_keys, bool classify,
+    bool mask_is_contiguous, bool mask_reads_request, double merge_ns, py::handle tensors,
+    py::handle layouts, py::handle scalars, const std::string& scalar_kinds, py::handle limits,
+    int32_t num_levels) {
+  Kind kinds[2];
+  read_kinds(kinds_source, kinds);
+  PlanOptions options =
+      read_options(num_q_heads, num_kv_heads, head_dim_v, few_rows, num_workers, share_workers,
+                   batch_invariant, split_keys, limits, num_levels);
+  options.classify = classify;
+  options.mask_is_contiguous = mask_is_contiguous;
+  options.mask_reads_request = mask_reads_request;
+  options.merge_ns = merge_ns;
+  const KeyLists lists = read_lists(lists_source);
+  const runtime::ParamLayouts param_layouts(layouts, scalar_kinds);
+  const runtime::Params params(param_layouts, tensors, scalars);
+  fajit_args args{};
+  args.abi_version = FAJIT_ABI_VERSION;
+  args.args_bytes = sizeof(args);
+  param_layouts.fill_counts(args);
+  params.fill(args);
+  const py::gil_scoped_release no_gil;
+  return std::make_shared<BatchPlan>(plan_batch(*lengths, lists, kinds, options, args));
+}
+
+int64_t workspace_bound(py::handle kinds_source, py::handle limits, int32_t num_q_heads,
+                        int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
+                        std::array<int32_t, 2> num_workers, bool share_workers,
+                        bool batch_invariant, std::array<int32_t, 2> split_keys,
+                        int32_t num_levels, int32_t q_block) {
+  Kind kinds[2];
+  read_kinds(kinds_source, kinds);
+  const PlanOptions options =
+      read_options(num_q_heads, num_kv_heads, head_dim_v, few_rows, num_workers, share_workers,
+                   batch_invariant, split_keys, limits, num_levels);
+  return workspace_bytes(capacity_of(kinds, options, q_block).partial_rows, head_dim_v);
+}
+
+void bind_plan(py::module_& m) {
+  const std::array<int32_t, 2> no_splits{0, 0};
+  const py::tuple none = py::make_tuple();
+  py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(m, "BatchPlan")
+      .def(py::init(&make_plan), py::arg("lengths"), py::arg("kinds"), py::kw_only(),
+           py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim_v"),
+           py::arg("few_rows"), py::arg("num_workers"), py::arg("share_workers") = false,
+           py::arg("lists") = py::none(), py::arg("batch_invariant") = false,
+           py::arg("split_keys") = no_splits, py::arg("classify") = false,
+           py::arg("mask_is_contiguous") = false, py::arg("mask_reads_request") = true,
+           py::arg("merge_ns") = 0.0, py::arg("tensors") = none, py::arg("layouts") = none,
+           py::arg("scalars") = none, py::arg("scalar_kinds") = "",
+           py::arg("limits") = py::none(), py::arg("num_levels") = 0)
+      .def_readonly("workspace_bytes", &BatchPlan::workspace_bytes)
+      .def_readonly("partial_rows", &BatchPlan::partial_rows)
+      .def_readonly("most_splits", &BatchPlan::most_splits)
+      .def_property_readonly("num_merges",
+                             [](const BatchPlan& self) { return self.merge_work.size(); })
+      .def_readonly("total_ns", &BatchPlan::total_ns)
+      .def_readonly("critical_ns", &BatchPlan::critical_ns)
+      .def("work",
+           [](const BatchPlan& self, int kind) { return to_bytes(kind_at(self, kind).work); },
+           py::arg("kind"))
+      .def("worker_indptr",
+           [](const BatchPlan& self, int kind) { return kind_at(self, kind).worker_indptr; },
+           py::arg("kind"))
+      .def("cost_ns",
+           [](const BatchPlan& self, int kind) { return kind_at(self, kind).cost_ns; },
+           py::arg("kind"))
+      .def("load_ns",
+           [](const BatchPlan& self, int kind) { return kind_at(self, kind).load_ns; },
+           py::arg("kind"))
+      .def_property_readonly("merge_work",
+                             [](const BatchPlan& self) { return to_bytes(self.merge_work); })
+      .def_readonly("merge_sources", &BatchPlan::merge_sources)
+      .def_property_readonly("capacity",
+                             [](const BatchPlan& self) {
+                               const Capacity& c = self.capacity;
+                               return py::dict(
+                                   py::arg("requests") = c.requests,
+                                   py::arg("work") = py::make_tuple(c.work[0], c.work[1]),
+                                   py::arg("merge_work") = c.merge_work,
+                                   py::arg("merge_sources") = c.merge_sources,
+                                   py::arg("row_tokens") = c.row_tokens,
+                                   py::arg("partial_rows") = c.partial_rows,
+                                   py::arg("max_merge_rows") = c.max_merge_rows);
+                             })
+      .def_static("workspace_bound", &workspace_bound, py::arg("kinds"), py::arg("limits"),
+                  py::kw_only(), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+                  py::arg("head_dim_v"), py::arg("few_rows"), py::arg("num_workers"),
+                  py::arg("share_workers") = false, py::arg("batch_invariant") = false,
+                  py::arg("split_keys") = no_splits, py::arg("num_levels") = 0,
+                  py::arg("q_block") = 0);
+}
+
+}  // namespace
+
+void bind_batch_plans(py::module_& m) {
+  bind_lengths(m);
+  bind_plan(m);
+}
+
+}  // namespace fajit::scheduler

@@ -1,0 +1,221 @@
+#include "batch_plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "balance.h"
+#include "merges.h"
+#include "segments.h"
+#include "units.h"
+
+namespace fajit::scheduler {
+namespace {
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+// The first request at which the running sum of `lengths` is above `most`; -1 for none.
+int64_t first_above(const std::vector<int32_t>& lengths, int64_t most, int32_t count) {
+  int64_t sum = 0;
+  for (int32_t b = 0; b < count; ++b) {
+    if ((sum += lengths[static_cast<size_t>(b)]) > most) return b;
+  }
+  return -1;
+}
+
+void check_limits(const Lengths& l, const PlanOptions& o) {
+  const Limits& most = o.limits;
+  if (l.num_requests > most.max_requests) {
+    fail("the batch has " + number(l.num_requests) + " requests, the limits allow max_requests=" +
+         number(most.max_requests) + ": request " + number(most.max_requests) +
+         " is the first beyond them");
+  }
+  if (l.num_q_tokens > most.max_q_tokens) {
+    fail("the batch has " + number(l.num_q_tokens) +
+         " query tokens, the limits allow max_q_tokens=" + number(most.max_q_tokens) +
+         ": request " + number(first_above(l.q_len, most.max_q_tokens, l.num_requests)) +
+         " goes beyond them");
+  }
+  for (int32_t b = 0; b < l.num_requests; ++b) {
+    const int32_t kv_len = l.kv_len[static_cast<size_t>(b)];
+    if (kv_len <= most.max_kv_len) continue;
+    fail("request " + number(b) + " has kv_len=" + number(kv_len) +
+         ", the limits allow max_kv_len=" + number(most.max_kv_len));
+  }
+  if (l.page_size > 0 && l.num_page_indices > most.max_pages) {
+    int64_t b = 0;
+    while (b < l.num_requests && l.page_indptr[static_cast<size_t>(b) + 1] <= most.max_pages) ++b;
+    fail("the batch has " + number(l.num_page_indices) +
+         " pages, the limits allow max_pages=" + number(most.max_pages) + ": " +
+         (b < l.num_requests ? "request " + number(b) : "its shared levels") +
+         " goes beyond them");
+  }
+  const int64_t groups = int64_t{most.max_requests} * o.num_levels;
+  if (l.num_groups > groups) {
+    fail("the batch has " + number(l.num_groups) + " groups of shared keys, the limits allow " +
+         number(groups) + ": max_requests=" + number(most.max_requests) + " on each of " +
+         number(o.num_levels) + " levels");
+  }
+}
+
+// The limits bound what a plan has, unless its lists or levels are of a form nobody needs.
+void check_capacity(const BatchPlan& plan) {
+  const Capacity& most = plan.capacity;
+  const auto check = [](int64_t has, int64_t allowed, const char* what) {
+    if (has <= allowed) return;
+    fail("the plan has " + number(has) + " " + what + ", its limits allow " + number(allowed) +
+         ": key lists may not be longer than max_kv_len, nor the tokens of a request be spread "
+         "over many groups of a level");
+  };
+  check(static_cast<int64_t>(plan.kinds[0].work.size()), most.work[0], "prefill items");
+  check(static_cast<int64_t>(plan.kinds[1].work.size()), most.work[1], "few-row items");
+  check(static_cast<int64_t>(plan.merge_work.size()), most.merge_work, "merge items");
+  check(static_cast<int64_t>(plan.merge_sources.size()), most.merge_sources, "merge sources");
+  check(plan.partial_rows, most.partial_rows, "partial rows");
+}
+
+// The work of `kind` out of a balance of its units, or of the units of both kinds.
+KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& balance,
+                   const PartialRows& rows, int32_t group_size) {
+  const auto is_ours = [&](const Part& part) {
+    return units[static_cast<size_t>(part.unit)].kind == kind;
+  };
+  const size_t workers = static_cast<size_t>(balance.workers * balance.replicas);
+  KindPlan plan;
+  plan.worker_indptr.assign(workers + 1, 0);
+  plan.load_ns.assign(workers, 0.0f);
+  for (const Part& part : balance.parts) {
+    if (!is_ours(part)) continue;
+    for (int32_t r = 0; r < balance.replicas; ++r) {
+      const size_t worker = static_cast<size_t>(r * balance.workers + part.worker);
+      ++plan.worker_indptr[worker + 1];
+      plan.load_ns[worker] += part.cost_ns;
+    }
+  }
+  for (size_t w = 0; w < workers; ++w) plan.worker_indptr[w + 1] += plan.worker_indptr[w];
+  plan.work.resize(static_cast<size_t>(plan.worker_indptr[workers]));
+  plan.cost_ns.resize(plan.work.size());
+  std::vector<int32_t> next(plan.worker_indptr.begin(), plan.worker_indptr.end() - 1);
+  for (const int32_t id : balance.order) {
+    const Part& part = balance.parts[static_cast<size_t>(id)];
+    if (!is_ours(part)) continue;
+    const Unit& unit = units[static_cast<size_t>(part.unit)];
+    const int32_t index = id - balance.part_of(part.unit, part.head);  // among the unit's parts
+    for (int32_t r = 0; r < balance.replicas; ++r) {
+      const int32_t head = unit.head >= 0 ? unit.head : r * balance.heads + part.head;
+      const int32_t first = rows.first(static_cast<size_t>(part.unit), head);
+      const size_t at = static_cast<size_t>(
+          next[static_cast<size_t>(r * balance.workers + part.worker)]++);
+      plan.work[at] = {unit.entity,   head * group_size, group_size,  unit.row_begin,
+                       unit.row_end,  part.kv_begin,     part.kv_end,
+                       first < 0 ? -1 : first + index * unit.rows()};
+      plan.cost_ns[at] = part.cost_ns;
+    }
+  }
+  return plan;
+}
+
+void sum_loads(const PlanOptions& options, BatchPlan& plan) {
+  double longest[2] = {0, 0}, together = 0;
+  for (size_t w = 0; w < plan.kinds[0].load_ns.size() || w < plan.kinds[1].load_ns.size(); ++w) {
+    double both = 0;
+    for (int kind = 0; kind < 2; ++kind) {
+      if (w >= plan.kinds[kind].load_ns.size()) continue;
+      const double load = plan.kinds[kind].load_ns[w];
+      longest[kind] = std::max(longest[kind], load);
+      both += load;
+    }
+    plan.total_ns += both;
+    together = std::max(together, both);
+  }
+  plan.critical_ns = options.share_workers ? together : longest[0] + longest[1];
+}
+
+void check_options(const Kind (&kinds)[2], const PlanOptions& o) {
+  if (o.num_kv_heads < 1 || o.num_q_heads < 1 || o.num_q_heads % o.num_kv_heads != 0) {
+    fail("num_kv_heads=" + number(o.num_kv_heads) + " does not divide num_q_heads=" +
+         number(o.num_q_heads));
+  }
+  if (o.num_workers[0] < 1 || o.num_workers[1] < 1) fail("num_workers must be positive");
+  if (o.share_workers && o.num_workers[0] != o.num_workers[1]) {
+    fail("num_workers " + number(o.num_workers[0]) + " and " + number(o.num_workers[1]) +
+         " differ, but both kinds share them");
+  }
+  for (int k = 0; k < 2; ++k) {
+    const Kind& kind = kinds[k];
+    if (kind.tile_q == 0) continue;
+    if (kind.tile_q < 1 || kind.row_granule < 1 || kind.tile_kv < 1 || kind.min_chunk < 1) {
+      fail("tile_q, row_granule, tile_kv and min_chunk of a kind must be positive");
+    }
+    if (!(kind.item_ns >= 0 && kind.load_ns >= 0 && kind.pair_ns >= 0 && kind.state_ns >= 0)) {
+      fail("costs of a kind must not be negative");
+    }
+    if (o.split_keys[k] < 0) fail("split_keys must not be negative");
+  }
+}
+
+}  // namespace
+
+BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
+                     const PlanOptions& options, const fajit_args& mask_args) {
+  check_options(kinds, options);
+  const bool has_limits = options.limits.max_requests > 0;
+  if (has_limits) check_limits(lengths, options);
+  fajit_args args = mask_args;
+  args.num_requests = lengths.num_requests;
+  args.num_q_heads = options.num_q_heads;
+  args.num_kv_heads = options.num_kv_heads;
+  args.head_dim_v = options.head_dim_v;
+  args.q_len = lengths.q_len.data();
+  args.kv_len = lengths.kv_len.data();
+  args.q_row0 = lengths.q_row0.data();
+  args.kv_row0 = lengths.kv_row0.data();
+  args.q_offset = lengths.q_offset.data();
+  args.q_token0 = lengths.q_token0.data();
+  args.kv_token0 = lengths.kv_token0.data();
+
+  std::vector<Unit> units = make_units(lengths, lists, kinds, options, args);
+  const int32_t group_size = options.num_q_heads / options.num_kv_heads;
+  Segments segments;
+  if (lengths.num_groups > 0) segments = make_segments(lengths, group_size, units);
+
+  BatchPlan plan;
+  Balance balance_of[2];
+  Balances balances{{&balance_of[0], &balance_of[options.share_workers ? 0 : 1]}};
+  balance_of[0] =
+      balance(units, options.share_workers ? -1 : 0, kinds, options, options.num_workers[0]);
+  if (!options.share_workers) {
+    balance_of[1] = balance(units, 1, kinds, options, options.num_workers[1]);
+  }
+  const PartialRows rows(units, balances, options.num_kv_heads);
+  plan.partial_rows = rows.count();
+  make_merges(units, balances, rows, lengths.num_groups > 0 ? &segments : nullptr, options, plan);
+  for (int kind = 0; kind < 2; ++kind) {
+    plan.kinds[kind] = make_kind(kind, units, *balances.of_kind[kind], rows, group_size);
+  }
+  sum_loads(options, plan);
+
+  if (has_limits) {
+    plan.has_limits = true;
+    plan.capacity = capacity_of(kinds, options, lists.q_block);
+    check_capacity(plan);
+    plan.max_merge_rows = plan.capacity.max_merge_rows;
+  } else {
+    Capacity& c = plan.capacity;
+    c.requests = static_cast<int64_t>(lengths.q_len.size());
+    for (int kind = 0; kind < 2; ++kind) {
+      c.work[kind] = static_cast<int64_t>(plan.kinds[kind].work.size());
+    }
+    c.merge_work = static_cast<int64_t>(plan.merge_work.size());
+    c.merge_sources = static_cast<int64_t>(plan.merge_sources.size());
+    c.row_tokens = static_cast<int64_t>(lengths.row_token.size());
+    c.partial_rows = plan.partial_rows;
+    c.max_merge_rows = plan.max_merge_rows;
+  }
+  plan.workspace_bytes = workspace_bytes(plan.capacity.partial_rows, options.head_dim_v);
+  return plan;
+}
+
+}  // namespace fajit::scheduler

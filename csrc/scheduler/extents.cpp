@@ -1,0 +1,172 @@
+#include "extents.h"
+
+#include <algorithm>
+
+namespace fajit::scheduler {
+namespace {
+
+constexpr int32_t kMostCells = 64;
+constexpr int64_t kEvaluations = 8192;  // cells of all tiles of a plan together: well under 1 ms
+constexpr size_t kKnown = 256;          // a power of two
+
+// The largest index in [0, count] for which `holds`, which is true at 0 and, where it is true, at
+// every smaller index. `guess` costs two evaluations where it is right, one where it is `count`.
+template <class Holds>
+int32_t last_true(int32_t count, int32_t guess, const Holds& holds) {
+  int32_t low = 0, high = count + 1;  // holds(low), not holds(high)
+  guess = std::clamp(guess, 0, count);
+  if (guess > 0) (holds(guess) ? low : high) = guess;
+  for (int32_t step = 1; high == count + 1 && low < count; step *= 2) {
+    const int32_t next = static_cast<int32_t>(std::min<int64_t>(int64_t{low} + step, count));
+    (holds(next) ? low : high) = next;
+  }
+  for (int32_t step = 1; low == 0 && high > 1 && high <= count; step *= 2) {
+    const int32_t next = std::max(high - step, 0);
+    if (next == 0) break;
+    (holds(next) ? low : high) = next;
+  }
+  while (high - low > 1) {
+    const int32_t middle = low + (high - low) / 2;
+    (holds(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
+
+}  // namespace
+
+int64_t Extent::visited(int32_t from, int32_t to) const {
+  if (cell == 0) return to - from;
+  int64_t sum = 0;
+  for (int32_t at = from; at < to;) {
+    const int32_t i = (at - base) / cell, next = std::min(to, base + (i + 1) * cell);
+    if (cells >> i & 1) sum += next - at;
+    at = next;
+  }
+  return sum;
+}
+
+int32_t Extent::reach(int32_t from, int64_t keys) const {
+  if (cell == 0) return static_cast<int32_t>(std::min<int64_t>(end, from + keys));
+  int32_t at = from;
+  while (at < end) {
+    const int32_t i = (at - base) / cell, next = std::min(end, base + (i + 1) * cell);
+    if (cells >> i & 1) {
+      if (keys < next - at) return static_cast<int32_t>(at + keys);
+      keys -= next - at;
+    }
+    at = next;
+  }
+  return end;
+}
+
+MaskExtents::MaskExtents(const runtime::Module* module, const fajit_args& args,
+                         const PlanOptions& options, int64_t num_tiles)
+    : module_(module),
+      contiguous_(options.mask_is_contiguous),
+      reads_request_(options.mask_reads_request),
+      num_requests_(args.num_requests) {
+  call_.args = &args;
+  call_.head_end = args.num_q_heads;
+  const int64_t cells = options.batch_invariant ? kMostCells : kEvaluations / (num_tiles + 1);
+  most_cells_ = static_cast<int32_t>(std::clamp<int64_t>(cells, 4, kMostCells));
+  if (module != nullptr && !reads_request_) known_.resize(kKnown);
+}
+
+bool MaskExtents::is_empty(int32_t from, int32_t to) {
+  uint8_t state = FAJIT_TILE_PARTIAL;
+  call_.kv_begin = from;
+  call_.kv_end = to;
+  call_.tile_kv = to - from;
+  call_.states = &state;
+  if (module_->classify(call_) != FAJIT_OK) failed_ = true;
+  return state == FAJIT_TILE_EMPTY;
+}
+
+Extent MaskExtents::of(int32_t entity, int32_t first, int32_t last, int32_t begin, int32_t end,
+                       int32_t tile_kv) {
+  if (begin >= end) return {begin, begin, 0, 0, 0};
+  // The rows of a group are of several requests.
+  if (module_ == nullptr || failed_ || (reads_request_ && entity >= num_requests_)) {
+    return {begin, end, 0, 0, 0};
+  }
+  Known* known = nullptr;
+  if (!known_.empty()) {
+    const uint32_t hash = (static_cast<uint32_t>(last) * 0x9E3779B1u) ^
+                          (static_cast<uint32_t>(end) * 0x85EBCA77u) ^
+                          (static_cast<uint32_t>(first) * 0xC2B2AE3Du);
+    known = &known_[hash >> 24 & (kKnown - 1)];
+    if (known->first == first && known->last == last && known->begin == begin &&
+        known->end == end) {
+      return known->extent;
+    }
+  }
+  call_.request = reads_request_ ? entity : 0;
+  call_.q_begin = first;
+  call_.q_end = last + 1;
+  call_.tile_q = last + 1 - first;
+  Extent extent = contiguous_ ? search(begin, end, tile_kv) : by_cells(begin, end, tile_kv);
+  if (failed_) return {begin, end, 0, 0, 0};
+  if (known != nullptr) *known = {first, last, begin, end, extent};
+  return extent;
+}
+
+Extent MaskExtents::search(int32_t begin, int32_t end, int32_t tile_kv) {
+  // Borders: `begin`, then multiples of tile_kv, then `end`.
+  const int32_t first_tile = begin / tile_kv, count = ceil_div(end, tile_kv) - first_tile;
+  const auto border = [&](int32_t i) {
+    if (i == 0) return begin;
+    return i == count ? end : (first_tile + i) * tile_kv;
+  };
+  const auto index_of = [&](int64_t key) {
+    return static_cast<int32_t>(
+        std::clamp<int64_t>(key / tile_kv - first_tile, 0, count));
+  };
+  // Where the last hull touched an end, this one most likely does: one evaluation shows it.
+  int32_t guess = low_at_begin_ ? 0 : index_of(int64_t{call_.q_begin} + low_from_first_);
+  const int32_t low =
+      last_true(count, guess, [&](int32_t i) { return is_empty(begin, border(i)); });
+  if (low == count) return {begin, begin, 0, 0, 0};
+  const int32_t most = count - low - 1;  // borders that the end can move past
+  if (high_at_end_ && (most == 0 || !is_empty(border(count - 1), end))) {
+    guess = -1;
+  } else {
+    guess = count - index_of(int64_t{call_.q_end} - 1 + high_from_last_ + tile_kv - 1);
+  }
+  const int32_t moved =
+      guess < 0 ? 0 : last_true(most, guess, [&](int32_t i) {
+        return is_empty(border(count - i), end);
+      });
+  const Extent found{border(low), border(count - moved), 0, 0, 0};
+  low_at_begin_ = low == 0;
+  high_at_end_ = moved == 0;
+  if (low > 0) low_from_first_ = found.begin - call_.q_begin;
+  if (moved > 0) high_from_last_ = found.end - (call_.q_end - 1);
+  return found;
+}
+
+Extent MaskExtents::by_cells(int32_t begin, int32_t end, int32_t tile_kv) {
+  const int32_t base = begin / tile_kv * tile_kv;
+  const int32_t cell = ceil_div(ceil_div(int64_t{end} - base, most_cells_), tile_kv) * tile_kv;
+  const int32_t count = ceil_div(int64_t{end} - base, cell);
+  uint8_t states[kMostCells];
+  call_.kv_begin = base;
+  call_.kv_end = end;
+  call_.tile_kv = cell;
+  call_.states = states;
+  if (module_->classify(call_) != FAJIT_OK) {
+    failed_ = true;
+    return {};
+  }
+  Extent extent{begin, begin, base, cell, 0};
+  for (int32_t i = 0; i < count; ++i) {
+    if (states[i] == FAJIT_TILE_EMPTY) continue;
+    if (extent.cells == 0) extent.begin = std::max(begin, base + i * cell);
+    extent.end = std::min(end, base + (i + 1) * cell);
+    extent.cells |= uint64_t{1} << i;
+  }
+  return extent;
+}
+
+}  // namespace fajit::scheduler

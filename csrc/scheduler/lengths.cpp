@@ -1,0 +1,344 @@
+// Reads and checks the lengths of a batch: requests, then groups of shared keys.
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "batch_plan.h"
+
+namespace fajit::scheduler {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+int64_t at(const Array& array, int64_t i) {
+  if (array.item_bytes == 8) return static_cast<const int64_t*>(array.data)[i];
+  return static_cast<const int32_t*>(array.data)[i];
+}
+
+// Whose arrays are read: the requests', or a level's, whose entries are groups.
+struct Owner {
+  int64_t level = -1;
+
+  std::string array(const char* name) const {
+    return level < 0 ? name : std::string(name) + " of level " + number(level);
+  }
+  std::string entry(int64_t i) const {
+    return level < 0 ? "request " + number(i) : "group " + number(i) + " of level " + number(level);
+  }
+};
+
+// `array` as int32 from 0 on, ascending. `what` is counted by it.
+std::vector<int32_t> read_indptr(const Array& array, const char* name, const Owner& owner,
+                                 const char* what) {
+  if (array.data == nullptr || array.size < 1) {
+    fail(owner.array(name) + " has " + number(array.size) +
+         " entries; it needs one more than there are " +
+         (owner.level < 0 ? "requests" : "groups") + ", and starts with 0");
+  }
+  if (at(array, 0) != 0) {
+    fail(owner.array(name) + "[0]=" + number(at(array, 0)) +
+         " must be 0: pass the " + what + " from the first " +
+         (owner.level < 0 ? "request" : "group") + " on");
+  }
+  std::vector<int32_t> out(static_cast<size_t>(array.size));
+  int64_t before = 0;
+  for (int64_t i = 1; i < array.size; ++i) {
+    const int64_t value = at(array, i);
+    if (value < before) {
+      fail(owner.array(name) + " descends at " + owner.entry(i - 1) + ", from " + number(before) +
+           " to " + number(value) + ": it must be the running sum of the " + what);
+    }
+    if (value > kMost) {
+      fail(owner.array(name) + " reaches " + number(value) + " at " + owner.entry(i - 1) +
+           ", which does not fit 32 bits: plan fewer requests at once");
+    }
+    out[static_cast<size_t>(i)] = static_cast<int32_t>(value);
+    before = value;
+  }
+  return out;
+}
+
+void require_count(const Array& array, const char* name, int64_t count, const Owner& owner) {
+  if (array.size != count || (array.data == nullptr && count > 0)) {
+    fail(owner.array(name) + " has " + number(array.size) + " entries for " + number(count) +
+         (owner.level < 0 ? " requests" : " groups") + " of q_indptr");
+  }
+}
+
+void require_indptr_count(const Array& array, const char* name, int64_t count,
+                          const Owner& owner) {
+  if (array.size != count + 1) {
+    fail(owner.array(name) + " has " + number(array.size) + " entries; q_indptr is of " +
+         number(count) + (owner.level < 0 ? " requests" : " groups") + ", so it needs " +
+         number(count + 1));
+  }
+}
+
+class Reader {
+ public:
+  explicit Reader(Lengths& lengths) : out_(lengths) {}
+
+  // Appends lengths and places of the keys of `count` requests or groups.
+  void read_storage(const StorageArrays& storage, int64_t count, const Owner& owner) {
+    if (owner.level < 0) {
+      out_.page_size = storage.page_size;
+    } else if (storage.page_size != out_.page_size) {
+      fail("level " + number(owner.level) + " has " + described(storage.page_size) +
+           ", the requests have " + described(out_.page_size) +
+           ": keys of all levels lie in one storage");
+    }
+    if (storage.page_size < 0) {
+      fail("page_size=" + number(storage.page_size) + " must be positive");
+    }
+    storage.page_size > 0 ? read_pages(storage, count, owner) : read_ragged(storage, count, owner);
+  }
+
+  // Ragged k and v hold the keys of level 0, 1, ..., then those of the requests.
+  void put_levels_first(int64_t request_keys) {
+    if (out_.page_size > 0) return;
+    const int32_t ahead = static_cast<int32_t>(out_.num_kv_tokens - request_keys);
+    for (size_t i = 0; i < out_.kv_row0.size(); ++i) {
+      out_.kv_row0[i] += i < static_cast<size_t>(out_.num_requests)
+                             ? ahead
+                             : -static_cast<int32_t>(request_keys);
+    }
+  }
+
+ private:
+  static std::string described(int32_t page_size) {
+    return page_size > 0 ? "pages of " + number(page_size) : "ragged keys";
+  }
+
+  void read_ragged(const StorageArrays& storage, int64_t count, const Owner& owner) {
+    const std::vector<int32_t> indptr =
+        read_indptr(storage.kv_indptr, "kv_indptr", owner, "key counts");
+    require_indptr_count(storage.kv_indptr, "kv_indptr", count, owner);
+    // Levels follow the requests here; see put_levels_first.
+    for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+      out_.kv_len.push_back(indptr[i + 1] - indptr[i]);
+      const int64_t row0 = out_.num_kv_tokens + indptr[i];
+      if (row0 + out_.kv_len.back() > kMost) {
+        fail(owner.entry(static_cast<int64_t>(i)) + " ends at row " +
+             number(row0 + out_.kv_len.back()) + " of k and v, which does not fit 32 bits");
+      }
+      out_.kv_row0.push_back(static_cast<int32_t>(row0));
+    }
+    out_.num_kv_tokens += indptr.back();
+  }
+
+  void read_pages(const StorageArrays& storage, int64_t count, const Owner& owner) {
+    const std::vector<int32_t> indptr =
+        read_indptr(storage.page_indptr, "page_indptr", owner, "page counts");
+    require_indptr_count(storage.page_indptr, "page_indptr", count, owner);
+    require_count(storage.last_page_len, "last_page_len", count, owner);
+    if (indptr.back() > storage.num_page_indices) {
+      fail(owner.array("page_indptr") + " ends at " + number(indptr.back()) + ", but " +
+           owner.array("page_indices") + " has " + number(storage.num_page_indices) + " entries");
+    }
+    const int64_t base = out_.num_page_indices;
+    if (base + indptr.back() > kMost) {
+      fail(owner.array("page_indptr") + " ends at page " + number(base + indptr.back()) +
+           " of all levels, which does not fit 32 bits");
+    }
+    if (out_.page_indptr.empty()) out_.page_indptr.push_back(0);
+    for (int64_t i = 0; i < count; ++i) {
+      const size_t n = static_cast<size_t>(i);
+      const int64_t pages = indptr[n + 1] - indptr[n];
+      const int64_t last = at(storage.last_page_len, i);
+      if (last < (pages > 0 ? 1 : 0) || last > storage.page_size) {
+        fail(owner.array("last_page_len") + "[" + number(i) + "]=" + number(last) + ": " +
+             owner.entry(i) + " has " + number(pages) + " pages, so it must be " +
+             (pages > 0 ? "1" : "0") + " to page_size=" + number(storage.page_size));
+      }
+      const int64_t kv_len = pages > 0 ? (pages - 1) * storage.page_size + last : 0;
+      if (kv_len > kMost) {
+        fail(owner.entry(i) + " has " + number(kv_len) + " keys, which do not fit 32 bits");
+      }
+      out_.kv_len.push_back(static_cast<int32_t>(kv_len));
+      out_.kv_row0.push_back(0);
+      out_.page_indptr.push_back(static_cast<int32_t>(base + indptr[n + 1]));
+    }
+    out_.num_page_indices = base + indptr.back();
+  }
+
+  Lengths& out_;
+};
+
+// Tokens of the groups of levels, outer to inner.
+class Groups {
+ public:
+  explicit Groups(Lengths& lengths)
+      : out_(lengths),
+        keys_before_(static_cast<size_t>(lengths.num_q_tokens), 0),
+        level_of_(static_cast<size_t>(lengths.num_q_tokens), -1),
+        group_of_(static_cast<size_t>(lengths.num_requests), -1) {}
+
+  // The groups' entries of q_len and q_row0; their own keys are the last kv_len of the lengths.
+  void read_tokens(const LevelArrays& level, const std::vector<int32_t>& indptr,
+                   const Owner& owner, size_t first_kv_len) {
+    const bool listed = level.tokens.data != nullptr;
+    const int64_t entries = listed ? level.tokens.size : out_.num_q_tokens;
+    if (indptr.back() > entries) {
+      fail(owner.array("q_indptr") + " ends at " + number(indptr.back()) + ", but there are " +
+           number(entries) + (listed ? " entries of " + owner.array("tokens") : " packed tokens"));
+    }
+    const int64_t base = listed ? static_cast<int64_t>(out_.row_token.size()) : 0;
+    if (base + indptr.back() > kMost) {
+      fail(owner.array("tokens") + " has too many entries to fit 32 bits");
+    }
+    for (size_t g = 0; g + 1 < indptr.size(); ++g) {
+      const int32_t begin = indptr[g], end = indptr[g + 1];
+      const std::string name = owner.entry(static_cast<int64_t>(g));
+      const int32_t keys = out_.kv_len[first_kv_len + g];
+      int32_t before = 0, last_token = -1, last_request = -1;
+      for (int32_t e = begin; e < end; ++e) {
+        const int64_t token = listed ? at(level.tokens, e) : e;
+        if (token < 0 || token >= out_.num_q_tokens) {
+          fail(owner.array("tokens") + "[" + number(e) + "]=" + number(token) + " in " + name +
+               " is none of the " + number(out_.num_q_tokens) + " packed tokens of q_indptr");
+        }
+        const size_t t = static_cast<size_t>(token);
+        const int32_t request = out_.row_request[t];
+        check_order(token, request, last_token, last_request, stamp_, name, owner);
+        if (level_of_[t] == owner.level) {
+          fail("token " + number(token) + " of request " + number(request) + " is in " + name +
+               " and in an earlier group of the level: a token has one group a level");
+        }
+        if (e == begin) before = keys_before_[t];
+        if (keys_before_[t] != before) {
+          fail(name + ": its first token has " + number(before) + " keys in outer levels, token " +
+               number(token) + " of request " + number(request) + " has " +
+               number(keys_before_[t]) + "; the tokens of a group must have equally many");
+        }
+        if (int64_t{before} + keys > kMost) {
+          fail(name + " has " + number(int64_t{before} + keys) +
+               " keys with those of outer levels, which do not fit 32 bits");
+        }
+        level_of_[t] = static_cast<int32_t>(owner.level);
+        keys_before_[t] = before + keys;
+        last_token = static_cast<int32_t>(token);
+        last_request = request;
+        if (listed) out_.row_token.push_back(last_token);
+      }
+      out_.q_len.push_back(end - begin);
+      out_.q_row0.push_back(static_cast<int32_t>(base) + begin);
+      out_.kv_first.push_back(before);
+      out_.kv_len[first_kv_len + g] = before + keys;
+      ++stamp_;
+    }
+  }
+
+  // Keys of outer levels of a request's tokens, which are equally many.
+  int32_t keys_before(int32_t request) const {
+    const size_t begin = static_cast<size_t>(out_.q_row0[static_cast<size_t>(request)]);
+    const size_t end = begin + static_cast<size_t>(out_.q_len[static_cast<size_t>(request)]);
+    if (begin == end) return 0;
+    for (size_t t = begin + 1; t < end; ++t) {
+      if (keys_before_[t] == keys_before_[begin]) continue;
+      fail("request " + number(request) + ": its first token has " + number(keys_before_[begin]) +
+           " keys in shared levels, token " + number(static_cast<int64_t>(t)) + " has " +
+           number(keys_before_[t]) + "; the tokens of a request must have equally many");
+    }
+    return keys_before_[begin];
+  }
+
+ private:
+  // Tokens of a request follow one another in a group, so that its rows are one run.
+  void check_order(int64_t token, int32_t request, int32_t last_token, int32_t last_request,
+                   int32_t stamp, const std::string& name, const Owner& owner) {
+    int32_t& seen = group_of_[static_cast<size_t>(request)];
+    const bool follows = request == last_request ? token == int64_t{last_token} + 1 : seen != stamp;
+    if (!follows) {
+      fail(owner.array("tokens") + ": the tokens of request " + number(request) + " in " + name +
+           " must follow one another in ascending order, token " + number(token) + " does not");
+    }
+    seen = stamp;
+  }
+
+  Lengths& out_;
+  std::vector<int32_t> keys_before_, level_of_;  // of tokens
+  std::vector<int32_t> group_of_;                // of requests: the last group that had its tokens
+  int32_t stamp_ = 0;
+};
+
+}  // namespace
+
+Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
+                     const std::vector<LevelArrays>& levels) {
+  Lengths out;
+  const Owner requests;
+  const std::vector<int32_t> q = read_indptr(q_indptr, "q_indptr", requests, "query counts");
+  const int64_t count = q_indptr.size - 1;
+  out.num_requests = static_cast<int32_t>(count);
+  out.num_q_tokens = q.back();
+  if (q_offset.data != nullptr || q_offset.size > 0) {
+    require_count(q_offset, "q_offset", count, requests);
+  }
+  Reader reader(out);
+  reader.read_storage(storage, count, requests);
+  const int64_t request_keys = out.num_kv_tokens;
+  out.q_row0.assign(q.begin(), q.end() - 1);
+  for (size_t b = 0; b + 1 < q.size(); ++b) out.q_len.push_back(q[b + 1] - q[b]);
+  out.kv_first.assign(static_cast<size_t>(count), 0);
+
+  if (!levels.empty()) {
+    out.row_request.resize(static_cast<size_t>(out.num_q_tokens));
+    for (int32_t b = 0; b < out.num_requests; ++b) {
+      const size_t i = static_cast<size_t>(b);
+      std::fill(out.row_request.begin() + q[i], out.row_request.begin() + q[i + 1], b);
+    }
+    const bool listed = std::any_of(levels.begin(), levels.end(), [](const LevelArrays& level) {
+      return level.tokens.data != nullptr;
+    });
+    if (listed) {
+      out.row_token.resize(static_cast<size_t>(out.num_q_tokens));
+      for (size_t t = 0; t < out.row_token.size(); ++t) out.row_token[t] = static_cast<int32_t>(t);
+    }
+    Groups groups(out);
+    for (size_t l = 0; l < levels.size(); ++l) {
+      const Owner owner{static_cast<int64_t>(l)};
+      const std::vector<int32_t> indptr =
+          read_indptr(levels[l].q_indptr, "q_indptr", owner, "token counts");
+      const size_t first = out.kv_len.size();
+      reader.read_storage(levels[l].storage, levels[l].q_indptr.size - 1, owner);
+      groups.read_tokens(levels[l], indptr, owner, first);
+    }
+    reader.put_levels_first(request_keys);
+    for (int32_t b = 0; b < out.num_requests; ++b) {
+      const size_t i = static_cast<size_t>(b);
+      const int64_t keys = int64_t{out.kv_len[i]} + (out.kv_first[i] = groups.keys_before(b));
+      if (keys > kMost) {
+        fail("request " + number(b) + " has " + number(keys) + " keys, which do not fit 32 bits");
+      }
+      out.kv_len[i] = static_cast<int32_t>(keys);
+    }
+  }
+  out.num_groups = static_cast<int32_t>(out.q_len.size()) - out.num_requests;
+
+  const size_t all = out.q_len.size();
+  out.q_offset.assign(all, 0);
+  out.kv_token0.assign(all, 0);
+  out.q_token0 = out.q_row0;
+  for (size_t i = 0; i < all; ++i) {
+    if (i < static_cast<size_t>(count)) {
+      const int64_t offset = q_offset.data != nullptr ? at(q_offset, static_cast<int64_t>(i))
+                                                      : int64_t{out.kv_len[i]} - out.q_len[i];
+      if (offset < -kMost || offset + out.q_len[i] > kMost) {
+        fail("q_offset[" + number(static_cast<int64_t>(i)) + "]=" + number(offset) +
+             ": the positions of its " + number(out.q_len[i]) + " queries do not fit 32 bits");
+      }
+      out.q_offset[i] = static_cast<int32_t>(offset);
+    }
+    if (out.page_size == 0) out.kv_token0[i] = out.kv_row0[i] - out.kv_first[i];
+    out.max_q_len = std::max(out.max_q_len, out.q_len[i]);
+    out.max_kv_len = std::max(out.max_kv_len, out.kv_len[i]);
+  }
+  return out;
+}
+
+}  // namespace fajit::scheduler

@@ -1,0 +1,247 @@
+#include "units.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace fajit::scheduler {
+namespace {
+
+// Rows of a request over which one hull is searched: a finer one would cost more than it tells.
+constexpr int32_t kHullsARequest = 32;
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
+int32_t round_up(int64_t a, int32_t b) { return ceil_div(a, b) * b; }
+
+int64_t at(const Array& array, int64_t i) {
+  if (array.item_bytes == 8) return static_cast<const int64_t*>(array.data)[i];
+  return static_cast<const int32_t*>(array.data)[i];
+}
+
+class UnitMaker {
+ public:
+  UnitMaker(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
+            const PlanOptions& options, const fajit_args& mask_args)
+      : lengths_(lengths),
+        lists_(lists),
+        kinds_(kinds),
+        options_(options),
+        group_size_(options.num_q_heads / options.num_kv_heads),
+        extents_(mask_module(), mask_args, options, count_tiles()) {}
+
+  std::vector<Unit> make() {
+    const int32_t entities = lengths_.num_requests + lengths_.num_groups;
+    units_.reserve(static_cast<size_t>(num_tiles_));
+    if (lists_.q_block > 0) {
+      make_listed();
+    } else {
+      for (int32_t e = 0; e < entities; ++e) make_ranged(e);
+    }
+    return std::move(units_);
+  }
+
+ private:
+  int32_t q_len(int32_t entity) const { return lengths_.q_len[static_cast<size_t>(entity)]; }
+
+  const runtime::Module* mask_module() const {
+    if (!options_.classify || lists_.q_block > 0) return nullptr;
+    return kinds_[0].module != nullptr ? kinds_[0].module.get() : kinds_[1].module.get();
+  }
+
+  std::string name_of(int32_t entity) const {
+    return entity < lengths_.num_requests ? "request " + number(entity)
+                                          : "group " + number(entity - lengths_.num_requests);
+  }
+
+  // Also checks that every request has a kind.
+  int64_t count_tiles() {
+    for (int32_t e = 0; e < lengths_.num_requests + lengths_.num_groups; ++e) {
+      if (q_len(e) == 0) continue;
+      if (int64_t{q_len(e)} * group_size_ > std::numeric_limits<int32_t>::max()) {
+        fail(name_of(e) + " has q_len=" + number(q_len(e)) + " x " + number(group_size_) +
+             " heads a kv head, which does not fit 32 bits");
+      }
+      const int kind = kind_of(q_len(e), lists_.q_block, group_size_, options_.few_rows);
+      if (kinds_[kind].tile_q == 0) {
+        fail(name_of(e) + " has q_len=" + number(q_len(e)) + ", which is " +
+             (kind == 1 ? "few-row" : "prefill") + " work, but the plan has no such kernel");
+      }
+      num_tiles_ += ceil_div(int64_t{q_len(e)} * group_size_, kinds_[kind].tile_q);
+    }
+    return num_tiles_;
+  }
+
+  // Appends units of packed rows [begin, end): equal shares waste less than full tiles and a tail.
+  void add_rows(Unit unit, int32_t begin, int32_t end) {
+    const Kind& kind = kinds_[unit.kind];
+    const int32_t span = end - begin, tiles = ceil_div(span, kind.tile_q);
+    const int32_t share =
+        std::min(kind.tile_q, round_up(ceil_div(span, tiles), kind.row_granule));
+    for (int32_t row = begin; row < end; row += share) {
+      unit.row_begin = row;
+      unit.row_end = std::min(row + share, end);
+      const int32_t rows = round_up(unit.rows(), kind.row_granule);
+      unit.key_ns = std::max(kind.load_ns, rows * kind.pair_ns);
+      units_.push_back(unit);
+    }
+  }
+
+  void price(Unit& unit) const {
+    const int64_t keys = unit.extent.visited(unit.extent.begin, unit.extent.end);
+    unit.cost_ns = kinds_[unit.kind].item_ns + static_cast<double>(keys) * unit.key_ns;
+  }
+
+  void make_ranged(int32_t entity) {
+    if (q_len(entity) == 0) return;
+    const size_t e = static_cast<size_t>(entity);
+    Unit unit{};
+    unit.entity = entity;
+    unit.head = -1;
+    unit.kind = static_cast<int8_t>(kind_of(q_len(entity), 0, group_size_, options_.few_rows));
+    const size_t first = units_.size();
+    add_rows(unit, 0, q_len(entity) * group_size_);
+    const int32_t tile_kv = kinds_[unit.kind].tile_kv;
+    const int32_t span = std::max(tile_kv, q_len(entity) / kHullsARequest) * group_size_;
+    for (size_t i = first; i < units_.size();) {
+      size_t last = i;
+      while (last + 1 < units_.size() &&
+             units_[last + 1].row_end - units_[i].row_begin <= span) {
+        ++last;
+      }
+      const auto [q_first, q_last] = queries(entity, units_[i].row_begin / group_size_,
+                                             (units_[last].row_end - 1) / group_size_);
+      const Extent extent = extents_.of(entity, q_first, q_last, lengths_.kv_first[e],
+                                        lengths_.kv_len[e], tile_kv);
+      for (; i <= last; ++i) {
+        units_[i].extent = extent;
+        price(units_[i]);
+      }
+    }
+  }
+
+  // The least and the largest q_idx of rows first..last of a request or group.
+  std::pair<int32_t, int32_t> queries(int32_t entity, int32_t first, int32_t last) const {
+    const Lengths& l = lengths_;
+    if (entity < l.num_requests) {
+      const int32_t offset = l.q_offset[static_cast<size_t>(entity)];
+      return {offset + first, offset + last};
+    }
+    if (!options_.classify) return {0, 0};
+    int32_t least = std::numeric_limits<int32_t>::max();
+    int32_t most = std::numeric_limits<int32_t>::min();
+    for (int32_t row = first; row <= last; ++row) {
+      const size_t at = static_cast<size_t>(l.q_row0[static_cast<size_t>(entity)] + row);
+      const int32_t token = l.row_token.empty() ? static_cast<int32_t>(at) : l.row_token[at];
+      const size_t b = static_cast<size_t>(l.row_request[static_cast<size_t>(token)]);
+      const int32_t query = l.q_offset[b] + token - l.q_row0[b];
+      least = std::min(least, query);
+      most = std::max(most, query);
+    }
+    return {least, most};
+  }
+
+  struct KeyList {
+    int64_t begin, count;
+    bool operator==(const KeyList& other) const {
+      return begin == other.begin && count == other.count;
+    }
+  };
+
+  KeyList list_at(int64_t i, int32_t request, int64_t block_row) const {
+    const KeyList list{at(lists_.begin, i), at(lists_.count, i)};
+    if (list.begin < 0 || list.count < 0 || list.begin > lists_.num_key_blocks ||
+        list.count > lists_.num_key_blocks - list.begin) {
+      fail("key lists: block row " + number(block_row) + " of request " + number(request) +
+           " has entries [" + number(list.begin) + ", " + number(list.begin + list.count) +
+           ") of " + number(lists_.num_key_blocks) + ": indptr must ascend and end there");
+    }
+    return list;
+  }
+
+  void check_lists(int64_t block_rows) const {
+    if (lengths_.num_groups > 0) {
+      fail("key lists and levels of shared keys do not go together in one plan");
+    }
+    if (lists_.key_block < 1) fail("key_block=" + number(lists_.key_block) + " must be positive");
+    const int64_t needed = block_rows * (lists_.per_head ? options_.num_kv_heads : 1);
+    if (lists_.begin.size != needed || lists_.count.size != needed) {
+      fail("key lists are of " + number(std::min(lists_.begin.size, lists_.count.size)) +
+           " block rows; requests with blocks of " + number(lists_.q_block) + " query rows have " +
+           number(needed) +
+           (lists_.per_head ? " of all kv heads" : ""));
+    }
+    const int64_t most = std::numeric_limits<int32_t>::max();
+    if (lists_.num_key_blocks > most / lists_.key_block) {
+      fail("key lists: " + number(lists_.num_key_blocks) + " entries of " +
+           number(lists_.key_block) + " keys do not fit 32 bits");
+    }
+  }
+
+  void make_listed() {
+    const int64_t q_block = lists_.q_block;
+    int64_t block_rows = 0;
+    for (int32_t b = 0; b < lengths_.num_requests; ++b) block_rows += ceil_div(q_len(b), q_block);
+    check_lists(block_rows);
+    int64_t first = 0;
+    for (int32_t b = 0; b < lengths_.num_requests; ++b) {
+      const int64_t rows = ceil_div(q_len(b), q_block);
+      for (int32_t s = 0; s < (lists_.per_head ? options_.num_kv_heads : 1); ++s) {
+        const int64_t base = s * block_rows + first;
+        for (int64_t i = 0; i < rows;) {
+          // Adjacent block rows of one list are one span.
+          const KeyList list = list_at(base + i, b, i);
+          int64_t next = i + 1;
+          while (next < rows && list_at(base + next, b, next) == list) ++next;
+          add_list(b, lists_.per_head ? s : -1, i * q_block,
+                   std::min<int64_t>(next * q_block, q_len(b)), list);
+          i = next;
+        }
+      }
+      first += rows;
+    }
+  }
+
+  void add_list(int32_t request, int32_t head, int64_t begin, int64_t end, const KeyList& list) {
+    Unit unit{};
+    unit.entity = request;
+    unit.head = head;
+    unit.kind = static_cast<int8_t>(
+        kind_of(q_len(request), lists_.q_block, group_size_, options_.few_rows));
+    unit.origin = static_cast<int32_t>(list.begin * lists_.key_block);
+    unit.extent.begin = unit.origin;
+    unit.extent.end = static_cast<int32_t>((list.begin + list.count) * lists_.key_block);
+    const size_t first = units_.size();
+    add_rows(unit, static_cast<int32_t>(begin) * group_size_,
+             static_cast<int32_t>(end) * group_size_);
+    for (size_t i = first; i < units_.size(); ++i) price(units_[i]);
+  }
+
+  const Lengths& lengths_;
+  const KeyLists& lists_;
+  const Kind (&kinds_)[2];
+  const PlanOptions& options_;
+  const int32_t group_size_;
+  int64_t num_tiles_ = 0;
+  MaskExtents extents_;
+  std::vector<Unit> units_;
+};
+
+}  // namespace
+
+int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows) {
+  const int64_t rows = q_block > 0 ? std::min(q_block, q_len) : q_len;
+  return rows * group_size <= few_rows ? 1 : 0;
+}
+
+std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists,
+                             const Kind (&kinds)[2], const PlanOptions& options,
+                             const fajit_args& mask_args) {
+  return UnitMaker(lengths, lists, kinds, options, mask_args).make();
+}
+
+}  // namespace fajit::scheduler
