@@ -45,16 +45,31 @@ finally:
 if TYPE_CHECKING:
     from .inspect.cache import cache_info, last_kernel_source
     from .ops.append import append_paged_kv
+    from .ops.batch import BatchAttention, Plan
+    from .ops.cascade import CascadeAttention, CascadeLevel, cascade_levels
     from .ops.flex import flex_attention
+    from .ops.limits import Limits
     from .ops.paged import Paged
     from .ops.sdpa import scaled_dot_product_attention
+    from .ops.sparsity import BlockSparse, TokenSparse, Tree
+    from .ops.storage import Ragged
     from .variants.library import *  # noqa: F403
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BatchAttention": "ops.batch",
+    "BlockSparse": "ops.sparsity",
+    "CascadeAttention": "ops.cascade",
+    "CascadeLevel": "ops.cascade",
+    "Limits": "ops.limits",
     "Paged": "ops.paged",
+    "Plan": "ops.batch",
+    "Ragged": "ops.storage",
+    "TokenSparse": "ops.sparsity",
+    "Tree": "ops.sparsity",
     "append_paged_kv": "ops.append",
+    "cascade_levels": "ops.cascade",
     "flex_attention": "ops.flex",
     "scaled_dot_product_attention": "ops.sdpa",
     "cache_info": "inspect.cache",
@@ -63,7 +78,11 @@ _LAZY = {
 
 __all__ = [
     "AbiError",
+    "BatchAttention",
+    "BlockSparse",
     "CacheError",
+    "CascadeAttention",
+    "CascadeLevel",
     "CompileError",
     "EmulatorError",
     "EmulatorFault",
@@ -71,18 +90,24 @@ __all__ = [
     "GradError",
     "InputError",
     "LaunchError",
+    "Limits",
     "Paged",
     "ParamError",
+    "Plan",
     "Pointwise",
+    "Ragged",
     "Softmax",
     "TargetError",
+    "TokenSparse",
     "TraceError",
+    "Tree",
     "Variant",
     "VariantError",
     "VerificationError",
     "append_paged_kv",
     "attention",
     "cache_info",
+    "cascade_levels",
     "cpp",
     "flex_attention",
     "kv_len",

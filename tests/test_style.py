@@ -27,8 +27,8 @@ LAYERS = (
 )
 """Parts of the package, lowest first: a part imports from its own layer and from lower ones."""
 
-UPWARD = {("variants", "inspect"), ("variants", "ops")}
-"""Imports that go up, inside a method only: `Variant.verify` and `Variant.explain` forward."""
+UPWARD = {("variants", "inspect"), ("variants", "ops"), ("ops", "inspect")}
+"""Imports that go up, inside a method only: what `verify`, `explain` and `plot` forward to."""
 
 IMPORTED_FREELY = {"torch", "numpy", "flashattn_jit", "typing_extensions"}
 IMPORTED_WHEN_NEEDED = {

@@ -137,6 +137,41 @@ def packed(
     return (result, lse) if with_lse else result
 
 
+def batch(
+    number: int,
+    pointwise: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    params: Mapping[str, Any],
+    scale: Any,
+    return_lse: bool,
+    partial: bool,
+    out: Any,
+) -> Any:
+    """`BatchAttention.run` while it is traced. The object, its variant and its plan are met when
+    the graph runs: a new plan does not change the graph."""
+    given = split_params(params)
+    inputs = _Inputs(
+        [], given.tensors, _pack(given.scalars, scale), -1, given.tensor_names, given.scalar_names,
+        given.fixed, scale is not None,
+    )  # fmt: skip
+    problem = _problem(Plan(-1), (q, k, v), inputs, scale, 0, None, (out,))
+    with_lse = return_lse or (partial and not pointwise)
+    if problem is not None:
+        result, lse = _refuse(q, v, problem)
+    else:
+        values = (
+            inputs.tensors, inputs.numbers, number, inputs.tensor_names, inputs.scalar_names,
+            inputs.fixed, inputs.has_scale, return_lse, partial, with_lse,
+        )  # fmt: skip
+        if out is None:
+            result, lse = _OPS.batch_attention(q, k, v, *values)
+        else:
+            result, lse = out, _OPS.batch_attention_out(q, k, v, *values, out)
+    return (result, lse) if with_lse else result
+
+
 def flex(
     query: Any,
     key: Any,
@@ -200,8 +235,18 @@ def sdpa(
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, _Inputs]:
-    """The plan of a call's site and what the op is given."""
+class _Given(NamedTuple):
+    """The params of a call as an op takes them; fixed: those that are no tensors or numbers."""
+
+    tensor_names: list[str]
+    tensors: list[torch.Tensor]
+    scalar_names: list[str]
+    scalars: list[Any]
+    fixed: str
+
+
+def split_params(params: Mapping[str, Any]) -> _Given:
+    """Params by how an op takes them."""
     tensor_names, tensors, scalar_names, scalars, fixed = [], [], [], [], []
     for name, value in params.items():
         if isinstance(value, torch.Tensor):
@@ -212,23 +257,29 @@ def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, 
             scalars.append(value)
         else:
             fixed.append(f"{name!r}: {value!r}")
+    return _Given(tensor_names, tensors, scalar_names, scalars, "{" + ", ".join(fixed) + "}")
+
+
+def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, _Inputs]:
+    """The plan of a call's site and what the op is given."""
+    given = split_params(params)
     if variant is None:
         variant = FULL
     if isinstance(variant, Variant):
-        names = [name.partition(":")[0] for name in scalar_names]
-        plan = _variant_site(variant, tuple(tensor_names), tuple(names))
+        names = [name.partition(":")[0] for name in given.scalar_names]
+        plan = _variant_site(variant, tuple(given.tensor_names), tuple(names))
         captured, numbers = _read(variant, plan)
     else:
         plan = _callable_site(variant)
         captured, numbers = _read({_hook_name(variant): variant}, plan)
     return plan, _Inputs(
         captured,
-        tensors,
-        _pack([*numbers, *scalars], scale),
+        given.tensors,
+        _pack([*numbers, *given.scalars], scale),
         plan.number,
-        tensor_names,
-        scalar_names,
-        "{" + ", ".join(fixed) + "}",
+        given.tensor_names,
+        given.scalar_names,
+        given.fixed,
         scale is not None,
     )
 

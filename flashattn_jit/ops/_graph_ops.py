@@ -63,6 +63,21 @@ def _values(
     fixed: str,
     has_scale: bool,
 ) -> Values:
+    own, params, scale = params_of(tensors, numbers, tensor_names, scalar_names, fixed, has_scale)
+    at = _sites.site(site)
+    given, inner = tuple(captured), tuple(own)
+    return Values(at.variant(given, inner), at.swap(given, inner), params, scale)
+
+
+def params_of(
+    tensors: Tensors,
+    numbers: torch.Tensor,
+    tensor_names: Sequence[str],
+    scalar_names: Sequence[str],
+    fixed: str,
+    has_scale: bool,
+) -> tuple[list[float], dict[str, Any], float | None]:
+    """(captured numbers, params, scale) from the inputs of an op."""
     values = numbers.tolist()
     scale = values.pop() if has_scale else None
     own = len(values) - len(scalar_names)
@@ -71,9 +86,7 @@ def _values(
         name, _, kind = text.partition(":")
         params[name] = int(value) if kind == "int" else value
     params.update(_fixed(fixed))
-    at = _sites.site(site)
-    given, inner = tuple(captured), tuple(values[:own])
-    return Values(at.variant(given, inner), at.swap(given, inner), params, scale)
+    return values[:own], params, scale
 
 
 def _fixed(text: str) -> dict[str, Any]:
@@ -95,7 +108,8 @@ def _offset(q_offset: int, at_end: bool, q_offsets: torch.Tensor | None) -> Offs
     return "end" if at_end else q_offset if q_offsets is None else q_offsets
 
 
-def _filled(lse: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+def filled(lse: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+    """An op's lse: empty where there is none."""
     return q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -112,7 +126,7 @@ def _attention(
         q_offset=_offset(q_offset, at_end, q_offsets), kv_len=kv_len, return_lse=return_lse,
         partial=partial, out=out, target=target, swap=values.swap,
     )  # fmt: skip
-    return result, _filled(lse, q)
+    return result, filled(lse, q)
 
 
 def _attention_out(*inputs: Any) -> torch.Tensor:
@@ -131,7 +145,7 @@ def _varlen(
         q_offset=_offset(q_offset, at_end, q_offsets), return_lse=return_lse, partial=partial,
         out=out, target=target, swap=values.swap,
     )  # fmt: skip
-    return result, _filled(lse, q)
+    return result, filled(lse, q)
 
 
 def _varlen_out(*inputs: Any) -> torch.Tensor:
@@ -170,7 +184,7 @@ def _flex(
         q, k, v, hooks.get("score_mod"), mask, values.scale, enable_gqa, want_lse, want_max,
         values.swap,
     )  # fmt: skip
-    return out, _filled(lse, q), _filled(max_scores, q)
+    return out, filled(lse, q), filled(max_scores, q)
 
 
 def _sdpa(
@@ -215,9 +229,12 @@ def _attention_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: 
 
 
 def _varlen_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
-    partial, with_lse = rest[-2:]
-    out = _plain_shape(q, v).to(result_dtype(q, partial))
-    return out, _lse_shape(q, with_lse)
+    return packed_shapes(q, v, *rest[-2:])
+
+
+def packed_shapes(q: torch.Tensor, v: torch.Tensor, partial: bool, with_lse: bool) -> Result:
+    """Results of a packed call."""
+    return _plain_shape(q, v).to(result_dtype(q, partial)), _lse_shape(q, with_lse)
 
 
 def _lse_shape(q: torch.Tensor, with_lse: bool) -> torch.Tensor:
@@ -258,7 +275,8 @@ def _refuse_shapes(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) ->
     return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _register(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+def register(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:
+    """Define an op with its implementation and its shapes."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     for key in KEYS:
@@ -266,35 +284,35 @@ def _register(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) 
     torch.library.register_fake(f"flashattn_jit::{name}", shapes, lib=LIBRARY)
 
 
-_register(
+register(
     f"call_attention({_QKV}, {_VALUES}, {_OFFSET}, Tensor? kv_len, {_OPTIONS}) -> (Tensor, Tensor)",
     _attention, _attention_shapes,
 )  # fmt: skip
-_register(
+register(
     f"call_attention_out({_QKV}, {_VALUES}, {_OFFSET}, Tensor? kv_len, {_OPTIONS}, "
     "Tensor(a!) out) -> Tensor",
     _attention_out, _attention_out_shapes,
 )  # fmt: skip
-_register(
+register(
     f"call_varlen_attention({_QKV}, {_VALUES}, {_PACKED}, {_OFFSET}, {_OPTIONS}) "
     "-> (Tensor, Tensor)",
     _varlen, _varlen_shapes,
 )  # fmt: skip
-_register(
+register(
     f"call_varlen_attention_out({_QKV}, {_VALUES}, {_PACKED}, {_OFFSET}, {_OPTIONS}, "
     "Tensor(a!) out) -> Tensor",
     _varlen_out, _varlen_out_shapes,
 )  # fmt: skip
-_register(
+register(
     f"call_flex_attention({_QKV}, {_VALUES}, {_LISTS}, bool enable_gqa, bool want_lse, "
     "bool want_max) -> (Tensor, Tensor, Tensor)",
     _flex, _flex_shapes,
 )  # fmt: skip
-_register(
+register(
     f"call_scaled_dot_product_attention({_QKV}, Tensor? attn_mask, Tensor numbers, "
     "bool has_scale, float dropout_p, bool is_causal, bool enable_gqa) -> Tensor",
     _sdpa, _sdpa_shapes,
 )  # fmt: skip
-_register(
+register(
     "refuse(Tensor q, Tensor v, str kind, str message) -> (Tensor, Tensor)", _refuse, _refuse_shapes
 )

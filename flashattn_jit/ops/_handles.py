@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 from ..variants.bounds_lower import RangeTableSpec, range_tables
-from ..variants.ir import VariantIR
+from ..variants.bounds_simplify import simplify
+from ..variants.ir import Graph, VariantIR
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,11 @@ class Structure:
     # tensors is costed by length: a plan never depends on their contents; the kernel still skips.
     costed_by_mask: bool
     schedule_reads_scalars: bool  # the schedule depends on the values of scalar params
+    # Consecutive rows of a request keep one run of keys between them: causal, windows.
+    mask_is_contiguous: bool = False
+    mask_reads_request: bool = True
+    handle: int = -1
+    scalar_kinds: str = ""  # "i" or "f" a scalar
 
 
 _structures: dict[int, Structure] = {}
@@ -38,8 +44,37 @@ def remember(handle: int, ir: VariantIR, name: str) -> int:
             tuple(s.dtype == "int64" for s in ir.scalars),
             costed_by_mask,
             costed_by_mask and mask is not None and bool(mask.scalar_slots()),
+            mask_is_contiguous=mask is not None and _is_contiguous(mask),
+            mask_reads_request=mask is None or mask.uses("b"),
+            handle=handle,
+            scalar_kinds="".join("i" if s.dtype == "int64" else "f" for s in ir.scalars),
         )
     return handle
+
+
+def _is_contiguous(mask: Graph) -> bool:
+    """Whether the keys that consecutive rows keep between them are one run, for all heads alike.
+
+    So where the mask is one conjunction of limits on q_idx, kv_idx and q_idx - kv_idx, the same for
+    all pairs of a request: the runs of two neighbours then overlap or touch. False is always safe.
+    """
+    program = simplify(mask)
+    # Where integers may wrap in a row, every tile of the row counts as partial: one run as well.
+    if len(program.keep) != 1 or any("kv_idx" in program.inputs[n] for n, _, _ in program.guards):
+        return False
+    clause = program.keep[0]
+
+    def fixed(node: int) -> bool:
+        return program.inputs[node] <= {"b"}
+
+    if clause.nested or not all(fixed(t.term) for t in clause.tests):
+        return False
+    indices = (program.q, program.k, program.distance)
+    return all(
+        (bound.value in indices and not bound.excludes or fixed(bound.value))
+        and all(fixed(n) for n in (*bound.lows, *bound.highs))
+        for bound in clause.bounds
+    )
 
 
 def structure(handle: int) -> Structure:

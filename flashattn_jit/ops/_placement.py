@@ -60,10 +60,15 @@ def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None)
 
 def place_utility(tensor: torch.Tensor, target: str | None) -> str:
     """As `place`, for kernels that move data and take any dtype."""
-    if not tensor.is_cuda:
+    return place_on(tensor.device, target)
+
+
+def place_on(device: torch.device, target: str | None) -> str:
+    """As `place`, before there are tensors: dtypes are not checked."""
+    if device.type != "cuda":
         return resolve_target(target)
-    index = tensor.device.index
-    return _checked(target, device_target(0 if index is None else index), tensor.device)
+    index = device.index
+    return _checked(target, device_target(0 if index is None else index), device)
 
 
 def _checked(target: str | None, own: str, device: torch.device) -> str:

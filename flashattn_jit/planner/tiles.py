@@ -48,8 +48,33 @@ class TileChoice:
 
 def tile_kind(packed_rows: int, target: str) -> TileKind:
     """The tile kind that a number of packed rows gets on a target."""
-    most = cuda_tiles.ROW_CLASSES[0] if is_cuda(compiled_target(target)) else cpu_tiles.FEW_ROWS
-    return "few_row" if packed_rows <= most else "prefill"
+    return "few_row" if packed_rows <= few_rows(target) else "prefill"
+
+
+def few_rows(target: str) -> int:
+    """Most packed rows of a request that the few-row kernels of a target serve."""
+    cuda = is_cuda(compiled_target(target))
+    return cuda_tiles.ROW_CLASSES[0] if cuda else cpu_tiles.FEW_ROWS
+
+
+ALL_ROWS = 2**30
+"""Packed rows that get the prefill tile of the largest class."""
+
+
+def choose_rows(
+    variant: VariantIR,
+    head_dims: tuple[int, int],
+    dtypes: tuple[str, str, str],
+    target: str,
+    packed_rows: int,
+    features: tuple[str, ...] = (),
+    name: str = "variant",
+) -> KernelSpec:
+    """The kernel for requests of up to `packed_rows` packed rows; always one of `reachable`.
+
+    head_dims: (head_dim, head_dim_v). dtypes: of q, k and v.
+    """
+    return _placed(_blank(variant, head_dims, dtypes, target, features, name), packed_rows)
 
 
 def choose(
@@ -132,10 +157,13 @@ def _placed(blank: KernelSpec, packed_rows: int) -> KernelSpec:
 
 
 __all__ = [
+    "ALL_ROWS",
     "TileChoice",
     "candidates",
     "choose",
+    "choose_rows",
     "fallbacks",
+    "few_rows",
     "item_rows",
     "reachable",
     "tile_kind",

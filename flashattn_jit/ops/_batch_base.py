@@ -1,0 +1,393 @@
+"""What `BatchAttention` and `CascadeAttention` share: options, run(), and planning itself."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..errors import InputError, LaunchError
+from ..variants.normalizers import Pointwise
+from ..variants.params import Dims
+from ..variants.spec import Variant, as_variant
+from . import _batch_plan, _check
+from ._batch_kernels import Kernels, Options, native_kinds
+from ._batch_plan import Batch, Keys, bind_plan
+from ._batch_run import Habits, Planned
+from ._bits import BlockBits, TreeBits, tree_words
+from ._direct import is_direct
+from ._key_lists import KeyLists, Lengths, key_lists
+from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
+from ._placement import check_matrix_dtypes, on_cpu, place_on
+from ._workspace import Workspace
+from .attention import Offset
+from .limits import Limits
+from .plan import Plan
+from .sparsity import BlockSparse, Sparsity, TokenSparse, Tree
+from .storage import Array, NativeStorage, Storage, Stored, host_array, read_storage
+
+Params = Mapping[str, object]
+
+_objects: weakref.WeakValueDictionary[int, BatchBase] = weakref.WeakValueDictionary()
+_LARGEST_OFFSET = 2**30
+
+
+class Level(NamedTuple):
+    """Shared keys as the planner takes them: q_indptr of groups, tokens, storage."""
+
+    q_indptr: Array
+    tokens: Array | None
+    stored: Stored
+    held: tuple[torch.Tensor, ...]
+
+    def native(self) -> tuple[Array, Array | None, NativeStorage]:
+        """As `_C.BatchLengths` takes it."""
+        return self.q_indptr, self.tokens, self.stored.native
+
+
+class BatchBase:
+    """What `BatchAttention` and `CascadeAttention` share: all but plan()."""
+
+    _num_levels = 0  # of shared keys
+
+    def __init__(
+        self,
+        variant: Variant | Callable[..., object] | None = None,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        q_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        workspace: torch.Tensor | None = None,
+        limits: Limits | None = None,
+        cuda_graph: bool = False,
+        batch_invariant: bool = False,
+        target: str | None = None,
+    ) -> None:
+        self._variant = as_variant(variant)
+        self._pointwise = isinstance(self._variant._normalizer(), Pointwise)
+        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
+        own = _device(device)
+        kv_dtype = q_dtype if kv_dtype is None else kv_dtype
+        for name, dtype, allowed in (
+            ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
+        ):  # fmt: skip
+            if dtype not in allowed:
+                names = ", ".join(DTYPE_NAMES[d] for d in allowed)
+                raise InputError(f"{name}={dtype} is not supported; supported: {names}")
+        for name, count in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads)):
+            if isinstance(count, bool) or not isinstance(count, int):
+                raise InputError(f"{name} must be an int, got {type(count).__name__}")
+        _check.check_heads(num_q_heads, num_kv_heads, num_kv_heads)
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        _check.check_head_dims(head_dim, head_dim, head_dim_v)
+        if limits is not None and not isinstance(limits, Limits):
+            raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
+        if cuda_graph and limits is None:
+            raise InputError(
+                "cuda_graph=True needs limits=fa.Limits(...): a captured run keeps its grid and "
+                "the places of its buffers, which follow from the largest batch"
+            )
+        where = place_on(own, target)
+        if not on_cpu(where):
+            stand_ins = [torch.empty(0, dtype=d) for d in (q_dtype, kv_dtype, kv_dtype)]
+            check_matrix_dtypes(stand_ins, where)
+        self._kernels = Kernels(
+            Options(
+                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, own, where,
+                limits, cuda_graph, batch_invariant,
+            )
+        )  # fmt: skip
+        self._workspace = Workspace(workspace, own)
+        self._state: Any = None
+        self._habits = Habits(
+            not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
+        )
+        self._planned: Planned | None = None
+        self._number = id(self)
+        _objects[self._number] = self
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        partial: bool = False,
+        out: torch.Tensor | None = None,
+        **params: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the planned batch; any number of runs follow one plan.
+
+        Args:
+            q: [num_q_tokens, num_q_heads, head_dim] in q_dtype; any strides with a contiguous last
+                dim, as for k and v.
+            k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
+                num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
+            v: likewise, with head_dim_v; its strides may differ from k's.
+            scale: multiplies q . k; 1/sqrt(head_dim) by default.
+            return_lse: also return the natural-log log-sum-exp [num_q_tokens, num_q_heads], fp32.
+            partial: return the unfinalised fp32 state for `fa.merge_states`; implies return_lse for
+                softmax variants.
+            out: result tensor to write to.
+            **params: the variant's params that its mask does not read, by name.
+
+        Returns:
+            out [num_q_tokens, num_q_heads, head_dim_v] in q's dtype, or (out, lse).
+
+        Raises:
+            InputError: nothing is planned, or a tensor does not fit the object or the plan.
+            ParamError: a param is missing or unknown, or is the mask's and so belongs to plan().
+            CompileError: other kernels than planned are needed, and the compiler failed.
+            LaunchError: CUDA refused the launch, or other kernels are needed during a capture.
+            GradError: an input requires grad while grad mode is on.
+
+        Example:
+            >>> out = batch.run(q, k_pages, v_pages)
+        """
+        if torch.compiler.is_dynamo_compiling():
+            from ._compiled import batch
+
+            return batch(  # type: ignore[no-any-return]
+                self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
+            )
+        given: tuple[Any, ...] = (q, k, v)
+        if params or out is not None:
+            more = [x for x in params.values() if isinstance(x, torch.Tensor)]
+            given = (*given, *more) if out is None else (*given, *more, out)
+        if is_direct(*given):
+            result, lse = self.run_planned(q, k, v, params, scale, return_lse, partial, out)
+        else:
+            from ._batch_ops import run_by_op
+
+            for name, tensor in zip(("q", "k", "v"), given, strict=False):
+                if not isinstance(tensor, torch.Tensor):
+                    raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+            result, lse = run_by_op(
+                self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
+            )
+        return result if lse is None else (result, lse)
+
+    def run_planned(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        params: Params,
+        scale: float | None,
+        return_lse: bool,
+        partial: bool,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out, lse) of `run`, without torch's dispatcher."""
+        planned = self._planned
+        if planned is None:
+            raise InputError(
+                "run() before plan(): nothing is planned; call plan(q_indptr, storage) first, once "
+                "a step"
+            )
+        return planned.run(q, k, v, params, scale, return_lse, partial, out)
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    def workspace_bytes(self, limits: Limits | None = None) -> int:
+        """The most bytes that a plan within `limits` needs; the object's own limits by default.
+
+        On CPUs nothing is compiled for it; on CUDA the kernels are, which say how many run at once.
+
+        Raises:
+            InputError: there are no limits.
+        """
+        limits = self._kernels.options.limits if limits is None else limits
+        if not isinstance(limits, Limits):
+            raise InputError("workspace_bytes() needs limits=fa.Limits(...)")
+        options = self._kernels.options
+        dims = Dims(
+            limits.max_requests, options.num_q_heads, options.num_kv_heads, limits.max_q_tokens,
+            limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
+        )  # fmt: skip
+        kernels = Kernels(_with_limits(options, limits))
+        pair = _batch_plan.bound_kernels(kernels, self._variant, dims, limits.max_pages > 0)
+        return _C.BatchPlan.workspace_bound(
+            native_kinds(pair), limits.native(), num_levels=self._num_levels,
+            **kernels.plan_options(pair),
+        )  # fmt: skip
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        q_indptr: torch.Tensor,
+        storage: Storage,
+        levels: Sequence[Level],
+        sparsity: Sparsity | None,
+        q_offset: Offset,
+        params: Params,
+    ) -> Plan:
+        """Plan a batch and put it in force; an error leaves the plan before it in force."""
+        options = self._kernels.options
+        if options.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise LaunchError(
+                "plan() while a CUDA graph is captured: plan before the capture, capture run(), "
+                "and plan again between replays"
+            )
+        rows, _rows_held = host_array("q_indptr", q_indptr)
+        stored = read_storage(storage, options.device)
+        offset, _offset_held = _offsets(q_offset, rows[1] - 1)
+        try:
+            lengths = _C.BatchLengths(
+                rows, stored.native, offset, tuple(level.native() for level in levels)
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        dims = Dims(
+            lengths.num_requests, options.num_q_heads, options.num_kv_heads, lengths.max_q_len,
+            lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
+        )  # fmt: skip
+        variant, lists = self._variant, None
+        given = dict(params)
+        if sparsity is not None:
+            variant, lists, more = self._sparse(sparsity, lengths, q_offset)
+            given.update(more)
+        keys = _keys(stored, levels)
+        bound = bind_plan(variant, dims, given, self._habits.dtypes)
+        batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, len(levels))
+        unaligned = self._habits.unaligned
+        first = _batch_plan.vary(batch, bound, unaligned)
+        self._check_variant(first)
+        self._workspace.check(first.native.workspace_bytes)
+        if options.cuda_graph and self._planned is not None:
+            _batch_plan.check_replayable(self._planned.first, first)
+        if not options.cpu and self._state is None:
+            from ._batch_device import DeviceState
+
+            self._state = DeviceState(options.device, options.target, options.cuda_graph)
+        first.commit(self._state)
+        indptr = storage.page_indptr if stored.page_size else None  # type: ignore[union-attr]
+        self._planned = Planned(
+            batch, first, unaligned, self._state, self._workspace, self._habits, indptr
+        )
+        return Plan(self._planned)
+
+    def _check_variant(self, planned: _batch_plan.Variation) -> None:
+        """Raises for what the kind of plan cannot compute."""
+
+    def _sparse(
+        self, sparsity: Sparsity, lengths: _C.BatchLengths, q_offset: Offset
+    ) -> tuple[Variant, KeyLists | None, dict[str, Any]]:
+        """The variant with the sparsity's bits, its lists, and the params of its bits."""
+        options = self._kernels.options
+        if isinstance(sparsity, Tree):
+            if not isinstance(q_offset, str):
+                raise InputError('fa.Tree counts draft tokens from the end: q_offset must be "end"')
+            short = [b for b, (q, k) in enumerate(zip(lengths.q_len, lengths.kv_len, strict=True))
+                     if q > k]  # fmt: skip
+            if short:
+                raise InputError(
+                    f"request {short[0]} has q_len={lengths.q_len[short[0]]} draft tokens, but "
+                    f"kv_len={lengths.kv_len[short[0]]}, which counts them: append their keys first"
+                )
+            words = tree_words(sparsity.bits, lengths.q_len, options.device)
+            return self._composed(TreeBits), None, {"sparsity_bits": words}
+        if not isinstance(sparsity, (BlockSparse, TokenSparse)):
+            raise InputError(
+                "sparsity must be an fa.BlockSparse, an fa.TokenSparse or an fa.Tree, got "
+                f"{type(sparsity).__name__}"
+            )
+        lists = key_lists(
+            sparsity,
+            Lengths(
+                lengths.q_len, lengths.kv_len, lengths.num_q_tokens, options.num_q_heads,
+                options.num_kv_heads, options.device,
+            ),
+        )  # fmt: skip
+        return self._composed(BlockBits if lists.params else None), lists, lists.params
+
+    def _composed(self, bits: type[Variant] | None) -> Variant:
+        if bits not in self._variants:
+            assert bits is not None
+            self._variants[bits] = self._variant & bits()
+        return self._variants[bits]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def by_number(number: int) -> BatchBase:
+    """The object of a number. Raises InputError where it is gone."""
+    found = _objects.get(number)
+    if found is None:
+        raise InputError(
+            f"number {number} names no batch of this process; keep the BatchAttention alive"
+        )
+    return found
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        own = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r} is unknown: {error}") from None
+    if own.type not in ("cpu", "cuda"):
+        raise InputError(f"device={device!r}: kernels run on cpu and cuda")
+    if own.type == "cuda" and own.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return own
+
+
+def _with_limits(options: Options, limits: Limits) -> Options:
+
+    return replace(options, limits=limits)
+
+
+def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor | None]:
+    """The positions of first tokens as an array; None for "end"."""
+    if isinstance(q_offset, str):
+        if q_offset != "end":
+            raise InputError(
+                f'q_offset must be an int, a tensor [num_requests] or "end", got {q_offset!r}'
+            )
+        return None, None
+    if isinstance(q_offset, torch.Tensor):
+        array, held = host_array("q_offset", q_offset)
+        low, high = torch.aminmax(held) if held.numel() else (0, 0)
+        worst = int(high) if int(high) > -int(low) else int(low)
+    elif isinstance(q_offset, int) and not isinstance(q_offset, bool):
+        worst = q_offset
+        held = torch.full((max(0, count),), q_offset if abs(q_offset) < 2**62 else 0)
+        array = host_array("q_offset", held)[0]
+    else:
+        raise InputError(
+            f'q_offset must be "end", a tensor [num_requests] or an int, got '
+            f"{type(q_offset).__name__}"
+        )
+    if abs(worst) > _LARGEST_OFFSET:
+        raise InputError(f"q_offset={worst} is outside of [-2**30, 2**30]")
+    return array, held
+
+
+def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
+    """Where the keys lie: the requests' own pages, then those of each level."""
+    parts = [stored, *(level.stored for level in levels)]
+    if not stored.page_size or not levels:
+        return Keys(stored.page_size, stored.page_indices, stored.pages)
+    used = [p.page_indices[: p.used_pages] for p in parts if p.page_indices is not None]
+    known = [p.pages for p in parts if p.pages is not None and p.pages[1] >= 0]
+    pages = None
+    if all(p.pages is not None for p in parts):
+        pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
+    return Keys(stored.page_size, torch.cat(used), pages)
+
+
+__all__ = ["BatchBase", "Level", "by_number"]

@@ -1,0 +1,222 @@
+"""The kernels that batches of one object need: chosen by structure, loaded once, costed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..codegen.spec import KernelSpec
+from ..codegen.target import LANES
+from ..jit.module import Request, load_kernel, load_stepping
+from ..planner.costs import coefficients, merge_cost
+from ..planner.slots import min_chunk
+from ..planner.tiles import ALL_ROWS, choose_rows, fallbacks, few_rows, item_rows
+from ..variants.ir import VariantIR
+from ._handles import Structure
+from ._launch import DTYPE_NAMES, render_spec
+from ._placement import on_cpu
+from .limits import Limits
+
+PREFILL, FEW_ROW = 0, 1
+KINDS = ("prefill", "few_row")
+
+_CPU_MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
+_SPLIT_KEYS = (4096, 2048)
+"""Keys between cuts of batch-invariant plans, by kind: FlashInfer's fixed split, and twice that
+where many rows share a key."""
+
+_L2_BYTES = _C.cache_sizes()[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a BatchAttention is made for."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    target: str
+    limits: Limits | None
+    cuda_graph: bool
+    batch_invariant: bool
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def cpu(self) -> bool:
+        """Whether kernels are CPU code."""
+        return on_cpu(self.target)
+
+
+class Kernel(NamedTuple):
+    """A kernel of one tile kind. native: as `_C.BatchPlan` takes a kind. module: None in bounds."""
+
+    spec: KernelSpec
+    module: _C.Module | None
+    native: tuple[object, ...]
+    workers: int
+
+
+Pair = tuple[Kernel | None, Kernel | None]
+"""Prefill and few-row; None where the batch has no such work."""
+
+
+class Needs(NamedTuple):
+    """What of a batch decides its kernels: storage and rows. `prefill_rows`: of the longest."""
+
+    paged: bool
+    sparse: bool
+    mixed: bool
+    unaligned: bool
+    prefill_rows: int
+    few: bool
+
+    def features(self, cpu: bool) -> tuple[str, ...]:
+        """Of the kernels."""
+        if cpu:
+            return ("indirect",) if self.paged or self.sparse or self.mixed else ()
+        wanted = {
+            "paged": self.paged, "mixed_rows": self.mixed, "sparse": self.sparse,
+            "unaligned": self.unaligned,
+        }  # fmt: skip
+        return tuple(name for name, needed in wanted.items() if needed)
+
+
+@dataclass(slots=True)
+class Kernels:
+    """The kernels of one object, by structure."""
+
+    options: Options
+    _known: dict[tuple[object, ...], Kernel] = field(default_factory=dict)
+
+    @property
+    def few_rows(self) -> int:
+        """Most packed rows of a few-row request."""
+        return few_rows(self.options.target)
+
+    def needs(
+        self, lengths: _C.BatchLengths, paged: bool, q_block: int, mixed: bool, unaligned: bool
+    ) -> Needs:
+        """The needs of a batch; under limits, of every batch."""
+        prefill, few, rows = lengths.tile_kinds(self.options.group_size, self.few_rows, q_block)
+        always = self.options.limits is not None
+        if always or self.options.batch_invariant or self.options.cpu:
+            rows = ALL_ROWS
+        return Needs(
+            paged, q_block > 0, mixed, unaligned, rows if prefill or always else 0,
+            bool(few) or always,
+        )  # fmt: skip
+
+    def pair(self, handle: int, known: Structure, needs: Needs) -> Pair:
+        """The kernels, from memory or loaded now.
+
+        Raises:
+            CompileError: a kernel was needed that no cache has, and the compiler failed.
+        """
+        features = needs.features(self.options.cpu)
+        prefill = few = None
+        if needs.prefill_rows:
+            prefill = self._kernel(handle, known, needs.prefill_rows, features)
+        if needs.few:
+            few = self._kernel(handle, known, 1, features)
+        return prefill, few
+
+    def unloaded(self, known: Structure, needs: Needs) -> Pair:
+        """The kernels of a CPU target as `_C.BatchPlan.workspace_bound` takes them: no modules."""
+        features = needs.features(self.options.cpu)
+        prefill, few = (
+            self._cpu_costs(self.spec(known.ir, rows, features, known.name), None)
+            for rows in (needs.prefill_rows, 1)
+        )
+        return prefill, few
+
+    def spec(
+        self, ir: VariantIR, packed_rows: int, features: tuple[str, ...], name: str
+    ) -> KernelSpec:
+        """The first choice for some rows."""
+        o = self.options
+        kv = DTYPE_NAMES[o.kv_dtype]
+        return choose_rows(
+            ir, (o.head_dim, o.head_dim_v), (DTYPE_NAMES[o.q_dtype], kv, kv), o.target,
+            packed_rows, features, name,
+        )  # fmt: skip
+
+    def _kernel(
+        self, handle: int, known: Structure, packed_rows: int, features: tuple[str, ...]
+    ) -> Kernel:
+        from ..planner.cuda_tiles import row_class
+
+        rows = packed_rows if self.options.cpu else row_class(packed_rows)
+        key = (handle, rows, features)
+        kernel = self._known.get(key)
+        if kernel is None:
+            spec = self.spec(known.ir, packed_rows, features, known.name)
+            make = self._cpu_kernel if self.options.cpu else self._device_kernel
+            kernel = self._known[key] = make(spec)
+        return kernel
+
+    def _cpu_kernel(self, spec: KernelSpec) -> Kernel:
+        return self._cpu_costs(
+            spec,
+            load_kernel(spec.document(), spec.template, spec.target, lambda: render_spec(spec)),
+        )
+
+    def _cpu_costs(self, spec: KernelSpec, module: _C.Module | None) -> Kernel:
+        granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
+        costs = coefficients(spec, self.options.target)
+        native = (module, item_rows(spec, _L2_BYTES), granule, spec.tile_kv, _CPU_MIN_CHUNK, *costs)
+        return Kernel(spec, module, native, 0)
+
+    def _device_kernel(self, spec: KernelSpec) -> Kernel:
+        from . import _device  # a process without a device need not have it
+
+        steps = (spec, *fallbacks(spec))
+        place, module = load_stepping(
+            [Request(s.document(), s.template, s.target, _device.Render(s)) for s in steps]
+        )
+        spec = steps[place]
+        costs = coefficients(spec, self.options.target)
+        native = (module, spec.tile_q, spec.tile_q, spec.tile_kv, min_chunk(spec), *costs)
+        workers = _device.workers(spec, self.options.device, module)
+        return Kernel(spec, module, native, workers)
+
+    def plan_options(self, kernels: Pair) -> dict[str, Any]:
+        """What `_C.BatchPlan` and its `workspace_bound` are told of the machine and the object."""
+        o = self.options
+        threads = torch.get_num_threads()
+        workers = tuple(threads if o.cpu else k.workers if k else 1 for k in kernels)
+        splits = tuple(
+            -(-keys // k.spec.tile_kv) * k.spec.tile_kv if k else keys
+            for keys, k in zip(_SPLIT_KEYS, kernels, strict=True)
+        )
+        return {
+            "num_q_heads": o.num_q_heads,
+            "num_kv_heads": o.num_kv_heads,
+            "head_dim_v": o.head_dim_v,
+            "few_rows": self.few_rows,
+            "num_workers": workers,
+            "share_workers": o.cpu,
+            "batch_invariant": o.batch_invariant,
+            "split_keys": splits if o.batch_invariant else (0, 0),
+            "merge_ns": merge_cost(o.target),
+        }
+
+
+def native_kinds(kernels: Sequence[Kernel | None]) -> Any:
+    """As `_C.BatchPlan` takes them."""
+    return tuple(None if k is None else k.native for k in kernels)
+
+
+__all__ = ["FEW_ROW", "KINDS", "PREFILL", "Kernel", "Kernels", "Needs", "Options", "Pair",
+           "native_kinds"]  # fmt: skip

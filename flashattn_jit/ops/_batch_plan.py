@@ -1,0 +1,317 @@
+"""From a batch to a plan: what `BatchAttention.plan` does after its arguments were read.
+
+A `Batch` is what one plan() was told. A `Variation` is that batch planned for one structure of its
+variant and one alignment of its tensors: the first is made by plan(), another one by a run whose
+params or tensors turn out to need other kernels. Making one has no effect on a device until
+`commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..errors import InputError, ParamError
+from ..planner.tiles import ALL_ROWS
+from ..variants.binding import Bound, bind
+from ..variants.params import MISSING, Dims, Param
+from ..variants.spec import Variant
+from . import _handles
+from ._batch_kernels import Kernels, Needs, Options, Pair, native_kinds
+from ._dense import bind_tensors
+from ._handles import Structure
+from ._key_lists import KeyLists
+
+Params = Mapping[str, object]
+
+
+class Keys(NamedTuple):
+    """Where the keys of a batch lie.
+
+    page_size: 0 when ragged. page_indices: of all levels, int32, on the device of the keys. pages:
+    (least, greatest) page in use, None where that is not known.
+    """
+
+    page_size: int
+    page_indices: torch.Tensor | None
+    pages: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What one plan() was told. params: those of the mask. num_levels: of shared keys."""
+
+    kernels: Kernels
+    variant: Variant
+    lengths: _C.BatchLengths
+    dims: Dims
+    keys: Keys
+    lists: KeyLists | None
+    params: Params
+    num_levels: int = 0
+
+    @property
+    def options(self) -> Options:
+        """Of the object that planned it."""
+        return self.kernels.options
+
+
+@dataclass(slots=True, eq=False)
+class Variation:
+    """A planned batch for one structure and one alignment.
+
+    mask_tensors, mask_scalars: (slot, value) of what the mask reads, which a run does not change.
+    block: the plan in device memory. calls: what runs launch, by signature.
+    """
+
+    batch: Batch
+    known: Structure
+    kernels: Pair
+    native: _C.BatchPlan
+    core: _C.BatchCall
+    mask_params: frozenset[str]
+    mask_tensors: tuple[tuple[int, torch.Tensor], ...]
+    mask_scalars: tuple[tuple[int, int | float], ...]
+    page_indices: torch.Tensor | None
+    key_blocks: torch.Tensor | None
+    classified: bool
+    block: Any = None
+    calls: dict[tuple[object, ...], _C.BatchCall] = field(default_factory=dict)
+    pointers: tuple[int, int] = (0, 0)  # of page_indices and key_blocks
+
+    def commit(self, state: Any) -> None:
+        """Put the plan where its kernels run. state: the object's `DeviceState`, None on CPUs."""
+        if state is not None:
+            for kernel in self.kernels:
+                if kernel is not None:
+                    state.prepare(kernel.module)
+            self._stage(state)
+            self.block = state.upload(self.core)
+        self.pointers = (_address(self.page_indices), _address(self.key_blocks))
+
+    def _stage(self, state: Any) -> None:
+        limits = self.batch.options.limits
+        if self.page_indices is not None:
+            most = self.page_indices.numel() if limits is None else limits.max_pages
+            self.page_indices = state.stage("page_indices", self.page_indices, most)
+        if self.key_blocks is not None:
+            self.key_blocks = state.stage("key_blocks", self.key_blocks, self.key_blocks.numel())
+        if self.batch.options.cuda_graph:
+            names = self.known.ir.tensors
+            self.mask_tensors = tuple(
+                (slot, state.stage(names[slot].name, tensor, tensor.numel()))
+                for slot, tensor in self.mask_tensors
+            )
+
+    def values(self, bound: Bound) -> tuple[Sequence[torch.Tensor], Sequence[int | float]]:
+        """The tensors and numbers of a run: its own, but for those that the mask reads."""
+        tensors: Sequence[torch.Tensor] = bound.tensors
+        scalars: Sequence[int | float] = bound.scalars
+        if self.mask_tensors:
+            tensors = list(tensors)
+            for slot, tensor in self.mask_tensors:
+                tensors[slot] = tensor
+        if self.mask_scalars:
+            scalars = list(scalars)
+            for slot, value in self.mask_scalars:
+                scalars[slot] = value
+        return tensors, scalars
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or not tensor.numel() else tensor.data_ptr()
+
+
+# --- params ---------------------------------------------------------------------------------------
+
+
+def bind_plan(
+    variant: Variant, dims: Dims, given: Params, dtypes: Mapping[str, torch.dtype]
+) -> Bound:
+    """The variant with the params of its mask; those that come with a run are stood in for.
+
+    dtypes: of params that runs gave before.
+
+    Raises:
+        ParamError: the mask reads a param that is missing, or a given one is not the mask's.
+    """
+    params, missing = dict(given), []
+    for d in variant._declared:
+        if d.name in params or d.param.default is not MISSING or d.param.name in d.owner.__dict__:
+            continue
+        if d.param.kind == "static":
+            raise ParamError(
+                f"{variant.name} needs {d.name!r}, which decides its kernels; pass {d.name}=... to "
+                "plan() or when making the variant"
+            )
+        params[d.name] = _stand_in(d.param, dims, dtypes.get(d.name))
+        missing.append(d.name)
+    bound = bind(variant, dims, params)
+    for name in missing:
+        if name in bound.mask_params:
+            raise ParamError(
+                f"the mask of {variant.name} reads the param {name!r}; pass {name}=... to plan(): "
+                "work is shared out by what the mask keeps"
+            )
+    for name in given:
+        if name not in bound.mask_params:
+            raise ParamError(
+                f"param {name!r} of {variant.name} is not read by its mask; give it to run(), "
+                "which takes new values without planning again"
+            )
+    return bound
+
+
+def _stand_in(param: Param, dims: Dims, dtype: torch.dtype | None = None) -> object:
+    """A value of a param's kind for a plan, which decides kernels and reads nothing of it."""
+    if param.kind == "scalar":
+        return param.type(1)
+    sizes = []
+    for size in param.dims:
+        known = getattr(dims, size.removesuffix("|1"), 2) if isinstance(size, str) else size
+        sizes.append(known)
+    dtype = dtype or (param.dtypes[0] if param.dtypes else torch.float32)
+    return torch.empty(sizes, dtype=dtype, device=dims.device)
+
+
+def refuse_mask_params(variant: Variant, given: Params, mask_params: frozenset[str]) -> None:
+    """Raises ParamError where a run is given what a plan must know."""
+    for name in given:
+        if name in mask_params:
+            raise ParamError(
+                f"param {name!r} of {variant.name} is read by its mask, which the plan depends on; "
+                f"give it to plan({name}=...) instead of run()"
+            )
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+def vary(
+    batch: Batch,
+    bound: Bound,
+    unaligned: bool,
+    mask_values: Mapping[str, torch.Tensor | int | float] | None = None,
+) -> Variation:
+    """Plan a batch for what a variant was bound to.
+
+    mask_values: what the mask reads by name, where the batch was planned before.
+
+    Raises:
+        InputError: the batch is beyond the limits.
+        CompileError: a kernel was needed that no cache has, and the compiler failed.
+    """
+    options, kernels, lists = batch.options, batch.kernels, batch.lists
+    known = _handles.structure(_handles.remember(bound.handle, bound.ir, batch.variant.name))
+    mask = known.ir.hook("mask_mod")
+    slots = ((), ()) if mask is None else (mask.tensor_slots(), mask.scalar_slots())
+    tensors, scalars = list(bound.tensors), list(bound.scalars)
+    if mask_values is not None:
+        for params, values, which in (
+            (known.ir.tensors, tensors, slots[0]), (known.ir.scalars, scalars, slots[1]),
+        ):  # fmt: skip
+            for slot in which:
+                values[slot] = mask_values.get(params[slot].name, values[slot])  # type: ignore
+    needs = kernels.needs(
+        batch.lengths, batch.keys.page_size > 0, lists.q_block if lists else 0,
+        batch.num_levels > 0, unaligned,
+    )  # fmt: skip
+    pair = kernels.pair(bound.handle, known, needs)
+    classify = (
+        mask is not None
+        and lists is None
+        and all(tensors[slot].device.type == "cpu" for slot in slots[0])
+    )
+    mask_args: dict[str, Any] = {}
+    if classify:
+        addresses, layouts, _held = bind_tensors(known, tensors)
+        mask_args = {
+            "tensors": addresses, "layouts": layouts, "scalars": tuple(scalars),
+            "scalar_kinds": known.scalar_kinds, "mask_is_contiguous": known.mask_is_contiguous,
+            "mask_reads_request": known.mask_reads_request,
+        }  # fmt: skip
+    try:
+        native = _C.BatchPlan(
+            batch.lengths,
+            native_kinds(pair),
+            lists=None if lists is None else lists.native(),
+            classify=classify,
+            limits=None if options.limits is None else options.limits.native(),
+            num_levels=batch.num_levels,
+            **kernels.plan_options(pair),
+            **mask_args,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    core = _C.BatchCall(
+        native,
+        batch.lengths,
+        (pair[0] and pair[0].module, pair[1] and pair[1].module),
+        num_q_heads=options.num_q_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim_v,
+        key_block=lists.key_block if lists else 0,
+        num_key_blocks=lists.key_blocks.numel() if lists else 0,
+    )
+    return Variation(
+        batch, known, pair, native, core, bound.mask_params,
+        tuple((slot, tensors[slot]) for slot in slots[0]),
+        tuple((slot, scalars[slot]) for slot in slots[1]),
+        batch.keys.page_indices, lists.key_blocks if lists else None, classify,
+    )  # fmt: skip
+
+
+def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -> Pair:
+    """The kernels of every batch within the limits; on CPUs without their modules."""
+    params = {
+        d.name: _stand_in(d.param, dims)
+        for d in variant._declared
+        if d.param.default is MISSING and d.param.name not in d.owner.__dict__
+    }
+    bound = bind(variant, dims, params)
+    known = _handles.structure(_handles.remember(bound.handle, bound.ir, variant.name))
+    needs = Needs(paged, False, False, False, ALL_ROWS, True)
+    if kernels.options.cpu:
+        return kernels.unloaded(known, needs)
+    return kernels.pair(bound.handle, known, needs)
+
+
+def check_replayable(before: Variation, now: Variation) -> None:
+    """Raises InputError where a captured run of one plan cannot replay the next one."""
+    was, new = before.batch, now.batch
+    shapes = [[(slot, t.shape, t.stride()) for slot, t in v.mask_tensors] for v in (before, now)]
+    lists = [(b.lists.key_block, b.lists.key_blocks.numel()) if b.lists else None
+             for b in (was, new)]  # fmt: skip
+    for what, first, second in (
+        ("the storage's page_size", was.keys.page_size, new.keys.page_size),
+        ("the kind of sparsity", was.variant.name, new.variant.name),
+        ("the size of key blocks and the number of their indices", lists[0], lists[1]),
+        ("the number of levels", was.num_levels, new.num_levels),
+        ("the structure of the variant", before.known.handle, now.known.handle),
+        ("the numbers that the mask reads", before.mask_scalars, now.mask_scalars),
+        ("the shapes of tensors that the mask reads", shapes[0], shapes[1]),
+    ):
+        if first != second:
+            raise InputError(
+                f"with cuda_graph=True the first plan fixes {what}: it has {first}, this plan has "
+                f"{second}; make another object for it"
+            )
+
+
+def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:
+    """What the mask of a planned batch reads, by the name of its slot."""
+    ir = planned.known.ir
+    found: dict[str, torch.Tensor | int | float] = {
+        ir.tensors[slot].name: tensor for slot, tensor in planned.mask_tensors
+    }
+    found.update((ir.scalars[slot].name, value) for slot, value in planned.mask_scalars)
+    return found
+
+
+__all__ = ["Batch", "Keys", "Variation", "bind_plan", "bound_kernels", "check_replayable",
+           "mask_values", "refuse_mask_params", "vary"]  # fmt: skip

@@ -1,0 +1,185 @@
+"""Shared heads of page tables, as a trie over requests sorted by their pages.
+
+Sorted like words in a dictionary, requests with a common head are neighbours. The heads that two
+neighbours share make the trie: a node is a run of requests with a common head, its children are
+runs inside it with longer ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InputError
+from .paged import Paged
+from .storage import host_array, read_storage
+
+Ints = NDArray[np.int64]
+_CPU = torch.device("cpu")
+
+
+class Shared(NamedTuple):
+    """One level. tokens: None in the last one, which is the requests' own."""
+
+    q_indptr: torch.Tensor
+    paged: Paged
+    tokens: torch.Tensor | None
+
+
+class Node(NamedTuple):
+    """Places [first, last) in sorted order that share pages [begin, end) of theirs."""
+
+    depth: int  # nodes around it
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+def shared_prefixes(q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int) -> list[Shared]:
+    """See `cascade_levels`."""
+    if isinstance(min_shared_pages, bool) or not isinstance(min_shared_pages, int):
+        raise InputError(f"min_shared_pages must be an int, got {type(min_shared_pages).__name__}")
+    if min_shared_pages < 1:
+        raise InputError(f"min_shared_pages={min_shared_pages} must be at least 1")
+    indices, starts, rows = _read(q_indptr, paged)
+    # The page of the last key stays the request's own, so that no request is without keys; so does
+    # everything of requests without query tokens.
+    whole = np.maximum(np.diff(starts) - 1, 0) * (np.diff(rows) > 0)
+    order, heads = _sorted_heads(indices, starts, whole)
+    nodes = _nodes(heads, min_shared_pages)
+    shared = np.zeros(len(whole), np.int64)
+    for node in nodes:
+        members = order[node.first : node.last]
+        shared[members] = np.maximum(shared[members], node.end)
+    levels = [
+        _level([n for n in nodes if n.depth == depth], order, indices, starts, rows, paged)
+        for depth in range(max((n.depth for n in nodes), default=-1) + 1)
+    ]
+    lengths = np.diff(starts) - shared
+    kept = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) >= np.repeat(
+        shared, np.diff(starts)
+    )
+    own = Paged(
+        torch.from_numpy(_indptr(lengths)),
+        torch.from_numpy(indices[kept]).to(paged.page_indices.device),
+        paged.last_page_len,
+        paged.page_size,
+    )
+    return [*levels, Shared(q_indptr, own, None)]
+
+
+def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints, Ints]:
+    """page_indices, page_indptr and q_indptr on the host, as far as they are needed here."""
+    _, q_starts = host_array("q_indptr", q_indptr)
+    if not isinstance(paged, Paged):
+        raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
+    read_storage(
+        Paged(paged.page_indptr, paged.page_indices.cpu(), paged.last_page_len, paged.page_size),
+        _CPU,
+    )
+    starts, rows = paged.page_indptr.numpy().astype(np.int64), q_starts.numpy().astype(np.int64)
+    if not len(rows) or len(starts) != len(rows):
+        raise InputError(
+            f"page_indptr has {len(starts)} entries, q_indptr {len(rows)}; both need one more than "
+            "there are requests"
+        )
+    for name, values in (("page_indptr", starts), ("q_indptr", rows)):
+        falling = np.flatnonzero(np.diff(values) < 0)
+        if values[0] != 0 or len(falling):
+            where = f"descends at request {falling[0]}" if len(falling) else "does not start at 0"
+            raise InputError(f"{name} {where}: it must be a running sum from 0 on")
+    indices = paged.page_indices.cpu().numpy().astype(np.int32)
+    if starts[-1] > len(indices):
+        raise InputError(
+            f"page_indptr ends at {starts[-1]}, but page_indices has {len(indices)} entries"
+        )
+    return indices[: starts[-1]], starts, rows
+
+
+def _sorted_heads(indices: NDArray[np.int32], starts: Ints, whole: Ints) -> tuple[Ints, Ints]:
+    """Requests sorted by their first `whole` pages, and the pages each shares with the one before.
+
+    The second has one entry more than there are requests; its ends are 0.
+    """
+    count, longest = len(whole), int(whole.max(initial=0))
+    heads = np.zeros(count + 1, np.int64)
+    if not longest:
+        return np.arange(count), heads
+    rows = np.full((count, longest), -1, ">i4")
+    inside = np.arange(longest) < whole[:, None]
+    rows[inside] = indices[(starts[:-1, None] + np.arange(longest))[inside]]
+    texts = [row.tobytes() for row in rows]  # big-endian: their order is that of the pages
+    order = np.asarray(sorted(range(count), key=texts.__getitem__), np.int64)
+    ranked = rows[order]
+    differs = ranked[1:] != ranked[:-1]
+    same = np.where(differs.any(1), differs.argmax(1), longest)
+    heads[1:-1] = np.minimum(same, np.minimum(whole[order[1:]], whole[order[:-1]]))
+    return order, heads
+
+
+def _nodes(heads: Ints, least: int) -> list[Node]:
+    """The nodes of the trie with at least `least` pages of their own, outer ones first."""
+    # A node is a maximal run of neighbours that share at least `end` pages: found with a stack of
+    # open runs (begin, pages), closed where the shared head gets shorter.
+    runs: list[tuple[int, int, int]] = []
+    stack: list[tuple[int, int]] = []
+    for place, head in enumerate(heads.tolist()):
+        first = place - 1
+        while stack and stack[-1][1] > head:
+            first, pages = stack.pop()
+            runs.append((first, place, pages))
+        if head and (not stack or stack[-1][1] < head):
+            stack.append((first, head))
+    runs.sort(key=lambda r: (r[0], -r[1], r[2]))
+    nodes: list[Node] = []
+    around: list[Node] = []
+    for first, last, pages in runs:
+        while around and around[-1].last <= first:
+            around.pop()
+        begin = around[-1].end if around else 0
+        if pages - begin >= least:
+            nodes.append(Node(len(around), first, last, begin, pages))
+            around.append(nodes[-1])
+    return nodes
+
+
+def _level(
+    nodes: list[Node],
+    order: Ints,
+    indices: NDArray[np.int32],
+    starts: Ints,
+    rows: Ints,
+    paged: Paged,
+) -> Shared:
+    size = paged.page_size
+    tokens, pages, counts = [], [], []
+    for node in nodes:
+        members = np.sort(order[node.first : node.last])
+        lengths = rows[members + 1] - rows[members]
+        ends = np.cumsum(lengths)
+        tokens.append(np.arange(ends[-1]) + np.repeat(rows[members] - ends + lengths, lengths))
+        begin = starts[members[0]]
+        pages.append(indices[begin + node.begin : begin + node.end])
+        counts.append(node.end - node.begin)
+    device = paged.page_indices.device
+    storage = Paged(
+        torch.from_numpy(_indptr(counts)),
+        torch.from_numpy(np.concatenate(pages)).to(device),
+        torch.full((len(nodes),), size, dtype=torch.int32),
+        size,
+    )
+    q_indptr = torch.from_numpy(_indptr([len(t) for t in tokens]))
+    return Shared(q_indptr, storage, torch.from_numpy(np.concatenate(tokens).astype(np.int32)))
+
+
+def _indptr(lengths: Any) -> NDArray[np.int32]:
+    out = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+__all__ = ["Shared", "shared_prefixes"]

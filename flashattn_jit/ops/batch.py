@@ -1,0 +1,82 @@
+"""`fa.BatchAttention`: plan() once a step, run() for every layer."""
+
+from __future__ import annotations
+
+import torch
+
+from ._batch_base import BatchBase
+from .attention import Offset
+from .plan import Plan
+from .sparsity import Sparsity
+from .storage import Storage
+
+
+class BatchAttention(BatchBase):
+    """Attention over batches of requests, planned once a step and run for every layer.
+
+    Args:
+        variant: a `Variant`, a bare ``score_mod`` or ``mask_mod``, or None for plain attention.
+        num_q_heads, num_kv_heads: the second divides the first.
+        head_dim, head_dim_v: of q and k, and of v (head_dim by default).
+        q_dtype: float32, bfloat16 or float16 on the CPU, bfloat16 or float16 on CUDA.
+        kv_dtype: q_dtype by default; on the CPU also int8 or float8_e4m3fn.
+        device: of the tensors of runs.
+        workspace: uint8 tensor on the device for partial states, at least `Plan.workspace_bytes`
+            long; several objects may share one on one stream. Torch's allocator by default.
+        limits: the largest batch to come; see `Limits`.
+        cuda_graph: keep the plan at a fixed place, so that a captured run() replays every later
+            plan; needs limits. The first plan fixes storage, sparsity and the numbers of the mask.
+        batch_invariant: tiles and cuts follow from each request alone, so that its bits do not
+            depend on the rest of the batch.
+        target: as for `fa.attention`; the device's best by default.
+
+    Raises:
+        InputError, TargetError, VariantError: an argument is out of range or unknown.
+
+    Source: plan and run are FlashInfer's (Ye et al. 2025, arXiv 2501.01005).
+
+    Example:
+        >>> batch = fa.BatchAttention(fa.Causal(), num_q_heads=32, num_kv_heads=8, head_dim=128,
+        ...                           q_dtype=torch.bfloat16)
+        >>> batch.plan(q_indptr, fa.Paged(page_indptr, page_indices, last_page_len, page_size=16))
+        >>> outs = [batch.run(q, k_pages, v_pages) for q, k_pages, v_pages in layers]
+    """
+
+    def plan(
+        self,
+        q_indptr: torch.Tensor,
+        storage: Storage,
+        *,
+        sparsity: Sparsity | None = None,
+        q_offset: Offset = "end",
+        **mask_params: object,
+    ) -> Plan:
+        """Decide who computes what of a batch. Host code: nothing of a device is waited for.
+
+        Args:
+            q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the query tokens
+                q_indptr[b] to q_indptr[b + 1], from 0 on.
+            storage: `fa.Ragged` or `fa.Paged`, with kv_len keys a request. Its tensors must keep
+                their values until the last run.
+            sparsity: `fa.BlockSparse`, `fa.TokenSparse` or `fa.Tree`; every key by default.
+            q_offset: position of a request's first query token: "end" for kv_len - q_len, an int,
+                or an int tensor [num_requests].
+            **mask_params: the variant's params that its mask reads, by name; runs use these values.
+
+        Returns:
+            The plan, which is in force for the runs that follow.
+
+        Raises:
+            InputError: an array is wrong (the message names the request), the batch is beyond the
+                limits, or the workspace is too small. The plan before it stays in force.
+            ParamError: a param of the mask is missing, or one is not the mask's.
+            CompileError: a kernel was needed that no cache has, and the compiler failed.
+            LaunchError: the stream is being captured in a CUDA graph.
+
+        Example:
+            >>> plan = batch.plan(q_indptr, paged)
+        """
+        return self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params)
+
+
+__all__ = ["BatchAttention", "Plan"]

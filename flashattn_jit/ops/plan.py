@@ -1,0 +1,48 @@
+"""`Plan`: who computes what of one batch, for people to look at."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from ._batch_run import Planned
+
+
+class Plan:
+    """Who computes what of one batch; what `plan()` returns and the next run() follows.
+
+    Example:
+        >>> print(batch.plan(q_indptr, paged).explain())
+    """
+
+    def __init__(self, planned: Planned) -> None:
+        self._planned = planned
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that its runs need for partial states."""
+        return self._planned.first.native.workspace_bytes
+
+    def explain(self) -> str:
+        """What was chosen, why, and how the work is balanced, as a text of tables."""
+        from ..inspect.batch import explain_plan
+
+        return explain_plan(self._planned)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the timeline of the workers to an image; its format follows the name's ending.
+
+        Raises InputError where matplotlib is missing or cannot write this format.
+        """
+        from ..inspect.batch_plot import plot_plan
+
+        plot_plan(self._planned, path)
+
+    def __repr__(self) -> str:
+        lengths = self._planned.batch.lengths
+        return (
+            f"<Plan of {lengths.num_requests} requests, {lengths.num_q_tokens} query tokens, "
+            f"workspace {self.workspace_bytes} bytes>"
+        )
+
+
+__all__ = ["Plan"]

@@ -1,0 +1,153 @@
+"""Where the keys of a batch lie: `fa.Ragged` and `fa.Paged`, read for the planner.
+
+Lengths stay where they are: the planner reads host arrays through their addresses, so that no
+entry becomes a Python object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .. import env
+from ..errors import InputError
+from ._check import INT32_MAX
+from .paged import Paged
+
+Array = tuple[int, int, int]
+"""A contiguous integer array of the host: address, entries, bytes of an entry."""
+NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
+"""kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices."""
+
+_INTEGERS = {torch.int32: 4, torch.int64: 8}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Keys laid end to end: request b has rows kv_indptr[b] to kv_indptr[b + 1] of k and v.
+
+    Args:
+        kv_indptr: int32 or int64 cpu tensor [num_requests + 1], ascending from 0 to the number of
+            rows of k and v, which are [num_kv_tokens, num_kv_heads, head_dim]. On the CPU because
+            batches are planned on the host, which waits for no device.
+
+    `plan()` raises InputError for what is out of range.
+
+    Example:
+        >>> batch.plan(q_indptr, fa.Ragged(kv_indptr))
+    """
+
+    kv_indptr: torch.Tensor
+
+
+Storage = Ragged | Paged
+
+
+class Stored(NamedTuple):
+    """A storage as the planner reads it.
+
+    page_indices: contiguous int32 on the device of the keys. pages: the (least, greatest) of its
+    entries in use, (0, -1) where there are none, None where they were not looked at. held: tensors
+    whose addresses `native` has.
+    """
+
+    native: NativeStorage
+    page_size: int
+    page_indices: torch.Tensor | None
+    pages: tuple[int, int] | None
+    held: tuple[torch.Tensor, ...]
+
+    @property
+    def used_pages(self) -> int:
+        """Entries of page_indices that are somebody's."""
+        return int(self.held[0][-1]) if self.page_size and len(self.held[0]) else 0
+
+
+def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
+    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
+    item_bytes = _INTEGERS.get(value.dtype)
+    if item_bytes is None or value.device.type != "cpu":
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
+            "batches are planned on the host, which waits for no device"
+        )
+    if value.dim() != 1:
+        raise InputError(f"{name} must be a tensor [n], got {list(value.shape)}")
+    if not value.is_contiguous():
+        value = value.contiguous()
+    return (value.data_ptr(), value.shape[0], item_bytes), value
+
+
+def read_storage(storage: Storage, device: torch.device, where: str = "") -> Stored:
+    """Checks the tensors' kinds; the planner checks what they hold.
+
+    where: put before the names of tensors in messages.
+
+    Raises:
+        InputError: a tensor has a wrong shape, dtype or device, or a page index is negative.
+    """
+    if isinstance(storage, Ragged):
+        array, tensor = host_array(f"{where}kv_indptr", storage.kv_indptr)
+        return Stored((array, None, None, 0, 0), 0, None, None, (tensor,))
+    if not isinstance(storage, Paged):
+        raise InputError(
+            f"{where}storage must be an fa.Paged or an fa.Ragged, got {type(storage).__name__}"
+        )
+    size = storage.page_size
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= INT32_MAX:
+        raise InputError(f"{where}page_size={size!r} must be an int of at least 1")
+    indptr, held_indptr = host_array(f"{where}page_indptr", storage.page_indptr)
+    last, held_last = host_array(f"{where}last_page_len", storage.last_page_len)
+    indices = _page_indices(storage.page_indices, device, where)
+    native = (None, indptr, last, size, indices.shape[0])
+    pages = _pages_in_use(indices, held_indptr)
+    if pages is not None and pages[0] < 0:
+        at = int((indices < 0).nonzero()[0, 0])
+        raise InputError(
+            f"{where}page_indices[{at}]={int(indices[at])}, a page of request "
+            f"{owner_of(at, storage.page_indptr)}, is negative"
+        )
+    return Stored(native, size, indices, pages, (held_indptr, held_last))
+
+
+def _page_indices(indices: object, device: torch.device, where: str) -> torch.Tensor:
+    if not isinstance(indices, torch.Tensor) or indices.dim() != 1:
+        raise InputError(f"{where}page_indices must be a tensor [number of pages in use]")
+    if indices.dtype not in _INTEGERS:
+        raise InputError(f"{where}page_indices must be int32 or int64, got {indices.dtype}")
+    if indices.device.type != device.type:
+        raise InputError(
+            f"{where}page_indices are on {indices.device}, the batch on {device}; move them with "
+            f".to({str(device)!r})"
+        )
+    if indices.shape[0] > INT32_MAX:
+        raise InputError(f"{where}page_indices has more entries than 32 bits count")
+    return indices.to(torch.int32).contiguous()
+
+
+def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int] | None:
+    """The least and the greatest page, where they are looked at; what nobody owns is not."""
+    wanted = env.check_pages()
+    if not (indices.device.type == "cpu" if wanted is None else wanted):
+        return None
+    if not len(indptr):
+        return 0, -1
+    begin, end = int(indptr[0]), int(indptr[-1])
+    used = indices[max(0, begin) : max(0, end)]
+    if not used.numel():
+        return 0, -1
+    low, high = torch.aminmax(used)
+    return int(low), int(high)
+
+
+def owner_of(entry: int, page_indptr: torch.Tensor) -> int:
+    """The request that owns an entry of page_indices; for messages."""
+    ends = page_indptr[1:].long()
+    return int(torch.searchsorted(ends, entry, right=True))
+
+
+__all__ = ["Ragged", "Storage", "Stored", "host_array", "owner_of", "read_storage"]
