@@ -45,10 +45,10 @@ void bind_batch(py::module_& m) {
                        const std::pair<ModulePtr, ModulePtr>& modules, int32_t num_q_heads,
                        int32_t num_kv_heads, int32_t head_dim, int32_t head_dim_v,
                        int32_t key_block, int32_t num_key_blocks) {
-             return std::make_shared<BatchCall>(
-                 plan, lengths, BatchCall::Modules{modules.first, modules.second},
-                 BatchShape{num_q_heads, num_kv_heads, head_dim, head_dim_v, key_block,
-                            num_key_blocks});
+             return std::make_shared<BatchCall>(plan, lengths,
+                                                BatchCall::Modules{modules.first, modules.second},
+                                                BatchShape{num_q_heads, num_kv_heads, head_dim,
+                                                           head_dim_v, key_block, num_key_blocks});
            }),
            py::arg("plan").none(false), py::arg("lengths").none(false), py::arg("modules"),
            py::kw_only(), py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"),

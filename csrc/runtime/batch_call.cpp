@@ -18,10 +18,9 @@ constexpr double kRegionNs = 2000.0;  // of opening a parallel region
 BatchCall::BatchCall(std::shared_ptr<const scheduler::BatchPlan> plan,
                      std::shared_ptr<const scheduler::Lengths> lengths, Modules modules,
                      const BatchShape& shape)
-    : work_(std::make_shared<BatchWork>(std::move(plan), std::move(lengths),
-                                        std::array<bool, 2>{modules[0] != nullptr,
-                                                            modules[1] != nullptr},
-                                        shape)),
+    : work_(std::make_shared<BatchWork>(
+          std::move(plan), std::move(lengths),
+          std::array<bool, 2>{modules[0] != nullptr, modules[1] != nullptr}, shape)),
       modules_(std::move(modules)) {
   if (modules_[0] && modules_[1] && modules_[0]->is_cuda() != modules_[1]->is_cuda()) {
     throw py::value_error("the modules are of a CUDA target and of a CPU target");
@@ -168,7 +167,8 @@ void BatchCall::launch(const BatchValues& values) const {
     for (int i = 0; i < planned.count && status == FAJIT_OK; ++i) {
       const Launches::One& one = planned.all[i];
       const Module& module = **one.module;
-      status = one.kernel == FAJIT_KERNEL_MERGE ? module.merge(one.args) : module.attention(one.args);
+      status =
+          one.kernel == FAJIT_KERNEL_MERGE ? module.merge(one.args) : module.attention(one.args);
       failed = &one;
     }
   }

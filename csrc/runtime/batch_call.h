@@ -28,7 +28,8 @@ struct BatchValues {
 
 // Immutable, so any number of threads may launch it at once. On CPUs one team of threads works
 // through the lists of both kinds, whatever the number of threads. On CUDA a thread block works
-// through a list; launches are enqueued on one stream, and nothing is read, allocated or waited for.
+// through a list; launches are enqueued on one stream, and nothing is read, allocated or waited
+// for.
 class BatchCall {
  public:
   using Modules = std::array<std::shared_ptr<const Module>, 2>;
@@ -58,7 +59,9 @@ class BatchCall {
   void fill(const BatchValues& values, const Params& params, fajit_args& args) const;
   Launches launches(const BatchValues& values, const Params& params) const;
   void launch_on_cpu(const fajit_args& args) const;
-  const std::shared_ptr<const Module>& merger() const { return modules_[0] ? modules_[0] : modules_[1]; }
+  const std::shared_ptr<const Module>& merger() const {
+    return modules_[0] ? modules_[0] : modules_[1];
+  }
 
   std::shared_ptr<const BatchWork> work_;
   Modules modules_;

@@ -130,9 +130,8 @@ void BatchWork::check_kind(int kind, const fajit_args& args) {
   const char* const name = kKindNames[kind];
   const int64_t num_work = count_of(planned.work.size());
   if (num_work > INT32_MAX) throw py::value_error(std::string(name) + " does not fit 32 bits");
-  if (launches_[kind] &&
-      (indptr.size() < 2 || indptr.front() != 0 || indptr.back() != num_work ||
-       !std::is_sorted(indptr.begin(), indptr.end()))) {
+  if (launches_[kind] && (indptr.size() < 2 || indptr.front() != 0 || indptr.back() != num_work ||
+                          !std::is_sorted(indptr.begin(), indptr.end()))) {
     throw py::value_error(std::string(name) + " is not divided among workers");
   }
   const int64_t listed = int64_t{shape_.num_key_blocks} * shape_.key_block;
@@ -169,8 +168,9 @@ void BatchWork::check_merges(const fajit_args& args) {
     const int64_t first = item.first_partial, splits = item.num_splits;
     if (splits < 1) bad_item(name, i, "it has no splits");
     if (rows > sizes_.max_merge_rows) {
-      bad_item(name, i, std::to_string(rows) + " rows, more than max_merge_rows=" +
-                            std::to_string(sizes_.max_merge_rows));
+      bad_item(name, i,
+               std::to_string(rows) +
+                   " rows, more than max_merge_rows=" + std::to_string(sizes_.max_merge_rows));
     }
     writes_out_ |= rows > 0;
     if (sizes_.merge_sources == 0) {
@@ -252,8 +252,8 @@ void BatchWork::write_block(char* block) const {
   const Sections& s = sections_;
   const scheduler::Lengths& n = *lengths_;
   std::memset(block, 0, static_cast<size_t>(s.bytes));
-  const std::vector<int32_t>* const arrays[8] = {&n.q_len,    &n.kv_len,   &n.q_row0,
-                                                 &n.kv_row0,  &n.q_offset, &n.q_token0,
+  const std::vector<int32_t>* const arrays[8] = {&n.q_len,     &n.kv_len,   &n.q_row0,
+                                                 &n.kv_row0,   &n.q_offset, &n.q_token0,
                                                  &n.kv_token0, &n.kv_first};
   for (int i = 0; i < 8; ++i) {
     put_ints(block, s.per_request[i], arrays[i]->data(), count_of(arrays[i]->size()),

@@ -231,9 +231,7 @@ py::list Call::plan_launches(const LaunchValues& values) const {
   const Params params(problem_->params(), values.tensors, values.scalars);
   fill(values, params, args);
   py::list launches;
-  const auto plan = [&](int kernel) {
-    launches.append(launch_as_data(*module_, args, kernel));
-  };
+  const auto plan = [&](int kernel) { launches.append(launch_as_data(*module_, args, kernel)); };
   if (args.num_work > 0) plan(FAJIT_KERNEL_ATTENTION);
   if (args.num_merge_work > 0) plan(FAJIT_KERNEL_MERGE);
   return launches;

@@ -65,7 +65,8 @@ class Team {
   }
   bool has_work(int launch, int32_t list) {
     const int32_t* const indptr = launches_[launch].args.worker_indptr;
-    return __atomic_load_n(counter(launch, list), __ATOMIC_RELAXED) < indptr[list + 1] - indptr[list];
+    return __atomic_load_n(counter(launch, list), __ATOMIC_RELAXED) <
+           indptr[list + 1] - indptr[list];
   }
   void take(int launch, int32_t list) {
     if (!has_work(launch, list)) return;
