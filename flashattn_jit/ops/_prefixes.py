@@ -7,6 +7,7 @@ runs inside it with longer ones.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,13 +60,11 @@ def shared_prefixes(q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int)
         _level([n for n in nodes if n.depth == depth], order, indices, starts, rows, paged)
         for depth in range(max((n.depth for n in nodes), default=-1) + 1)
     ]
-    lengths = np.diff(starts) - shared
-    kept = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts)) >= np.repeat(
-        shared, np.diff(starts)
-    )
+    begins, ends = (starts[:-1] + shared).tolist(), starts[1:].tolist()
+    kept = [indices[begin:end] for begin, end in zip(begins, ends, strict=True)]
     own = Paged(
-        torch.from_numpy(_indptr(lengths)),
-        torch.from_numpy(indices[kept]).to(paged.page_indices.device),
+        torch.from_numpy(_indptr(np.diff(starts) - shared)),
+        torch.from_numpy(np.concatenate([indices[:0], *kept])).to(paged.page_indices.device),
         paged.last_page_len,
         paged.page_size,
     )
@@ -105,20 +104,21 @@ def _sorted_heads(indices: NDArray[np.int32], starts: Ints, whole: Ints) -> tupl
 
     The second has one entry more than there are requests; its ends are 0.
     """
-    count, longest = len(whole), int(whole.max(initial=0))
-    heads = np.zeros(count + 1, np.int64)
-    if not longest:
-        return np.arange(count), heads
-    rows = np.full((count, longest), -1, ">i4")
-    inside = np.arange(longest) < whole[:, None]
-    rows[inside] = indices[(starts[:-1, None] + np.arange(longest))[inside]]
-    texts = [row.tobytes() for row in rows]  # big-endian: their order is that of the pages
-    order = np.asarray(sorted(range(count), key=texts.__getitem__), np.int64)
-    ranked = rows[order]
-    differs = ranked[1:] != ranked[:-1]
-    same = np.where(differs.any(1), differs.argmax(1), longest)
-    heads[1:-1] = np.minimum(same, np.minimum(whole[order[1:]], whole[order[:-1]]))
-    return order, heads
+    heads = np.zeros(len(whole) + 1, np.int64)
+    # As big-endian bytes, whose order as texts is that of the pages.
+    text = indices.astype(">i4").tobytes()
+    begins, ends = starts[:-1].tolist(), (starts[:-1] + whole).tolist()
+    words = [text[4 * begin : 4 * end] for begin, end in zip(begins, ends, strict=True)]
+    order = sorted(range(len(words)), key=words.__getitem__)
+    for place, (one, other) in enumerate(itertools.pairwise(order), 1):
+        least = min(ends[one] - begins[one], ends[other] - begins[other])
+        differs = (
+            indices[begins[one] : begins[one] + least]
+            != indices[begins[other] : begins[other] + least]
+        )
+        first = int(differs.argmax()) if least else 0
+        heads[place] = first if least and differs[first] else least
+    return np.asarray(order, np.int64), heads
 
 
 def _nodes(heads: Ints, least: int) -> list[Node]:
