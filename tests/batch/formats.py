@@ -60,8 +60,9 @@ def run_format(
         dim_v=shape.head_dim_v, device=device,
     )  # fmt: skip
     offset: Any = "end" if how.end else case.q_offset
-    planned = {n: v for n, v in params.items() if n in bound.mask_params}
-    given = {n: v for n, v in params.items() if n not in bound.mask_params}
+    placed = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in params.items()}
+    planned = {n: v for n, v in placed.items() if n in bound.mask_params}
+    given = {n: v for n, v in placed.items() if n not in bound.mask_params}
     visited = how.visited(batch) if how.visited else None
     options = {**batch.options(), "target": target}
     if how.cascade:
@@ -72,7 +73,7 @@ def run_format(
     else:
         made = fa.BatchAttention(variant, **options)
         if visited is not None:
-            planned["sparsity"] = visited.sparsity
+            planned["sparsity"] = visited.on(device)
         if offset != "end":
             offset = torch.full((shape.batch,), int(offset))
         made.plan(batch.q_indptr, batch.storage, q_offset=offset, **planned)
@@ -83,17 +84,17 @@ def run_format(
     out, lse = (got, None) if pointwise else got
     reference = variant if visited is None else variant & _leaving_out(visited, batch)
     keys = [batch.keys(b) for b in range(shape.batch)]
-    call = (batch.q, torch.cat([k for k, _ in keys]), torch.cat([v for _, v in keys]),
-            batch.q_indptr, indptr(batch.kv_len), reference)  # fmt: skip
+    k, v = (torch.cat([pair[i] for pair in keys]).cpu() for i in range(2))
+    call = (batch.q.cpu(), k, v, batch.q_indptr, indptr(batch.kv_len), reference)
     options = {"scale": case.scale, "q_offset": offset, "params": params}
     exact, exact_lse = varlen_reference(*call, **options)
     eager, _ = varlen_reference(*call, dtype=dtype, **options)
-    assert_close(out.cpu(), exact.cpu(), eager.cpu())
+    assert_close(out.cpu(), exact, eager)
     if lse is not None:
         rounded = dtype != torch.float32 and "row" in case.tags
         tolerance = 16 * EPS[dtype] if rounded else 2e-5
         torch.testing.assert_close(
-            lse.cpu().double(), exact_lse.cpu().double(), rtol=tolerance, atol=tolerance,
+            lse.cpu().double(), exact_lse.double(), rtol=tolerance, atol=tolerance,
             equal_nan=True,
         )  # fmt: skip
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,20 @@ class Math:
     cap: float = 0.0
     sink: bool = False
     rope: bool = False
+
+    PREFIX: ClassVar[str] = "batch "
+
+    @property
+    def name(self) -> str:
+        """Of the kernel that it needs: numbers are params of the call."""
+        parts = {f.name: bool(getattr(self, f.name)) for f in fields(self)}
+        return self.PREFIX + "+".join(n for n, wanted in parts.items() if wanted)
+
+    @classmethod
+    def named(cls, name: str) -> Math:
+        """One that needs the kernel of that name."""
+        parts = name.removeprefix(cls.PREFIX).split("+")
+        return cls(**{part: 20 if part in ("window", "cap") else True for part in parts if part})
 
     def variant(self, num_q_heads: int, device: str = "cpu") -> fa.Variant | None:
         """As the engine is told it."""

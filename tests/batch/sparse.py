@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,14 @@ class Visited:
 
     sparsity: Any
     pairs: list[Tensor]
+
+    def on(self, device: str) -> Any:
+        """The sparsity with its lists on the device of the keys; lengths stay on the host."""
+        s = self.sparsity
+        if isinstance(s, fa.BlockSparse):
+            bits = None if s.bits is None else s.bits.to(device)
+            return replace(s, indices=s.indices.to(device), bits=bits)
+        return replace(s, indices=s.indices.to(device)) if isinstance(s, fa.TokenSparse) else s
 
     def seen(self, b: int, h: int, rows: Tensor) -> Tensor:
         """As `oracle.Seen`."""

@@ -21,6 +21,7 @@ from flashattn_jit.planner import Problem, choose, fallbacks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Bound, as_variant
+from tests.batch.oracle import Math
 from tests.ops.test_attention import EPS, assert_close, inputs
 from tests.registry import by_name
 from tests.registry_case import Case, Shape
@@ -35,9 +36,11 @@ PLAIN = {
 
 
 def case_named(name: str) -> Case:
-    """A case of `PLAIN` or of the registry."""
+    """A case of `PLAIN`, of the batches' variants or of the registry."""
     if name in PLAIN:
         return Case(name, lambda shape, generator: PLAIN[name]())
+    if name.startswith(Math.PREFIX):
+        return Case(name, lambda shape, generator: Math.named(name).variant(shape.num_q_heads))
     return by_name(name)
 
 
