@@ -25,6 +25,7 @@ products, and the registers of more are better spent on larger tiles and on hook
 for memory gain from three. A kernel that needs fewer registers than its budget still gets more."""
 
 _ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
+_ITEM_BYTES = 40  # the work item that a block is at, and its place in a worker's list
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
 
 
@@ -81,8 +82,9 @@ def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
     Q's tile and `num_stages` buffers of K and V; then 32 bytes a warp for its walk over the keys,
-    and the scratch of row hooks. States leave through the space of the buffers, as fp32 rows, which
-    counts where that is larger.
+    48 where their places are looked up, the logical positions of the keys of the buffers where they
+    come from key lists, the scratch of row hooks, and 40 bytes for the work item. States leave
+    through the space of the buffers, as fp32 rows, which counts where that is larger.
     """
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
@@ -91,7 +93,14 @@ def shared_bytes(spec: KernelSpec) -> int:
         used = queries + max(ring, spec.num_warps * spec.tile_q * (out_row + 8))
     else:
         used = max(queries + ring, spec.num_warps * 8 * out_row)
-    return _up(used, 16) + spec.num_warps * (32 + row_temps(spec.variant) * 4)
+    looked_up = "paged" in spec.features or "sparse" in spec.features
+    walk = 48 if looked_up else 32
+    listed = 0
+    if "sparse" in spec.features:
+        turns = spec.num_stages if spec.tile_kind == "few_row" else max(2, spec.num_stages)
+        listed = turns * spec.tile_kv * 4
+    temps = row_temps(spec.variant) * 4
+    return _up(used, 16) + spec.num_warps * (walk + temps) + listed + _ITEM_BYTES
 
 
 def merge_shared_bytes(spec: KernelSpec) -> int:

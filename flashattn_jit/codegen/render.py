@@ -7,6 +7,7 @@ from functools import cache
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .._paths import templates_dir
+from ..errors import InputError
 from ..variants.bounds_lower import range_tables
 from ..variants.lower import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
@@ -19,6 +20,11 @@ _CPP_NAME = {
     "bfloat16": "bfloat16_t",
     "int8": "int8_t",
     "float8_e4m3fn": "e4m3_t",
+}
+
+_NOT_WITH_SPARSE = {
+    "block_mask": "key lists say which blocks are visited",
+    "mixed_rows": "rows that share keys cannot have lists of their own",
 }
 
 
@@ -64,6 +70,16 @@ def _cpu_names(spec: KernelSpec) -> dict[str, object]:
 
 
 def _cuda_names(spec: KernelSpec) -> dict[str, object]:
+    for other in _NOT_WITH_SPARSE if "sparse" in spec.features else ():
+        if other in spec.features:
+            raise InputError(
+                f"no CUDA kernel has features 'sparse' and {other!r}: {_NOT_WITH_SPARSE[other]}"
+            )
+    if "indirect" in spec.features:
+        raise InputError(
+            "feature 'indirect' is of CPU kernels; CUDA kernels have 'paged', 'mixed_rows' and "
+            "'sparse'"
+        )
     return {
         "min_blocks": ctas_per_sm(spec),
         "shared_bytes": shared_bytes(spec),

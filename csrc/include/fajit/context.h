@@ -12,6 +12,9 @@ struct Context {
   const uint64_t* scalars = nullptr;
   // CUDA: what the variant's hooks compute from scalars alone, a Hooks::Uniforms.
   const void* uniforms = nullptr;
+  // Rows of several requests share the keys of one: the request whose storage they lie in. Negative
+  // where that is each row's own.
+  int32_t kv_request = -1;
 
   Context() = default;
   FAJIT_FN explicit Context(const fajit_args* a) : args(a), tensors(a->tensors), scalars(a->scalars) {}

@@ -293,6 +293,7 @@ FAJIT_SHARED Interval i_kv_slot(const Context& c, Interval b, Interval k) {
   if (c.args->page_indptr != nullptr) {
     return {0, int64_t(c.args->num_pages) * c.args->page_size - 1};
   }
+  if (c.kv_request >= 0) b = {c.kv_request, c.kv_request};
   return over_requests(c, b, kTop, [&](int64_t i) {
     const int64_t base = c.args->kv_token0[i];
     return i_add(k, {base, base});

@@ -38,12 +38,34 @@ void for_each_index(int32_t count, int32_t threads, Worker worker) {
   worker(take);
 }
 
+// Items of the list of `worker`, claimed one by one: other threads may be in the same list. A thread
+// without memory claims nothing, so that its list is left to others.
+template <class Kernel>
+int run_list(const fajit_args* a) {
+  if (a->worker_indptr == nullptr || a->worker < 0 || a->worker >= a->num_workers)
+    return FAJIT_BAD_ARGS;
+  int32_t* cursor = a->cursors + a->worker;
+  const int32_t begin = a->worker_indptr[a->worker];
+  const int32_t count = a->worker_indptr[a->worker + 1] - begin;
+  if (__atomic_load_n(cursor, __ATOMIC_RELAXED) >= count) return FAJIT_OK;
+  const Scratch scratch(Kernel::scratch_bytes());
+  if (scratch.data() == nullptr) return FAJIT_OUT_OF_MEMORY;
+  Carver carver{scratch.data()};
+  Kernel kernel(Context{a}, carver);
+  for (int32_t i; (i = __atomic_fetch_add(cursor, 1, __ATOMIC_RELAXED)) < count;) {
+    const fajit_work& w = a->work[begin + i];
+    if (w.request >= 0) kernel.run(w);  // else padding
+  }
+  return FAJIT_OK;
+}
+
 template <class Config, class Kernel>
 int run_attention(const fajit_args* a) {
   if (const int status = check_args<Config>(a)) return status;
-  if (a->num_work <= 0) return FAJIT_OK;
+  if (a->num_work <= 0 && a->cursors == nullptr) return FAJIT_OK;
   if (a->q == nullptr || a->k == nullptr || a->v == nullptr || a->work == nullptr)
     return FAJIT_BAD_ARGS;
+  if (a->cursors != nullptr) return run_list<Kernel>(a);
   int32_t done = 0;
   for_each_index(a->num_work, a->num_threads, [&](auto take) {
     const Scratch scratch(Kernel::scratch_bytes());
@@ -52,7 +74,7 @@ int run_attention(const fajit_args* a) {
     Carver carver{scratch.data()};
     Kernel kernel(Context{a}, carver);
     for (int32_t i; take(i);) {
-      kernel.run(a->work[i]);
+      if (a->work[i].request >= 0) kernel.run(a->work[i]);  // else padding
       __atomic_fetch_add(&done, 1, __ATOMIC_RELAXED);
     }
   });

@@ -1,6 +1,6 @@
 // Few rows: decoding and other tiles of a few packed query rows, bound by memory.
 //
-//   for each tile of kTileQ packed rows (one request, one kv head)        Q kept in L1
+//   for each tile of kTileQ packed rows (one kv head)                     Q kept in L1
 //     for each key tile that the mask does not empty
 //       S = Q K^T            few_scores: K from its place in memory, lanes over head_dim
 //       hooks, mask, max, exp, sum of each row, keys on lanes
@@ -13,6 +13,7 @@
 #include <fajit/cpu/few_row_kernel.h>
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/pack.h>
+#include <fajit/cpu/packed_rows.h>
 #include <fajit/cpu/scratch.h>
 #include <fajit/cpu/softmax.h>
 
@@ -39,6 +40,8 @@ class FewRow {
   // Rows beyond the last are zero, so that a group of three runs as one of four.
   static constexpr int kTileRows = round_up(Config::kTileQ, kFewRowGroup);
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
+  static constexpr bool kIndirect = Config::kIndirect;
+  static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
 
   // The type that a tile's rows have when the products read them.
   template <bool InPlace, class A, class B>
@@ -51,6 +54,16 @@ class FewRow {
   };
   using Key = typename Choose<kKeysInPlace, K, Matrix>::type;
   using Value = typename Choose<kValuesInPlace, V, Matrix>::type;
+
+  // The products prefetch this many rows ahead, through the table.
+  static constexpr int kAheadK = prefetch_keys(kDim * sizeof(Key));
+  static constexpr int kAheadV = prefetch_keys(kDimV * sizeof(Value));
+  struct NoTable {
+    explicit NoTable(Carver&) {}
+  };
+  using Table =
+      typename Choose<kIndirect, KeyTable<Config, (kAheadK > kAheadV ? kAheadK : kAheadV)>,
+                      NoTable>::type;
 
  public:
   static uint64_t scratch_bytes() {
@@ -70,9 +83,12 @@ class FewRow {
         sums_(carver.take<float>(uint64_t{kTileRows} * kLanes)),
         h_(carver.take<int32_t>(kTileRows + kLanes)),
         q_idx_(carver.take<int32_t>(kTileRows)),
-        rows_(carver.take<Rows>(kTileRows)) {}
+        rows_(carver.take<Rows>(kTileRows)),
+        b_(carver.take<int32_t>(kIndirect ? kTileRows + kLanes : 0)),
+        table_(carver) {}
 
-  void run(const fajit_work& w) {
+  // Not inlined: callers with and without lists share the code.
+  __attribute__((noinline)) void run(const fajit_work& w) {
     for (int32_t row = w.row_begin; row < w.row_end; row += Config::kTileQ) {
       const int32_t left = w.row_end - row;
       run_tile(w, row, left < Config::kTileQ ? left : Config::kTileQ);
@@ -82,33 +98,37 @@ class FewRow {
  private:
   void run_tile(const fajit_work& w, int32_t row0, int count) {
     const fajit_args& a = *c_.args;
-    const int32_t b = w.request;
     __builtin_memset(q_, 0, sizeof(Matrix) * kTileRows * kDim);
     __builtin_memset(o_, 0, sizeof(float) * kTileRows * kDimV);
     for (int i = 0; i < count; ++i) {
-      const int32_t p = row0 + i, row = p / w.head_count, h = w.head_begin + p % w.head_count;
-      h_[i] = h;
-      q_idx_[i] = a.q_offset[b] + row;
+      const PackedRow row = packed_row<kIndirect>(a, w, row0 + i);
+      h_[i] = row.h;
+      q_idx_[i] = row.q_idx;
+      if constexpr (kIndirect) b_[i] = row.b;
       base_[i] = -kInf;
       store(sums_ + i * kLanes, vf{});
-      if constexpr (kPairHooks) rows_[i] = Hooks::rows(c_, b, h, q_idx_[i]);
-      load_query(static_cast<const Q*>(a.q) + b * a.q_stride[0] + h * a.q_stride[1] +
-                     (int64_t{a.q_row0[b]} + row) * a.q_stride[2],
-                 q_ + i * kDim, b, h, q_idx_[i]);
+      if constexpr (kPairHooks) rows_[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
+      load_query(static_cast<const Q*>(a.q) + row_offset(a.q_stride, w.request, row.h, row.row),
+                 q_ + i * kDim, row);
     }
-    const RowSpan span{b, w.head_begin, w.head_begin + w.head_count - 1, q_idx_[0],
-                       q_idx_[count - 1]};
-    const int32_t kv_len = a.kv_len[b];
-    KvWalk<Config, Hooks> walk(c_, span, row0 / w.head_count, w.kv_begin,
-                               w.kv_end < kv_len ? w.kv_end : kv_len);
-    for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
+    const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
+    const KeyRange range = key_range(a, w, kIndirect);
+    if constexpr (kIndirect) {
+      table_.open(a, w, w.head_begin / c_.group_size(), range.begin, range.end);
+      TableWalk<Config, Hooks, Table> walk(c_, span, table_, range.begin, range.end);
+      for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
+    } else {
+      KvWalk<Config, Hooks> walk(c_, span, row0 / w.head_count, range.begin, range.end);
+      for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
+    }
     finish(w, row0, count);
   }
 
-  FAJIT_INLINE void load_query(const Q* src, Matrix* dst, int32_t b, int32_t h, int32_t q_idx) {
+  FAJIT_INLINE void load_query(const Q* src, Matrix* dst, [[maybe_unused]] const PackedRow& row) {
     if constexpr (Hooks::kQueryMod) {
-      convert_row<Matrix, Q, Config::kHeadDim, kDim>(
-          src, dst, [&](const float* x, float* y) { Hooks::query_mod(c_, x, y, b, h, q_idx); });
+      convert_row<Matrix, Q, Config::kHeadDim, kDim>(src, dst, [&](const float* x, float* y) {
+        Hooks::query_mod(c_, x, y, row.b, row.h, row.q_idx);
+      });
     } else {
       convert_row<Matrix, Q, Config::kHeadDim, kDim>(src, dst, NoMod{});
     }
@@ -118,46 +138,49 @@ class FewRow {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int keys = tile.end - tile.begin;
-    const int64_t row0 = int64_t{a.kv_row0[b]} + tile.begin;
-    const K* k_src = static_cast<const K*>(a.k) + b * a.k_stride[0] + kv_h * a.k_stride[1] +
-                     row0 * a.k_stride[2];
-    const V* v_src = static_cast<const V*>(a.v) + b * a.v_stride[0] + kv_h * a.v_stride[1] +
-                     row0 * a.v_stride[2];
+    const auto k_src = key_rows<Config>(a, b, kv_h, tile.begin, table_);
+    const auto v_src = value_rows<Config>(a, b, kv_h, tile.begin, table_);
 
-    const Key* k;
-    const Value* v;
-    int64_t k_stride, v_stride;
+    const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
+    const auto multiply = [&](auto k) __attribute__((always_inline)) {
+      for_each_group(count, [&](auto rows, int first) {
+        few_scores<Matrix, Key, kDim, rows.count>(k, keys, q_ + first * kDim, scale,
+                                                  s_ + first * kTileKv, kTileKv);
+      });
+    };
     if constexpr (kKeysInPlace) {
-      k = k_src;
-      k_stride = a.k_stride[2];
+      multiply(k_src);
     } else {
       for (int n = 0; n < keys; ++n)
-        copy_key(k_src + n * a.k_stride[2], k_rows_ + n * kDim, b, kv_h, tile.begin + n);
-      k = k_rows_;
-      k_stride = kDim;
+        copy_key(k_src(n), k_rows_ + n * kDim, b, kv_h, position(tile, n));
+      multiply(StridedRows<Matrix>{k_rows_, kDim});
     }
-    const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
-    for_each_group(count, [&](auto rows, int first) {
-      few_scores<Matrix, Key, kDim, rows.count>(k, k_stride, keys, q_ + first * kDim, scale,
-                                                s_ + first * kTileKv, kTileKv);
-    });
 
     soften(b, kv_h, tile, count);
 
+    const auto accumulate = [&](auto v) __attribute__((always_inline)) {
+      for_each_group(count, [&](auto rows, int first) {
+        few_values<Matrix, Value, kDimV, rows.count>(
+            v, keys, reinterpret_cast<const int32_t*>(s_ + first * kTileKv), kTileKv,
+            o_ + first * kDimV);
+      });
+    };
     if constexpr (kValuesInPlace) {
-      v = v_src;
-      v_stride = a.v_stride[2];
+      accumulate(v_src);
     } else {
       for (int n = 0; n < keys; ++n)
-        copy_value(v_src + n * a.v_stride[2], v_rows_ + n * kDimV, b, kv_h, tile.begin + n);
-      v = v_rows_;
-      v_stride = kDimV;
+        copy_value(v_src(n), v_rows_ + n * kDimV, b, kv_h, position(tile, n));
+      accumulate(StridedRows<Matrix>{v_rows_, kDimV});
     }
-    for_each_group(count, [&](auto rows, int first) {
-      few_values<Matrix, Value, kDimV, rows.count>(
-          v, v_stride, keys, reinterpret_cast<const int32_t*>(s_ + first * kTileKv), kTileKv,
-          o_ + first * kDimV);
-    });
+  }
+
+  // Logical position of key n of a tile.
+  FAJIT_INLINE int32_t position(const KvTile& tile, int n) const {
+    if constexpr (kIndirect) {
+      return table_.positions()[n];
+    } else {
+      return tile.begin + n;
+    }
   }
 
   template <int N>
@@ -201,12 +224,20 @@ class FewRow {
     for (int j = 0; j < vectors; ++j) {
       const vi at = iota() + j * kLanes;
       const vi inside = at < keys;
-      const vi kv_idx = tile.begin + (inside ? at : splat(keys - 1));
+      vi kv_idx;
+      if constexpr (kIndirect) {
+        const int32_t* positions = table_.positions();
+        kv_idx = select(inside, load<vi>(positions + j * kLanes), splat(positions[keys - 1]));
+      } else {
+        kv_idx = tile.begin + (inside ? at : splat(keys - 1));
+      }
       [[maybe_unused]] Keys key;
-      if constexpr (kPairHooks) key = Hooks::keys(c_, b, kv_h, kv_idx);
+      if constexpr (kPairHooks && !kKeysOfRows) key = Hooks::keys(c_, b, kv_h, kv_idx);
       for (int r = 0; r < count; ++r) {
         float* s = s_ + r * kTileKv + j * kLanes;
         vf x = load(s);
+        if constexpr (kPairHooks && kKeysOfRows)
+          if (r == 0 || b_[r] != b_[r - 1]) key = Hooks::keys(c_, b_[r], kv_h, kv_idx);
         if constexpr (Hooks::kScore) {
           x = Hooks::score(c_, x, rows_[r], key);
           if constexpr (!Hooks::kPointwise) x = x * kLog2e;
@@ -214,7 +245,7 @@ class FewRow {
         if constexpr (Hooks::kPointwise) {
           x = Hooks::pointwise(c_, x);
           if constexpr (Hooks::kPointwiseScale)
-            x = x * Hooks::pointwise_scale(c_, b, h_[r], q_idx_[r]);
+            x = x * Hooks::pointwise_scale(c_, kIndirect ? b_[r] : b, h_[r], q_idx_[r]);
         }
         const vf hidden = splat(Hooks::kPointwise ? 0.0f : -kInf);
         if constexpr (Hooks::kMask)
@@ -268,17 +299,18 @@ class FewRow {
           sum[i] = reduce_add(load(sums_ + (first + i) * kLanes));
         } else {  // a lane without a row
           h_[first + i] = h_[0];
+          if constexpr (kIndirect) b_[first + i] = b_[0];
           base_[first + i] = -kInf;
         }
       }
-      const Normalized n =
-          writer.normalizer(load(base_ + first), sum, load<vi>(h_ + first));
+      const vi b = kIndirect ? load<vi>(b_ + first) : splat(w.request);
+      const Normalized n = writer.normalizer(load(base_ + first), sum, b, load<vi>(h_ + first));
       for (int i = 0; i < kLanes && first + i < count; ++i) {
         const int32_t packed = row0 + first + i;
         float* o = o_ + (first + i) * kDimV;
         for (int d = 0; d < kDimV; d += kLanes) store(o + d, load(o + d) * n.factor[i]);
         ordered_dims<Matrix, Value, kDimV>(o);
-        writer.write(packed / w.head_count, h_[first + i],
+        writer.write(packed_row<kIndirect>(*c_.args, w, packed),
                      int64_t{w.partial} - w.row_begin + packed, o, n.lse[i]);
       }
     }
@@ -295,6 +327,8 @@ class FewRow {
   int32_t* h_;
   int32_t* q_idx_;
   Rows* rows_;
+  int32_t* b_;  // per row, of indirect kernels
+  Table table_;
 };
 
 }  // namespace fajit

@@ -5,6 +5,7 @@
 //                4 x 4), reduced to one vector of scores by a tree of exchanges
 //   few_values   lanes over head_dim_v: rows x vectors of O in registers, a chunk of keys at a time
 #pragma once
+#include <fajit/cpu/key_rows.h>
 #include <fajit/cpu/microkernel.h>
 #include <fajit/cpu/transpose.h>
 
@@ -67,10 +68,10 @@ struct KeyVector<bfloat16_t, bfloat16_t> {
 
 // s[row * s_stride + key] = scale * q[row] . k[key] for NR rows and keys [0, count), count rounded
 // up to kLanes / NR. Rows of q are `Dim` long; `Dim` is a multiple of a vector. The last key stands
-// in for those past `count`.
-template <class Matrix, class Key, int Dim, int NR>
-FAJIT_INLINE void few_scores(const Key* k, int64_t k_stride, int count, const Matrix* q,
-                             float scale, float* s, int s_stride) {
+// in for those past `count`. `k(n)`: row n, for prefetches also past `count`.
+template <class Matrix, class Key, int Dim, int NR, class KeyRows>
+FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale, float* s,
+                             int s_stride) {
   constexpr int keys = kLanes / NR;
   constexpr int ahead = prefetch_keys(Dim * sizeof(Key));
   using Vector = KeyVector<Matrix, Key>;
@@ -78,8 +79,8 @@ FAJIT_INLINE void few_scores(const Key* k, int64_t k_stride, int count, const Ma
     const Key* row[keys];
 #pragma GCC unroll 16
     for (int i = 0; i < keys; ++i) {
-      row[i] = k + k_stride * (n + i < count ? n + i : count - 1);
-      prefetch_row<Dim * sizeof(Key)>(k + k_stride * (n + i + ahead));
+      row[i] = k(n + i < count ? n + i : count - 1);
+      prefetch_row<Dim * sizeof(Key)>(k(n + i + ahead));
     }
     vf acc[kLanes] = {};
     for (int d = 0; d < Dim; d += Vector::kElements) {
@@ -132,19 +133,19 @@ struct ValueStep<bfloat16_t, bfloat16_t> {
 // o[row][0, NV * kLanes) += sum over `count` keys of p[row] v, in steps of kKeys: `p` has a word a
 // step. An odd last key pairs with itself: its partner's weight is zero. `Ahead`: bytes of a row to
 // prefetch at each step, 0 for none.
-template <class Matrix, class Value, int NR, int NV, int Ahead>
-FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, const int32_t* p,
-                                  int p_stride, float* o, int o_stride) {
+template <class Matrix, class Value, int NR, int NV, int Ahead, class ValueRows>
+FAJIT_INLINE void few_values_part(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
+                                  int o_stride) {
   using Step = ValueStep<Matrix, Value>;
   using Weight = Dot<typename Step::Weight>;
   vf acc[NR][NV] = {};  // joins o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Step::kKeys) {
-    const Value* row = v + n * v_stride;
-    const Value* partner = n + 1 < count ? row + v_stride : row;
+    const Value* row = v(n);
+    const Value* partner = n + 1 < count ? v(n + 1) : row;
     if constexpr (Ahead > 0)
 #pragma GCC unroll 2
       for (int i = 0; i < Step::kKeys; ++i)
-        prefetch_row<Ahead>(row + (i + prefetch_keys(Ahead)) * v_stride);
+        prefetch_row<Ahead>(v(n + i + prefetch_keys(Ahead)));
     vi weight[NR];
 #pragma GCC unroll 4
     for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n / Step::kKeys]);
@@ -170,25 +171,22 @@ FAJIT_INLINE void few_values_part(const Value* v, int64_t v_stride, int count, c
 
 // All of `Dim` (a multiple of what a step makes) for NR rows. Keys go in chunks whose V rows stay
 // in L1 while the parts of the head dim pass over them; the first part prefetches, a row at a step.
-template <class Matrix, class Value, int Dim, int NR>
-FAJIT_INLINE void few_values(const Value* v, int64_t v_stride, int count, const int32_t* p,
-                             int p_stride, float* o) {
+template <class Matrix, class Value, int Dim, int NR, class ValueRows>
+FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
   constexpr int vectors = Dim / kLanes;
   constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
   constexpr int NV = vectors < most ? vectors : most;
   constexpr int chunk = 16;
   for (int n = 0; n < count; n += chunk) {
     const int keys = count - n < chunk ? count - n : chunk;
-    const Value* rows = v + n * v_stride;
+    const ValueRows rows = v.from(n, 0);
     const int32_t* words = p + n / ValueStep<Matrix, Value>::kKeys;
-    few_values_part<Matrix, Value, NR, NV, Dim * sizeof(Value)>(rows, v_stride, keys, words,
-                                                                p_stride, o, Dim);
+    few_values_part<Matrix, Value, NR, NV, Dim * sizeof(Value)>(rows, keys, words, p_stride, o, Dim);
     int d = NV * kLanes;
     for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Matrix, Value, NR, NV, 0>(rows + d, v_stride, keys, words, p_stride, o + d,
-                                                Dim);
+      few_values_part<Matrix, Value, NR, NV, 0>(rows.from(0, d), keys, words, p_stride, o + d, Dim);
     if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Value, NR, vectors % NV, 0>(rows + d, v_stride, keys, words, p_stride,
+      few_values_part<Matrix, Value, NR, vectors % NV, 0>(rows.from(0, d), keys, words, p_stride,
                                                           o + d, Dim);
   }
 }

@@ -112,24 +112,27 @@ template <class A, class B, class F> FAJIT_INLINE auto each_lane2(A a, B b, F f)
   }
 }
 
-template <class S, class H, class Q, class K, class F>
-FAJIT_INLINE S each_lane(S s, H h, Q q, K k, F f) {
+template <class S, class B, class H, class Q, class K, class F>
+FAJIT_INLINE S each_lane(S s, B b, H h, Q q, K k, F f) {
   if constexpr (is_vector<S>) {
     S r;
-    for (int i = 0; i < FAJIT_LANES; ++i) r[i] = f(s[i], lane(h, i), lane(q, i), lane(k, i));
+    for (int i = 0; i < FAJIT_LANES; ++i)
+      r[i] = f(s[i], lane(b, i), lane(h, i), lane(q, i), lane(k, i));
     return r;
   } else {
-    return f(s, h, q, k);
+    return f(s, b, h, q, k);
   }
 }
 
-template <class H, class Q, class K, class F> FAJIT_INLINE auto mask_lanes(H h, Q q, K k, F f) {
-  if constexpr (is_vector<H> || is_vector<Q> || is_vector<K>) {
+template <class B, class H, class Q, class K, class F>
+FAJIT_INLINE auto mask_lanes(B b, H h, Q q, K k, F f) {
+  if constexpr (is_vector<B> || is_vector<H> || is_vector<Q> || is_vector<K>) {
     vi r;
-    for (int i = 0; i < FAJIT_LANES; ++i) r[i] = f(lane(h, i), lane(q, i), lane(k, i)) ? -1 : 0;
+    for (int i = 0; i < FAJIT_LANES; ++i)
+      r[i] = f(lane(b, i), lane(h, i), lane(q, i), lane(k, i)) ? -1 : 0;
     return r;
   } else {
-    return bool(f(h, q, k));
+    return bool(f(b, h, q, k));
   }
 }
 
@@ -533,18 +536,46 @@ FAJIT_INLINE int32_t request(const Context& c, int64_t b) {
   b = b < 0 ? b + n : b;
   return b < 0 || b >= n ? 0 : int32_t(b);
 }
-template <class B> FAJIT_INLINE int32_t q_len(const Context& c, B b) { return c.args->q_len[request(c, b)]; }
-template <class B> FAJIT_INLINE int32_t kv_len(const Context& c, B b) { return c.args->kv_len[request(c, b)]; }
+// What f gives for a request, or for that of each lane (rows of several requests on lanes).
+template <class B, class F> FAJIT_INLINE auto of_request(const Context& c, B b, F f) {
+  if constexpr (is_vector<B>) {
+    Vector<decltype(f(0))> r;
+    for (int i = 0; i < FAJIT_LANES; ++i) r[i] = f(request(c, b[i]));
+    return r;
+  } else {
+    return f(request(c, b));
+  }
+}
+template <class I> FAJIT_INLINE auto wide_index(I i) {
+  if constexpr (is_vector<I>) return cast_index(i);
+  else return int64_t(i);
+}
+template <class B> FAJIT_INLINE auto q_len(const Context& c, B b) {
+  return of_request(c, b, [&](int32_t r) { return c.args->q_len[r]; });
+}
+template <class B> FAJIT_INLINE auto kv_len(const Context& c, B b) {
+  return of_request(c, b, [&](int32_t r) { return c.args->kv_len[r]; });
+}
 template <class B, class Q> FAJIT_INLINE auto q_row(const Context& c, B b, Q q_idx) {
-  const int32_t r = request(c, b);
-  const int64_t base = int64_t(c.args->q_token0[r]) - c.args->q_offset[r];
-  if constexpr (is_vector<Q>) return vl(cast_index(q_idx) + base);
-  else return int64_t(q_idx) + base;
+  const auto base = of_request(
+      c, b, [&](int32_t r) { return int64_t(c.args->q_token0[r]) - c.args->q_offset[r]; });
+  return add(wide_index(q_idx), base);
+}
+// The slot of a key that exists, where keys are paged; else 0.
+FAJIT_INLINE int64_t paged_slot(const Context& c, int32_t r, int64_t kv_idx) {
+  const fajit_args& a = *c.args;
+  const int64_t first = a.kv_first == nullptr ? 0 : a.kv_first[r];
+  if (kv_idx < first || kv_idx >= a.kv_len[r]) return 0;
+  const int32_t n = int32_t(kv_idx - first), page = n / a.page_size;
+  const int32_t named = a.page_indices[a.page_indptr[r] + page];
+  return int64_t(named >= 0 && named < a.num_pages ? named : 0) * a.page_size + n % a.page_size;
 }
 template <class B, class K> FAJIT_INLINE auto kv_slot(const Context& c, B b, K kv_idx) {
-  const int64_t base = c.args->kv_token0[request(c, b)];
-  if constexpr (is_vector<K>) return vl(cast_index(kv_idx) + base);
-  else return int64_t(kv_idx) + base;
+  if (c.args->page_size > 0)
+    return each_lane2(wide_index(b), wide_index(kv_idx),
+                      [&](int64_t r, int64_t k) { return paged_slot(c, request(c, r), k); });
+  const auto base = of_request(c, b, [&](int32_t r) { return int64_t(c.args->kv_token0[r]); });
+  return add(wide_index(kv_idx), base);
 }
 
 // --- reductions over a row ---------------------------------------------------------------------------

@@ -5,24 +5,19 @@
 // hundreds. With a block mask the byte map decides, and tiles end at block boundaries.
 #pragma once
 #include <fajit/context.h>
-#include <fajit/cpu/vec.h>
+#include <fajit/cpu/key_rows.h>
 #include <fajit/interval.h>
 
 namespace fajit {
 
-// Query rows of one request as the mask sees them: inclusive ranges of logical indices.
-struct RowSpan {
-  int32_t b, h_first, h_last, q_first, q_last;
-};
-
 struct KvTile {
-  int32_t begin, end;
+  int32_t begin, end;  // logical positions; of a list: 0 and how many keys
   int state;  // fajit_tile_state, never empty
 };
 
 template <class Hooks>
 FAJIT_INLINE int classify_span(const Context& c, const RowSpan& r, int32_t k0, int32_t k1) {
-  return Hooks::classify(c, Interval{r.b, r.b}, Interval{r.h_first, r.h_last},
+  return Hooks::classify(c, Interval{r.b_first, r.b_last}, Interval{r.h_first, r.h_last},
                          Interval{r.q_first, r.q_last}, Interval{k0, k1 - 1});
 }
 
@@ -36,7 +31,7 @@ class KvWalk {
       : c_(c), rows_(rows), at_(begin), end_(end) {
     if constexpr (Config::kBlockMask) {
       const fajit_block_mask& m = c.args->block_mask;
-      states_ = m.states + rows.b * m.strides[0] + rows.h_first * m.strides[1] +
+      states_ = m.states + rows.b_first * m.strides[0] + rows.h_first * m.strides[1] +
                 q_row / m.q_block * m.strides[2];
     }
   }
@@ -92,5 +87,54 @@ class KvWalk {
   int run_state_ = FAJIT_TILE_PARTIAL;
   const uint8_t* states_ = nullptr;
 };
+
+// The same in an indirect kernel: brings the rows of each tile into a table, and goes through the
+// tiles of a key list. A list's tile is classified by the hull of its positions.
+template <class Config, class Hooks, class Table>
+class TableWalk {
+ public:
+  TableWalk(const Context& c, const RowSpan& rows, Table& table, int32_t begin, int32_t end)
+      : c_(c), rows_(rows), table_(table), walk_(c, rows, 0, begin, end) {}
+
+  bool next(KvTile& tile) {
+    if (!table_.listed()) {
+      if (!walk_.next(tile)) return false;
+      table_.seek(tile.begin, tile.end - tile.begin);
+      return true;
+    }
+    while (const int count = table_.next()) {
+      int state = FAJIT_TILE_FULL;
+      if constexpr (Hooks::kMask) {
+        int32_t low, high;
+        table_.hull(0, count, low, high);
+        state = classify_span<Hooks>(c_, rows_, low, high + 1);
+        if (state == FAJIT_TILE_EMPTY) continue;
+      }
+      tile = {0, count, state};
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  const Context c_;
+  const RowSpan rows_;
+  Table& table_;
+  KvWalk<Config, Hooks> walk_;
+};
+
+// The part of an item's positions that is of its request. Positions of a list are not cut.
+struct KeyRange {
+  int32_t begin, end;
+};
+FAJIT_INLINE KeyRange key_range(const fajit_args& a, const fajit_work& w, bool indirect) {
+  KeyRange range{w.kv_begin, w.kv_end};
+  if (indirect && a.key_blocks != nullptr) return range;
+  const int32_t kv_len = a.kv_len[w.request];
+  if (kv_len < range.end) range.end = kv_len;
+  if (indirect && a.kv_first != nullptr && range.begin < a.kv_first[w.request])
+    range.begin = a.kv_first[w.request];
+  return range;
+}
 
 }  // namespace fajit

@@ -16,32 +16,37 @@ class Merge {
   explicit Merge(const Context& c) : c_(c) {}
 
   void run(const fajit_merge_work& w) const {
+    if (w.request < 0 || w.num_splits <= 0) return;  // padding
     const Writer writer{c_, w.request,
                         (c_.args->flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized : Emit::kFinal};
     for (int32_t p = w.row_begin; p < w.row_end; ++p)
-      merge_row(writer, w, p / w.head_count, w.head_begin + p % w.head_count, p - w.row_begin);
+      merge_row(writer, w, packed_row<Config::kIndirect>(*c_.args, w, p), p - w.row_begin);
   }
 
  private:
-  void merge_row(const Writer& writer, const fajit_merge_work& w, int32_t row, int32_t h,
+  // Row `at` of the item.
+  void merge_row(const Writer& writer, const fajit_merge_work& w, const PackedRow& row,
                  int32_t at) const {
     const fajit_args& a = *c_.args;
     const int64_t step = w.row_end - w.row_begin;
-    const int64_t first = int64_t{w.first_partial} + at;
+    const auto state = [&](int i) {
+      return at + (a.merge_sources != nullptr ? int64_t{a.merge_sources[w.first_partial + i]}
+                                              : w.first_partial + i * step);
+    };
     constexpr int dims = Config::kHeadDimV;
 
     float top = -kInf;
     if constexpr (!Hooks::kPointwise)
-      for (int i = 0; i < w.num_splits; ++i) top = max(top, a.partial_lse[first + i * step]);
+      for (int i = 0; i < w.num_splits; ++i) top = max(top, a.partial_lse[state(i)]);
     const float base = top == -kInf ? 0.0f : top;  // a NaN lse makes its weight NaN instead
 
     alignas(64) float sum[Writer::kPaddedV] = {};
     float total = 0.0f;
     for (int i = 0; i < w.num_splits; ++i) {
-      const float* src = a.partial_out + (first + i * step) * dims;
+      const float* src = a.partial_out + state(i) * dims;
       float weight = 1.0f;
       if constexpr (!Hooks::kPointwise)
-        weight = math::exp2((a.partial_lse[first + i * step] - base) * kLog2e);
+        weight = math::exp2((a.partial_lse[state(i)] - base) * kLog2e);
       if (weight == 0.0f) continue;
       total += weight;
       constexpr int whole = dims / kLanes * kLanes;
@@ -49,9 +54,10 @@ class Merge {
         store(sum + d, load(sum + d) + load(src + d) * weight);
       for (int d = whole; d < dims; ++d) sum[d] += src[d] * weight;
     }
-    const Normalized n = writer.normalizer(splat(base * kLog2e), splat(total), splat(h));
+    const Normalized n =
+        writer.normalizer(splat(base * kLog2e), splat(total), splat(row.b), splat(row.h));
     for (int d = 0; d < Writer::kPaddedV; d += kLanes) store(sum + d, load(sum + d) * n.factor);
-    writer.write(row, h, 0, sum, n.lse[0]);
+    writer.write(row, 0, sum, n.lse[0]);
   }
 
   const Context c_;

@@ -70,16 +70,16 @@ FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, 
   }
 }
 
-// Keys [0, count) against a block of rows. `keys`: first row, `stride` bytes apart; `s` has room
-// for count rounded up to kMicroRows. No row past `count` is read: the last one stands in for it.
-template <class Matrix, int NV, int Words>
-__attribute__((noinline)) void scores(const char* keys, int64_t stride, int count,
-                                      const int32_t* qt, float scale, float* s) {
+// Keys [0, count) against a block of rows. `keys(n)`: row n; `s` has room for count rounded up to
+// kMicroRows. No row past `count` is read: the last one stands in for it.
+template <class Matrix, int NV, int Words, class KeyRows>
+__attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt, float scale,
+                                      float* s) {
   for (int n = 0; n < count; n += kMicroRows) {
     const char* row[kMicroRows];
 #pragma GCC unroll 8
     for (int i = 0; i < kMicroRows; ++i)
-      row[i] = keys + stride * (n + i < count ? n + i : count - 1);
+      row[i] = reinterpret_cast<const char*>(keys(n + i < count ? n + i : count - 1));
     vf acc[kMicroRows][NV] = {};
     accumulate<Matrix, NV>(acc, qt, Words, [&](int k, int i) { return row[i] + 4 * k; });
 #pragma GCC unroll 8

@@ -1,6 +1,6 @@
 // Prefill: many query rows, bound by arithmetic. Packed query rows are on lanes throughout.
 //
-//   for each tile of kTileQ packed rows (one request, one kv head)        Q^T packed once
+//   for each tile of kTileQ packed rows (one kv head)                     Q^T packed once
 //     for each key tile that the mask does not empty                      classify, runs of tiles
 //       K rows: in place, or converted / key_mod into a buffer
 //       V rows: packed into panels, once for all row blocks
@@ -27,7 +27,19 @@ class Prefill {
   using K = typename Config::K;
   using V = typename Config::V;
   using Matrix = typename Config::Matrix;
-  using Rows = decltype(Hooks::rows(Context{}, 0, vi{}, vi{}));
+  static constexpr bool kIndirect = Config::kIndirect;
+  static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
+  template <bool Vector, class A, class B>
+  struct Choose {
+    using type = A;
+  };
+  template <class A, class B>
+  struct Choose<false, A, B> {
+    using type = B;
+  };
+  // Rows of an indirect kernel have a request each.
+  using Request = typename Choose<kIndirect, vi, int32_t>::type;
+  using Rows = decltype(Hooks::rows(Context{}, Request{}, vi{}, vi{}));
   using Keys = decltype(Hooks::keys(Context{}, 0, 0, int32_t{}));
   using Writer = RowWriter<Config, Hooks>;
 
@@ -50,6 +62,10 @@ class Prefill {
   static constexpr bool kValuesInPlace =
       same_type<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV % kPanel == 0;
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
+  struct NoTable {
+    explicit NoTable(Carver&) {}
+  };
+  using Table = typename Choose<kIndirect, KeyTable<Config, 0>, NoTable>::type;
 
   // Vectors [first, first + count) of the tile.
   struct Block {
@@ -81,9 +97,12 @@ class Prefill {
         h_(carver.take<int32_t>(kTileRows)),
         q_idx_(carver.take<int32_t>(kTileRows)),
         rows_(carver.take<Rows>(kTileVectors)),
-        keys_(carver.take<Keys>(kTileKv)) {}
+        keys_(carver.take<Keys>(kTileKv)),
+        b_(carver.take<int32_t>(kIndirect ? kTileRows : 0)),
+        table_(carver) {}
 
-  void run(const fajit_work& w) {
+  // Not inlined: callers with and without lists share the code.
+  __attribute__((noinline)) void run(const fajit_work& w) {
     for (int32_t row = w.row_begin; row < w.row_end; row += Config::kTileQ) {
       const int32_t left = w.row_end - row;
       run_tile(w, row, left < Config::kTileQ ? left : Config::kTileQ);
@@ -99,20 +118,20 @@ class Prefill {
 
   void run_tile(const fajit_work& w, int32_t row0, int32_t row_count) {
     const fajit_args& a = *c_.args;
-    const int32_t b = w.request;
     const int vectors = (row_count + kLanes - 1) / kLanes;
     for (int i = 0; i < vectors * kLanes; ++i) {
       // Pad lanes repeat the last row.
-      const int32_t p = row0 + (i < row_count ? i : row_count - 1);
-      h_[i] = w.head_begin + p % w.head_count;
-      q_idx_[i] = a.q_offset[b] + p / w.head_count;
+      const PackedRow row = packed_row<kIndirect>(a, w, row0 + (i < row_count ? i : row_count - 1));
+      h_[i] = row.h;
+      q_idx_[i] = row.q_idx;
+      if constexpr (kIndirect) b_[i] = row.b;
       max_[i] = -kInf;
       sum_[i] = 0.0f;
     }
     if constexpr (kPairHooks)
       for (int j = 0; j < vectors; ++j)
-        rows_[j] =
-            Hooks::rows(c_, b, load<vi>(h_ + j * kLanes), load<vi>(q_idx_ + j * kLanes));
+        rows_[j] = Hooks::rows(c_, request(w, j), load<vi>(h_ + j * kLanes),
+                               load<vi>(q_idx_ + j * kLanes));
 
     // Blocks of nearly equal width: a block of one vector runs at half speed.
     Block blocks[kMaxBlocks];
@@ -125,23 +144,39 @@ class Prefill {
     }
     __builtin_memset(o_, 0, sizeof(float) * vectors * kLanes * kOutDims);
 
-    const int32_t kv_len = a.kv_len[b];
-    KvWalk<Config, Hooks> walk(c_, span(w, 0, row_count), row0 / w.head_count, w.kv_begin,
-                               w.kv_end < kv_len ? w.kv_end : kv_len);
-    for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
+    const RowSpan rows = span(w, 0, row_count);
+    const KeyRange range = key_range(a, w, kIndirect);
+    if constexpr (kIndirect) {
+      kv_h_ = w.head_begin / c_.group_size();
+      key_request_ = rows.b_first;
+      several_requests_ = rows.b_first != rows.b_last;
+      table_.open(a, w, kv_h_, range.begin, range.end);
+      TableWalk<Config, Hooks, Table> walk(c_, rows, table_, range.begin, range.end);
+      for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
+    } else {
+      KvWalk<Config, Hooks> walk(c_, rows, row0 / w.head_count, range.begin, range.end);
+      for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
+    }
 
     for (int i = 0; i < num_blocks; ++i) finish(w, blocks[i], row0, row_count);
   }
 
   // Packed rows [i0, i1) of the tile as the mask sees them; pad lanes repeat real rows.
   RowSpan span(const fajit_work& w, int i0, int i1) const {
-    return {w.request, w.head_begin, w.head_begin + w.head_count - 1, q_idx_[i0], q_idx_[i1 - 1]};
+    return row_span<kIndirect>(w, b_ + i0, q_idx_ + i0, i1 - i0);
+  }
+
+  // The requests of vector j of the tile's rows.
+  FAJIT_INLINE Request request(const fajit_work& w, int j) const {
+    if constexpr (kIndirect) {
+      return load<vi>(b_ + j * kLanes);
+    } else {
+      return w.request;
+    }
   }
 
   void pack_queries(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
     const fajit_args& a = *c_.args;
-    const int32_t b = w.request;
-    const Q* q = static_cast<const Q*>(a.q) + b * a.q_stride[0];
     Matrix* line = reinterpret_cast<Matrix*>(line_);
     for (int j = 0; j < block.count; ++j) {
       const int32_t* rows[kLanes];
@@ -153,12 +188,13 @@ class Prefill {
           __builtin_memset(dst, 0, kQRow * sizeof(Matrix));
           continue;
         }
-        const int32_t h = h_[at], row = (row0 + at) / w.head_count;
-        const Q* src = q + h * a.q_stride[1] + (int64_t{a.q_row0[b]} + row) * a.q_stride[2];
+        const PackedRow row = packed_row<kIndirect>(a, w, row0 + at);
+        const Q* src = static_cast<const Q*>(a.q) +
+                       row_offset(a.q_stride, w.request, row.h, row.row);
         if constexpr (Hooks::kQueryMod) {
           convert_row<Matrix, Q, Config::kHeadDim, kQRow>(
               src, dst, [&](const float* x, float* y) {
-                Hooks::query_mod(c_, x, y, b, h, q_idx_[at]);
+                Hooks::query_mod(c_, x, y, row.b, row.h, row.q_idx);
               });
         } else {
           convert_row<Matrix, Q, Config::kHeadDim, kQRow>(src, dst, NoMod{});
@@ -175,35 +211,50 @@ class Prefill {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int count = tile.end - tile.begin;
-    const int64_t row0 = int64_t{a.kv_row0[b]} + tile.begin;
-    const K* k = static_cast<const K*>(a.k) + b * a.k_stride[0] + kv_h * a.k_stride[1] +
-                 row0 * a.k_stride[2];
-    const V* v = static_cast<const V*>(a.v) + b * a.v_stride[0] + kv_h * a.v_stride[1] +
-                 row0 * a.v_stride[2];
     if constexpr (kPairHooks)
-      for (int n = 0; n < count; ++n) keys_[n] = Hooks::keys(c_, b, kv_h, tile.begin + n);
+      if (!kKeysOfRows || !several_requests_)
+        for (int n = 0; n < count; ++n)
+          keys_[n] = Hooks::keys(c_, kIndirect ? key_request_ : b, kv_h, position(tile, n));
 
-    const char* k_bytes = reinterpret_cast<const char*>(k);
-    int64_t k_stride_bytes = a.k_stride[2] * int64_t{sizeof(K)};
-    if constexpr (!kKeysInPlace) {
+    const auto k = key_rows<Config>(a, b, kv_h, tile.begin, table_);
+    pack_values(value_rows<Config>(a, b, kv_h, tile.begin, table_), tile, b, kv_h);
+    if constexpr (kKeysInPlace && kIndirect) {
+      run_blocks(tile, blocks, num_blocks, k);
+    } else if constexpr (kKeysInPlace) {
+      run_blocks(tile, blocks, num_blocks,
+                 StridedRows<char>{reinterpret_cast<const char*>(k.first),
+                                   k.stride * int64_t{sizeof(K)}});
+    } else {
       for (int n = 0; n < count; ++n)
-        convert_key(k + n * a.k_stride[2], k_rows_ + int64_t{n} * kKRow, b, kv_h, tile.begin + n);
-      k_bytes = reinterpret_cast<const char*>(k_rows_);
-      k_stride_bytes = kKRow * int64_t{sizeof(Matrix)};
+        convert_key(k(n), k_rows_ + int64_t{n} * kKRow, b, kv_h, position(tile, n));
+      run_blocks(tile, blocks, num_blocks,
+                 StridedRows<char>{reinterpret_cast<const char*>(k_rows_),
+                                   kKRow * int64_t{sizeof(Matrix)}});
     }
-    pack_values(v, count, b, kv_h, tile.begin);
+  }
 
+  template <class KeyRows>
+  FAJIT_INLINE void run_blocks(const KvTile& tile, const Block* blocks, int num_blocks, KeyRows k) {
     for (int i = 0; i < num_blocks; ++i) {
       switch (blocks[i].count) {
         case 1:
-          run_block<1>(tile, blocks[i], k_bytes, k_stride_bytes);
+          run_block<1>(tile, blocks[i], k);
           break;
         case 2:
-          run_block<2>(tile, blocks[i], k_bytes, k_stride_bytes);
+          run_block<2>(tile, blocks[i], k);
           break;
         default:
-          run_block<kMaxVectors>(tile, blocks[i], k_bytes, k_stride_bytes);
+          run_block<kMaxVectors>(tile, blocks[i], k);
       }
+    }
+  }
+
+  // Logical position of key n of a tile.
+  FAJIT_INLINE int32_t position(const KvTile& tile, int n) const {
+    if constexpr (kIndirect) {
+      return table_.positions()[n];
+    } else {
+      return tile.begin + n;
     }
   }
 
@@ -218,12 +269,12 @@ class Prefill {
     }
   }
 
-  void pack_values(const V* v, int count, int32_t b, int32_t kv_h, int32_t kv0) {
-    const int64_t stride = c_.args->v_stride[2];
+  template <class ValueRows>
+  FAJIT_INLINE void pack_values(ValueRows v, const KvTile& tile, int32_t b, int32_t kv_h) {
     alignas(64) Matrix line[2][kVRow];
     pack_panels<Matrix, Config::kHeadDimV>(
-        count, panels_, kPanelStride, [&](int n) -> const Matrix* {
-          const V* src = v + n * stride;
+        tile.end - tile.begin, panels_, kPanelStride, [&](int n) -> const Matrix* {
+          const V* src = v(n);
           if constexpr (kValuesInPlace) {
             return src;
           } else {
@@ -231,7 +282,7 @@ class Prefill {
             if constexpr (Hooks::kValueMod) {
               convert_row<Matrix, V, Config::kHeadDimV, kVRow>(
                   src, dst, [&](const float* x, float* y) {
-                    Hooks::value_mod(c_, x, y, b, kv_h, kv0 + n);
+                    Hooks::value_mod(c_, x, y, b, kv_h, position(tile, n));
                   });
             } else {
               convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, NoMod{});
@@ -243,8 +294,8 @@ class Prefill {
 
   // --- a block of rows against a tile of keys -------------------------------------------------
 
-  template <int NV>
-  void run_block(const KvTile& tile, const Block& block, const char* k, int64_t k_stride) {
+  template <int NV, class KeyRows>
+  void run_block(const KvTile& tile, const Block& block, KeyRows k) {
     uint8_t states[kChunks];
     int n0 = 0, n1 = tile.end - tile.begin;
     if (!classify_chunks(tile, block.span, states, n0, n1)) return;
@@ -252,7 +303,7 @@ class Prefill {
     const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
     const int64_t row0 = int64_t{block.first} * kLanes;
     // The product covers keys [n0, n1); s_ and p_ are indexed by the key's place in the tile.
-    scores<Matrix, NV, kWords>(k + n0 * k_stride, k_stride, n1 - n0, qt_ + row0 * kWords, scale,
+    scores<Matrix, NV, kWords>(k.from(n0, 0), n1 - n0, qt_ + row0 * kWords, scale,
                                s_ + int64_t{n0} * NV * kLanes);
     alignas(64) float alpha[NV * kLanes];
     soften(block, states, n0, n1, alpha);
@@ -273,8 +324,9 @@ class Prefill {
       int first = chunks, last = -1;
       for (int i = 0; i < chunks; ++i) {
         const int end = (i + 1) * kChunk < count ? (i + 1) * kChunk : count;
-        states[i] = static_cast<uint8_t>(
-            classify_span<Hooks>(c_, rows, tile.begin + i * kChunk, tile.begin + end));
+        int32_t low = tile.begin + i * kChunk, high = tile.begin + end - 1;
+        if constexpr (kIndirect) table_.hull(i * kChunk, end, low, high);
+        states[i] = static_cast<uint8_t>(classify_span<Hooks>(c_, rows, low, high + 1));
         if (states[i] == FAJIT_TILE_EMPTY) continue;
         if (first > i) first = i;
         last = i;
@@ -288,8 +340,8 @@ class Prefill {
 
   // Hooks and softmax of all vectors of a block: scores in s_ become weights in p_; alpha gets
   // what the old sums and outputs must be multiplied with.
-  __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0, int n1,
-                                        float* alpha) {
+  __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0,
+                                                 int n1, float* alpha) {
     const int stride = block.count * kLanes;
     for (int j = 0; j < block.count; ++j) {
       const int v = block.first + j;
@@ -298,19 +350,20 @@ class Prefill {
       vf row_scale{};
       if constexpr (Hooks::kPointwiseScale)
         for (int i = 0; i < kLanes; ++i)
-          row_scale[i] = Hooks::pointwise_scale(c_, block.span.b, h_[v * kLanes + i],
-                                                q_idx_[v * kLanes + i]);
+          row_scale[i] = Hooks::pointwise_scale(
+              c_, kIndirect ? b_[v * kLanes + i] : block.span.b_first, h_[v * kLanes + i],
+              q_idx_[v * kLanes + i]);
       const vf old = load(max_ + v * kLanes);
       vf top = old;
-      for (int n = n0; n < n1; n += kChunk) {
-        const int end = n + kChunk < n1 ? n + kChunk : n1;
-        if constexpr (Hooks::kMask) {
-          if (states[n / kChunk] != FAJIT_TILE_FULL) {
-            top = hook_scores<Hooks, true>(c_, s, stride, n, end, rows_[v], keys_, row_scale, top);
-            continue;
-          }
+      if constexpr (kKeysOfRows) {
+        if (several_requests_) {
+          const RowKeys keys{c_, load<vi>(b_ + v * kLanes), kv_h_, table_.positions()};
+          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys, row_scale, top);
+        } else {
+          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, top);
         }
-        top = hook_scores<Hooks, false>(c_, s, stride, n, end, rows_[v], keys_, row_scale, top);
+      } else {
+        top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, top);
       }
       if constexpr (Hooks::kPointwise) {
         make_weights<Matrix, true>(s, p, stride, n0, n1, vf{});
@@ -327,6 +380,32 @@ class Prefill {
     }
   }
 
+  // What hooks have of each key where that differs between the requests of a vector's rows.
+  struct RowKeys {
+    const Context& c;
+    vi b;
+    int32_t kv_h;
+    const int32_t* positions;
+    FAJIT_INLINE auto operator[](int n) const { return Hooks::keys(c, b, kv_h, positions[n]); }
+  };
+
+  // `hook_scores` of one vector over chunks of keys, with the mask where a chunk needs it.
+  template <class KeysAt>
+  FAJIT_INLINE vf hook_chunks([[maybe_unused]] const uint8_t* states, float* s, int stride, int n0,
+                              int n1, const Rows& rows, const KeysAt& keys, vf row_scale, vf top) {
+    for (int n = n0; n < n1; n += kChunk) {
+      const int end = n + kChunk < n1 ? n + kChunk : n1;
+      if constexpr (Hooks::kMask) {
+        if (states[n / kChunk] != FAJIT_TILE_FULL) {
+          top = hook_scores<Hooks, true>(c_, s, stride, n, end, rows, keys, row_scale, top);
+          continue;
+        }
+      }
+      top = hook_scores<Hooks, false>(c_, s, stride, n, end, rows, keys, row_scale, top);
+    }
+    return top;
+  }
+
   // --- output ---------------------------------------------------------------------------------
 
   void finish(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
@@ -338,8 +417,9 @@ class Prefill {
     const int64_t split0 = int64_t{w.partial} - w.row_begin;
     for (int j = 0; j < block.count; ++j) {
       const int at = (block.first + j) * kLanes;
+      const vi b = kIndirect ? load<vi>(b_ + at) : splat(w.request);
       const Normalized n =
-          writer.normalizer(load(max_ + at), load(sum_ + at), load<vi>(h_ + at));
+          writer.normalizer(load(max_ + at), load(sum_ + at), b, load<vi>(h_ + at));
       const float* o = o_ + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
       for (int d = 0; d < Config::kHeadDimV; d += kLanes) {
         vi square[kLanes];
@@ -352,7 +432,7 @@ class Prefill {
       }
       for (int i = 0; i < kLanes && at + i < row_count; ++i) {
         const int32_t packed = row0 + at + i;
-        writer.write(packed / w.head_count, h_[at + i], split0 + packed,
+        writer.write(packed_row<kIndirect>(*c_.args, w, packed), split0 + packed,
                      lines + i * Writer::kPaddedV, n.lse[i]);
       }
     }
@@ -372,6 +452,11 @@ class Prefill {
   int32_t* q_idx_;
   Rows* rows_;  // per vector of rows
   Keys* keys_;  // per key of the tile
+  // Of indirect kernels: requests of the rows, and whether those of the tile are several.
+  int32_t* b_;
+  int32_t kv_h_ = 0, key_request_ = 0;
+  bool several_requests_ = false;
+  Table table_;
 };
 
 }  // namespace fajit

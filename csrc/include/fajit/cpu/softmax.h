@@ -58,14 +58,15 @@ template <class Hooks>
 constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
 
 // Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). Softmax scores
-// leave in base-2 units, pointwise weights as weights.
+// leave in base-2 units, pointwise weights as weights. `keys[n]`: what hooks have of key n.
 template <class Hooks, bool Masked, class Rows, class Keys>
 FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
-                            const Rows& rows, const Keys* keys, vf row_scale, vf top) {
+                            const Rows& rows, const Keys& keys, vf row_scale, vf top) {
   for (int n = n0; n < n1; ++n) {
     vf x = load(s + int64_t{n} * stride);
+    [[maybe_unused]] const auto& key = keys[n];
     if constexpr (Hooks::kScore) {
-      x = Hooks::score(c, x, rows, keys[n]);
+      x = Hooks::score(c, x, rows, key);
       if constexpr (!Hooks::kPointwise) x = x * kLog2e;
     }
     if constexpr (Hooks::kPointwise) {
@@ -74,7 +75,7 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
     }
     if constexpr (Masked) {
       const vf hidden = splat(Hooks::kPointwise ? 0.0f : -kInf);
-      x = select(Hooks::mask(c, rows, keys[n]), x, hidden);
+      x = select(Hooks::mask(c, rows, key), x, hidden);
     }
     if constexpr (Hooks::kScore || Hooks::kPointwise || Masked) store(s + int64_t{n} * stride, x);
     top = max(top, x);

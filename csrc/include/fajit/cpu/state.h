@@ -6,6 +6,7 @@
 #include <fajit/context.h>
 #include <fajit/cpu/fast_math.h>
 #include <fajit/cpu/load_row.h>
+#include <fajit/cpu/packed_rows.h>
 
 namespace fajit {
 
@@ -46,39 +47,38 @@ struct RowWriter {
   static constexpr int kPaddedV = round_up(Config::kHeadDimV, kLanes);
 
   Context c;
-  int32_t b;
+  int32_t request;  // of the item
   Emit emit;
 
   FAJIT_INLINE bool finalizes() const { return emit == Emit::kFinal; }
 
-  // What normalises the sums of rows of heads `h`; the sink counts only in final states.
-  FAJIT_INLINE Normalized normalizer(vf max2, vf sum, vi h) const {
+  // What normalises the sums of rows of requests `b` and heads `h`; the sink counts only in final
+  // states.
+  FAJIT_INLINE Normalized normalizer(vf max2, vf sum, vi b, vi h) const {
     if constexpr (Hooks::kPointwise) {
       return {splat(1.0f), splat(0.0f)};
     } else if constexpr (Hooks::kSink) {
       if (finalizes()) {
         vf sink;
-        for (int i = 0; i < kLanes; ++i) sink[i] = Hooks::sink(c, b, h[i]);
+        for (int i = 0; i < kLanes; ++i) sink[i] = Hooks::sink(c, b[i], h[i]);
         return normalize_with_sink(max2, sum, sink);
       }
     }
     return normalize(max2, sum);
   }
 
-  // Row `row` of the request, head `h`; `values` are normalised and padded to kLanes.
-  // `split_row`: row of the split state.
-  void write(int32_t row, int32_t h, int64_t split_row, const float* values, float lse) const {
+  // `values` are normalised and padded to kLanes. `split_row`: row of the split state.
+  void write(const PackedRow& row, int64_t split_row, const float* values, float lse) const {
     const fajit_args& a = *c.args;
     if (emit == Emit::kSplit) {
       store_row<float, Config::kHeadDimV>(a.partial_out + split_row * Config::kHeadDimV, values);
       a.partial_lse[split_row] = lse;
       return;
     }
-    const int64_t r = int64_t{a.q_row0[b]} + row;
-    const int64_t at = b * a.out_stride[0] + h * a.out_stride[1] + r * a.out_stride[2];
+    const int64_t at = row_offset(a.out_stride, request, row.h, row.row);
     if constexpr (!Hooks::kPointwise)
       if (a.flags & FAJIT_WRITE_LSE)
-        a.lse[b * a.lse_stride[0] + h * a.lse_stride[1] + r * a.lse_stride[2]] = lse;
+        a.lse[row_offset(a.lse_stride, request, row.h, row.row)] = lse;
     if (emit == Emit::kUnfinalized) {
       store_row<float, Config::kHeadDimV>(static_cast<float*>(a.out) + at, values);
       return;
@@ -86,7 +86,7 @@ struct RowWriter {
     auto* out = static_cast<typename Config::Q*>(a.out) + at;
     if constexpr (Hooks::kOutputMod) {
       alignas(64) float changed[kPaddedV];
-      Hooks::output_mod(c, values, changed, lse, b, h, a.q_offset[b] + row);
+      Hooks::output_mod(c, values, changed, lse, row.b, row.h, row.q_idx);
       store_row<typename Config::Q, Config::kHeadDimV>(out, changed);
     } else {
       store_row<typename Config::Q, Config::kHeadDimV>(out, values);

@@ -31,16 +31,21 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   const bool merge = kernel == FAJIT_KERNEL_MERGE;
   if ((kernel != FAJIT_KERNEL_ATTENTION && !merge) || launch == nullptr) return FAJIT_BAD_ARGS;
   const KernelEntry& entry = entries[kernel];
-  const int32_t items = merge ? a->num_merge_work : a->num_work;
-  if (items > 0) {
+  // Workers have their lists, which may all be empty.
+  const bool workers = !merge && a->worker_indptr != nullptr;
+  const int32_t blocks = merge ? a->num_merge_work : workers ? a->num_workers : a->num_work;
+  if (blocks > 0) {
     if (merge ? a->merge_work == nullptr || a->partial_out == nullptr || a->max_merge_rows < 1
               : a->work == nullptr || a->q == nullptr || a->k == nullptr || a->v == nullptr)
       return FAJIT_BAD_ARGS;
+    if (!merge && Config::kSparse &&
+        (a->key_block < 1 || (a->key_blocks == nullptr && a->num_key_blocks > 0)))
+      return FAJIT_BAD_ARGS;
   }
   launch->kernel = entry.name;
-  launch->grid[0] = items > 0 ? static_cast<uint32_t>(items) : 0;
+  launch->grid[0] = blocks > 0 ? static_cast<uint32_t>(blocks) : 0;
   launch->grid[1] =
-      merge && items > 0 ? static_cast<uint32_t>((a->max_merge_rows + kMergeRows - 1) / kMergeRows)
+      merge && blocks > 0 ? static_cast<uint32_t>((a->max_merge_rows + kMergeRows - 1) / kMergeRows)
                          : 1;
   launch->grid[2] = 1;
   launch->block[0] = entry.threads;

@@ -33,9 +33,9 @@ class FewRow {
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
   static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the place of one key");
 
-  // Shared memory: Q, the warps' rings, addresses and walks, scratch of row hooks. At the end the
-  // warps' states lie over the rings: [warp][row][kOutPitch] fp32, then [warp][row] maxima and
-  // sums.
+  // Shared memory: Q, the warps' rings, addresses and walks, rings of what key lists say, scratch
+  // of row hooks. At the end the warps' states lie over the rings: [warp][row][kOutPitch] fp32,
+  // then [warp][row] maxima and sums.
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
   static constexpr int kVBytes = kKeys * VLayout::kRowBytes;
@@ -45,14 +45,16 @@ class FewRow {
   static constexpr int kBasesBegin =
       round_up(kQBytes + larger(kWarps * kRingBytes, kStateBytes), 16);
   static constexpr int kWalkBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
-  static constexpr int kScratchBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
+  static constexpr int kListedBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
+  static constexpr int kListedBytes = Config::kSparse ? kKeys * 4 : 0;  // of a tile
+  static constexpr int kScratchBegin = kListedBegin + kWarps * kStages * kListedBytes;
 
  public:
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kWarps * Hooks::kRowTemps * 4;
 
   FAJIT_DEV FewRow(const Context& c, unsigned char* shared, const fajit_work& item)
-      : c_(c),
+      : c_(item_context<Config>(c, item)),
         a_(*c.args),
         item_(item),
         warp_(ptx::warp_index()),
@@ -63,6 +65,7 @@ class FewRow {
         ring_(shared + kQBytes + warp_ * kRingBytes),
         states_(reinterpret_cast<float*>(shared + kQBytes)),
         walk_(shared + kWalkBegin + warp_ * Walk::kSharedBytes),
+        listed_(ptx::shared_address(shared + kListedBegin + warp_ * kStages * kListedBytes)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
         keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes),
         mine_(packed_row<Config::kMixedRows>(
@@ -76,8 +79,8 @@ class FewRow {
 #pragma unroll
     for (int d = 0; d < kD; ++d) o[0][d][0] = o[0][d][1] = o[0][d][2] = o[0][d][3] = 0.0f;
 
-    Walk walk(c_, item_, item_.kv_begin + warp_ * kKeys,
-              min(item_.kv_end, a_.kv_len[item_.request]), walk_);
+    Walk walk(c_, item_, item_.kv_begin + warp_ * kKeys, end_of_positions<Config>(a_, item_),
+              walk_);
     start_queries();
 
     // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is
@@ -106,13 +109,16 @@ class FewRow {
       }
 
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
-      change_rows(tiles[0], k);
+      const uint32_t listed = listed_ + stage * kListedBytes;
+      change_rows(tiles[0], k, listed);
       float s[1][kN][4];
       multiply_scores<Element, Config::kDim>(s, ptx::shared_address(q_), ptx::shared_address(k));
       if (tiles[0].full) {
-        apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk);
+        apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk,
+                                          listed);
       } else {
-        apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk);
+        apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tiles[0], walk,
+                                         listed);
       }
       if constexpr (!Hooks::kPointwise) softmax.step(s, o, units.exponent);
       multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(k + kKBytes));
@@ -135,8 +141,8 @@ class FewRow {
   // Q is shared by the block; warp 0 loads and changes it, while the first keys are on their way.
   FAJIT_DEV void start_queries() {
     if (warp_ != 0) return;
-    const uint16_t* from =
-        static_cast<const uint16_t*>(a_.q) + row_offset(a_, item_, mine_, a_.q_stride);
+    const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
+                           row_offset<Config::kMixedRows>(a_, item_, mine_, a_.q_stride);
     load_rows<Config::kHeadDim, Config::kDim, 16, Config::kAligned>(q_, 0, count_, HeldRows{from});
     ptx::commit_copies();
   }
@@ -158,26 +164,29 @@ class FewRow {
   }
 
   FAJIT_DEV Place own_place(const KvTile& tile) const {
-    if (!tile.valid()) return {0, 0};
+    if (!tile.valid()) return {0, 0, 0};
     return keys_.place(min(tile.begin + lane_ % kKeys, tile.end - 1));
   }
   FAJIT_DEV void load_pair(const KvTile& tile, Place place, int stage) {
     if (tile.valid()) {
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
+      keys_.template store_listed<kKeys>(listed_ + stage * kListedBytes, tile.end - tile.begin,
+                                         place);
       keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, place);
       keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, place);
     }
     ptx::commit_copies();
   }
 
-  FAJIT_DEV void change_rows(const KvTile& tile, unsigned char* k) {
+  FAJIT_DEV void change_rows(const KvTile& tile, unsigned char* k, uint32_t listed) {
     for (int r = 0; r < tile.end - tile.begin; ++r) {
+      const int32_t key = key_position<Config>(tile, listed, r);
       if constexpr (Hooks::kKeyMod)
         Hooks::key_mod(c_, TileRow<Element, Config::kDim>{k, r}, temps_, lane_, item_.request,
-                       kv_h_, tile.begin + r);
+                       kv_h_, key);
       if constexpr (Hooks::kValueMod)
         Hooks::value_mod(c_, TileRow<Element, Config::kDimV>{k + kKBytes, r}, temps_, lane_,
-                         item_.request, kv_h_, tile.begin + r);
+                         item_.request, kv_h_, key);
       if (!Hooks::kKeyMod && !Hooks::kValueMod) break;
     }
     if constexpr (Hooks::kKeyMod || Hooks::kValueMod) __syncwarp();
@@ -250,6 +259,7 @@ class FewRow {
   unsigned char* const ring_;
   float* const states_;
   unsigned char* const walk_;
+  const uint32_t listed_;  // by key lists, of each stage
   float* const temps_;
   const KeyRows<Config> keys_;
   const PackedRow mine_;

@@ -1,4 +1,7 @@
 // Where the keys and values of a work item lie: rows of a tensor, or slots of pages.
+//
+// An item counts its keys in positions. They are logical ones, or, with key lists, places in the
+// lists, each of which holds the logical position of a key, or none.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/tile/load_rows.h>
@@ -7,39 +10,103 @@ namespace fajit::cuda {
 
 // Where one key lies, before strides: K and V share it.
 struct Place {
-  int32_t page, row;  // row within the page; without pages, of the request
+  int32_t page, row;  // row within the page; without pages, from the first that is stored
+  int32_t key;        // with key lists, what they say: see is_key
 };
+
+// The logical position of what is at a place of the key lists; ~p for no key, where p is the first
+// that is stored: what is read, and seen by hooks, in its stead.
+FAJIT_DEV bool is_key(int32_t listed) { return listed >= 0; }
+FAJIT_DEV int32_t seen_as(int32_t listed) { return listed ^ listed >> 31; }
+
+// The key lists as one item sees them.
+struct KeyLists {
+  const int32_t* blocks;
+  int32_t block_size, first, end;  // keys of the request: [first, end)
+
+  FAJIT_DEV KeyLists(const fajit_args& a, int32_t request)
+      : blocks(a.key_blocks),
+        block_size(a.key_block),
+        first(a.kv_first == nullptr ? 0 : a.kv_first[request]),
+        end(a.kv_len[request]) {}
+  FAJIT_DEV KeyLists(const fajit_args& a, int32_t first, int32_t end)
+      : blocks(a.key_blocks), block_size(a.key_block), first(first), end(end) {}
+
+  // What the lists say of the position `at` of entry `block`, whether or not there is such a key.
+  FAJIT_DEV int64_t key(int32_t block, int32_t at) const {
+    return int64_t{__ldg(blocks + block)} * block_size + at;
+  }
+  FAJIT_DEV bool holds(int64_t key) const { return key >= first && key < end; }
+};
+
+// Where the positions of an item end: those of its last key at most.
+template <class Config>
+FAJIT_DEV int32_t end_of_positions(const fajit_args& a, const fajit_work& item) {
+  if constexpr (Config::kSparse) return min(item.kv_end, a.num_key_blocks * a.key_block);
+  return min(item.kv_end, a.kv_len[item.request]);
+}
 
 // The addresses of the item's first rows lie in shared memory, a copy for each warp, and are read
 // again for every tile: kept in registers, they are the ones that a full tile has not.
 template <class Config>
 class KeyRows {
  public:
-  static constexpr int kSharedBytes = 16;  // a warp
+  static constexpr bool kLookedUp = Config::kPaged || Config::kSparse;
+  // A warp's: K and V, then the item's pages, and [first, end) of its keys.
+  static constexpr int kSharedBytes = kLookedUp ? 32 : 16;
 
   FAJIT_DEV KeyRows(const fajit_args& a, const fajit_work& item, int32_t kv_h,
                     unsigned char* shared)
       : a_(a), bases_(ptx::shared_address(shared)) {
     const int64_t request = Config::kPaged ? 0 : item.request;
-    const int64_t row = Config::kPaged ? 0 : a.kv_row0[item.request];
+    const int32_t kv_first = a.kv_first == nullptr ? 0 : a.kv_first[item.request];
+    const int64_t row = Config::kPaged ? 0 : int64_t{a.kv_row0[item.request]} - kv_first;
     const int64_t k = request * a.k_stride[0] + kv_h * a.k_stride[1] + row * a.k_stride[2];
     const int64_t v = request * a.v_stride[0] + kv_h * a.v_stride[1] + row * a.v_stride[2];
-    if (ptx::lane_index() == 0)
+    if (ptx::lane_index() == 0) {
       ptx::store_shared(bases_, static_cast<const uint16_t*>(a.k) + k,
                         static_cast<const uint16_t*>(a.v) + v);
+      if constexpr (kLookedUp) {
+        const int32_t pages = Config::kPaged ? a.page_indptr[item.request] : 0;
+        ptx::store_words(bases_ + 16, pages, kv_first, a.kv_len[item.request], 0);
+      }
+    }
     __syncwarp();
-    if constexpr (Config::kPaged) pages_ = a.page_indices + a.page_indptr[item.request];
   }
 
-  // The place of a key position below kv_len. With pages this reads the page table: ask early.
-  FAJIT_DEV Place place(int32_t key) const {
+  // The place of a position of the item. With pages this reads the page table, with key lists those
+  // before: ask early.
+  FAJIT_DEV Place place(int32_t position) const {
+    if constexpr (!kLookedUp) return {0, position, 0};
+    uint32_t words[4];
+    ptx::load_words(words, bases_ + 16);
+    const int32_t first = static_cast<int32_t>(words[1]);
+    Place place{0, position, position};
+    if constexpr (Config::kSparse) {
+      const KeyLists lists(a_, first, static_cast<int32_t>(words[2]));
+      const int32_t block = position / lists.block_size;
+      const int64_t key = lists.key(block, position - block * lists.block_size);
+      place.key = lists.holds(key) ? static_cast<int32_t>(key) : ~first;
+      place.row = seen_as(place.key);
+    }
     if constexpr (Config::kPaged) {
-      const int32_t at = key / a_.page_size;
-      const int32_t page = __ldg(pages_ + at);
+      const int32_t key = place.row - first, at = key / a_.page_size;
+      const int32_t page = __ldg(a_.page_indices + words[0] + at);
       // A table that names a page which is not there must not become a wild address.
-      return {page >= 0 && page < a_.num_pages ? page : 0, key - at * a_.page_size};
-    } else {
-      return {0, key};
+      place.page = page >= 0 && page < a_.num_pages ? page : 0;
+      place.row = key - at * a_.page_size;
+    }
+    return place;
+  }
+
+  // Keeps what the lists say of kRows positions, whose places the first lanes hold, for the hooks;
+  // those from `count` on are no keys.
+  template <int kRows>
+  FAJIT_DEV void store_listed(uint32_t to, int count, Place place) const {
+    if constexpr (Config::kSparse) {
+      const int lane = ptx::lane_index();
+      const int32_t key = lane < count || place.key < 0 ? place.key : ~place.key;
+      if (lane < kRows) ptx::store_word(to + lane * 4, key);
     }
   }
 
@@ -62,8 +129,8 @@ class KeyRows {
   FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, Place place,
                              const uint16_t* base, const int64_t (&stride)[3]) {
     const uint16_t* mine = base + place.row * stride[2];
-    if constexpr (Config::kPaged) {
-      mine += place.page * stride[0];
+    if constexpr (Config::kPaged) mine += place.page * stride[0];
+    if constexpr (kLookedUp) {
       load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
     } else {
       constexpr int kChunks = Dim / 8;
@@ -78,8 +145,7 @@ class KeyRows {
   }
 
   const fajit_args& a_;
-  const uint32_t bases_;  // of K and of V, in shared memory
-  const int32_t* pages_ = nullptr;
+  const uint32_t bases_;  // in shared memory
 };
 
 }  // namespace fajit::cuda

@@ -5,13 +5,14 @@
 // code. Every warp does it for itself, which needs no barrier of the block; where it stands lies in
 // shared memory, because the loop over the keys has no registers to spare.
 #pragma once
+#include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/packed_rows.h>
 #include <fajit/interval.h>
 
 namespace fajit::cuda {
 
 struct KvTile {
-  int32_t begin, end;  // key positions; none when begin >= end
+  int32_t begin, end;  // positions of the item; none when begin >= end
   bool full;           // every pair is kept: neither mask nor bounds
   FAJIT_DEV bool valid() const { return begin < end; }
 };
@@ -77,10 +78,36 @@ class KvWalk {
     const int64_t first = int64_t{s.group} + int64_t{ptx::lane_index()} * kStep;
     if (first < s.end) {
       const int32_t k0 = static_cast<int32_t>(first);
-      state = classify(rows, k0, s.end - k0 < kKeys ? s.end : k0 + kKeys);
+      const int32_t k1 = s.end - k0 < kKeys ? s.end : k0 + kKeys;
+      if constexpr (Config::kSparse) {
+        state = classify_listed(rows, k0, k1);
+      } else {
+        state = classify(rows, k0, k1);
+      }
     }
     s.visit = __ballot_sync(ptx::kAllLanes, state != FAJIT_TILE_EMPTY);
     s.full = __ballot_sync(ptx::kAllLanes, state == FAJIT_TILE_FULL);
+  }
+
+  // Positions [p0, p1) of the key lists, by the hull of their keys.
+  FAJIT_DEV int classify_listed(const RowSpan& rows, int32_t p0, int32_t p1) const {
+    const KeyLists lists(*c_.args, item_.request);
+    int32_t first = lists.end, last = lists.first;
+    bool all = true;
+    int32_t block = p0 / lists.block_size, at = p0 - block * lists.block_size;
+    for (int32_t p = p0; p < p1; ++block, at = 0) {
+      const int32_t count = min(p1 - p, lists.block_size - at);
+      const int64_t begin = lists.key(block, at), end = begin + count;
+      if (begin < lists.end && end > lists.first) {
+        first = min(first, static_cast<int32_t>(max(begin, int64_t{lists.first})));
+        last = max(last, static_cast<int32_t>(min(end, int64_t{lists.end})));
+      }
+      all = all && begin >= lists.first && end <= lists.end;
+      p += count;
+    }
+    if (first >= last) return FAJIT_TILE_EMPTY;
+    const int state = classify(rows, first, last);
+    return state == FAJIT_TILE_FULL && !all ? FAJIT_TILE_PARTIAL : state;
   }
 
   FAJIT_DEV int classify([[maybe_unused]] const RowSpan& rows, [[maybe_unused]] int32_t k0,

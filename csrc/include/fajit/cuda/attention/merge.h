@@ -24,14 +24,13 @@ class Merge {
     const fajit_args& a = *c.args;
     const int warp = ptx::warp_index(), lane = ptx::lane_index();
     const int32_t step = item.row_end - item.row_begin, at = first_row + warp;
-    if (at >= step) return;
+    if (at >= step || item.num_splits == 0) return;
     const PackedRow row = packed_row<Config::kMixedRows>(a, item, item.row_begin + at);
-    const int64_t first = int64_t{item.first_partial} + at;
 
     float top = -FAJIT_INF;
     if constexpr (!Hooks::kPointwise) {
       for (int32_t i = lane; i < item.num_splits; i += 32)
-        top = fmaxf(top, a.partial_lse[first + int64_t{i} * step]);
+        top = fmaxf(top, a.partial_lse[state_row(a, item, i) + at]);
 #pragma unroll
       for (int other = 16; other > 0; other /= 2)
         top = fmaxf(top, __shfl_xor_sync(ptx::kAllLanes, top, other));
@@ -42,7 +41,7 @@ class Merge {
     float total = 0.0f;
 #pragma unroll 2
     for (int32_t i = 0; i < item.num_splits; ++i) {
-      const int64_t state = first + int64_t{i} * step;
+      const int64_t state = state_row(a, item, i) + at;
       float weight = 1.0f;
       if constexpr (!Hooks::kPointwise)
         weight = ptx::exp2_approx((a.partial_lse[state] - base) * kLog2e);
@@ -62,6 +61,15 @@ class Merge {
     for (int j = 0; j < kValues; ++j) values[lane + 32 * j] = sum[j] * n.factor;
     __syncwarp();
     writer.write_row(item, row, 0, values, n.lse, values + kRowFloats);
+  }
+
+ private:
+  // Where the i-th partial state of an item starts: they follow each other, or are listed.
+  static FAJIT_DEV int64_t state_row(const fajit_args& a, const fajit_merge_work& item, int32_t i) {
+    // Asked for every state, lest the compiler make two kernels of the one.
+    if (compute_here(a.merge_sources != nullptr) != 0)
+      return a.merge_sources[item.first_partial + i];
+    return item.first_partial + int64_t{i} * (item.row_end - item.row_begin);
   }
 };
 

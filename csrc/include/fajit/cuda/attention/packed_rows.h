@@ -5,10 +5,18 @@
 
 namespace fajit::cuda {
 
+// What the hooks of an item read: keys that rows of several requests share lie where the item's own
+// request says.
+template <class Config>
+FAJIT_DEV Context item_context(Context c, const fajit_work& item) {
+  if constexpr (Config::kMixedRows) c.kv_request = item.request;
+  return c;
+}
+
 struct PackedRow {
   int32_t b;      // request whose lengths and params hooks see
   int32_t h;      // query head
-  int32_t token;  // row within the item's request: selects q, out, lse
+  int32_t token;  // selects q, out, lse: row of the item's request; of mixed rows, packed token
   int32_t q_idx;  // logical position
 };
 
@@ -18,9 +26,10 @@ FAJIT_DEV PackedRow packed_row(const fajit_args& a, const Item& item, int32_t p)
   const int32_t token = p / item.head_count;
   PackedRow row{item.request, item.head_begin + p - token * item.head_count, token, 0};
   if constexpr (kMixedRows) {
-    const int32_t t = a.q_row0[item.request] + token;
-    row.b = a.row_request[t];
-    row.q_idx = a.q_offset[row.b] + t - a.q_row0[row.b];
+    const int32_t entry = a.q_row0[item.request] + token;
+    row.token = a.row_token == nullptr ? entry : a.row_token[entry];
+    row.b = a.row_request[row.token];
+    row.q_idx = a.q_offset[row.b] + row.token - a.q_row0[row.b];
   } else {
     row.q_idx = a.q_offset[item.request] + token;
   }
@@ -34,9 +43,11 @@ FAJIT_DEV PackedRow row_from_lane(const PackedRow& row, int lane) {
 }
 
 // Offset in elements of a row of q, out or lse: strides are (request, head, row).
-template <class Item>
+template <bool kMixedRows, class Item>
 FAJIT_DEV int64_t row_offset(const fajit_args& a, const Item& item, const PackedRow& row,
                              const int64_t (&stride)[3]) {
+  // Tensors whose rows are of several requests are packed: tokens are all that tells them apart.
+  if constexpr (kMixedRows) return row.h * stride[1] + row.token * stride[2];
   return item.request * stride[0] + row.h * stride[1] +
          (int64_t{a.q_row0[item.request]} + row.token) * stride[2];
 }

@@ -18,6 +18,9 @@
 //     A: the tile's K and V landed, and all warps are done with the buffer that is filled next.
 //
 // query_mod, key_mod and value_mod change rows in shared memory, a warp a row, and add a barrier.
+//
+// What key lists say of a tile is written where its keys are loaded, and read behind A. With one
+// stage that is while the tile before is in use, so there are two places that take turns.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/state.h>
@@ -30,6 +33,7 @@ class Prefill {
   using Element = typename Config::Element;
   using QLayout = RowLayout<Config::kDim>;
   using VLayout = RowLayout<Config::kDimV>;
+  using Keys = KeyRows<Config>;
   using Walk = KvWalk<Config, Hooks, Config::kTileKv, Config::kTileKv>;
 
   static constexpr int kWarps = Config::kWarps;
@@ -43,8 +47,8 @@ class Prefill {
   static_assert(Config::kTileKv % 16 == 0 && Config::kTileKv % kWarps == 0 && kLoadRows <= 32,
                 "keys are loaded by whole warps");
 
-  // Shared memory: Q, then K stages, V stages, addresses and walks, scratch of row hooks. The
-  // states that leave go through it at the end, 8 rows of each warp at a time.
+  // Shared memory: Q, then K stages, V stages, addresses and walks, what key lists say, scratch of
+  // row hooks. The states that leave go through it at the end, 8 rows of each warp at a time.
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
   static constexpr int kKBytes = Config::kTileKv * QLayout::kRowBytes;
   static constexpr int kVBytes = Config::kTileKv * VLayout::kRowBytes;
@@ -53,15 +57,17 @@ class Prefill {
   static constexpr int kOutPitch = round_up(Config::kDimV, 32) + 8;  // floats
   static constexpr int kOutBytes = kWarps * 8 * kOutPitch * 4;
   static constexpr int kBasesBegin = round_up(larger(kTilesBytes, kOutBytes), 16);
-  static constexpr int kWalkBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
-  static constexpr int kScratchBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
+  static constexpr int kWalkBegin = kBasesBegin + kWarps * Keys::kSharedBytes;
+  static constexpr int kListedBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
+  static constexpr int kListedBytes = Config::kSparse ? Config::kTileKv * 4 : 0;  // of a tile
+  static constexpr int kScratchBegin = kListedBegin + larger(kStages, 2) * kListedBytes;
 
  public:
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kSharedBytes = kScratchBegin + kTempBytes;
 
   FAJIT_DEV Prefill(const Context& c, unsigned char* shared, const fajit_work& item)
-      : c_(c),
+      : c_(item_context<Config>(c, item)),
         a_(*c.args),
         item_(item),
         warp_(ptx::warp_index()),
@@ -72,8 +78,9 @@ class Prefill {
         v_(shared + kQBytes + kStages * kKBytes),
         scratch_(shared),
         walk_(shared + kWalkBegin + warp_ * Walk::kSharedBytes),
+        listed_(ptx::shared_address(shared + kListedBegin)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
-        keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes) {}
+        keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * Keys::kSharedBytes) {}
 
   FAJIT_DEV void run() {
     const ThreadRows<Config, Hooks, kM> rows(c_, a_, item_, item_.row_begin + warp_ * kWarpRows);
@@ -85,7 +92,7 @@ class Prefill {
 #pragma unroll
       for (int d = 0; d < kD; ++d) o[m][d][0] = o[m][d][1] = o[m][d][2] = o[m][d][3] = 0.0f;
 
-    Walk walk(c_, item_, item_.kv_begin, min(item_.kv_end, a_.kv_len[item_.request]), walk_);
+    Walk walk(c_, item_, item_.kv_begin, end_of_positions<Config>(a_, item_), walk_);
     load_queries();
     if constexpr (kStages == 1) {
       run_single(walk, rows, units, softmax, o);
@@ -108,8 +115,8 @@ class Prefill {
   }
 
   FAJIT_DEV void load_queries() {
-    const uint16_t* from =
-        static_cast<const uint16_t*>(a_.q) + row_offset(a_, item_, own_row(), a_.q_stride);
+    const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
+                           row_offset<Config::kMixedRows>(a_, item_, own_row(), a_.q_stride);
     load_rows<Config::kHeadDim, Config::kDim, kWarpRows, Config::kAligned>(
         q_, warp_ * kWarpRows, own_rows(),
         HeldRows{from});
@@ -122,7 +129,10 @@ class Prefill {
   FAJIT_DEV int own_keys(const KvTile& tile) const {
     return tile.end - tile.begin - warp_ * kLoadRows;
   }
-  FAJIT_DEV void load_keys(const KvTile& tile, Place place, int stage) {
+  // `turn`: which place takes what the lists say.
+  FAJIT_DEV void load_keys(const KvTile& tile, Place place, int stage, int turn) {
+    keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, own_keys(tile),
+                                           place);
     keys_.template load_keys<kLoadRows>(k_ + stage * kKBytes, warp_ * kLoadRows, own_keys(tile),
                                         place);
   }
@@ -142,19 +152,20 @@ class Prefill {
       __syncwarp();
     }
   }
-  FAJIT_DEV void change_keys(const KvTile& tile, int stage) {
+  FAJIT_DEV uint32_t listed(int turn) const { return listed_ + turn * kListedBytes; }
+  FAJIT_DEV void change_keys(const KvTile& tile, int stage, int turn) {
     if constexpr (Hooks::kKeyMod) {
       for (int r = warp_; r < tile.end - tile.begin; r += kWarps)
         Hooks::key_mod(c_, TileRow<Element, Config::kDim>{k_ + stage * kKBytes, r}, temps_, lane_,
-                       key_request(), kv_h_, tile.begin + r);
+                       key_request(), kv_h_, key_position<Config>(tile, listed(turn), r));
       __syncthreads();
     }
   }
-  FAJIT_DEV void change_values(const KvTile& tile, int stage) {
+  FAJIT_DEV void change_values(const KvTile& tile, int stage, int turn) {
     if constexpr (Hooks::kValueMod) {
       for (int r = warp_; r < tile.end - tile.begin; r += kWarps)
         Hooks::value_mod(c_, TileRow<Element, Config::kDimV>{v_ + stage * kVBytes, r}, temps_,
-                         lane_, key_request(), kv_h_, tile.begin + r);
+                         lane_, key_request(), kv_h_, key_position<Config>(tile, listed(turn), r));
       __syncthreads();
     }
   }
@@ -170,12 +181,14 @@ class Prefill {
 
   template <class Rows>
   FAJIT_DEV void weigh(float (&s)[kM][kN][4], const KvTile& tile, const Rows& rows,
-                       const Units& units, const Walk& walk, OnlineSoftmax<kM>& softmax,
-                       float (&o)[kM][kD][4]) {
+                       const Units& units, const Walk& walk, int turn,
+                       OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
     if (tile.full) {
-      apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk);
+      apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk,
+                                        listed(turn));
     } else {
-      apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk);
+      apply_hooks<true, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk,
+                                       listed(turn));
     }
     if constexpr (!Hooks::kPointwise) softmax.step(s, o, units.exponent);
   }
@@ -185,7 +198,8 @@ class Prefill {
                             OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
     KvTile tile = walk.next();
     Place place = tile.valid() ? own_place(tile) : Place{};
-    if (tile.valid()) load_keys(tile, place, 0);
+    int turn = 0;
+    if (tile.valid()) load_keys(tile, place, 0, turn);
     ptx::commit_copies();
     bool first = true;
     while (tile.valid()) {
@@ -197,25 +211,26 @@ class Prefill {
       ptx::commit_copies();
       // A page look-up takes as long as the product hides; arithmetic would only hold registers.
       KvTile next{};
-      if constexpr (Config::kPaged) {
+      if constexpr (Keys::kLookedUp) {
         next = walk.next();
         if (next.valid()) place = own_place(next);
       }
-      change_keys(tile, 0);
+      change_keys(tile, 0, turn);
       float s[kM][kN][4];
       score<Rows>(s, 0);
       ptx::wait_copies<0>();
       __syncthreads();
-      if constexpr (!Config::kPaged) {
+      if constexpr (!Keys::kLookedUp) {
         next = walk.next();
         if (next.valid()) place = own_place(next);
       }
-      if (next.valid()) load_keys(next, place, 0);
+      if (next.valid()) load_keys(next, place, 0, turn ^ 1);
       ptx::commit_copies();
-      change_values(tile, 0);
-      weigh(s, tile, rows, units, walk, softmax, o);
+      change_values(tile, 0, turn);
+      weigh(s, tile, rows, units, walk, turn, softmax, o);
       multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(v_));
       tile = next;
+      turn ^= 1;
     }
     ptx::wait_copies<0>();
   }
@@ -239,11 +254,11 @@ class Prefill {
       load_pair(tiles[kAhead], stage == 0 ? kStages - 1 : stage - 1);
       if (first) change_queries();
       first = false;
-      change_keys(tiles[0], stage);
-      change_values(tiles[0], stage);
+      change_keys(tiles[0], stage, stage);
+      change_values(tiles[0], stage, stage);
       float s[kM][kN][4];
       score<Rows>(s, stage);
-      weigh(s, tiles[0], rows, units, walk, softmax, o);
+      weigh(s, tiles[0], rows, units, walk, stage, softmax, o);
       multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(v_ + stage * kVBytes));
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) tiles[i] = tiles[i + 1];
@@ -255,7 +270,7 @@ class Prefill {
   FAJIT_DEV void load_pair(const KvTile& tile, int stage) {
     if (tile.valid()) {
       const Place place = own_place(tile);
-      load_keys(tile, place, stage);
+      load_keys(tile, place, stage, stage);
       load_values(tile, place, stage);
     }
     ptx::commit_copies();
@@ -301,8 +316,9 @@ class Prefill {
   unsigned char* const v_;
   unsigned char* const scratch_;
   unsigned char* const walk_;
+  const uint32_t listed_;  // by key lists, of each turn
   float* const temps_;
-  const KeyRows<Config> keys_;
+  const Keys keys_;
 };
 
 }  // namespace fajit::cuda

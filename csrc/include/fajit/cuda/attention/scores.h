@@ -65,12 +65,21 @@ class ThreadRows {
   Row kept_[kKept ? 2 * kM : 1];
 };
 
+// The logical position that hooks see of key `r` of a tile. listed: what key lists say of the tile,
+// in shared memory.
+template <class Config>
+FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t listed, int r) {
+  if constexpr (Config::kSparse) return seen_as(ptx::load_word(listed + r * 4));
+  return tile.begin + r;
+}
+
 // Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
-// kMasked the tile is full: no mask code and no bounds.
+// kMasked the tile is full: no mask code and no bounds. listed: see key_position.
 template <bool kMasked, class Config, class Hooks, int kM, int kN, class Walk>
 FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
                            const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
-                           int32_t request, int32_t kv_h, const KvTile& tile, const Walk& walk) {
+                           int32_t request, int32_t kv_h, const KvTile& tile, const Walk& walk,
+                           [[maybe_unused]] uint32_t listed) {
   constexpr bool kNatural = Hooks::kScore || Hooks::kPointwise;
   constexpr bool kReadsKeys = Hooks::kScore || (kMasked && Hooks::kMask);
   if (!kNatural && !kMasked && units.multiplier == 1.0f) return;
@@ -84,12 +93,19 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
   }
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
+    [[maybe_unused]] int32_t pair[2] = {};
+    if constexpr (Config::kSparse && (kMasked || kReadsKeys))
+      ptx::load_word_pair(pair, listed + (n * 8 + ptx::lane_index() % 4 * 2) * 4);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int32_t position = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
-      const bool inside = !kMasked || position < tile.end;
+      bool inside = !kMasked || position < tile.end;
       // Hooks never see a position that has no key.
-      const int32_t kv_idx = inside ? position : tile.end - 1;
+      int32_t kv_idx = inside ? position : tile.end - 1;
+      if constexpr (Config::kSparse) {
+        inside = !kMasked || is_key(pair[j]);
+        kv_idx = seen_as(pair[j]);
+      }
       bool always = false, maybe = inside;
       if constexpr (kMasked && Config::kBlockMask) {
         const int state = walk.block_state(kv_idx);

@@ -67,8 +67,8 @@ struct StateWriter {
     }
     if constexpr (!Hooks::kPointwise)
       if ((a.flags & FAJIT_WRITE_LSE) != 0 && lane == 0)
-        a.lse[row_offset(a, item, row, a.lse_stride)] = lse;
-    const int64_t at = row_offset(a, item, row, a.out_stride);
+        a.lse[row_offset<Config::kMixedRows>(a, item, row, a.lse_stride)] = lse;
+    const int64_t at = row_offset<Config::kMixedRows>(a, item, row, a.out_stride);
     if (emit == Emit::kUnfinalized) {
       store_floats(static_cast<float*>(a.out) + at, values);
       return;

@@ -377,10 +377,11 @@ FAJIT_FN int64_t q_row(const Context& c, int64_t b, int64_t q_idx) {
 // Where K and V are paged, the slot of a key that exists; else 0.
 FAJIT_FN int64_t kv_slot(const Context& c, int64_t b, int64_t kv_idx) {
   const fajit_args& a = *c.args;
-  const int32_t r = request(c, b);
+  const int32_t r = c.kv_request >= 0 ? c.kv_request : request(c, b);
   if (a.page_indptr == nullptr) return kv_idx + load_global(a.kv_token0 + r);
-  if (kv_idx < 0 || kv_idx >= load_global(a.kv_len + r)) return 0;
-  const int32_t key = int32_t(kv_idx), page = key / a.page_size;
+  const int32_t first = a.kv_first == nullptr ? 0 : load_global(a.kv_first + r);
+  if (kv_idx < first || kv_idx >= load_global(a.kv_len + r)) return 0;
+  const int32_t key = int32_t(kv_idx) - first, page = key / a.page_size;
   const int32_t index = load_global(a.page_indices + load_global(a.page_indptr + r) + page);
   return int64_t(index) * a.page_size + (key - page * a.page_size);
 }

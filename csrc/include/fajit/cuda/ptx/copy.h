@@ -32,6 +32,22 @@ FAJIT_DEV void load_words(uint32_t (&words)[4], uint32_t from) {
                : "memory");
 }
 
+// Two neighbouring words.
+FAJIT_DEV void load_word_pair(int32_t (&words)[2], uint32_t from) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words[0]), "=r"(words[1])
+               : "r"(from)
+               : "memory");
+}
+FAJIT_DEV int32_t load_word(uint32_t from) {
+  int32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+FAJIT_DEV void store_word(uint32_t to, int32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+
 // Starts a copy of `bytes` (0 to 16) bytes; the rest of the 16 is zeros. Nothing is read for 0.
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800

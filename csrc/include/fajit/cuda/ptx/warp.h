@@ -6,7 +6,18 @@ namespace fajit::ptx {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-FAJIT_DEV int lane_index() { return static_cast<int>(threadIdx.x & 31); }
+// NVVM of sm_100 and later moves what is computed of a lane out of all loops, and holds it in
+// registers across them (up to 30, nvcc 13.0): there it is asked for anew at each use, of which
+// ptxas makes one again where that is free.
+FAJIT_DEV int lane_index() {
+#if __CUDA_ARCH__ >= 1000
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread & 31;
+#else
+  return static_cast<int>(threadIdx.x & 31);
+#endif
+}
 // Through an exchange, so that the compiler knows it to be the same in all lanes: branches on it
 // then need no reconvergence, and shuffles under them no calls.
 FAJIT_DEV int warp_index() {
