@@ -279,7 +279,8 @@ def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None
     bodies = []
     for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
         if graph is None:
-            bodies.append(_absent(variant, kind, declare))
+            absent = _absent if uniforms is None else _absent_cuda
+            bodies.append(absent(variant, kind, declare))
             continue
         block, result = lower_graph(graph, variant.tensors, prefix, uniforms)
         hooks.append((block, result))
@@ -292,15 +293,29 @@ def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None
     key_inputs = [n for n in ("kv_idx",) if text or _pair_reads(hooks, n)]
     if text or _pair_reads(hooks, "b"):
         row_inputs = ["b", *row_inputs]
+    # On CPUs rows of several requests lie on lanes, so that b may be a vector.
+    vary, b = ("", "int32_t b") if uniforms is not None else ("class B, ", "B b")
     rows = _split_function(
-        "rows", "class H, class Q", "int32_t b, H h, Q q_idx", "Row",
+        "rows", f"{vary}class H, class Q", f"{b}, H h, Q q_idx", "Row",
         hooks, Level.ROW, row_inputs + row_names, declare,
     )  # fmt: skip
     keys = _split_function(
-        "keys", "class K", "int32_t b, int32_t kv_h, K kv_idx", "Key",
+        "keys", f"{vary}class K", f"{b}, int32_t kv_h, K kv_idx", "Key",
         hooks, Level.KEY, key_inputs + key_names, declare,
     )  # fmt: skip
-    return "\n\n".join([rows, keys, *bodies])
+    flags = []
+    if uniforms is None:
+        reads = "true" if any(_keys_read_b(block, r) for block, r in hooks) else "false"
+        flags.append(
+            "  // Whether `keys` depends on b: rows of several requests then have their own.\n"
+            f"  static constexpr bool kKeysReadRequest = {reads};"
+        )
+    return "\n\n".join([*flags, rows, keys, *bodies])
+
+
+def _keys_read_b(block: Block, result: str) -> bool:
+    roots = _escaping(block, result, Level.KEY)
+    return any("b" in s.uses for s in _needed(block, roots))
 
 
 def _needed(block: Block, roots: Sequence[str], through_host: bool = False) -> list[Statement]:
@@ -380,6 +395,21 @@ _PAIR_HEAD = {
 
 
 def _absent(variant: VariantIR, kind: str, declare: str) -> str:
+    """A hook that is absent, or given as text, which is called for each lane."""
+    value = "s" if kind == "score" else "true"
+    if variant.cpp_hook(f"{kind}_mod") is not None:
+        call, scored, given = (
+            ("each_lane", "float x, ", "x, ") if kind == "score" else ("mask_lanes", "", "")
+        )
+        value = (
+            f"ops::{call}({'s, ' if scored else ''}r.b, r.h, r.q_idx, k.kv_idx, [&]({scored}"
+            "int32_t b, int32_t h, int32_t q, int32_t kv) "
+            f"{{ return {kind}_mod_text(c, {given}b, h, q, kv); }})"
+        )
+    return f"{_PAIR_HEAD[kind].format(declare)}\n    return {value};\n  }}"
+
+
+def _absent_cuda(variant: VariantIR, kind: str, declare: str) -> str:
     if variant.cpp_hook(f"{kind}_mod") is None:
         value = "s" if kind == "score" else "true"
     elif kind == "score":

@@ -1,0 +1,229 @@
+// Where the key and value rows of a tile lie: evenly spaced, or each where a table says.
+//
+// Direct kernels take rows at a stride. Indirect ones fill a table of addresses and logical
+// positions for each tile, from pages and from key lists, so that the products know neither. A
+// table entry costs about 1 ns; a row of 128 floats, K and V, comes from memory in 50.
+#pragma once
+#include <fajit/context.h>
+#include <fajit/cpu/packed_rows.h>
+#include <fajit/cpu/scratch.h>
+
+namespace fajit {
+
+// Row n of a tile, and rows from one on, at one dim on.
+template <class T>
+struct StridedRows {
+  const T* first;
+  int64_t stride;
+  FAJIT_INLINE const T* operator()(int64_t n) const { return first + stride * n; }
+  FAJIT_INLINE StridedRows from(int64_t n, int d) const { return {first + n * stride + d, stride}; }
+};
+template <class T>
+struct HeldRows {
+  const T* const* rows;
+  int d = 0;
+  FAJIT_INLINE const T* operator()(int64_t n) const { return rows[n] + d; }
+  FAJIT_INLINE HeldRows from(int64_t n, int more) const { return {rows + n, d + more}; }
+};
+
+// The keys that an item visits, in order, a window of them at a time. Keys that do not exist
+// (entries of a list that are negative or beyond the request's keys) are left out.
+//
+// The window reaches `kAhead` keys past the tile, so that products can prefetch through it.
+template <class Config, int kAhead>
+class KeyTable {
+  using K = typename Config::K;
+  using V = typename Config::V;
+  static constexpr int kSlots = Config::kTileKv + kAhead;
+  static constexpr int kRoom = kSlots + kLanes;  // products round a tile up to whole vectors
+
+ public:
+  explicit KeyTable(Carver& carver)
+      : k_(carver.take<const K*>(kRoom)),
+        v_(carver.take<const V*>(kRoom)),
+        position_(carver.take<int32_t>(kRoom)) {}
+
+  // The keys of an item: positions [begin, end) of its request or, `listed`, of the key lists.
+  void open(const fajit_args& a, const fajit_work& w, int32_t kv_h, int32_t begin, int32_t end) {
+    a_ = &a;
+    const int32_t b = w.request;
+    listed_ = a.key_blocks != nullptr;
+    first_ = a.kv_first == nullptr ? 0 : a.kv_first[b];
+    kv_len_ = a.kv_len[b];
+    k_base_ = static_cast<const K*>(a.k) + kv_h * a.k_stride[1];
+    v_base_ = static_cast<const V*>(a.v) + kv_h * a.v_stride[1];
+    if (a.page_size > 0) {
+      pages_ = a.page_indices + a.page_indptr[b];
+    } else {
+      const int64_t row0 = a.kv_row0[b];
+      k_base_ += b * a.k_stride[0] + row0 * a.k_stride[2];
+      v_base_ += b * a.v_stride[0] + row0 * a.v_stride[2];
+    }
+    used_ = size_ = 0;
+    at_ = run_ = begin;
+    end_ = run_end_ = end;
+    if (listed_) run_end_ = run_;
+  }
+
+  // The next tile is logical positions [begin, begin + count); for items without a list.
+  FAJIT_INLINE void seek(int32_t begin, int count) {
+    drop();
+    if (size_ > 0 && begin >= position_[0] && begin - position_[0] < size_) {
+      used_ = begin - position_[0];
+      drop();
+    } else {
+      size_ = 0;
+      run_ = begin;
+    }
+    fill();
+    used_ = count;
+  }
+
+  // The next tile of a list: how many keys it has, 0 at the end.
+  FAJIT_INLINE int next() {
+    drop();
+    fill();
+    used_ = size_ < Config::kTileKv ? size_ : Config::kTileKv;
+    return used_;
+  }
+
+  HeldRows<K> keys() const { return {k_}; }
+  HeldRows<V> values() const { return {v_}; }
+  // Logical positions of the keys.
+  const int32_t* positions() const { return position_; }
+  bool listed() const { return listed_; }
+
+  // Least and greatest position of keys [n0, n1) of the tile.
+  FAJIT_INLINE void hull(int n0, int n1, int32_t& low, int32_t& high) const {
+    low = position_[n0];
+    high = position_[n1 - 1];
+    if (!listed_) return;
+    for (int n = n0; n < n1; ++n) {
+      low = position_[n] < low ? position_[n] : low;
+      high = position_[n] > high ? position_[n] : high;
+    }
+  }
+
+ private:
+  // Forgets the keys of the last tile.
+  void drop() {
+    if (used_ == 0) return;
+    size_ -= used_;
+    __builtin_memmove(k_, k_ + used_, sizeof(*k_) * static_cast<unsigned>(size_));
+    __builtin_memmove(v_, v_ + used_, sizeof(*v_) * static_cast<unsigned>(size_));
+    __builtin_memmove(position_, position_ + used_, sizeof(int32_t) * static_cast<unsigned>(size_));
+    used_ = 0;
+  }
+
+  void fill() {
+    if (size_ >= kSlots) return;
+    while (size_ < kSlots && (run_ < run_end_ || next_run())) {
+      const int room = kSlots - size_;
+      const int32_t count = run_end_ - run_ < room ? run_end_ - run_ : room;
+      append(run_, count);
+      run_ += count;
+    }
+    // Prefetches past the last key go to the last key.
+    if (size_ > 0) {
+      const int room = size_ + kAhead + kLanes < kRoom ? size_ + kAhead + kLanes : kRoom;
+      for (int i = size_; i < room; ++i) {
+        k_[i] = k_[size_ - 1];
+        v_[i] = v_[size_ - 1];
+      }
+    }
+  }
+
+  // The next keys of a list that exist and follow each other; false at its end.
+  bool next_run() {
+    if (!listed_) return false;
+    const int32_t block = a_->key_block;
+    while (at_ < end_) {
+      const int32_t entry = at_ / block, skipped = at_ - entry * block;
+      const int32_t left = end_ - at_ < block - skipped ? end_ - at_ : block - skipped;
+      at_ += left;
+      const int64_t first = int64_t{a_->key_blocks[entry]} * block;
+      int64_t low = first + skipped, high = low + left;
+      if (first < 0) continue;
+      low = low < first_ ? first_ : low;
+      high = high > kv_len_ ? kv_len_ : high;
+      if (low >= high) continue;
+      run_ = static_cast<int32_t>(low);
+      run_end_ = static_cast<int32_t>(high);
+      return true;
+    }
+    return false;
+  }
+
+  // Keys [j, j + count), which exist, to the end of the table.
+  FAJIT_INLINE void append(int32_t j, int32_t count) {
+    const fajit_args& a = *a_;
+    const int32_t size = a.page_size, n = j - first_;
+    if (size <= 0) {
+      place(k_base_ + n * a.k_stride[2], v_base_ + n * a.v_stride[2], j, count);
+      return;
+    }
+    int32_t at = n / size, slot = n - at * size;
+    while (count > 0) {
+      const int32_t named = pages_[at++];
+      // A table that names a page which is not there must not become a wild address.
+      const int64_t page = named >= 0 && named < a.num_pages ? named : 0;
+      const int32_t here = count < size - slot ? count : size - slot;
+      place(k_base_ + page * a.k_stride[0] + slot * a.k_stride[2],
+            v_base_ + page * a.v_stride[0] + slot * a.v_stride[2], j, here);
+      j += here;
+      count -= here;
+      slot = 0;
+    }
+  }
+
+  FAJIT_INLINE void place(const K* k, const V* v, int32_t j, int32_t count) {
+    const int64_t k_stride = a_->k_stride[2], v_stride = a_->v_stride[2];
+    for (int32_t i = 0; i < count; ++i) {
+      k_[size_ + i] = k + i * k_stride;
+      v_[size_ + i] = v + i * v_stride;
+      position_[size_ + i] = j + i;
+    }
+    size_ += count;
+  }
+
+  const K** k_;
+  const V** v_;
+  int32_t* position_;
+  const fajit_args* a_ = nullptr;
+  const int32_t* pages_ = nullptr;
+  const K* k_base_ = nullptr;
+  const V* v_base_ = nullptr;
+  bool listed_ = false;
+  int32_t first_ = 0, kv_len_ = 0;  // of the request's keys
+  int size_ = 0, used_ = 0;         // entries; those of the tile
+  int32_t at_ = 0, end_ = 0;        // positions of the lists that are still to come
+  int32_t run_ = 0, run_end_ = 0;   // keys that follow each other and are not in it yet
+};
+
+// K or V rows of a tile, from logical position `begin` on where there is no table.
+template <class Config, class Table>
+FAJIT_INLINE auto key_rows(const fajit_args& a, int32_t b, int32_t kv_h, int32_t begin,
+                           [[maybe_unused]] const Table& table) {
+  if constexpr (Config::kIndirect) {
+    return table.keys();
+  } else {
+    return StridedRows<typename Config::K>{
+        static_cast<const typename Config::K*>(a.k) +
+            row_offset(a.k_stride, b, kv_h, int64_t{a.kv_row0[b]} + begin),
+        a.k_stride[2]};
+  }
+}
+template <class Config, class Table>
+FAJIT_INLINE auto value_rows(const fajit_args& a, int32_t b, int32_t kv_h, int32_t begin,
+                             [[maybe_unused]] const Table& table) {
+  if constexpr (Config::kIndirect) {
+    return table.values();
+  } else {
+    return StridedRows<typename Config::V>{
+        static_cast<const typename Config::V*>(a.v) +
+            row_offset(a.v_stride, b, kv_h, int64_t{a.kv_row0[b]} + begin),
+        a.v_stride[2]};
+  }
+}
+
+}  // namespace fajit
