@@ -396,16 +396,24 @@ def by_slot(slot: Any, gain: torch.Tensor) -> fa.Variant:
     )
 
 
-def test_slots_of_pages():
-    """`fa.kv_slot` follows the page table in scores, masks and key hooks, on lanes and off them."""
+@pytest.mark.parametrize("form", [{"page_size": 5}, {"page_size": 5, "shared": 6}, {"shared": 6}],
+                         ids=["pages", "shared_pages", "shared"])  # fmt: skip
+def test_slots(form):
+    """`fa.kv_slot` says where keys lie, in scores, masks and key hooks, on lanes and off them."""
     for shapes, kind in ((FEW, "few_row"), (MANY, "prefill")):
-        world = World(**shapes, page_size=5, seed=8)
+        world = World(**shapes, **form, seed=8)
         slots = torch.zeros(len(world.q_lens), max(world.kv_lens), dtype=torch.int64)
-        batch = World(**shapes, page_size=5, seed=8).batch()
-        for b, n in enumerate(world.kv_lens):
-            for j in range(n):
-                page = batch.page_indices[batch.page_indptr[b] + j // 5]
-                slots[b, j] = page * 5 + j % 5
+        batch = World(**shapes, **form, seed=8).batch()
+        for i, (first, end, b) in enumerate(world.sources()):
+            owners = [b] if i < len(world.q_lens) else range(len(world.q_lens))
+            for j in range(first, end):
+                if world.page_size:
+                    page = batch.page_indices[batch.page_indptr[i] + (j - first) // 5]
+                    slot = page * 5 + (j - first) % 5
+                else:
+                    slot = batch.kv_row0[i] + j - first
+                for owner in owners:
+                    slots[owner, j] = slot
         gain = 1 + torch.rand(int(slots.max()) + 1, generator=torch.Generator().manual_seed(1))
         kernel = by_slot(fa.kv_slot, gain)
         check(world, by_slot(lambda b, k, t=slots: t[b, k], gain), kernel=kernel, kind=kind)

@@ -98,6 +98,7 @@ class FewRow {
  private:
   void run_tile(const fajit_work& w, int32_t row0, int count) {
     const fajit_args& a = *c_.args;
+    if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     __builtin_memset(q_, 0, sizeof(Matrix) * kTileRows * kDim);
     __builtin_memset(o_, 0, sizeof(float) * kTileRows * kDimV);
     for (int i = 0; i < count; ++i) {
@@ -316,7 +317,7 @@ class FewRow {
     }
   }
 
-  const Context c_;
+  Context c_;
   Matrix* q_;       // [row][kDim]
   float* o_;        // [row][kDimV]
   float* s_;        // [row][key]

@@ -571,10 +571,13 @@ FAJIT_INLINE int64_t paged_slot(const Context& c, int32_t r, int64_t kv_idx) {
   return int64_t(named >= 0 && named < a.num_pages ? named : 0) * a.page_size + n % a.page_size;
 }
 template <class B, class K> FAJIT_INLINE auto kv_slot(const Context& c, B b, K kv_idx) {
-  if (c.args->page_size > 0)
+  // Whose storage the key lies in: that of the keys' request where rows of several share them.
+  const auto owner = [&](int64_t r) { return c.kv_request >= 0 ? c.kv_request : request(c, r); };
+  if (c.args->page_indptr != nullptr)
     return each_lane2(wide_index(b), wide_index(kv_idx),
-                      [&](int64_t r, int64_t k) { return paged_slot(c, request(c, r), k); });
-  const auto base = of_request(c, b, [&](int32_t r) { return int64_t(c.args->kv_token0[r]); });
+                      [&](int64_t r, int64_t k) { return paged_slot(c, owner(r), k); });
+  const auto base =
+      of_request(c, b, [&](int32_t r) { return int64_t(c.args->kv_token0[owner(r)]); });
   return add(wide_index(kv_idx), base);
 }
 

@@ -118,6 +118,7 @@ class Prefill {
 
   void run_tile(const fajit_work& w, int32_t row0, int32_t row_count) {
     const fajit_args& a = *c_.args;
+    if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     const int vectors = (row_count + kLanes - 1) / kLanes;
     for (int i = 0; i < vectors * kLanes; ++i) {
       // Pad lanes repeat the last row.
@@ -438,7 +439,7 @@ class Prefill {
     }
   }
 
-  const Context c_;
+  Context c_;
   int32_t* qt_;      // [block][word][row of the block]
   float* o_;         // [block][dim][row of the block]
   float* s_;         // [key][row of the block]
