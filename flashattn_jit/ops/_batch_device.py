@@ -165,7 +165,8 @@ class DeviceState:
         """A tensor that plans give by address, as runs shall have it: contiguous, on the device.
 
         Under `fixed` it is copied to memory of `name` with a fixed address and room for `entries`
-        (by default as many as the first tensor has). Call it before `upload`, in plan().
+        (by default as many as the first tensor has). One dim: all of that memory is returned, so
+        that it has an address whatever this plan needs of it. Call it before `upload`, in plan().
 
         Raises:
             InputError: the tensor has more entries than there is room for, or another dtype.
@@ -193,7 +194,7 @@ class DeviceState:
                     self._send(lambda host: _copy(host, flat), fixed.view(-1).view(torch.uint8))
                 else:
                     fixed.copy_(tensor, non_blocking=True)
-            return fixed
+            return room if tensor.dim() == 1 else fixed
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
@@ -253,7 +254,8 @@ def _refuse_capture(device: torch.device) -> None:
 class BatchTensors(NamedTuple):
     """The tensors of one run. params: the variant's, then its range tables, named by `names`.
 
-    workspace: uint8, at least the call's workspace_bytes, at a multiple of 16 bytes.
+    workspace: uint8, at least the call's workspace_bytes, at a multiple of 16 bytes. num_params: of
+    the variant; None where there are no range tables.
     """
 
     q: torch.Tensor
@@ -268,6 +270,7 @@ class BatchTensors(NamedTuple):
     key_blocks: torch.Tensor | None = None
     workspace: torch.Tensor | None = None
     names: Sequence[str] = ()
+    num_params: int | None = None
 
 
 def launch(block: DeviceBlock, call: _C.BatchCall, t: BatchTensors, scale: float) -> None:
@@ -288,7 +291,8 @@ def launch(block: DeviceBlock, call: _C.BatchCall, t: BatchTensors, scale: float
     stream = torch._C._cuda_getCurrentRawStream(index)
     capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
-        for used in (block, t.workspace, t.page_indices, t.key_blocks, *t.params):
+        # Range tables, and the workspace, belong to the graph itself or to the caller.
+        for used in (block, t.page_indices, t.key_blocks, *t.params[: t.num_params]):
             _device.keep_for_graphs(used)
     elif stream not in block.streams:
         current = torch.cuda.current_stream(index)

@@ -230,7 +230,7 @@ def _launch_device(
               for side in ("lo", "hi")]  # fmt: skip
     tensors = _batch_device.BatchTensors(
         q, k, v, out, lse, params, tuple(addresses), tuple(scalars), variation.page_indices,
-        variation.key_blocks, workspace, tuple(names),
+        variation.key_blocks, workspace, tuple(names), len(variation.known.ir.tensors),
     )  # fmt: skip
     _batch_device.launch(variation.block, call, tensors, scale)
 
