@@ -361,8 +361,9 @@ def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor |
         return None, None
     if isinstance(q_offset, torch.Tensor):
         array, held = host_array("q_offset", q_offset)
-        low, high = torch.aminmax(held) if held.numel() else (0, 0)
-        worst = int(high) if int(high) > -int(low) else int(low)
+        values = held.numpy()
+        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+        worst = high if high > -low else low
     elif isinstance(q_offset, int) and not isinstance(q_offset, bool):
         worst = q_offset
         held = torch.full((max(0, count),), q_offset if abs(q_offset) < 2**62 else 0)

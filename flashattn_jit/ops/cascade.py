@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError, VariantError
+from ..variants.queries import keys_read_request, reads_kv_slot
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Variation
 from ._prefixes import shared_prefixes
@@ -45,7 +46,7 @@ class CascadeAttention(BatchBase):
     Takes what `BatchAttention` takes. The tokens of a group pass over the group's keys together;
     their partial states merge with those of the requests' own keys. Hooks see each token's own
     request and logical positions, so any variant works whose keys do not depend on the request:
-    `key_mod` and `value_mod` may not read b.
+    `key_mod` and `value_mod` may not read b, and no hook `fa.kv_slot`.
 
     Source: composable formats, Ye et al. 2025, arXiv 2501.01005, section 3.1.2; Hydragen, Juravsky
     et al. 2024, arXiv 2402.05099.
@@ -99,14 +100,17 @@ class CascadeAttention(BatchBase):
     def _check_variant(self, planned: Variation) -> None:
         if not planned.batch.num_levels:
             return
-        ir = planned.known.ir
-        for name in ("key_mod", "value_mod"):
-            graph = ir.hook(name)
-            if graph is not None and graph.uses("b"):
-                raise VariantError(
-                    f"{name} of {planned.batch.variant.name} reads the request b, but the keys of "
-                    "a cascade are of several; use fa.BatchAttention, or a hook without b"
-                )
+        ir, name = planned.known.ir, planned.batch.variant.name
+        if keys_read_request(ir):
+            raise VariantError(
+                f"key_mod or value_mod of {name} reads the request b, but the keys of a cascade "
+                "are of several requests; use fa.BatchAttention, or hooks without b"
+            )
+        if reads_kv_slot(ir):
+            raise VariantError(
+                f"a hook of {name} reads fa.kv_slot, but keys that requests share lie in no "
+                "slot of their own; use fa.BatchAttention"
+            )
 
 
 def _read(number: int, level: CascadeLevel, device: torch.device) -> Level:

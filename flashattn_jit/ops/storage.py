@@ -140,6 +140,10 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
     used = indices[max(0, begin) : max(0, end)]
     if not used.numel():
         return 0, -1
+    if used.is_cpu:
+        # One thread's vectors: torch would wake all of them, which takes longer than the reading.
+        values = used.numpy()
+        return int(values.min()), int(values.max())
     low, high = torch.aminmax(used)
     return int(low), int(high)
 
