@@ -48,7 +48,8 @@ class Hardware:
         return ""
 
 
-def _clock_hz() -> float:
+@cache
+def clock_hz() -> float:
     """The highest clock that the kernel reports, or 3 GHz."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
@@ -58,14 +59,19 @@ def _clock_hz() -> float:
     return max(speeds, default=_DEFAULT_HZ / 1e6) * 1e6
 
 
+def read_bytes_per_s_per_core() -> float:
+    """Bytes that one core reads a second while the others do: an estimate."""
+    return _READ_BYTES_PER_S_PER_CORE
+
+
 @cache
 def host_hardware() -> Hardware:
     """This machine."""
     target = host_target()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     l1, l2, l3 = _C.cache_sizes()
-    fp32 = cores * _clock_hz() * _FMA_PORTS * 2 * LANES[target]
+    fp32 = cores * clock_hz() * _FMA_PORTS * 2 * LANES[target]
     bf16 = 2 * fp32 if target == "cpu:avx512_bf16" else fp32
     return Hardware(
-        "host CPU", target, cores, l1, l2, l3, fp32, bf16, cores * _READ_BYTES_PER_S_PER_CORE
+        "host CPU", target, cores, l1, l2, l3, fp32, bf16, cores * read_bytes_per_s_per_core()
     )

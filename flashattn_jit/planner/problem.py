@@ -12,6 +12,11 @@ _ITEM_BYTES = {
 }  # fmt: skip
 
 
+def item_bytes(dtype: str) -> int:
+    """Bytes of one value of a dtype by torch's name."""
+    return _ITEM_BYTES[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Lengths are per request; a dense batch repeats one. Dtypes are torch's names."""
