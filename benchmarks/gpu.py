@@ -20,7 +20,7 @@ import torch
 
 from benchmarks._measure import PAIRS, RESULTS, Row, commit, save, table, versions
 
-SECTIONS = ("prefill", "hooks", "masks", "decode", "latency", "modules")
+SECTIONS = ("prefill", "hooks", "masks", "decode", "batch", "latency", "modules")
 NO_DEVICE = 2
 _TESTS_S = 300  # of the limit; they are stopped then
 
@@ -101,6 +101,7 @@ def _driver() -> str:
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     """All rows that were asked for and that there is time for."""
+    from benchmarks import _gpu_batch as batch
     from benchmarks import _gpu_compute as compute
     from benchmarks import _gpu_memory as memory
     from benchmarks._gpu_kernels import compile_all
@@ -123,6 +124,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     sections: dict[str, Callable[[], Iterator[Row]]] = {
         "prefill": lambda: compute.prefill_rows(options.pairs, clock),
         "decode": lambda: memory.decode_rows(options.pairs, clock, hardware.l2_bytes),
+        "batch": lambda: batch.batch_rows(options.pairs, clock, hardware.l2_bytes),
         "latency": lambda: memory.latency_rows(options.pairs, clock),
         "modules": lambda: memory.module_rows(clock),
         "hooks": lambda: compute.hook_rows(options.pairs, clock),

@@ -16,9 +16,8 @@ import flashattn_jit as fa
 from flashattn_jit.variants.reference import merge_reference
 from tests.batch.batches import Batch, indptr, level_of, share_prefix
 from tests.batch.lists import DTYPES
-from tests.batch.oracle import Math, check
+from tests.batch.oracle import Errors, Math, check
 from tests.batch.runs import attend, engine
-from tests.ops.test_attention import EPS
 
 FACTOR = 1.5
 
@@ -34,9 +33,13 @@ def level(batch: Batch, begin: int, end: int, groups: Any) -> fa.CascadeLevel:
     return fa.CascadeLevel(*level_of(batch, begin, end, groups))
 
 
-def assert_no_worse(composed: float, flat: float, dtype: torch.dtype) -> None:
-    """Within 1.5 times the flat call's error, or below what the dtype resolves."""
-    assert composed <= max(FACTOR * flat, 0.05 * EPS[dtype]), (composed, flat)
+def assert_no_worse(composed: Errors, flat: Errors, few_rows: bool = False) -> None:
+    """Within 1.5 times the flat call's error.
+
+    few_rows: the flat call computes one row at a time, over keys in lanes, and is up to twice as
+    exact in float32 as tiles of many rows are; then that of the eager reference counts as well.
+    """
+    assert composed.ours <= FACTOR * max(flat.ours, flat.eager if few_rows else 0.0)
 
 
 SHARED = [
@@ -69,7 +72,7 @@ def test_a_cascade_is_the_flat_batch(mode, count, unique, shared, heads, dim, pa
     assert len(found) == 2
     for each in (levels, found):
         composed = check(batch, what, *cascaded(batch, what.variant(heads[0]), each))
-        assert_no_worse(composed, flat, batch.dtype)
+        assert_no_worse(composed, flat, few_rows=mode == "decode")
 
 
 MATHS = {
@@ -94,8 +97,7 @@ def test_three_levels_of_requests_of_all_kinds(name: str) -> None:
     found = fa.cascade_levels(batch.q_indptr, batch.storage)
     assert len(found) == 3
     for each in (levels, found):
-        assert_no_worse(check(batch, what, *cascaded(batch, what.variant(8), each)), flat,
-                        batch.dtype)  # fmt: skip
+        assert_no_worse(check(batch, what, *cascaded(batch, what.variant(8), each)), flat)
 
 
 def test_requests_that_share_nothing_are_found_as_one_level() -> None:
@@ -121,7 +123,7 @@ def test_chunks_are_the_whole_prompt(chunk: int, name: str) -> None:
         made.plan(indptr([end - begin]), paged)
         parts.append(made.run(batch.q[begin:end], batch.k, batch.v, return_lse=True))
     outs, lses = zip(*parts, strict=True)
-    assert_no_worse(check(batch, what, torch.cat(outs), torch.cat(lses)), whole, batch.dtype)
+    assert_no_worse(check(batch, what, torch.cat(outs), torch.cat(lses)), whole)
 
 
 @pytest.mark.parametrize("page", [0, 16])
@@ -146,7 +148,7 @@ def test_partial_states_of_two_storages_merge_to_the_whole(page: int) -> None:
         made.plan(own.q_indptr, own.storage, q_offset=offset)
         states.append(made.run(batch.q, own.k, own.v, partial=True))
     out, lse = fa.merge_states(*zip(*states, strict=True))
-    assert_no_worse(check(batch, what, out, lse), whole, torch.float32)
+    assert_no_worse(check(batch, what, out, lse), whole)
 
 
 def test_states_merge_where_some_have_no_keys() -> None:
