@@ -9,13 +9,13 @@ namespace fajit::scheduler {
 namespace {
 
 // The longest worker over the mean up to which nothing better is looked for.
-constexpr double kGood = 1.02;
+constexpr double kGood = 1.035;
 // Shares tried, over the mean: a cut is at a multiple of tile_kv, so a full worker has up to one
 // tile less than the share, and the others must have room for that.
-constexpr double kShares[] = {1.005, 1.03, 1.06, 1.1, 1.2, 1.4};
+constexpr double kShares[] = {1.005, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5};
 // Splitting must gain this much, apart from what the merge costs.
 constexpr double kLeastGain = 0.97;
-constexpr double kReplicaLoss = 1.03;  // planning for one kv head may lose this much
+constexpr double kReplicaLoss = 1.035;  // planning for one kv head may lose this much
 constexpr size_t kBuckets = 4096;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
@@ -132,8 +132,10 @@ class Spreader {
       if (!next.is_cut) break;
       before = next.total_ns;
       const bool good = next.critical_ns <= kGood * next.mean_ns();
-      const double least = gains ? best.critical_ns
-                                 : std::min(kLeastGain * whole, whole - options_.merge_ns);
+      // Under limits the merge is launched in any case.
+      const double merge_ns = options_.limits.max_requests > 0 ? 0 : options_.merge_ns;
+      const double least =
+          gains ? best.critical_ns : std::min(kLeastGain * whole, whole - merge_ns);
       if (next.critical_ns < least) {
         best = std::move(next);
         gains = true;

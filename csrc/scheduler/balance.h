@@ -28,6 +28,11 @@ struct Balance {
   int32_t part_of(int64_t unit, int32_t head) const {
     return first_part[static_cast<size_t>(unit * heads + head % heads)];
   }
+  // Whether a unit is one part, for every head.
+  bool is_whole(size_t unit) const {
+    const size_t i = unit * static_cast<size_t>(heads);
+    return first_part[i + static_cast<size_t>(heads)] - first_part[i] == heads;
+  }
   int32_t parts_of(int64_t unit, int32_t head) const {
     const size_t i = static_cast<size_t>(unit * heads + head % heads);
     return first_part[i + 1] - first_part[i];

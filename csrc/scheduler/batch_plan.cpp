@@ -82,36 +82,62 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
   const auto is_ours = [&](const Part& part) {
     return units[static_cast<size_t>(part.unit)].kind == kind;
   };
-  const size_t workers = static_cast<size_t>(balance.workers * balance.replicas);
-  KindPlan plan;
-  plan.worker_indptr.assign(workers + 1, 0);
-  plan.load_ns.assign(workers, 0.0f);
+  // The first replica, by worker.
+  const size_t workers = static_cast<size_t>(balance.workers);
+  const size_t replicas = static_cast<size_t>(balance.replicas);
+  std::vector<int32_t> next(workers + 1, 0);
   for (const Part& part : balance.parts) {
-    if (!is_ours(part)) continue;
-    for (int32_t r = 0; r < balance.replicas; ++r) {
-      const size_t worker = static_cast<size_t>(r * balance.workers + part.worker);
-      ++plan.worker_indptr[worker + 1];
-      plan.load_ns[worker] += part.cost_ns;
+    if (is_ours(part)) ++next[static_cast<size_t>(part.worker) + 1];
+  }
+  for (size_t w = 0; w < workers; ++w) next[w + 1] += next[w];
+  const size_t count = static_cast<size_t>(next[workers]);
+  KindPlan plan;
+  plan.worker_indptr.reserve(workers * replicas + 1);
+  for (size_t r = 0; r < replicas; ++r) {
+    for (size_t w = 0; w < workers; ++w) {
+      plan.worker_indptr.push_back(static_cast<int32_t>(r * count) + next[w]);
     }
   }
-  for (size_t w = 0; w < workers; ++w) plan.worker_indptr[w + 1] += plan.worker_indptr[w];
-  plan.work.resize(static_cast<size_t>(plan.worker_indptr[workers]));
-  plan.cost_ns.resize(plan.work.size());
-  std::vector<int32_t> next(plan.worker_indptr.begin(), plan.worker_indptr.end() - 1);
+  plan.worker_indptr.push_back(static_cast<int32_t>(replicas * count));
+  plan.work.resize(replicas * count);
+  plan.cost_ns.resize(replicas * count);
+  plan.load_ns.assign(replicas * workers, 0.0f);
+  std::vector<std::pair<size_t, int32_t>> states;  // (item, part) of those that write one
   for (const int32_t id : balance.order) {
     const Part& part = balance.parts[static_cast<size_t>(id)];
     if (!is_ours(part)) continue;
-    const Unit& unit = units[static_cast<size_t>(part.unit)];
-    const int32_t index = id - balance.part_of(part.unit, part.head);  // among the unit's parts
-    for (int32_t r = 0; r < balance.replicas; ++r) {
-      const int32_t head = unit.head >= 0 ? unit.head : r * balance.heads + part.head;
+    const size_t unit_index = static_cast<size_t>(part.unit);
+    const Unit& unit = units[unit_index];
+    const size_t at = static_cast<size_t>(next[static_cast<size_t>(part.worker)]++);
+    const int32_t head = unit.head >= 0 ? unit.head : part.head;
+    plan.work[at] = {unit.entity,  head * group_size, group_size,  unit.row_begin,
+                     unit.row_end, part.kv_begin,     part.kv_end, -1};
+    plan.cost_ns[at] = part.cost_ns;
+    plan.load_ns[static_cast<size_t>(part.worker)] += part.cost_ns;
+    if (unit.shared || !balance.is_whole(unit_index)) states.emplace_back(at, id);
+  }
+
+  for (size_t r = 1; r < replicas; ++r) {
+    const int32_t head = static_cast<int32_t>(r) * balance.heads * group_size;
+    for (size_t i = 0; i < count; ++i) {
+      fajit_work item = plan.work[i];
+      item.head_begin += head;
+      plan.work[r * count + i] = item;
+    }
+    std::copy_n(plan.cost_ns.begin(), count,
+                plan.cost_ns.begin() + static_cast<std::ptrdiff_t>(r * count));
+    std::copy_n(plan.load_ns.begin(), workers,
+                plan.load_ns.begin() + static_cast<std::ptrdiff_t>(r * workers));
+  }
+  for (size_t r = 0; r < replicas; ++r) {
+    for (const auto& [at, id] : states) {
+      const Part& part = balance.parts[static_cast<size_t>(id)];
+      const int32_t head = static_cast<int32_t>(r) * balance.heads + part.head;
       const int32_t first = rows.first(static_cast<size_t>(part.unit), head);
-      const size_t at = static_cast<size_t>(
-          next[static_cast<size_t>(r * balance.workers + part.worker)]++);
-      plan.work[at] = {unit.entity,   head * group_size, group_size,  unit.row_begin,
-                       unit.row_end,  part.kv_begin,     part.kv_end,
-                       first < 0 ? -1 : first + index * unit.rows()};
-      plan.cost_ns[at] = part.cost_ns;
+      if (first < 0) continue;  // other heads of the unit are cut
+      const int32_t index = id - balance.part_of(part.unit, part.head);
+      plan.work[r * count + at].partial =
+          first + index * units[static_cast<size_t>(part.unit)].rows();
     }
   }
   return plan;
@@ -178,8 +204,11 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
 
   std::vector<Unit> units = make_units(lengths, lists, kinds, options, args);
   const int32_t group_size = options.num_q_heads / options.num_kv_heads;
+  // A captured merge has sources or has none, so under limits levels decide, whether or not this
+  // batch has any.
+  const bool has_sources = lengths.num_groups > 0 || (has_limits && options.num_levels > 0);
   Segments segments;
-  if (lengths.num_groups > 0) segments = make_segments(lengths, group_size, units);
+  if (has_sources) segments = make_segments(lengths, group_size, units);
 
   BatchPlan plan;
   Balance balance_of[2];
@@ -191,7 +220,7 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
   }
   const PartialRows rows(units, balances, options.num_kv_heads);
   plan.partial_rows = rows.count();
-  make_merges(units, balances, rows, lengths.num_groups > 0 ? &segments : nullptr, options, plan);
+  make_merges(units, balances, rows, has_sources ? &segments : nullptr, options, plan);
   for (int kind = 0; kind < 2; ++kind) {
     plan.kinds[kind] = make_kind(kind, units, *balances.of_kind[kind], rows, group_size);
   }

@@ -18,6 +18,7 @@ void merge_units(const std::vector<Unit>& units, const Balances& balances, const
   const int32_t group = options.num_q_heads / options.num_kv_heads;
   for (size_t u = 0; u < units.size(); ++u) {
     const Unit& unit = units[u];
+    if (balances.of(unit).is_whole(u)) continue;
     const int32_t first_head = std::max(unit.head, 0);
     const int32_t last_head = unit.head >= 0 ? unit.head : options.num_kv_heads - 1;
     for (int32_t head = first_head; head <= last_head; ++head) {
@@ -67,6 +68,7 @@ PartialRows::PartialRows(const std::vector<Unit>& units, const Balances& balance
   for (size_t u = 0; u < units.size(); ++u) {
     if (units[u].dropped) continue;
     const Balance& balance = balances.of(units[u]);
+    if (!units[u].shared && balance.is_whole(u)) continue;
     for (size_t head = 0; head < heads_; ++head) {
       const int32_t parts =
           balance.parts_of(static_cast<int64_t>(u), static_cast<int32_t>(head));
