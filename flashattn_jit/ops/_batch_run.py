@@ -42,7 +42,7 @@ class Planned:
     """
 
     __slots__ = (
-        "batch", "first", "habits", "page_indptr", "pointwise", "state", "variations", "workspace",
+        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "state", "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +56,7 @@ class Planned:
         page_indptr: torch.Tensor | None,
     ) -> None:
         self.batch, self.first, self.state, self.workspace = batch, first, state, workspace
+        self.cpu = batch.options.cpu
         self.habits = habits
         self.page_indptr = page_indptr  # for messages
         self.pointwise = first.known.ir.normalizer == "pointwise"
@@ -80,7 +81,7 @@ class Planned:
         bound = bind(
             batch.variant, batch.dims, {**batch.params, **params} if params else batch.params
         )
-        unaligned = not options.cpu and not _aligned(q, k, v, out, options)
+        unaligned = not self.cpu and not _aligned(q, k, v, out, options)
         variation = self.variations.get((bound.handle, unaligned))
         if variation is None:
             _check_call(self, q, k, v)
@@ -106,7 +107,7 @@ class Planned:
                 )
             call = self._call(variation, signature, q, k, v, layouts, with_lse, partial, out)
         scale = _check.check_scale(scale, options.head_dim)
-        device = None if options.cpu else q.device
+        device = None if self.cpu else q.device
         shape = (q.shape[0], q.shape[1], options.head_dim_v)
         if out is None:
             result = torch.empty(shape, dtype=result_dtype(q, partial), device=device)
@@ -115,7 +116,7 @@ class Planned:
             result = out
         lse = torch.empty(shape[:2], dtype=torch.float32, device=device) if with_lse else None
         space, place = self.workspace.take(variation.native.workspace_bytes)
-        if options.cpu:
+        if self.cpu:
             address = q.data_ptr()
             call.launch(
                 address, k.data_ptr() or address, v.data_ptr() or address, result.data_ptr(),

@@ -21,25 +21,24 @@ MAX_MAP_ENTRIES = 2**28
 class BlockBits(Variant):
     """Keep the pairs of a block whose bit is set.
 
-    sparsity_row: first, for each packed query token its block row times Br, plus its row in it.
+    sparsity_row: for each packed query token its block row, and its row in that.
     sparsity_map: the place among the lists of each (list head, block row, key block).
     sparsity_bits: the bits of each place, rows one after another.
     """
 
-    sparsity_row: Tensor = tensor("q_tokens", dtype=torch.int32)
+    sparsity_row: Tensor = tensor("q_tokens", 2, dtype=torch.int32)
     sparsity_map: Tensor = tensor("list_heads", "block_rows", "key_blocks", dtype=torch.int32)
     sparsity_bits: Tensor = tensor("places", "q_block", "words", dtype=torch.int64)
-    sparsity_q_block: int = scalar(1)
     sparsity_key_block: int = scalar(1)
     sparsity_heads: int = scalar(1)  # query heads of a list
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The bit of the pair."""
-        row = self.sparsity_row[q_row(b, q_idx)]
-        block_row, inner = row // self.sparsity_q_block, row % self.sparsity_q_block
-        block, column = kv_idx // self.sparsity_key_block, kv_idx % self.sparsity_key_block
-        place = self.sparsity_map[h // self.sparsity_heads, block_row, block]
-        word = self.sparsity_bits[place, inner, column >> 6]
+        row = q_row(b, q_idx)
+        block = kv_idx // self.sparsity_key_block
+        column = kv_idx - block * self.sparsity_key_block
+        place = self.sparsity_map[h // self.sparsity_heads, self.sparsity_row[row, 0], block]
+        word = self.sparsity_bits[place, self.sparsity_row[row, 1], column >> 6]
         seen: Tensor = ((word >> (column & 63)) & 1) != 0
         return seen
 

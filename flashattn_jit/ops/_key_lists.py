@@ -257,14 +257,13 @@ def _bits_params(
     q_len = np.asarray(batch.q_len, np.int64)
     first = np.cumsum(rows) - rows
     inside = np.arange(q_len.sum()) - np.repeat(np.cumsum(q_len) - q_len, q_len)
-    code = np.repeat(first * q_block, q_len) + inside
-    if not code.size:
-        code = np.zeros(1, np.int64)
+    token = np.stack([np.repeat(first, q_len) + inside // q_block, inside % q_block], 1)
+    if not token.size:
+        token = np.zeros((1, 2), np.int64)
     return {
-        "sparsity_row": torch.from_numpy(code.astype(np.int32)).to(device),
+        "sparsity_row": torch.from_numpy(token.astype(np.int32)).to(device),
         "sparsity_map": places.view(shape),
         "sparsity_bits": words,
-        "sparsity_q_block": q_block,
         "sparsity_key_block": key_block,
         "sparsity_heads": batch.num_q_heads // shape[0],
     }
