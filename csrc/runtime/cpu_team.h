@@ -15,7 +15,7 @@ struct TeamWork {
 // Thread t works through its lists of every launch (t, t + threads, ...), then takes what is left
 // of the others'. Lists are planned to end together; taking evens out what the prediction missed.
 // Which thread computes an item changes no bit. One thread, or one item, opens no parallel region,
-// nor does work too short to gain by it (1-2 us a region): `parallel` is false then.
+// nor does work too short to gain by it: `parallel` is false then.
 //
 // Returns a fajit_status: FAJIT_OUT_OF_MEMORY where no thread had memory for some of the work.
 int run_team(const TeamWork* launches, int count, int threads, bool parallel);
