@@ -33,6 +33,18 @@ PLAIN = VariantIR(())
 # with another NVVM than earlier targets, and not alike: their PTX is of their own.
 SAME_PTX = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_90": "sm_80"}
 
+FEATURE_SETS: tuple[tuple[str, ...], ...] = (
+    ("block_mask",),
+    ("paged",),
+    ("mixed_rows",),
+    ("sparse",),
+    ("unaligned",),
+    ("paged", "mixed_rows"),
+    ("paged", "sparse"),
+    ("sparse", "unaligned"),
+)
+"""Features of CUDA kernels, and those that stand together."""
+
 EMULATED = ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120")
 """Whose PTX the emulator's tests run; every other target has the PTX of one of these."""
 

@@ -9,12 +9,12 @@ import pytest
 
 from flashattn_jit import planner
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
-from flashattn_jit.codegen.spec import FEATURES
 from flashattn_jit.codegen.target import CUDA_TARGETS
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.jit.resources import load_report
 from tests.cuda.kernels import (
+    FEATURE_SETS,
     KINDS,
     Compiled,
     compiled,
@@ -60,12 +60,13 @@ def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("target", CUDA_TARGETS)
-@pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_on_every_target(target: str, feature: str) -> None:
-    head_dims = (64, 64) if feature != "unaligned" else (40, 24)
-    # Each target has each feature; tile kinds take turns.
-    kind = KINDS[(CUDA_TARGETS.index(target) + FEATURES.index(feature)) % len(KINDS)]
-    tiles = specs("causal", target, head_dims, (feature,))
+@pytest.mark.parametrize("features", FEATURE_SETS, ids="+".join)
+def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -> None:
+    # Each target has each feature; tile kinds and head dims take turns.
+    turn = CUDA_TARGETS.index(target) + FEATURE_SETS.index(features)
+    head_dims = HEAD_DIMS[turn % len(HEAD_DIMS)] if "unaligned" not in features else (40, 24)
+    kind = KINDS[turn % len(KINDS)]
+    tiles = specs("causal", target, head_dims, features)
     kernel = compiled(next(spec for spec in tiles if spec.tile_kind == kind))
     assert kernel.place == 0, "the planner's tile spills"
     assert_clean(kernel)

@@ -1,0 +1,205 @@
+"""Launches of kernels made by hand: every field of `fajit_args` as a test wants it, emulated.
+
+The runtime plans what a batch needs; here a test says which block does what in which order, so that
+kernels meet work that no plan has: empty lists, padding anywhere, states in any order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from flashattn_jit import _C, _emulator
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.jit.module import kernel_ptx, load_kernel
+from flashattn_jit.variants.binding import Bound
+
+_PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_MAX_RANK = 8
+
+
+class TensorParam(ctypes.Structure):
+    """fajit_tensor."""
+
+    _fields_ = (("ptr", _PTR), ("sizes", _I64 * _MAX_RANK), ("strides", _I64 * _MAX_RANK))
+
+
+class BlockMask(ctypes.Structure):
+    """fajit_block_mask."""
+
+    _fields_ = (("states", _PTR), ("strides", _I64 * 4), ("q_block", _I32), ("kv_block", _I32))
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Args(ctypes.Structure):
+    """fajit_args, as `fajit/abi.h` has it; an artifact refuses one of another size."""
+
+    _fields_ = (
+        *_fields(ctypes.c_uint32, "abi_version args_bytes"),
+        *_fields(_PTR, "q k v out lse"),
+        *_fields(_I64 * 3, "q_stride k_stride v_stride out_stride lse_stride"),
+        *_fields(_I32, "num_requests num_q_heads num_kv_heads head_dim head_dim_v flags"),
+        ("scale", ctypes.c_float),
+        ("num_threads", _I32),
+        *_fields(_PTR, "q_len kv_len q_row0 kv_row0 q_offset q_token0 kv_token0"),
+        *_fields(_PTR, "tensors scalars"),
+        *_fields(_I32, "num_tensors num_scalars"),
+        *_fields(_PTR, "work merge_work"),
+        *_fields(_I32, "num_work num_merge_work"),
+        *_fields(_PTR, "partial_out partial_lse"),
+        ("block_mask", BlockMask),
+        *_fields(_PTR, "page_indptr page_indices"),
+        *_fields(_I32, "page_size num_pages"),
+        *_fields(_PTR, "row_request stream"),
+        *_fields(_I32, "device max_merge_rows"),
+        *_fields(_PTR, "worker_indptr cursors"),
+        *_fields(_I32, "num_workers worker"),
+        *_fields(_PTR, "row_token merge_sources kv_first key_blocks"),
+        *_fields(_I32, "key_block num_key_blocks"),
+    )
+
+
+class Launch(ctypes.Structure):
+    """fajit_launch; its params begin at a multiple of 16 bytes."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("params_bytes", ctypes.c_uint32),
+        ("padding", ctypes.c_uint64),
+        ("params", ctypes.c_ubyte * 4096),
+    )
+
+
+@dataclass(slots=True)
+class ByHand:
+    """A launch in the making: `values` are fields of Args, tensors among them by their address.
+
+    q, out: [tokens, heads, dim]; lse: [tokens, heads]; k, v: [tokens, heads, dim] or
+    [pages, page_size, heads, dim]. work, merge_work: int32 [items, 8].
+    """
+
+    spec: KernelSpec
+    bound: Bound
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    work: torch.Tensor
+    merge_work: torch.Tensor | None = None
+    partial_rows: int = 0
+    values: Mapping[str, torch.Tensor | int] = field(default_factory=dict)
+
+    def run(self, copies: Literal["late", "early"] = "late") -> None:
+        """The attention kernel, then the merge where there is merge work. Raises EmulatorFault."""
+        module, text = artifact_of(self.spec)
+        partial_out = torch.full((self.partial_rows, self.spec.head_dim_v), float("nan"))
+        partial_lse = torch.full((self.partial_rows,), float("nan"))
+        arrays = {
+            "q": self.q, "k": self.k, "v": self.v, "work": self.work,
+            **{n: t for n, t in self.values.items() if isinstance(t, torch.Tensor)},
+        }  # fmt: skip
+        results = {"out": self.out, "lse": self.lse}
+        states = {"partial_out": partial_out, "partial_lse": partial_lse}
+        if self.merge_work is not None:
+            arrays["merge_work"] = self.merge_work
+        args = self._args({**arrays, **results, **states})
+        params = {f"param {i}": t for i, t in enumerate(self.bound.tensors)}
+        inputs = [_extent(n, t, False) for n, t in (arrays | params).items() if t.numel()]
+        written = [_extent(n, t, True) for n, t in results.items()]
+        program = _program(text)
+        for kernel in (0, 1)[: 1 if self.merge_work is None else 2]:
+            launch = Launch()
+            status = module.fajit_plan_launch(ctypes.byref(args), kernel, ctypes.byref(launch))
+            assert status == 0, f"refused with status {status}"
+            if launch.grid[0] == 0:
+                continue
+            program.run(
+                launch.kernel.decode(),
+                tuple(launch.grid),
+                tuple(launch.block),
+                launch.shared_bytes,
+                bytes(launch.params[: launch.params_bytes]),
+                [
+                    *inputs,
+                    *written,
+                    *(_extent(n, t, kernel == 0) for n, t in states.items() if t.numel()),
+                ],
+                async_copies=copies,
+            )
+
+    def _args(self, tensors: Mapping[str, torch.Tensor]) -> Args:
+        spec, bound = self.spec, self.bound
+        args = Args(
+            abi_version=_C.ABI_VERSION,
+            args_bytes=ctypes.sizeof(Args),
+            num_q_heads=self.q.shape[1],
+            num_kv_heads=self.k.shape[-2],
+            head_dim=spec.head_dim,
+            head_dim_v=spec.head_dim_v,
+            flags=_C.WRITE_LSE,
+            scale=spec.head_dim**-0.5,
+            num_tensors=len(bound.tensors),
+            num_scalars=len(bound.scalars),
+            num_work=len(self.work),
+        )
+        assert not bound.scalars, "params that are numbers have no place here"
+        layouts = (TensorParam * max(1, len(bound.tensors)))()
+        for layout, tensor in zip(layouts, bound.tensors, strict=False):
+            layout.ptr = tensor.data_ptr()
+            layout.sizes[:] = [*tensor.shape, *[1] * (_MAX_RANK - tensor.ndim)]
+            layout.strides[: tensor.ndim] = tensor.stride()
+        scalars = (ctypes.c_uint64 * 1)()
+        args.kept = layouts, scalars  # as long as the block points to them
+        args.tensors, args.scalars = ctypes.addressof(layouts), ctypes.addressof(scalars)
+        for name, value in self.values.items():
+            setattr(args, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        for name, tensor in tensors.items():
+            setattr(args, name, tensor.data_ptr())
+        for name in ("q", "k", "v", "out", "lse"):
+            *first, row, head = tensors[name].stride()[: 3 if tensors[name].ndim == 4 else 2]
+            strides = (first[0] if first else 0, head, row)
+            getattr(args, f"{name}_stride")[:] = strides
+        if self.merge_work is not None:
+            rows = self.merge_work[:, 4] - self.merge_work[:, 3]
+            args.num_merge_work, args.max_merge_rows = len(rows), int(rows.max())
+        return args
+
+
+def artifact_of(spec: KernelSpec) -> tuple[ctypes.CDLL, str]:
+    """The host part of a kernel's artifact, and its PTX."""
+    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
+    return ctypes.CDLL(module.path), ptx_of_artifact(spec, kernel_ptx(module))
+
+
+ptx_of_artifact: Callable[[KernelSpec, str], str] = lambda spec, text: text  # noqa: E731
+"""What runs instead of a kernel's own PTX: tests of mutants change it."""
+
+
+@cache
+def _program(text: str) -> _emulator.Program:
+    return _emulator.Program(text)
+
+
+def _extent(name: str, tensor: torch.Tensor, writable: bool) -> tuple[str, int, int, bool, bool]:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    size = (last + 1) * tensor.element_size()
+    # Results hold NaN that no kernel may read; the merge reads states that the kernel before wrote.
+    return name, tensor.data_ptr(), size, writable, not writable
+
+
+def ints(values: Sequence[int]) -> torch.Tensor:
+    """int32, as kernels read their arrays."""
+    return torch.tensor(values, dtype=torch.int32)

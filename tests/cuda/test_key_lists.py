@@ -1,0 +1,203 @@
+"""Feature `sparse`: items go through lists of key blocks, and hooks see where the keys are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.render import render
+from flashattn_jit.errors import InputError
+from tests.cuda.requests import GROUP, KV_HEADS, Batch, Item, Request
+
+KINDS = ("prefill", "few_row")
+TARGETS = ("sm_80", "sm_75", "sm_90", "sm_100")
+BLOCKS = (1, 4, 64)
+NAN = float("nan")
+
+
+class Lists:
+    """Random lists of key blocks, one a request and key head, one after another."""
+
+    def __init__(self, batch: Batch, block: int, seed: int = 0) -> None:
+        dice = random.Random(seed)
+        self.block, self.blocks = block, list[int]()
+        self.begin: dict[tuple[int, int], int] = {}
+        for b, request in enumerate(batch.requests):
+            count = -(-request.kv_len // block)
+            for head in range(KV_HEADS):
+                chosen = dice.sample(range(count), count * 3 // 4)
+                # Entries that are none, blocks that end, begin or lie behind the last key.
+                none = [-1, count, count + 7, (1 << 31) - 1, -(1 << 31), -1]
+                listed = sorted([*chosen, count - 1] if count else []) if head else chosen
+                for entry in none[: 2 + 4 * head]:
+                    listed.insert(dice.randrange(len(listed) + 1), entry)
+                listed += [-1] * (100 // block)  # whole tiles of nothing
+                self.begin[b, head] = len(self.blocks)
+                self.blocks += _once(listed)
+        self.end = len(self.blocks)
+
+    def positions(self, batch: Batch, b: int, head: int) -> tuple[int, int]:
+        """Where the list of a request and key head begins and ends, in positions."""
+        after = [begin for begin in self.begin.values() if begin > self.begin[b, head]]
+        return self.begin[b, head] * self.block, min([*after, self.end]) * self.block
+
+    def keys(self, batch: Batch, b: int, head: int) -> list[tuple[int, int]]:
+        """The keys that a list names, as `Batch.check` takes them."""
+        begin, end = self.positions(batch, b, head)
+        request = batch.requests[b]
+        at = (self.blocks[p // self.block] * self.block + p % self.block for p in range(begin, end))
+        return [(b, j) for j in at if request.kv_first <= j < request.kv_len]
+
+    def hide_others(self, batch: Batch) -> None:
+        """K of keys that no list names becomes NaN."""
+        keys = batch.k.view(batch.num_slots, KV_HEADS, -1)
+        for b, request in enumerate(batch.requests):
+            for head in range(KV_HEADS):
+                named = {j for _, j in self.keys(batch, b, head)}
+                others = [j for j in range(request.kv_first, request.kv_len) if j not in named]
+                keys[batch.slots_of(b, others), head] = NAN
+
+    def values(self) -> dict[str, torch.Tensor | int]:
+        """The fields of fajit_args."""
+        return {
+            "key_blocks": torch.tensor(self.blocks, dtype=torch.int32),
+            "key_block": self.block,
+            "num_key_blocks": len(self.blocks),
+        }
+
+
+def _once(entries: Sequence[int]) -> list[int]:
+    seen = set[int]()
+    return [e for e in entries if e < 0 or not (e in seen or seen.add(e))]
+
+
+def requests_of(kind: str) -> list[Request]:
+    """The last one has no keys, so its lists name none."""
+    rows = (1, 5, 8, 2) if kind == "few_row" else (35, 5, 17, 2)
+    lens = (200, 64, 101, 0)
+    return [Request(q, kv, max(0, kv - q + 3)) for q, kv in zip(rows, lens, strict=True)]
+
+
+def items_of(batch: Batch, lists: Lists) -> list[Item]:
+    return [
+        Item(b, head, begin, end, *lists.positions(batch, b, head))
+        for b in range(len(batch.requests))
+        for head, begin, end in batch.tiles(b)
+    ]
+
+
+CASES = [
+    pytest.param(kind, block, paged, TARGETS[(i + j + 2 * paged) % 4], ("late", "early")[j % 2],
+                 id=f"{kind}-{block}-{'paged' if paged else 'ragged'}")
+    for i, kind in enumerate(KINDS)
+    for j, block in enumerate(BLOCKS)
+    for paged in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "block", "paged", "target", "copies"), CASES)
+def test_lists_in_any_order_with_holes(
+    kind: str, block: int, paged: bool, target: str, copies: str
+) -> None:
+    features = ("sparse", "paged") if paged else ("sparse",)
+    batch = Batch(requests_of(kind), kind, target, features, seed=block)
+    lists = Lists(batch, block)
+    lists.hide_others(batch)
+    words = [item.words() for item in items_of(batch, lists)]
+    # Half of the work is lists of workers.
+    workers = {} if paged else {
+        "worker_indptr": torch.tensor([0, 2, 2, len(words)]).int(), "num_workers": 3
+    }  # fmt: skip
+    batch.launch(words, **lists.values(), **workers).run(copies)
+    batch.check(lambda b, head: lists.keys(batch, b, head))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_are_cut_anywhere_and_end_where_they_end(kind: str) -> None:
+    """Positions need no multiple of a block; none lies behind the last entry."""
+    batch = Batch(requests_of(kind)[:3], kind, "sm_80", ("sparse",))
+    lists = Lists(batch, 4)
+    work, merges, rows = list[list[int]](), list[list[int]](), 0
+    for item in items_of(batch, lists):
+        end = item.end + 50 if item.end == lists.end * 4 else item.end  # clipped
+        cuts = [item.begin, item.begin + 37, item.begin + 71, end]
+        count = item.row_end - item.row_begin
+        merges.append([*item.words()[:5], rows, 3, 0])
+        for a, b in pairwise(cuts):
+            work.append(replace(item, begin=a, end=b, partial=rows).words())
+            rows += count
+    batch.launch(work, merge_work=merges, partial_rows=rows, **lists.values()).run()
+    batch.check(lambda b, head: lists.keys(batch, b, head))
+
+
+class Rotated(fa.Variant):
+    """Keys and values are changed by their logical positions."""
+
+    def key_mod(self, k, b, h, kv_idx):
+        return k * (1 + 0.01 * kv_idx)
+
+    def value_mod(self, v, b, h, kv_idx):
+        return v + 0.1 * kv_idx
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_rows_see_logical_positions(kind: str, stages: int) -> None:
+    requests = [Request(5 if kind == "few_row" else 40, 150)]
+    # Few rows have one stage where copies pass through registers.
+    target = "sm_75" if kind == "few_row" and stages == 1 else "sm_80"
+    batch = Batch(requests, kind, target, ("sparse",), variant=Rotated(), stages=stages)
+    lists = Lists(batch, 1)
+    lists.hide_others(batch)
+    batch.launch([i.words() for i in items_of(batch, lists)], **lists.values()).run()
+    for head in range(2 * KV_HEADS):
+        at = torch.tensor([j for _, j in lists.keys(batch, 0, head // GROUP)])
+        slots = batch.slots_of(0, at.tolist())
+        k, v = (t[slots, head // GROUP].double() for t in (batch.k, batch.v))
+        k, v = k * (1 + 0.01 * at[:, None]), v + 0.1 * at[:, None]
+        scores = batch.q[:, head].double() @ k.T * batch.head_dim**-0.5
+        expected = torch.softmax(scores, -1) @ v
+        error = float((batch.out[:, head].double() - expected).abs().max())
+        assert error < 0.1, f"head {head} is off by {error:.3g}"  # values reach 15
+
+
+def test_full_tiles_need_every_position_to_be_a_key() -> None:
+    """Lists without holes run no mask; one hole anywhere, and it does."""
+    for hole in (None, 0, 63, 64, 100):
+        batch = Batch([Request(40, 128)], "prefill", "sm_80", ("sparse",), variant=fa.Full())
+        entries = list(range(127, -1, -1))
+        if hole is not None:
+            entries[hole] = -1
+        values = {"key_blocks": torch.tensor(entries).int(), "key_block": 1, "num_key_blocks": 128}
+        words = [Item(0, head, begin, end, 0, 128).words() for head, begin, end in batch.tiles(0)]
+        batch.launch(words, **values).run()
+        kept = [j for j in entries if j >= 0]
+        for head in range(2 * KV_HEADS):
+            slots = batch.slots_of(0, kept)
+            k, v = (t[slots, head // GROUP].double() for t in (batch.k, batch.v))
+            scores = batch.q[:, head].double() @ k.T * batch.head_dim**-0.5
+            expected = torch.softmax(scores, -1) @ v
+            error = float((batch.out[:, head].double() - expected).abs().max())
+            assert error < 0.02, f"hole {hole}: off by {error:.3g}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_keys_start_anywhere(kind: str) -> None:
+    """With `unaligned`: head dims that are no multiple of 8."""
+    batch = Batch(requests_of(kind)[1:2], kind, "sm_90", ("sparse", "unaligned"), head_dim=20)
+    lists = Lists(batch, 1)
+    batch.launch([i.words() for i in items_of(batch, lists)], **lists.values()).run()
+    batch.check(lambda b, head: lists.keys(batch, b, head))
+
+
+@pytest.mark.parametrize("other", ["block_mask", "mixed_rows", "indirect"])
+def test_features_that_do_not_go_together_are_refused(other: str) -> None:
+    spec = Batch([Request(1, 10)], "few_row", "sm_80", ("sparse",)).spec
+    with pytest.raises(InputError, match=other):
+        render(replace(spec, features=("sparse", other)))
