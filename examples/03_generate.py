@@ -37,7 +37,7 @@ class LocalRoPE(fa.Variant):
 def serve(model, requests):
     """Run requests to their ends, AT_ONCE of them or fewer in a step; returns the steps' plans."""
     attention = fa.CascadeAttention(
-        LocalRoPE(), num_q_heads=net.Q_HEADS, num_kv_heads=net.KV_HEADS, head_dim=net.HEAD_DIM,
+        LocalRoPE(net.COS, net.SIN), num_q_heads=net.Q_HEADS, num_kv_heads=net.KV_HEADS, head_dim=net.HEAD_DIM,
         q_dtype=torch.float32,
     )  # fmt: skip
     table = PageTable(num_pages=64, page_size=PAGE)
@@ -54,7 +54,7 @@ def serve(model, requests):
 
         def attend(layer, q, k, v, q_indptr=q_indptr, paged=paged):
             fa.append_paged_kv(k, v, *cache[layer], q_indptr, paged)
-            return attention.run(q, *cache[layer], cos=net.COS, sin=net.SIN)
+            return attention.run(q, *cache[layer])
 
         logits = model(torch.cat(new), attend)[q_indptr[1:] - 1]  # of each request's last token
         running = table.finish_step(running, logits.argmax(-1).tolist())
