@@ -15,6 +15,7 @@ constexpr double kGood = 1.035;
 constexpr double kShares[] = {1.005, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5};
 // Splitting must gain this much, apart from what the merge costs.
 constexpr double kLeastGain = 0.97;
+constexpr double kExcess = 0.03;       // of a share: what is not worth a cut
 constexpr double kReplicaLoss = 1.035;  // planning for one kv head may lose this much
 constexpr size_t kBuckets = 4096;
 
@@ -163,12 +164,15 @@ class Spreader {
         Part part{id, head, unit.extent.begin, unit.extent.end, 0, 0};
         double fixed = kinds_[unit.kind].item_ns + (unit.shared ? state_ns(unit) : 0);
         double rest = unit.cost_ns - kinds_[unit.kind].item_ns;
-        while (workers.least() + fixed + rest > most) {
+        // What is cut off goes to a worker with no smaller load, and costs this much more there.
+        const double another = kinds_[unit.kind].item_ns + state_ns(unit);
+        const double excess = std::min(another, kExcess * most);
+        while (workers.least() + fixed + rest > most + excess) {
           char& cut = has_cut[static_cast<size_t>(workers.worker())];
-          const double room = most - workers.least() - kinds_[unit.kind].item_ns - state_ns(unit);
+          const double room = most - workers.least() - another;
           const int32_t end = cut ? 0 : cut_point(unit, part.kv_begin, room);
           if (end == 0) break;
-          fixed = kinds_[unit.kind].item_ns + state_ns(unit);
+          fixed = another;
           const double taken =
               static_cast<double>(unit.extent.visited(part.kv_begin, end)) * unit.key_ns;
           cut = 1;

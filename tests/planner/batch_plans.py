@@ -1,0 +1,205 @@
+"""Plans of batches out of plain lists, and what they compute, row by row and key by key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashattn_jit import _C
+
+WORK = ("request", "head_begin", "head_count", "row_begin", "row_end", "kv_begin", "kv_end",
+        "partial")  # fmt: skip
+MERGE = ("request", "head_begin", "head_count", "row_begin", "row_end", "first_partial",
+         "num_splits", "reserved")  # fmt: skip
+
+PREFILL = (None, 32, 8, 16, 32, 50.0, 4.0, 0.5, 5.0)
+FEW_ROW = (None, 8, 1, 16, 32, 20.0, 4.0, 0.25, 5.0)
+"""Module, tile_q, row_granule, tile_kv, min_chunk, then costs in ns. Small, so that small batches
+have many tiles and cuts."""
+
+
+def array(values: Sequence[int] | np.ndarray, dtype: type = np.int32) -> np.ndarray:
+    return np.ascontiguousarray(np.asarray(values, dtype))
+
+
+def seen(a: np.ndarray | None) -> tuple[int, int, int] | None:
+    """An array as the extension takes it. The array must outlive the call."""
+    return None if a is None else (a.ctypes.data, a.size, a.itemsize)
+
+
+def indptr(lengths: Sequence[int], dtype: type = np.int32) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(dtype)
+
+
+@dataclass
+class Ragged:
+    """Keys of requests or groups, one after another."""
+
+    kv_len: Sequence[int]
+
+    def native(self, keep: list) -> tuple:
+        keep.append(indptr(self.kv_len))
+        return (seen(keep[-1]), None, None, 0, 0)
+
+
+@dataclass
+class Paged:
+    kv_len: Sequence[int]
+    page_size: int
+
+    def native(self, keep: list) -> tuple:
+        pages = [-(-n // self.page_size) for n in self.kv_len]
+        last = [n - max(p - 1, 0) * self.page_size for n, p in zip(self.kv_len, pages, strict=True)]
+        keep += [indptr(pages), array(last)]
+        return (None, seen(keep[-2]), seen(keep[-1]), self.page_size, sum(pages))
+
+
+@dataclass
+class Level:
+    """Shared keys: `groups` are lists of packed tokens; `consecutive`: token e is entry e."""
+
+    groups: Sequence[Sequence[int]]
+    storage: Ragged | Paged
+    consecutive: bool = False
+
+    def native(self, keep: list) -> tuple:
+        keep.append(indptr([len(g) for g in self.groups]))
+        entries = keep[-1]
+        tokens = None
+        if not self.consecutive:
+            tokens = array([t for g in self.groups for t in g])
+            keep.append(tokens)
+        return (seen(entries), seen(tokens), self.storage.native(keep))
+
+
+def lengths(
+    q_len: Sequence[int],
+    storage: Ragged | Paged,
+    q_offset: Sequence[int] | None = None,
+    levels: Sequence[Level] = (),
+) -> _C.BatchLengths:
+    keep: list = [indptr(q_len)]
+    if q_offset is not None:
+        keep.append(array(q_offset))
+    return _C.BatchLengths(
+        seen(keep[0]),
+        storage.native(keep),
+        None if q_offset is None else seen(keep[1]),
+        [level.native(keep) for level in levels],
+    )
+
+
+@dataclass
+class Planned:
+    """A plan with its batch, as lists."""
+
+    plan: _C.BatchPlan
+    batch: _C.BatchLengths
+    heads: tuple[int, int]
+    q_len: Sequence[int]
+    levels: Sequence[Level] = ()
+    work: tuple[list[dict[str, int]], ...] = field(init=False)
+    merges: list[dict[str, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.work = tuple(_items(self.plan.work(k), WORK) for k in (0, 1))
+        self.merges = _items(self.plan.merge_work, MERGE)
+
+    @property
+    def items(self) -> list[dict[str, int]]:
+        return [*self.work[0], *self.work[1]]
+
+    def tokens(self, entity: int) -> list[int]:
+        """Packed tokens that are the rows of a request or group."""
+        if entity < len(self.q_len):
+            first = sum(self.q_len[:entity])
+            return list(range(first, first + self.q_len[entity]))
+        groups = [g for level in self.levels for g in level.groups]
+        return list(groups[entity - len(self.q_len)])
+
+    def rows(self, item: dict[str, int]) -> list[tuple[int, int]]:
+        """(packed token, q head) of every packed row of a work or merge item."""
+        tokens, count = self.tokens(item["request"]), item["head_count"]
+        return [
+            (tokens[p // count], item["head_begin"] + p % count)
+            for p in range(item["row_begin"], item["row_end"])
+        ]
+
+    def results(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
+        """By (packed token, q head), the key ranges that its output is made of, in merge order.
+
+        Fails where an output or a partial state is written twice, or read without being written.
+        """
+        states: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        out: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for item in self.items:
+            keys = (item["kv_begin"], item["kv_end"])
+            for i, row in enumerate(self.rows(item)):
+                if item["partial"] < 0:
+                    assert row not in out, f"{row} is written twice"
+                    out[row] = [keys]
+                else:
+                    assert item["partial"] + i not in states, "a partial row is written twice"
+                    states[item["partial"] + i] = (row, keys)
+        assert sorted(states) == list(range(self.plan.partial_rows))
+        sources, used = self.plan.merge_sources, []
+        for merge in self.merges:
+            rows, first = self.rows(merge), merge["first_partial"]
+            assert merge["num_splits"] > 0
+            for i in range(merge["num_splits"]):
+                start = sources[first + i] if sources else first + i * len(rows)
+                for r, row in enumerate(rows):
+                    assert states[start + r][0] == row, "a merge reads another row's state"
+                    used.append(start + r)
+            for r, row in enumerate(rows):
+                assert row not in out, f"{row} is written twice"
+                out[row] = [
+                    states[(sources[first + i] if sources else first + i * len(rows)) + r][1]
+                    for i in range(merge["num_splits"])
+                ]
+        assert sorted(used) == sorted(states), "a state is merged twice, or never"
+        return out
+
+    def loads(self) -> list[float]:
+        """Of workers that both kinds share."""
+        return [a + b for a, b in zip(self.plan.load_ns(0), self.plan.load_ns(1), strict=True)]
+
+
+def _items(data: bytes, names: tuple[str, ...]) -> list[dict[str, int]]:
+    rows = np.frombuffer(data, np.int32).reshape(-1, 8)
+    return [dict(zip(names, map(int, row), strict=True)) for row in rows]
+
+
+def make(
+    q_len: Sequence[int],
+    storage: Ragged | Paged,
+    *,
+    heads: tuple[int, int] = (4, 2),
+    workers: int | tuple[int, int] = 4,
+    levels: Sequence[Level] = (),
+    q_offset: Sequence[int] | None = None,
+    kinds: tuple = (PREFILL, FEW_ROW),
+    **options: object,
+) -> Planned:
+    """A plan of ragged or paged requests; options as BatchPlan has them."""
+    batch = lengths(q_len, storage, q_offset, levels)
+    both = (workers, workers) if isinstance(workers, int) else workers
+    settings = {"head_dim_v": 8, "few_rows": 8, "num_workers": both, **options}
+    plan = _C.BatchPlan(batch, kinds, num_q_heads=heads[0], num_kv_heads=heads[1], **settings)
+    return Planned(plan, batch, heads, q_len, levels)
+
+
+def check_whole(planned: Planned, kv_len: Sequence[int]) -> None:
+    """Every row sees every key of its request once, in ascending order. kv_len: all keys."""
+    results = planned.results()
+    for b, length in enumerate(kv_len):
+        for token in planned.tokens(b):
+            for head in range(planned.heads[0]):
+                at = 0
+                for begin, end in results.pop((token, head)):
+                    assert begin in (at, end), "keys out of order, seen twice or left out"
+                    at = max(at, end)
+                assert at == length
+    assert not results
