@@ -12,6 +12,9 @@
 namespace fajit::scheduler {
 namespace {
 
+constexpr int32_t kLargestTile = 1 << 20;
+constexpr double kHighestCost = 1e9;
+
 [[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
 
 std::string number(int64_t value) { return std::to_string(value); }
@@ -175,8 +178,14 @@ void check_options(const Kind (&kinds)[2], const PlanOptions& o) {
     if (kind.tile_q < 1 || kind.row_granule < 1 || kind.tile_kv < 1 || kind.min_chunk < 1) {
       fail("tile_q, row_granule, tile_kv and min_chunk of a kind must be positive");
     }
-    if (!(kind.item_ns >= 0 && kind.load_ns >= 0 && kind.pair_ns >= 0 && kind.state_ns >= 0)) {
-      fail("costs of a kind must not be negative");
+    if (std::max({kind.tile_q, kind.row_granule, kind.tile_kv, kind.min_chunk}) > kLargestTile) {
+      fail("tile_q, row_granule, tile_kv and min_chunk of a kind must be at most " +
+           number(kLargestTile));
+    }
+    for (const double cost : {kind.item_ns, kind.load_ns, kind.pair_ns, kind.state_ns}) {
+      if (!(cost >= 0 && cost <= kHighestCost)) {
+        fail("costs of a kind must be from 0 to 1e9 ns, got " + std::to_string(cost));
+      }
     }
     if (o.split_keys[k] < 0) fail("split_keys must not be negative");
   }
@@ -187,6 +196,9 @@ void check_options(const Kind (&kinds)[2], const PlanOptions& o) {
 BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
                      const PlanOptions& options, const fajit_args& mask_args) {
   check_options(kinds, options);
+  if (lists.q_block > 0 && options.num_levels > 0) {
+    fail("key lists and levels of shared keys cannot be planned together");
+  }
   const bool has_limits = options.limits.max_requests > 0;
   if (has_limits) check_limits(lengths, options);
   fajit_args args = mask_args;

@@ -157,8 +157,8 @@ class UnitMaker {
     if (list.begin < 0 || list.count < 0 || list.begin > lists_.num_key_blocks ||
         list.count > lists_.num_key_blocks - list.begin) {
       fail("key lists: block row " + number(block_row) + " of request " + number(request) +
-           " has entries [" + number(list.begin) + ", " + number(list.begin + list.count) +
-           ") of " + number(lists_.num_key_blocks) + ": indptr must ascend and end there");
+           " has " + number(list.count) + " entries from " + number(list.begin) + " on, of " +
+           number(lists_.num_key_blocks) + ": indptr must ascend and end there");
     }
     return list;
   }
