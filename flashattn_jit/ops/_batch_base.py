@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ..errors import InputError, LaunchError
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
 from ..variants.spec import Variant, as_variant
-from . import _batch_plan, _check
+from . import _batch_plan, _batch_run, _check
 from ._batch_kernels import Kernels, Options, native_kinds
 from ._batch_plan import Batch, Keys, bind_plan
 from ._batch_run import Habits, Planned
@@ -33,6 +34,7 @@ from .storage import Array, NativeStorage, Storage, Stored, host_array, read_sto
 Params = Mapping[str, object]
 
 _objects: weakref.WeakValueDictionary[int, BatchBase] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _LARGEST_OFFSET = 2**30
 
 
@@ -51,8 +53,6 @@ class Level(NamedTuple):
 
 class BatchBase:
     """What `BatchAttention` and `CascadeAttention` share: all but plan()."""
-
-    _num_levels = 0  # of shared keys
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class BatchBase:
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
         )
         self._planned: Planned | None = None
-        self._number = id(self)
+        self._number = next(_numbers)
         _objects[self._number] = self
 
     # --- running ----------------------------------------------------------------------------------
@@ -174,6 +174,7 @@ class BatchBase:
             for name, tensor in zip(("q", "k", "v"), given, strict=False):
                 if not isinstance(tensor, torch.Tensor):
                     raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+                _batch_run.check_device(name, tensor, self._kernels.options.device)
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
             )
@@ -201,10 +202,14 @@ class BatchBase:
 
     # --- sizes ------------------------------------------------------------------------------------
 
-    def workspace_bytes(self, limits: Limits | None = None) -> int:
+    def workspace_bytes(
+        self, limits: Limits | None = None, *, q_block: int = 0, num_levels: int = 0
+    ) -> int:
         """The most bytes that a plan within `limits` needs; the object's own limits by default.
 
-        On CPUs nothing is compiled for it; on CUDA the kernels are, which say how many run at once.
+        q_block: Br of plans with `fa.BlockSparse`, 1 with `fa.TokenSparse`. num_levels: levels of
+        shared keys of a cascade. On CPUs nothing is compiled for it; on CUDA the kernels are, which
+        say how many run at once.
 
         Raises:
             InputError: there are no limits.
@@ -219,10 +224,10 @@ class BatchBase:
         )  # fmt: skip
         kernels = Kernels(_with_limits(options, limits))
         pair = _batch_plan.bound_kernels(kernels, self._variant, dims, limits.max_pages > 0)
+        told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
         return _C.BatchPlan.workspace_bound(
-            native_kinds(pair), limits.native(), num_levels=self._num_levels,
-            **kernels.plan_options(pair),
-        )  # fmt: skip
+            native_kinds(pair), limits.native(), num_levels=num_levels, q_block=q_block, **told
+        )
 
     # --- planning ---------------------------------------------------------------------------------
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ._batch_base import by_number
-from ._compiled import split_params
-from ._graph_ops import filled, packed_shapes, params_of, register
+from ._graph_ops import filled, packed_shapes, params_of, register, split_params
 
 _VALUES = (
     "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor numbers, SymInt batch, "

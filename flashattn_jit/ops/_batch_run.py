@@ -42,7 +42,8 @@ class Planned:
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "state", "variations", "workspace",
+        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "state", "variations",
+        "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -250,11 +251,7 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         ("[num_q_tokens, num_q_heads, head_dim]", keys.format("head_dim"),
          keys.format("head_dim_v")),
     )  # fmt: skip
-    if q.device != options.device:
-        raise InputError(
-            f"q, k and v are on {q.device}, but the batch was made for {options.device}; make "
-            f"another one with device={str(q.device)!r}, or move them"
-        )
+    check_device("q", q, options.device)
     for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.kv_dtype),
                                 ("v", v, options.kv_dtype)):  # fmt: skip
         if tensor.dtype != dtype:
@@ -283,6 +280,15 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     for name, tensor in (("k", k), ("v", v)):
         rows = batch.lengths.num_kv_tokens
         _check_rows(name, "num_kv_tokens", tensor.shape[0], rows, "kv_indptr", options)
+
+
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Raises InputError where a tensor is not on the device of its batch."""
+    if tensor.device != device:
+        raise InputError(
+            f"{name} is on {tensor.device}, but the batch was made for {device}; move it with "
+            f"{name}.to({str(device)!r}), or make another batch"
+        )
 
 
 def _check_kind(planned: Planned, k: object, v: object) -> None:
@@ -336,4 +342,4 @@ def _check_pages(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
     )
 
 
-__all__ = ["Planned"]
+__all__ = ["Habits", "Planned", "check_device"]

@@ -20,6 +20,7 @@ import torch
 from ..variants.spec import FULL, Variant
 from . import _sites
 from ._check import GRAD_MESSAGE
+from ._graph_ops import split_params
 from ._sites import CELL, CELLS, ITEM, ROOT, Plan
 from ._torch_inputs import autocast
 from .block_mask import lists_of
@@ -233,31 +234,6 @@ def sdpa(
 
 
 # --- parts ---------------------------------------------------------------------------------------
-
-
-class _Given(NamedTuple):
-    """The params of a call as an op takes them; fixed: those that are no tensors or numbers."""
-
-    tensor_names: list[str]
-    tensors: list[torch.Tensor]
-    scalar_names: list[str]
-    scalars: list[Any]
-    fixed: str
-
-
-def split_params(params: Mapping[str, Any]) -> _Given:
-    """Params by how an op takes them."""
-    tensor_names, tensors, scalar_names, scalars, fixed = [], [], [], [], []
-    for name, value in params.items():
-        if isinstance(value, torch.Tensor):
-            tensor_names.append(name)
-            tensors.append(value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            scalar_names.append(name + (":int" if isinstance(value, int) else ":float"))
-            scalars.append(value)
-        else:
-            fixed.append(f"{name!r}: {value!r}")
-    return _Given(tensor_names, tensors, scalar_names, scalars, "{" + ", ".join(fixed) + "}")
 
 
 def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, _Inputs]:

@@ -9,7 +9,7 @@ compiler kept on disk may meet another site of the same number.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
 from ._dense import like_q_strides, result_dtype
-from ._register import KEYS, LIBRARY
+from ._register import KEYS, LIBRARY, refuse_vmap
 from .attention import Offset, run_dense
 from .block_mask import keep_states
 from .varlen import run_packed
@@ -87,6 +87,31 @@ def params_of(
         params[name] = int(value) if kind == "int" else value
     params.update(_fixed(fixed))
     return values[:own], params, scale
+
+
+class Given(NamedTuple):
+    """The params of a call as an op takes them; fixed: those that are no tensors or numbers."""
+
+    tensor_names: list[str]
+    tensors: list[torch.Tensor]
+    scalar_names: list[str]
+    scalars: list[Any]
+    fixed: str
+
+
+def split_params(params: Mapping[str, Any]) -> Given:
+    """Params by how an op takes them."""
+    tensor_names, tensors, scalar_names, scalars, fixed = [], [], [], [], []
+    for name, value in params.items():
+        if isinstance(value, torch.Tensor):
+            tensor_names.append(name)
+            tensors.append(value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            scalar_names.append(name + (":int" if isinstance(value, int) else ":float"))
+            scalars.append(value)
+        else:
+            fixed.append(f"{name!r}: {value!r}")
+    return Given(tensor_names, tensors, scalar_names, scalars, "{" + ", ".join(fixed) + "}")
 
 
 def _fixed(text: str) -> dict[str, Any]:
@@ -281,6 +306,7 @@ def register(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -
     LIBRARY.define(schema)
     for key in KEYS:
         LIBRARY.impl(name, run, key)
+    LIBRARY.impl(name, refuse_vmap, "FuncTorchBatched")
     torch.library.register_fake(f"flashattn_jit::{name}", shapes, lib=LIBRARY)
 
 

@@ -115,7 +115,8 @@ torch.library.register_fake("flashattn_jit::varlen_attention_out", _writes_only,
 torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=LIBRARY)
 
 
-def _refuse_vmap(*args: object) -> NoReturn:
+def refuse_vmap(*args: object) -> NoReturn:
+    """The implementation under `torch.vmap`."""
     raise InputError(
         "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim "
         "into batch, or loop over it"
@@ -129,4 +130,4 @@ for _name in (
     "varlen_attention_out",
     "merge_states",
 ):
-    LIBRARY.impl(_name, _refuse_vmap, "FuncTorchBatched")
+    LIBRARY.impl(_name, refuse_vmap, "FuncTorchBatched")

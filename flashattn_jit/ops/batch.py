@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase
 from .attention import Offset
 from .plan import Plan

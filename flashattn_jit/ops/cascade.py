@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InputError, VariantError
 from ..variants.queries import keys_read_request, reads_kv_slot
+from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Variation
 from ._prefixes import shared_prefixes

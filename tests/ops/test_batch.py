@@ -1,0 +1,299 @@
+"""plan() and run(): storages and sparsities in pairs, params, plans after plans, shared memory.
+
+The lists of shapes at full size, and every variant through every format, are in tests/batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.variants.reference import varlen_reference
+from tests.batch.batches import Batch, indptr
+from tests.batch.oracle import Math, check
+from tests.batch.sparse import Visited, blocks, tokens, trees
+
+needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+
+TARGETS = ("cpu", pytest.param("emulated:sm_80", marks=needs_nvcc))
+SPARSITIES = {
+    "none": lambda b: None,
+    "blocks": lambda b: blocks(b, (16, 8), 0.5),
+    "blocks of one key": lambda b: blocks(b, (3, 1), 0.3, per_head=True),
+    "bits": lambda b: blocks(b, (16, 16), 0.5, per_head=True, bits=True),
+    "tokens": lambda b: tokens(b, 24, per_head=True),
+    "tree": trees,
+}
+MIXED = ((1, 20, 0, 3, 1), (70, 40, 5, 33, 1))
+
+
+def made_for(b: Batch, variant: Any, target: str = "cpu", **options: Any) -> fa.BatchAttention:
+    where = None if target == "cpu" else target
+    return fa.BatchAttention(variant, **{**b.options(), **options}, target=where)
+
+
+def mixed(target: str = "cpu", page_size: int = 0, dim: int = 64, **options: Any) -> Batch:
+    dtype = torch.float32 if target == "cpu" else torch.bfloat16
+    return Batch(*MIXED, (4, 2), dim, dtype, page_size, **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("name", SPARSITIES)
+def test_any_storage_with_any_sparsity(name: str, page_size: int, target: str) -> None:
+    b = mixed(target, page_size)
+    visited: Visited | None = SPARSITIES[name](b)
+    what = Math(causal=name != "tree")
+    batch = made_for(b, what.variant(4), target)
+    batch.plan(b.q_indptr, b.storage, sparsity=visited.sparsity if visited else None)
+    out, lse = batch.run(b.q, b.k, b.v, return_lse=True)
+    check(b, what, out, lse, seen=visited.seen if visited else None)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_lengths_of_both_integer_types_in_any_memory(kind: torch.dtype) -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, fa.Causal())
+    batch.plan(b.q_indptr, b.storage)
+    expected = batch.run(b.q, b.k, b.v)
+    assert isinstance(b.storage, fa.Paged)
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x.to(kind), x.to(kind)], 1)[:, 0]
+
+    storage = fa.Paged(
+        apart(b.storage.page_indptr), apart(b.storage.page_indices),
+        apart(b.storage.last_page_len), 16,
+    )  # fmt: skip
+    batch.plan(apart(b.q_indptr), storage)
+    assert torch.equal(batch.run(b.q, b.k, b.v), expected)
+
+
+def test_one_plan_serves_every_layer_and_every_layout() -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, fa.Causal())
+    batch.plan(b.q_indptr, b.storage)
+    for layout in ("pages", "heads first", "halves", "layers", "mixed"):
+        layer = mixed(page_size=16, layout=layout, seed=0)
+        out, lse = batch.run(layer.q, layer.k, layer.v, return_lse=True)
+        check(layer, Math(causal=True), out, lse)
+
+
+# --- params ---------------------------------------------------------------------------------------
+
+
+class Windowed(fa.Variant):
+    """A mask with two params, a score with two others."""
+
+    width: torch.Tensor = fa.tensor("batch")
+    extra: int = fa.scalar(0)
+    slopes: torch.Tensor = fa.tensor("num_q_heads")
+    gain: float = fa.scalar(1.0)
+
+    def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.gain * score + self.slopes[h] * (kv_idx - q_idx)
+
+    def mask_mod(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx < self.width[b] + self.extra) & (kv_idx <= q_idx)
+
+
+def reference(b: Batch, variant: Any, **params: Any) -> torch.Tensor:
+    k, v = (torch.cat([b.keys(i)[side] for i in range(len(b.kv_len))]) for side in (0, 1))
+    rows = (b.q_indptr, indptr(b.kv_len))
+    return varlen_reference(b.q, k, v, *rows, variant, params=params)[0]
+
+
+WIDTH, SLOPES = torch.tensor([9, 30, 2, 12, 4]), torch.linspace(0.1, 0.7, 4)
+
+
+@pytest.mark.parametrize("page_size", [0, 8])
+def test_runs_take_new_values_of_their_params_and_keep_those_of_the_mask(page_size: int) -> None:
+    b = mixed(page_size=page_size)
+    batch = made_for(b, Windowed())
+    batch.plan(b.q_indptr, b.storage, width=WIDTH, extra=3)
+    for slopes, gain in ((SLOPES, 1.0), (2 * SLOPES, 0.5)):
+        out = batch.run(b.q, b.k, b.v, slopes=slopes, gain=gain)
+        expected = reference(b, Windowed(), width=WIDTH, extra=3, slopes=slopes, gain=gain)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    batch.plan(b.q_indptr, b.storage, width=2 * WIDTH)
+    out = batch.run(b.q, b.k, b.v, slopes=SLOPES)
+    expected = reference(b, Windowed(), width=2 * WIDTH, slopes=SLOPES)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_number_that_the_mask_captures_is_that_of_the_plan() -> None:
+    window = 7
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (q_idx - kv_idx < window) & (kv_idx <= q_idx)
+
+    b = mixed()
+    batch = made_for(b, mask_mod)
+    batch.plan(b.q_indptr, b.storage)
+    expected = reference(b, mask_mod)
+    window = 20
+    out = batch.run(b.q, b.k, b.v)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    batch.plan(b.q_indptr, b.storage)
+    again = batch.run(b.q, b.k, b.v)
+    torch.testing.assert_close(again.double(), reference(b, mask_mod), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(out, again)
+
+
+def test_params_of_another_dtype_or_layout_are_planned_for_once() -> None:
+    b = mixed(page_size=8)
+    batch = made_for(b, Windowed())
+    batch.plan(b.q_indptr, b.storage, width=WIDTH)
+    for slopes in (SLOPES.half(), SLOPES.repeat_interleave(2)[::2], SLOPES):
+        out = batch.run(b.q, b.k, b.v, slopes=slopes)
+        expected = reference(b, Windowed(), width=WIDTH, slopes=slopes.float())
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    # The next plan expects what the runs gave.
+    batch.plan(b.q_indptr, b.storage, width=WIDTH)
+    batch.run(b.q, b.k, b.v, slopes=SLOPES.half())
+    assert batch._planned is not None and len(batch._planned.variations) <= 2
+
+
+@needs_nvcc
+def test_tensors_that_are_not_aligned_get_kernels_of_their_own() -> None:
+    b = mixed("emulated:sm_80", 16)
+    batch = made_for(b, fa.Causal(), "emulated:sm_80")
+    batch.plan(b.q_indptr, b.storage)
+    expected = batch.run(b.q, b.k, b.v)
+    wide = torch.zeros(b.q.shape[0], 4, 65, dtype=b.q.dtype)
+    wide[..., 1:] = b.q
+    check(b, Math(causal=True), batch.run(wide[..., 1:], b.k, b.v), None)
+    assert torch.equal(batch.run(b.q, b.k, b.v), expected)
+    batch.plan(b.q_indptr, b.storage)
+    check(b, Math(causal=True), batch.run(wide[..., 1:], b.k, b.v), None)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_results_of_the_callers_and_states_of_parts() -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, fa.Causal() & fa.Sink(sink=torch.linspace(-1, 1, 4)))
+    batch.plan(b.q_indptr, b.storage)
+    expected, expected_lse = batch.run(b.q, b.k, b.v, return_lse=True)
+    wide = torch.full((25, 4, 80), 7.0)
+    out = batch.run(b.q, b.k, b.v, out=wide[..., :64])
+    assert out is not wide and torch.equal(out, expected) and bool((wide[..., 64:] == 7).all())
+    state, lse = batch.run(b.q, b.k, b.v, partial=True)
+    assert state.dtype == lse.dtype == torch.float32
+    assert not torch.equal(lse, expected_lse)  # a state is before its sink
+    scaled = batch.run(b.q, b.k, b.v, scale=0.125)
+    assert torch.equal(scaled, expected)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_objects_share_a_workspace_that_is_as_large_as_their_plans(target: str) -> None:
+    b = Batch((1,), (5000 if target == "cpu" else 700,), (2, 1), 64,
+              torch.float32 if target == "cpu" else torch.bfloat16, 16)  # fmt: skip
+    free = made_for(b, fa.Causal(), target)
+    needed = free.plan(b.q_indptr, b.storage).workspace_bytes
+    expected = free.run(b.q, b.k, b.v)
+    assert needed > 0 or torch.get_num_threads() == 1
+    workspace = torch.full((needed + 128,), 255, dtype=torch.uint8)  # NaN
+    two = [made_for(b, fa.Causal(), target, workspace=workspace) for _ in range(2)]
+    for batch in two:
+        assert batch.plan(b.q_indptr, b.storage).workspace_bytes == needed
+    for batch in (*two, *two):
+        assert torch.equal(batch.run(b.q, b.k, b.v), expected)
+
+
+# --- plans after plans ----------------------------------------------------------------------------
+
+
+def test_limits_bound_the_workspace_of_every_plan() -> None:
+    limits = fa.Limits(max_requests=8, max_q_tokens=300, max_kv_len=6000, max_pages=3000)
+    options = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "q_dtype": torch.float32}
+    bound = fa.BatchAttention(fa.Causal(), **options).workspace_bytes(limits)
+    batch = fa.BatchAttention(fa.Causal(), **options, limits=limits)
+    assert batch.workspace_bytes() == bound
+    for lengths in (MIXED, ((1,), (6000,)), ((300,), (6000,)), ((1,) * 8, (5000,) * 8), ((), ())):
+        b = Batch(*lengths, (4, 2), 64, page_size=16)
+        plan = batch.plan(b.q_indptr, b.storage)
+        assert plan.workspace_bytes <= bound
+        free = fa.BatchAttention(fa.Causal(), **options)
+        assert free.plan(b.q_indptr, b.storage).workspace_bytes <= plan.workspace_bytes
+        check(b, Math(causal=True), *batch.run(b.q, b.k, b.v, return_lse=True))
+
+
+def test_storage_and_sparsity_change_from_plan_to_plan() -> None:
+    b, ragged = mixed(page_size=16), mixed()
+    batch = made_for(b, fa.Causal())
+    for storage, sparsity in ((16, None), (0, None), (16, "bits"), (0, "tokens"), (16, None)):
+        of = b if storage else ragged
+        visited = SPARSITIES[sparsity](of) if sparsity else None
+        batch.plan(of.q_indptr, of.storage, sparsity=visited.sparsity if visited else None)
+        out = batch.run(of.q, of.k, of.v)
+        check(of, Math(causal=True), out, None, seen=visited.seen if visited else None)
+
+
+def test_plans_hold_what_they_read() -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, fa.Causal())
+    batch.plan(b.q_indptr, b.storage)
+    expected = batch.run(b.q, b.k, b.v)
+    storage = b.storage
+    assert isinstance(storage, fa.Paged)
+    batch.plan(
+        b.q_indptr.clone(),
+        fa.Paged(storage.page_indptr.clone(), storage.page_indices.long(),
+                 storage.last_page_len.clone(), 16),
+    )  # fmt: skip
+    gc.collect()
+    _ = [torch.full((11,), -1, dtype=torch.int32) for _ in range(64)]  # takes freed memory
+    assert torch.equal(batch.run(b.q, b.k, b.v), expected)
+
+
+def test_threads_run_one_plan() -> None:
+    b = Batch((1, 1), (3000, 100), (2, 1), 64, page_size=16)
+    batch = made_for(b, fa.Causal())
+    batch.plan(b.q_indptr, b.storage)
+    expected, wrong = batch.run(b.q, b.k, b.v), []
+
+    def work() -> None:
+        for _ in range(20):
+            if not torch.equal(batch.run(b.q, b.k, b.v), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_nvcc
+def test_a_fixed_batch_keeps_what_its_first_plan_fixed() -> None:
+    b = mixed("emulated:sm_80", 16)
+    limits = fa.Limits(max_requests=6, max_q_tokens=40, max_kv_len=128, max_pages=32)
+    batch = made_for(
+        b, fa.SlidingWindow(), "emulated:sm_80", limits=limits, cuda_graph=True
+    )  # fmt: skip
+    batch.plan(b.q_indptr, b.storage, window=20)
+    # As a graph has them: tensors of the largest batch.
+    q = torch.zeros(40, 4, 64, dtype=b.q.dtype)
+    q[:25] = b.q
+    out = batch.run(q, b.k, b.v)
+    check(b, Math(window=20), out[:25], None)
+    with pytest.raises(fa.InputError, match="first plan fixes the numbers that the mask reads"):
+        batch.plan(b.q_indptr, b.storage, window=21)
+    ragged = mixed("emulated:sm_80")
+    with pytest.raises(fa.InputError, match="first plan fixes the storage's page_size"):
+        batch.plan(ragged.q_indptr, ragged.storage, window=20)
+    with pytest.raises(fa.InputError, match="first plan fixes the kind of sparsity"):
+        batch.plan(b.q_indptr, b.storage, window=20, sparsity=trees(b).sparsity)
+    other = Batch((2, 1), (100, 30), (4, 2), 64, b.q.dtype, 16)
+    batch.plan(other.q_indptr, other.storage, window=20)
+    q[:3] = other.q
+    check(other, Math(window=20), batch.run(q, other.k, other.v)[:3], None)

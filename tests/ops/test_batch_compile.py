@@ -1,0 +1,153 @@
+"""`batch.run` as a torch op: opcheck, torch.compile without graph breaks, new plans without
+recompiling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import flashattn_jit as fa
+from tests.batch.batches import Batch
+from tests.batch.oracle import Math, check
+from tests.ops.test_batch import SLOPES, WIDTH, Windowed, mixed
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def planned(b: Batch, variant: Any, **params: Any) -> fa.BatchAttention:
+    batch = fa.BatchAttention(variant, **b.options())
+    batch.plan(b.q_indptr, b.storage, **params)
+    return batch
+
+
+def op_arguments(batch: fa.BatchAttention, b: Batch, **options: bool) -> tuple[Any, ...]:
+    return (
+        b.q, b.k, b.v, [SLOPES], torch.tensor([0.5, 0.1], dtype=torch.float64), batch._number,
+        ["slopes"], ["gain:float"], "{}", True, options.get("return_lse", False),
+        options.get("partial", False),
+        options.get("return_lse", False) or options.get("partial", False),
+    )  # fmt: skip
+
+
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"partial": True}], ids=str)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_opcheck(page_size: int, options: dict[str, bool]) -> None:
+    b = mixed(page_size=page_size)
+    batch = planned(b, Windowed(), width=WIDTH)
+    batch.run(b.q, b.k, b.v, slopes=SLOPES)  # registers the op
+    op = torch.ops.flashattn_jit.batch_attention.default
+    torch.library.opcheck(op, op_arguments(batch, b, **options))
+    out = torch.empty(
+        25, 4, 64, dtype=torch.float32
+    )  # fmt: skip
+    op_out = torch.ops.flashattn_jit.batch_attention_out.default
+    torch.library.opcheck(op_out, (*op_arguments(batch, b, **options), out), test_utils=CHECKS)
+
+
+def test_the_op_is_the_run() -> None:
+    b = mixed(page_size=16)
+    batch = planned(b, Windowed(), width=WIDTH)
+    expected, expected_lse = batch.run(
+        b.q, b.k, b.v, slopes=SLOPES, gain=0.5, scale=0.1, return_lse=True
+    )
+    out, lse = torch.ops.flashattn_jit.batch_attention(*op_arguments(batch, b, return_lse=True))
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    with torch.profiler.profile() as profile:  # something listens: run goes through the op
+        again = batch.run(b.q, b.k, b.v, slopes=SLOPES, gain=0.5, scale=0.1)
+    assert torch.equal(again, expected)
+    assert any(e.key == "flashattn_jit::batch_attention" for e in profile.key_averages())
+
+
+def test_the_op_of_a_batch_that_is_gone() -> None:
+    b = mixed()
+    batch = planned(b, Windowed(), width=WIDTH)
+    arguments = op_arguments(batch, b)
+    batch.run(b.q, b.k, b.v, slopes=SLOPES)
+    del batch
+    with pytest.raises(fa.InputError, match="names no batch of this process; keep the"):
+        torch.ops.flashattn_jit.batch_attention(*arguments)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_new_plan_does_not_recompile(backend: str) -> None:
+    first, second = mixed(page_size=16), Batch((20, 1, 3, 1), (300, 9, 4, 500), (4, 2), 64,
+                                               page_size=16, seed=1)  # fmt: skip
+    assert first.q.shape == second.q.shape
+    batch = planned(first, fa.Causal())
+    counter = CompileCounterWithBackend(backend)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = batch.run(2 * q, k, v, scale=0.0625)
+        assert isinstance(out, torch.Tensor)
+        return out + 0
+
+    rows = max(first.k.shape[0], second.k.shape[0])
+    for b in (first, second):  # one cache for both
+        for name in ("k", "v"):
+            pages = torch.full((rows, 16, 2, 64), torch.nan)
+            pages[: getattr(b, name).shape[0]] = getattr(b, name)
+            setattr(b, name, pages)
+    for b in (first, second, first):
+        batch.plan(b.q_indptr, b.storage)
+        check(b, Math(causal=True), layer(b.q, b.k, b.v), None)
+    assert counter.frame_count == 1
+
+
+def test_params_states_and_results_inside_a_graph() -> None:
+    b = mixed(page_size=16)
+    batch = planned(b, Windowed(), width=WIDTH)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def layer(q: torch.Tensor, slopes: torch.Tensor, gain: float, out: torch.Tensor) -> Any:
+        state, lse = batch.run(q, b.k, b.v, slopes=slopes, gain=gain, partial=True)
+        batch.run(q, b.k, b.v, slopes=slopes, gain=gain, out=out)
+        return state, lse
+
+    for gain in (0.5, 0.25, 0.75):
+        out = torch.empty(25, 4, 64)
+        state, lse = layer(b.q, SLOPES, gain, out)
+        expected, expected_lse = batch.run(b.q, b.k, b.v, slopes=SLOPES, gain=gain, return_lse=True)
+        assert torch.equal(out, expected)
+        assert torch.equal(state, expected) and torch.equal(lse, expected_lse)
+    assert counter.frame_count <= 2  # the second value of a float makes it an input
+
+
+def test_errors_of_a_run_inside_a_graph() -> None:
+    b = mixed(page_size=16)
+    batch = planned(b, Windowed(), width=WIDTH)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def wrong(q: torch.Tensor) -> Any:
+        return batch.run(q, b.k, b.v, slopes=SLOPES, width=WIDTH)
+
+    with pytest.raises(fa.ParamError, match=r"give it to plan\(width=...\) instead of run"):
+        wrong(b.q)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def short(q: torch.Tensor) -> Any:
+        return batch.run(q, b.k, b.v, slopes=SLOPES)
+
+    with pytest.raises(fa.InputError, match="q has num_q_tokens=24, but the plan's q_indptr ends"):
+        short(b.q[:24])
+
+
+def test_vmap_is_refused() -> None:
+    b = mixed()
+    batch = planned(b, fa.Causal())
+    with pytest.raises(fa.InputError, match=r"does not run under torch\.vmap"):
+        torch.vmap(lambda q: batch.run(q, b.k, b.v))(b.q[None])

@@ -1,0 +1,101 @@
+"""`plan.explain()` and `plan.plot()`: what they say is what was planned."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from tests.batch.batches import Batch, share_prefix
+from tests.batch.sparse import blocks
+from tests.ops.test_batch import made_for, mixed
+
+
+def test_tile_kinds_workers_loads_and_workspace() -> None:
+    b = Batch((1, 200, 1), (30000, 200, 50), (4, 2), 64, page_size=16)
+    batch = made_for(b, fa.Causal())
+    plan = batch.plan(b.q_indptr, b.storage)
+    text = plan.explain()
+    assert "plan of Causal on cpu:" in text and "3 requests, 202 query tokens" in text
+    assert "30250 keys (up to 30000), pages of 16" in text
+    assert re.search(r"prefill +\d+ x \d+ +indirect +1 ", text), text
+    assert re.search(r"few_row +8 x 64 +indirect +2 ", text), text
+    native = batch._planned.first.native
+    assert f"in at most {native.most_splits} parts, {native.num_merges} merges" in text
+    assert f"({plan.workspace_bytes} bytes)" in text
+    ratio = float(re.search(r"critical path .*, ([\d.]+) of the mean", text)[1])
+    assert 1.0 <= ratio < 1.2
+    assert "why prefill" in text and "why few_row" in text and "-> few_row" in text
+    assert "bounds of each row's keys are costed" in text
+    assert "workspace" in repr(plan)
+
+
+def test_lists_levels_and_empty_batches() -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, None)
+    sparse = batch.plan(b.q_indptr, b.storage, sparsity=blocks(b, (16, 8), 0.5).sparsity)
+    assert "5 key lists of 16 x 8 blocks" in sparse.explain()
+    shared = Batch((1, 1, 1), (100, 90, 80), (4, 2), 64, page_size=16)
+    share_prefix(shared, 64)
+    cascade = fa.CascadeAttention(None, **shared.options())
+    plan = cascade.plan(fa.cascade_levels(shared.q_indptr, shared.storage))
+    assert "1 groups in 1 levels of shared keys" in plan.explain()
+    empty = Batch((), (), (4, 2), 64, page_size=16)
+    text = batch.plan(empty.q_indptr, empty.storage).explain()
+    assert "no work" in text and "0 requests" in text
+
+
+def test_plans_that_do_not_depend_on_the_batch_say_so() -> None:
+    b = mixed(page_size=16)
+    text = made_for(b, None, batch_invariant=True).plan(b.q_indptr, b.storage).explain()
+    assert "cuts at fixed positions" in text
+    limits = fa.Limits(max_requests=8, max_q_tokens=64, max_kv_len=100, max_pages=64)
+    text = made_for(b, None, limits=limits).plan(b.q_indptr, b.storage).explain()
+    assert "max_requests=8" in text
+
+
+@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+def test_a_cuda_target() -> None:
+    b = mixed("emulated:sm_80", 16)
+    text = made_for(b, fa.Causal(), "emulated:sm_80").plan(b.q_indptr, b.storage).explain()
+    assert "on emulated:sm_80" in text and "paged" in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_timeline(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    b = Batch((1, 200, 1), (3000, 200, 50), (4, 2), 64, page_size=16)
+    path = tmp_path / f"plan.{suffix}"
+    made_for(b, fa.Causal()).plan(b.q_indptr, b.storage).plot(path)
+    assert path.stat().st_size > 1000
+    if suffix == "svg":
+        text = path.read_text()
+        assert "predicted time, us" in text and "worker" in text
+
+
+def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    b = mixed()
+    plan = made_for(b, None).plan(b.q_indptr, b.storage)
+    with pytest.raises(fa.InputError, match="cannot be written"):
+        plan.plot(tmp_path / "plan.nothing")
+
+
+def test_planning_imports_no_plots() -> None:
+    code = (
+        "import sys, torch, flashattn_jit as fa\n"
+        "b = fa.BatchAttention(None, num_q_heads=1, num_kv_heads=1, head_dim=16,"
+        " q_dtype=torch.float32)\n"
+        "b.plan(torch.tensor([0, 1]), fa.Ragged(torch.tensor([0, 4])))\n"
+        "b.run(torch.ones(1, 1, 16), torch.ones(4, 1, 16), torch.ones(4, 1, 16))\n"
+        "slow = {'matplotlib', 'sympy', 'torch._dynamo', 'jinja2'} & set(sys.modules)\n"
+        "assert not slow - {'jinja2'}, slow\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    assert torch.get_num_threads() >= 1
