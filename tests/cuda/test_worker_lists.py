@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.cuda.by_hand import ByHand
 from tests.cuda.requests import GROUP, KV_HEADS, PADDING, Batch, Item, Request
 
 KINDS = ("prefill", "few_row")
@@ -73,8 +75,8 @@ def dealt(work: Sequence[Item], num_workers: int, seed: int) -> tuple[list[list[
     return words, [0, 0, *ends[:2], *ends[1:], len(words)]
 
 
-@pytest.mark.parametrize(("kind", "target", "copies"), ROTATING)
-def test_lists_of_several_items_padding_and_sources(kind: str, target: str, copies: str) -> None:
+def in_lists(kind: str, target: str) -> tuple[Batch, ByHand]:
+    """Items cut anywhere, their parts in the lists of nine workers, states in any order."""
     batch = Batch(requests_of(kind), kind, target)
     items = [
         Item(b, head, begin, end, 0, request.kv_len)
@@ -85,10 +87,17 @@ def test_lists_of_several_items_padding_and_sources(kind: str, target: str, copi
     assert len(merges) >= 4
     words, indptr = dealt(work, 9, seed=2)
     merges = [*merges[:2], [-1, 1 << 20, 0, 0, 1 << 20, 1 << 20, 0, 0], *merges[2:]]
-    batch.launch(
+    launch = batch.launch(
         words, merge_work=merges, partial_rows=rows, merge_sources=torch.tensor(sources).int(),
-        worker_indptr=torch.tensor(indptr).int(), num_workers=9, max_merge_rows=batch.spec.tile_q,
-    ).run(copies)  # fmt: skip
+        worker_indptr=torch.tensor(indptr).int(), num_workers=9,
+    )  # fmt: skip
+    return batch, launch
+
+
+@pytest.mark.parametrize(("kind", "target", "copies"), ROTATING)
+def test_lists_of_several_items_padding_and_sources(kind: str, target: str, copies: str) -> None:
+    batch, launch = in_lists(kind, target)
+    launch.run(copies)
     batch.check(batch.own_keys)
 
 
@@ -120,29 +129,29 @@ def test_workers_without_work_write_nothing(kind: str) -> None:
     assert batch.out.isnan().all() and batch.lse.isnan().all()
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_storage_that_begins_with_a_later_key(kind: str, paged: bool) -> None:
+def beginning_later(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand]:
+    """Requests whose storage begins with a later key than 0."""
     rows = 3 if kind == "few_row" else 35
     batch = Batch(
         [Request(rows, 170, 135, 23), Request(rows, 90, 60), Request(1, 77, 76, 70)],
-        kind, TARGETS[KINDS.index(kind) + 1], ("paged",) if paged else (),
+        kind, target, ("paged",) if paged else (),
     )  # fmt: skip
-    batch.launch([
+    return batch, batch.launch([
         Item(b, head, begin, end, request.kv_first, request.kv_len).words()
         for b, request in enumerate(batch.requests)
         for head, begin, end in batch.tiles(b)
-    ]).run()  # fmt: skip
-    batch.check(batch.own_keys)
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
-@pytest.mark.parametrize(
-    ("kind", "target"), [("prefill", "sm_80"), ("few_row", "sm_90"), ("few_row", "sm_75")]
-)
-def test_tokens_of_several_requests_in_any_order_share_keys(
-    kind: str, target: str, paged: bool
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_storage_that_begins_with_a_later_key(kind: str, paged: bool) -> None:
+    batch, launch = beginning_later(kind, TARGETS[KINDS.index(kind) + 1], paged)
+    launch.run()
+    batch.check(batch.own_keys)
+
+
+def sharing(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand, Callable[..., Any]]:
     """Two levels: shared keys, then a request's own, which begin where the shared ones end."""
     q_lens = (2, 1, 4, 1) if kind == "few_row" else (9, 4, 30, 1)
     shared = 70
@@ -173,13 +182,25 @@ def test_tokens_of_several_requests_in_any_order_share_keys(
         sources += from_rows
     assert len(merges) == tokens * KV_HEADS
     row_token = torch.tensor([*range(tokens), *token_of]).int()
-    batch.launch(
+    launch = batch.launch(
         [item.words() for item in work], merge_work=merges, partial_rows=rows,
         row_token=row_token, merge_sources=torch.tensor(sources).int(),
-    ).run()  # fmt: skip
+    )  # fmt: skip
 
     def keys_of(b: int, head: int) -> list[tuple[int, int]]:
         group = [] if b == 1 else [(len(own), j) for j in range(shared)]
         return group + batch.own_keys(b, head)
 
+    return batch, launch, keys_of
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
+@pytest.mark.parametrize(
+    ("kind", "target"), [("prefill", "sm_80"), ("few_row", "sm_90"), ("few_row", "sm_75")]
+)
+def test_tokens_of_several_requests_in_any_order_share_keys(
+    kind: str, target: str, paged: bool
+) -> None:
+    batch, launch, keys_of = sharing(kind, target, paged)
+    launch.run()
     batch.check(keys_of)

@@ -1,0 +1,154 @@
+"""Mistakes planted in what batches need of kernels: lists of workers, key lists, shared rows.
+
+As in test_mutants.py: each is found, and nothing in the kernels as they are (tests/cuda).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashattn_jit import _paths
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.errors import EmulatorFault
+from tests.cuda import by_hand
+from tests.cuda.kernels import ptx_of
+from tests.cuda.requests import WRONG
+from tests.cuda.test_key_lists import cut_lists, listed, without_mask
+from tests.cuda.test_worker_lists import beginning_later, in_lists, sharing
+from tests.emulator.harness import needs_nvcc
+from tests.emulator.test_mutants import BARRIER, FEW_ROW, KEYS, PREFILL, RACE, WALK, Mutant, changed
+
+pytestmark = needs_nvcc
+
+
+def lists(kind: str) -> float:
+    batch, launch = in_lists(kind, "sm_80")
+    launch.run()
+    return batch.difference(batch.own_keys)
+
+
+def later(paged: bool) -> float:
+    batch, launch = beginning_later("few_row", "sm_80", paged)
+    launch.run()
+    return batch.difference(batch.own_keys)
+
+
+def shared(paged: bool = False) -> float:
+    batch, launch, keys_of = sharing("few_row", "sm_80", paged)
+    launch.run()
+    return batch.difference(keys_of)
+
+
+def sparse(kind: str, block: int = 4, stages: int = 0) -> float:
+    batch, launch, keys_of = listed(kind, "sm_80", block, stages=stages)
+    launch.run()
+    return batch.difference(keys_of)
+
+
+def cut() -> float:
+    batch, launch, keys_of = cut_lists("few_row")
+    launch.run()
+    return batch.difference(keys_of)
+
+
+CALLS: dict[str, Callable[[], float]] = {
+    "lists prefill": lambda: lists("prefill"),
+    "lists": lambda: lists("few_row"),
+    "later": lambda: later(False),
+    "later paged": lambda: later(True),
+    "shared": shared,
+    "shared paged": lambda: shared(True),
+    "sparse": lambda: sparse("few_row"),
+    "sparse tokens": lambda: sparse("few_row", 1),
+    "sparse one stage": lambda: sparse("prefill", stages=1),
+    "sparse cut": cut,
+    "sparse hole": lambda: without_mask(63),
+}
+
+ITEMS, MERGE, ROWS = "attention/items.h", "attention/merge.h", "attention/packed_rows.h"
+
+MUTANTS = (
+    # Lists of workers
+    Mutant("an item read before it is there", ITEMS, BARRIER, "", "lists", 0, RACE),
+    Mutant("an item begins before all are done", ITEMS, "if (i < end) __syncthreads();", "",
+           "lists", kinds=RACE),
+    Mutant("a tile is loaded over states that leave", ITEMS, "if (i < end) __syncthreads();", "",
+           "lists prefill", kinds=RACE),
+    Mutant("padding is work", ITEMS, "if (item.request >= 0) Kernel", "Kernel", "lists"),
+    Mutant("a list goes on into the next", ITEMS, "end = a.worker_indptr[i + 1];",
+           "end = a.worker_indptr[i + 1] + 1;", "lists"),
+    # Merges
+    Mutant("states follow each other", MERGE, "a.merge_sources != nullptr",
+           "a.merge_sources == nullptr", "lists"),
+    Mutant("the sources of the first merge", MERGE, "a.merge_sources[item.first_partial + i]",
+           "a.merge_sources[i]", "shared"),
+    Mutant("the state of the first row", MERGE, "state_row(a, item, i) + at;",
+           "state_row(a, item, i);", "lists"),
+    Mutant("no merge is a merge", MERGE, " || item.num_splits == 0", "", "lists"),
+    # Rows of several requests
+    Mutant("tokens in order", ROWS, "a.row_token == nullptr ? entry : a.row_token[entry]", "entry",
+           "shared"),
+    Mutant("the request of another token", ROWS, "a.row_request[row.token]",
+           "a.row_request[entry % a.q_row0[1]]", "shared"),
+    Mutant("slots as the row's own request has them", ROWS, "c.kv_request = item.request",
+           "c.kv_request = -1", "shared"),
+    # Keys from a later one on
+    Mutant("rows from the first position on", KEYS,
+           "int64_t{a.kv_row0[item.request]} - kv_first", "int64_t{a.kv_row0[item.request]}",
+           "later"),
+    Mutant("pages from the first position on", KEYS, "place.row - first, at", "place.row, at",
+           "later paged"),
+    Mutant("slots from the first position on", "hooks/hook_ops.h", "int32_t(kv_idx) - first",
+           "int32_t(kv_idx)", "later paged"),
+    # Key lists
+    Mutant("no key is a key", KEYS, "return listed >= 0;", "return true;", "sparse"),
+    Mutant("keys behind the last", KEYS, "key >= first && key < end", "key >= first",
+           "sparse tokens"),
+    Mutant("keys before the first", KEYS, "key >= first && key < end", "key < end", "sparse"),
+    Mutant("the first key of a block", KEYS, "position - block * lists.block_size", "0", "sparse"),
+    Mutant("the last key again", KEYS, "lane < count || place.key < 0 ? place.key : ~place.key",
+           "place.key", "sparse cut"),
+    Mutant("positions behind the lists", KEYS,
+           "min(item.kv_end, a.num_key_blocks * a.key_block)", "item.kv_end", "sparse cut"),
+    Mutant("a tile with a hole is full", WALK, "FAJIT_TILE_FULL && !all",
+           "FAJIT_TILE_FULL && false", "sparse hole"),
+    Mutant("a hull that begins at the last block", WALK, "first = min(first,",
+           "first = max(first - lists.end,", "sparse tokens"),
+    Mutant("positions of the tile before", PREFILL, "turn ^= 1;", "", "sparse one stage"),
+    Mutant("positions written while they are read", PREFILL, "place, 0, turn ^ 1)",
+           "place, 0, turn)", "sparse one stage", kinds=RACE),
+    Mutant("positions of another stage", FEW_ROW, "listed_ + stage * kListedBytes;", "listed_;",
+           "sparse"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_the_mutant_is_found(
+    mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    include = tmp_path / "include"
+    shutil.copytree(_paths.include_dir(), include)
+    header = include / "fajit/cuda" / mutant.file
+    header.write_text(changed(header.read_text(), mutant))
+
+    def mutated(spec: KernelSpec, _: str) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(_paths, "include_dir", lambda: include)
+            return ptx_of(spec)
+
+    monkeypatch.setattr(by_hand, "ptx_of_artifact", mutated)
+    if mutant.kinds:
+        with pytest.raises(EmulatorFault) as caught:
+            CALLS[mutant.call]()
+        assert caught.value.kind in mutant.kinds
+        assert "fajit/cuda/" in caught.value.source
+        return
+    try:
+        found = CALLS[mutant.call]()
+    except EmulatorFault:
+        return
+    assert found > WRONG
