@@ -328,7 +328,7 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
     if (i < static_cast<size_t>(count)) {
       const int64_t offset = q_offset.data != nullptr ? at(q_offset, static_cast<int64_t>(i))
                                                       : int64_t{out.kv_len[i]} - out.q_len[i];
-      if (offset < -kMost || offset + out.q_len[i] > kMost) {
+      if (offset < -kMost || offset > kMost - out.q_len[i]) {
         fail("q_offset[" + number(static_cast<int64_t>(i)) + "]=" + number(offset) +
              ": the positions of its " + number(out.q_len[i]) + " queries do not fit 32 bits");
       }

@@ -173,7 +173,7 @@ def lists(begin, count, entries, q_block=4, key_block=16):
     ("begin", "count", "entries", "message"),
     [
         ([0], [1], 9, "key lists are of 1 block rows; requests with blocks of 4"),
-        ([0, 5], [1, 5], 9, "block row 1 of request 0 has entries \\[5, 10\\) of 9"),
+        ([0, 5], [1, 5], 9, "block row 1 of request 0 has 5 entries from 5 on, of 9"),
         ([0, -1], [1, 1], 9, "block row 1 of request 0"),
         ([0, 0], [1, -1], 9, "block row 1 of request 0"),
         ([0, 0], [1, 1], 1 << 30, "do not fit 32 bits"),
