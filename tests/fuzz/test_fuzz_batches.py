@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.compiler import find_compiler
 
 SECONDS = 6
 MINIMAL_ARTIFACT = Path(__file__).parents[1] / "jit" / "minimal_artifact.cpp"
+NATIVE = Path(__file__).parents[2] / "csrc"
+SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def test_no_batch_crashes_the_runtime_or_loses_a_row(tmp_path: Path) -> None:
@@ -24,3 +28,27 @@ def test_no_batch_crashes_the_runtime_or_loses_a_row(tmp_path: Path) -> None:
     refused, made = map(int, run.stdout.split())
     assert refused > 100
     assert made > 20
+
+
+def test_no_batch_makes_the_scheduler_leave_its_arrays(tmp_path: Path) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    # All but the bindings of Python and the schedules of single calls.
+    left_out = ("bindings.cpp", "schedule.cpp")
+    sources = [
+        str(p) for p in (NATIVE / "scheduler").glob("*.cpp") if not p.name.endswith(left_out)
+    ]
+    program = str(tmp_path / "fuzz")
+    build = subprocess.run(
+        [*compiler.command, "-std=c++17", *SANITIZE, f"-I{NATIVE / 'include'}",
+         str(Path(__file__).with_name("plan_driver.cpp")), *sources, "-o", program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "cannot find -lasan" in build.stderr or "cannot find -lubsan" in build.stderr:
+        pytest.skip("the compiler has no sanitizer runtime")
+    assert build.returncode == 0, build.stderr
+    run = subprocess.run([program, "1", str(SECONDS)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    refused, planned = map(int, run.stdout.split())
+    assert refused > 500
+    assert planned > 500
