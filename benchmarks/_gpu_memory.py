@@ -26,7 +26,8 @@ from benchmarks._measure import Row, ratio
 from flashattn_jit import _C
 from flashattn_jit.jit.module import find_kernel
 from flashattn_jit.ops._device import _plans
-from flashattn_jit.ops.paged import Paged, paged_attention
+from flashattn_jit.ops.batch import BatchAttention
+from flashattn_jit.ops.paged import Paged
 
 KV_BYTES = 1 << 30
 KV_LEN = 8192
@@ -57,8 +58,14 @@ def decode_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
             heads = group * KV_HEADS
             q = torch.randn(batch, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
 
-            def ours(q=q, k=k, v=v, paged=paged, rows=rows) -> object:
-                return paged_attention(q, k, v, rows, paged)
+            planned = BatchAttention(
+                num_q_heads=heads, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, q_dtype=q.dtype,
+                device="cuda",
+            )  # fmt: skip
+            planned.plan(rows, paged)
+
+            def ours(q=q, k=k, v=v, planned=planned) -> object:
+                return planned.run(q, k, v)
 
             others = peers.flashinfer_decode(q, k, v, indptr.cuda(), order, last.cuda())
             times = interleave_on_device({"ours": ours, "copy": copy, **others}, rounds, flush)

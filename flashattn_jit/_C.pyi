@@ -230,7 +230,7 @@ class Call:
     ) -> list[Launch]:
         """What `launch` would launch, as data; needs no driver. CUDA artifacts only."""
 
-# --- batches: plan() and run() ---------------------------------------------------------------------
+# --- batches: plan() and run() --------------------------------------------------------------------
 
 _Array = tuple[int, int, int]
 """A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
@@ -286,11 +286,11 @@ class BatchPlan:
     """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
 
     kinds: for prefill and few-row, (module, tile_q, row_granule, tile_kv, min_chunk, item_ns,
-    load_ns, pair_ns, state_ns) or None; module may be None where masks are not classified. split_keys
-    of 0 are never cut. merge_ns: what a merge's launch costs. num_levels: levels of shared keys that
-    plans within the limits may have. lists: (q_block, key_block, per_head, begin, count,
-    num_key_blocks) or None. tensors, scalars: of the mask, with their layouts, for its interval
-    form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
+    load_ns, pair_ns, state_ns) or None; module may be None where masks are not classified.
+    split_keys of 0 are never cut. merge_ns: what a merge's launch costs. num_levels: levels of
+    shared keys that plans within the limits may have. lists: (q_block, key_block, per_head,
+    begin, count, num_key_blocks) or None. tensors, scalars: of the mask, with their layouts,
+    for its interval form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
     Raises ValueError for a batch beyond the limits.
     """
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..errors import InputError, ParamError
+from ..errors import FlashAttnJitError, InputError, ParamError
 from ..planner.tiles import ALL_ROWS
 from ..variants.binding import Bound, bind
 from ..variants.params import MISSING, Dims, Param
@@ -150,7 +150,16 @@ def bind_plan(
             )
         params[d.name] = _stand_in(d.param, dims, dtypes.get(d.name))
         missing.append(d.name)
-    bound = bind(variant, dims, params)
+    try:
+        bound = bind(variant, dims, params)
+    except FlashAttnJitError as error:
+        if not missing:
+            raise
+        raise ParamError(
+            f"plan() does not know the values of {', '.join(missing)}, which come with run(), and "
+            f"{variant.name} cannot be traced without: give them when making the variant, or "
+            f"declare their sizes as ints ({error})"
+        ) from error
     for name in missing:
         if name in bound.mask_params:
             raise ParamError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import InputError, VariantError
-from ..variants.queries import keys_read_request, reads_kv_slot
+from ..variants.queries import keys_read_request
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Variation
@@ -47,7 +47,7 @@ class CascadeAttention(BatchBase):
     Takes what `BatchAttention` takes. The tokens of a group pass over the group's keys together;
     their partial states merge with those of the requests' own keys. Hooks see each token's own
     request and logical positions, so any variant works whose keys do not depend on the request:
-    `key_mod` and `value_mod` may not read b, and no hook `fa.kv_slot`.
+    `key_mod` and `value_mod` may not read b.
 
     Source: composable formats, Ye et al. 2025, arXiv 2501.01005, section 3.1.2; Hydragen, Juravsky
     et al. 2024, arXiv 2402.05099.
@@ -106,11 +106,6 @@ class CascadeAttention(BatchBase):
             raise VariantError(
                 f"key_mod or value_mod of {name} reads the request b, but the keys of a cascade "
                 "are of several requests; use fa.BatchAttention, or hooks without b"
-            )
-        if reads_kv_slot(ir):
-            raise VariantError(
-                f"a hook of {name} reads fa.kv_slot, but keys that requests share lie in no "
-                "slot of their own; use fa.BatchAttention"
             )
 
 

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .. import _C, env
-from ..errors import InputError, TargetError
-from ..variants.binding import bind
-from ..variants.params import Dims
-from ..variants.spec import Variant, as_variant
-from . import _check, _device, _handles
-from ._dense import bind_tensors, result_dtype, scalar_values
-from ._launch import Geometry
-from ._placement import on_cpu, place
-from ._scalars import pack_scalars
-from .attention import Offset
-from .varlen import request_lengths, resolve_offsets
-
-_PAGES = "[num_pages, page_size, num_kv_heads, {}]"
+from .. import env
+from ..errors import InputError
+from . import _check
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,123 +139,3 @@ def _check_indices(indices: torch.Tensor, indptr: Sequence[int], num_pages: int)
         f"page_indices[{at}]={int(indices[at])}, a page of request {request}, is outside of "
         f"num_pages={num_pages}"
     )
-
-
-def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    q_indptr: torch.Tensor,
-    paged: Paged,
-    variant: Variant | Callable[..., object] | None = None,
-    *,
-    scale: float | None = None,
-    q_offset: Offset = "end",
-    return_lse: bool = False,
-    partial: bool = False,
-    out: torch.Tensor | None = None,
-    target: str | None = None,
-    **params: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of packed queries over paged keys, on CUDA tensors or an emulated target.
-
-    Hooks see logical positions, wherever a page lies; `fa.kv_slot` gives the physical slot,
-    ``page * page_size + slot``.
-
-    Args:
-        q: [num_q_tokens, num_q_heads, head_dim].
-        k_pages: [num_pages, page_size, num_kv_heads, head_dim]; any strides with a contiguous last
-            dim, so that another layout is a transposed view. v_pages: likewise.
-        q_indptr, variant, scale, q_offset, return_lse, partial, out, target, params: as for
-            `varlen_attention`. lse is None unless asked for.
-
-    Raises:
-        InputError, ParamError, TraceError, CompileError, GradError: as for `varlen_attention`.
-        TargetError: the tensors are on the CPU and no emulated target is named.
-        LaunchError: CUDA refused the launch.
-    """
-    _check.check_tensors(
-        q, k_pages, v_pages,
-        ("[num_q_tokens, num_q_heads, head_dim]", _PAGES.format("head_dim"),
-         _PAGES.format("head_dim_v")),
-    )  # fmt: skip
-    _check.check_heads(q.shape[1], k_pages.shape[2], v_pages.shape[2])
-    _check.check_head_dims(q.shape[2], k_pages.shape[3], v_pages.shape[3])
-    target = place(q, k_pages, v_pages, target)
-    if on_cpu(target):
-        raise TargetError(
-            "attention over pages runs on CUDA tensors; on CPU tensors name an emulated target, "
-            'such as target="emulated:sm_80"'
-        )
-    table = read_pages(paged, k_pages, v_pages)
-    q_lens = request_lengths("q_indptr", q_indptr, q.shape[0], None, "max_q_len")
-    if len(q_lens) != len(table.kv_len):
-        raise InputError(
-            f"paged has num_requests={len(table.kv_len)}, but q_indptr has "
-            f"num_requests={len(q_lens)}"
-        )
-    dims = Dims(
-        len(q_lens), q.shape[1], k_pages.shape[2], max(q_lens, default=0),
-        max(table.kv_len, default=0), q.shape[2], v_pages.shape[3], q.device,
-    )  # fmt: skip
-    chosen = as_variant(variant)
-    bound = bind(chosen, dims, params)
-    _check.check_grad((q, k_pages, v_pages, *bound.tensors))
-    pointwise = bound.ir.normalizer == "pointwise"
-    if return_lse and pointwise:
-        raise InputError(
-            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
-        )
-    with_lse = return_lse or (partial and not pointwise)
-    scale = _check.check_scale(scale, q.shape[2])
-    offsets = tuple(resolve_offsets(q_offset, q_lens, table.kv_len).tolist())
-    known = _handles.structure(_handles.remember(bound.handle, bound.ir, chosen.name))
-    shape, dtype = (*q.shape[:2], v_pages.shape[3]), result_dtype(q, partial)
-    addresses, layouts, tensors = bind_tensors(known, bound.tensors)
-    if out is None:
-        out = q.new_empty(shape, dtype=dtype)
-    else:
-        _check.check_out(out, shape, dtype, (q, k_pages, v_pages, *bound.tensors))
-    lse = q.new_empty(shape[:2], dtype=torch.float32) if with_lse else None
-    values = scalar_values(known, pack_scalars(bound.scalars))
-    q_row0 = tuple(itertools.accumulate(q_lens, initial=0))[:-1]
-    geometry = Geometry(
-        handle=bound.handle,
-        dtypes=(q.dtype, k_pages.dtype, v_pages.dtype),
-        num_q_heads=q.shape[1],
-        num_kv_heads=k_pages.shape[2],
-        head_dim=q.shape[2],
-        head_dim_v=v_pages.shape[3],
-        q_len=q_lens,
-        kv_len=table.kv_len,
-        q_offset=offsets,
-        num_requests=len(q_lens),
-        q_row0=q_row0,
-        kv_row0=0,
-        q_token0=q_row0,
-        kv_token0=0,
-        strides=(
-            (0, q.stride(1), q.stride(0)),
-            (k_pages.stride(0), k_pages.stride(2), k_pages.stride(1)),
-            (v_pages.stride(0), v_pages.stride(2), v_pages.stride(1)),
-            (0, out.stride(1), out.stride(0)),
-            (0, 0, 0) if lse is None else (0, lse.stride(1), lse.stride(0)),
-        ),
-        params=layouts,
-        flags=(0 if lse is None else _C.WRITE_LSE) | (_C.PARTIAL if partial else 0),
-        num_threads=0,
-        target=target,
-        block_mask=None,
-        scalars=values if known.schedule_reads_scalars else None,
-        pages=(table.page_indptr, table.page_size, table.num_pages),
-    )
-    _device.run(
-        geometry,
-        known,
-        _device.CallTensors(
-            q, k_pages, v_pages, out, lse, tensors, addresses, values,
-            page_indices=table.page_indices,
-        ),
-        scale,
-    )  # fmt: skip
-    return out, lse

@@ -66,7 +66,7 @@ def steep() -> float:
 
 def paged(rows: int) -> float:
     """Pages of 5 keys in any order."""
-    from flashattn_jit.ops.paged import paged_attention
+    from tests.ops.paged_calls import paged_attention
 
     lengths, size = [203, 88], 5
     counts = [-(-n // size) for n in lengths]

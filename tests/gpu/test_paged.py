@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.ops.paged import Paged, paged_attention
+from flashattn_jit.ops.paged import Paged
 from flashattn_jit.variants.reference import varlen_reference
 from tests.gpu.harness import PLAIN, Want
+from tests.ops.paged_calls import paged_attention, paged_batch
 from tests.ops.test_attention import assert_close
 from tests.registry_case import Shape
 
@@ -109,8 +110,11 @@ def test_a_graph_follows_the_page_table():
     first = Cache(kv_len, 16, 4, 64)
     q, q_indptr = queries(q_len, 16)
 
+    batch = paged_batch(q, first.k_pages, first.v_pages)
+    batch.plan(q_indptr, first.paged)
+
     def call() -> torch.Tensor:
-        return paged_attention(q, first.k_pages, first.v_pages, q_indptr, first.paged)[0]
+        return batch.run(q, first.k_pages, first.v_pages)
 
     call()
     graph = torch.cuda.CUDAGraph()

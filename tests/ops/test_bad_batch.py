@@ -246,6 +246,22 @@ def test_params_of_the_mask_belong_to_plan_and_others_to_run() -> None:
     assert torch.equal(made.run(*pages_, slopes=SLOPES), expected)
 
 
+class Rotated(fa.Variant):
+    """Rows of a tensor whose sizes are known with a run only."""
+
+    cos: torch.Tensor = fa.tensor("positions", "pairs")
+
+    def query_mod(self, row: Any, b: Any, h: Any, q_idx: Any) -> Any:
+        return row * self.cos[q_idx]
+
+
+def test_rows_of_a_param_that_a_plan_cannot_trace() -> None:
+    made = batch(Rotated())
+    with pytest.raises(ParamError, match=r"does not know the values of cos, which come with run"):
+        made.plan(Q_INDPTR, PAGED)
+    batch(Rotated(cos=torch.ones(30, 16))).plan(Q_INDPTR, PAGED)
+
+
 # --- run ------------------------------------------------------------------------------------------
 
 
@@ -472,16 +488,11 @@ def test_levels_that_cannot_be(levels: list[Any], text: str) -> None:
 
 def test_hooks_that_shared_keys_cannot_serve() -> None:
     weights = torch.ones(2)
-    by_request = fa.variant(key_mod=lambda row, b, kv_h, kv_idx: row * weights[b])
-    by_slot = fa.variant(score_mod=lambda s, b, h, i, j: s + fa.kv_slot(b, j))
-    for variant, text in (
-        (by_request, "key_mod or value_mod of .* reads the request b, but the keys of a cascade"),
-        (by_slot, "reads fa.kv_slot, but keys that requests share"),
-    ):
-        made = fa.CascadeAttention(variant, **OPTIONS)
-        with pytest.raises(VariantError, match=text):
-            made.plan([level([0, 2], [0]), OWN])
-        made.plan([OWN])  # nothing is shared
+    variant = fa.variant(key_mod=lambda row, b, kv_h, kv_idx: row * weights[b])
+    made = fa.CascadeAttention(variant, **OPTIONS)
+    with pytest.raises(VariantError, match="reads the request b, but the keys of a cascade are of"):
+        made.plan([level([0, 2], [0]), OWN])
+    made.plan([OWN])  # nothing is shared
 
 
 @pytest.mark.parametrize(

@@ -297,3 +297,38 @@ def test_a_fixed_batch_keeps_what_its_first_plan_fixed() -> None:
     batch.plan(other.q_indptr, other.storage, window=20)
     q[:3] = other.q
     check(other, Math(window=20), batch.run(q, other.k, other.v)[:3], None)
+
+
+@needs_nvcc
+def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows, few rows, both, none: the launches of the first run, replayed as they are."""
+    from flashattn_jit.ops import _batch_device
+
+    recorded = []
+
+    def recording(*arguments: Any) -> None:
+        recorded.append(_batch_device.record(*arguments))
+        recorded[-1].replay()
+
+    monkeypatch.setattr(_batch_device, "launch", recording)
+    limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=40)
+    options = {"limits": limits, "cuda_graph": True, "target": "emulated:sm_80"}
+    made, dtype = None, torch.bfloat16
+    q, out = torch.zeros(64, 4, 64, dtype=dtype), torch.zeros(64, 4, 64, dtype=dtype)
+    k, v = (torch.full((48, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
+    for lengths in (
+        ((30, 20), (50, 160)), ((1, 1, 1), (90, 160, 3)), ((1, 40, 0, 2), (7, 40, 9, 100)),
+        ((), ()), ((1,), (0,)), ((64,), (64,)),
+    ):  # fmt: skip
+        b = Batch(*lengths, (4, 2), 64, dtype, 16, seed=len(lengths[0]))
+        made = made or fa.BatchAttention(fa.Causal(), **{**b.options(), **options})
+        made.plan(b.q_indptr, b.storage)
+        count = b.q.shape[0]
+        q[:count], k[: b.k.shape[0]], v[: b.v.shape[0]] = b.q, b.k, b.v
+        out.fill_(torch.nan)
+        if not recorded:
+            made.run(q, k, v, out=out)
+        else:
+            recorded[0].replay()
+        check(b, Math(causal=True), out[:count], None)
+    assert len(recorded) == 1

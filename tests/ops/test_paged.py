@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.errors import EnvironmentVariableError, InputError, TargetError
+from flashattn_jit.errors import EnvironmentVariableError, InputError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
-from flashattn_jit.ops.paged import Paged, paged_attention
+from flashattn_jit.ops.paged import Paged
 from flashattn_jit.variants.reference import varlen_reference
+from tests.ops.paged_calls import paged_attention
 from tests.ops.test_attention import assert_close
 
 pytest.importorskip("flashattn_jit._emulator")
@@ -136,10 +137,10 @@ def test_out_and_int64_indices() -> None:
     assert got is out and lse is None and torch.equal(out, expected)
 
 
-def test_cpu_targets_have_no_paged_kernel() -> None:
-    c = cached()
-    with pytest.raises(TargetError, match="name an emulated target"):
-        paged_attention(c.q, c.k_pages, c.v_pages, c.q_indptr, c.paged)
+def append(c: Cached) -> None:
+    """The new tokens of each request again, as they are there already."""
+    rows = torch.zeros(c.q.shape[0], 2, 64, dtype=BF16)
+    fa.append_paged_kv(rows, rows.clone(), c.k_pages, c.v_pages, c.q_indptr, c.paged)
 
 
 def changed(**fields: Any) -> Cached:
@@ -176,12 +177,13 @@ NO_PAGES = torch.tensor([0, 0, 0, 0, 0])
             lambda: cached()._replace(v_pages=torch.zeros(9, 16, 2, 64, dtype=BF16)),
             "v_pages has num_pages=9",
         ),
-        (lambda: cached()._replace(k_pages=torch.zeros(9, 16, 64)), "k must be .num_pages, page"),
+        (lambda: cached()._replace(k_pages=torch.zeros(9, 16, 64)), "k_pages must be .num_pages"),
     ],
 )
-def test_what_is_wrong_with_pages_is_told_before_anything_runs(make, message: str) -> None:
+def test_what_is_wrong_with_pages_is_told_before_anything_is_written(make, message: str) -> None:
+    """By `append_paged_kv`; tests/ops/test_bad_batch.py has what batches say."""
     with pytest.raises(InputError, match=message):
-        run(make())
+        append(make())
 
 
 def test_a_page_that_does_not_exist_is_told_with_its_request(
@@ -191,8 +193,11 @@ def test_a_page_that_does_not_exist_is_told_with_its_request(
     indices = c.paged.page_indices.clone()
     indices[6] = 1000
     wrong = c._replace(paged=replace(c.paged, page_indices=indices))
-    with pytest.raises(InputError, match=r"page_indices\[6\]=1000, a page of request 2, is outsi"):
-        run(wrong)
+    for call in (run, append):
+        with pytest.raises(
+            InputError, match=r"page_indices\[6\]=1000, a page of request 2, is"
+        ):
+            call(wrong)
     # Entries that no request owns may hold anything.
     unused = torch.cat([c.paged.page_indices, torch.tensor([-7], dtype=torch.int32)])
     from flashattn_jit.ops import paged as module
