@@ -233,7 +233,6 @@ def features_of(g: Geometry) -> tuple[str, ...]:
     """The features of the kernel that a geometry needs."""
     wanted = {
         "block_mask": g.block_mask is not None,
-        "paged": g.pages is not None,
         "unaligned": not _rows_are_aligned(g),
     }
     return tuple(name for name, needed in wanted.items() if needed)

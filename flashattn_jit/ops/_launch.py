@@ -67,7 +67,6 @@ class Geometry(NamedTuple):
     # Of CUDA and emulated targets. aligned: the base addresses are multiples of 16 bytes.
     device: torch.device | None = None
     aligned: bool = True
-    pages: tuple[tuple[int, ...], int, int] | None = None  # page_indptr, page_size, num_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,6 @@ def planner_problem(g: Geometry) -> Problem:
 
 def native_problem(g: Geometry, known: Structure) -> _C.Problem:
     """The runtime's view of a geometry. Raises ValueError for what no kernel may be given."""
-    page_indptr, page_size, num_pages = g.pages or (None, 0, 0)
     return _C.Problem(
         num_requests=g.num_requests,
         num_q_heads=g.num_q_heads,
@@ -179,9 +177,6 @@ def native_problem(g: Geometry, known: Structure) -> _C.Problem:
         tensors=g.params,
         scalar_kinds="".join("i" if whole else "f" for whole in known.integer_scalars),
         block_mask=g.block_mask,
-        page_indptr=page_indptr,
-        page_size=page_size,
-        num_pages=num_pages,
     )
 
 

@@ -125,9 +125,7 @@ def test_partial_results_are_aligned_as_fp32_and_lse_not_at_all() -> None:
     assert _device.features_of(GEOMETRY._replace(strides=strides)) == ("unaligned",)
 
 
-def test_pages_and_block_masks_are_features() -> None:
-    paged = GEOMETRY._replace(pages=((0, 1), 16, 4))
-    assert _device.features_of(paged) == ("paged",)
+def test_block_masks_are_features() -> None:
     blocks = GEOMETRY._replace(block_mask=((1, 1, 1, 1), (0, 0, 1, 1), 128, 128))
     assert _device.features_of(blocks) == ("block_mask",)
 
