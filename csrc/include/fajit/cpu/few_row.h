@@ -61,9 +61,8 @@ class FewRow {
   struct NoTable {
     explicit NoTable(Carver&) {}
   };
-  using Table =
-      typename Choose<kIndirect, KeyTable<Config, (kAheadK > kAheadV ? kAheadK : kAheadV)>,
-                      NoTable>::type;
+  static constexpr int kAhead = kAheadK > kAheadV ? kAheadK : kAheadV;
+  using Table = typename Choose<kIndirect, KeyTable<Config, kAhead>, NoTable>::type;
 
  public:
   static uint64_t scratch_bytes() {
@@ -144,9 +143,8 @@ class FewRow {
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
-      for_each_group(count, [&](auto rows, int first) {
-        few_scores<Matrix, Key, kDim, rows.count>(k, keys, q_ + first * kDim, scale,
-                                                  s_ + first * kTileKv, kTileKv);
+      with_rows(count, [&](auto rows) {
+        few_scores<Matrix, Key, kDim, rows.count, rows.groups>(k, keys, q_, scale, s_, kTileKv);
       });
     };
     if constexpr (kKeysInPlace) {
@@ -160,10 +158,14 @@ class FewRow {
     soften(b, kv_h, tile, count);
 
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
-      for_each_group(count, [&](auto rows, int first) {
-        few_values<Matrix, Value, kDimV, rows.count>(
-            v, keys, reinterpret_cast<const int32_t*>(s_ + first * kTileKv), kTileKv,
-            o_ + first * kDimV);
+      with_rows(count, [&](auto rows) {
+        const int32_t* words = reinterpret_cast<const int32_t*>(s_);
+        if constexpr (rows.groups > 1) {
+          grouped_values<Matrix, Value, kDimV, rows.count, rows.groups>(v, keys, words, kTileKv,
+                                                                        o_);
+        } else {
+          few_values<Matrix, Value, kDimV, rows.count>(v, keys, words, kTileKv, o_);
+        }
       });
     };
     if constexpr (kValuesInPlace) {
@@ -184,17 +186,24 @@ class FewRow {
     }
   }
 
-  template <int N>
-  struct GroupOf {
-    static constexpr int count = N;
+  template <int N, int G>
+  struct Groups {
+    static constexpr int count = N, groups = G;
   };
-  // Covers rows [0, count) with groups of 4, 2 and 1; three rows are a group of four.
+  // Rows [0, count) as groups that share a loaded vector: of 1, 2 or 4 rows, or all groups of 4.
+  // Rows past `count` compute what nobody reads.
   template <class F>
-  FAJIT_INLINE void for_each_group(int count, F f) {
-    int first = 0;
-    for (; count - first >= 3; first += 4) f(GroupOf<4>{}, first);
-    if (count - first == 2) f(GroupOf<2>{}, first);
-    if (count - first == 1) f(GroupOf<1>{}, first);
+  FAJIT_INLINE void with_rows(int count, F f) {
+    constexpr int all = kTileRows / kFewRowGroup;
+    if (all > 1 && count > kFewRowGroup) {
+      f(Groups<kFewRowGroup, all>{});
+    } else if (count >= 3) {
+      f(Groups<4, 1>{});
+    } else if (count == 2) {
+      f(Groups<2, 1>{});
+    } else {
+      f(Groups<1, 1>{});
+    }
   }
 
   FAJIT_INLINE void copy_key(const K* src, Matrix* dst, int32_t b, int32_t kv_h, int32_t kv_idx) {

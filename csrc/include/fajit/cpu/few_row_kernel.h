@@ -68,8 +68,10 @@ struct KeyVector<bfloat16_t, bfloat16_t> {
 
 // s[row * s_stride + key] = scale * q[row] . k[key] for NR rows and keys [0, count), count rounded
 // up to kLanes / NR. Rows of q are `Dim` long; `Dim` is a multiple of a vector. The last key stands
-// in for those past `count`. `k(n)`: row n, for prefetches also past `count`.
-template <class Matrix, class Key, int Dim, int NR, class KeyRows>
+// in for those past `count`. `k(n)`: row n, for prefetches also past `count`. NG groups of NR rows
+// take turns at the same few keys, which the first leaves in the L1: a tile's rows of one head may
+// all lie 4 KB apart, and then 8 of them fill their ways of the L1 and 128 those of the L2.
+template <class Matrix, class Key, int Dim, int NR, int NG = 1, class KeyRows>
 FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale, float* s,
                              int s_stride) {
   constexpr int keys = kLanes / NR;
@@ -82,21 +84,26 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale,
       row[i] = k(n + i < count ? n + i : count - 1);
       prefetch_row<Dim * sizeof(Key)>(k(n + i + ahead));
     }
-    vf acc[kLanes] = {};
-    for (int d = 0; d < Dim; d += Vector::kElements) {
+#pragma GCC unroll 1
+    for (int g = 0; g < NG; ++g) {
+      const Matrix* of_group = q + g * NR * Dim;
+      vf acc[kLanes] = {};
+      for (int d = 0; d < Dim; d += Vector::kElements) {
 #pragma GCC unroll 16
-      for (int i = 0; i < keys; ++i) {
-        const Vector v(row[i] + d);
+        for (int i = 0; i < keys; ++i) {
+          const Vector v(row[i] + d);
 #pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r) acc[r * keys + i] = v.dot(acc[r * keys + i], q + r * Dim + d);
+          for (int r = 0; r < NR; ++r)
+            acc[r * keys + i] = v.dot(acc[r * keys + i], of_group + r * Dim + d);
+        }
       }
-    }
-    const vf dots = reduce_columns(acc) * scale;
-    float lanes[kLanes];
-    store(lanes, dots);
+      const vf dots = reduce_columns(acc) * scale;
+      float lanes[kLanes];
+      store(lanes, dots);
 #pragma GCC unroll 4
-    for (int r = 0; r < NR; ++r)
-      __builtin_memcpy(s + r * s_stride + n, lanes + r * keys, keys * sizeof(float));
+      for (int r = 0; r < NR; ++r)
+        __builtin_memcpy(s + (g * NR + r) * s_stride + n, lanes + r * keys, keys * sizeof(float));
+    }
   }
 }
 
@@ -131,21 +138,21 @@ struct ValueStep<bfloat16_t, bfloat16_t> {
 #endif
 
 // o[row][0, NV * kLanes) += sum over `count` keys of p[row] v, in steps of kKeys: `p` has a word a
-// step. An odd last key pairs with itself: its partner's weight is zero. `Ahead`: bytes of a row to
-// prefetch at each step, 0 for none.
-template <class Matrix, class Value, int NR, int NV, int Ahead, class ValueRows>
-FAJIT_INLINE void few_values_part(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
-                                  int o_stride) {
+// step. An odd last key pairs with itself: its partner's weight is zero. `Fetch`: bytes of the rows
+// of `ahead` to prefetch at each key, 0 for none.
+template <class Matrix, class Value, int NR, int NV, int Fetch, class ValueRows, class AheadRows>
+FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const int32_t* p,
+                                  int p_stride, float* o, int o_stride) {
   using Step = ValueStep<Matrix, Value>;
   using Weight = Dot<typename Step::Weight>;
   vf acc[NR][NV] = {};  // joins o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Step::kKeys) {
     const Value* row = v(n);
     const Value* partner = n + 1 < count ? v(n + 1) : row;
-    if constexpr (Ahead > 0)
+    if constexpr (Fetch > 0)
 #pragma GCC unroll 2
       for (int i = 0; i < Step::kKeys; ++i)
-        prefetch_row<Ahead>(v(n + i + prefetch_keys(Ahead)));
+        prefetch_row<Fetch>(ahead(n + i));
     vi weight[NR];
 #pragma GCC unroll 4
     for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n / Step::kKeys]);
@@ -177,17 +184,71 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
   constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
   constexpr int NV = vectors < most ? vectors : most;
   constexpr int chunk = 16;
+  constexpr int ahead = prefetch_keys(Dim * sizeof(Value));
   for (int n = 0; n < count; n += chunk) {
     const int keys = count - n < chunk ? count - n : chunk;
     const ValueRows rows = v.from(n, 0);
     const int32_t* words = p + n / ValueStep<Matrix, Value>::kKeys;
-    few_values_part<Matrix, Value, NR, NV, Dim * sizeof(Value)>(rows, keys, words, p_stride, o, Dim);
+    few_values_part<Matrix, Value, NR, NV, Dim * sizeof(Value)>(rows, rows.from(ahead, 0), keys,
+                                                                words, p_stride, o, Dim);
     int d = NV * kLanes;
     for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Matrix, Value, NR, NV, 0>(rows.from(0, d), keys, words, p_stride, o + d, Dim);
+      few_values_part<Matrix, Value, NR, NV, 0>(rows.from(0, d), rows, keys, words, p_stride, o + d,
+                                                Dim);
     if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Value, NR, vectors % NV, 0>(rows.from(0, d), keys, words, p_stride,
-                                                          o + d, Dim);
+      few_values_part<Matrix, Value, NR, vectors % NV, 0>(rows.from(0, d), rows, keys, words,
+                                                          p_stride, o + d, Dim);
+  }
+}
+
+// The same for NG groups of NR rows, bound by arithmetic as much as by memory. A chunk's rows are
+// copied first, side by side: in place, 4 KB apart, they would push each other out of the L1 between
+// the groups, and loads from the L2 wait behind the prefetches that keep the memory busy. Each part
+// of the first group prefetches its columns of the next chunk, so that the memory never waits.
+template <class Matrix, class Value, int Dim, int NR, int NG, class ValueRows>
+FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
+  using Step = ValueStep<Matrix, Value>;
+  // Words of a weight serve values of one type.
+  using Copy = typename Step::Weight;
+  constexpr int vectors = Dim / kLanes;
+  constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
+  constexpr int NV = vectors < most ? vectors : most;
+  constexpr int bytes = NV * kLanes * sizeof(Value);
+  constexpr int chunk = 8;
+  alignas(64) Copy copy[chunk * Dim];
+  const StridedRows<Copy> held{copy, Dim};
+  for (int n = 0; n < count; n += chunk) {
+    const int keys = count - n < chunk ? count - n : chunk;
+    for (int i = 0; i < keys; ++i) {
+      const Value* row = v(n + i);
+      if constexpr (sizeof(Copy) == sizeof(Value)) {
+        __builtin_memcpy(copy + i * Dim, row, Dim * sizeof(Value));
+      } else {
+#pragma GCC unroll 4
+        for (int d = 0; d < Dim; d += kLanes)
+          store(copy + i * Dim + d, Storage<Value>::load(row + d));
+      }
+    }
+    const ValueRows next = v.from(n + chunk, 0);
+    const int32_t* words = p + n / Step::kKeys;
+    int d = 0;
+    for (; d + NV * kLanes <= Dim; d += NV * kLanes)
+      few_values_part<Matrix, Copy, NR, NV, bytes>(held.from(0, d), next.from(0, d), keys, words,
+                                                   p_stride, o + d, Dim);
+    if constexpr (vectors % NV != 0)
+      few_values_part<Matrix, Copy, NR, vectors % NV, bytes>(
+          held.from(0, d), next.from(0, d), keys, words, p_stride, o + d, Dim);
+#pragma GCC unroll 1
+    for (int g = 1; g < NG; ++g) {
+      const int32_t* of_group = words + g * NR * p_stride;
+      float* out = o + g * NR * Dim;
+      for (d = 0; d + NV * kLanes <= Dim; d += NV * kLanes)
+        few_values_part<Matrix, Copy, NR, NV, 0>(held.from(0, d), held, keys, of_group, p_stride,
+                                                 out + d, Dim);
+      if constexpr (vectors % NV != 0)
+        few_values_part<Matrix, Copy, NR, vectors % NV, 0>(held.from(0, d), held, keys, of_group,
+                                                           p_stride, out + d, Dim);
+    }
   }
 }
 

@@ -29,13 +29,14 @@ struct HeldRows {
 // The keys that an item visits, in order, a window of them at a time. Keys that do not exist
 // (entries of a list that are negative or beyond the request's keys) are left out.
 //
-// The window reaches `kAhead` keys past the tile, so that products can prefetch through it.
+// The window reaches up to `kAhead` keys past the tile, so that products can prefetch through
+// it.
 template <class Config, int kAhead>
 class KeyTable {
   using K = typename Config::K;
   using V = typename Config::V;
-  static constexpr int kSlots = Config::kTileKv + kAhead;
-  static constexpr int kRoom = kSlots + kLanes;  // products round a tile up to whole vectors
+  // Products round a tile up to whole vectors.
+  static constexpr int kRoom = Config::kTileKv + kAhead + kLanes;
 
  public:
   explicit KeyTable(Carver& carver)
@@ -116,17 +117,18 @@ class KeyTable {
   }
 
   void fill() {
-    if (size_ >= kSlots) return;
-    while (size_ < kSlots && (run_ < run_end_ || next_run())) {
-      const int room = kSlots - size_;
+    const int slots = Config::kTileKv + kAhead;
+    if (size_ >= slots) return;
+    while (size_ < slots && (run_ < run_end_ || next_run())) {
+      const int room = slots - size_;
       const int32_t count = run_end_ - run_ < room ? run_end_ - run_ : room;
       append(run_, count);
       run_ += count;
     }
     // Prefetches past the last key go to the last key.
     if (size_ > 0) {
-      const int room = size_ + kAhead + kLanes < kRoom ? size_ + kAhead + kLanes : kRoom;
-      for (int i = size_; i < room; ++i) {
+      const int most = slots + kLanes, wanted = size_ + kAhead + kLanes;
+      for (int i = size_; i < (wanted < most ? wanted : most); ++i) {
         k_[i] = k_[size_ - 1];
         v_[i] = v_[size_ - 1];
       }
@@ -178,10 +180,13 @@ class KeyTable {
 
   FAJIT_INLINE void place(const K* k, const V* v, int32_t j, int32_t count) {
     const int64_t k_stride = a_->k_stride[2], v_stride = a_->v_stride[2];
+    const K** __restrict k_rows = k_ + size_;
+    const V** __restrict v_rows = v_ + size_;
+    int32_t* __restrict positions = position_ + size_;
     for (int32_t i = 0; i < count; ++i) {
-      k_[size_ + i] = k + i * k_stride;
-      v_[size_ + i] = v + i * v_stride;
-      position_[size_ + i] = j + i;
+      k_rows[i] = k + i * k_stride;
+      v_rows[i] = v + i * v_stride;
+      positions[i] = j + i;
     }
     size_ += count;
   }
@@ -195,9 +200,9 @@ class KeyTable {
   const V* v_base_ = nullptr;
   bool listed_ = false;
   int32_t first_ = 0, kv_len_ = 0;  // of the request's keys
-  int size_ = 0, used_ = 0;         // entries; those of the tile
-  int32_t at_ = 0, end_ = 0;        // positions of the lists that are still to come
-  int32_t run_ = 0, run_end_ = 0;   // keys that follow each other and are not in it yet
+  int size_ = 0, used_ = 0;        // entries; those of the tile
+  int32_t at_ = 0, end_ = 0;       // positions of the lists that are still to come
+  int32_t run_ = 0, run_end_ = 0;  // keys that follow each other and are not in it yet
 };
 
 // K or V rows of a tile, from logical position `begin` on where there is no table.
