@@ -10,15 +10,15 @@ import torch
 
 from .. import _C
 from ..codegen.spec import KernelSpec
-from ..codegen.target import LANES
+from ..codegen.target import CPU_TARGETS, LANES
 from ..jit.module import Request, load_kernel, load_stepping
 from ..planner.costs import coefficients, merge_cost
+from ..planner.cuda_tiles import row_class
 from ..planner.slots import min_chunk
 from ..planner.tiles import ALL_ROWS, choose_rows, fallbacks, few_rows, item_rows
 from ..variants.ir import VariantIR
 from ._handles import Structure
 from ._launch import DTYPE_NAMES, render_spec
-from ._placement import on_cpu
 from .limits import Limits
 
 PREFILL, FEW_ROW = 0, 1
@@ -30,6 +30,7 @@ _SPLIT_KEYS = (4096, 2048)
 where many rows share a key."""
 
 _L2_BYTES = _C.cache_sizes()[1]
+_KEPT_PAIRS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Options:
     @property
     def cpu(self) -> bool:
         """Whether kernels are CPU code."""
-        return on_cpu(self.target)
+        return self.target in CPU_TARGETS
 
 
 class Kernel(NamedTuple):
@@ -99,6 +100,8 @@ class Kernels:
 
     options: Options
     _known: dict[tuple[object, ...], Kernel] = field(default_factory=dict)
+    _pairs: dict[tuple[object, ...], Pair] = field(default_factory=dict)
+    _told: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def few_rows(self) -> int:
@@ -113,6 +116,8 @@ class Kernels:
         always = self.options.limits is not None
         if always or self.options.batch_invariant or self.options.cpu:
             rows = ALL_ROWS
+        elif prefill:
+            rows = row_class(rows)
         return Needs(
             paged, q_block > 0, mixed, unaligned, rows if prefill or always else 0,
             bool(few) or always,
@@ -124,12 +129,18 @@ class Kernels:
         Raises:
             CompileError: a kernel was needed that no cache has, and the compiler failed.
         """
+        found = self._pairs.get((handle, needs))
+        if found is not None:
+            return found
         features = needs.features(self.options.cpu)
         prefill = few = None
         if needs.prefill_rows:
             prefill = self._kernel(handle, known, needs.prefill_rows, features)
         if needs.few:
             few = self._kernel(handle, known, 1, features)
+        if len(self._pairs) >= _KEPT_PAIRS:
+            self._pairs.clear()
+        self._pairs[handle, needs] = prefill, few
         return prefill, few
 
     def unloaded(self, known: Structure, needs: Needs) -> Pair:
@@ -155,8 +166,6 @@ class Kernels:
     def _kernel(
         self, handle: int, known: Structure, packed_rows: int, features: tuple[str, ...]
     ) -> Kernel:
-        from ..planner.cuda_tiles import row_class
-
         rows = packed_rows if self.options.cpu else row_class(packed_rows)
         key = (handle, rows, features)
         kernel = self._known.get(key)
@@ -193,8 +202,15 @@ class Kernels:
 
     def plan_options(self, kernels: Pair) -> dict[str, Any]:
         """What `_C.BatchPlan` and its `workspace_bound` are told of the machine and the object."""
-        o = self.options
         threads = torch.get_num_threads()
+        key = (threads, *(k and id(k) for k in kernels))
+        found = self._told.get(key)
+        if found is None:
+            found = self._told[key] = self._plan_options(kernels, threads)
+        return found
+
+    def _plan_options(self, kernels: Pair, threads: int) -> dict[str, Any]:
+        o = self.options
         workers = tuple(threads if o.cpu else k.workers if k else 1 for k in kernels)
         splits = tuple(
             -(-keys // k.spec.tile_kv) * k.spec.tile_kv if k else keys

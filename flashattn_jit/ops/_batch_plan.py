@@ -217,7 +217,7 @@ def vary(
     options, kernels, lists = batch.options, batch.kernels, batch.lists
     known = _handles.structure(_handles.remember(bound.handle, bound.ir, batch.variant.name))
     mask = known.ir.hook("mask_mod")
-    slots = ((), ()) if mask is None else (mask.tensor_slots(), mask.scalar_slots())
+    slots = known.mask_slots
     tensors, scalars = list(bound.tensors), list(bound.scalars)
     if mask_values is not None:
         for params, values, which in (

@@ -60,7 +60,7 @@ class Planned:
         self.cpu = batch.options.cpu
         self.habits = habits
         self.page_indptr = page_indptr  # for messages
-        self.pointwise = first.known.ir.normalizer == "pointwise"
+        self.pointwise = first.known.pointwise
         self.variations = {(first.known.handle, unaligned): first}
 
     def run(

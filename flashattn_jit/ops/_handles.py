@@ -26,6 +26,8 @@ class Structure:
     mask_is_contiguous: bool = False
     mask_reads_request: bool = True
     handle: int = -1
+    mask_slots: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # tensors and scalars it reads
+    pointwise: bool = False
     scalar_kinds: str = ""  # "i" or "f" a scalar
 
 
@@ -47,6 +49,8 @@ def remember(handle: int, ir: VariantIR, name: str) -> int:
             mask_is_contiguous=mask is not None and _is_contiguous(mask),
             mask_reads_request=mask is None or mask.uses("b"),
             handle=handle,
+            mask_slots=((), ()) if mask is None else (mask.tensor_slots(), mask.scalar_slots()),
+            pointwise=ir.normalizer == "pointwise",
             scalar_kinds="".join("i" if s.dtype == "int64" else "f" for s in ir.scalars),
         )
     return handle

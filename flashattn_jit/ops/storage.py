@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .. import env
@@ -48,9 +49,9 @@ Storage = Ragged | Paged
 class Stored(NamedTuple):
     """A storage as the planner reads it.
 
-    page_indices: contiguous int32 on the device of the keys. pages: the (least, greatest) of its
-    entries in use, (0, -1) where there are none, None where they were not looked at. held: tensors
-    whose addresses `native` has.
+    page_indices: contiguous int32 on the device of the keys. pages: (0 or a negative
+    entry, the greatest) of its entries in use, (0, -1) where there are none, None where they were
+    not looked at. held: tensors whose addresses `native` has.
     """
 
     native: NativeStorage
@@ -126,7 +127,9 @@ def _page_indices(indices: object, device: torch.device, where: str) -> torch.Te
         )
     if indices.shape[0] > INT32_MAX:
         raise InputError(f"{where}page_indices has more entries than 32 bits count")
-    return indices.to(torch.int32).contiguous()
+    if indices.dtype != torch.int32 or not indices.is_contiguous():
+        indices = indices.to(torch.int32).contiguous()
+    return indices
 
 
 def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int] | None:
@@ -134,18 +137,19 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
     wanted = env.check_pages()
     if not (indices.device.type == "cpu" if wanted is None else wanted):
         return None
-    if not len(indptr):
+    if not indptr.shape[0]:
         return 0, -1
-    begin, end = int(indptr[0]), int(indptr[-1])
-    used = indices[max(0, begin) : max(0, end)]
-    if not used.numel():
+    used = indices[: max(0, int(indptr[-1]))]
+    if not used.shape[0]:
         return 0, -1
     if used.is_cpu:
         # One thread's vectors: torch would wake all of them, which takes longer than the reading.
+        # Negative entries are the largest when read without their sign.
         values = used.numpy()
-        return int(values.min()), int(values.max())
-    low, high = torch.aminmax(used)
-    return int(low), int(high)
+        high = int(values.view(np.uint32).max())
+        return (0, high) if high <= INT32_MAX else (int(values.min()), int(values.max()))
+    least, greatest = torch.aminmax(used)
+    return int(least), int(greatest)
 
 
 def owner_of(entry: int, page_indptr: torch.Tensor) -> int:
