@@ -12,6 +12,7 @@ from flashattn_jit.codegen.spec import TileKind
 from flashattn_jit.codegen.target import CUDA_TARGETS
 from tests.cuda import digests
 from tests.cuda.kernels import (
+    FEATURE_SETS,
     KINDS,
     SAME_PTX,
     compiled,
@@ -19,9 +20,10 @@ from tests.cuda.kernels import (
     on_target,
     ptx_of,
     spec_of,
+    specs,
     without_target,
 )
-from tests.cuda.test_compile import assert_clean
+from tests.cuda.test_compile import HEAD_DIMS, assert_clean
 from tests.registry import CASES
 from tests.registry_case import Case
 
@@ -35,6 +37,18 @@ REMEDY = "if it should change, run: python -m tests.cuda.digests"
 @pytest.mark.parametrize("kind", KINDS)
 def test_resources(case: Case, target: str, kind: TileKind) -> None:
     assert_clean(compiled(spec_of(case.name, target, kind)))
+
+
+@pytest.mark.parametrize("features", FEATURE_SETS, ids="+".join)
+@pytest.mark.parametrize("target", CUDA_TARGETS)
+@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda d: f"d{d[0]}x{d[1]}")
+def test_every_tile_with_every_feature(
+    features: tuple[str, ...], target: str, head_dims: tuple[int, int]
+) -> None:
+    for spec in specs("causal", target, head_dims, features):
+        kernel = compiled(spec)
+        assert kernel.place == 0, f"the planner's tile spills: {spec.tile_q} x {spec.tile_kv}"
+        assert_clean(kernel)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
