@@ -12,11 +12,12 @@ namespace {
 constexpr double kGood = 1.035;
 // Shares tried, over the mean: a cut is at a multiple of tile_kv, so a full worker has up to one
 // tile less than the share, and the others must have room for that.
-constexpr double kShares[] = {1.005, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5};
+constexpr double kShares[] = {1.005, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.3, 1.5};
 // Splitting must gain this much, apart from what the merge costs.
 constexpr double kLeastGain = 0.97;
 constexpr double kExcess = 0.03;       // of a share: what is not worth a cut
 constexpr double kReplicaLoss = 1.035;  // planning for one kv head may lose this much
+constexpr int kSweeps = 8;             // over all cuts, to even out what they separate
 constexpr size_t kBuckets = 4096;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
@@ -81,8 +82,7 @@ struct Spread {
   double total_ns = 0, critical_ns = 0;
   bool is_cut = false;
 
-  void finish(const Workers& workers) {
-    load_ns = workers.loads();
+  void finish() {
     for (const double load : load_ns) {
       total_ns += load;
       critical_ns = std::max(critical_ns, load);
@@ -166,10 +166,12 @@ class Spreader {
         double rest = unit.cost_ns - kinds_[unit.kind].item_ns;
         // What is cut off goes to a worker with no smaller load, and costs this much more there.
         const double another = kinds_[unit.kind].item_ns + state_ns(unit);
-        const double excess = std::min(another, kExcess * most);
+        // So are cuts at the nearest tile, which even_out() evens.
+        const double excess = std::max(std::min(another, kExcess * most),
+                                       0.5 * kinds_[unit.kind].tile_kv * unit.key_ns);
         while (workers.least() + fixed + rest > most + excess) {
           char& cut = has_cut[static_cast<size_t>(workers.worker())];
-          const double room = most - workers.least() - another;
+          const double room = most + excess - workers.least() - another;
           const int32_t end = cut ? 0 : cut_point(unit, part.kv_begin, room);
           if (end == 0) break;
           fixed = another;
@@ -186,8 +188,42 @@ class Spreader {
         take(part, fixed + rest, workers, out);
       }
     }
-    out.finish(workers);
+    out.load_ns = workers.loads();
+    if (out.is_cut) even_out(out);
+    out.finish();
     return out;
+  }
+
+  // Moves cuts by whole tiles to where the two workers that share one are equally loaded. What the
+  // last units left over is spread along the cuts that way.
+  void even_out(Spread& spread) const {
+    for (int sweep = 0; sweep < kSweeps; ++sweep) {
+      bool moved = false;
+      for (size_t i = 0; i + 1 < spread.parts.size(); ++i) {
+        Part &first = spread.parts[i], &second = spread.parts[i + 1];
+        if (first.unit != second.unit || first.head != second.head) continue;
+        const Unit& unit = units_[static_cast<size_t>(first.unit)];
+        const Kind& kind = kinds_[unit.kind];
+        const double tile_ns = kind.tile_kv * unit.key_ns;
+        if (unit.extent.cell > 0 || tile_ns <= 0) continue;  // cells are not equally expensive
+        double& load = spread.load_ns[static_cast<size_t>(first.worker)];
+        double& other = spread.load_ns[static_cast<size_t>(second.worker)];
+        // What both may give, but for their least.
+        const auto spare = [&](const Part& part) {
+          return static_cast<double>((part.kv_end - part.kv_begin - kind.min_chunk) / kind.tile_kv);
+        };
+        const double tiles = std::clamp(std::round((load - other) / (2 * tile_ns)),
+                                        -std::max(spare(second), 0.0), std::max(spare(first), 0.0));
+        if (tiles == 0 || first.worker == second.worker) continue;
+        first.kv_end = second.kv_begin -= static_cast<int32_t>(tiles) * kind.tile_kv;
+        first.cost_ns -= static_cast<float>(tiles * tile_ns);
+        second.cost_ns += static_cast<float>(tiles * tile_ns);
+        load -= tiles * tile_ns;
+        other += tiles * tile_ns;
+        moved = true;
+      }
+      if (!moved) break;
+    }
   }
 
   static void take(Part& part, double cost, Workers& workers, Spread& out) {
@@ -254,7 +290,8 @@ class Spreader {
         take(part, costs[static_cast<size_t>(at)], workers, out);
       }
     }
-    out.finish(workers);
+    out.load_ns = workers.loads();
+    out.finish();
     return out;
   }
 

@@ -223,6 +223,11 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
   if (has_sources) segments = make_segments(lengths, group_size, units);
 
   BatchPlan plan;
+  plan.lengths_id = lengths.id;
+  plan.num_q_heads = options.num_q_heads;
+  plan.num_kv_heads = options.num_kv_heads;
+  plan.key_block = lists.q_block > 0 ? lists.key_block : 0;
+  plan.num_key_blocks = lists.q_block > 0 ? lists.num_key_blocks : 0;
   Balance balance_of[2];
   Balances balances{{&balance_of[0], &balance_of[options.share_workers ? 0 : 1]}};
   balance_of[0] =

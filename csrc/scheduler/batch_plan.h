@@ -46,6 +46,7 @@ struct LevelArrays {
 // The requests of a batch, checked; groups of shared keys follow them as further requests. Arrays
 // are what fajit_args wants, num_requests + num_groups entries each.
 struct Lengths {
+  uint64_t id = 0;  // of this object alone, in this process
   int32_t num_requests = 0, num_groups = 0;
   int64_t num_q_tokens = 0;
   int64_t num_kv_tokens = 0;     // ragged: rows that k and v must have
@@ -120,6 +121,9 @@ struct Capacity {
 };
 
 struct BatchPlan {
+  uint64_t lengths_id = 0;  // what it was made of; work needs no check against the same
+  int32_t num_q_heads = 0, num_kv_heads = 0, key_block = 0;
+  int64_t num_key_blocks = 0;
   KindPlan kinds[2];  // prefill, few-row
   std::vector<fajit_merge_work> merge_work;
   std::vector<int32_t> merge_sources;

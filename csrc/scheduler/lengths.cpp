@@ -1,5 +1,6 @@
 // Reads and checks the lengths of a batch: requests, then groups of shared keys.
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -338,6 +339,8 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
     out.max_q_len = std::max(out.max_q_len, out.q_len[i]);
     out.max_kv_len = std::max(out.max_kv_len, out.kv_len[i]);
   }
+  static std::atomic<uint64_t> made{0};
+  out.id = ++made;
   return out;
 }
 

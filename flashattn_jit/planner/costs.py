@@ -20,7 +20,7 @@ from ..codegen.target import LANES, compiled_target, is_cuda, matrix_dtype
 from .devices import typical_hardware
 from .hardware import clock_hz, read_bytes_per_s_per_core
 from .problem import item_bytes
-from .slots import slots
+from .slots import min_chunk, slots
 
 _CUDA_ITEM_NS = 2000.0
 """From the start of a thread block's item to its first product, and from its last one to the stored
@@ -36,6 +36,7 @@ softmax of the device's own of the matrix units' (FlashAttention 2 on an A100: 0
 
 _CPU_ITEM_NS = 1000.0
 _CPU_MERGE_NS = 2000.0  # a barrier of the team and a second entry into the artifact
+_CPU_LEAST_PART = 256  # keys; a shorter one costs more in merging than it gains
 _CPU_FMAS_PER_CLOCK = {"prefill": 1.2, "few_row": 0.6}
 """Vector multiply-adds a clock, of the two that a core can start; the softmax takes the rest."""
 
@@ -88,4 +89,15 @@ def merge_cost(target: str) -> float:
     return _CUDA_MERGE_NS if is_cuda(compiled_target(target)) else _CPU_MERGE_NS
 
 
-__all__ = ["Costs", "coefficients", "merge_cost"]
+def least_part(spec: KernelSpec) -> int:
+    """The fewest keys of a part where a request is cut.
+
+    A tile for few-row kernels on CUDA: what a part costs besides its keys is counted already, and
+    parts so short even out what nothing else does.
+    """
+    if not is_cuda(spec.target):
+        return _CPU_LEAST_PART
+    return spec.tile_kv if spec.tile_kind == "few_row" else min_chunk(spec)
+
+
+__all__ = ["Costs", "coefficients", "least_part", "merge_cost"]

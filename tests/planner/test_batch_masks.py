@@ -38,7 +38,7 @@ MASKS: dict[str, tuple[object, Callable[[int, int, int], bool]]] = {
     "by request": (lambda b, h, i, j: j <= i - 100 * b, lambda b, i, j: j <= i - 100 * b),
     "documents": (
         lambda b, h, i, j: _DOCUMENT[i] == _DOCUMENT[j],
-        lambda b, i, j: min(max(i, 0), 4095) // 300 == j // 300,
+        lambda b, i, j: i % 4096 // 300 == j // 300,  # negative indices wrap
     ),
     "nothing": (lambda b, h, i, j: j < 0, lambda b, i, j: False),
 }

@@ -1,0 +1,172 @@
+"""plan(): its time, and how evenly it spreads uneven batches over workers.
+
+    python -m benchmarks.plan [--save]
+
+Time is that of the whole Python call, `BatchAttention.plan`, for 264 workers: it is told of so
+many threads, and nothing runs. Balance is that of predicted loads, by the costs of
+flashattn_jit/planner/costs.py: the longest worker over the mean, for the three distributions of
+lengths of Ye et al. 2025 (arXiv 2501.01005), 16 to 256 requests of 1,024 keys on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+import flashattn_jit as fa
+from benchmarks._batch_work import (
+    constant_lengths,
+    indptr,
+    page_table,
+    uniform_lengths,
+    zipf_lengths,
+)
+from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from flashattn_jit import _C
+from flashattn_jit.codegen.target import LANES, host_target, is_cuda
+from flashattn_jit.planner import Problem, choose
+from flashattn_jit.planner.costs import coefficients, least_part
+from flashattn_jit.variants.ir import VariantIR
+
+_WORKERS, _DIM, _PAGE = 264, 128, 16
+_COUNTS = (16, 32, 64, 128, 256)
+
+
+def variants() -> dict[str, Any]:
+    """Masks planned from bounds, then others, which are planned from cells."""
+    documents = torch.arange(16384) // 700
+    return {
+        "full": fa.Full(),
+        "causal": fa.Causal(),
+        "window 1024": fa.SlidingWindow(1024),
+        "window 1024 and 4 sinks": fa.StreamingLLM(1024, 4),
+        "documents, causal": fa.variant(
+            mask_mod=lambda b, h, i, j: (documents[i] == documents[j]) & (j <= i)
+        ),
+    }
+
+
+def mixed() -> tuple[list[int], list[int]]:
+    """(q_len, kv_len) of a step of a serving engine: 240 requests decode, 8 verify 4 drafted
+    tokens, 8 prefill a chunk of 512; up to 8,192 keys before."""
+    dice = random.Random(0)
+    q_len = [1] * 240 + [4] * 8 + [512] * 8
+    return q_len, [q + dice.randrange(8192) for q in q_len]
+
+
+def _planner(variant: Any, q_len: Sequence[int], kv_len: Sequence[int]) -> Any:
+    batch = fa.BatchAttention(
+        variant, num_q_heads=32, num_kv_heads=8, head_dim=_DIM, q_dtype=torch.bfloat16
+    )
+    queries = indptr(q_len).int()
+    keys = page_table(kv_len, _PAGE, shuffled=True)
+    return lambda: batch.plan(queries, keys)
+
+
+def time_rows(options: argparse.Namespace) -> list[Row]:
+    """Microseconds of plan() for 256 mixed requests."""
+    runs = {name: _planner(v, *mixed()) for name, v in variants().items()}
+    times = interleave(runs, options.pairs * 10, warm_up=10)
+    rows = []
+    for i, name in enumerate(runs):
+        goal = 150.0 if i < 3 else 1000.0
+        value, spread = ratio(times[name], [1e-6] * len(times[name]))
+        rows.append(Row(f"plan(), 256 mixed requests, {name}", goal, value, "us", "lower", spread,
+                        f"fastest {min(times[name]) * 1e6:.0f}"))  # fmt: skip
+    return rows
+
+
+def growth_rows(options: argparse.Namespace) -> list[Row]:
+    """Milliseconds of plan() for thousands of decoding requests."""
+    dice = random.Random(1)
+    kv_len = [1 + dice.randrange(4096) for _ in range(4096)]
+    rows = []
+    for name in ("full", "causal"):
+        variant = variants()[name]
+        runs = {
+            count: _planner(variant, [1] * count, kv_len[:count]) for count in (1024, 2048, 4096)
+        }
+        times = interleave({str(n): run for n, run in runs.items()}, options.pairs * 2)
+        value, spread = ratio(times["4096"], [1e-3] * len(times["4096"]))
+        detail = ", ".join(f"{n}: {median(times[str(n)]) * 1e3:.2f} ms" for n in runs)
+        rows.append(
+            Row(f"plan(), 4,096 requests, {name}", 2.0, value, "ms", "lower", spread, detail)
+        )
+        value, spread = ratio(times["4096"], times["1024"])
+        rows.append(
+            Row(f"plan(), 4,096 over 1,024 requests, {name}", 4.4, value, "x", "lower", spread)
+        )
+    return rows
+
+
+def _kind(target: str, packed_rows: int) -> tuple[Any, ...]:
+    problem = Problem((packed_rows,), (1024,), 1, 1, _DIM, _DIM, *["bfloat16"] * 3)
+    spec = choose(VariantIR(()), problem, target)
+    cuda = is_cuda(spec.target)
+    granule = spec.tile_q if cuda else LANES[spec.target] if spec.tile_kind == "prefill" else 1
+    costs = coefficients(spec, target)
+    return (None, spec.tile_q, granule, spec.tile_kv, least_part(spec), *costs)
+
+
+def loads(
+    target: str, heads: tuple[int, int], workers: int, q_len: Sequence[int], kv_len: Sequence[int]
+) -> list[float]:
+    """Predicted nanoseconds of every worker."""
+    few_rows = 16 if is_cuda(target) else 8
+    prefill, few_row = _kind(target, 4096), _kind(target, 1)
+    held = [np.array(indptr(n), np.int64) for n in (q_len, kv_len)]
+    queries, keys = ((a.ctypes.data, a.size, a.itemsize) for a in held)
+    plan = _C.BatchPlan(
+        _C.BatchLengths(queries, (keys, None, None, 0, 0)),
+        (prefill, few_row),
+        num_q_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim_v=_DIM,
+        few_rows=few_rows,
+        num_workers=(workers, workers),
+        share_workers=not is_cuda(target),
+        limits=(len(q_len), sum(q_len), max(kv_len), 0),
+    )
+    both = zip(plan.load_ns(0), plan.load_ns(1), strict=True)
+    return [a + b for a, b in both]
+
+
+def balance_rows(target: str, heads: tuple[int, int], workers: int, goal: float) -> list[Row]:
+    """The worst of all counts of requests, for each distribution of lengths."""
+    rows = []
+    for name, lengths in (
+        ("constant", constant_lengths), ("uniform", uniform_lengths), ("Zipf", zipf_lengths),
+    ):  # fmt: skip
+        worst, detail = 0.0, []
+        for count in _COUNTS:
+            kv_len = lengths(count, 1024)
+            load = loads(target, heads, workers, [1] * count, kv_len)
+            value = max(load) * len(load) / sum(load)
+            detail.append(f"{count}: {value:.3f}")
+            worst = max(worst, value)
+        claim = f"longest worker over the mean, {workers} of {target}, heads {heads}, {name}"
+        rows.append(Row(claim, goal, worst, "x", "lower", None, ", ".join(detail)))
+    return rows
+
+
+def main() -> None:
+    """Measure and report."""
+    options = arguments(__doc__)
+    # Not set_num_threads, which would have torch start so many for a page table's largest entry.
+    with patch.object(torch, "get_num_threads", return_value=_WORKERS):
+        rows = time_rows(options) + growth_rows(options)
+    for heads in ((32, 32), (32, 8)):
+        rows += balance_rows("sm_90", heads, _WORKERS, 1.08)
+    for heads in ((32, 8), (8, 1)):
+        rows += balance_rows(host_target(), heads, 2, 1.05)
+    report("plan", rows, options)
+
+
+if __name__ == "__main__":
+    main()
