@@ -62,8 +62,16 @@ BatchWork::BatchWork(std::shared_ptr<const scheduler::BatchPlan> plan,
   sizes_ = sizes();
   fajit_args args{};
   fill(args);
-  for (int kind = 0; kind < 2; ++kind) check_kind(kind, args);
-  check_merges(args);
+  for (int kind = 0; kind < 2; ++kind) check_lists(kind);
+  if (is_of_these_lengths()) {
+    // The scheduler made the work of these very objects, which do not change.
+    const bool has_work = !plan_->kinds[0].work.empty() || !plan_->kinds[1].work.empty();
+    reads_queries_ = writes_out_ = has_work;
+    reads_keys_ = has_work && (has_lists() ? shape_.num_key_blocks > 0 : n.max_kv_len > 0);
+  } else {
+    for (int kind = 0; kind < 2; ++kind) check_kind(kind, args);
+    check_merges(args);
+  }
   workspace_ = WorkspaceLayout(sizes_.partial_rows, shape_.head_dim_v);
   sections_ = sections();
 }
@@ -124,7 +132,14 @@ BatchWork::Sizes BatchWork::sizes() const {
   return s;
 }
 
-void BatchWork::check_kind(int kind, const fajit_args& args) {
+bool BatchWork::is_of_these_lengths() const {
+  const scheduler::BatchPlan& p = *plan_;
+  return p.lengths_id == lengths_->id && p.num_q_heads == shape_.num_q_heads &&
+         p.num_kv_heads == shape_.num_kv_heads && p.key_block == shape_.key_block &&
+         p.num_key_blocks == shape_.num_key_blocks;
+}
+
+void BatchWork::check_lists(int kind) const {
   const scheduler::KindPlan& planned = plan_->kinds[kind];
   const std::vector<int32_t>& indptr = planned.worker_indptr;
   const char* const name = kKindNames[kind];
@@ -134,6 +149,11 @@ void BatchWork::check_kind(int kind, const fajit_args& args) {
                           !std::is_sorted(indptr.begin(), indptr.end()))) {
     throw py::value_error(std::string(name) + " is not divided among workers");
   }
+}
+
+void BatchWork::check_kind(int kind, const fajit_args& args) {
+  const scheduler::KindPlan& planned = plan_->kinds[kind];
+  const char* const name = kKindNames[kind];
   const int64_t listed = int64_t{shape_.num_key_blocks} * shape_.key_block;
   for (size_t i = 0; i < planned.work.size(); ++i) {
     const fajit_work& item = planned.work[i];

@@ -18,9 +18,9 @@ struct BatchShape {
   int32_t key_block = 0, num_key_blocks = 0;  // 0: no key lists
 };
 
-// Immutable once built; calls with other strides share it. Everything in the plan that could make a
-// kernel read or write outside its tensors was checked against the lengths: requests, heads of one
-// kv head, rows, keys, partial rows and their sources.
+// Immutable once built; calls with other strides share it. A plan that was made of other lengths or
+// shapes is checked for everything that could make a kernel read or write outside its tensors:
+// requests, heads of one kv head, rows, keys, partial rows and their sources.
 //
 // The device block. Without limits its sections are as long as the plan's arrays. With limits they
 // are as long as any plan's within the limits, so places and sizes are the same for every plan, as
@@ -67,6 +67,8 @@ class BatchWork {
   Sizes sizes() const;
   Sections sections() const;
   void check_shape() const;
+  bool is_of_these_lengths() const;
+  void check_lists(int kind) const;
   void check_kind(int kind, const fajit_args& args);
   void check_merges(const fajit_args& args);
 
