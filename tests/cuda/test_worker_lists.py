@@ -133,7 +133,7 @@ def beginning_later(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand]
     """Requests whose storage begins with a later key than 0."""
     rows = 3 if kind == "few_row" else 35
     batch = Batch(
-        [Request(rows, 170, 135, 23), Request(rows, 90, 60), Request(1, 77, 76, 70)],
+        [Request(rows, 230, 230 - rows, 23), Request(rows, 90, 60), Request(1, 77, 76, 70)],
         kind, target, ("paged",) if paged else (),
     )  # fmt: skip
     return batch, batch.launch([

@@ -1,4 +1,4 @@
-"""Mistakes planted in what batches need of kernels: lists of workers, key lists, shared rows.
+"""Mistakes planted in what batches need: pages, lists of workers, key lists, shared rows.
 
 As in test_mutants.py: each is found, and nothing in the kernels as they are (tests/cuda).
 """
@@ -31,8 +31,8 @@ def lists(kind: str) -> float:
     return batch.difference(batch.own_keys)
 
 
-def later(paged: bool) -> float:
-    batch, launch = beginning_later("few_row", "sm_80", paged)
+def later(paged: bool, kind: str = "few_row") -> float:
+    batch, launch = beginning_later(kind, "sm_80", paged)
     launch.run()
     return batch.difference(batch.own_keys)
 
@@ -60,6 +60,7 @@ CALLS: dict[str, Callable[[], float]] = {
     "lists": lambda: lists("few_row"),
     "later": lambda: later(False),
     "later paged": lambda: later(True),
+    "later paged prefill": lambda: later(True, "prefill"),
     "shared": shared,
     "shared paged": lambda: shared(True),
     "sparse": lambda: sparse("few_row"),
@@ -96,6 +97,12 @@ MUTANTS = (
            "a.row_request[entry % a.q_row0[1]]", "shared"),
     Mutant("slots as the row's own request has them", ROWS, "c.kv_request = item.request",
            "c.kv_request = -1", "shared"),
+    # Pages
+    Mutant("a stale page", FEW_ROW, "place = next;", "", "later paged", 1),
+    Mutant("the first request's pages", KEYS, "a.page_indptr[item.request]", "a.page_indptr[0]",
+           "later paged"),
+    Mutant("the next slot of a page", KEYS, "key - at * a_.page_size",
+           "key - at * a_.page_size + 1", "later paged prefill"),
     # Keys from a later one on
     Mutant("rows from the first position on", KEYS,
            "int64_t{a.kv_row0[item.request]} - kv_first", "int64_t{a.kv_row0[item.request]}",

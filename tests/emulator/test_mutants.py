@@ -64,38 +64,6 @@ def steep() -> float:
     return difference(q.bfloat16(), k.bfloat16(), v, None, "emulated:sm_80")
 
 
-def paged(rows: int) -> float:
-    """Pages of 5 keys in any order."""
-    from tests.ops.paged_calls import paged_attention
-
-    lengths, size = [203, 88], 5
-    counts = [-(-n // size) for n in lengths]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3))
-    pages_k, pages_v = random(sum(counts), size, 2, 64), random(sum(counts), size, 2, 64)
-    q = random(2 * rows, 4, 64)
-    storage = fa.Paged(
-        torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32),
-        order.to(torch.int32),
-        torch.tensor([lengths[i] - (counts[i] - 1) * size for i in (0, 1)], dtype=torch.int32),
-        size,
-    )
-    q_indptr = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
-    out, _ = paged_attention(q, pages_k, pages_v, q_indptr, storage, None, target="emulated:sm_80")
-    worst = 0.0
-    for b in (0, 1):
-        own = order[sum(counts[:b]) : sum(counts[: b + 1])]
-        keys, values = (
-            x[own].reshape(-1, 2, 64)[: lengths[b]].transpose(0, 1)[None].float()
-            for x in (pages_k, pages_v)
-        )
-        mine = q[b * rows : (b + 1) * rows].transpose(0, 1)[None].float()
-        expected = fa.attention(mine, keys, values)
-        got = out[b * rows : (b + 1) * rows].transpose(0, 1)[None].float()
-        error = (got - expected).abs()
-        worst = float("inf") if error.isnan().any() else max(worst, float(error.max()))
-    return worst
-
-
 CALLS: dict[str, Callable[[], float]] = {
     "prefill": lambda: prefill(64),
     "prefill 128": lambda: prefill(128),
@@ -107,8 +75,6 @@ CALLS: dict[str, Callable[[], float]] = {
         random(1, 4, 1, 64), random(1, 1, 3, 64), random(1, 1, 3, 64), None, "emulated:sm_80"
     ),
     "rotated decode": lambda: decode(fa.RoPE()),
-    "paged prefill": lambda: paged(40),
-    "paged decode": lambda: paged(1),
 }
 
 
@@ -160,16 +126,11 @@ MUTANTS = (
     Mutant("merged rows read while they are stored", FEW_ROW, LANES, "", "decode", -1, RACE),
     Mutant("split rows read while they are stored", "attention/merge.h", LANES, "", "decode", 0,
            RACE),
-    # Stages and pages
+    # Stages
     Mutant("copies into the stage in use", FEW_ROW,
            "place, stage == 0 ? kStages - 1 : stage - 1", "place, stage", "decode", kinds=RACE),
     Mutant("the stage does not move", FEW_ROW, "stage == kStages - 1 ? 0 : stage + 1", "stage",
            "decode"),
-    Mutant("a stale page", FEW_ROW, "place = next;", "", "paged decode", 1),
-    Mutant("the first request's pages", KEYS, "a.page_indptr[item.request]", "a.page_indptr[0]",
-           "paged decode"),
-    Mutant("the next slot of a page", KEYS, "key - at * a_.page_size",
-           "key - at * a_.page_size + 1", "paged prefill"),
     # Addresses
     Mutant("rows past the end are read", LOADS, "from, inside ? 16 : 0);\n    from",
            "from, 16);\n    from", "prefill", kinds=BOUNDS),
