@@ -44,6 +44,13 @@ struct Dot<bfloat16_t> {
 };
 #endif
 
+// Brings a row of `bytes` bytes nearer. The address may lie past the tensor: nothing is read.
+template <int bytes>
+FAJIT_INLINE void prefetch_row(const void* p) {
+#pragma GCC unroll 16
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+}
+
 FAJIT_INLINE vi broadcast_word(const void* p) {
   int32_t w;
   __builtin_memcpy(&w, p, 4);
@@ -71,15 +78,18 @@ FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, 
 }
 
 // Keys [0, count) against a block of rows. `keys(n)`: row n; `s` has room for count rounded up to
-// kMicroRows. No row past `count` is read: the last one stands in for it.
-template <class Matrix, int NV, int Words, class KeyRows>
+// kMicroRows. No row past `count` is read: the last one stands in for it. `fetch(n)`: prefetches
+// that go with key n.
+template <class Matrix, int NV, int Words, class KeyRows, class Fetch>
 __attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt, float scale,
-                                      float* s) {
+                                      float* s, Fetch fetch) {
   for (int n = 0; n < count; n += kMicroRows) {
     const char* row[kMicroRows];
 #pragma GCC unroll 8
     for (int i = 0; i < kMicroRows; ++i)
       row[i] = reinterpret_cast<const char*>(keys(n + i < count ? n + i : count - 1));
+#pragma GCC unroll 8
+    for (int i = 0; i < kMicroRows; ++i) fetch(n + i);
     vf acc[kMicroRows][NV] = {};
     accumulate<Matrix, NV>(acc, qt, Words, [&](int k, int i) { return row[i] + 4 * k; });
 #pragma GCC unroll 8

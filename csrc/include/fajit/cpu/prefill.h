@@ -53,6 +53,21 @@ class Prefill {
   static constexpr int kTileRows = kTileVectors * kLanes;
   static constexpr int kTileKv = Config::kTileKv;
   static constexpr int kKvSlots = round_up(kTileKv, kMicroRows);
+  struct NoFetch {
+    FAJIT_INLINE void operator()(int) const {}
+  };
+  // Prefetches rows of the next tile at each key of a block's product: K during the first block, V
+  // during the second. 32 rows of fp32 take 0.90 of the time with it, of bf16 0.82 (measured: one
+  // thread, 8 KV heads, rows 4 KB apart).
+  struct FetchNext {
+    HeldRows<K> k;
+    HeldRows<V> v;
+    bool keys, values;
+    FAJIT_INLINE void operator()(int n) const {
+      if (keys) prefetch_row<Config::kHeadDim * sizeof(K)>(k(n));
+      if (values) prefetch_row<Config::kHeadDimV * sizeof(V)>(v(n));
+    }
+  };
   static constexpr int kChunk = 32;  // keys classified on their own in a partial tile
   static constexpr int kChunks = (kTileKv + kChunk - 1) / kChunk;
   static constexpr int64_t kPanelStride = int64_t{(kTileKv + kPack - 1) / kPack} * kPanel;
@@ -65,11 +80,11 @@ class Prefill {
   struct NoTable {
     explicit NoTable(Carver&) {}
   };
-  using Table = typename Choose<kIndirect, KeyTable<Config, 0>, NoTable>::type;
+  using Table = typename Choose<kIndirect, KeyTable<Config, kTileKv>, NoTable>::type;
 
   // Vectors [first, first + count) of the tile.
   struct Block {
-    int first, count;
+    int index, first, count;
     RowSpan span;
   };
 
@@ -137,9 +152,10 @@ class Prefill {
     // Blocks of nearly equal width: a block of one vector runs at half speed.
     Block blocks[kMaxBlocks];
     const int num_blocks = (vectors + kMaxVectors - 1) / kMaxVectors;
+    num_blocks_ = num_blocks;
     for (int i = 0, first = 0; i < num_blocks; ++i) {
       const int count = (vectors - first + num_blocks - i - 1) / (num_blocks - i);
-      blocks[i] = {first, count, span(w, first * kLanes, (first + count) * kLanes)};
+      blocks[i] = {i, first, count, span(w, first * kLanes, (first + count) * kLanes)};
       pack_queries(w, blocks[i], row0, row_count);
       first += count;
     }
@@ -304,8 +320,17 @@ class Prefill {
     const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
     const int64_t row0 = int64_t{block.first} * kLanes;
     // The product covers keys [n0, n1); s_ and p_ are indexed by the key's place in the tile.
-    scores<Matrix, NV, kWords>(k.from(n0, 0), n1 - n0, qt_ + row0 * kWords, scale,
-                               s_ + int64_t{n0} * NV * kLanes);
+    const auto multiply = [&](auto fetch) __attribute__((always_inline)) {
+      scores<Matrix, NV, kWords>(k.from(n0, 0), n1 - n0, qt_ + row0 * kWords, scale,
+                                 s_ + int64_t{n0} * NV * kLanes, fetch);
+    };
+    if constexpr (kIndirect) {
+      const int next = tile.end - tile.begin + n0;
+      multiply(FetchNext{table_.keys().from(next, 0), table_.values().from(next, 0),
+                         block.index == 0, block.index == (num_blocks_ > 1 ? 1 : 0)});
+    } else {
+      multiply(NoFetch{});
+    }
     alignas(64) float alpha[NV * kLanes];
     soften(block, states, n0, n1, alpha);
     const int64_t first = n0 / kPack;
@@ -457,6 +482,7 @@ class Prefill {
   int32_t* b_;
   int32_t kv_h_ = 0, key_request_ = 0;
   bool several_requests_ = false;
+  int num_blocks_ = 0;
   Table table_;
 };
 
