@@ -5,7 +5,8 @@
 // Measured over all tiles of plain causal attention (nvcc 13.0), against one item a block read from
 // global memory: with the item and the index in registers up to 6 registers more on sm_75 to sm_90
 // and up to 31 on sm_100 and sm_120; as it is now 4 fewer to 2 more, and up to 17 fewer on sm_100
-// and sm_120. One tile (sm_86, 128 x 32, head_dim 128) takes 13 of the 21 that it had left.
+// and sm_120 (see ptx::lane_index). One tile, 128 x 32 at head_dim 128 on sm_86, takes 18 more the
+// first way and 13 the second, of the 21 that it had left. Nothing spills.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/ptx/device.h>
