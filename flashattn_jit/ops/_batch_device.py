@@ -323,10 +323,12 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 def _native(block: DeviceBlock, t: BatchTensors, scale: float) -> _Native:
     """What `_C.BatchCall.launch` takes, in order, up to the stream."""
+    address = t.q.data_ptr()
     return (
-        t.q.data_ptr(),
-        t.k.data_ptr(),
-        t.v.data_ptr(),
+        address,
+        # Without keys their address is 0, which kernels refuse; they will not read this one.
+        t.k.data_ptr() or address,
+        t.v.data_ptr() or address,
         t.out.data_ptr(),
         _address(t.lse),
         scale,
