@@ -11,7 +11,7 @@ from paged_requests import PageTable, Request
 
 import flashattn_jit as fa
 
-PAGE, CHUNK, AT_ONCE, NEW = 16, 48, 4, 60  # page size, tokens a chunk, requests a step, new tokens
+PAGE, CHUNK, AT_ONCE, NEW = 16, 48, 4, 100  # page size, tokens a chunk, requests a step, new tokens
 SYSTEM = "Python has a word for this, and the manual says what it means:\n\n"
 TOPICS = "The with statement", "A class", "Lists", "An import", "The loop", "Exceptions", "Names"
 
@@ -37,13 +37,11 @@ class LocalRoPE(fa.Variant):
 def serve(model, requests):
     """Run requests to their ends, AT_ONCE of them or fewer in a step; returns the steps' plans."""
     attention = fa.CascadeAttention(
-        LocalRoPE(net.COS, net.SIN), num_q_heads=net.Q_HEADS, num_kv_heads=net.KV_HEADS, head_dim=net.HEAD_DIM,
-        q_dtype=torch.float32,
+        LocalRoPE(net.COS, net.SIN), num_q_heads=net.Q_HEADS, num_kv_heads=net.KV_HEADS,
+        head_dim=net.HEAD_DIM, q_dtype=torch.float32,
     )  # fmt: skip
     table = PageTable(num_pages=64, page_size=PAGE)
-    cache = torch.full(
-        (net.LAYERS, 2, table.num_pages, PAGE, net.KV_HEADS, net.HEAD_DIM), torch.nan
-    )
+    cache = torch.full((net.LAYERS, 2, 64, PAGE, net.KV_HEADS, net.HEAD_DIM), torch.nan)
     waiting, running, plans = list(requests), [], []
     while waiting or running:
         if waiting and len(running) < AT_ONCE:  # one arrives in each step
@@ -64,16 +62,18 @@ def serve(model, requests):
 torch.manual_seed(0)
 model = net.train()
 requests = [Request(net.encode(SYSTEM + topic), NEW) for topic in TOPICS]
+serve(model, [Request(r.prompt, 2) for r in requests[:2]])  # compiles the kernels
 times = [time.perf_counter()]
 plans = serve(model, requests)
 times.append(time.perf_counter())
 expected = [net.recompute(model, r.prompt, NEW) for r in requests]
 times.append(time.perf_counter())
 assert [r.tokens for r in requests] == expected
-for r in requests:
-    print(repr(net.decode(r.tokens)[len(SYSTEM) :]))
-print(f"all tokens of {len(requests)} requests in {len(plans)} steps equal those of recomputation")
+print(*(repr(net.decode(r.tokens)[len(SYSTEM) :]) for r in requests), sep="\n")
 cached, whole = (len(requests) * NEW / (times[i + 1] - times[i]) for i in range(2))
+print(
+    f"{len(plans)} steps; the tokens of all {len(requests)} requests equal those of recomputation"
+)
 print(f"with the KV cache {cached:.0f} tokens/s, without {whole:.0f}")
 print(plans[2].explain())
 plans[2].plot("plan.png")

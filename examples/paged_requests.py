@@ -38,7 +38,7 @@ class PageTable:
         self.known: dict[tuple[int, ...], int] = {}  # tokens up to a page's end -> the page
 
     def admit(self, request: Request) -> Request:
-        """Begin a request with the known pages of its prompt; one token at least stays to be run."""
+        """Begin a request with the known pages of its prompt; at least one token is left to run."""
         request.tokens = request.prompt.tolist()
         for end in range(self.page_size, len(request.tokens), self.page_size):
             page = self.known.get(tuple(request.tokens[:end]))

@@ -21,7 +21,7 @@ def run(name: str, tmp_path: Path) -> str:
     result = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name)],
         cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
         check=False,
@@ -61,6 +61,18 @@ def test_real_model_equals_the_stock_one(tmp_path: Path) -> None:
     assert similar[0] > similar[2], "sentences of one meaning are closer than others"
     assert similar[1] > similar[2]
     assert re.search(r"4 sentences: attn_jit [\d.]+ ms, sdpa [\d.]+ ms, eager [\d.]+ ms", output)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra: test)"
+)
+def test_generation_equals_recomputation(tmp_path: Path) -> None:
+    output = run("03_generate.py", tmp_path)
+    assert re.search(r"step \d+: [\d.]+ bits a character", output)
+    assert "the tokens of all 7 requests equal those of recomputation" in output
+    assert re.search(r"with the KV cache \d+ tokens/s, without \d+", output)
+    assert re.search(r"groups? in \d levels? of shared keys", output), "prompts share a prefix"
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_readme_example_is_right() -> None:
