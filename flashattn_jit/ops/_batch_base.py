@@ -273,7 +273,7 @@ class BatchBase:
         self._check_variant(first)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and self._planned is not None:
-            _batch_plan.check_replayable(self._planned.first, first)
+            _batch_plan.check_replayable(self._planned.latest, first)
         if not options.cpu and self._state is None:
             from ._batch_device import DeviceState
 

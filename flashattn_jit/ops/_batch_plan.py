@@ -291,15 +291,24 @@ def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -
 
 
 def check_replayable(before: Variation, now: Variation) -> None:
-    """Raises InputError where a captured run of one plan cannot replay the next one."""
+    """Raises InputError where a captured run of one plan cannot replay the next one.
+
+    Called before anything of the next one is put where the captured run reads.
+    """
     was, new = before.batch, now.batch
     shapes = [[(slot, t.shape, t.stride()) for slot, t in v.mask_tensors] for v in (before, now)]
-    lists = [(b.lists.key_block, b.lists.key_blocks.numel()) if b.lists else None
-             for b in (was, new)]  # fmt: skip
+    lists = [
+        None if b.lists is None else (
+            f"blocks of {b.lists.q_block} x {b.lists.key_block}, {b.lists.key_blocks.numel()} "
+            f"indices, lists for {'each kv head' if b.lists.per_head else 'all kv heads'}"
+        )
+        for b in (was, new)
+    ]  # fmt: skip
+    modules = [[k and k.spec for k in v.kernels] for v in (before, now)]
     for what, first, second in (
         ("the storage's page_size", was.keys.page_size, new.keys.page_size),
         ("the kind of sparsity", was.variant.name, new.variant.name),
-        ("the size of key blocks and the number of their indices", lists[0], lists[1]),
+        ("the form of the key lists", lists[0], lists[1]),
         ("the number of levels", was.num_levels, new.num_levels),
         ("the structure of the variant", before.known.handle, now.known.handle),
         ("the numbers that the mask reads", before.mask_scalars, now.mask_scalars),
@@ -310,6 +319,12 @@ def check_replayable(before: Variation, now: Variation) -> None:
                 f"with cuda_graph=True the first plan fixes {what}: it has {first}, this plan has "
                 f"{second}; make another object for it"
             )
+    if modules[0] != modules[1] or before.core.block_bytes != now.core.block_bytes:
+        raise InputError(
+            f"with cuda_graph=True the first plan fixes kernels and the size of plans: it has "
+            f"{before.core.block_bytes} bytes, this plan has {now.core.block_bytes}; make another "
+            "object for it"
+        )
 
 
 def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:

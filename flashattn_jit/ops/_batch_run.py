@@ -63,6 +63,11 @@ class Planned:
         self.pointwise = first.known.pointwise
         self.variations = {(first.known.handle, unaligned): first}
 
+    @property
+    def latest(self) -> Variation:
+        """The variation that was planned last: with a CUDA graph, the only one."""
+        return next(reversed(self.variations.values()))
+
     def run(
         self,
         q: torch.Tensor,

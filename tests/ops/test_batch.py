@@ -293,10 +293,33 @@ def test_a_fixed_batch_keeps_what_its_first_plan_fixed() -> None:
         batch.plan(ragged.q_indptr, ragged.storage, window=20)
     with pytest.raises(fa.InputError, match="first plan fixes the kind of sparsity"):
         batch.plan(b.q_indptr, b.storage, window=20, sparsity=trees(b).sparsity)
+    # What was refused was put nowhere.
+    check(b, Math(window=20), batch.run(q, b.k, b.v)[:25], None)
     other = Batch((2, 1), (100, 30), (4, 2), 64, b.q.dtype, 16)
     batch.plan(other.q_indptr, other.storage, window=20)
     q[:3] = other.q
     check(other, Math(window=20), batch.run(q, other.k, other.v)[:3], None)
+
+
+@needs_nvcc
+def test_lists_of_another_form_leave_a_fixed_plan_as_it_is() -> None:
+    limits = fa.Limits(max_requests=2, max_q_tokens=32, max_kv_len=64, max_pages=8)
+    b = Batch((32,), (64,), (4, 2), 64, torch.bfloat16, 16)
+    batch = made_for(b, None, "emulated:sm_80", limits=limits, cuda_graph=True)
+    two = torch.tensor([1, 3], dtype=torch.int32)
+    batch.plan(
+        b.q_indptr, b.storage, sparsity=fa.BlockSparse(torch.tensor([0, 1, 2]), two, (16, 16))
+    )
+    expected = batch.run(b.q, b.k, b.v)
+    assert isinstance(b.storage, fa.Paged)
+    moved = fa.Paged(b.storage.page_indptr, b.storage.page_indices.flip(0).contiguous(),
+                     b.storage.last_page_len, 16)  # fmt: skip
+    wider = fa.BlockSparse(torch.tensor([0, 2]), two.flip(0).contiguous(), (32, 16))
+    with pytest.raises(
+        fa.InputError, match="first plan fixes the form of the key lists: it has bl"
+    ):
+        batch.plan(b.q_indptr, moved, sparsity=wider)
+    assert torch.equal(batch.run(b.q, b.k, b.v), expected)
 
 
 @needs_nvcc

@@ -1,4 +1,4 @@
-"""`batch.run` as a torch op: opcheck, torch.compile without graph breaks, new plans without
+"""`batch.run` as a torch op: torch.compile without graph breaks, new plans without
 recompiling."""
 
 from __future__ import annotations
@@ -37,24 +37,6 @@ def op_arguments(batch: fa.BatchAttention, b: Batch, **options: bool) -> tuple[A
         options.get("partial", False),
         options.get("return_lse", False) or options.get("partial", False),
     )  # fmt: skip
-
-
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"partial": True}], ids=str)
-@pytest.mark.parametrize("page_size", [0, 16])
-def test_opcheck(page_size: int, options: dict[str, bool]) -> None:
-    b = mixed(page_size=page_size)
-    batch = planned(b, Windowed(), width=WIDTH)
-    batch.run(b.q, b.k, b.v, slopes=SLOPES)  # registers the op
-    op = torch.ops.flashattn_jit.batch_attention.default
-    torch.library.opcheck(op, op_arguments(batch, b, **options))
-    out = torch.empty(
-        25, 4, 64, dtype=torch.float32
-    )  # fmt: skip
-    op_out = torch.ops.flashattn_jit.batch_attention_out.default
-    torch.library.opcheck(op_out, (*op_arguments(batch, b, **options), out), test_utils=CHECKS)
 
 
 def test_the_op_is_the_run() -> None:

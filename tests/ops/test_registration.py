@@ -11,6 +11,7 @@ from torch.library import opcheck
 
 import flashattn_jit as fa
 from flashattn_jit.ops import _register
+from flashattn_jit.ops.batch import BatchAttention
 
 # The compiler's own modules warn when they are first imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -98,6 +99,34 @@ DENSE: dict[str, Callable[[], object]] = {
     "lengths": lambda: fa.attention(*dense(), kv_len=torch.tensor([5, 70]), q_offset="end"),
     "block_mask": _block_masked,
 }
+
+
+def _batch(**options: Any) -> object:
+    q, k, v = torch.randn(50, 4, D), torch.randn(60, 2, D), torch.randn(60, 2, D)
+    batch = BatchAttention(
+        Sliding(), num_q_heads=4, num_kv_heads=2, head_dim=D, q_dtype=torch.float32
+    )
+    batch.plan(torch.tensor([0, 20, 50]), fa.Ragged(torch.tensor([0, 25, 60])), window=9)
+    _alive.append(batch)  # the op names it by number
+    slopes = torch.linspace(0.1, 1.0, 4)
+    if options.pop("into", False):
+        options["out"] = torch.empty(50, 4, D)
+    return batch.run(q, k, v, slopes=slopes, scale=0.1, **options)
+
+
+_alive: list[BatchAttention] = []
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"partial": True}], ids=str)
+def test_batch_attention(options: dict[str, bool]) -> None:
+    for args, kwargs in calls_of("batch_attention", lambda: _batch(**options)):
+        opcheck(OPS.batch_attention.default, args, kwargs)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}], ids=str)
+def test_batch_attention_out(options: dict[str, bool]) -> None:
+    for args, kwargs in calls_of("batch_attention_out", lambda: _batch(into=True, **options)):
+        opcheck(OPS.batch_attention_out.default, args, kwargs)
 
 
 @pytest.mark.parametrize("name", DENSE)
