@@ -54,7 +54,7 @@ def zipf_rows(options: argparse.Namespace) -> list[Row]:
     """Decoding requests of uneven lengths against as many equal ones with as many tokens."""
     rows, heads, mean = [], (32, 8), 1024
     for count in options.requests:
-        k, v = _keys(count * mean, heads[1])
+        k, v = _keys(count * (mean + _PAGE), heads[1])  # last pages are part full
         q = torch.randn(count, heads[0], _DIM).to(_BF16)
         cases = {
             "constant": constant_lengths(count, mean),
