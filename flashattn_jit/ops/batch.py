@@ -27,6 +27,8 @@ class BatchAttention(BatchBase):
         limits: the largest batch to come; see `Limits`.
         cuda_graph: keep the plan at a fixed place, so that a captured run() replays every later
             plan; needs limits. The first plan fixes storage, sparsity and the numbers of the mask.
+            q (and ragged k and v) may then be longer than the plan's tokens; rows past these are
+            not written. The object and a workspace of yours must outlive the graph.
         batch_invariant: tiles and cuts follow from each request alone, so that its bits do not
             depend on the rest of the batch.
         target: as for `fa.attention`; the device's best by default.
@@ -57,12 +59,15 @@ class BatchAttention(BatchBase):
         Args:
             q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the query tokens
                 q_indptr[b] to q_indptr[b + 1], from 0 on.
-            storage: `fa.Ragged` or `fa.Paged`, with kv_len keys a request. Its tensors must keep
-                their values until the last run.
+            storage: `fa.Ragged` or `fa.Paged`, with kv_len keys a request.
             sparsity: `fa.BlockSparse`, `fa.TokenSparse` or `fa.Tree`; every key by default.
             q_offset: position of a request's first query token: "end" for kv_len - q_len, an int,
                 or an int tensor [num_requests].
-            **mask_params: the variant's params that its mask reads, by name; runs use these values.
+            **mask_params: the variant's params that its mask reads, by name; runs use these.
+
+        Tensors are kept, not copied: page_indices, the indices and bits of a sparsity and those of
+        mask_params must keep their values until the last run, because work is shared out by them.
+        (With cuda_graph=True they are copied to fixed places.)
 
         Returns:
             The plan, which is in force for the runs that follow.

@@ -24,7 +24,8 @@ class BlockSparse:
         indptr: int32 or int64 cpu tensor [block rows + 1], or [num_kv_heads, block rows + 1] where
             kv heads visit different blocks: row r visits ``indices[indptr[r] : indptr[r + 1]]``.
         indices: int32 or int64 tensor [nnz] of key block numbers, counted from each request's first
-            key, on the device of the keys. In any order, each once in a row.
+            key, on the device of the keys. In any order, each once in a row: a block that is named
+            twice counts twice.
         block_size: (Br, Bc), any sizes from 1 on. A tensor in the place of one holds the size of
             each block row [block rows] or of each key block [key blocks], one row a kv head where
             they differ; then the batch is one request, and both tensors are on the CPU.
@@ -53,7 +54,8 @@ class TokenSparse:
     Args:
         indices: int32 or int64 tensor [num_q_tokens, topk], or [num_q_tokens, num_kv_heads, topk]
             where kv heads visit different keys, on the device of the keys: logical positions from
-            0 to kv_len - 1 of the token's request, or -1 for none, in any order, each once.
+            0 to kv_len - 1 of the token's request, or -1 for none, in any order, each once: a key
+            that is named twice counts twice.
 
     `plan()` raises InputError for what is out of range; indices are checked where they are on the
     CPU.
