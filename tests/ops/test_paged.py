@@ -194,9 +194,7 @@ def test_a_page_that_does_not_exist_is_told_with_its_request(
     indices[6] = 1000
     wrong = c._replace(paged=replace(c.paged, page_indices=indices))
     for call in (run, append):
-        with pytest.raises(
-            InputError, match=r"page_indices\[6\]=1000, a page of request 2, is"
-        ):
+        with pytest.raises(InputError, match=r"page_indices\[6\]=1000, a page of request 2, is"):
             call(wrong)
     # Entries that no request owns may hold anything.
     unused = torch.cat([c.paged.page_indices, torch.tensor([-7], dtype=torch.int32)])
