@@ -40,7 +40,7 @@ int64_t Extent::visited(int32_t from, int32_t to) const {
   if (cell == 0) return to - from;
   int64_t sum = 0;
   for (int32_t at = from; at < to;) {
-    const int32_t i = (at - base) / cell, next = std::min(to, base + (i + 1) * cell);
+    const int32_t i = (at - base) / cell, next = std::min(to, end_of_cell(i));
     if (cells >> i & 1) sum += next - at;
     at = next;
   }
@@ -48,10 +48,10 @@ int64_t Extent::visited(int32_t from, int32_t to) const {
 }
 
 int32_t Extent::reach(int32_t from, int64_t keys) const {
-  if (cell == 0) return static_cast<int32_t>(std::min<int64_t>(end, from + keys));
+  if (cell == 0) return static_cast<int32_t>(std::min<int64_t>(end, int64_t{from} + std::min<int64_t>(keys, end)));
   int32_t at = from;
   while (at < end) {
-    const int32_t i = (at - base) / cell, next = std::min(end, base + (i + 1) * cell);
+    const int32_t i = (at - base) / cell, next = std::min(end, end_of_cell(i));
     if (cells >> i & 1) {
       if (keys < next - at) return static_cast<int32_t>(at + keys);
       keys -= next - at;
@@ -141,8 +141,8 @@ Extent MaskExtents::search(int32_t begin, int32_t end, int32_t tile_kv) {
   const Extent found{border(low), border(count - moved), 0, 0, 0};
   low_at_begin_ = low == 0;
   high_at_end_ = moved == 0;
-  if (low > 0) low_from_first_ = found.begin - call_.q_begin;
-  if (moved > 0) high_from_last_ = found.end - (call_.q_end - 1);
+  if (low > 0) low_from_first_ = int64_t{found.begin} - call_.q_begin;
+  if (moved > 0) high_from_last_ = int64_t{found.end} - (int64_t{call_.q_end} - 1);
   return found;
 }
 
@@ -163,7 +163,7 @@ Extent MaskExtents::by_cells(int32_t begin, int32_t end, int32_t tile_kv) {
   for (int32_t i = 0; i < count; ++i) {
     if (states[i] == FAJIT_TILE_EMPTY) continue;
     if (extent.cells == 0) extent.begin = std::max(begin, base + i * cell);
-    extent.end = std::min(end, base + (i + 1) * cell);
+    extent.end = std::min(end, extent.end_of_cell(i));
     extent.cells |= uint64_t{1} << i;
   }
   return extent;

@@ -3,7 +3,9 @@
 
 #include <fajit/abi.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "batch_plan.h"
@@ -18,6 +20,11 @@ struct Extent {
   uint64_t cells = 0;
 
   bool empty() const { return end <= begin; }
+  // At most the largest int32, which the last cell may reach beyond.
+  int32_t end_of_cell(int32_t i) const {
+    return static_cast<int32_t>(
+        std::min<int64_t>(base + (int64_t{i} + 1) * cell, std::numeric_limits<int32_t>::max()));
+  }
   // Visited keys of [from, to), a part of the extent.
   int64_t visited(int32_t from, int32_t to) const;
   // The furthest end such that [from, end) visits at most `keys`.
@@ -53,7 +60,7 @@ class MaskExtents {
   int32_t num_requests_;
   int32_t most_cells_;
   // Where the last search ended, from its first and last query: what a mask of distances repeats.
-  int32_t low_from_first_ = 0, high_from_last_ = 0;
+  int64_t low_from_first_ = 0, high_from_last_ = 0;
   bool low_at_begin_ = true, high_at_end_ = true;
   std::vector<Known> known_;
 };

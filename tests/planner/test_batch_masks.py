@@ -159,3 +159,15 @@ def test_a_request_is_costed_alike_in_any_batch(masks, name):
         alone = make([q_len[b]], Ragged([kv_len[b]]), workers=1, **options)
         parts = {tuple(i[f] for f in fields) for i in batch.items if i["request"] == b}
         assert parts == {tuple(i[f] for f in fields) for i in alone.items}
+
+
+def test_the_longest_request_that_there_can_be(masks):
+    """Cells of a mask reach beyond the largest int32, its keys do not."""
+    most = 2**31 - 1
+    for name in ("sink and window", "window", "causal"):
+        kinds, options, _held = masks[name]
+        planned = make([1], Ragged([most]), heads=(1, 1), workers=8, kinds=kinds, **options)
+        for ranges in planned.results().values():
+            covered = [end for begin, end in ranges if begin <= most - 1 < end]
+            assert covered == [most] and all(0 <= begin < end for begin, end in ranges)
+            assert name == "window" or any(begin == 0 for begin, _ in ranges)
