@@ -262,6 +262,9 @@ struct Work {
         const int count = share ? p.group : 1;
         for (int h = kv_h * p.group; h < (kv_h + 1) * p.group; h += count) add(r, p, b, h, count);
       }
+    // Padding, as plans with limits have it.
+    for (int64_t i = r.between(0, 2); i > 0; --i) items.push_back({-1, 0, 0, 0, 0, 0, 0, -1});
+    if (r.chance(0.3)) merges.push_back({-1, 0, 0, 0, 0, 0, 0, 0});
     for (size_t i = items.size(); i > 1; --i)  // the order of items must not matter
       std::swap(items[i - 1], items[static_cast<size_t>(r.between(0, static_cast<int64_t>(i) - 1))]);
   }
@@ -289,6 +292,32 @@ struct Work {
     }
   }
 };
+
+// A list of work a worker; what one call leaves, a later one for the same list does.
+int run_lists(Random& r, fajit_args a) {
+  std::vector<int32_t> lists = cuts(r, a.num_work, 6);
+  std::vector<int32_t> cursors(lists.size() - 1, 0);
+  a.worker_indptr = lists.data();
+  a.cursors = cursors.data();
+  a.num_workers = static_cast<int32_t>(cursors.size());
+  for (int32_t call = 0; call < 2 * a.num_workers; ++call) {
+    a.worker = call % a.num_workers;
+    if (const int status = fajit_attention(&a)) return status;
+  }
+  return FAJIT_OK;
+}
+
+// The same merges, whose states are listed one by one instead of following one another.
+std::vector<int32_t> listed_sources(std::vector<fajit_merge_work>& merges) {
+  std::vector<int32_t> sources;
+  for (fajit_merge_work& item : merges) {
+    const int32_t first = item.first_partial;
+    item.first_partial = static_cast<int32_t>(sources.size());
+    for (int32_t i = 0; i < item.num_splits; ++i)
+      sources.push_back(first + i * (item.row_end - item.row_begin));
+  }
+  return sources;
+}
 
 void check_row(Params& params, const Problem& p, int b, int h, int64_t row, bool partial,
                const std::vector<float>& q, const Layout& kl, Exact<Item>& k, const Layout& vl,
@@ -490,8 +519,15 @@ void once(Random& r) {
 
   check_refusals(a, !work.items.empty(), !work.merges.empty());
   check_classify(r, p, params, a);
-  if (const int status = fajit_attention(&a)) fail("attention refused", status, a.num_work);
-  if (const int status = fajit_merge(&a)) fail("merge refused", status, a.num_merge_work);
+  const bool by_worker = a.num_work > 0 && r.chance(0.5);
+  const int status = by_worker ? run_lists(r, a) : fajit_attention(&a);
+  if (status != FAJIT_OK) fail("attention refused", status, a.num_work);
+  std::vector<int32_t> sources;
+  if (r.chance(0.5)) {
+    sources = listed_sources(work.merges);
+    a.merge_sources = sources.data();
+  }
+  if (const int refused = fajit_merge(&a)) fail("merge refused", refused, a.num_merge_work);
 
   std::vector<bool> owned(static_cast<size_t>(ol.count), false);
   for (int b = 0; b < p.requests; ++b)
