@@ -38,8 +38,8 @@ void for_each_index(int32_t count, int32_t threads, Worker worker) {
   worker(take);
 }
 
-// Items of the list of `worker`, claimed one by one: other threads may be in the same list. A thread
-// without memory claims nothing, so that its list is left to others.
+// Items of the list of `worker`, claimed one by one: other threads may be in the same list. A
+// thread without memory claims nothing and leaves its list to others.
 template <class Kernel>
 int run_list(const fajit_args* a) {
   if (a->worker_indptr == nullptr || a->worker < 0 || a->worker >= a->num_workers)

@@ -206,6 +206,7 @@ class FewRow {
     }
   }
 
+  // Keys are changed once for all rows: key_mod and value_mod see the item's request.
   FAJIT_INLINE void copy_key(const K* src, Matrix* dst, int32_t b, int32_t kv_h, int32_t kv_idx) {
     if constexpr (Hooks::kKeyMod) {
       convert_row<Matrix, K, Config::kHeadDim, kDim>(src, dst, [&](const float* x, float* y) {

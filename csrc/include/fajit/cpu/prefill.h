@@ -275,6 +275,7 @@ class Prefill {
     }
   }
 
+  // Keys are changed once for all rows: key_mod and value_mod see the item's request.
   FAJIT_INLINE void convert_key(const K* src, Matrix* dst, int32_t b, int32_t kv_h,
                                 int32_t kv_idx) {
     if constexpr (Hooks::kKeyMod) {
