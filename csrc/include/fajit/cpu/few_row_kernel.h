@@ -196,9 +196,10 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
 
 // The same for NG groups of NR rows, bound by arithmetic as much as by memory. A chunk's rows are
 // copied first, side by side: in place, 4 KB apart, they push each other out of the L1 between the
-// groups, and loads from the L2 wait behind the prefetches that keep the memory busy. Each part of the first group prefetches its columns of the next chunk, so that the memory never waits. 8
-// rows take 0.85 to 0.94 of the time that one group after the other did, of bf16 0.8 to 0.89
-// (measured: one thread on AVX2, 1 to 32 KV heads).
+// groups, and loads from the L2 wait behind the prefetches that keep the memory busy. Each part of
+// the first group prefetches its columns of the next chunk, so that the memory never waits. 8 rows
+// take 0.85 to 0.94 of the time that one group after the other did, of bf16 0.8 to 0.89 (measured:
+// one thread on AVX2, 1 to 32 KV heads).
 template <class Matrix, class Value, int Dim, int NR, int NG, class ValueRows>
 FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
   using Step = ValueStep<Matrix, Value>;
