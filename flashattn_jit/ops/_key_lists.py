@@ -142,6 +142,9 @@ def _owner(item: int, ends: Ints) -> int:
 
 def _block_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
     q_block, key_block = (_size(n, x) for n, x in zip("rc", sparsity.block_size, strict=True))
+    if sparsity.bits is None:
+        # Positions of a list are counted by blocks: those past every key would be work all the same.
+        key_block = min(key_block, max(1, max(batch.kv_len, default=1)))
     rows = -(-np.asarray(batch.q_len, np.int64) // q_block)
     indices = _indices("BlockSparse.indices", sparsity.indices, batch.device)
     if indices.dim() != 1:
@@ -276,7 +279,7 @@ def _variable_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
     if len(batch.q_len) != 1:
         raise InputError(
             f"BlockSparse with sizes of single blocks takes one request, the batch has "
-            f"{len(batch.q_len)}; plan them apart, or use one block size"
+            f"{len(batch.q_len)}; use one block size, or plan each request for itself"
         )
     if sparsity.bits is not None:
         raise InputError("BlockSparse.bits need one block size (Br, Bc), these blocks have several")

@@ -217,3 +217,10 @@ def test_lists_are_not_copied() -> None:
     lists = key_lists(fa.TokenSparse(indices), lengths_of(b))
     assert lists.key_blocks.data_ptr() == indices.data_ptr()
     assert np.array_equal(lists.begins.numpy()[:3], [0, 16, 32])
+
+
+def test_blocks_larger_than_all_keys_cost_what_keys_cost() -> None:
+    """A list's positions are counted by blocks, and work is cut by positions."""
+    whole = fa.BlockSparse(torch.tensor([0, 1]), torch.tensor([0]), (16, 2**31 - 1))
+    lists = key_lists(whole, lengths_of(small((4,), (1000,))))
+    assert lists.key_block == 1000
