@@ -13,8 +13,3 @@ def keys_read_request(variant: VariantIR) -> bool:
     """
     graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
     return any(g is not None and g.uses("b") for g in graphs)
-
-
-def reads_kv_slot(variant: VariantIR) -> bool:
-    """Whether any hook reads `fa.kv_slot`: a key that requests share has no slot of their own."""
-    return any(node.op == "kv_slot" for _, graph in variant.hooks for node in graph.nodes)
