@@ -315,6 +315,7 @@ class BatchBase:
             Lengths(
                 lengths.q_len, lengths.kv_len, lengths.num_q_tokens, options.num_q_heads,
                 options.num_kv_heads, options.device,
+                lengths.max_kv_len if options.limits is None else options.limits.max_kv_len,
             ),
         )  # fmt: skip
         return self._composed(BlockBits if lists.params else None), lists, lists.params

@@ -25,7 +25,7 @@ Ints = NDArray[Any]
 
 
 class Lengths(NamedTuple):
-    """What lists must fit. Lengths are one a request."""
+    """What lists must fit. Lengths are one a request; longest: kv_len, of later plans as well."""
 
     q_len: Sequence[int]
     kv_len: Sequence[int]
@@ -33,6 +33,7 @@ class Lengths(NamedTuple):
     num_q_heads: int
     num_kv_heads: int
     device: torch.device
+    longest: int
 
 
 class KeyLists(NamedTuple):
@@ -143,8 +144,8 @@ def _owner(item: int, ends: Ints) -> int:
 def _block_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
     q_block, key_block = (_size(n, x) for n, x in zip("rc", sparsity.block_size, strict=True))
     if sparsity.bits is None:
-        # Positions of a list are counted by blocks: those past every key would be work all the same.
-        key_block = min(key_block, max(1, max(batch.kv_len, default=1)))
+        # Positions of lists are counted by blocks: those past every key would be work as well.
+        key_block = min(key_block, max(1, batch.longest))
     rows = -(-np.asarray(batch.q_len, np.int64) // q_block)
     indices = _indices("BlockSparse.indices", sparsity.indices, batch.device)
     if indices.dim() != 1:

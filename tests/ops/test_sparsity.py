@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def lengths_of(b: Batch) -> Lengths:
-    return Lengths(b.q_len, b.kv_len, sum(b.q_len), *b.heads, CPU)
+    return Lengths(b.q_len, b.kv_len, sum(b.q_len), *b.heads, CPU, max(b.kv_len, default=0))
 
 
 def visits(lists: KeyLists, b: Batch) -> list[torch.Tensor]:
@@ -67,7 +67,8 @@ def test_blocks_of_one_size(lengths, size, per_head: bool, seed: int) -> None:
     b = small(tuple(q for q, _ in lengths), tuple(k for _, k in lengths))
     visited = blocks(b, size, 0.5, per_head, seed=seed)
     lists = key_lists(visited.sparsity, lengths_of(b))
-    assert (lists.q_block, lists.key_block, lists.per_head) == (*size, per_head)
+    key_block = min(size[1], max(1, *b.kv_len, 1))
+    assert (lists.q_block, lists.key_block, lists.per_head) == (size[0], key_block, per_head)
     matches(b, visited, lists)
 
 
