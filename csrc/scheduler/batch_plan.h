@@ -56,7 +56,7 @@ struct Lengths {
   std::vector<int32_t> q_len, kv_len, q_row0, kv_row0, q_offset, q_token0, kv_token0, kv_first;
   std::vector<int32_t> page_indptr;  // paged: one more entry, into the level's page_indices[:end]
   std::vector<int32_t> row_request, row_token;  // with groups; see fajit_args
-  int32_t max_q_len = 0, max_kv_len = 0;
+  int32_t max_q_len = 0, max_kv_len = 0;  // of the requests, groups apart
 };
 
 // Throws std::invalid_argument that names the array and the request. `q_offset` without data: "end",

@@ -334,10 +334,10 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
              ": the positions of its " + number(out.q_len[i]) + " queries do not fit 32 bits");
       }
       out.q_offset[i] = static_cast<int32_t>(offset);
+      out.max_q_len = std::max(out.max_q_len, out.q_len[i]);
+      out.max_kv_len = std::max(out.max_kv_len, out.kv_len[i]);
     }
     if (out.page_size == 0) out.kv_token0[i] = out.kv_row0[i] - out.kv_first[i];
-    out.max_q_len = std::max(out.max_q_len, out.q_len[i]);
-    out.max_kv_len = std::max(out.max_kv_len, out.kv_len[i]);
   }
   static std::atomic<uint64_t> made{0};
   out.id = ++made;
