@@ -98,7 +98,7 @@ Extent MaskExtents::of(int32_t entity, int32_t first, int32_t last, int32_t begi
                           (static_cast<uint32_t>(first) * 0xC2B2AE3Du);
     known = &known_[hash >> 24 & (kKnown - 1)];
     if (known->first == first && known->last == last && known->begin == begin &&
-        known->end == end) {
+        known->end == end && known->tile_kv == tile_kv) {
       return known->extent;
     }
   }
@@ -108,7 +108,7 @@ Extent MaskExtents::of(int32_t entity, int32_t first, int32_t last, int32_t begi
   call_.tile_q = last + 1 - first;
   Extent extent = contiguous_ ? search(begin, end, tile_kv) : by_cells(begin, end, tile_kv);
   if (failed_) return {begin, end, 0, 0, 0};
-  if (known != nullptr) *known = {first, last, begin, end, extent};
+  if (known != nullptr) *known = {first, last, begin, end, tile_kv, extent};
   return extent;
 }
 

@@ -46,7 +46,7 @@ class MaskExtents {
 
  private:
   struct Known {
-    int32_t first = 0, last = -1, begin = 0, end = 0;
+    int32_t first = 0, last = -1, begin = 0, end = 0, tile_kv = 0;  // borders depend on tile_kv
     Extent extent;
   };
 

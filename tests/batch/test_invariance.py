@@ -93,3 +93,31 @@ def test_threads_do_not_matter() -> None:
             assert_same(run(batch)[1], whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kv_len", [2923, 3015, 3130])
+def test_a_window_begins_at_the_same_key_in_any_company(kv_len: int) -> None:
+    """97 rows end in a prefill tile of one row, whose keys are those of a decoding request: each
+    kind walks from a border of its own tiles."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = {"append": 97, "decode": 1}
+    made = fa.BatchAttention(
+        fa.SlidingWindow(300), num_q_heads=1, num_kv_heads=1, head_dim=8, q_dtype=torch.float32,
+        batch_invariant=True,
+    )  # fmt: skip
+    inputs = {
+        name: [torch.randn(n, 1, 8, generator=generator) for n in (q_len, kv_len, kv_len)]
+        for name, q_len in lengths.items()
+    }
+
+    def run_in_order(*names: str) -> dict[str, torch.Tensor]:
+        q_lens = [lengths[name] for name in names]
+        indptr = torch.tensor([0, *itertools.accumulate(q_lens)])
+        made.plan(indptr, fa.Ragged(torch.arange(len(names) + 1) * kv_len))
+        out = made.run(*(torch.cat(x) for x in zip(*(inputs[n] for n in names), strict=True)))
+        return dict(zip(names, out.split(q_lens), strict=True))
+
+    alone = run_in_order("append") | run_in_order("decode")
+    for order in (("append", "decode"), ("decode", "append")):
+        for name, out in run_in_order(*order).items():
+            assert torch.equal(out, alone[name]), f"{name} in {order}"
