@@ -12,9 +12,8 @@ from .. import _C
 from ..codegen.spec import KernelSpec
 from ..codegen.target import CPU_TARGETS, LANES
 from ..jit.module import Request, load_kernel, load_stepping
-from ..planner.costs import coefficients, merge_cost
+from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
-from ..planner.slots import min_chunk
 from ..planner.tiles import ALL_ROWS, choose_rows, fallbacks, few_rows, item_rows
 from ..variants.ir import VariantIR
 from ._handles import Structure
@@ -24,7 +23,6 @@ from .limits import Limits
 PREFILL, FEW_ROW = 0, 1
 KINDS = ("prefill", "few_row")
 
-_CPU_MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
 _SPLIT_KEYS = (4096, 2048)
 """Keys between cuts of batch-invariant plans, by kind: FlashInfer's fixed split, and twice that
 where many rows share a key."""
@@ -183,8 +181,8 @@ class Kernels:
 
     def _cpu_costs(self, spec: KernelSpec, module: _C.Module | None) -> Kernel:
         granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
-        costs = coefficients(spec, self.options.target)
-        native = (module, item_rows(spec, _L2_BYTES), granule, spec.tile_kv, _CPU_MIN_CHUNK, *costs)
+        costs = (least_part(spec), *coefficients(spec, self.options.target))
+        native = (module, item_rows(spec, _L2_BYTES), granule, spec.tile_kv, *costs)
         return Kernel(spec, module, native, 0)
 
     def _device_kernel(self, spec: KernelSpec) -> Kernel:
@@ -196,7 +194,7 @@ class Kernels:
         )
         spec = steps[place]
         costs = coefficients(spec, self.options.target)
-        native = (module, spec.tile_q, spec.tile_q, spec.tile_kv, min_chunk(spec), *costs)
+        native = (module, spec.tile_q, spec.tile_q, spec.tile_kv, least_part(spec), *costs)
         workers = _device.workers(spec, self.options.device, module)
         return Kernel(spec, module, native, workers)
 
