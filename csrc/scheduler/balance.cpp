@@ -253,6 +253,7 @@ class Spreader {
 
   // Parts that depend on their unit alone.
   Spread fixed_parts() const {
+    Spread out;
     std::vector<Part> parts;
     std::vector<double> costs;
     double total = 0, longest = 0;
@@ -272,6 +273,7 @@ class Spreader {
       }
       part.kv_end = unit.extent.end;
       parts.push_back(part);
+      out.is_cut |= parts.size() > first + 1;
       const bool writes_state = unit.shared || parts.size() > first + 1;
       for (size_t i = first; i < parts.size(); ++i) {
         const int64_t keys = unit.extent.visited(parts[i].kv_begin, parts[i].kv_end);
@@ -282,7 +284,6 @@ class Spreader {
         longest = std::max(longest, cost);
       }
     }
-    Spread out;
     Workers workers(num_workers_);
     for (const int32_t at : longest_first(costs, std::min(longest, 2 * total / num_workers_))) {
       Part part = parts[static_cast<size_t>(at)];
@@ -311,38 +312,39 @@ Balance numbered(Spread spread, size_t num_units, int32_t heads, int32_t replica
   out.replicas = replicas;
   out.load_ns = std::move(spread.load_ns);
   const size_t count = spread.parts.size();
-  out.first_part.assign(num_units * static_cast<size_t>(heads) + 1, 0);
+  const size_t jobs = num_units * static_cast<size_t>(heads);
+  out.first_part.assign(jobs + 1, 0);
   const auto job = [&](const Part& part) {
     return static_cast<size_t>(part.unit) * static_cast<size_t>(heads) +
            static_cast<size_t>(part.head);
   };
   for (const Part& part : spread.parts) ++out.first_part[job(part) + 1];
   std::partial_sum(out.first_part.begin(), out.first_part.end(), out.first_part.begin());
-  std::vector<int32_t> next(out.first_part.begin(), out.first_part.end() - 1);
   out.parts.resize(count);
   out.order.resize(count);
+  // A cut unit's parts were assigned in any order in batch-invariant mode: they are sorted by keys,
+  // then found again.
+  std::vector<int32_t> placed(spread.is_cut ? jobs : 0, 0);
   for (size_t i = 0; i < count; ++i) {
-    // A unit's parts were assigned in any order in batch-invariant mode: few enough to insert.
-    size_t at = static_cast<size_t>(next[job(spread.parts[i])]++);
-    out.parts[at] = spread.parts[i];
+    const Part& part = spread.parts[i];
+    const size_t at = job(part);
+    out.order[i] = out.first_part[at] + (spread.is_cut ? placed[at]++ : 0);
+    out.parts[static_cast<size_t>(out.order[i])] = part;
   }
-  for (size_t j = 0; j + 1 < out.first_part.size(); ++j) {
+  if (!spread.is_cut) return out;
+  const auto earlier = [](const Part& a, const Part& b) { return a.kv_begin < b.kv_begin; };
+  for (size_t j = 0; j < jobs; ++j) {
     const auto begin = out.parts.begin() + out.first_part[j];
     const auto end = out.parts.begin() + out.first_part[j + 1];
-    if (end - begin < 2) continue;
-    std::sort(begin, end,
-              [](const Part& a, const Part& b) { return a.kv_begin < b.kv_begin; });
+    if (end - begin > 1) std::sort(begin, end, earlier);
   }
-  const auto position = [&](const Part& part) {
-    const auto begin = out.parts.begin() + out.first_part[job(part)];
-    const auto end = out.parts.begin() + out.first_part[job(part) + 1];
-    if (end - begin == 1) return static_cast<int32_t>(begin - out.parts.begin());
-    return static_cast<int32_t>(
-        std::lower_bound(begin, end, part,
-                         [](const Part& a, const Part& b) { return a.kv_begin < b.kv_begin; }) -
-        out.parts.begin());
-  };
-  for (size_t i = 0; i < count; ++i) out.order[i] = position(spread.parts[i]);
+  for (size_t i = 0; i < count; ++i) {
+    const size_t at = job(spread.parts[i]);
+    const auto begin = out.parts.begin() + out.first_part[at];
+    const auto end = out.parts.begin() + out.first_part[at + 1];
+    out.order[i] = static_cast<int32_t>(
+        std::lower_bound(begin, end, spread.parts[i], earlier) - out.parts.begin());
+  }
   return out;
 }
 
@@ -365,7 +367,7 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
       Spreader(units, ids, kinds, options, heads, num_workers / replicas).spread();
   // Few units fill the workers of all heads better than those of one.
   if (replicas > 1 && spread.critical_ns > kReplicaLoss * spread.mean_ns() &&
-      ids.size() * static_cast<size_t>(all_heads) <= 32 * static_cast<size_t>(num_workers)) {
+      ids.size() * static_cast<size_t>(all_heads) <= 2 * static_cast<size_t>(num_workers)) {
     Spread whole = Spreader(units, ids, kinds, options, all_heads, num_workers).spread();
     if (whole.critical_ns * kReplicaLoss < spread.critical_ns) {
       return numbered(std::move(whole), units.size(), all_heads, 1);

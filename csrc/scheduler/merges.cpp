@@ -64,11 +64,11 @@ PartialRows::PartialRows(const std::vector<Unit>& units, const Balances& balance
                          int32_t num_kv_heads) {
   const bool per_head = !units.empty() && units.front().head >= 0;
   heads_ = per_head ? 1 : static_cast<size_t>(num_kv_heads);
-  first_.assign(units.size() * heads_, -1);
   for (size_t u = 0; u < units.size(); ++u) {
     if (units[u].dropped) continue;
     const Balance& balance = balances.of(units[u]);
     if (!units[u].shared && balance.is_whole(u)) continue;
+    if (first_.empty()) first_.assign(units.size() * heads_, -1);
     for (size_t head = 0; head < heads_; ++head) {
       const int32_t parts =
           balance.parts_of(static_cast<int64_t>(u), static_cast<int32_t>(head));

@@ -22,6 +22,7 @@ class PartialRows {
 
   int64_t count() const { return count_; }
   int32_t first(size_t unit, int32_t head) const {
+    if (first_.empty()) return -1;  // no unit writes a state
     return first_[unit * heads_ + (heads_ > 1 ? static_cast<size_t>(head) : 0)];
   }
 
