@@ -31,7 +31,7 @@ PLAIN = VariantIR(())
 
 # nvcc gives a target the PTX of another one, but for its name. Not where fewer blocks of a kernel
 # share a multiprocessor (sm_86, sm_89), which leaves each more registers; and nvcc 13.0 compiles
-# sm_100 and sm_120 with another NVVM than earlier targets, and not alike: their PTX is of their own.
+# sm_100 and sm_120 with another NVVM than earlier ones, and not alike: their PTX is of their own.
 SAME_PTX = {"sm_89": "sm_86", "sm_90": "sm_80"}
 
 FEATURE_SETS: tuple[tuple[str, ...], ...] = (
