@@ -353,7 +353,6 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _with_limits(options: Options, limits: Limits) -> Options:
-
     return replace(options, limits=limits)
 
 
