@@ -27,6 +27,9 @@ Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes]
 def cpu_isa() -> str:
     """The highest this CPU and its system run: "avx512_bf16", "avx512", "avx2" or "generic"."""
 
+def begin_run_epoch() -> int:
+    """Begins a new epoch and returns its number: what runs from now on has at least this one."""
+
 def cache_sizes() -> tuple[int, int, int]:
     """Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown."""
 
@@ -98,6 +101,10 @@ class Module:
     @property
     def is_cuda(self) -> bool:
         """Whether it holds CUDA kernels. Opening it needs no driver; `load` and launches do."""
+
+    @property
+    def last_run(self) -> int:
+        """The epoch (`begin_run_epoch`) in which it last ran, or was launched as data; 0 before."""
 
     def load(self, device: int) -> None:
         """Loads its kernels on a CUDA device, once. Raises `LaunchError`."""

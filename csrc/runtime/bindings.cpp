@@ -87,6 +87,7 @@ void bind_module(py::module_& m) {
       .def_property_readonly("path", &Module::path)
       .def_property_readonly("description", &Module::description)
       .def_property_readonly("is_cuda", &Module::is_cuda)
+      .def_property_readonly("last_run", &Module::last_run)
       .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def("classify", &classify, py::arg("problem"), py::arg("request"), py::arg("head_begin"),
            py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"), py::arg("tile_q"),
@@ -160,6 +161,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("WORK_BYTES") = sizeof(fajit_work);
   m.attr("MERGE_WORK_BYTES") = sizeof(fajit_merge_work);
   m.def("cpu_isa", &rt::cpu_isa);
+  m.def("begin_run_epoch", &rt::begin_run_epoch);
   m.def("cache_sizes", [] {
     const auto sizes = rt::cache_sizes();
     return py::make_tuple(sizes[0], sizes[1], sizes[2]);

@@ -95,4 +95,6 @@ void check_status(int status, const char* entry, const std::string& path) {
   }
 }
 
+int64_t begin_run_epoch() { return run_epoch.fetch_add(1, std::memory_order_relaxed) + 1; }
+
 }  // namespace fajit::runtime

@@ -3,11 +3,17 @@
 
 #include <fajit/abi.h>
 
+#include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <set>
 #include <string>
 
 namespace fajit::runtime {
+
+// Spans of time by which modules remember when they last ran, from 1 on.
+int64_t begin_run_epoch();  // begins a new one; returns its number
+inline std::atomic<int64_t> run_epoch{1};
 
 // Loads `path` with RTLD_NOW | RTLD_LOCAL and resolves the entry points of abi.h. Never closed: an
 // artifact may have worker threads of its OpenMP runtime inside it, and code of a live call.
@@ -21,9 +27,18 @@ class Module {
   const std::string& path() const { return path_; }
   const std::string& description() const { return description_; }
 
-  int attention(const fajit_args& args) const { return attention_(&args); }
-  int merge(const fajit_args& args) const { return merge_(&args); }
+  int attention(const fajit_args& args) const {
+    note_run();
+    return attention_(&args);
+  }
+  int merge(const fajit_args& args) const {
+    note_run();
+    return merge_(&args);
+  }
   int classify(const fajit_classify_args& args) const { return classify_(&args); }
+
+  // The epoch in which it last ran or was launched, as data too; 0 before it first did.
+  int64_t last_run() const { return last_run_.load(std::memory_order_relaxed); }
 
   // Whether this is a CUDA artifact. What follows is for those only. Such an artifact is opened on
   // a machine without a driver as well: only `load` and the launches need one.
@@ -32,12 +47,19 @@ class Module {
   // nothing, so this comes before.
   void load(int device) const;
   int plan_launch(const fajit_args& args, int kernel, fajit_launch& launch) const {
+    note_run();
     return plan_launch_(&args, kernel, &launch);
   }
   // Why this thread's last call failed.
   std::string cuda_error() const;
 
  private:
+  // A write a span, not a call: threads of one call share the line.
+  void note_run() const {
+    const int64_t now = run_epoch.load(std::memory_order_relaxed);
+    if (last_run() != now) last_run_.store(now, std::memory_order_relaxed);
+  }
+
   std::string path_;
   std::string description_;
   decltype(&fajit_attention) attention_;
@@ -46,6 +68,7 @@ class Module {
   decltype(&fajit_load) load_ = nullptr;
   decltype(&fajit_plan_launch) plan_launch_ = nullptr;
   decltype(&fajit_cuda_error) cuda_error_ = nullptr;
+  mutable std::atomic<int64_t> last_run_{0};
   mutable std::mutex mutex_;
   mutable std::set<int> devices_;  // where the kernels are loaded
 };
