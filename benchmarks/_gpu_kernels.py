@@ -13,9 +13,9 @@ import torch
 import flashattn_jit as fa
 from benchmarks import _gpu_mods as mods
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit.module import Request, load_stepping
-from flashattn_jit.ops._launch import render_spec
-from flashattn_jit.planner import Problem, choose, fallbacks
+from flashattn_jit.jit.module import load_stepping
+from flashattn_jit.planner import Problem, choose
+from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 
@@ -60,11 +60,7 @@ def spec_of(want: Want, target: str) -> KernelSpec:
 def compile_one(want: Want, target: str) -> str:
     """Compile one kernel into the cache; what went wrong, or an empty text."""
     try:
-        spec = spec_of(want, target)
-        specs = (spec, *fallbacks(spec))
-        load_stepping(
-            [Request(s.document(), s.template, s.target, lambda s=s: render_spec(s)) for s in specs]
-        )
+        load_stepping(requests_of(spec_of(want, target)))
     except Exception as error:  # the row that needs it says so again
         return f"{want}: {type(error).__name__}: {error}"
     return ""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flashattn_jit import _C, env
+from flashattn_jit.codegen.requests import Request
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.errors import AbiError, CompileError, MissingKernelError
 from flashattn_jit.jit import cuda_toolkit, toolchain
@@ -66,16 +67,6 @@ class BuildFunction(Protocol):
     def __call__(
         self, source: str, key: str, target: str, compiler: Compiler | None, staging: Path
     ) -> toolchain.BuildReport: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One kernel that is wanted: see `KernelCache.load`."""
-
-    spec: str
-    template: str
-    target: str
-    render: Callable[[], str]
 
 
 class KernelCache:

@@ -11,13 +11,14 @@ import torch
 from .. import _C
 from ..codegen.spec import KernelSpec
 from ..codegen.target import CPU_TARGETS, LANES
-from ..jit.module import Request, load_kernel, load_stepping
+from ..jit.module import load_stepping
 from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
-from ..planner.tiles import ALL_ROWS, choose_rows, fallbacks, few_rows, item_rows
+from ..planner.requests import requests_of
+from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows
 from ..variants.ir import VariantIR
 from ._handles import Structure
-from ._launch import DTYPE_NAMES, render_spec
+from ._launch import DTYPE_NAMES
 from .limits import Limits
 
 PREFILL, FEW_ROW = 0, 1
@@ -174,10 +175,7 @@ class Kernels:
         return kernel
 
     def _cpu_kernel(self, spec: KernelSpec) -> Kernel:
-        return self._cpu_costs(
-            spec,
-            load_kernel(spec.document(), spec.template, spec.target, lambda: render_spec(spec)),
-        )
+        return self._cpu_costs(spec, load_stepping(requests_of(spec))[1])
 
     def _cpu_costs(self, spec: KernelSpec, module: _C.Module | None) -> Kernel:
         granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
@@ -188,11 +186,7 @@ class Kernels:
     def _device_kernel(self, spec: KernelSpec) -> Kernel:
         from . import _device  # a process without a device need not have it
 
-        steps = (spec, *fallbacks(spec))
-        place, module = load_stepping(
-            [Request(s.document(), s.template, s.target, _device.Render(s)) for s in steps]
-        )
-        spec = steps[place]
+        spec, module = _device.load_spec(spec)
         costs = coefficients(spec, self.options.target)
         native = (module, spec.tile_q, spec.tile_q, spec.tile_kv, least_part(spec), *costs)
         workers = _device.workers(spec, self.options.device, module)

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C, env
+from ..codegen.requests import request_of
 from ..codegen.spec import KernelSpec
 from ..codegen.target import is_emulated
 from ..errors import InputError, LaunchError
 from ..jit import toolchain
-from ..jit.module import Request, kernel_ptx, load_stepping
+from ..jit.module import kernel_ptx, load_stepping
 from ..planner import choose, fallbacks, min_chunk, slots
 from ..planner.devices import Device, device_hardware
 from . import _driver
@@ -37,7 +38,6 @@ from ._launch import (
     heads_share_tiles,
     native_problem,
     planner_problem,
-    render_spec,
 )
 
 EMULATED_SLOTS = 8
@@ -128,10 +128,7 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
             f"tensors or {_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
         )
     spec = choose(known.ir, planner_problem(g), g.target, features_of(g), known.name)
-    specs = (spec, *fallbacks(spec))
-    requests = [Request(s.document(), s.template, s.target, Render(s)) for s in specs]
-    place, module = load_stepping(requests)
-    spec = specs[place]
+    spec, module = load_spec(spec)
     native = native_problem(g, known)
     classify = known.costed_by_mask and g.block_mask is None
     schedule = _C.schedule(
@@ -167,14 +164,11 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Render:
-    """Makes a spec's source, on a cache miss."""
-
-    spec: KernelSpec
-
-    def __call__(self) -> str:
-        return render_spec(self.spec)
+def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
+    """A spec's module; the spec is that of a smaller tile where its kernel would spill."""
+    steps = (spec, *fallbacks(spec))
+    place, module = load_stepping([request_of(s) for s in steps])
+    return steps[place], module
 
 
 def make_plan(

@@ -17,8 +17,9 @@ import torch
 from .. import _C
 from ..codegen.spec import KernelSpec
 from ..codegen.target import LANES
-from ..jit.module import load_kernel
+from ..jit.module import load_stepping
 from ..planner.problem import Problem
+from ..planner.requests import requests_of
 from ..planner.tiles import choose, item_rows
 from ._handles import Structure
 
@@ -108,7 +109,7 @@ def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int])
 def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
     features = ("block_mask",) if g.block_mask is not None else ()
     spec = choose(known.ir, planner_problem(g), g.target, features, known.name)
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render_spec(spec))
+    _, module = load_stepping(requests_of(spec))
     native = native_problem(g, known)
     # A block mask's full blocks are visited whatever the mask says of them.
     classify = known.costed_by_mask and g.block_mask is None
@@ -183,13 +184,6 @@ def native_problem(g: Geometry, known: Structure) -> _C.Problem:
 def heads_share_tiles(g: Geometry) -> bool:
     """Whether the query heads of one key head share a tile: unless the blocks they visit differ."""
     return g.block_mask is None or g.block_mask[1][1] == 0
-
-
-def render_spec(spec: KernelSpec) -> str:
-    """The source of a kernel. For a cache miss."""
-    from ..codegen.render import render  # imports Jinja: only on a miss
-
-    return render(spec)
 
 
 def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ from threading import Lock
 import torch
 
 from .. import _C
-from ..codegen.utility import UtilitySpec, render_utility
-from ..jit.module import load_kernel
+from ..codegen.utility import UtilitySpec
+from ..jit.module import load_stepping
+from ..planner.requests import requests_of
 from ._device import DevicePlan, make_plan, refuse_capture
 
 _KEPT_PLANS = 64
@@ -52,8 +53,7 @@ def plan_utility(
         return plan
     refuse_capture(device)
     work = make()
-    spec = work.spec
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render_utility(spec))
+    _, module = load_stepping(requests_of(work.spec))
     call = _C.Call(module, work.problem, _bytes_of(work.items), flags=work.flags)
     plan = make_plan(call, module, target, device)
     with _lock:

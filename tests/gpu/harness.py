@@ -13,11 +13,11 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.target import cuda_target
-from flashattn_jit.jit.module import Request, load_stepping
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _dense, _handles
-from flashattn_jit.ops._launch import render_spec
 from flashattn_jit.ops._scalars import pack_scalars
 from flashattn_jit.planner import Problem, choose, fallbacks
+from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Bound, as_variant
@@ -74,11 +74,7 @@ def compile_wanted(want: Want, target: str) -> str:
     )  # fmt: skip
     bound, title = _bound(case, shape)
     spec = choose(bound.ir, problem, target, want.features or features_for(shape), title)
-    specs = (spec, *fallbacks(spec))
-    requests = [
-        Request(s.document(), s.template, s.target, lambda s=s: render_spec(s)) for s in specs
-    ]
-    taken = specs[load_stepping(requests)[0]]
+    taken = (spec, *fallbacks(spec))[load_stepping(requests_of(spec))[0]]
     return f"{taken.tile_kind} {taken.tile_q} x {taken.tile_kv}"
 
 

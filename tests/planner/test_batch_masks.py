@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
-from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _handles
 from flashattn_jit.ops._dense import bind_tensors
-from flashattn_jit.ops._launch import render_spec
 from flashattn_jit.planner.problem import Problem
+from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.planner.tiles import choose
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims
@@ -51,7 +51,7 @@ def classified(name: str) -> tuple[tuple, dict[str, object], object]:
     known = _handles.structure(_handles.remember(bound.handle, bound.ir, name))
     problem = Problem((1,), (1,), 1, 1, 32, 32, "float32", "float32", "float32")
     spec = choose(known.ir, problem, "cpu:generic", (), name)
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render_spec(spec))
+    _, module = load_stepping(requests_of(spec))
     addresses, layouts, held = bind_tensors(known, bound.tensors)
     options = {
         "classify": True, "mask_is_contiguous": known.mask_is_contiguous,
