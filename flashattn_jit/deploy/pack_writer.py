@@ -1,0 +1,127 @@
+"""Writes packs: each file of an entry is read once, compared with its digest, put in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from ..errors import PackError
+from ..jit import zip_frame
+from ..jit.pack_index import (
+    INDEX,
+    MAX_INDEX_BYTES,
+    FileDigest,
+    Listed,
+    complaint,
+    index_text,
+    member_name,
+)
+from ..jit.store import META
+from ..jit.zip_frame import Member
+
+
+class Source(NamedTuple):
+    """An entry to be packed: its folder, and the digests that its meta.json states."""
+
+    key: str
+    compiler_id: str
+    folder: Path
+    meta: Mapping[str, Any]
+
+
+def write_pack(path: str | os.PathLike[str], sources: Sequence[Source]) -> int:
+    """Writes a pack of some entries, whole or not at all; returns its size in bytes.
+
+    Equal entries make equal bytes, in whatever order they come. Each file is read once and compared
+    with the digest that its entry states. Raises PackError for one that differs or that a pack
+    cannot hold, OSError where it cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    chosen = {(s.compiler_id, s.key): s for s in sources}
+    ordered = [chosen[name] for name in sorted(chosen)]
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            size = _write(file, ordered)
+            file.flush()
+            os.fchmod(file.fileno(), 0o644 & ~_umask())
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(name).unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return size
+
+
+def _write(file: BinaryIO, sources: Sequence[Source]) -> int:
+    # Digests have a fixed width, so the index's length is known before they are.
+    blank = [Listed(s.compiler_id, s.key, _blank_digests(s)) for s in sources]
+    for source, listed in zip(sources, blank, strict=True):
+        if reason := complaint(listed):
+            raise PackError(f"{source.folder} cannot be packed: {reason}")
+    index_bytes = len(index_text(blank))
+    if index_bytes > MAX_INDEX_BYTES:
+        raise PackError(
+            f"{len(sources)} entries are too many for one pack; choose fewer, such as by target"
+        )
+    file.seek(zip_frame.local_bytes(Member(INDEX, 0, 0)) + index_bytes)
+    members: list[Member] = []
+    entries: list[Listed] = []
+    for source, listed in zip(sources, blank, strict=True):
+        digests: dict[str, FileDigest] = {}
+        for name, (size, *_) in listed.files.items():
+            content = source.folder.joinpath(name).read_bytes()
+            digest = FileDigest(size, hashlib.sha256(content).hexdigest(), zlib.crc32(content))
+            stated = source.meta["files"].get(name, {}).get("sha256", digest.sha256)
+            if len(content) != size or digest.sha256 != stated:
+                raise PackError(
+                    f"{source.folder / name} is not what its {META} says; run: flashattn-jit cache "
+                    "verify"
+                )
+            digests[name] = digest
+            path = member_name(source.compiler_id, source.key, name)
+            members.append(Member(path, size, digest.crc32))
+            file.write(zip_frame.local_header(members[-1]))
+            file.write(content)
+        entries.append(listed._replace(files=digests))
+    index = index_text(entries)
+    assert len(index) == index_bytes
+    members.insert(0, Member(INDEX, index_bytes, zlib.crc32(index)))
+    file.write(zip_frame.directory(members))
+    end = file.tell()
+    file.seek(0)
+    file.write(zip_frame.local_header(members[0]) + index)
+    return end
+
+
+def _blank_digests(source: Source) -> dict[str, FileDigest]:
+    """The sizes of an entry's files, by name; what its meta.json does not list is left."""
+    found: dict[str, FileDigest] = {}
+    for name in sorted({META, *source.meta["files"]}):
+        status = source.folder.joinpath(name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise PackError(f"{source.folder / name} is no plain file")
+        found[name] = FileDigest(status.st_size, "0" * 64, 0)
+    return found
+
+
+def _umask() -> int:
+    # There is no way to ask without setting it, which other threads would see.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
