@@ -3,6 +3,14 @@
 | variable                  | meaning                                           | default        |
 | ------------------------- | ------------------------------------------------- | -------------- |
 | FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
+| FLASHATTN_JIT_CACHE_MAX_BYTES | the folder's size, such as `500M` or `2G`: when a | no limit   |
+|                           | kernel is added the least recently used ones go   |                |
+| FLASHATTN_JIT_CACHE_PATH  | further folders and pack files, searched in order | none           |
+|                           | and never written; `:` stands between them        |                |
+| FLASHATTN_JIT_CACHE_REMOTE | URL of a folder that fsspec reads, searched      | none           |
+|                           | before a kernel is compiled                       |                |
+| FLASHATTN_JIT_CACHE_REMOTE_TIMEOUT_S | seconds that one look-up there may     | 20             |
+|                           | take, the transfer included                       |                |
 | FLASHATTN_JIT_CHECK_PAGES | `1` checks that page indices are in range before  | 1 for indices  |
 |                           | each launch, which reads them from a device; `0`  | on the CPU, 0  |
 |                           | does not                                          | for others     |
@@ -16,6 +24,8 @@
 | FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | jit/locks.py's |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
 | FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
+| FLASHATTN_JIT_RECORD      | file that gets the manifest of what ran, when the | none           |
+|                           | process ends                                      |                |
 
 Each is read when it is needed, so a change takes effect without a restart.
 """
@@ -24,6 +34,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -34,14 +45,69 @@ EmulatorCopies = Literal["late", "early"]
 
 _PREFIX = "FLASHATTN_JIT_"
 
+VARIABLES = tuple(
+    _PREFIX + name
+    for name in (
+        "BUILD_JOBS CACHE_DIR CACHE_MAX_BYTES CACHE_PATH CACHE_REMOTE CACHE_REMOTE_TIMEOUT_S "
+        "CHECK_PAGES COMPILE CUDA_HOME CXX EMULATOR_COPIES LOCK_DIR LOCK_WAIT_S LOG RECORD"
+    ).split()
+)
+"""The variables that have a meaning; setup.py reads BUILD_JOBS."""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels. It need not exist yet."""
+    """The folder of compiled kernels. It need not exist yet.
+
+    Where neither a variable nor the system names a home, a path that cannot be made.
+    Raises EnvironmentVariableError for `~` where there is no home.
+    """
     if value := _read("CACHE_DIR"):
-        return Path(value).expanduser().absolute()
+        return _path("CACHE_DIR", value)
     import platformdirs
 
-    return Path(platformdirs.user_cache_dir("flashattn_jit", appauthor=False))
+    folder = Path(platformdirs.user_cache_dir("flashattn_jit", appauthor=False))
+    return folder if folder.is_absolute() else Path(os.devnull) / "flashattn_jit"
+
+
+def cache_max_bytes() -> int | None:
+    """The size that the cache may have, None for any. Raises EnvironmentVariableError."""
+    value = _read("CACHE_MAX_BYTES")
+    if not value:
+        return None
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise EnvironmentVariableError(f"{_PREFIX}CACHE_MAX_BYTES={value!r} {error}") from None
+
+
+def parse_bytes(text: str) -> int:
+    """``"500M"`` as a number of bytes; K, M, G and T are powers of 1024. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError("must be a number of bytes, or one with K, M, G or T behind it")
+    return int(found[1]) * _UNITS[found[2].upper()]
+
+
+def cache_path() -> tuple[Path, ...]:
+    """Folders and pack files that are searched after the user's folder, in order.
+
+    Raises EnvironmentVariableError for `~` where there is no home.
+    """
+    parts = _read("CACHE_PATH").split(os.pathsep)
+    return tuple(_path("CACHE_PATH", part) for part in parts if part)
+
+
+def cache_remote() -> str | None:
+    """The URL of the remote layer, None where there is none."""
+    return _read("CACHE_REMOTE").rstrip("/") or None
+
+
+def cache_remote_timeout_s() -> float:
+    """Seconds that a look-up in the remote layer may take. Raises EnvironmentVariableError."""
+    return _seconds("CACHE_REMOTE_TIMEOUT_S", "20")
 
 
 def check_pages() -> bool | None:
@@ -102,16 +168,16 @@ def lock_dir() -> Path | None:
 
 def lock_wait_s() -> float:
     """Seconds to wait for another process' build. Raises EnvironmentVariableError."""
-    value = _read("LOCK_WAIT_S") or "300"
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise EnvironmentVariableError(
-            f"{_PREFIX}LOCK_WAIT_S={value!r} must be a number of seconds, 0 or more"
-        )
-    return seconds
+    return _seconds("LOCK_WAIT_S", "300")
+
+
+def record() -> Path | None:
+    """The file that gets this process' manifest, None where none is wanted.
+
+    Raises EnvironmentVariableError for `~` where there is no home.
+    """
+    value = _read("RECORD")
+    return _path("RECORD", value) if value else None
 
 
 def apply_log_level() -> None:
@@ -124,6 +190,28 @@ def apply_log_level() -> None:
     except ValueError:
         raise EnvironmentVariableError(
             f"{_PREFIX}LOG={value!r} must be a level: debug, info, warning, error"
+        ) from None
+
+
+def _seconds(name: str, default: str) -> float:
+    value = _read(name) or default
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise EnvironmentVariableError(
+            f"{_PREFIX}{name}={value!r} must be a number of seconds, 0 or more"
+        )
+    return seconds
+
+
+def _path(name: str, value: str) -> Path:
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError:
+        raise EnvironmentVariableError(
+            f"{_PREFIX}{name}={value!r} begins with ~, and this user has no home: write it out"
         ) from None
 
 

@@ -6,6 +6,12 @@ refused or stopped, and nothing useful is in the outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashattn_jit.jit.misses import Nearest, Searched
+
 
 class FlashAttnJitError(Exception):
     """Base of every error of this package."""
@@ -13,6 +19,10 @@ class FlashAttnJitError(Exception):
 
 class InputError(FlashAttnJitError, ValueError):
     """An argument has a wrong shape, dtype, device, stride or value."""
+
+
+class ManifestError(InputError):
+    """A manifest or a spec document is ill-formed. Names the field and, in a file, the line."""
 
 
 class ParamError(FlashAttnJitError, TypeError):
@@ -54,12 +64,52 @@ class CompileError(FlashAttnJitError, RuntimeError):
         self.source_path = source_path
 
 
+class WarmError(CompileError):
+    """Some kernels of `warm` failed, the others are there. `report` is the `WarmReport`."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class CacheError(FlashAttnJitError, RuntimeError):
     """The kernel cache cannot be used: wrong owner or mode, or an entry that stays corrupt."""
 
 
+class UnsafeCacheError(CacheError):
+    """A cache folder that others may put code into: wrong owner or mode, or a link in its path."""
+
+
 class MissingKernelError(CacheError):
-    """The cache lacks a kernel and FLASHATTN_JIT_COMPILE=never forbids to compile it."""
+    """The cache lacks a kernel and FLASHATTN_JIT_COMPILE=never forbids to compile it.
+
+    `spec` is the kernel spec's canonical JSON, `key` and `target` name what was looked for,
+    `layers` says of each layer why it did not serve, `nearest` which entry comes closest and how it
+    differs (None where the layers are empty), `command` is the shell command that builds it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        spec: str = "",
+        key: str = "",
+        target: str = "",
+        layers: Sequence[Searched] = (),
+        nearest: Nearest | None = None,
+        command: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.spec = spec
+        self.key = key
+        self.target = target
+        self.layers = tuple(layers)
+        self.nearest = nearest
+        self.command = command
+
+
+class PackError(CacheError):
+    """A pack of kernels is damaged, unsafe, or of a kind that this version cannot read."""
 
 
 class EnvironmentVariableError(FlashAttnJitError, ValueError):

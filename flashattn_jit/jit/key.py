@@ -56,7 +56,12 @@ def kernel_key(spec: str, template: str, target: str, flags: Sequence[str]) -> K
         ("sources", sources_digest(template)),
         ("spec", spec),
     )
-    return KernelKey(_digest((name, text.encode()) for name, text in document), document)
+    return KernelKey(document_digest(document), document)
+
+
+def document_digest(document: Iterable[Sequence[str]]) -> str:
+    """The key of a document. Raises ValueError for text that cannot be encoded."""
+    return _digest((name, text.encode()) for name, text in document)
 
 
 @cache

@@ -32,7 +32,7 @@ _WARN_AFTER_S = 5.0
 def build_lock(key: str, wait_s: float) -> Iterator[float]:
     """Holds the machine's lock on building `key`, or nothing where it cannot be had in time.
 
-    Yields the seconds waited. Never raises on behalf of the lock.
+    Yields the seconds waited, 0 where it was free. Never raises on behalf of the lock.
     """
     descriptor = _open(key)
     if descriptor is None:
@@ -48,8 +48,8 @@ def build_lock(key: str, wait_s: float) -> Iterator[float]:
 def _acquire(descriptor: int, key: str, wait_s: float) -> float:
     start = time.monotonic()
     poll, warned = _FIRST_POLL_S, False
+    waited = 0.0
     while True:
-        waited = time.monotonic() - start
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -73,33 +73,35 @@ def _acquire(descriptor: int, key: str, wait_s: float) -> float:
                 "waiting for kernel %s, which %s builds", key[:16], _read_holder(descriptor)
             )
         time.sleep(min(poll, max(0.0, wait_s - waited)))
+        waited = time.monotonic() - start
         poll = min(2 * poll, _LONGEST_POLL_S)
 
 
 def _open(key: str) -> int | None:
     try:
-        folder = _folder()
-        if folder is None:
+        chosen = folder()
+        if chosen is None:
             return None
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(folder / f"{key[:32]}.lock", flags, 0o600)
+        return os.open(chosen / f"{key[:32]}.lock", flags, 0o600)
     except OSError as error:
         log.debug("no lock on kernel %s (%s): building without", key[:16], error)
         return None
 
 
-def _folder() -> Path | None:
-    """The first node-local folder that is ours alone, made where it is missing."""
+def folder(make: bool = True) -> Path | None:
+    """The first node-local folder that is ours alone; made where it is missing, if it may be."""
     name = f"flashattn_jit-{os.geteuid()}"
     chosen = env.lock_dir()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     parents = [runtime] if runtime else []
     candidates = [Path(parent) / name for parent in (*parents, "/dev/shm", tempfile.gettempdir())]
-    for folder in [chosen] if chosen else candidates:
+    for path in [chosen] if chosen else candidates:
         try:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            status = os.lstat(folder)
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    path.mkdir(mode=0o700)
+            status = os.lstat(path)
         except OSError:
             continue
         # Another user may have made the name first in a shared folder: then it is not ours to use.
@@ -107,7 +109,7 @@ def _folder() -> Path | None:
             stat.S_IWGRP | stat.S_IWOTH
         )
         if stat.S_ISDIR(status.st_mode) and is_ours:
-            return folder
+            return path
     log.debug("no folder for build locks: building without")
     return None
 

@@ -10,101 +10,140 @@
                          uses and may use
         meta.json        key document, compiler, digests; CUDA: the least driver
     <root>/v1/.compilers/<fingerprint>.json    identities of compilers seen
-    <root>/v1/.staging/  .quarantine/  .failed/   builds under way, corrupt entries, failed builds
+    <root>/v1/.staging/  .quarantine/  .failed/  .evicted/
+                         builds under way, corrupt entries, failed builds, entries being removed
 
 An entry whose kernel keeps registers in memory on its tile has no artifact: its meta.json names the
 kernel with a smaller tile that takes its place.
 
-Loading code is trusting it, so the root must belong to this user and be writable by nobody else.
-Looking up an entry writes nothing.
+Loading code is trusting it, so the root must belong to this user and be writable by nobody else
+(`trust.py`). Looking up an entry writes nothing. A key is computed anew from the document in
+meta.json, so an entry cannot pass for another kernel's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit.errors import CacheError
 from flashattn_jit.jit.compiler import CompilerIdentity
+from flashattn_jit.jit.entry import (
+    ARTIFACT,
+    META,
+    MOST_META_BYTES,
+    STEPPED_DOWN,
+    CorruptEntryError,
+    Entry,
+    check_content,
+    check_meta,
+    is_compiler_id,
+    is_key,
+    parse_meta,
+    read_entry,
+    read_file,
+    sha256,
+)
+from flashattn_jit.jit.trust import is_safe_root
+
+__all__ = ["ARTIFACT", "META", "STEPPED_DOWN", "CorruptEntryError", "Entry", "Store"]
 
 log = logging.getLogger(__name__)
 
-ARTIFACT = "artifact.so"
-META = "meta.json"
-STEPPED_DOWN = "stepped_down"
-_LAYOUT = "v1"
-
-
-class CorruptEntryError(CacheError):
-    """An entry's files do not match its meta.json."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"cache entry {path} is corrupt: {reason}")
-        self.path = path
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A verified entry: its folder and the content of its meta.json."""
-
-    path: Path
-    meta: Mapping[str, Any]
-
-    @property
-    def artifact(self) -> Path:
-        """The shared object; there is none where `stepped_down_to` is set."""
-        return self.path / ARTIFACT
-
-    @property
-    def stepped_down_to(self) -> str | None:
-        """The key of the kernel with a smaller tile that takes this one's place."""
-        step = self.meta.get(STEPPED_DOWN)
-        return str(step["key"]) if step else None
+LAYOUT = "v1"
+# A folder renamed by another machine on a network file system is seen after a while only.
+_REREAD_AFTER_S = (0.0, 0.02, 0.1, 0.4)
 
 
 class Store:
-    """A folder of kernels. Making one touches nothing on disk."""
+    """A folder of kernels. Making one touches nothing on disk.
 
-    def __init__(self, root: Path) -> None:
+    A `read_only` store may be root's as well as this user's, and is never written.
+    """
+
+    def __init__(self, root: Path, read_only: bool = False) -> None:
         self.root = root
-        self._base = root / _LAYOUT
+        self.read_only = read_only
+        self.base = root / LAYOUT
 
     def find(self, key: str, compiler_id: str | None) -> Entry | None:
         """The entry of `key`, None where there is none.
 
         With `compiler_id` None any compiler's entry will do: the newest that is sound.
-        Raises CorruptEntryError, and CacheError where the root is not safe to load code from.
+        Raises CorruptEntryError, UnsafeCacheError, and OSError where it cannot be read.
         """
-        if not self._is_safe():
-            return None
-        if compiler_id is not None:
-            return self._read(self._base / compiler_id / key[:2] / key, key)
+        found, wrong = self.look_up(key, compiler_id)
+        if compiler_id is not None and wrong:
+            raise wrong[0]
+        return found[0] if found else None
+
+    def look_up(
+        self, key: str, compiler_id: str | None
+    ) -> tuple[list[Entry], list[CorruptEntryError]]:
+        """The sound entries of `key`, newest first, and what is wrong with the others.
+
+        Raises UnsafeCacheError, and OSError where the folder or an entry cannot be read.
+        """
         found: list[Entry] = []
-        for path in self._base.glob(f"[!.]*/{key[:2]}/{key}"):
-            with contextlib.suppress(CorruptEntryError):
-                if entry := self._read(path, key):
-                    found.append(entry)
-        return max(found, key=lambda entry: str(entry.meta.get("created", "")), default=None)
+        wrong: list[CorruptEntryError] = []
+        if not is_safe_root(self.root, read_only=self.read_only):
+            return found, wrong
+        for compiler in [compiler_id] if compiler_id is not None else self.compilers_of(key):
+            try:
+                path = self._path(key, compiler)
+                found.append(read_entry(path, key, read_only=self.read_only))
+            except FileNotFoundError:
+                continue
+            except CorruptEntryError as error:
+                wrong.append(error)
+        return sorted(found, key=lambda entry: entry.created, reverse=True), wrong
+
+    def compilers_of(self, key: str) -> list[str]:
+        """The ids of the compilers that made an entry of `key`."""
+        return [path.parent.parent.name for path in self.base.glob(f"[!.]*/{key[:2]}/{key}")]
+
+    def entries(self) -> Iterator[Entry]:
+        """Every entry of every compiler, in the order of their paths; artifacts are not verified.
+
+        One whose meta.json cannot be read has an empty `meta`; `verify` says why.
+        Raises UnsafeCacheError.
+        """
+        if not is_safe_root(self.root, read_only=self.read_only):
+            return
+        for path in sorted(self.base.glob("[!.]*/??/*")):
+            if not is_key(path.name) or path.parent.name != path.name[:2]:
+                continue
+            try:
+                text = read_file(path / META, MOST_META_BYTES, read_only=self.read_only)
+                meta = parse_meta(text, path.name, path.parent.parent.name)
+            except (OSError, ValueError):
+                meta = {}
+            yield Entry(path, meta)
+
+    def verify(self, path: Path) -> Entry:
+        """The entry at `path`, all its files verified.
+
+        Raises CorruptEntryError, UnsafeCacheError, FileNotFoundError where there is none, OSError.
+        """
+        is_safe_root(self.root, read_only=self.read_only)
+        return read_entry(path, path.name, read_only=self.read_only, whole=True)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
         """A private folder to build in, removed at the end unless it was published.
 
         Lies beside the entries, so that publishing is a rename. Raises OSError where the root
-        cannot be written, CacheError where it is not safe.
+        cannot be written, UnsafeCacheError where it is not safe.
         """
-        self._make_folder(self._base / ".staging")
-        folder = Path(tempfile.mkdtemp(prefix="build-", dir=self._base / ".staging"))
+        self.make_folder(self.base / ".staging")
+        folder = Path(tempfile.mkdtemp(prefix="build-", dir=self.base / ".staging"))
         try:
             yield folder
         finally:
@@ -115,48 +154,79 @@ class Store:
     ) -> Entry:
         """Makes a staged build the entry of `key`, whole or not at all; the first of two wins.
 
-        `meta` is completed with the key, the compiler and the digest of every file. Raises OSError.
+        `meta` is completed with the key, the compiler and the digest of every file. Raises
+        CorruptEntryError where an entry that is not sound has its place, OSError.
         """
+        contents = {p.name: p.read_bytes() for p in sorted(staging.iterdir()) if p.name != META}
         complete = {
             **meta,
             "key": key,
             "compiler": {"id": compiler.id, "version": compiler.version},
             "files": {
-                path.name: {"sha256": _sha256(path.read_bytes()), "bytes": path.stat().st_size}
-                for path in sorted(staging.iterdir())
-                if path.name != META
+                name: {"sha256": sha256(content), "bytes": len(content)}
+                for name, content in contents.items()
             },
         }
-        staging.joinpath(META).write_text(json.dumps(complete, indent=1, sort_keys=True) + "\n")
-        for path in staging.iterdir():
-            path.chmod(0o700 if path.suffix == ".so" else 0o600)
-            _fsync(path)
-        _fsync(staging)
-        target = self._base / compiler.id / key[:2] / key
-        self._make_folder(target.parent)
+        return self._publish(staging, key, compiler.id, complete)
+
+    def adopt(
+        self,
+        key: str,
+        compiler_id: str,
+        files: Mapping[str, bytes | Path],
+        meta: Mapping[str, Any],
+    ) -> Entry:
+        """Publishes an entry that was made elsewhere, once all of it is checked.
+
+        `files` holds every file but meta.json, by its name, as content or as a path to read. The
+        entry that has its place is returned where it is sound, and replaced where it is not.
+        Raises CorruptEntryError where it is not what its `meta` says, UnsafeCacheError, OSError;
+        then nothing is left.
+        """
+        place = self._path(key, compiler_id)
         try:
-            staging.rename(target)
-        except OSError:
-            # Another builder was first (a folder that holds files is never replaced). Theirs
-            # serves as well as ours, if it is sound.
-            entry = self._read(target, key)
-            if entry is None:
-                raise
-            return entry
-        _fsync(target.parent)
-        return Entry(target, complete)
+            if not is_key(key) or not is_compiler_id(compiler_id):
+                raise ValueError(f"{key!r} of compiler {compiler_id!r} cannot be a kernel's name")
+            complete = json.loads(json.dumps(meta))
+            check_meta(complete, key, compiler_id)
+            if set(files) != set(complete["files"]):
+                raise ValueError(f"its files are not those that its {META} names")
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CorruptEntryError(place, str(error)) from None
+        with self.staging() as staging:
+            for name, given in files.items():
+                content = given.read_bytes() if isinstance(given, Path) else bytes(given)
+                try:
+                    check_content(name, content, complete)
+                except ValueError as error:
+                    raise CorruptEntryError(place, str(error)) from None
+                staging.joinpath(name).write_bytes(content)
+            try:
+                return self._publish(staging, key, compiler_id, complete)
+            except CorruptEntryError as error:
+                log.warning("%s: replacing it", error)
+                self.quarantine(error.path)
+                return self._publish(staging, key, compiler_id, complete)
 
     def quarantine(self, path: Path) -> None:
         """Moves an entry out of the way, for inspection. Does nothing where it is gone already."""
-        folder = self._base / ".quarantine"
-        self._make_folder(folder)
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(Path(tempfile.mkdtemp(prefix=path.name[:16] + "-", dir=folder)) / "entry")
+        self.move_aside(path, ".quarantine")
+
+    def move_aside(self, path: Path, place: str) -> Path | None:
+        """Moves an entry to a folder of its own below `place`; None where it is gone already."""
+        folder = self.base / place
+        self.make_folder(folder)
+        own = Path(tempfile.mkdtemp(prefix=path.name[:16] + "-", dir=folder))
+        try:
+            return path.rename(own / "entry")
+        except FileNotFoundError:
+            own.rmdir()
+            return None
 
     def keep_failure(self, staging: Path, key: str) -> Path:
         """Keeps a failed build's files, in place of an earlier failure's. Returns their folder."""
-        folder = self._base / ".failed" / key[:16]
-        self._make_folder(folder)
+        folder = self.base / ".failed" / key[:16]
+        self.make_folder(folder)
         for path in staging.iterdir():
             if path.is_file():
                 path.replace(folder / path.name)
@@ -166,96 +236,78 @@ class Store:
         """The identity of a compiler that was remembered, None otherwise."""
         try:
             remembered = json.loads(self._compiler_file(fingerprint).read_bytes())
-            return CompilerIdentity(id=remembered["id"], version=remembered["version"])
+            found = CompilerIdentity(id=remembered["id"], version=remembered["version"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        return found if is_compiler_id(found.id) and isinstance(found.version, str) else None
 
     def remember_compiler(self, fingerprint: str, compiler: CompilerIdentity) -> None:
         """Remembers a compiler's identity, so that a hit need not ask it. Raises OSError."""
         path = self._compiler_file(fingerprint)
         if self.recall_compiler(fingerprint) == compiler:
             return
-        self._make_folder(path.parent)
+        self.make_folder(path.parent)
         descriptor, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"id": compiler.id, "version": compiler.version}, file)
-        Path(name).replace(path)
-
-    def _compiler_file(self, fingerprint: str) -> Path:
-        return self._base / ".compilers" / f"{fingerprint}.json"
-
-    def _read(self, path: Path, key: str) -> Entry | None:
         try:
-            text = path.joinpath(META).read_bytes()
-        except FileNotFoundError:
-            if path.is_dir():
-                raise CorruptEntryError(path, f"it has no {META}") from None
-            return None
-        try:
-            meta = json.loads(text)
-            found_key, entry = meta["key"], Entry(path, meta)
-            steps_down = entry.stepped_down_to is not None
-            expected = {} if steps_down else meta["files"][ARTIFACT]
-            size, digest = (0, "") if steps_down else (expected["bytes"], expected["sha256"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise CorruptEntryError(path, f"its {META} cannot be read") from None
-        if found_key != key:
-            raise CorruptEntryError(path, f"its {META} is of another kernel")
-        if steps_down:
-            return entry
-        try:
-            artifact = path.joinpath(ARTIFACT).read_bytes()
-        except FileNotFoundError:
-            raise CorruptEntryError(path, f"it has no {ARTIFACT}") from None
-        if len(artifact) != size or _sha256(artifact) != digest:
-            raise CorruptEntryError(path, f"{ARTIFACT} is not what was published")
-        return entry
-
-    def _is_safe(self) -> bool:
-        """Whether the root is there. Raises CacheError where others could put code into it."""
-        try:
-            status = self.root.stat()
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"id": compiler.id, "version": compiler.version}, file)
+            Path(name).replace(path)
         except OSError:
-            # Absent or out of reach. A writer finds out which when it makes the folder.
-            return False
-        if not stat.S_ISDIR(status.st_mode):
-            raise CacheError(
-                f"the kernel cache {self.root} is no folder; set FLASHATTN_JIT_CACHE_DIR"
-            )
-        if status.st_uid != os.geteuid():
-            raise CacheError(
-                f"the kernel cache {self.root} belongs to user {status.st_uid}, not to user "
-                f"{os.geteuid()}, and loading kernels from it would run their code; set "
-                "FLASHATTN_JIT_CACHE_DIR to a folder of your own"
-            )
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CacheError(
-                f"the kernel cache {self.root} has mode {stat.S_IMODE(status.st_mode):04o}: others "
-                "may write to it, and loading kernels from it would run their code; check what is "
-                f"in it, then run: chmod go-w {self.root}"
-            )
-        return True
+            Path(name).unlink(missing_ok=True)
+            raise
 
-    def _make_folder(self, folder: Path) -> None:
-        """Makes a folder below the root, and the root, each 0700 whatever the umask."""
-        if not self._is_safe():
-            self.root.parent.mkdir(parents=True, exist_ok=True)
-            self._make_one(self.root)
-            self._is_safe()
+    def make_folder(self, folder: Path) -> None:
+        """Makes a folder below the root, and the root, each 0700 whatever the umask.
+
+        Raises OSError, UnsafeCacheError.
+        """
+        if self.read_only:
+            raise OSError(f"{self.root} is a read-only layer")
+        if not is_safe_root(self.root):
+            for parent in reversed(self.root.parents):
+                _make_one(parent)
+            _make_one(self.root)
+            is_safe_root(self.root)
         path = self.root
         for part in folder.relative_to(self.root).parts:
             path = path / part
-            self._make_one(path)
+            _make_one(path)
 
-    @staticmethod
-    def _make_one(path: Path) -> None:
-        # mkdir's mode is cut by the umask, never widened: 0700 grants others nothing.
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+    def _path(self, key: str, compiler_id: str) -> Path:
+        return self.base / compiler_id / key[:2] / key
+
+    def _compiler_file(self, fingerprint: str) -> Path:
+        return self.base / ".compilers" / f"{fingerprint}.json"
+
+    def _publish(self, staging: Path, key: str, compiler_id: str, meta: dict[str, Any]) -> Entry:
+        staging.joinpath(META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
+        for path in staging.iterdir():
+            path.chmod(0o700 if path.suffix == ".so" else 0o600)
+            _fsync(path)
+        _fsync(staging)
+        target = self._path(key, compiler_id)
+        self.make_folder(target.parent)
+        try:
+            staging.rename(target)
+        except OSError as error:
+            # Another builder was first (a folder that holds files is never replaced). Theirs
+            # serves as well as ours, if it is sound.
+            return self._read_again(target, key, error)
+        _fsync(target.parent)
+        return Entry(target, meta)
+
+    def _read_again(self, path: Path, key: str, error: OSError) -> Entry:
+        for delay in _REREAD_AFTER_S:
+            time.sleep(delay)
+            with contextlib.suppress(FileNotFoundError):
+                return read_entry(path, key)
+        raise error
 
 
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _make_one(path: Path) -> None:
+    # mkdir's mode is cut by the umask, never widened: 0700 grants others nothing.
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
 
 
 def _fsync(path: Path) -> None:

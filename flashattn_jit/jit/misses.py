@@ -1,0 +1,194 @@
+"""Why a kernel was not found: the layers searched, the entry that comes closest, the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashattn_jit.errors import FlashAttnJitError, MissingKernelError
+from flashattn_jit.jit.key import KernelKey
+
+_MOST_SHOWN = 12
+_MOST_TEXT = 120
+_MOST_COMPARED = 20_000
+_ABSENT = object()
+
+# What makes two kernels different things, before what makes them builds of one thing.
+_WEIGHTS = {
+    "target": 4,
+    "spec.variant": 8,
+    "spec.kernel": 50,
+    "spec.dtypes": 3,
+    "spec.head_dims": 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A layer that did not serve, and why."""
+
+    layer: str
+    location: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.layer} {self.location}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two key documents differ."""
+
+    field: str
+    wanted: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.wanted} -> {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The entry that comes closest to what was wanted: where it is, and all that differs."""
+
+    key: str
+    location: str
+    differences: tuple[Difference, ...]
+
+
+Document = Mapping[str, str] | Iterable[Sequence[str]]
+"""A key document: `KernelKey.document`, or what meta.json holds of it."""
+
+
+def differences(wanted: Document, found: Document) -> tuple[Difference, ...]:
+    """The fields in which two key documents differ, those of the kernel spec one by one.
+
+    A variant's hooks are compared as wholes: "5 operations" against "7 operations".
+    """
+    first, second = dict(wanted), dict(found)  # type: ignore[arg-type]
+    out: list[Difference] = []
+    for name in [*first, *(n for n in second if n not in first)]:
+        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        if a == b:
+            continue
+        if name == "spec" and isinstance(a, str) and isinstance(b, str):
+            out += _spec_differences(a, b)
+        elif name == "flags" and isinstance(a, str) and isinstance(b, str):
+            out.append(_flag_difference(a.split("\n"), b.split("\n")))
+        elif name == "sources":
+            out.append(Difference(name, "templates and headers here", "another version of them"))
+        else:
+            out.append(Difference(name, _show(a), _show(b)))
+    return tuple(out)
+
+
+def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> Nearest | None:
+    """Of `documents`, each (key, location, document), the one that differs least from `key`."""
+    best: tuple[int, Nearest] | None = None
+    for i, (found_key, location, document) in enumerate(documents):
+        if i >= _MOST_COMPARED:
+            break
+        if found_key == key.hex:
+            continue  # the layer said why it does not serve
+        found = Nearest(found_key, location, differences(key.document, document))
+        distance = sum(_weight(d.field) for d in found.differences)
+        if best is None or distance < best[0]:
+            best = distance, found
+    return best[1] if best else None
+
+
+def build_command(spec: str) -> str:
+    """The shell command that builds a kernel; empty where its spec is no kernel's."""
+    from flashattn_jit.codegen.document import spec_from_document
+    from flashattn_jit.deploy.manifest import Line, line_text
+
+    try:
+        line = line_text(Line("variant", spec_from_document(spec)))
+    except (FlashAttnJitError, ValueError):
+        return ""
+    return (
+        "FLASHATTN_JIT_COMPILE=missing flashattn-jit warm - <<'MANIFEST'\n"
+        f"{line.rstrip()}\nMANIFEST"
+    )
+
+
+def missing_kernel(
+    key: KernelKey, spec: str, target: str, searched: Sequence[Searched], closest: Nearest | None
+) -> MissingKernelError:
+    """The error of a miss where nothing may be compiled: all that is known, and the remedy."""
+    command = build_command(spec)
+    lines = [
+        f"kernel {key.hex} for {target} is in no layer of the cache, and "
+        "FLASHATTN_JIT_COMPILE=never forbids to compile it",
+        *(f"  {layer}" for layer in searched),
+    ]
+    if closest:
+        lines.append(f"  nearest: {closest.key[:16]} in {closest.location}; wanted -> there:")
+        shown = closest.differences[:_MOST_SHOWN]
+        lines += [f"    {difference}" for difference in shown]
+        if len(closest.differences) > len(shown):
+            lines.append(f"    and {len(closest.differences) - len(shown)} more")
+    lines.append(f"  spec: {spec}")
+    if command:
+        lines.append(f"compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR:\n{command}")
+    else:
+        lines.append(
+            "compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR and "
+            "FLASHATTN_JIT_COMPILE=missing"
+        )
+    return MissingKernelError(
+        "\n".join(lines),
+        spec=spec,
+        key=key.hex,
+        target=target,
+        layers=searched,
+        nearest=closest,
+        command=command,
+    )
+
+
+def _weight(field: str) -> int:
+    return next((w for name, w in _WEIGHTS.items() if field.startswith(name)), 1)
+
+
+def _spec_differences(wanted: str, found: str) -> Iterator[Difference]:
+    try:
+        first, second = json.loads(wanted), json.loads(found)
+    except (ValueError, RecursionError):
+        first = second = None
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        yield Difference("spec", _show(wanted), _show(found))
+        return
+    yield from _compare("spec", first, second, depth=2)
+
+
+def _compare(path: str, first: dict[str, Any], second: dict[str, Any], depth: int) -> Iterator[
+    Difference
+]:  # fmt: skip
+    for name in [*first, *(n for n in second if n not in first)]:
+        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        if a == b:
+            continue
+        if depth and isinstance(a, dict) and isinstance(b, dict):
+            yield from _compare(f"{path}.{name}", a, b, depth - 1)
+        else:
+            yield Difference(f"{path}.{name}", _show(a), _show(b))
+
+
+def _flag_difference(wanted: list[str], found: list[str]) -> Difference:
+    here = [flag for flag in wanted if flag not in found]
+    there = [flag for flag in found if flag not in wanted]
+    if not here and not there:
+        return Difference("flags", "another order", "another order")
+    return Difference(
+        "flags", " ".join(here) or "none of these", " ".join(there) or "none of these"
+    )
+
+
+def _show(value: object) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
