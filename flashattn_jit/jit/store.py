@@ -175,11 +175,15 @@ class Store:
         compiler_id: str,
         files: Mapping[str, bytes | Path],
         meta: Mapping[str, Any],
+        *,
+        durable: bool = True,
     ) -> Entry:
         """Publishes an entry that was made elsewhere, once all of it is checked.
 
         `files` holds every file but meta.json, by its name, as content or as a path to read. The
-        entry that has its place is returned where it is sound, and replaced where it is not.
+        entry that has its place is returned where it is sound, and replaced where it is not. With
+        `durable` false the caller syncs the file system after many of them: until then a power
+        failure may leave entries that fail their verification, which are misses.
         Raises CorruptEntryError where it is not what its `meta` says, UnsafeCacheError, OSError;
         then nothing is left.
         """
@@ -202,11 +206,11 @@ class Store:
                     raise CorruptEntryError(place, str(error)) from None
                 staging.joinpath(name).write_bytes(content)
             try:
-                return self._publish(staging, key, compiler_id, complete)
+                return self._publish(staging, key, compiler_id, complete, durable)
             except CorruptEntryError as error:
                 log.warning("%s: replacing it", error)
                 self.quarantine(error.path)
-                return self._publish(staging, key, compiler_id, complete)
+                return self._publish(staging, key, compiler_id, complete, durable)
 
     def quarantine(self, path: Path) -> None:
         """Moves an entry out of the way, for inspection. Does nothing where it is gone already."""
@@ -279,12 +283,21 @@ class Store:
     def _compiler_file(self, fingerprint: str) -> Path:
         return self.base / ".compilers" / f"{fingerprint}.json"
 
-    def _publish(self, staging: Path, key: str, compiler_id: str, meta: dict[str, Any]) -> Entry:
+    def _publish(
+        self,
+        staging: Path,
+        key: str,
+        compiler_id: str,
+        meta: dict[str, Any],
+        durable: bool = True,
+    ) -> Entry:
         staging.joinpath(META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
         for path in staging.iterdir():
             path.chmod(0o700 if path.suffix == ".so" else 0o600)
-            _fsync(path)
-        _fsync(staging)
+            if durable:
+                _fsync(path)
+        if durable:
+            _fsync(staging)
         target = self._path(key, compiler_id)
         self.make_folder(target.parent)
         try:
@@ -293,7 +306,8 @@ class Store:
             # Another builder was first (a folder that holds files is never replaced). Theirs
             # serves as well as ours, if it is sound.
             return self._read_again(target, key, error)
-        _fsync(target.parent)
+        if durable:
+            _fsync(target.parent)
         return Entry(target, meta)
 
     def _read_again(self, path: Path, key: str, error: OSError) -> Entry:
