@@ -1,0 +1,218 @@
+"""From a spec's document back to the spec. Documents come from files: nothing in them is trusted.
+
+A document that is accepted renders to text of our own: every name, dtype, operation, number and
+stride is checked against what specs can say. The one exception are hooks that were given as C++
+text, below ``variant.cpp``: they are code, whatever is checked. `has_cpp` tells; readers of files
+refuse them unless they are told to trust the file (`deploy.manifest`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from ..errors import ManifestError
+from ..variants.ir import Node, VariantIR, canonical_json
+from ..variants.ir_check import (
+    check_name,
+    choice,
+    fail,
+    integer,
+    record,
+    show,
+    variant_from_document,
+)
+from .requests import AnySpec
+from .spec import FEATURES, KernelSpec, TileKind
+from .spec import SCHEMA as KERNEL_SCHEMA
+from .target import CPU_TARGETS, CUDA_TARGETS, is_cuda
+from .utility import SCHEMA as UTILITY_SCHEMA
+from .utility import UtilitySpec
+
+MAX_DOCUMENT = 4 << 20
+"""Characters of a document. Those of large variants have some ten thousand."""
+
+MAX_HEAD_DIM = 256
+
+_Q_DTYPES = ("float32", "float16", "bfloat16")
+_KV_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
+_CUDA_DTYPES = ("float16", "bfloat16")
+_CPU_FEATURES = ("block_mask", "indirect")
+_TILE_KINDS = ("prefill", "few_row")
+_UTILITIES = ("merge_states", "append_paged_kv")
+_UNIT_BYTES = (1, 2, 4, 8, 16)
+_MAX_TILE = 4096
+
+_KERNEL_FIELDS = (
+    "schema", "variant", "dtypes", "head_dims", "target", "tile", "warps", "features",
+)  # fmt: skip
+_UTILITY_FIELDS = ("utility_schema", "kernel", "target", "unit_bytes")
+
+
+def spec_from_document(text: str | Mapping[str, object], name: str = "variant") -> AnySpec:
+    """The spec that a document names: ``spec_from_document(s.document()).document()`` is the same.
+
+    Args:
+        text: JSON, or what was parsed from it.
+        name: what people call the variant. A document with C++ texts has its own, which wins.
+
+    Raises:
+        ManifestError: the document says what no spec can say, or not as specs say it. Names the
+            field.
+    """
+    doc = parse_json("spec", text) if isinstance(text, str) else _plain(text)
+    check_name("name", name)
+    if not isinstance(doc, dict):
+        raise fail("spec", f"an object is expected, got {show(doc)}")
+    spec = _utility(doc) if "utility_schema" in doc else _kernel(doc, name)
+    if spec.document() != canonical_json(doc):
+        raise fail("spec", "is not written as specs are; make it with this version")
+    return spec
+
+
+def has_cpp(spec: AnySpec) -> bool:
+    """Whether the spec holds hooks that were given as C++ text."""
+    return isinstance(spec, KernelSpec) and bool(spec.variant.cpp)
+
+
+def parse_json(where: str, text: str) -> object:
+    """JSON from outside: bounded, without repeated fields and without numbers that JSON lacks.
+
+    Raises ManifestError.
+    """
+    if len(text) > MAX_DOCUMENT:
+        raise fail(where, f"{len(text)} characters are more than the {MAX_DOCUMENT} of any spec")
+    try:
+        return json.loads(text, object_pairs_hook=_fields, parse_constant=_refuse)
+    except ManifestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise fail(where, f"is no JSON: {error}") from None
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field is repeated")
+    return fields
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _plain(doc: Mapping[str, object]) -> object:
+    """A parsed document as JSON has it: dicts, lists, str, int, bool."""
+    try:
+        text = json.dumps(dict(doc), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise fail("spec", f"is no document: {error}") from None
+    return parse_json("spec", text)
+
+
+def _utility(doc: dict[str, Any]) -> UtilitySpec:
+    record("spec", doc, _UTILITY_FIELDS)
+    _schema("utility_schema", doc["utility_schema"], UTILITY_SCHEMA)
+    kernel = choice("kernel", doc["kernel"], _UTILITIES)
+    target = choice("target", doc["target"], CUDA_TARGETS)
+    unit_bytes = integer("unit_bytes", doc["unit_bytes"], 0, 16)
+    if unit_bytes not in (_UNIT_BYTES if kernel == "append_paged_kv" else (0,)):
+        raise fail("unit_bytes", f"{kernel} has no kernel of {unit_bytes} bytes")
+    return UtilitySpec(cast(Literal["merge_states", "append_paged_kv"], kernel), target, unit_bytes)
+
+
+def _schema(where: str, value: object, expected: int) -> None:
+    if value != expected or isinstance(value, bool):
+        raise fail(
+            where,
+            f"{expected} is what this version reads, got {show(value)}; record with this version",
+        )
+
+
+def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
+    record("spec", doc, _KERNEL_FIELDS)
+    _schema("schema", doc["schema"], KERNEL_SCHEMA)
+    target = choice("target", doc["target"], (*CPU_TARGETS, *CUDA_TARGETS))
+    cuda = is_cuda(target)
+    body = doc["variant"]
+    if isinstance(body, dict) and body.get("cpp"):
+        name = check_name("variant.name", body.get("name"))
+        body = {k: v for k, v in body.items() if k != "name"}
+    variant = variant_from_document("variant", body)
+    dtypes = _dtypes(doc["dtypes"], cuda)
+    head_dim, head_dim_v = (
+        integer(f"head_dims[{i}]", n, 1, MAX_HEAD_DIM)
+        for i, n in enumerate(_sequence("head_dims", doc["head_dims"], 2))
+    )
+    _check_rows(variant, head_dim, head_dim_v)
+    tile_kind, tile_q, tile_kv = _sequence("tile", doc["tile"], 3)
+    choice("tile[0]", tile_kind, _TILE_KINDS)
+    warps, stages = _sequence("warps", doc["warps"], 2)
+    _check_tile(cuda, tile_kind, tile_q, tile_kv, warps, stages)
+    return KernelSpec(
+        variant, *dtypes, head_dim, head_dim_v, target, cast(TileKind, tile_kind), tile_q, tile_kv,
+        _features(doc["features"], cuda), name, warps, stages,
+    )  # fmt: skip
+
+
+def _sequence(where: str, value: object, count: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) != count:
+        raise fail(where, f"a list of {count} is expected, got {show(value)}")
+    return value
+
+
+def _dtypes(value: object, cuda: bool) -> tuple[str, str, str]:
+    q, k, v = _sequence("dtypes", value, 3)
+    choice("dtypes[0]", q, _CUDA_DTYPES if cuda else _Q_DTYPES)
+    for i, other in ((1, k), (2, v)):
+        choice(f"dtypes[{i}]", other, (q,) if cuda else _KV_DTYPES)
+    return q, k, v
+
+
+def _check_tile(
+    cuda: bool, kind: object, tile_q: object, tile_kv: object, warps: object, stages: object
+) -> None:
+    integer("tile[1]", tile_q, 1, _MAX_TILE)
+    integer("tile[2]", tile_kv, 1, _MAX_TILE)
+    integer("warps[0]", warps, 1 if cuda else 0, 32 if cuda else 0)
+    integer("warps[1]", stages, 1 if cuda else 0, 16 if cuda else 0)
+    if cuda and (tile_q % 16 or tile_kv % 16):  # type: ignore[operator]
+        raise fail("tile", f"CUDA tiles have multiples of 16, got {tile_q} x {tile_kv}")
+    if cuda and kind == "prefill" and tile_q % (16 * warps):  # type: ignore[operator]
+        raise fail("tile", f"{tile_q} rows are not blocks of 16 for each of {warps} warps")
+    if cuda and kind == "few_row" and tile_kv % (16 * warps):  # type: ignore[operator]
+        raise fail("tile", f"{tile_kv} keys are not blocks of 16 for each of {warps} warps")
+
+
+def _features(value: object, cuda: bool) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) > len(FEATURES):
+        raise fail("features", f"a list of features is expected, got {show(value)}")
+    allowed = tuple(f for f in FEATURES if f != "indirect") if cuda else _CPU_FEATURES
+    for i, feature in enumerate(value):
+        choice(f"features[{i}]", feature, allowed)
+    if len(set(value)) != len(value) or {"block_mask", "indirect"} <= set(value):
+        raise fail("features", f"{show(value)} do not go together")
+    if "sparse" in value and {"block_mask", "mixed_rows"} & set(value):
+        raise fail("features", f"{show(value)} do not go together")
+    return tuple(value)
+
+
+def _check_rows(variant: VariantIR, head_dim: int, head_dim_v: int) -> None:
+    """Row hooks take and give rows of the head dims."""
+    for hook, graph in variant.hooks:
+        if hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
+            length = head_dim if hook in ("query_mod", "key_mod") else head_dim_v
+            rows: list[Node] = [
+                n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"
+            ]
+            for row in (*rows, graph.result):
+                # The result may be one number for the whole row.
+                if row.shape != (length,) and (row.shape or row is not graph.result):
+                    raise fail(
+                        f"variant.hooks.{hook}",
+                        f"rows of {length} are expected, got {list(row.shape)}",
+                    )
+
+
+__all__ = ["MAX_DOCUMENT", "AnySpec", "has_cpp", "parse_json", "spec_from_document"]

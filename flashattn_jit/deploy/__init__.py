@@ -1,0 +1,1 @@
+"""Kernels ahead of deployment: manifests of what a service uses, warming, packing."""

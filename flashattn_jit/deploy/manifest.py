@@ -1,0 +1,226 @@
+"""Manifests: files that list kernels, a line each, by what they are and not by where they lie.
+
+A line is canonical JSON, ``{"manifest_schema":1,"name":"Causal","spec":{...}}``, where `spec` is
+the document that keys are made of, with the variant's IR. So a manifest holds no pickles, no import
+paths and no code (but see below), reads the same on any machine, and can be lowered again for
+another target (`deploy.recording.retarget`). Lines are sorted; equal manifests are equal files.
+
+Manifests are not trusted: reading one checks everything (`spec_from_document`). Hooks that were
+given as C++ text are code, so lines with them are refused unless ``allow_cpp=True`` says that the
+file is as trusted as the program that it was recorded from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..codegen.document import has_cpp, parse_json, spec_from_document
+from ..codegen.requests import AnySpec, name_of
+from ..codegen.spec import KernelSpec
+from ..errors import ManifestError
+from ..variants.ir import canonical_json
+from ..variants.ir_check import check_name, fail, record
+
+MANIFEST_SCHEMA = 1
+MAX_FILE = 1 << 28
+"""Bytes of a manifest: some ten thousand lines."""
+
+_FIELDS = ("manifest_schema", "name", "spec")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A kernel that is wanted. name: what people call it; no key depends on it."""
+
+    name: str
+    spec: AnySpec
+
+    @property
+    def document(self) -> str:
+        """The spec's, which tells lines apart."""
+        return self.spec.document()
+
+
+def line_of(spec: AnySpec) -> Line:
+    """The line of a spec; a name that lines may not have is spelled with underscores."""
+    return Line(_fitting(name_of(spec)), spec)
+
+
+def _fitting(name: str) -> str:
+    try:
+        return check_name("name", name)
+    except ManifestError:
+        kept = "".join(c if c.isprintable() and c not in '"\\?' else "_" for c in name[:200])
+        return kept or "variant"
+
+
+def line_text(line: Line) -> str:
+    """The line as a manifest has it, without the newline."""
+    head = canonical_json({"manifest_schema": MANIFEST_SCHEMA, "name": line.name})
+    return f'{head[:-1]},"spec":{line.document}}}'
+
+
+def parse_line(text: str, *, allow_cpp: bool = False) -> Line:
+    """The line that a text of a manifest says.
+
+    Raises:
+        ManifestError: the text is no line of this version, or holds C++ text without `allow_cpp`.
+            Names the field.
+    """
+    fields = record("line", parse_json("line", text), _FIELDS)
+    schema = fields["manifest_schema"]
+    if schema != MANIFEST_SCHEMA or isinstance(schema, bool):
+        raise fail(
+            "manifest_schema",
+            f"this version reads {MANIFEST_SCHEMA}, got {schema!r:.40}; record the manifest again",
+        )
+    name = check_name("name", fields["name"])
+    if not isinstance(fields["spec"], dict):
+        raise fail("spec", "an object is expected")
+    spec = spec_from_document(fields["spec"], name)
+    if has_cpp(spec) and not allow_cpp:
+        raise fail(
+            "spec.variant.cpp",
+            f"{name} has hooks given as C++ text, which is code; where the manifest is trusted, "
+            "read it with allow_cpp=True",
+        )
+    # Names that C++ texts carry in the spec itself stay theirs.
+    return Line(name, spec)
+
+
+def read_manifest(path: str | os.PathLike[str], *, allow_cpp: bool = False) -> tuple[Line, ...]:
+    """The lines of a manifest, sorted, equal specs once. Empty lines are skipped.
+
+    Raises:
+        ManifestError: a line is malformed or of another version; names the file and the line. Also
+            where the file cannot be read.
+
+    Example:
+        >>> lines = read_manifest("service.jsonl")
+    """
+    lines = []
+    for number, text in enumerate(_read(Path(path)).split("\n"), 1):
+        if text.strip():
+            try:
+                lines.append(parse_line(text, allow_cpp=allow_cpp))
+            except ManifestError as error:
+                raise ManifestError(f"{path}, line {number}: {error}") from None
+    return merged(lines)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise ManifestError(f"{path}: more than {MAX_FILE} bytes are no manifest")
+        return data.decode()
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"{path}: is no text: {error}") from None
+
+
+def merged(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Lines sorted by name and spec, each spec once, under the first of its names."""
+    found: dict[str, Line] = {}
+    for line in lines:
+        document = line.document
+        other = found.get(document)
+        if other is None or line.name < other.name:
+            found[document] = line
+    order = sorted(found.items(), key=lambda item: (item[1].name, item[0]))
+    return tuple(line for _, line in order)
+
+
+def manifest_text(lines: Iterable[Line]) -> str:
+    """A whole manifest: equal sets of lines give equal text."""
+    return "".join(f"{line_text(line)}\n" for line in merged(lines))
+
+
+def write_manifest(
+    path: str | os.PathLike[str], lines: Iterable[Line], *, merge: bool = True
+) -> tuple[Line, ...]:
+    """Write lines to a manifest, by default beside those that it has; returns what it has then.
+
+    Under a lock, and by one rename: readers find the old file or the new one. A file that would not
+    change is left alone. A symbolic link stays one: what it points to is written.
+
+    Raises:
+        ManifestError: the file that is there is no manifest, or nothing can be written there.
+    """
+    place = Path(os.path.realpath(path))
+    try:
+        with _locked(place):
+            there = place.exists()
+            before = _read(place) if there else ""
+            old = read_manifest(place, allow_cpp=True) if merge and there else ()
+            every = merged([*old, *lines])
+            text = "".join(f"{line_text(line)}\n" for line in every)
+            if not there or text != before:
+                _replace(place, text)
+            return every
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def merge_manifests(
+    paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]
+) -> tuple[Line, ...]:
+    """Write the lines of several manifests to `out`, in place of what it has; returns them.
+
+    Raises ManifestError as reading and writing do.
+    """
+    lines = [line for path in paths for line in read_manifest(path, allow_cpp=True)]
+    return write_manifest(out, lines, merge=False)
+
+
+def renamed(line: Line, name: str) -> Line:
+    """The line under another name; its spec is the same."""
+    spec = line.spec
+    if isinstance(spec, KernelSpec) and not has_cpp(spec):
+        spec = replace(spec, name=name)
+    return Line(name, spec)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time change a manifest. The lock is the folder's: nothing is left."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _replace(path: Path, text: str) -> None:
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    # There is no way to read it but to set it; /proc has it without that race between threads.
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    except (OSError, ValueError, IndexError):
+        pass
+    return 0o077
