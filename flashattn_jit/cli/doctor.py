@@ -1,0 +1,36 @@
+"""`flashattn-jit doctor`: what would keep kernels from being compiled, kept, found or run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import click
+
+from . import exit_codes, output
+from .app import Command
+
+
+@click.command("doctor", cls=Command, short_help="Check what kernels need on this machine.")
+@click.pass_context
+def doctor_command(context: click.Context) -> None:
+    """Check torch, CPU, compilers, CUDA, the cache, locks and the environment.
+
+    Each line says what was found and, where something is amiss, what to do. Ends with exit code 12
+    where a check is an error.
+    """
+    from ..inspect.doctor import doctor
+
+    checks = doctor()
+    if output.wants_json():
+        output.emit_json("doctor", {
+            "healthy": checks.healthy, "checks": [asdict(check) for check in checks],
+        })  # fmt: skip
+    elif output.is_terminal():
+        output.rows(
+            ["status", "what", "found", "remedy"],
+            [[c.status, c.name, c.detail, c.remedy] for c in checks],
+        )
+    else:
+        output.lines(str(checks))
+    if not checks.healthy:
+        context.exit(exit_codes.CHECKS)

@@ -1,0 +1,119 @@
+"""What commands print: tables on a terminal, plain lines in a pipe, one JSON object with --json.
+
+Plain lines hold no colour, no frame and no tab: columns are two spaces apart, one item a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+"""Version of every JSON object; raised when a field changes its meaning or goes away."""
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "corrupt": "bold red"}
+_SPACE = re.compile(r"\s+")
+
+
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether tables and progress bars are wanted there."""
+    stream = sys.stdout if stream is None else stream
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A rich console on standard output. NO_COLOR and TERM=dumb are rich's to respect."""
+    from rich.console import Console
+
+    return Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
+
+
+def wants_json() -> bool:
+    """Whether the running command was given --json."""
+    context = click.get_current_context(silent=True)
+    return bool(context is not None and context.find_root().meta.get("json"))
+
+
+def emit_json(command: str, fields: Mapping[str, Any]) -> None:
+    """Prints the one JSON object of a command."""
+    document = {"schema": SCHEMA, "command": command, **fields}
+    click.echo(json.dumps(document, indent=1, default=str))
+
+
+def lines(text: str) -> None:
+    """Prints text as it is."""
+    click.echo(text)
+
+
+def summary(text: str) -> None:
+    """Prints a sentence about what was listed, on a terminal only: pipes get the items alone."""
+    if is_terminal():
+        click.echo(text)
+
+
+def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """Prints a table on a terminal, aligned plain lines without a header in a pipe."""
+    clean = [[_SPACE.sub(" ", cell).strip() for cell in row] for row in cells]
+    if is_terminal():
+        _rich_table(header, clean)
+        return
+    widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
+    for row in clean:
+        # An empty cell would shift what a reader splits by spaces.
+        text = "  ".join((c or "-").ljust(w) for c, w in zip(row, widths, strict=True))
+        click.echo(text.rstrip())
+
+
+def fields(pairs: Sequence[tuple[str, str]]) -> None:
+    """Prints names and values, one pair a line."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        click.echo(f"{name.ljust(width)}  {value}".rstrip())
+
+
+def _rich_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    console().print(table)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
+    """A bar on stderr, where that is a terminal. Yields what to call after each item."""
+    if not is_terminal(sys.stderr):
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def size(value: float) -> str:
+    """Bytes, such as ``312 KiB`` or ``1.2 GiB``."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            return (
+                f"{value / factor:.3g} {unit}"
+                if value < 1000 * factor
+                else f"{value / factor:.0f} {unit}"
+            )
+    return f"{value:.0f} B"

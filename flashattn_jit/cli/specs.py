@@ -1,0 +1,70 @@
+"""Kernels as `cache explain` takes them: a key's beginning, a manifest, or a spec as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..codegen.document import spec_from_document
+from ..codegen.requests import AnySpec
+from ..errors import InputError
+from ..jit.key import kernel_key
+from ..jit.toolchain import flags_for
+from .entries import find
+
+_PREFIX = re.compile(r"[0-9a-fA-F]{1,64}")
+_LINE = re.compile(r"(?P<path>.+?)(?::(?P<line>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A kernel: its spec, and the key and key document under which it was named."""
+
+    spec: AnySpec
+    key: str
+    document: Sequence[tuple[str, str]]
+
+
+def read(text: str) -> list[Named]:
+    """The kernels that `text` names. Raises InputError, ManifestError, CacheError."""
+    if text.lstrip().startswith("{"):
+        return [_of(spec_from_document(text))]
+    match = _LINE.fullmatch(text)
+    assert match is not None
+    path = manifest_path(match["path"])
+    if text == "-" or path.is_file():
+        from ..deploy.manifest import read_manifest
+
+        # Nothing of it is compiled here, so hooks given as C++ text may be in it.
+        lines = read_manifest(path, allow_cpp=True)
+        if match["line"] is None:
+            return [_of(line.spec) for line in lines]
+        number = int(match["line"])
+        if not 1 <= number <= len(lines):
+            raise InputError(f"{match['path']} has {len(lines)} lines, not {number}")
+        return [_of(lines[number - 1].spec)]
+    if not _PREFIX.fullmatch(text):
+        raise InputError(f"{text!r} is no key, no manifest that exists, and no spec as JSON")
+    one = find(text)[0]
+    spec = spec_from_document(one.document.get("spec", ""))
+    return [Named(spec, one.key, tuple(one.document.items()))]
+
+
+def read_one(text: str) -> Named:
+    """The one kernel that `text` names. Raises InputError where there are several, as `read`."""
+    found = read(text)
+    if len(found) != 1:
+        raise InputError(f"{text} names {len(found)} kernels: name one, as {text}:LINE")
+    return found[0]
+
+
+def manifest_path(text: str) -> Path:
+    """A manifest's path; ``-`` is standard input."""
+    return Path("/dev/stdin" if text == "-" else text)
+
+
+def _of(spec: AnySpec) -> Named:
+    key = kernel_key(spec.document(), spec.template, spec.target, flags_for(spec.target))
+    return Named(spec, key.hex, key.document)

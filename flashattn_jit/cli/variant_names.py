@@ -1,0 +1,169 @@
+"""Variants as they are named on a command line.
+
+    Causal                              of the library, in any case
+    SlidingWindow(4096)                 with arguments: literals and further names of the library
+    "Causal & ~Dilated(2)"              composed with & | ~
+    attention.py:MyVariant              of a file, which is run
+    service.attention:variant           of a module, which is imported
+
+An expression is read, never evaluated: it can name nothing but the library. A file or a module is
+code, and runs with this user's rights.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..variants import library
+from ..variants.spec import Variant, as_variant
+
+_PLACE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
+_TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d, ]*)\]")
+
+
+def library_names() -> list[str]:
+    """Names of the library that make a variant: its variant classes and their makers."""
+    makers = {"Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput"}
+    return sorted(
+        name
+        for name in library.__all__
+        if name in makers
+        or isinstance(found := getattr(library, name), type)
+        and issubclass(found, Variant)
+    )
+
+
+def variant_of(text: str) -> Variant:
+    """The variant that `text` names. Raises InputError, and what its code raises."""
+    if place := _PLACE.fullmatch(text.strip()):
+        return _made(_attribute(place["place"], place["name"]), text)
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise InputError(f"variant {text!r} cannot be read: {error.msg}; {_forms()}") from None
+    return _made(_value(tree.body, text), text)
+
+
+def param_value(text: str) -> Any:
+    """A param's value: a Python literal, ``float32[8,2]`` for a tensor of zeros, else the text.
+
+    Kernels depend on a tensor's dtype and rank, not on its values.
+    """
+    if found := _TENSOR.fullmatch(text):
+        import torch
+
+        dtype = getattr(torch, found["dtype"], None)
+        if isinstance(dtype, torch.dtype):
+            shape = [int(size) for size in found["shape"].split(",") if size.strip()]
+            return torch.zeros(shape, dtype=dtype)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _made(found: Any, text: str) -> Variant:
+    """A variant from a variant, a class without required arguments, or a bare mod."""
+    if isinstance(found, type) or found in _makers():
+        try:
+            found = found()
+        except TypeError as error:
+            raise InputError(f"variant {text!r} needs arguments, as {text}(...): {error}") from None
+    return as_variant(found)
+
+
+def _makers() -> tuple[Any, ...]:
+    return tuple(getattr(library, n) for n in library_names())
+
+
+def _value(node: ast.expr, text: str) -> Any:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id in ("fa", "flashattn_jit"):
+            return _library(node.attr)
+    elif isinstance(node, ast.Name):
+        return _library(node.id)
+    elif isinstance(node, ast.Call):
+        function = _value(node.func, text)
+        if not callable(function) or isinstance(function, Variant):
+            raise InputError(f"variant {text!r}: {ast.unparse(node.func)} takes no arguments")
+        arguments = [_value(a, text) for a in node.args]
+        named = {k.arg: _value(k.value, text) for k in node.keywords if k.arg}
+        try:
+            return function(*arguments, **named)
+        except TypeError as error:
+            raise InputError(f"variant {text!r}: {error}") from None
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
+        left, right = (_made(_value(side, text), text) for side in (node.left, node.right))
+        return left & right if isinstance(node.op, ast.BitAnd) else left | right
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+        return ~_made(_value(node.operand, text), text)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, SyntaxError):
+        raise InputError(
+            f"variant {text!r}: cannot read {ast.unparse(node)!r}; {_forms()}"
+        ) from None
+
+
+def _library(name: str) -> Any:
+    names = {n.lower(): n for n in library.__all__}
+    if name.lower() not in names:
+        import difflib
+
+        near = difflib.get_close_matches(name.lower(), names, n=1)
+        hint = f"; did you mean {names[near[0]]}?" if near else f"; {_forms()}"
+        raise InputError(f"the library has no variant {name!r}{hint}")
+    return getattr(library, names[name.lower()])
+
+
+def _attribute(place: str, name: str) -> Any:
+    if place.endswith(".py"):
+        module = _run_file(Path(place).absolute())
+    else:
+        # As `python -m` does: a module of the working directory is found.
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name and place.startswith(error.name):
+                raise InputError(
+                    f"no module named {place!r}; a file is named {place}.py:{name}"
+                ) from None
+            raise
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise InputError(f"{place} defines no {name!r}") from None
+
+
+def _run_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}")
+    # By its own name where that is free, so that what it imports of itself is the same module.
+    name = path.stem if path.stem not in sys.modules else f"flashattn_jit_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _forms() -> str:
+    return (
+        "a variant is a name of the library such as Causal or SlidingWindow(4096), file.py:NAME or "
+        "module:NAME"
+    )

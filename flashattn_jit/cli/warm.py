@@ -1,0 +1,123 @@
+"""`flashattn-jit warm`: compile kernels ahead of the processes that need them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import exit_codes, output
+from .app import Command
+from .options import (
+    DtypesType,
+    HeadDimType,
+    ManifestOrVariantType,
+    NameValueType,
+    TargetType,
+    allow_cpp_option,
+)
+from .specs import manifest_path
+from .variant_names import variant_of
+
+
+@click.command("warm", cls=Command, short_help="Compile kernels ahead.")
+@click.argument("what", nargs=-1, required=True, type=ManifestOrVariantType())
+@click.option(
+    "--head-dim",
+    "head_dims",
+    type=HeadDimType(),
+    multiple=True,
+    help="Head dims of a variant's kernels: 64, or 192/128 for q and k, and v.",
+)
+@click.option(
+    "--dtype", "dtypes", type=DtypesType(), multiple=True, help="Dtypes of a variant's kernels."
+)
+@click.option(
+    "--target",
+    "targets",
+    type=TargetType(groups=True),
+    multiple=True,
+    help="What to compile for: a target, host, cpu, cuda or all; else this host, or what "
+    "a manifest names.",
+)
+@click.option(
+    "--format", "formats", multiple=True, help="Only kernels of these formats: dense, batch, ..."
+)
+@click.option(
+    "--heads", help="Query heads:key-value heads, for variants whose params need them: 32:8."
+)
+@click.option(
+    "--param", "params", type=NameValueType(), multiple=True, help="A param of the variant."
+)
+@click.option(
+    "--jobs", "-j", type=click.IntRange(min=1), help="Kernels compiled at a time; else one a core."
+)
+@allow_cpp_option
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@click.pass_context
+def warm_command(
+    context: click.Context,
+    what: tuple[str, ...],
+    head_dims: tuple[Any, ...],
+    dtypes: tuple[str, ...],
+    targets: tuple[str, ...],
+    formats: tuple[str, ...],
+    heads: str | None,
+    params: tuple[tuple[str, Any], ...],
+    jobs: int | None,
+    allow_cpp: bool,
+    quiet: bool,
+) -> None:
+    """Compile every kernel that WHAT can need, so that FLASHATTN_JIT_COMPILE=never cannot miss.
+
+    WHAT is a manifest (see `manifest`, and fa.record_manifest), - for one on standard input, or a
+    variant, named as for `explain`, with --head-dim and --dtype. Kernels that a layer of the cache
+    holds are left alone. Targets need not be this machine's.
+
+    A kernel that fails keeps no other from being built; then the exit code is 4.
+    """
+    from ..deploy.warm import warm
+
+    options: dict[str, Any] = {"formats": formats} if formats else {}
+    if heads:
+        options |= _heads(heads)
+    wanted = [one for text in what for one in _what(text, allow_cpp)]
+    report = warm(
+        wanted, head_dims=head_dims, dtypes=dtypes, targets=targets, params=dict(params) or None,
+        jobs=jobs, progress=not quiet, strict=False, **options,
+    )  # fmt: skip
+    if output.wants_json():
+        output.emit_json("warm", {
+            "directory": str(report.directory),
+            "kernels": [asdict(result) for result in report.results],
+            "compiled": len(report.built),
+            "failed": len(report.failures),
+            "compile_s": report.compile_s,
+            "wall_s": report.wall_s,
+            "jobs": report.jobs,
+            "notes": list(report.notes),
+        })  # fmt: skip
+    else:
+        output.lines(str(report))
+    if report.failures:
+        context.exit(exit_codes.COMPILE)
+
+
+def _what(text: str, allow_cpp: bool) -> list[Any]:
+    """The lines of a manifest, or a variant."""
+    if text == "-" or (":" not in text and Path(text).is_file()):
+        from ..deploy.manifest import read_manifest
+
+        return list(read_manifest(manifest_path(text), allow_cpp=allow_cpp))
+    if text.endswith((".jsonl", ".json")):
+        raise click.UsageError(f"there is no manifest {text}")
+    return [variant_of(text)]
+
+
+def _heads(text: str) -> dict[str, int]:
+    q, colon, kv = text.partition(":")
+    if not q.isdigit() or (colon and not kv.isdigit()):
+        raise click.UsageError(f"--heads {text!r} is not 32 or 32:8")
+    return {"num_q_heads": int(q), "num_kv_heads": int(kv or q)}

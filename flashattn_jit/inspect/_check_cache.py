@@ -1,0 +1,334 @@
+"""What `doctor` asks of the cache's layers, the lock folder and the environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .. import env
+from ..errors import CacheError, EnvironmentVariableError
+from ..jit.store import CorruptEntryError, Store
+from ._file_systems import FileSystem, file_system
+from ._table import kib
+from .doctor import Check
+
+_PREFIX = "FLASHATTN_JIT_"
+_BUILD_TIME = (f"{_PREFIX}BUILD_JOBS",)
+_VERIFY_S = 0.8
+_LEAST_FREE = 200 * 2**20
+_LEAST_INODES = 1000
+_STALE_S = 24 * 3600.0
+
+
+def layers() -> Iterator[Check]:
+    """Every layer: the user's folder, the read-only ones, the remote one."""
+    user = env.cache_dir()
+    yield from _folder("cache", user, writable=True)
+    for path in env.cache_path():
+        name = f"cache, read-only {path}"
+        if path.is_file():
+            yield from _pack(name, path)
+        else:
+            yield from _folder(name, path, writable=False)
+    if remote := env.cache_remote():
+        yield from _remote(remote)
+
+
+def _folder(name: str, root: Path, *, writable: bool) -> Iterator[Check]:
+    if not root.exists():
+        if not writable:
+            yield Check(
+                name,
+                "warning",
+                "does not exist",
+                f"mount or unpack it there, or take it out of {_PREFIX}CACHE_PATH",
+            )
+        elif problem := _cannot_make(root):
+            yield Check(
+                name,
+                "warning",
+                f"{root} does not exist and cannot be made: {problem}; kernels are compiled anew "
+                "in every process",
+                f"set {_PREFIX}CACHE_DIR to a folder that can be written",
+            )
+        else:
+            yield Check(name, "ok", f"{root}, made when the first kernel is compiled")
+        return
+    store = Store(root)
+    try:
+        store.find("0" * 64, None)
+    except CacheError as error:
+        yield Check(name, "error", str(error), _remedy(root))
+        return
+    system = file_system(root)
+    mode = stat.S_IMODE(root.stat().st_mode)
+    count, bytes_, corrupt, unread = _contents(store)
+    detail = f"{root} (mode {mode:04o}, {system.kind or 'unknown file system'}): "
+    detail += f"{count} kernels, {kib(bytes_)}"
+    yield Check(name, "ok", detail)
+    yield from _contents_problems(name, root, bytes_, corrupt, unread, writable=writable)
+    yield from _system_problems(name, root, system, writable=writable)
+
+
+def _contents(store: Store) -> tuple[int, int, list[str], int]:
+    """Entries, their bytes, the corrupt ones, and how many there was no time to verify."""
+    end = time.monotonic() + _VERIFY_S
+    count = size = unread = 0
+    corrupt = []
+    for entry in store.entries():
+        count += 1
+        size += sum(int(f["bytes"]) for f in entry.meta.get("files", {}).values())
+        if time.monotonic() > end:
+            unread += 1
+            continue
+        try:
+            store.verify(entry.path)
+        except CorruptEntryError as error:
+            corrupt.append(str(error))
+        except OSError as error:
+            corrupt.append(f"{entry.path} cannot be read: {error}")
+    return count, size, corrupt, unread
+
+
+def _contents_problems(
+    name: str, root: Path, size: int, corrupt: list[str], unread: int, *, writable: bool
+) -> Iterator[Check]:
+    if corrupt:
+        yield Check(
+            name,
+            "warning",
+            f"{len(corrupt)} corrupt entries"
+            + (f" ({unread} not looked at)" if unread else "")
+            + f"; the first: {corrupt[0]}",
+            "flashattn-jit cache verify --repair moves them away; they are compiled again when "
+            "they are needed. Many of them: check the disk"
+            if writable
+            else "make that layer again: it is not repaired from here",
+        )
+    if not writable:
+        return
+    cap = env.cache_max_bytes()
+    if cap is not None and size > cap:
+        yield Check(
+            name,
+            "warning",
+            f"holds {kib(size)}, over the limit of {kib(cap)} ({_PREFIX}CACHE_MAX_BYTES)",
+            f"flashattn-jit cache gc --max-bytes {cap}",
+        )
+    base = root / "v1"
+    quarantined = len(list(base.glob(".quarantine/*")))
+    if quarantined:
+        yield Check(
+            name,
+            "warning",
+            f"{quarantined} entries that were found corrupt lie in {base / '.quarantine'}",
+            "look at them if they are many (a failing disk, a copy that was cut off), then run "
+            "flashattn-jit cache gc",
+        )
+    now = time.time()
+    stale = [p for p in base.glob(".staging/*") if now - p.lstat().st_mtime > _STALE_S]
+    if stale:
+        yield Check(
+            name,
+            "warning",
+            f"{len(stale)} builds that were killed over a day ago lie in {base / '.staging'}",
+            "flashattn-jit cache gc",
+        )
+
+
+def _system_problems(
+    name: str, root: Path, system: FileSystem, *, writable: bool
+) -> Iterator[Check]:
+    if system.noexec:
+        yield Check(
+            name,
+            "error",
+            "its file system is mounted noexec: no kernel in it can be loaded",
+            f"set {_PREFIX}CACHE_DIR to a folder that is not, or remount it with exec"
+            if writable
+            else "remount it with exec, or name a pack file instead of a folder",
+        )
+    if not writable:
+        return
+    if system.read_only or not os.access(root, os.W_OK | os.X_OK):
+        yield Check(
+            name,
+            "warning",
+            "cannot be written: kernels that it lacks are compiled anew in every process",
+            f"set {_PREFIX}CACHE_DIR to a folder that can be written, and name this one in "
+            f"{_PREFIX}CACHE_PATH",
+        )
+    elif system.free < _LEAST_FREE or system.free_inodes < _LEAST_INODES:
+        yield Check(
+            name,
+            "warning",
+            f"{kib(system.free)} and {system.free_inodes} files are free on its file system",
+            "flashattn-jit cache gc --max-bytes 100M, or free space there",
+        )
+    if system.noatime:
+        yield Check(
+            name,
+            "warning",
+            "its file system keeps no access times, so gc takes the oldest kernels, not the "
+            "least recently used",
+            "nothing, or remount it with relatime",
+        )
+    if system.is_network:
+        yield Check(
+            name,
+            "warning",
+            f"it lies on a network file system ({system.kind}): kernels are found there, but "
+            "machines do not wait for each other's builds, and each may compile the same",
+            f"set {_PREFIX}CACHE_DIR to a local folder and name this one in {_PREFIX}CACHE_PATH",
+        )
+
+
+def _pack(name: str, path: Path) -> Iterator[Check]:
+    from ..jit.pack_file import PackFile
+
+    try:
+        count = sum(1 for _ in PackFile(path).entries())
+    except (CacheError, OSError) as error:
+        yield Check(name, "error", str(error), "pack it again, or copy it again")
+    else:
+        yield Check(name, "ok", f"a pack of {count} kernels, {kib(path.stat().st_size)}")
+
+
+def _remote(url: str) -> Iterator[Check]:
+    protocol = url.partition("://")[0] if "://" in url else "file"
+    try:
+        import fsspec  # type: ignore[import-untyped]
+
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        yield Check(
+            "cache, remote",
+            "error",
+            f"{url} cannot be read: {error}",
+            f"install what it names, or unset {_PREFIX}CACHE_REMOTE",
+        )
+    else:
+        yield Check("cache, remote", "ok", f"{url}; what it holds runs as code of this user")
+
+
+def _cannot_make(root: Path) -> str:
+    """Why a folder could not be made; empty where it could."""
+    for parent in root.parents:
+        try:
+            status = parent.stat()
+        except OSError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            return f"{parent} is not a folder"
+        return "" if os.access(parent, os.W_OK | os.X_OK) else f"{parent} cannot be written"
+    return "no folder above it exists"
+
+
+def _remedy(root: Path) -> str:
+    """What to do about a folder that is refused; its error says why."""
+    return (
+        f"see who wrote to {root} (ls -la); then chmod go-w it, or set {_PREFIX}CACHE_DIR to a "
+        "folder of this user"
+    )
+
+
+def locks() -> Iterator[Check]:
+    """The folder of build locks, which must be local to the machine."""
+    chosen = env.lock_dir()
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    parents = ([runtime] if runtime else []) + ["/dev/shm", tempfile.gettempdir()]
+    candidates = [chosen] if chosen else [
+        Path(parent) / f"flashattn_jit-{os.geteuid()}" for parent in parents
+    ]  # fmt: skip
+    refused = []
+    for folder in candidates:
+        if problem := _lock_problem(folder):
+            refused.append(f"{folder}: {problem}")
+            continue
+        if folder.exists() and (system := file_system(folder)).is_network:
+            yield Check(
+                "locks",
+                "warning",
+                f"{folder} lies on a network file system ({system.kind}): locks there are slow or "
+                "do nothing",
+                f"set {_PREFIX}LOCK_DIR to a folder on a local disk",
+            )
+        else:
+            yield Check("locks", "ok", str(folder))
+        return
+    yield Check(
+        "locks",
+        "warning",
+        f"no folder can be used ({'; '.join(refused)}): processes that want one kernel each "
+        "compile it",
+        f"set {_PREFIX}LOCK_DIR to a local folder of this user, mode 0700",
+    )
+
+
+def _lock_problem(folder: Path) -> str:
+    try:
+        status = folder.lstat()
+    except OSError:
+        return _cannot_make(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a folder"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others may write to it"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
+
+
+def environment() -> Iterator[Check]:
+    """Variables of this package: unknown names, and values that cannot be."""
+    known = {*_variables(), *_BUILD_TIME}
+    given = sorted(name for name in os.environ if name.startswith(_PREFIX))
+    problems = 0
+    for name in given:
+        if name not in known:
+            problems += 1
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            yield Check(
+                "environment",
+                "warning",
+                f"{name} is no variable of this package: it does nothing",
+                f"did you mean {near[0]}?" if near else f"unset it; known are {_words(known)}",
+            )
+    for read in _READERS:
+        try:
+            read()
+        except EnvironmentVariableError as error:
+            problems += 1
+            yield Check("environment", "error", str(error), "correct or unset it")
+    if not problems:
+        shown = ", ".join(f"{name}={os.environ[name]}" for name in given)
+        yield Check("environment", "ok", shown or f"no {_PREFIX}* variable is set")
+
+
+_READERS: tuple[Callable[[], object], ...] = (
+    env.cache_dir,
+    env.cache_max_bytes,
+    env.cache_path,
+    env.cache_remote_timeout_s,
+    env.check_pages,
+    env.compile_mode,
+    env.cuda_home,
+    env.emulator_copies,
+    env.lock_wait_s,
+    env.record,
+    env.apply_log_level,
+)
+
+
+def _variables() -> list[str]:
+    return re.findall(rf"^\| ({_PREFIX}\w+)", env.__doc__ or "", re.MULTILINE)
+
+
+def _words(known: set[str]) -> str:
+    return ", ".join(name.removeprefix(_PREFIX) for name in sorted(known))

@@ -1,0 +1,130 @@
+"""What `doctor` asks of torch, the CPU, GPUs, OpenMP and the package's own files."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .. import _paths
+from ..codegen.target import cuda_target, host_target
+from ..errors import TargetError
+from ..jit.fit import driver_version
+from ..planner import host_hardware
+from .doctor import Check
+
+TORCH_RANGE = ((2, 11), (2, 14))
+"""Versions of torch that the package is made for: from the first, below the second."""
+
+_OPENMP = re.compile(r"/(lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*)$")
+
+
+def torch_version() -> Iterator[Check]:
+    """Its version and build."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    first, end = TORCH_RANGE
+    cuda = torch.version.cuda
+    detail = (
+        f"{torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}, "
+        f"Python {platform.python_version()}"
+    )
+    if first <= version < end:
+        yield Check("torch", "ok", detail)
+    else:
+        wanted = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        yield Check(
+            "torch",
+            "warning",
+            f"{detail}; this package is made for torch{wanted}",
+            f"pip install 'torch{wanted}'",
+        )
+
+
+def cpu() -> Iterator[Check]:
+    """Instruction set, cores and threads."""
+    machine, target = host_hardware(), host_target()
+    threads = torch.get_num_threads()
+    detail = f"{target}, {machine.cores} cores, {threads} threads"
+    if threads > machine.cores:
+        yield Check(
+            "cpu",
+            "warning",
+            f"{detail}: more threads than cores that this process may use",
+            f"set OMP_NUM_THREADS={machine.cores}, or call torch.set_num_threads",
+        )
+    else:
+        yield Check("cpu", "ok", detail)
+
+
+def gpu() -> Iterator[Check]:
+    """The GPUs that torch sees, and the driver."""
+    if torch.version.cuda is None:
+        yield Check(
+            "gpu",
+            "ok",
+            "none: this torch is built without CUDA. Kernels for GPUs can be compiled "
+            "here all the same, where there is a CUDA toolkit",
+        )
+        return
+    if not torch.cuda.is_available():
+        yield Check(
+            "gpu",
+            "warning",
+            f"torch is built for CUDA {torch.version.cuda} but sees no GPU",
+            "where there should be one: run nvidia-smi, check the driver, CUDA_VISIBLE_DEVICES "
+            "and, in a container, that it was started with GPUs",
+        )
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        name = f"gpu {index}"
+        try:
+            target = cuda_target(properties.major, properties.minor)
+        except TargetError as error:
+            yield Check(
+                name, "error", f"{properties.name}: {error}", "use another GPU, or CPU tensors"
+            )
+        else:
+            yield Check(name, "ok", f"{properties.name}, {target}, {driver_words()}")
+
+
+def driver_words() -> str:
+    """The driver in words."""
+    version = driver_version()
+    if not version:
+        return "no driver"
+    return f"driver for CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def openmp() -> Iterator[Check]:
+    """How many OpenMP runtimes this process holds: two start twice as many threads."""
+    maps = Path("/proc/self/maps")
+    if not maps.is_file():
+        return
+    loaded = {
+        line.split(maxsplit=5)[5]
+        for line in maps.read_text(errors="replace").splitlines()
+        if _OPENMP.search(line)
+    }
+    if len(loaded) > 1:
+        yield Check(
+            "openmp",
+            "warning",
+            f"{len(loaded)} runtimes in a process: {', '.join(sorted(loaded))}",
+            "import torch first, and remove the packages that bring the others (often "
+            "intel-openmp or a conda llvm-openmp): threads of two runtimes fight for the cores",
+        )
+    else:
+        yield Check("openmp", "ok", f"one runtime, {Path(next(iter(loaded), 'none')).name}")
+
+
+def sources() -> Iterator[Check]:
+    """The templates and headers that kernels are made of."""
+    try:
+        yield Check("sources", "ok", f"{_paths.templates_dir()}, {_paths.include_dir()}")
+    except FileNotFoundError as error:
+        yield Check("sources", "error", str(error), "reinstall the package")

@@ -1,0 +1,210 @@
+"""What `doctor` asks of compilers, ninja and the CUDA toolkit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from .. import env
+from ..jit import cpp, cuda_toolkit
+from ..jit.compiler import ask_version, find_compiler
+from ..jit.fit import driver_version, too_old
+from ._check_machine import driver_words
+from .doctor import Check, Status
+
+_TIMEOUT_S = 10.0
+_LEAST_GCC = 11
+_FULL_CUDA = (12, 8)  # compiles for every target
+_PROBE = '#include <stdint.h>\nextern "C" int32_t probe() { return 1; }\n'
+
+_WITHOUT = (
+    "install one, or compile elsewhere: `flashattn-jit warm --target ...` and `pack` on a machine "
+    "with a toolkit, `unpack` here"
+)
+
+
+def cxx() -> Iterator[Check]:
+    """The C++ compiler: found, runs, links OpenMP."""
+    try:
+        compiler = find_compiler()
+    except (OSError, ValueError) as error:
+        yield Check("c++", "error", f"{env.cxx()!r} cannot be used: {error}", cpp.MISSING)
+        return
+    if compiler is None:
+        status, note = _consequence("C++")
+        yield Check(
+            "c++", status, f"no C++ compiler ({env.cxx()!r} is not on PATH){note}", cpp.MISSING
+        )
+        return
+    identity = ask_version(compiler)
+    words = f"{' '.join(compiler.command)} ({identity.id})"
+    if identity.id.startswith("unknown"):
+        yield Check(
+            "c++",
+            "error",
+            f"{words} does not say its version",
+            "run it with --version; set FLASHATTN_JIT_CXX to a compiler that works",
+        )
+        return
+    if failure := _probe(compiler.command):
+        yield Check(
+            "c++",
+            "error",
+            f"{words} does not compile a line of C++ with OpenMP: {failure}",
+            "install g++ whole (Debian, Ubuntu: apt install g++; Fedora: dnf install "
+            "gcc-c++), or set FLASHATTN_JIT_CXX",
+        )
+        return
+    found = re.match(r"gcc-(\d+)", identity.id)
+    if found and int(found[1]) < _LEAST_GCC:
+        yield Check(
+            "c++",
+            "warning",
+            f"{words} is older than g++ {_LEAST_GCC}",
+            f"install g++ {_LEAST_GCC} or later, or set FLASHATTN_JIT_CXX to one",
+        )
+    else:
+        yield Check("c++", "ok", words)
+
+
+def ninja() -> Iterator[Check]:
+    """Ninja, which torch's extension builder runs."""
+    from ..jit.driver import _ninja_dir
+
+    path = os.pathsep.join(filter(None, (_ninja_dir(), os.environ.get("PATH", ""))))
+    found = shutil.which("ninja", path=path)
+    if found is None:
+        yield Check("ninja", "error", "not found", "pip install ninja")
+        return
+    done = _run([found, "--version"])
+    if isinstance(done, str) or done.returncode:
+        words = done if isinstance(done, str) else done.stderr.strip()
+        yield Check(
+            "ninja",
+            "error",
+            f"{found} does not run: {words}",
+            "pip install --force-reinstall ninja",
+        )
+    else:
+        yield Check("ninja", "ok", f"{done.stdout.strip()}, {found}")
+
+
+def cuda() -> Iterator[Check]:
+    """The CUDA toolkit: found, whole, runs, new enough, and not too new for the driver."""
+    toolkit = cuda_toolkit.find_toolkit()
+    if toolkit is None:
+        if torch.version.cuda is None:
+            yield Check(
+                "cuda toolkit",
+                "ok",
+                "none: kernels for GPUs cannot be compiled here",
+                f"only to compile for GPUs: {cuda_toolkit.MISSING}",
+            )
+        else:
+            status, note = _consequence("CUDA")
+            yield Check(
+                "cuda toolkit",
+                status,
+                f"torch is built for CUDA {torch.version.cuda} and brings no compiler{note}",
+                f"{_WITHOUT}. {cuda_toolkit.MISSING}",
+            )
+        return
+    compiler = find_compiler("sm_80")
+    if compiler is None:
+        yield Check(
+            "cuda toolkit", "error", f"{toolkit.home} needs a C++ compiler beside nvcc", cpp.MISSING
+        )
+        return
+    identity = ask_version(compiler)
+    words = f"{toolkit.home} ({identity.id})"
+    version = cuda_toolkit.cuda_version(identity.version)
+    if version is None:
+        yield Check(
+            "cuda toolkit",
+            "error",
+            f"{toolkit.nvcc} does not say its version",
+            f"run {toolkit.nvcc} --version; reinstall the toolkit, or set "
+            "FLASHATTN_JIT_CUDA_HOME to one that works",
+        )
+        return
+    if toolkit.libraries is None:
+        yield Check(
+            "cuda toolkit",
+            "error",
+            f"{words} lacks libcudart_static.a",
+            "install its runtime too (pip install nvidia-cuda-runtime, or the "
+            "distribution's cuda-cudart-dev package)",
+        )
+        return
+    needed, driver = cuda_toolkit.min_driver(version[0]), driver_version()
+    if driver and too_old(driver, needed):
+        yield Check(
+            "cuda toolkit",
+            "error",
+            f"{words} compiles for driver {needed} or newer; this machine has a {driver_words()}",
+            "update the driver, or set FLASHATTN_JIT_CUDA_HOME to an older toolkit",
+        )
+        return
+    if version < _FULL_CUDA:
+        yield Check(
+            "cuda toolkit",
+            "warning",
+            f"{words} does not know every target",
+            "install CUDA {}.{} or later to compile for all of them".format(*_FULL_CUDA),
+        )
+        return
+    yield Check("cuda toolkit", "ok", f"{words}, for drivers from {needed} on")
+
+
+def _consequence(what: str) -> tuple[Status, str]:
+    """How bad a missing compiler is, and what it means."""
+    try:
+        never = env.compile_mode() == "never"
+    except Exception:
+        never = False
+    if never:
+        return "ok", "; FLASHATTN_JIT_COMPILE=never asks for none"
+    if what == "CUDA":
+        return "warning", ": CUDA kernels that no cache layer holds cannot be compiled"
+    return "error", ": kernels that no cache layer holds cannot be compiled"
+
+
+def _probe(command: Sequence[str]) -> str:
+    """What goes wrong when one line is compiled with OpenMP; empty where nothing does."""
+    with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text(_PROBE)
+        done = _run(
+            [*command, "-shared", "-fPIC", "-fopenmp", "-o", f"{folder}/probe.so", str(source)]
+        )
+    if isinstance(done, str):
+        return done
+    if done.returncode == 0:
+        return ""
+    words = done.stderr.strip().splitlines() or [f"it exits with {done.returncode}"]
+    return next((line for line in words if "error" in line or "cannot" in line), words[0])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str] | str:
+    """The finished process, or why there is none."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_TIMEOUT_S:.0f} s"
+    except OSError as error:
+        return str(error)

@@ -1,0 +1,227 @@
+"""`bench`: a variant's kernel beside torch's attention and the eager reference, on this machine.
+
+Candidates run in turn, so that what else the machine does hits all of them alike. Inputs are
+normally distributed values, as trained models' are roughly. The figures are for a first look; the
+benchmarks of the repository are for claims.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..ops.attention import attention
+from ..variants.library import Causal, Full
+from ..variants.params import Dims
+from ..variants.spec import Variant
+from ._table import si, table
+from .explanation import Explanation, explain
+
+_REFERENCE_ROUNDS = 3
+_REFERENCE_BYTES = 2**30
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 1000
+_INPUT_BYTES = 2**33
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One candidate's wall times, in seconds; `note` says what it computes."""
+
+    name: str
+    note: str
+    times_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The middle one."""
+        return statistics.median(self.times_s)
+
+    @property
+    def spread_s(self) -> tuple[float, float]:
+        """The range of the middle half."""
+        if len(self.times_s) < 2:
+            return self.times_s[0], self.times_s[0]
+        low, _, high = statistics.quantiles(self.times_s, n=4)
+        return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """Timings of one problem. `str()` gives a table.
+
+    attainable_s: the least time that the roofline of the machine (whose rates are estimates) allows
+    for the tiles that the mask leaves; bound: "compute" or "memory". skipped: candidates that did
+    not run, and why.
+    """
+
+    variant: str
+    target: str
+    dims: Dims
+    dtype: str
+    timings: tuple[Timing, ...]
+    skipped: tuple[tuple[str, str], ...]
+    attainable_s: float
+    bound: str
+    visited_share: float
+
+    def roofline_share(self, timing: Timing) -> float:
+        """Attainable over measured time: 1.0 is the roofline."""
+        return self.attainable_s / timing.median_s
+
+    def __str__(self) -> str:
+        d, own = self.dims, self.timings[0].median_s
+        cells = []
+        for timing in self.timings:
+            low, high = timing.spread_s
+            ratio = timing.median_s / own
+            cells.append([
+                timing.name, _small(timing.median_s),
+                f"{_small(low)} .. {_small(high)}", f"{self.roofline_share(timing):.0%}",
+                f"{ratio:.2f}x", str(len(timing.times_s)), timing.note,
+            ])  # fmt: skip
+        head = (
+            f"variant {self.variant} on {self.target}: batch {d.batch}, heads {d.num_q_heads} over "
+            f"{d.num_kv_heads}, q_len {d.q_len}, kv_len {d.kv_len}, head_dim {d.head_dim}, "
+            f"head_dim_v {d.head_dim_v}, {self.dtype}"
+        )
+        body = table(
+            ["", "median", "middle half", "of roofline", "time", "rounds", ""], cells, "  "
+        )
+        tail = [
+            f"  {self.bound} bound, {self.visited_share:.0%} of the tiles visited, at least "
+            f"{_small(self.attainable_s)}",
+            *(f"  {name} did not run: {why}" for name, why in self.skipped),
+        ]
+        return "\n".join([head, body, *tail])
+
+
+def bench(
+    variant: Variant,
+    *,
+    dims: Dims | Mapping[str, int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seconds: float = 3.0,
+    params: Mapping[str, object] | None = None,
+) -> BenchReport:
+    """Time `variant` on random tensors of `dims`, which lie on `device`.
+
+    seconds: about how long to measure, the first call's compiling and the reference aside.
+    Raises InputError for tensors of more than 8 GiB or a device that is not there, and what
+    `fa.attention` raises.
+    """
+    given = dict(params or {})
+    gpu = None if device == "cpu" else device
+    explanation = explain(variant, dims=dims, dtype=dtype, device=gpu, **given)  # type: ignore[arg-type]
+    shape = _dims(explanation)
+    q, k, v = _inputs(shape, dtype, device)
+    candidates, skipped = _candidates(variant, q, k, v, given)
+    finish = torch.cuda.synchronize if device != "cpu" else _nothing
+    times = _interleave(candidates, seconds, finish)
+    share = explanation.tiles.counts.visited_share
+    return BenchReport(
+        variant.name, explanation.target, shape, str(dtype).removeprefix("torch."),
+        tuple(Timing(name, note, tuple(times[name])) for name, (note, _) in candidates.items()),
+        tuple(skipped), explanation.roofline.attainable_s, explanation.roofline.point.bound, share,
+    )  # fmt: skip
+
+
+def _dims(explanation: Explanation) -> Dims:
+    p = explanation.problem
+    return Dims(
+        len(p.q_len),
+        p.num_q_heads,
+        p.num_kv_heads,
+        p.q_len[0],
+        p.kv_len[0],
+        p.head_dim,
+        p.head_dim_v,
+    )
+
+
+def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (
+        (d.batch, d.num_q_heads, d.q_len, d.head_dim),
+        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim),
+        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v),
+    )
+    size = sum(torch.Size(s).numel() for s in shapes) * dtype.itemsize
+    if size > _INPUT_BYTES:
+        raise InputError(f"q, k and v take {si(size, 'B')} of memory; bench takes up to 8.6 GB")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    return q, k, v
+
+
+def _candidates(
+    variant: Variant, q: Tensor, k: Tensor, v: Tensor, params: Mapping[str, Any]
+) -> tuple[dict[str, tuple[str, Callable[[], object]]], list[tuple[str, str]]]:
+    """What runs, by name, with what it computes; and what does not, with the reason."""
+    causal, plain = isinstance(variant, Causal), isinstance(variant, Full)
+    sdpa_note = "the same" if plain or causal else "full attention, without the variant's hooks"
+
+    def sdpa() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+    found: dict[str, tuple[str, Callable[[], object]]] = {
+        "compiled": ("this variant", lambda: attention(q, k, v, variant, **params)),
+        "torch SDPA": (sdpa_note, sdpa),
+    }
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if 8 * pairs > _REFERENCE_BYTES:
+        return found, [("eager reference", "its score matrix would take more than 1 GiB")]
+    found["eager reference"] = (
+        "this variant, float32",
+        lambda: variant.reference(q, k, v, dtype=torch.float32, **params),
+    )
+    return found, []
+
+
+def _interleave(
+    candidates: Mapping[str, tuple[str, Callable[[], object]]],
+    seconds: float,
+    finish: Callable[[], object],
+) -> dict[str, list[float]]:
+    """Wall times of each candidate in rounds; the slow reference takes part in the first few."""
+    quick = [name for name in candidates if name != "eager reference"]
+    for name in candidates:  # compiles, and fills caches
+        _time(candidates[name][1], finish)
+    once = sum(_time(candidates[name][1], finish) for name in quick)
+    rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(seconds / max(once, 1e-9))))
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds):
+        for name in candidates if number < _REFERENCE_ROUNDS else quick:
+            times[name].append(_time(candidates[name][1], finish))
+    return times
+
+
+def _time(run: Callable[[], object], finish: Callable[[], object]) -> float:
+    finish()
+    begin = time.perf_counter()
+    run()
+    finish()
+    return time.perf_counter() - begin
+
+
+def _nothing() -> None:
+    """Calls on CPU tensors are over when they return."""
+
+
+def _small(value: float) -> str:
+    """Seconds, such as ``1.52 ms``."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+__all__ = ["BenchReport", "Timing", "bench"]

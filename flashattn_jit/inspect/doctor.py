@@ -1,0 +1,82 @@
+"""`doctor`: what on this machine would keep kernels from being compiled, kept, found or run.
+
+Writes nothing but what the compiler's probe puts into a temporary folder, and never raises: a check
+that fails by itself is an error of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. `str()` gives it, with the remedy below.
+
+    status: "ok", "warning" (something will be slower or is not available) or "error" (calls fail,
+    or the cache is refused). detail: what was found. remedy: what to do; empty where nothing.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status:<7}  {self.name}: {self.detail}"
+        return f"{line}\n         -> {self.remedy}" if self.remedy else line
+
+
+class Checks(tuple[Check, ...]):
+    """The checks of one `doctor`, in order. `str()` gives the report."""
+
+    __slots__ = ()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no check is an error."""
+        return all(check.status != "error" for check in self)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def doctor() -> Checks:
+    """Checks torch, CPU, compilers, CUDA, every layer of the cache, locks and the environment.
+
+    Takes under three seconds. Where torch has CUDA, asks its driver for the devices, which starts
+    CUDA in this process.
+
+    >>> print(fa.doctor())
+    """
+    from . import _check_cache, _check_machine, _check_tools
+
+    sections: Sequence[tuple[str, Callable[[], Iterable[Check]]]] = (
+        ("torch", _check_machine.torch_version),
+        ("cpu", _check_machine.cpu),
+        ("gpu", _check_machine.gpu),
+        ("openmp", _check_machine.openmp),
+        ("sources", _check_machine.sources),
+        ("c++", _check_tools.cxx),
+        ("ninja", _check_tools.ninja),
+        ("cuda", _check_tools.cuda),
+        ("cache", _check_cache.layers),
+        ("locks", _check_cache.locks),
+        ("environment", _check_cache.environment),
+    )
+    return Checks(check for name, section in sections for check in _run(name, section))
+
+
+def _run(name: str, section: Callable[[], Iterable[Check]]) -> list[Check]:
+    try:
+        return list(section())
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".strip()
+        return [Check(name, "error", f"the check itself failed: {words}", "report this as a bug")]
+
+
+__all__ = ["Check", "Checks", "Status", "doctor"]

@@ -1,0 +1,131 @@
+"""Why a kernel is, or is not, found: every layer is asked, nothing is compiled or loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import env
+from ..codegen.requests import AnySpec, name_of
+from ..jit.compiler import find_compiler, identify
+from ..jit.fit import unfit_driver, unfit_machine, unfit_target
+from ..jit.found import Found
+from ..jit.key import KernelKey, kernel_key
+from ..jit.layers import Layer, layers, nearest_in
+from ..jit.misses import Nearest, Searched, build_command
+from ..jit.store import Store
+from ..jit.toolchain import flags_for
+from ..planner.requests import requests_of
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What the cache says to one kernel. `str()` gives a few lines.
+
+    mode: FLASHATTN_JIT_COMPILE, which decides whether another compiler's build counts. compiler_id:
+    whose build was asked for, "" for anyone's. layer, path: where it was found, "" where it was
+    not. stepped_down_to: the key on a smaller tile that takes its place. searched: the layers that
+    did not serve. nearest, command: of a miss, the entry that comes closest and the shell command
+    that builds the kernel.
+    """
+
+    name: str
+    key: KernelKey
+    target: str
+    mode: str
+    compiler_id: str
+    layer: str = ""
+    path: str = ""
+    stepped_down_to: str = ""
+    searched: tuple[Searched, ...] = ()
+    nearest: Nearest | None = None
+    command: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} for {self.target}, kernel {self.key.hex}"]
+        lines += [f"  {searched}" for searched in self.searched]
+        if self.stepped_down_to:
+            lines.append(f"  spills registers: {self.stepped_down_to[:16]} takes its place")
+        if self.layer:
+            lines.append(f"  found: {self.layer} {self.path}")
+            return "\n".join(lines)
+        lines.append(f"  not found; {_CONSEQUENCES[self.mode]}")
+        if self.nearest:
+            lines.append(f"  nearest: {self.nearest.key[:16]} in {self.nearest.location}")
+            lines += [f"    {difference}" for difference in self.nearest.differences]
+        if self.command:
+            lines.append(f"to build it:\n{self.command}")
+        return "\n".join(lines)
+
+
+_CONSEQUENCES = {
+    "missing": "a call compiles it",
+    "never": "FLASHATTN_JIT_COMPILE=never makes a call fail",
+    "always": "a call compiles it, as FLASHATTN_JIT_COMPILE=always does with every kernel",
+}
+
+
+def look_up(spec: AnySpec) -> LookUp:
+    """Ask every layer for the kernel of a spec, as a call in this process would.
+
+    Raises UnsafeCacheError where the user's folder is not safe, TargetError for a target without
+    flags on this kind of machine.
+    """
+    mode = env.compile_mode()
+    compiler = None if mode == "never" else find_compiler(spec.target)
+    recall = Store(env.cache_dir()).recall_compiler
+    compiler_id = identify(compiler, recall).id if compiler else None
+    tiles = [
+        kernel_key(r.spec, r.template, r.target, flags_for(r.target)) for r in requests_of(spec)
+    ]
+    searched_in = layers()
+    key, stepped = tiles[0], ""
+    while True:
+        found, searched = _ask(searched_in, key, compiler_id, spec.target)
+        smaller = {k.hex: k for k in tiles[1 + tiles.index(key) :]}
+        if found is None or found.stepped_down_to is None or not smaller:
+            break
+        stepped = found.stepped_down_to
+        key = smaller.get(stepped) or next(iter(smaller.values()))
+    missing = found is None
+    return LookUp(
+        name_of(spec),
+        tiles[0],
+        spec.target,
+        mode,
+        compiler_id or "",
+        layer=found.layer if found else "",
+        path=str(found.path) if found else "",
+        stepped_down_to=stepped,
+        searched=searched,
+        nearest=nearest_in(key, searched_in) if missing else None,
+        command=build_command(spec.document()) if missing else "",
+    )
+
+
+def _ask(
+    searched_in: tuple[Layer, ...], key: KernelKey, compiler_id: str | None, target: str
+) -> tuple[Found | None, tuple[Searched, ...]]:
+    """The first layer's kernel that fits this machine, and why those before it did not serve."""
+    searched: list[Searched] = []
+    for layer in searched_in:
+        answer = layer.search(key.hex, compiler_id)
+        reason = answer.reason
+        for found in answer.found:
+            reason = _unfit(found, target)
+            if not reason:
+                return found, tuple(searched)
+        searched.append(Searched(layer.name, layer.location, reason))
+    return None, tuple(searched)
+
+
+def _unfit(found: Found, target: str) -> str:
+    if found.stepped_down_to:
+        return ""
+    return (
+        unfit_target(target)
+        or unfit_machine(found.head)
+        or unfit_driver(target, found.meta.get("min_driver"))
+    )
+
+
+__all__ = ["LookUp", "look_up"]
