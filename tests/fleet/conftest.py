@@ -1,0 +1,65 @@
+"""A fleet of processes for each test, with a cache, locks and a compiler of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fleet.fleet import Compiler, Fleet, entries, environment, servers, write_compiler
+
+
+@pytest.fixture(scope="session")
+def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    with servers(tmp_path_factory.mktemp("servers")) as sockets:
+        yield sockets
+
+
+@pytest.fixture(scope="session")
+def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script that all tests have as their compiler."""
+    return write_compiler(tmp_path_factory.mktemp("compiler"))
+
+
+def _fleet(root: Path, sockets: tuple[str, str], command: Path) -> Fleet:
+    compiler = Compiler(root / "compiler", command)
+    compiler.folder.mkdir()
+    root.joinpath("answers").mkdir()
+    env = {
+        **environment(),
+        "FLASHATTN_JIT_CACHE_DIR": str(root / "cache"),
+        "FLASHATTN_JIT_LOCK_DIR": str(root / "locks"),
+        "FLASHATTN_JIT_CXX": str(compiler.command),
+        "FLEET_COMPILER": str(compiler.folder),
+        "OMP_NUM_THREADS": "1",
+    }
+    return Fleet(root, *sockets, compiler, env)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, _servers: tuple[str, str], _compiler: Path) -> Iterator[Fleet]:
+    """Processes over a cache that is not made yet."""
+    made = _fleet(tmp_path, _servers, _compiler)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="session")
+def _warm_cache(
+    tmp_path_factory: pytest.TempPathFactory, _servers: tuple[str, str], _compiler: Path
+) -> Path:
+    """A cache folder with the kernel that `attend` asks for."""
+    made = _fleet(tmp_path_factory.mktemp("warm"), _servers, _compiler)
+    assert made.start().good()["source"] == "compiler"
+    made.end()
+    return made.cache
+
+
+@pytest.fixture
+def warm(fleet: Fleet, _warm_cache: Path) -> Fleet:
+    """Processes over a cache that has the kernel of `attend`: one entry."""
+    shutil.copytree(_warm_cache, fleet.cache, symlinks=True)
+    assert len(entries(fleet.cache)) == 1
+    return fleet

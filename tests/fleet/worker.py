@@ -1,0 +1,355 @@
+"""Processes for tests: one that has imported much, and forks others that do one task each.
+
+    python worker.py SOCKET
+
+serves requests on a Unix socket, one JSON document a connection, until its standard input ends.
+`start` forks a process in a session of its own, which takes on the environment that the request
+gives, does its task and writes a JSON answer; `poll` says how a process ended. Importing torch
+takes longer than most tests, so the first server imports torch only; a task, `serve`, makes a
+second one out of it that has imported the package too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_PRELOADED = ("torch", "torch.utils.cpp_extension", "jinja2", "platformdirs", "ninja", "numpy")
+_PACKAGE = ("flashattn_jit", "flashattn_jit.codegen.render", "flashattn_jit.inspect.cache")
+
+Json = dict[str, Any]
+
+
+def serve(path: str) -> None:
+    """Answers requests until standard input ends."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(128)
+    ended: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([listener, 0], [], [])
+        if 0 in ready:
+            return
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as stream:
+            request = json.loads(stream.readline())
+            if "poll" in request:
+                with contextlib.suppress(ChildProcessError):
+                    while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                        ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+                answer: Any = ended.get(request["poll"])
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    listener.close()
+                    run(request)
+            stream.write(json.dumps(answer).encode() + b"\n")
+
+
+def run(request: Json) -> None:
+    """Does one task in this process, which then ends."""
+    status = 1
+    try:
+        os.setsid()
+        answer = Path(request["answer"])
+        keep = request["task"] == "serve"
+        for descriptor, name in ((0, os.devnull), (1, f"{answer}.log"), (2, f"{answer}.log")):
+            if descriptor or not keep:
+                file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(file, descriptor)
+                os.close(file)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        sys.path[:0] = filter(None, [request.get("tree")])
+        try:
+            _confine(request)
+            result = TASKS[request["task"]](**request["arguments"])
+        except Exception as error:
+            traceback.print_exc()
+            result = {"error": type(error).__name__, "message": str(error)}
+            for name in ("key", "command"):
+                result[name] = str(getattr(error, name, ""))
+        part = Path(f"{answer}.part")
+        part.write_text(json.dumps(result))
+        part.rename(answer)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _confine(request: Json) -> None:
+    """Mounts of this process' own, then its user, umask and folder."""
+    if mounts := request.get("mounts"):
+        # The answer is written by a name that the mounts may cover.
+        private_mounts(mounts)
+    if (uid := request.get("uid")) is not None:
+        os.setgroups([])
+        os.setgid(uid)
+        os.setuid(uid)
+    os.umask(request.get("umask", 0o022))
+    os.chdir(request.get("folder", "/"))
+
+
+def private_mounts(commands: list[list[str]]) -> None:
+    """Runs mount commands in a mount namespace of this process' own. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.geteuid(), os.getegid()
+    flags = _CLONE_NEWNS | (_CLONE_NEWUSER if uid else 0)
+    if libc.unshare(flags) != 0:
+        raise OSError(ctypes.get_errno(), "unshare: no mount namespace")
+    if uid:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+    for command in [["mount", "--make-rprivate", "/"], *commands]:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+def _attend(dim: int = 8) -> Json:
+    """One call of the smallest kernel with this head dim, checked; what it took from where."""
+    import torch
+
+    import flashattn_jit as fa
+    from flashattn_jit.jit import module
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, dim) for n in (1, 16, 16))
+    start = time.monotonic()
+    out = fa.attention(q, k, v)
+    elapsed = time.monotonic() - start
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    return {
+        "source": fa.last_kernel_source(),
+        "elapsed": elapsed,
+        "counters": dataclasses.asdict(module.default.counters),
+        "mapped": [p for p in _maps() if p.endswith(".so") and "artifact" in p],
+    }
+
+
+def _maps() -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({line.split(None, 5)[5] for line in lines if line.count("/")})
+
+
+def _await(path: str) -> None:
+    deadline = time.monotonic() + 60
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} never came")
+        time.sleep(0.002)
+
+
+def task_serve(path: str) -> Json:
+    """Becomes a server that has imported the package."""
+    for name in _PACKAGE:
+        importlib.import_module(name)
+    serve(path)
+    return {}
+
+
+def task_mounts() -> Json:
+    """Nothing: whether mounts are allowed shows before."""
+    return {}
+
+
+def task_attend(dim: int = 8, mark: str = "", gate: str = "") -> Json:
+    """`mark` is written when all is imported; then it waits for `gate`."""
+    import flashattn_jit  # noqa: F401
+
+    if mark:
+        Path(mark).touch()
+    if gate:
+        _await(gate)
+    return _attend(dim)
+
+
+def task_attend_twice(dims: list[int], mark: str, gate: str) -> Json:
+    """A call, then a mark; after the gate the same call again and another kernel's."""
+    first = _attend(dims[0])
+    Path(mark).touch()
+    _await(gate)
+    return {"first": first, "again": _attend(dims[0]), "second": _attend(dims[1])}
+
+
+def task_threads(count: int, dim: int = 8) -> Json:
+    """Threads that ask for one kernel at the same time."""
+    barrier = threading.Barrier(count)
+    results: list[Json] = []
+
+    def ask() -> None:
+        barrier.wait()
+        results.append(_attend(dim))
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"answers": len(results), "counters": results[-1]["counters"]}
+
+
+def task_fork_while_compiling(blocked: str, gate: str) -> Json:
+    """A thread compiles one kernel; meanwhile a forked child asks for another, and for the same."""
+    results: list[Json] = []
+    thread = threading.Thread(target=lambda: results.append(_attend(8)))
+    thread.start()
+    _await(blocked)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            Path(gate).touch()
+            answers = [_attend(16)["source"], _attend(8)["source"]]
+            os.write(write, json.dumps(answers).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        answers = json.loads(stream.read() or "null")
+    thread.join()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return {"child": answers, "status": status, "parent": results[0]["source"]}
+
+
+def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
+    """The key of a kernel, of the package in the request's tree."""
+    import flashattn_jit
+    from flashattn_jit.codegen.requests import requests_of
+    from flashattn_jit.jit.key import kernel_key
+    from flashattn_jit.jit.toolchain import flags_for
+    from flashattn_jit.planner import Problem, choose
+    from flashattn_jit.variants.ir import VariantIR
+
+    problem = Problem((1,), (16,), 1, 1, dim, dim, *["float32"] * 3)
+    (request,) = requests_of(choose(VariantIR(()), problem, target))
+    key = kernel_key(request.spec, request.template, request.target, flags_for(request.target))
+    return {"key": key.hex, "package": flashattn_jit.__file__}
+
+
+def task_storm(count: int, dim: int = 8) -> Json:
+    """Forks `count` processes that make the same call at once; what each took from where."""
+    import flashattn_jit  # noqa: F401
+
+    gate_read, gate_write = os.pipe()
+    children: list[tuple[int, int]] = []
+    for _ in range(count):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(gate_write)
+            os.read(gate_read, 1)  # ends when the parent closes the gate
+            try:
+                answer = _attend(dim)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            os.write(write, json.dumps(answer).encode())
+            os._exit(0)
+        os.close(write)
+        children.append((child, read))
+    # The children made later hold the gate open too until they run.
+    os.close(gate_write)
+    answers = []
+    for child, read in children:
+        with os.fdopen(read) as stream:
+            answers.append(json.loads(stream.read() or '{"error": "died"}'))
+        os.waitpid(child, 0)
+    return {"answers": answers}
+
+
+def task_audited(dim: int = 8) -> Json:
+    """A call, and everything in it that writes, makes, locks or starts something."""
+    import fcntl
+
+    import flashattn_jit  # noqa: F401
+
+    seen: list[str] = []
+    flock = fcntl.flock
+    fcntl.flock = lambda *a: (seen.append("flock"), flock(*a))[1]  # type: ignore[assignment]
+    watched = (
+        "subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system", "os.mkdir",
+        "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.utime", "os.truncate", "fcntl.flock",
+    )  # fmt: skip
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        if event in watched:
+            seen.append(f"{event} {args}")
+        if event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR):
+            seen.append(f"{event} {args}")
+
+    sys.addaudithook(audit)
+    try:
+        return {"answer": _attend(dim), "seen": list(seen)}
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error), "seen": list(seen)}
+
+
+def task_collect_while_used(mark: str, gate: str, dim: int = 8) -> Json:
+    """A call, a mark; after the gate whether its kernel still runs."""
+    first = _attend(dim)
+    Path(mark).touch()
+    _await(gate)
+    return {"first": first, "again": _attend(dim)}
+
+
+def task_attend_until(gate: str, dims: list[int]) -> Json:
+    """Loads kernels afresh again and again until the gate opens; where they came from."""
+    from flashattn_jit.jit import module
+    from flashattn_jit.ops import _launch
+
+    sources: dict[str, int] = {}
+    rounds = 0
+    while not Path(gate).exists() or not rounds:
+        module.default.forget()
+        _launch._calls.clear()
+        for dim in dims:
+            source = _attend(dim)["source"]
+            sources[source] = sources.get(source, 0) + 1
+        rounds += 1
+    return {"sources": sources, "rounds": rounds}
+
+
+def task_collect(root: str, max_bytes: int, rounds: int = 1) -> Json:
+    """Evicts entries of a store."""
+    from flashattn_jit.jit.eviction import collect
+    from flashattn_jit.jit.store import Store
+
+    removed = 0
+    for _ in range(rounds):
+        removed += collect(Store(Path(root)), max_bytes).removed
+        time.sleep(0.02)
+    return {"removed": removed}
+
+
+def _tasks() -> Iterator[tuple[str, Callable[..., Json]]]:
+    for name, value in globals().items():
+        if name.startswith("task_"):
+            yield name.removeprefix("task_"), value
+
+
+TASKS = dict(_tasks())
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for module_name in _PRELOADED:
+        importlib.import_module(module_name)
+    serve(sys.argv[1])
