@@ -171,7 +171,7 @@ def lock_wait_s() -> float:
     return _seconds("LOCK_WAIT_S", "300")
 
 
-def record() -> Path | None:
+def record_path() -> Path | None:
     """The file that gets this process' manifest, None where none is wanted.
 
     Raises EnvironmentVariableError for `~` where there is no home.

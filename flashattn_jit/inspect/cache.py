@@ -2,40 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
 
 from .. import env
 from ..jit import module as _module
+from ..jit.layers import layers
+from ..jit.module import KernelSource
 from ..jit.store import ARTIFACT, META
 from ._table import kib
-
-KernelSource = Literal["memory", "disk", "compiler"]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheInfo:
     """The kernel cache. `str()` gives a few lines.
 
-    directory: the folder of compiled kernels, kernels and bytes: the entries in it. The rest is
-    of this process: kernels in memory, found on disk, compiled, and the seconds that took.
+    directory: the folder of compiled kernels, kernels and bytes: the entries in it. layers: where
+    kernels are looked for before they are compiled, each (layer, folder, pack or URL).
+
+    The rest is of this process. in_memory: kernels loaded. hits: kernels found, by layer: "memory",
+    "user", "read_only", "remote"; a call whose plan is remembered looks for none. misses: kernels
+    that no folder had. compiles and compile_s: those that were compiled, and the seconds that took.
+    waits and lock_wait_s: other processes' builds that were waited for, and the seconds. corrupt:
+    entries that were not what was published.
     """
 
     directory: Path
     kernels: int
     bytes: int
+    layers: tuple[tuple[str, str], ...]
     in_memory: int
-    disk_hits: int
+    hits: Mapping[str, int]
+    misses: int
     compiles: int
     compile_s: float
+    waits: int
+    lock_wait_s: float
+    corrupt: int
+
+    @property
+    def disk_hits(self) -> int:
+        """Kernels that this process found in folders and packs."""
+        return self.hits["user"] + self.hits["read_only"]
 
     def __str__(self) -> str:
-        return (
-            f"{self.directory}: {self.kernels} kernels, {kib(self.bytes)}\n"
+        found = ", ".join(f"{count} {name}" for name, count in self.hits.items())
+        lines = [
+            f"{self.directory}: {self.kernels} kernels, {kib(self.bytes)}",
+            *(f"then {location} ({name})" for name, location in self.layers[1:]),
             f"this process: {self.in_memory} in memory, {self.disk_hits} from disk, "
-            f"{self.compiles} compiled in {self.compile_s:.1f} s"
-        )
+            f"{self.compiles} compiled in {self.compile_s:.1f} s",
+            f"hits: {found}; {self.misses} misses, {self.waits} waits ({self.lock_wait_s:.1f} s), "
+            f"{self.corrupt} corrupt",
+        ]
+        return "\n".join(lines)
 
 
 def cache_info() -> CacheInfo:
@@ -44,20 +67,35 @@ def cache_info() -> CacheInfo:
     >>> print(fa.cache_info())
     """
     root = env.cache_dir()
-    entries = [p for p in root.glob(f"v*/[!.]*/*/*/{META}") if (p.parent / ARTIFACT).is_file()]
-    size = sum(f.stat().st_size for p in entries for f in p.parent.iterdir() if f.is_file())
+    kernels = size = 0
+    for meta in root.glob(f"v*/[!.]*/*/*/{META}"):
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(OSError):
+            files = [path.stat().st_size for path in meta.parent.iterdir() if path.is_file()]
+            kernels += meta.with_name(ARTIFACT).is_file()
+            size += sum(files)
     counters = _module.default.counters
     return CacheInfo(
-        root, len(entries), size, len(_module.default._modules), counters.disk_hits,
-        counters.compiles, counters.compile_s,
-    )  # fmt: skip
+        directory=root,
+        kernels=kernels,
+        bytes=size,
+        layers=tuple((layer.name, layer.location) for layer in layers()),
+        in_memory=len(_module.default._modules),
+        hits=MappingProxyType(dict(counters.hits)),
+        misses=counters.misses,
+        compiles=counters.compiles,
+        compile_s=counters.compile_s,
+        waits=counters.waits,
+        lock_wait_s=counters.lock_wait_s,
+        corrupt=counters.corrupt,
+    )
 
 
 def last_kernel_source() -> KernelSource | None:
     """Where this process' most recent kernel came from; None before the first.
 
-    "compiler" and "disk" say how it was first loaded, "memory" that a new problem found it loaded.
-    A call whose plan is remembered looks for no kernel and changes nothing.
+    "compiler", "disk" and "remote" say how it was first loaded, "memory" that a new problem found
+    it loaded. A call whose plan is remembered looks for no kernel and changes nothing.
 
     >>> fa.attention(q, k, v, variant)
     >>> fa.last_kernel_source()

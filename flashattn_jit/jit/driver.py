@@ -52,18 +52,17 @@ class Job:
 
 
 def drive(job: Job) -> Path:
-    """Builds a job's shared object and returns its path.
+    """Builds a job's shared object, without loading it, and returns its path.
 
     Raises RuntimeError where a compiler fails, OSError where `work` cannot be written.
     """
-    import torch
     import torch.utils.cpp_extension as cpp_extension
 
     is_cuda = job.cuda_home is not None
     stubs = _write_stubs(job.work)
     flags = [*job.compile_flags]
     with _load_lock, _driver_state(cpp_extension, job):
-        library = cpp_extension.load(
+        cpp_extension.load(
             name="kernel",
             sources=[str(job.source)],
             extra_cflags=[] if is_cuda else flags,
@@ -73,8 +72,6 @@ def drive(job: Job) -> Path:
             with_cuda=is_cuda,
             is_python_module=False,
         )
-        # Loaded under its staging name; the same file is loaded again once it is published.
-        torch.ops.loaded_libraries.discard(str(library))
     return job.work / "kernel.so"
 
 
@@ -133,7 +130,11 @@ def _driver_state(cpp_extension: Any, job: Job) -> Iterator[None]:
         **job.settings,
     }
     # It remembers what it built by name, and would rename our second kernel.
-    module_globals: dict[str, object] = {"JIT_EXTENSION_VERSIONER": ExtensionVersioner()}
+    module_globals: dict[str, object] = {
+        "JIT_EXTENSION_VERSIONER": ExtensionVersioner(),
+        # Nothing is loaded: this machine may not have the instructions that were compiled for.
+        "_import_module_from_library": lambda name, path, is_python_module: None,
+    }
     if job.cuda_home is not None:
         # A torch without CUDA has found no toolkit.
         module_globals |= {"CUDA_HOME": str(job.cuda_home), "CUDNN_HOME": None}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashattn_jit.codegen.requests import Request
 from flashattn_jit.errors import FlashAttnJitError, MissingKernelError
 from flashattn_jit.jit.key import KernelKey
 
@@ -67,7 +68,7 @@ def differences(wanted: Document, found: Document) -> tuple[Difference, ...]:
 
     A variant's hooks are compared as wholes: "5 operations" against "7 operations".
     """
-    first, second = dict(wanted), dict(found)  # type: ignore[arg-type]
+    first, second = _fields(wanted), _fields(found)
     out: list[Difference] = []
     for name in [*first, *(n for n in second if n not in first)]:
         a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
@@ -99,13 +100,13 @@ def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> N
     return best[1] if best else None
 
 
-def build_command(spec: str) -> str:
+def build_command(spec: str, name: str = "variant") -> str:
     """The shell command that builds a kernel; empty where its spec is no kernel's."""
     from flashattn_jit.codegen.document import spec_from_document
     from flashattn_jit.deploy.manifest import Line, line_text
 
     try:
-        line = line_text(Line("variant", spec_from_document(spec)))
+        line = line_text(Line(name, spec_from_document(spec, name)))
     except (FlashAttnJitError, ValueError):
         return ""
     return (
@@ -115,10 +116,11 @@ def build_command(spec: str) -> str:
 
 
 def missing_kernel(
-    key: KernelKey, spec: str, target: str, searched: Sequence[Searched], closest: Nearest | None
+    request: Request, key: KernelKey, searched: Sequence[Searched], closest: Nearest | None
 ) -> MissingKernelError:
     """The error of a miss where nothing may be compiled: all that is known, and the remedy."""
-    command = build_command(spec)
+    spec, target = request.spec, request.target
+    command = build_command(spec, request.name)
     lines = [
         f"kernel {key.hex} for {target} is in no layer of the cache, and "
         "FLASHATTN_JIT_COMPILE=never forbids to compile it",
@@ -147,6 +149,11 @@ def missing_kernel(
         nearest=closest,
         command=command,
     )
+
+
+def _fields(document: Document) -> dict[str, object]:
+    pairs = document.items() if isinstance(document, Mapping) else document
+    return dict(pairs)  # type: ignore[arg-type]
 
 
 def _weight(field: str) -> int:

@@ -13,7 +13,6 @@ pack is trusted only if it belongs to this user or root and nobody else may writ
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 import zlib
@@ -25,6 +24,7 @@ from typing import Any
 
 from flashattn_jit.errors import PackError
 from flashattn_jit.jit import zip_frame
+from flashattn_jit.jit.entry import META, MOST_META_BYTES, parse_meta
 from flashattn_jit.jit.pack_index import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -32,10 +32,7 @@ from flashattn_jit.jit.pack_index import (
     member_name,
     parse_index,
 )
-from flashattn_jit.jit.store import META
 from flashattn_jit.jit.zip_frame import Member
-
-_MAX_META_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +49,18 @@ class PackedEntry:
     def meta(self) -> Mapping[str, Any]:
         """Its meta.json. Raises PackError where that is not of this entry's key and files."""
         where = f"member {self._member(META).name!r}"
-        if self.files[META].bytes > _MAX_META_BYTES:
+        if self.files[META].bytes > MOST_META_BYTES:
             raise self.pack.error(f"{where} is too large")
         try:
-            meta = json.loads(self.read(META))
-            said = {name: (f["bytes"], f["sha256"]) for name, f in meta["files"].items()}
-            key, compiler = meta["key"], meta["compiler"]["id"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise self.pack.error(f"{where} cannot be read") from None
-        if (key, compiler) != (self.key, self.compiler_id):
-            raise self.pack.error(f"{where} is of another entry")
+            meta = parse_meta(self.read(META), self.key, self.compiler_id)
+        except ValueError as error:
+            raise self.pack.error(
+                f"entry {member_name(self.compiler_id, self.key, '')!r}: {error}"
+            ) from None
+        said = {name: (f["bytes"], f["sha256"]) for name, f in meta["files"].items()}
         if said != {name: f[:2] for name, f in self.files.items() if name != META}:
             raise self.pack.error(f"{where} lists other files than the index")
-        return meta  # type: ignore[no-any-return]
+        return meta
 
     def read(self, name: str) -> bytes:
         """A file's content. Raises PackError where it is not what the index says, KeyError."""

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from flashattn_jit.errors import PackError
-from flashattn_jit.jit.store import META
+from flashattn_jit.jit.entry import META
 from flashattn_jit.jit.zip_frame import MAX_MEMBER_BYTES
 
 SCHEMA = 1

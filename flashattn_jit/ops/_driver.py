@@ -6,7 +6,7 @@ import torch
 
 from .. import _C
 from ..errors import LaunchError
-from ..jit import cuda_toolkit
+from ..jit.fit import too_old
 from ..jit.module import min_driver
 
 _checked: set[str] = set()
@@ -25,13 +25,3 @@ def check(module: _C.Module) -> None:
             f"older toolkit (FLASHATTN_JIT_CUDA_HOME)\n  artifact: {module.path}"
         )
     _checked.add(module.path)
-
-
-def too_old(driver_version: int, needed: int) -> bool:
-    """Whether a driver that supports CUDA `driver_version` (12040 for 12.4) is below a branch.
-
-    Within one major version of CUDA its first driver runs what every later compiler made, as
-    artifacts hold machine code and no PTX.
-    """
-    major = driver_version // 1000
-    return major < 11 or cuda_toolkit.min_driver(major) < needed

@@ -1,0 +1,220 @@
+"""From requests to a kernel in use: the layers in their order, then the compiler.
+
+A hit takes no lock, starts no process and writes nothing. A miss takes the kernel's lock and looks
+again, as another process may have built it; then it asks the remote layer, then the compiler.
+
+With FLASHATTN_JIT_COMPILE=never a miss is an error, and nothing is written, locked or started: what
+the remote layer has is loaded from memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from flashattn_jit import env
+from flashattn_jit.codegen.requests import Request
+from flashattn_jit.errors import AbiError, CacheError, TargetError
+from flashattn_jit.jit import key as keys
+from flashattn_jit.jit import toolchain
+from flashattn_jit.jit.builder import Builder, BuildFunction, Obtained, Wanted
+from flashattn_jit.jit.compiler import Compiler, CompilerIdentity, find_compiler, identify
+from flashattn_jit.jit.counters import Counters
+from flashattn_jit.jit.entry import CorruptEntryError
+from flashattn_jit.jit.fit import unfit_driver, unfit_machine, unfit_target
+from flashattn_jit.jit.found import Found, found_in_folder
+from flashattn_jit.jit.layers import Layer, Searched, layers, local_layers, nearest_in
+from flashattn_jit.jit.locks import build_lock
+from flashattn_jit.jit.misses import missing_kernel
+from flashattn_jit.jit.store import Store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Resolver(Generic[T]):
+    """One look-up. `use` puts a found kernel to use; it may raise OSError, AbiError.
+
+    With `loads` kernels that this machine cannot run are passed over; else `use` must not load
+    them, and what is found is of no interest unless it is kept.
+    """
+
+    use: Callable[[Found], T]
+    build: BuildFunction
+    counters: Counters
+    loads: bool = True
+    mode: env.CompileMode = field(default_factory=env.compile_mode)
+    store: Store = field(default_factory=lambda: Store(env.cache_dir()))
+    compiler: Compiler | None = None
+    identity: CompilerIdentity | None = None
+
+    def resolve(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]]:
+        """The first of `requests` that does not step down, and its place among them.
+
+        Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError.
+        """
+        target = requests[0].target
+        if self.mode != "never":
+            if self.loads and (why := unfit_target(target)):
+                raise TargetError(f"a kernel for {target} cannot run on this machine: {why}")
+            self.compiler = find_compiler(target)
+            if self.compiler is not None:
+                self.identity = identify(self.compiler, self.store.recall_compiler)
+        tiles = _keyed(requests)
+        place = 0
+        while True:
+            obtained = self._one(tiles[place])
+            if not isinstance(obtained, str):
+                return place, obtained
+            place += 1 + tiles[place].smaller.index(obtained)
+
+    def find(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]] | None:
+        """As `resolve`, but None where a folder or pack lacks a kernel: nothing is built."""
+        if self.mode != "never":
+            self.compiler = find_compiler(requests[0].target)
+            if self.compiler is not None:
+                self.identity = identify(self.compiler, self.store.recall_compiler)
+        tiles = _keyed(requests)
+        place = 0
+        while True:
+            obtained = self._search(tiles[place], local_layers(), [])
+            if obtained is None or not isinstance(obtained, str):
+                return None if obtained is None else (place, obtained)
+            place += 1 + tiles[place].smaller.index(obtained)
+
+    def _one(self, wanted: Wanted) -> Obtained[T] | str:
+        """One kernel put to use, or the key among its `smaller` that takes its place."""
+        if self.mode == "always":
+            self.counters.misses += 1
+            with self._lock(wanted):
+                return self._built(wanted)
+        searched: list[Searched] = []
+        everything = layers()
+        local = tuple(layer for layer in everything if layer.name != "remote")
+        remote = tuple(layer for layer in everything if layer.name == "remote")
+        found = self._search(wanted, local, searched)
+        if found is not None:
+            return found
+        self.counters.misses += 1
+        if self.mode == "never":
+            found = self._search(wanted, remote, searched)
+            if found is not None:
+                return found
+            raise missing_kernel(
+                wanted.request, wanted.key, searched, nearest_in(wanted.key, local)
+            )
+        with self._lock(wanted):
+            found = self._search(wanted, local, [])
+            if found is None:
+                found = self._search(wanted, remote, [])
+            return self._built(wanted) if found is None else found
+
+    def _built(self, wanted: Wanted) -> Obtained[T] | str:
+        builder = Builder(
+            self.store, self.compiler, self.build, self.use, self.counters, not self.loads
+        )
+        return builder(wanted)
+
+    @contextlib.contextmanager
+    def _lock(self, wanted: Wanted) -> Iterator[None]:
+        with build_lock(wanted.key.hex, env.lock_wait_s()) as waited:
+            self.counters.waits += waited > 0
+            self.counters.lock_wait_s += waited
+            yield
+
+    def _search(
+        self, wanted: Wanted, among: Sequence[Layer], searched: list[Searched]
+    ) -> Obtained[T] | str | None:
+        """What the first layer that can serve has; adds to `searched` why the others cannot."""
+        for layer in among:
+            answer = layer.search(wanted.key.hex, self.identity.id if self.identity else None)
+            for error in answer.corrupt:
+                self._discard(layer, error)
+            reason = answer.reason
+            for found in answer.found:
+                used = self._used(wanted, layer, found)
+                if isinstance(used, Obtained):
+                    self.counters.hits[layer.name] += 1
+                    return used
+                if isinstance(used, _Reason):
+                    reason = reason or used.text
+                    log.info("kernel %s in %s: %s", wanted.key.hex[:16], layer.location, used.text)
+                else:
+                    return used
+            searched.append(Searched(layer.name, layer.location, reason))
+        return None
+
+    def _used(self, wanted: Wanted, layer: Layer, found: Found) -> Obtained[T] | str | _Reason:
+        if layer.name == "remote" and self.mode != "never":
+            found = self._adopted(found)
+        if step := found.stepped_down_to:
+            # Tiles may have been added or dropped since: then the next one is tried.
+            if step in wanted.smaller:
+                return step
+            if wanted.smaller:
+                return wanted.smaller[0]
+            return _Reason("its tile was too large for its registers, and no smaller one will do")
+        if self.loads and (why := self._unfit(wanted, found)):
+            return _Reason(why)
+        try:
+            return Obtained(self.use(found), found)
+        except AbiError as error:
+            corrupt = CorruptEntryError(found.path, str(error))
+            self._discard(layer, corrupt)
+            return _Reason(f"its entry is corrupt: {corrupt.reason}")
+        except OSError as error:
+            return _Reason(f"its kernel cannot be loaded here: {error}")
+
+    def _unfit(self, wanted: Wanted, found: Found) -> str:
+        target = wanted.request.target
+        if why := unfit_target(target) or unfit_machine(found.head):
+            return why
+        if self.identity is not None and found.compiler_id == self.identity.id:
+            # Compiling it again would give the same; its launch says what is wrong.
+            return ""
+        return unfit_driver(target, found.meta.get("min_driver"))
+
+    def _adopted(self, found: Found) -> Found:
+        """A remote kernel in the user's folder; where that cannot be, as it is."""
+        files = {name: found.read(name) for name in found.meta["files"]}
+        try:
+            entry = self.store.adopt(found.key, found.compiler_id, files, found.meta)
+            return found_in_folder(entry, "remote")
+        except (OSError, CacheError) as error:
+            log.warning("kernel %s is not kept: %s", found.key[:16], error)
+            return found
+
+    def _discard(self, layer: Layer, error: CorruptEntryError) -> None:
+        """Counts a corrupt entry, and moves it away where that is ours to do."""
+        self.counters.corrupt += 1
+        if layer.name != "user" or self.mode == "never":
+            log.warning("%s", error)
+            return
+        log.warning("%s: moving it to quarantine", error)
+        try:
+            self.store.quarantine(error.path)
+        except OSError as reason:
+            log.warning("cannot move %s: %s", error.path, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """Why a kernel that is there does not serve."""
+
+    text: str
+
+
+def _keyed(requests: Sequence[Request]) -> list[Wanted]:
+    named = [
+        keys.kernel_key(r.spec, r.template, r.target, toolchain.flags_for(r.target))
+        for r in requests
+    ]
+    return [
+        Wanted(request, key, tuple(k.hex for k in named[i + 1 :]))
+        for i, (request, key) in enumerate(zip(requests, named, strict=True))
+    ]
