@@ -12,7 +12,7 @@ import torch
 from ..codegen.target import compiled_target, is_cuda, resolve_target
 from ..errors import InputError, VerificationError
 from ..ops._placement import matrix_dtypes
-from ..planner.tiles import reachable, tile_kind
+from ..planner.tiles import placed, tile_kind
 from ..variants.ir import VariantIR
 from ..variants.params import Dims
 from ..variants.spec import Variant
@@ -174,7 +174,7 @@ def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> Non
 
 def _largest_tile(target: str, dims: Dims, dtype: str) -> tuple[int, int]:
     """(tile_q, tile_kv) of plain attention's prefill kernel, at whose edges cases lie."""
-    kernels = reachable(VariantIR(()), (dims.head_dim, dims.head_dim_v), (dtype,) * 3, target)
+    kernels = placed(VariantIR(()), (dims.head_dim, dims.head_dim_v), (dtype,) * 3, target)
     largest = max(kernels, key=lambda spec: spec.tile_q)
     return largest.tile_q, largest.tile_kv
 

@@ -284,7 +284,8 @@ def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -
     }
     bound = bind(variant, dims, params)
     known = _handles.structure(_handles.remember(bound.handle, bound.ir, variant.name))
-    needs = Needs(paged, False, False, False, ALL_ROWS, True)
+    unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
+    needs = Needs(paged, False, False, unaligned, ALL_ROWS, True)
     if kernels.options.cpu:
         return kernels.unloaded(known, needs)
     return kernels.pair(bound.handle, known, needs)

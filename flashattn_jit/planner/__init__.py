@@ -8,11 +8,13 @@ sizes, thread count and lengths decide run-time values only (`schedule`).
 from .devices import DEVICES, Device, device_hardware, named_hardware, typical_hardware
 from .hardware import Hardware, host_hardware
 from .problem import Problem, RooflinePoint, roofline
+from .reachable import FORMATS, reachable, retarget, utilities
 from .slots import Slots, min_chunk, slots
-from .tiles import TileChoice, candidates, choose, fallbacks, reachable
+from .tiles import TileChoice, candidates, choose, fallbacks, placed
 
 __all__ = [
     "DEVICES",
+    "FORMATS",
     "Device",
     "Hardware",
     "Problem",
@@ -26,8 +28,11 @@ __all__ = [
     "host_hardware",
     "min_chunk",
     "named_hardware",
+    "placed",
     "reachable",
+    "retarget",
     "roofline",
     "slots",
     "typical_hardware",
+    "utilities",
 ]

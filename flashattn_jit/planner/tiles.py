@@ -90,26 +90,22 @@ def choose(
     return _placed(_blank(variant, dims, dtypes, target, features, name), problem.packed_rows)
 
 
-def reachable(
+def placed(
     variant: VariantIR,
     head_dims: tuple[int, int],
     dtypes: tuple[str, str, str],
     target: str,
-    features: Sequence[tuple[str, ...]] = ((), ("block_mask",)),
+    features: Sequence[tuple[str, ...]] = ((),),
+    name: str = "variant",
 ) -> tuple[KernelSpec, ...]:
-    """Every kernel that `choose` can return for these dims and dtypes, whatever the lengths.
+    """Every kernel that `choose` and `choose_rows` can return for these sets of features.
 
-    Args:
-        variant: the variant's IR.
-        head_dims: (head_dim, head_dim_v).
-        dtypes: of q, k and v.
-        target: any target.
-        features: the feature sets that may be asked for.
+    Most rows first. `reachable` knows which features there are.
     """
     cuda = is_cuda(compiled_target(target))
     rows = cuda_tiles.ROW_CLASSES if cuda else (cpu_tiles.FEW_ROWS, cpu_tiles.FEW_ROWS + 1)
     specs = [
-        _placed(_blank(variant, head_dims, dtypes, target, feature, "variant"), n)
+        _placed(_blank(variant, head_dims, dtypes, target, feature, name), n)
         for n in reversed(rows)
         for feature in features
     ]
@@ -165,6 +161,6 @@ __all__ = [
     "fallbacks",
     "few_rows",
     "item_rows",
-    "reachable",
+    "placed",
     "tile_kind",
 ]

@@ -101,7 +101,7 @@ def specs(
     features: tuple[str, ...] = (),
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that the planner reaches for a case on a target."""
-    return planner.reachable(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
+    return planner.placed(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
 
 
 def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:

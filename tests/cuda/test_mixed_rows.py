@@ -13,7 +13,7 @@ from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.ops._device import CallTensors, launch, make_plan
-from flashattn_jit.planner import reachable
+from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 
@@ -36,7 +36,7 @@ class OfEachRequest(fa.Variant):
 
 def spec_of(variant: fa.Variant, params: dict[str, object], kind: str) -> tuple[KernelSpec, object]:
     bound = variant.bind(Dims(3, HEADS, KV_HEADS, 40, 130, DIM, DIM), params)
-    specs = reachable(bound.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("mixed_rows",),))
+    specs = placed(bound.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("mixed_rows",),))
     return next(s for s in specs if s.tile_kind == kind), bound
 
 

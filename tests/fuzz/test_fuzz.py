@@ -15,7 +15,7 @@ from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.codegen.target import CPU_TARGETS, host_target
 from flashattn_jit.jit.compiler import find_compiler
 from flashattn_jit.jit.toolchain import flags_for
-from flashattn_jit.planner import reachable
+from flashattn_jit.planner import placed
 from flashattn_jit.variants.bounds_lower import range_tables
 from flashattn_jit.variants.spec import Dims
 
@@ -58,7 +58,7 @@ def spec_of(
     }  # fmt: skip
     bound = Fuzzed().bind(dims, params)
     name = str(dtype).removeprefix("torch.")
-    kernels = reachable(bound.ir, (head_dim, head_dim_v), (name,) * 3, target, ((),))
+    kernels = placed(bound.ir, (head_dim, head_dim_v), (name,) * 3, target, ((),))
     return next(spec for spec in kernels if spec.tile_kind == kind)
 
 

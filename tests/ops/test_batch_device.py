@@ -20,7 +20,7 @@ from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.ops import _batch_device, _device
 from flashattn_jit.ops._batch_device import BatchTensors, DeviceState, Ring, launch, record
-from flashattn_jit.planner import reachable
+from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 
@@ -282,7 +282,7 @@ class Kernels:
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     variant = fa.Causal().bind(Dims(1, HEADS, KV_HEADS, 8, 8, DIM, DIM), {})
-    specs = reachable(variant.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("paged",),))
+    specs = placed(variant.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("paged",),))
     chosen = [next(s for s in specs if s.tile_kind == kind) for kind in ("prefill", "few_row")]
     modules = [load_kernel(s.document(), s.template, s.target, lambda s=s: render(s))
                for s in chosen]  # fmt: skip
