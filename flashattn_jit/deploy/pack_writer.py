@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
-import stat
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from ..errors import PackError
 from ..jit import zip_frame
+from ..jit.entry import META
+from ..jit.found import Found
 from ..jit.pack_index import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -23,20 +25,10 @@ from ..jit.pack_index import (
     index_text,
     member_name,
 )
-from ..jit.store import META
 from ..jit.zip_frame import Member
 
 
-class Source(NamedTuple):
-    """An entry to be packed: its folder, and the digests that its meta.json states."""
-
-    key: str
-    compiler_id: str
-    folder: Path
-    meta: Mapping[str, Any]
-
-
-def write_pack(path: str | os.PathLike[str], sources: Sequence[Source]) -> int:
+def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     """Writes a pack of some entries, whole or not at all; returns its size in bytes.
 
     Equal entries make equal bytes, in whatever order they come. Each file is read once and compared
@@ -67,12 +59,12 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Source]) -> int:
     return size
 
 
-def _write(file: BinaryIO, sources: Sequence[Source]) -> int:
+def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
     # Digests have a fixed width, so the index's length is known before they are.
     blank = [Listed(s.compiler_id, s.key, _blank_digests(s)) for s in sources]
     for source, listed in zip(sources, blank, strict=True):
         if reason := complaint(listed):
-            raise PackError(f"{source.folder} cannot be packed: {reason}")
+            raise PackError(f"{source.path} cannot be packed: {reason}")
     index_bytes = len(index_text(blank))
     if index_bytes > MAX_INDEX_BYTES:
         raise PackError(
@@ -84,15 +76,8 @@ def _write(file: BinaryIO, sources: Sequence[Source]) -> int:
     for source, listed in zip(sources, blank, strict=True):
         digests: dict[str, FileDigest] = {}
         for name, (size, *_) in listed.files.items():
-            content = source.folder.joinpath(name).read_bytes()
-            digest = FileDigest(size, hashlib.sha256(content).hexdigest(), zlib.crc32(content))
-            stated = source.meta["files"].get(name, {}).get("sha256", digest.sha256)
-            if len(content) != size or digest.sha256 != stated:
-                raise PackError(
-                    f"{source.folder / name} is not what its {META} says; run: flashattn-jit cache "
-                    "verify"
-                )
-            digests[name] = digest
+            content, sha256 = _read(source, name)
+            digests[name] = digest = FileDigest(size, sha256, zlib.crc32(content))
             path = member_name(source.compiler_id, source.key, name)
             members.append(Member(path, size, digest.crc32))
             file.write(zip_frame.local_header(members[-1]))
@@ -108,15 +93,29 @@ def _write(file: BinaryIO, sources: Sequence[Source]) -> int:
     return end
 
 
-def _blank_digests(source: Source) -> dict[str, FileDigest]:
+def _read(source: Found, name: str) -> tuple[bytes, str]:
+    """A file of an entry, compared with its digest."""
+    if name == META:
+        content = _meta_text(source)
+        return content, hashlib.sha256(content).hexdigest()
+    try:
+        return source.read(name), str(source.meta["files"][name]["sha256"])
+    except (ValueError, OSError) as error:
+        raise PackError(
+            f"{source.path} cannot be packed: {error}; run: flashattn-jit cache verify"
+        ) from error
+
+
+def _blank_digests(source: Found) -> dict[str, FileDigest]:
     """The sizes of an entry's files, by name; what its meta.json does not list is left."""
-    found: dict[str, FileDigest] = {}
-    for name in sorted({META, *source.meta["files"]}):
-        status = source.folder.joinpath(name).lstat()
-        if not stat.S_ISREG(status.st_mode):
-            raise PackError(f"{source.folder / name} is no plain file")
-        found[name] = FileDigest(status.st_size, "0" * 64, 0)
-    return found
+    sizes = {name: int(stated["bytes"]) for name, stated in source.meta["files"].items()}
+    sizes[META] = len(_meta_text(source))
+    return {name: FileDigest(sizes[name], "0" * 64, 0) for name in sorted(sizes)}
+
+
+def _meta_text(source: Found) -> bytes:
+    # As a store writes it: the same entry packed from a folder and from a pack is the same bytes.
+    return (json.dumps(source.meta, indent=1, sort_keys=True) + "\n").encode()
 
 
 def _umask() -> int:

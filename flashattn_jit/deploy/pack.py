@@ -1,0 +1,157 @@
+"""`fa.pack`: cache entries in one file, to be shipped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import env
+from ..codegen.requests import AnySpec, name_of
+from ..errors import PackError
+from ..jit import toolchain
+from ..jit.found import Found, found_in_folder
+from ..jit.key import kernel_key
+from ..jit.layers import Layer, layers
+from ..jit.store import Store
+from ..planner.requests import requests_of
+from .pack_writer import write_pack
+from .report import kernel_words
+from .structures import parse_targets
+from .wanted import wanted_specs
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What `pack` wrote. targets: (target, entries) of each, sorted."""
+
+    path: str
+    entries: int
+    bytes: int
+    targets: tuple[tuple[str, int], ...]
+    wall_s: float
+
+    def __str__(self) -> str:
+        of = ", ".join(f"{count} for {target}" for target, count in self.targets)
+        return (
+            f"{self.path}: {self.entries} kernels ({of or 'none'}), {self.bytes / 1e6:.1f} MB in "
+            f"{self.wall_s:.2f} s"
+        )
+
+
+def pack(
+    path: str | os.PathLike[str],
+    *,
+    manifest: Any = None,
+    targets: str | Sequence[str] = (),
+    keys: Sequence[str] = (),
+    allow_cpp: bool = False,
+) -> PackReport:
+    """Writes kernels of the cache to one file, whole or not at all.
+
+    Without `manifest` and `keys`, all of the user's folder is packed. Where several compilers made
+    a kernel, the newest is taken. Equal entries make equal files, byte for byte.
+
+    Args:
+        path: the file to write; one that is there is replaced.
+        manifest: paths or `Line`s, as for `warm`: the kernels that they stand for, and what those
+            stepped down to, from any layer.
+        targets: only kernels of these; with `manifest` it is retargeted to them, as in `warm`.
+        keys: only kernels of these keys or beginnings of keys.
+        allow_cpp: see `read_manifest`.
+
+    Raises:
+        PackError: a kernel of the manifest is in no layer, a key names none, an entry is corrupt,
+            or there is nothing to pack.
+        ManifestError, TargetError, CacheError, OSError: nothing was written.
+
+    Example:
+        >>> fa.pack("kernels.pack", manifest="m.jsonl", targets=("cpu:avx2", "sm_90"))
+    """
+    begin = time.perf_counter()
+    if manifest is None:
+        found = _of_folder(parse_targets(targets) if targets else ())
+    else:
+        specs = wanted_specs(manifest, targets=targets, allow_cpp=allow_cpp)
+        found = _of_specs(specs)
+    chosen = [one for one in found if not keys or one.key.startswith(tuple(keys))]
+    for key in keys:
+        if not any(one.key.startswith(key) for one in chosen):
+            raise PackError(f"no kernel of that choice has a key that begins with {key!r}")
+    if not chosen:
+        raise PackError(
+            "there is nothing to pack: no such kernel is in the cache; build some with "
+            "flashattn-jit warm"
+        )
+    size = write_pack(path, chosen)
+    counts = Counter(_target(one) for one in chosen)
+    return PackReport(
+        os.fspath(path), len(chosen), size, tuple(sorted(counts.items())),
+        time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def _of_folder(targets: Sequence[str]) -> list[Found]:
+    """The newest entry of each key in the user's folder."""
+    newest: dict[str, Found] = {}
+    store = Store(env.cache_dir())
+    for entry in store.entries():
+        if not entry.meta:
+            store.verify(entry.path)  # raises, and says why
+        other = newest.get(entry.key)
+        if other is None or entry.created > str(other.meta.get("created", "")):
+            newest[entry.key] = found_in_folder(entry, "user")
+    return [one for one in newest.values() if not targets or _target(one) in targets]
+
+
+def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
+    """The entries that serve some specs, stepped-down ones with their ways."""
+    found: dict[str, Found] = {}
+    missing = []
+    places = layers()
+    for spec in specs:
+        try:
+            found.update((one.key, one) for one in _way(spec, places))
+        except LookupError:
+            missing.append(f"{name_of(spec)}: {kernel_words(spec)} for {spec.target}")
+    if missing:
+        more = len(missing) - _SHOWN
+        raise PackError(
+            f"{len(missing)} of {len(specs)} kernels are in no layer of the cache; build them with "
+            "flashattn-jit warm and the same manifest and targets:\n  "
+            + "\n  ".join(missing[:_SHOWN])
+            + (f"\n  and {more} more" if more > 0 else "")
+        )
+    return list(found.values())
+
+
+def _way(spec: AnySpec, places: Sequence[Layer]) -> list[Found]:
+    """The entry of a spec and, where it stepped down, those on to the one that has an artifact."""
+    keys = [
+        kernel_key(r.spec, r.template, r.target, toolchain.flags_for(r.target)).hex
+        for r in requests_of(spec)
+    ]
+    way: list[Found] = []
+    place = 0
+    while True:
+        answers = (layer.search(keys[place], None).found for layer in places)
+        one = next((found[0] for found in answers if found), None)
+        if one is None:
+            raise LookupError(keys[place])
+        way.append(one)
+        step = one.stepped_down_to
+        if step is None:
+            return way
+        smaller = keys[place + 1 :]
+        if not smaller:
+            raise LookupError(keys[place])
+        place += 1 + (smaller.index(step) if step in smaller else 0)
+
+
+def _target(found: Found) -> str:
+    return str(dict(found.meta["document"]).get("target", ""))

@@ -1,0 +1,228 @@
+"""From what `warm` is given to the specs that it builds: variants, head dims, dtypes and targets.
+
+A variant becomes an IR as in a real call, by `bind`. Head counts and lengths decide no kernel, so
+any will do; where one of them would, warming says which argument it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..codegen.requests import AnySpec
+from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target, is_cuda
+from ..errors import InputError, ParamError, TargetError
+from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
+from ..ops._placement import device_target, matrix_dtypes
+from ..planner.reachable import FORMATS, reachable, utilities
+from ..variants.binding import bind
+from ..variants.ir import VariantIR
+from ..variants.params import MISSING, Dims
+from ..variants.spec import Variant, as_variant
+
+Dtypes = tuple[str, str, str]
+HeadDims = tuple[int, int]
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn",
+          "float": "float32", "half": "float16"}  # fmt: skip
+_HEADS = ((16, 4), (24, 3))
+"""(num_q_heads, num_kv_heads) that variants are bound with where none are given: a kernel that is
+the same for both is the same for all."""
+
+
+def specs_of(
+    variants: Sequence[Variant],
+    head_dims: Sequence[HeadDims],
+    dtypes: Sequence[Dtypes],
+    targets: Sequence[str],
+    formats: Sequence[str] | None,
+    heads: tuple[int, int] | None,
+    params: Mapping[str, object],
+) -> list[AnySpec]:
+    """All that `reachable` and `utilities` list for some variants.
+
+    Combinations that a target has no kernels for are left out. Raises InputError where nothing is
+    left; ParamError, TraceError as a call does.
+    """
+    pairs = [(t, d) for t in targets for d in dtypes if takes(t, d)]
+    if not pairs:
+        raise InputError(
+            f"none of the targets {', '.join(targets)} takes the dtypes "
+            f"{', '.join('/'.join(d) for d in dtypes)}; CUDA targets take bfloat16 and float16 "
+            "(sm_75: float16), the same for q, k and v"
+        )
+    declared = {d.name for v in variants for d in v._declared}
+    for name in params:
+        if name not in declared:
+            raise ParamError(f"params: no variant has a param {name!r}")
+    found: dict[AnySpec, None] = {}
+    for chosen in variants:
+        for dims in head_dims:
+            ir = variant_ir(chosen, dims, heads, params)
+            for target, of in pairs:
+                specs = reachable(ir, dims, of, target, formats or FORMATS)
+                found.update(dict.fromkeys(_named(spec, chosen.name) for spec in specs))
+    for target, of in pairs:
+        found.update(dict.fromkeys(utilities(of, target)))
+    return list(found)
+
+
+def variant_ir(
+    chosen: Variant,
+    dims: HeadDims,
+    heads: tuple[int, int] | None,
+    params: Mapping[str, object],
+) -> VariantIR:
+    """A variant's IR for head dims, as calls of any size have it.
+
+    Raises InputError where it depends on the number of heads and `heads` is None, ParamError where
+    a param is missing or does not fit, TraceError.
+    """
+    own = {d.name for d in chosen._declared}
+    given = {name: value for name, value in params.items() if name in own}
+    reads_dims = any(callable(d.param.default) and d.name not in given for d in chosen._declared)
+    counts = (heads,) if heads else _HEADS if reads_dims else ((-1, -1),)
+    irs = []
+    for num_q_heads, num_kv_heads in counts:
+        sizes = Dims(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=dims[0],
+                     head_dim_v=dims[1])  # fmt: skip
+        try:
+            irs.append(bind(chosen, sizes, given).ir)
+        except ParamError as error:
+            raise ParamError(f"{error}{_remedy(chosen, given, heads)}") from error
+    if any(ir != irs[0] for ir in irs):
+        raise InputError(
+            f"the kernels of {chosen.name} depend on the number of heads: give num_q_heads= and "
+            "num_kv_heads="
+        )
+    return irs[0]
+
+
+def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Compiled targets by name: also ``host`` (this machine's), ``cpu``, ``cuda`` and ``all``.
+
+    Raises TargetError for a name that is none.
+    """
+    groups = {"cpu": CPU_TARGETS, "cuda": CUDA_TARGETS, "all": (*CPU_TARGETS, *CUDA_TARGETS)}
+    chosen: dict[str, None] = {}
+    for name in _items(targets):
+        if name == "host":
+            chosen.update(dict.fromkeys(_host_targets()))
+            continue
+        for target in groups.get(name, (compiled_target(name),)):
+            if target not in groups["all"]:
+                raise TargetError(
+                    f"unknown target {name!r}; known: {', '.join(groups['all'])}, and host, "
+                    f"{', '.join(groups)} for several"
+                )
+            chosen[target] = None
+    return tuple(chosen)
+
+
+def parse_head_dims(head_dims: Any) -> tuple[HeadDims, ...]:
+    """(head_dim, head_dim_v) of each of 64, "64", (576, 512) and "576/512". Raises InputError."""
+    if isinstance(head_dims, int | str):
+        head_dims = [head_dims]
+    return tuple(dict.fromkeys(_head_dims(one) for one in head_dims))
+
+
+def parse_dtypes(dtypes: Any) -> tuple[Dtypes, ...]:
+    """Dtypes of q, k and v of each of torch.float16, "fp16", "bf16/int8" (k and v) and of tuples.
+
+    Raises InputError.
+    """
+    if isinstance(dtypes, torch.dtype | str):
+        dtypes = [dtypes]
+    return tuple(dict.fromkeys(_dtypes(one) for one in dtypes))
+
+
+def parse_variant(what: Any) -> Variant:
+    """A variant, a bare hook or class of the library's, by name or itself. Raises InputError."""
+    if isinstance(what, str):
+        from ..variants import library
+
+        found = getattr(library, what, None) if what in library.__all__ else None
+        if not (isinstance(found, type) and issubclass(found, Variant)):
+            names = [n for n in library.__all__ if n[0].isupper()]
+            raise InputError(
+                f"{what!r} is no file and no variant of the library; variants are "
+                f"{', '.join(names)}"
+            )
+        what = found
+    if isinstance(what, type) and issubclass(what, Variant):
+        what = what()
+    return as_variant(what)
+
+
+def takes(target: str, dtypes: Dtypes) -> bool:
+    """Whether a target has kernels for dtypes of q, k and v."""
+    q, k, v = dtypes
+    if is_cuda(target):
+        return q == k == v and q in [DTYPE_NAMES[d] for d in matrix_dtypes(target)]
+    return True
+
+
+def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
+    for name, param, owner in chosen._declared:
+        if name in given or owner.__dict__.get(param.name, MISSING) is not MISSING:
+            continue
+        if param.default is MISSING and param.kind == "tensor":
+            shape = ", ".join("2" for _ in param.dims)
+            return (
+                f"; for warm, params={{{name!r}: torch.empty({shape}, dtype=...)}}: its dtype, "
+                "rank and contiguity decide the kernel, its values and sizes do not"
+            )
+        if param.default is MISSING:
+            return f"; for warm, params={{{name!r}: ...}}: any value, unless hooks branch on it"
+    return "" if heads else "; give num_q_heads= and num_kv_heads="
+
+
+def _named(spec: AnySpec, name: str) -> AnySpec:
+    from dataclasses import replace
+
+    return replace(spec, name=name)  # type: ignore[call-arg]
+
+
+def _host_targets() -> Iterable[str]:
+    yield host_target()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            yield device_target(index)
+
+
+def _items(names: str | Sequence[str]) -> Sequence[str]:
+    return [n.strip() for n in names.split(",")] if isinstance(names, str) else names
+
+
+def _head_dims(one: Any) -> HeadDims:
+    parts = one.split("/") if isinstance(one, str) else one if isinstance(one, tuple) else (one,)
+    try:
+        sizes = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        sizes = ()
+    if len(sizes) not in (1, 2) or min(sizes) < 1:
+        raise InputError(f"head_dims: expected 64 or 576/512 (of q and k, of v), got {one!r}")
+    return sizes[0], sizes[-1]
+
+
+def _dtypes(one: Any) -> Dtypes:
+    parts = one.split("/") if isinstance(one, str) else one if isinstance(one, tuple) else (one,)
+    names = [_dtype_name(part, KV_DTYPES if i else Q_DTYPES) for i, part in enumerate(parts)]
+    if len(names) not in (1, 2, 3):
+        raise InputError(f"dtypes: expected one dtype, q/kv or q/k/v, got {one!r}")
+    return names[0], names[1 if len(names) > 1 else 0], names[-1]
+
+
+def _dtype_name(one: Any, allowed: Sequence[torch.dtype]) -> str:
+    name = str(one).removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    names = [DTYPE_NAMES[d] for d in allowed]
+    if name not in names:
+        raise InputError(f"dtypes: {one!r} is none of {', '.join(names)}")
+    return name
+
+
+__all__ = ["parse_dtypes", "parse_head_dims", "parse_targets", "parse_variant",
+           "specs_of", "takes", "variant_ir"]  # fmt: skip

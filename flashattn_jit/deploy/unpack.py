@@ -1,0 +1,113 @@
+"""`fa.unpack`: the entries of a pack, into the cache or a folder that serves as a layer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import env
+from ..jit.entry import META, CorruptEntryError
+from ..jit.pack_file import PackedEntry, PackFile
+from ..jit.store import Store
+from .structures import parse_targets
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackReport:
+    """What `unpack` did. present: entries that were there before. bytes: of those added."""
+
+    path: str
+    directory: str
+    added: int
+    present: int
+    bytes: int
+    wall_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.directory}: {self.added} kernels added ({self.bytes / 1e6:.1f} MB), "
+            f"{self.present} there before, in {self.wall_s:.2f} s"
+        )
+
+
+def unpack(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | None = None,
+    *,
+    targets: str | Sequence[str] = (),
+) -> UnpackReport:
+    """Puts the kernels of a pack into a folder, each whole or not at all.
+
+    Kernels are code: whoever wrote the pack decides what runs in the processes that load them. Its
+    digests show that it is whole, not who wrote it. So the pack and the folder must belong to this
+    user (the pack may be root's) and nobody else may write to them.
+
+    Args:
+        path: a file that `pack` wrote.
+        directory: the user's cache folder by default. Another one is made where it is missing, and
+            can be named in FLASHATTN_JIT_CACHE_PATH: a read-only layer.
+        targets: only kernels of these; all by default.
+
+    Raises:
+        PackError: the pack is damaged or unsafe; names the member. What came before it stays.
+        UnsafeCacheError: the folder is not this user's own.
+        TargetError, OSError.
+
+    Example:
+        >>> fa.unpack("kernels.pack", "/opt/service/kernels")
+    """
+    begin = time.perf_counter()
+    chosen = parse_targets(targets) if targets else ()
+    root = env.cache_dir() if directory is None else Path(directory).expanduser().absolute()
+    store = Store(root)
+    added = present = size = 0
+    with PackFile(path) as pack:
+        for packed in pack.entries():
+            if chosen and dict(packed.meta["document"]).get("target") not in chosen:
+                continue
+            if _is_there(store, packed):
+                present += 1
+                continue
+            files = {name: packed.read(name) for name in packed.files if name != META}
+            try:
+                store.adopt(
+                    packed.key, packed.compiler_id, files, packed.meta, durable=False
+                )  # fmt: skip
+            except CorruptEntryError as error:
+                raise pack.error(
+                    f"entry {packed.compiler_id}/{packed.key}: {error.reason}"
+                ) from error
+            added += 1
+            size += sum(map(len, files.values()))
+    if added:
+        _sync(root)
+    return UnpackReport(
+        os.fspath(path), str(root), added, present, size, time.perf_counter() - begin
+    )
+
+
+def _is_there(store: Store, packed: PackedEntry) -> bool:
+    try:
+        return store.find(packed.key, packed.compiler_id) is not None
+    except CorruptEntryError:
+        return False  # adopting replaces it
+
+
+def _sync(folder: Path) -> None:
+    """Makes everything in the folder's file system survive a power failure.
+
+    Once for all entries: a sync for each of their files takes most of the time. Until then a power
+    failure may leave an entry whose files are short. It fails its verification, which every look-up
+    makes before any code is loaded, and is a miss as if it had not been unpacked.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(folder))
+    finally:
+        os.close(descriptor)

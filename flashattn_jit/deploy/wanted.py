@@ -1,0 +1,93 @@
+"""Which kernels are wanted: from what `warm` and `pack` are given to specs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..codegen.requests import AnySpec
+from ..errors import InputError
+from . import structures
+from .manifest import Line, merged, parse_line, read_manifest
+from .recording import retarget
+
+_STDIN = "-"
+
+
+def wanted_specs(
+    what: Any,
+    *,
+    head_dims: Any = (),
+    dtypes: Any = (),
+    targets: str | Sequence[str] = (),
+    formats: Sequence[str] | None = None,
+    heads: tuple[int, int] | None = None,
+    params: Mapping[str, object] | None = None,
+    allow_cpp: bool = False,
+) -> list[AnySpec]:
+    """All specs that calls like these can ask for; see `warm` for the arguments.
+
+    Raises InputError, ManifestError, ParamError, TraceError, TargetError.
+    """
+    recorded: list[AnySpec] = []
+    variants = []
+    for one in _several(what):
+        if isinstance(one, os.PathLike) or isinstance(one, str) and _is_manifest(one):
+            recorded += [line.spec for line in _lines(one, allow_cpp)]
+        elif isinstance(one, Line):
+            recorded.append(one.spec)
+        elif isinstance(one, AnySpec):
+            recorded.append(one)
+        else:
+            variants.append(structures.parse_variant(one))
+    chosen = structures.parse_targets(targets) if targets else ()
+    found: dict[AnySpec, None] = {}
+    for spec in recorded:
+        for target in chosen or (spec.target,):
+            found.update(dict.fromkeys(retarget(spec, target)))
+    if variants:
+        if not head_dims or not dtypes:
+            raise InputError(
+                "variants need head_dims= and dtypes=, such as head_dims=(64, 128), dtypes='bf16'"
+            )
+        of_variants = structures.specs_of(
+            variants,
+            structures.parse_head_dims(head_dims),
+            structures.parse_dtypes(dtypes),
+            chosen or structures.parse_targets("host"),
+            formats,
+            heads,
+            params or {},
+        )
+        found.update(dict.fromkeys(of_variants))
+    elif head_dims or dtypes or params or heads or formats:
+        raise InputError(
+            "head_dims, dtypes, formats, num_q_heads, num_kv_heads and params are for variants; a "
+            "manifest says its own"
+        )
+    return list(found)
+
+
+def _several(what: Any) -> Iterable[Any]:
+    if isinstance(what, Iterable) and not isinstance(what, str | os.PathLike):
+        return what
+    return [what]
+
+
+def _is_manifest(name: str) -> bool:
+    return name == _STDIN or os.sep in name or "." in name or Path(name).is_file()
+
+
+def _lines(path: str | os.PathLike[str], allow_cpp: bool) -> Iterable[Line]:
+    if path != _STDIN:
+        return read_manifest(path, allow_cpp=allow_cpp)
+    return merged(_parsed(sys.stdin, allow_cpp))
+
+
+def _parsed(texts: Iterable[str], allow_cpp: bool) -> Iterator[Line]:
+    for text in texts:
+        if text.strip():
+            yield parse_line(text, allow_cpp=allow_cpp)

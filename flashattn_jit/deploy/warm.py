@@ -1,0 +1,323 @@
+"""`fa.warm`: compiles ahead what calls will need, in parallel processes.
+
+What to build comes from manifests or from variants; `planner.reachable` lists every kernel that
+calls of the same structure can ask for, whatever their lengths, so that a process that may not
+compile misses none. What a layer has already is skipped before any process starts. The expensive
+kernels are begun first, so that the workers end together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from contextlib import closing
+from typing import Any
+
+from .. import env
+from ..codegen.requests import AnySpec, name_of
+from ..codegen.spec import KernelSpec
+from ..codegen.target import is_cuda
+from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
+from ..jit import cpp, cuda_toolkit, key, toolchain
+from ..jit.compiler import find_compiler
+from ..jit.module import find_prepared
+from ..jit.store import Store
+from ..planner.requests import requests_of
+from .pool import WorkerPool
+from .progress import Progress, WarmEvent, display
+from .report import KernelResult, WarmReport, by_name, kernel_words
+from .wanted import wanted_specs
+from .worker import Result, build, make_task
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.2  # between looks at what is compiling
+_UNPACK = "; or unpack a pack that has these kernels: flashattn-jit unpack FILE"
+
+
+def warm(
+    what: Any,
+    *,
+    head_dims: Any = (),
+    dtypes: Any = (),
+    targets: str | Sequence[str] = (),
+    formats: Sequence[str] | None = None,
+    num_q_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    params: Mapping[str, object] | None = None,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    progress: Progress = True,
+    strict: bool = True,
+    allow_cpp: bool = False,
+) -> WarmReport:
+    """Builds every kernel that calls like these can need, and that no layer of the cache has.
+
+    Args:
+        what: a manifest's path ("-" is standard input), a variant, a bare score_mod or mask_mod,
+            the name of a library variant, a `Line` or a kernel spec; or several of them. A manifest
+            stands for what it recorded and for the same calls with other lengths.
+        head_dims: for variants: 64, (576, 512) or "576/512" where v differs; one or several.
+        dtypes: for variants: torch dtypes or names, "bf16/int8" for keys and values of another
+            dtype than the queries'; one or several.
+        targets: "cpu:avx2", "sm_90", ..., "host", "cpu", "cuda" or "all"; none of them need run
+            here. By default a manifest's own targets, and for variants "host".
+        formats: for variants: the kinds of calls; see `planner.reachable.FORMATS`. All by default.
+        num_q_heads: for variants whose params have defaults that depend on it.
+        num_kv_heads: likewise.
+        params: for variants: values of params without a default. Their dtypes, ranks and strides
+            count, their values and sizes do not.
+        jobs: kernels compiled at a time; as many as there are cores by default.
+        executor: a `concurrent.futures.Executor` to build in, such as a pool over many machines,
+            instead of processes of this one. Its workers import this package, build in caches of
+            their own and send the entries back. It is not shut down.
+        progress: True shows a bar on a terminal and lines elsewhere, on standard error; a function
+            is called with each `WarmEvent`; False shows nothing.
+        strict: raise at the end where kernels failed. Else the report says so.
+        allow_cpp: manifests may hold hooks that were given as C++ text: see `read_manifest`.
+
+    Returns:
+        What became of each kernel. Under FLASHATTN_JIT_COMPILE=never nothing is compiled: what is
+        missing counts as failed, which checks a cache.
+
+    Raises:
+        WarmError: kernels failed, with `strict`; all others were built. Its `report` says which.
+        InputError, ManifestError: an argument or a manifest is wrong; nothing was built.
+        ParamError, TraceError, TargetError, CacheError: likewise.
+
+    Ended by Ctrl-C it stops its workers and their compilers; what was built by then stays.
+
+    Example:
+        >>> fa.warm("m.jsonl", targets=("cpu:avx2", "sm_90"), jobs=8)
+        >>> fa.warm(fa.Causal(), head_dims=(64, 128), dtypes="bf16", targets="all")
+    """
+    begin = time.perf_counter()
+    if jobs is not None and jobs < 1:
+        raise InputError(f"jobs must be 1 or more, got {jobs}")
+    if (num_q_heads is None) != (num_kv_heads is None):
+        raise InputError("give num_q_heads and num_kv_heads both, or neither")
+    heads = None
+    if num_q_heads is not None and num_kv_heads is not None:
+        heads = num_q_heads, num_kv_heads
+    specs = wanted_specs(
+        what, head_dims=head_dims, dtypes=dtypes, targets=targets, formats=formats, heads=heads,
+        params=params, allow_cpp=allow_cpp,
+    )  # fmt: skip
+    store = Store(env.cache_dir())
+    found, missing = _look_up(specs)
+    failed = _unbuildable(missing) if executor is None else []
+    refused = {result.key for result in failed}
+    missing = [task for task in missing if task.key not in refused]
+    missing.sort(key=lambda task: -_cost(task.spec))
+    workers = min(jobs or len(os.sched_getaffinity(0)), len(missing))
+    built = _build_all(missing, len(found) + len(failed), len(specs), workers, executor, store,
+                       progress)  # fmt: skip
+    results = by_name([*found, *failed, *built])
+    report = WarmReport(
+        results,
+        0 if executor else workers,
+        time.perf_counter() - begin,
+        str(store.root),
+        _notes(results, executor),
+    )
+    if strict:
+        report.raise_for_failures()
+    return report
+
+
+class _Task:
+    """A kernel that is to be built."""
+
+    __slots__ = ("key", "spec", "words")
+
+    def __init__(self, spec: AnySpec) -> None:
+        self.spec = spec
+        flags = toolchain.flags_for(spec.target)
+        self.key = key.kernel_key(spec.document(), spec.template, spec.target, flags).hex
+        self.words = kernel_words(spec)
+
+    def result(self, **fields: Any) -> KernelResult:
+        """What became of it."""
+        return KernelResult(
+            self.key, name_of(self.spec), self.spec.target, self.words, **fields
+        )  # fmt: skip
+
+    def text(self, *, ship: bool) -> str:
+        """What a worker is sent."""
+        return make_task(self.spec.document(), name_of(self.spec), ship=ship)
+
+    def __str__(self) -> str:
+        return f"{name_of(self.spec)} {self.words} {self.spec.target}"
+
+
+def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]:
+    """What layers have, and what is left to build."""
+    found: list[KernelResult] = []
+    missing: list[_Task] = []
+    fresh = env.compile_mode() == "always"
+    for spec in specs:
+        task = _Task(spec)
+        prepared = None if fresh else find_prepared(requests_of(spec))
+        if prepared is None:
+            missing.append(task)
+            continue
+        found.append(
+            task.result(
+                place=prepared.place,
+                layer=prepared.layer,
+                artifact_bytes=prepared.artifact_bytes,
+            )
+        )
+    return found, missing
+
+
+def _unbuildable(tasks: Sequence[_Task]) -> list[KernelResult]:
+    """The tasks that no process of this machine can build, with what to do about it."""
+    if env.compile_mode() == "never":
+        words = "it is in no layer, and FLASHATTN_JIT_COMPILE=never forbids to compile it"
+        return [task.result(error=words, error_type="MissingKernelError") for task in tasks]
+    reasons = {}
+    for cuda, words in ((False, cpp.MISSING), (True, cuda_toolkit.MISSING + _UNPACK)):
+        target = next((t.spec.target for t in tasks if is_cuda(t.spec.target) == cuda), None)
+        if target is not None and find_compiler(target) is None:
+            reasons[cuda] = words
+    return [
+        task.result(error=reasons[is_cuda(task.spec.target)], error_type="CompileError")
+        for task in tasks
+        if is_cuda(task.spec.target) in reasons
+    ]
+
+
+def _cost(spec: AnySpec) -> float:
+    """What a compile takes, roughly: it decides the order only."""
+    if not isinstance(spec, KernelSpec):
+        return 1.0
+    hooks = len(spec.document()) / 4000
+    size = max(spec.head_dim, spec.head_dim_v) / 128
+    return (3.0 if is_cuda(spec.target) else 1.5) + size + hooks + len(spec.features) / 4
+
+
+def _build_all(
+    tasks: Sequence[_Task],
+    done: int,
+    total: int,
+    workers: int,
+    executor: Executor | None,
+    store: Store,
+    progress: Progress,
+) -> list[KernelResult]:
+    results: list[KernelResult] = []
+    if not tasks:
+        return results
+    pool = executor or WorkerPool(workers)
+    pending: dict[Future[Result], _Task] = {}
+    with closing(display(progress, total)) as show:
+        try:
+            for task in tasks:
+                text = make_task(
+                    task.spec.document(), name_of(task.spec), ship=executor is not None
+                )
+                pending[pool.submit(build, text)] = task
+            while pending:
+                finished, _ = wait(pending, _LOOK_S, FIRST_COMPLETED)
+                for future in finished:
+                    task = pending.pop(future)
+                    results.append(_result(task, future, store, executor is not None))
+                    show(WarmEvent(done + len(results), total, _running(pending), results[-1]))
+                if not finished:
+                    show(WarmEvent(done + len(results), total, _running(pending), None))
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            if isinstance(pool, WorkerPool):
+                pool.stop()
+            raise
+        if isinstance(pool, WorkerPool):
+            pool.shutdown()
+    return results
+
+
+def _running(pending: Mapping[Future[Result], _Task]) -> tuple[str, ...]:
+    return tuple(str(task) for future, task in pending.items() if future.running())
+
+
+def _result(task: _Task, future: Future[Result], store: Store, shipped: bool) -> KernelResult:
+    try:
+        result = future.result()
+    except (Exception, CancelledError) as error:
+        # Whatever an executor raises: the other kernels are built all the same.
+        return task.result(error=str(error) or repr(error), error_type=type(error).__name__)
+    for warning in result.get("warnings", ()):
+        log.warning("%s", warning)
+    timing = {"seconds": result["seconds"], "host": result["host"]}
+    if "error" in result:
+        return task.result(
+            error=result["error"],
+            error_type=result["error_type"],
+            log_path=_kept_log(task, result, store) if shipped else result.get("log_path", ""),
+            **timing,
+        )
+    if shipped:
+        try:
+            _adopt(task, result, store)
+        except (FlashAttnJitError, OSError) as error:
+            return task.result(error=str(error), error_type=type(error).__name__, **timing)
+    return task.result(
+        place=result["place"],
+        layer="executor" if shipped and result["layer"] != "compiler" else result["layer"],
+        compiler_id=result["compiler_id"],
+        compile_s=result["compile_s"],
+        artifact_bytes=result["artifact_bytes"],
+        **timing,
+    )
+
+
+def _adopt(task: _Task, result: Result, store: Store) -> None:
+    """Puts the entries that came with a result into this machine's cache."""
+    if result["key"] != task.key:
+        raise CompileError(
+            f"the worker on {result['host']} has another version of flashattn_jit, whose kernels "
+            "this one cannot use; install the same version there"
+        )
+    if not any(entry["key"] == task.key for entry in result["entries"]):
+        raise CacheError(
+            f"the worker on {result['host']} could not keep the kernel; give it a "
+            "FLASHATTN_JIT_CACHE_DIR that it can write to"
+        )
+    for entry in result["entries"]:
+        store.adopt(entry["key"], entry["compiler_id"], entry["files"], entry["meta"])
+
+
+def _kept_log(task: _Task, result: Result, store: Store) -> str:
+    """The log of a build on another machine, kept on this one."""
+    if not result.get("log"):
+        return ""
+    try:
+        with store.staging() as staging:
+            staging.joinpath(toolchain.LOG).write_text(result["log"])
+            return str(store.keep_failure(staging, task.key) / toolchain.LOG)
+    except (OSError, CacheError):
+        return ""
+
+
+def _notes(results: Sequence[KernelResult], executor: Executor | None) -> tuple[str, ...]:
+    """What the results do not say: kernels that this machine itself will not look for."""
+    if executor is None:
+        return ()
+    from ..jit.compiler import identify
+
+    store = Store(env.cache_dir())
+    notes = []
+    for target in sorted({r.target for r in results if r.compiler_id}):
+        compiler = find_compiler(target)
+        own = identify(compiler, store.recall_compiler).id if compiler else None
+        others = {r.compiler_id for r in results if r.target == target and r.compiler_id} - {own}
+        if own and others:
+            notes.append(
+                f"kernels for {target} are of {', '.join(sorted(others))}; this machine has {own} "
+                "and looks for its own unless FLASHATTN_JIT_COMPILE=never"
+            )
+    return tuple(notes)

@@ -1,0 +1,232 @@
+"""One kernel built in another process: a task is text, its result is plain data.
+
+`build` runs in any worker, on this machine or on another: in `concurrent.futures` pools, under
+Dask, Ray or MPI. `main` is the process that `WorkerPool` starts: it takes tasks from its standard
+input, a line each, until that is closed, and leaves no compiler behind when it is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..errors import CompileError, FlashAttnJitError
+
+_KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
+
+
+class ShippedEntry(TypedDict):
+    """A cache entry that travels with a result: all its files, and meta.json read."""
+
+    key: str
+    compiler_id: str
+    meta: dict[str, Any]
+    files: dict[str, bytes]
+
+
+class Result(TypedDict, total=False):
+    """What became of a task. `error` is set where there is no kernel; else the others are.
+
+    key: of the kernel that was asked for. place: which of its tiles was taken, 0 the first.
+    """
+
+    key: str
+    place: int
+    layer: str
+    compiler_id: str
+    compile_s: float
+    artifact_bytes: int
+    seconds: float
+    host: str
+    warnings: list[str]
+    entries: list[ShippedEntry]
+    error: str
+    error_type: str
+    first_error: str
+    log_path: str
+    log: str
+
+
+def make_task(document: str, name: str, *, ship: bool) -> str:
+    """The task of building the kernel of a spec document.
+
+    name: what its messages call the variant. ship: whether the result brings the entry's files.
+    """
+    return json.dumps({"document": document, "name": name, "ship": ship})
+
+
+def build(task: str) -> Result:
+    """Builds a task's kernel into the cache of the process that runs this, or finds it there.
+
+    A kernel that fails is a result, too; whatever else goes wrong is raised.
+    """
+    from ..codegen.document import spec_from_document
+    from ..jit.module import prepare_kernel
+    from ..planner.requests import requests_of
+
+    begin = time.perf_counter()
+    order = json.loads(task)
+    requests = requests_of(spec_from_document(order["document"], order["name"]))
+    with _warnings() as warnings:
+        try:
+            prepared = prepare_kernel(requests)
+        except FlashAttnJitError as error:
+            result = _failed(error)
+        else:
+            meta = _meta(prepared.path)
+            result = Result(
+                key=_key_of(requests[0]),
+                place=prepared.place,
+                layer=prepared.layer,
+                compiler_id=_compiler_of(meta),
+                compile_s=prepared.compile_s,
+                artifact_bytes=prepared.artifact_bytes,
+            )
+            if order["ship"]:
+                keys = [_key_of(request) for request in requests[: prepared.place + 1]]
+                result["entries"] = _shipped(prepared.path, keys)
+    result["warnings"] = warnings
+    result["seconds"] = time.perf_counter() - begin
+    result["host"] = socket.gethostname()
+    return result
+
+
+def main() -> None:
+    """Builds what comes on standard input, replying on standard output, until that is closed."""
+    tasks_in, replies = _own_pipes()
+    tasks: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    busy = threading.Event()
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+
+    def receive() -> None:
+        with tasks_in:
+            for line in tasks_in:
+                tasks.put(line)
+        tasks.put(None)
+        if busy.is_set():
+            # Nobody waits for the result: the process that started this one is gone.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=receive, daemon=True).start()
+    _import_builder()
+    while (task := tasks.get()) is not None:
+        busy.set()
+        reply = json.dumps(build(task))
+        busy.clear()
+        with suppress(BrokenPipeError):
+            replies.write(reply + "\n")
+            replies.flush()
+
+
+def end_session(session: int) -> None:
+    """Kills every process of a session but this one: compilers are in groups of their own."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            # After the name, which may hold anything: state, parent, group, session.
+            fields = folder.joinpath("stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and int(folder.name) != os.getpid():
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _stop(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_session(os.getsid(0))
+    sys.exit(128 + number)  # through the build's own clean-up
+
+
+def _own_pipes() -> tuple[Any, Any]:
+    """The pipes to the parent, kept from the compilers and from whatever prints."""
+    tasks, replies = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return os.fdopen(tasks), os.fdopen(replies, "w")
+
+
+def _import_builder() -> None:
+    """Imports what every build needs, while tasks are still on their way."""
+    import torch.utils.cpp_extension
+
+    from ..codegen import document, render
+    from ..jit import module
+    from ..planner import requests
+
+    assert all((torch, document, render, module, requests))
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collects what this package warns of, for the process that shows it."""
+    found: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Collect(logging.WARNING)
+    logger = logging.getLogger("flashattn_jit")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def _failed(error: FlashAttnJitError) -> Result:
+    result = Result(error=str(error), error_type=type(error).__name__)
+    if isinstance(error, CompileError):
+        result["first_error"], result["log_path"] = error.first_error, error.log_path
+        with suppress(OSError):
+            result["log"] = Path(error.log_path).read_text(errors="replace")[-_KEPT_LOG:]
+    return result
+
+
+def _key_of(request: Any) -> str:
+    from ..jit import key, toolchain
+
+    flags = toolchain.flags_for(request.target)
+    return key.kernel_key(request.spec, request.template, request.target, flags).hex
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    from ..jit.store import META
+
+    try:
+        return dict(json.loads(path.joinpath(META).read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _compiler_of(meta: dict[str, Any]) -> str:
+    return str(meta.get("compiler", {}).get("id", ""))
+
+
+def _shipped(path: Path, keys: list[str]) -> list[ShippedEntry]:
+    """The entries of the kernel at `path` and of those that stepped down to it."""
+    from ..jit.store import META
+
+    entries = []
+    for key in keys:
+        folder = path.parent.parent / key[:2] / key
+        meta = _meta(folder)
+        if not meta:
+            continue  # it was not kept, and a warning said why
+        files = {name: folder.joinpath(name).read_bytes() for name in meta["files"]}
+        assert META not in files
+        entries.append(
+            ShippedEntry(key=key, compiler_id=_compiler_of(meta), meta=meta, files=files)
+        )
+    return entries
