@@ -93,7 +93,8 @@ class WorkerPool(Executor):
                 future.set_result(worker.ask(task))
             except Exception as error:
                 future.set_exception(error)
-                worker = self._end(worker)
+                self._end(worker)
+                worker = None
         self._end(worker)
 
     def _start(self) -> _Worker:

@@ -111,9 +111,8 @@ class WarmReport:
 
     def __str__(self) -> str:
         layers = Counter(r.layer for r in self.results if not r.failed)
-        found = ", ".join(
-            f"{n} {layer}" for layer, n in sorted(layers.items()) if layer != "compiler"
-        )
+        compiled = layers.pop("compiler", 0)
+        found = ", ".join(f"{n} {layer}" for layer, n in sorted(layers.items()))
         by = f" on {self.jobs} workers" if self.jobs else ""
         lines = [
             f"{len(self.results)} kernels in {self.directory}: {compiled} compiled "

@@ -7,16 +7,17 @@ any will do; where one of them would, warming says which argument it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..codegen.requests import AnySpec
-from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target, is_cuda
+from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target
 from ..errors import InputError, ParamError, TargetError
 from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
-from ..ops._placement import device_target, matrix_dtypes
-from ..planner.reachable import FORMATS, reachable, utilities
+from ..ops._placement import device_target
+from ..planner.reachable import COMPOSED, FORMATS, reachable, takes_dtypes, utilities
 from ..variants.binding import bind
 from ..variants.ir import VariantIR
 from ..variants.params import MISSING, Dims
@@ -46,7 +47,7 @@ def specs_of(
     Combinations that a target has no kernels for are left out. Raises InputError where nothing is
     left; ParamError, TraceError as a call does.
     """
-    pairs = [(t, d) for t in targets for d in dtypes if takes(t, d)]
+    pairs = [(t, d) for t in targets for d in dtypes if takes_dtypes(t, d)]
     if not pairs:
         raise InputError(
             f"none of the targets {', '.join(targets)} takes the dtypes "
@@ -57,13 +58,14 @@ def specs_of(
     for name in params:
         if name not in declared:
             raise ParamError(f"params: no variant has a param {name!r}")
+    wanted = formats or [f for f in FORMATS if f not in COMPOSED]
     found: dict[AnySpec, None] = {}
     for chosen in variants:
         for dims in head_dims:
             ir = variant_ir(chosen, dims, heads, params)
             for target, of in pairs:
-                specs = reachable(ir, dims, of, target, formats or FORMATS)
-                found.update(dict.fromkeys(_named(spec, chosen.name) for spec in specs))
+                specs = reachable(ir, dims, of, target, wanted)
+                found.update(dict.fromkeys(replace(s, name=chosen.name) for s in specs))
     for target, of in pairs:
         found.update(dict.fromkeys(utilities(of, target)))
     return list(found)
@@ -156,14 +158,6 @@ def parse_variant(what: Any) -> Variant:
     return as_variant(what)
 
 
-def takes(target: str, dtypes: Dtypes) -> bool:
-    """Whether a target has kernels for dtypes of q, k and v."""
-    q, k, v = dtypes
-    if is_cuda(target):
-        return q == k == v and q in [DTYPE_NAMES[d] for d in matrix_dtypes(target)]
-    return True
-
-
 def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
     for name, param, owner in chosen._declared:
         if name in given or owner.__dict__.get(param.name, MISSING) is not MISSING:
@@ -177,12 +171,6 @@ def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
         if param.default is MISSING:
             return f"; for warm, params={{{name!r}: ...}}: any value, unless hooks branch on it"
     return "" if heads else "; give num_q_heads= and num_kv_heads="
-
-
-def _named(spec: AnySpec, name: str) -> AnySpec:
-    from dataclasses import replace
-
-    return replace(spec, name=name)  # type: ignore[call-arg]
 
 
 def _host_targets() -> Iterable[str]:
@@ -225,4 +213,4 @@ def _dtype_name(one: Any, allowed: Sequence[torch.dtype]) -> str:
 
 
 __all__ = ["parse_dtypes", "parse_head_dims", "parse_targets", "parse_variant",
-           "specs_of", "takes", "variant_ir"]  # fmt: skip
+           "specs_of", "variant_ir"]  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..codegen.requests import AnySpec
 from ..errors import InputError
+from ..planner.reachable import retarget
 from . import structures
 from .manifest import Line, merged, parse_line, read_manifest
-from .recording import retarget
 
 _STDIN = "-"
 
