@@ -29,11 +29,16 @@ try:
         GradError,
         InputError,
         LaunchError,
+        ManifestError,
+        MissingKernelError,
+        PackError,
         ParamError,
         TargetError,
         TraceError,
+        UnsafeCacheError,
         VariantError,
         VerificationError,
+        WarmError,
     )
     from .ops import attention, merge_states, varlen_attention
     from .variants.builtins import kv_len, kv_slot, q_len, q_row
@@ -43,7 +48,12 @@ finally:
         gc.enable()
 
 if TYPE_CHECKING:
+    from .deploy.pack import pack
+    from .deploy.recording import record_manifest
+    from .deploy.unpack import unpack
+    from .deploy.warm import warm
     from .inspect.cache import cache_info, last_kernel_source
+    from .inspect.doctor import doctor
     from .ops.append import append_paged_kv
     from .ops.batch import BatchAttention, Plan
     from .ops.cascade import CascadeAttention, CascadeLevel, cascade_levels
@@ -73,7 +83,12 @@ _LAZY = {
     "flex_attention": "ops.flex",
     "scaled_dot_product_attention": "ops.sdpa",
     "cache_info": "inspect.cache",
+    "doctor": "inspect.doctor",
     "last_kernel_source": "inspect.cache",
+    "pack": "deploy.pack",
+    "record_manifest": "deploy.recording",
+    "unpack": "deploy.unpack",
+    "warm": "deploy.warm",
 }
 
 __all__ = [
@@ -91,6 +106,9 @@ __all__ = [
     "InputError",
     "LaunchError",
     "Limits",
+    "ManifestError",
+    "MissingKernelError",
+    "PackError",
     "Paged",
     "ParamError",
     "Plan",
@@ -101,27 +119,34 @@ __all__ = [
     "TokenSparse",
     "TraceError",
     "Tree",
+    "UnsafeCacheError",
     "Variant",
     "VariantError",
     "VerificationError",
+    "WarmError",
     "append_paged_kv",
     "attention",
     "cache_info",
     "cascade_levels",
     "cpp",
+    "doctor",
     "flex_attention",
     "kv_len",
     "kv_slot",
     "last_kernel_source",
     "merge_states",
+    "pack",
     "q_len",
     "q_row",
+    "record_manifest",
     "scalar",
     "scaled_dot_product_attention",
     "tensor",
+    "unpack",
     "variant",
     "variants",
     "varlen_attention",
+    "warm",
 ]
 
 env.apply_log_level()

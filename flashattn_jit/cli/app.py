@@ -36,16 +36,15 @@ class Command(click.Command):
         super().__init__(*args, **options)
         for name, text in (("--json", "Print one JSON object."),
                            ("--debug", "Show the traceback of an error.")):  # fmt: skip
-            self.params.append(
-                click.Option(
-                    [name],
-                    is_flag=True,
-                    expose_value=False,
-                    is_eager=True,
-                    callback=_remember,
-                    help=text,
-                )  # fmt: skip
+            option = click.Option(
+                [name],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=_remember,
+                help=text,
             )
+            self.params.append(option)
 
 
 class Group(click.Group):

@@ -19,6 +19,7 @@ from .options import KeyType, SizeType, SpecType, TargetType
 
 if TYPE_CHECKING:
     from ..inspect.lookup import LookUp
+    from ..jit.eviction import Collected
 
 
 @click.group("cache", cls=Group, short_help="List, check, shrink and share the kernel cache.")
@@ -134,7 +135,7 @@ def gc(max_bytes: int | None, dry_run: bool) -> None:
     limit = env.cache_max_bytes() if max_bytes is None else max_bytes
     if limit is None:
         raise click.UsageError("give --max-bytes, or set FLASHATTN_JIT_CACHE_MAX_BYTES")
-    _collected("cache gc", collect(Store(env.cache_dir()), limit, dry_run=dry_run), dry_run)
+    _collected("cache gc", collect(Store(env.cache_dir()), limit, dry_run=dry_run))
 
 
 @cache_command.command("clear", short_help="Remove all kernels.")
@@ -149,7 +150,7 @@ def clear(yes: bool) -> None:
         if not sys.stdin.isatty():
             raise click.UsageError(f"this removes {count} kernels from {store.root}: add --yes")
         click.confirm(f"Remove {count} kernels from {store.root}?", abort=True, err=True)
-    _collected("cache clear", collect(store, 0, grace_s=0.0), False)
+    _collected("cache clear", collect(store, 0, grace_s=0.0))
 
 
 @cache_command.command("push", short_help="Copy kernels to a remote folder.")
@@ -330,20 +331,19 @@ def _fault(one: Listed) -> str:
     return ""
 
 
-def _collected(command: str, found: Any, dry_run: bool) -> None:
+def _collected(command: str, found: Collected) -> None:
     if output.wants_json():
-        output.emit_json(command, {
-            "dry_run": dry_run,
-            "removed": found.removed,
-            "removed_bytes": found.removed_bytes,
-            "kept": found.kept,
-            "kept_bytes": found.kept_bytes,
-            "in_use": found.in_use,
-        })  # fmt: skip
+        output.emit_json(command, asdict(found))
         return
-    would = "would be removed" if dry_run else "removed"
-    used = f", {found.in_use} of them in use" if found.in_use else ""
-    output.lines(
-        f"{found.removed} kernels ({output.size(found.removed_bytes)}) {would}, {found.kept} "
-        f"({output.size(found.kept_bytes)}) kept{used}"
-    )
+    did = "would be removed" if found.dry_run else "removed"
+    lines = [
+        f"{found.removed} kernels ({output.size(found.removed_bytes)}) {did}, {found.kept} "
+        f"({output.size(found.kept_bytes)}) kept"
+    ]
+    if found.leftover_bytes:
+        lines.append(f"{output.size(found.leftover_bytes)} of abandoned and corrupt builds {did}")
+    if found.in_use or found.young:
+        lines.append(
+            f"kept beyond the limit: {found.in_use} kernels in use, {found.young} made just now"
+        )
+    output.lines("\n".join(lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import stat
 import tempfile
 import time
@@ -287,7 +286,7 @@ def _lock_problem(folder: Path) -> str:
 
 def environment() -> Iterator[Check]:
     """Variables of this package: unknown names, and values that cannot be."""
-    known = {*_variables(), *_BUILD_TIME}
+    known = {*env.VARIABLES, *_BUILD_TIME}
     given = sorted(name for name in os.environ if name.startswith(_PREFIX))
     problems = 0
     for name in given:
@@ -321,13 +320,9 @@ _READERS: tuple[Callable[[], object], ...] = (
     env.cuda_home,
     env.emulator_copies,
     env.lock_wait_s,
-    env.record,
+    env.record_path,
     env.apply_log_level,
 )
-
-
-def _variables() -> list[str]:
-    return re.findall(rf"^\| ({_PREFIX}\w+)", env.__doc__ or "", re.MULTILINE)
 
 
 def _words(known: set[str]) -> str:

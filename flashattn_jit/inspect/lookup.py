@@ -98,7 +98,7 @@ def look_up(spec: AnySpec) -> LookUp:
         stepped_down_to=stepped,
         searched=searched,
         nearest=nearest_in(key, searched_in) if missing else None,
-        command=build_command(spec.document()) if missing else "",
+        command=build_command(spec.document(), name_of(spec)) if missing else "",
     )
 
 
