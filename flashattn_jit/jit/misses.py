@@ -102,16 +102,18 @@ def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> N
 
 def build_command(spec: str, name: str = "variant") -> str:
     """The shell command that builds a kernel; empty where its spec is no kernel's."""
-    from flashattn_jit.codegen.document import spec_from_document
-    from flashattn_jit.deploy.manifest import Line, line_text
+    from flashattn_jit.codegen.document import has_cpp, spec_from_document
+    from flashattn_jit.deploy.manifest import line_of, line_text
 
     try:
-        line = line_text(Line(name, spec_from_document(spec, name)))
-    except (FlashAttnJitError, ValueError):
+        kernel = spec_from_document(spec, name)
+    except FlashAttnJitError:
         return ""
+    line = line_of(kernel)
+    trusted = "--allow-cpp " if has_cpp(line.spec) else ""
     return (
-        "FLASHATTN_JIT_COMPILE=missing flashattn-jit warm - <<'MANIFEST'\n"
-        f"{line.rstrip()}\nMANIFEST"
+        f"FLASHATTN_JIT_COMPILE=missing flashattn-jit warm {trusted}- <<'MANIFEST'\n"
+        f"{line_text(line)}\nMANIFEST"
     )
 
 

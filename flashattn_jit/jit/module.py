@@ -97,7 +97,13 @@ class KernelCache:
         `load_stepping`. Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError;
         then nothing was cached.
         """
-        return self.load_stepping([Request(spec, template, target, render), *fallbacks])[1]
+        module = self._modules.get(spec)
+        if module is None:
+            wanted = [Request(spec, template, target, render), *fallbacks]
+            return self.load_stepping(wanted)[1]
+        self.counters.hits["memory"] += 1
+        self.last_source = "memory"
+        return module
 
     def load_stepping(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
         """The first of `requests` that does not spill registers, and its place among them.
@@ -118,7 +124,7 @@ class KernelCache:
                 module = obtained.value
                 self._origins[module.path] = obtained.found
                 self.last_source = _source(obtained.found.layer)
-                taken = requests[place].spec
+                taken = requests[place].spec if place else first
                 self._modules.setdefault(taken, module)
                 self._taken[first] = taken
                 self._asked[first] = Loaded(requests[0], module)
@@ -172,7 +178,10 @@ class KernelCache:
         return Resolver(use, self._build, self.counters, loads)
 
     def _place(self, requests: Sequence[Request]) -> int:
-        taken = self._taken.get(requests[0].spec, requests[0].spec)
+        first = requests[0].spec
+        taken = self._taken.get(first, first)
+        if taken is first:
+            return 0
         return next((i for i, r in enumerate(requests) if r.spec == taken), 0)
 
     @contextlib.contextmanager
