@@ -222,13 +222,16 @@ def read_file(path: Path, most_bytes: int, *, read_only: bool = False) -> bytes:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise ValueError(f"{path.name} is no regular file") from None
         raise
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path.name} is no regular file")
         if wrong := complaint(status, read_only=read_only):
             raise ValueError(f"{path.name} {wrong}")
-        content = file.read(most_bytes + 1)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
     if len(content) > most_bytes:
         raise ValueError(f"{path.name} is not what was published")
     return content

@@ -10,6 +10,7 @@ from typing import Any
 from flashattn_jit.codegen.requests import Request
 from flashattn_jit.errors import FlashAttnJitError, MissingKernelError
 from flashattn_jit.jit.key import KernelKey
+from flashattn_jit.variants.ir import HOOKS
 
 _MOST_SHOWN = 12
 _MOST_TEXT = 120
@@ -134,10 +135,10 @@ def missing_kernel(
         lines += [f"    {difference}" for difference in shown]
         if len(closest.differences) > len(shown):
             lines.append(f"    and {len(closest.differences) - len(shown)} more")
-    lines.append(f"  spec: {spec}")
     if command:
         lines.append(f"compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR:\n{command}")
     else:
+        lines.append(f"  spec: {spec}")
         lines.append(
             "compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR and "
             "FLASHATTN_JIT_COMPILE=missing"
@@ -180,10 +181,29 @@ def _compare(path: str, first: dict[str, Any], second: dict[str, Any], depth: in
         a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
         if a == b:
             continue
-        if depth and isinstance(a, dict) and isinstance(b, dict):
+        if name in HOOKS and isinstance(a, dict) and isinstance(b, dict):
+            yield _hook_difference(f"{path}.{name}", a, b)
+        elif depth and isinstance(a, dict) and isinstance(b, dict):
             yield from _compare(f"{path}.{name}", a, b, depth - 1)
         else:
             yield Difference(f"{path}.{name}", _show(a), _show(b))
+
+
+def _hook_difference(path: str, first: dict[str, Any], second: dict[str, Any]) -> Difference:
+    """Two graphs of a hook: by their operations, else by the first node that differs."""
+    a, b = _operations(first), _operations(second)
+    if a != b:
+        return Difference(path, a, b)
+    for i, (x, y) in enumerate(zip(first.get("nodes", ()), second.get("nodes", ()), strict=False)):
+        if x != y:
+            return Difference(f"{path}.nodes[{i}]", _show(x), _show(y))
+    return Difference(path, _show(first), _show(second))
+
+
+def _operations(graph: dict[str, Any]) -> str:
+    nodes = graph.get("nodes")
+    names = [str(node[0]) for node in nodes if node] if isinstance(nodes, list) else []
+    return _show(f"{len(names)} operations: {' '.join(n for n in names if n != 'input')}")
 
 
 def _flag_difference(wanted: list[str], found: list[str]) -> Difference:

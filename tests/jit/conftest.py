@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (first: its OpenMP runtime is the process')
 
-from flashattn_jit import _C, _paths
+from flashattn_jit import _C, _paths, env
 from flashattn_jit.jit import key as keys
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.compiler import Compiler
@@ -59,8 +59,8 @@ class FakeModule:
 @pytest.fixture(autouse=True)
 def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has its own cache and lock folders."""
-    for name in ("COMPILE", "CUDA_HOME", "CXX", "LOCK_WAIT_S", "LOG"):
-        monkeypatch.delenv(f"FLASHATTN_JIT_{name}", raising=False)
+    for name in env.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", str(tmp_path / "locks"))
 
