@@ -117,7 +117,8 @@ def fail(error: BaseException, *, as_json: bool, debug: bool) -> int:
         and not isinstance(error, (FlashAttnJitError, click.ClickException))
     ):
         block = f"{type(error).__name__}: {block}\n(--debug shows where)"
-    click.echo(click.style("error: ", fg="red", bold=True) + block, err=True)
+    head = click.style("error:", fg="red", bold=True) if output.wants_colour() else "error:"
+    click.echo(f"{head} {block}", err=True)
     return row.code
 
 

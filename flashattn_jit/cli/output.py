@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +32,18 @@ def is_terminal(stream: TextIO | None = None) -> bool:
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """A rich console on standard output. NO_COLOR and TERM=dumb are rich's to respect."""
+    """A rich console on standard output, without any escape where NO_COLOR is set."""
     from rich.console import Console
 
-    return Console(file=stream or sys.stdout, highlight=False, markup=False, emoji=False)
+    system = "auto" if wants_colour() else None
+    return Console(
+        file=stream or sys.stdout, color_system=system, highlight=False, markup=False, emoji=False
+    )
+
+
+def wants_colour() -> bool:
+    """Whether a terminal may be sent colours: https://no-color.org."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def wants_json() -> bool:

@@ -30,11 +30,10 @@ def layers() -> Iterator[Check]:
     user = env.cache_dir()
     yield from _folder("cache", user, writable=True)
     for path in env.cache_path():
-        name = f"cache, read-only {path}"
         if path.is_file():
-            yield from _pack(name, path)
+            yield from _pack("cache, read-only", path)
         else:
-            yield from _folder(name, path, writable=False)
+            yield from _folder("cache, read-only", path, writable=False)
     if remote := env.cache_remote():
         yield from _remote(remote)
 
@@ -45,7 +44,7 @@ def _folder(name: str, root: Path, *, writable: bool) -> Iterator[Check]:
             yield Check(
                 name,
                 "warning",
-                "does not exist",
+                f"{root} does not exist",
                 f"mount or unpack it there, or take it out of {_PREFIX}CACHE_PATH",
             )
         elif problem := _cannot_make(root):
@@ -148,7 +147,7 @@ def _system_problems(
         yield Check(
             name,
             "error",
-            "its file system is mounted noexec: no kernel in it can be loaded",
+            f"{root} is on a file system mounted noexec: no kernel in it can be loaded",
             f"set {_PREFIX}CACHE_DIR to a folder that is not, or remount it with exec"
             if writable
             else "remount it with exec, or name a pack file instead of a folder",
@@ -159,7 +158,7 @@ def _system_problems(
         yield Check(
             name,
             "warning",
-            "cannot be written: kernels that it lacks are compiled anew in every process",
+            f"{root} cannot be written: kernels that it lacks are compiled anew in every process",
             f"set {_PREFIX}CACHE_DIR to a folder that can be written, and name this one in "
             f"{_PREFIX}CACHE_PATH",
         )
@@ -167,22 +166,22 @@ def _system_problems(
         yield Check(
             name,
             "warning",
-            f"{kib(system.free)} and {system.free_inodes} files are free on its file system",
+            f"{kib(system.free)} and {system.free_inodes} files are free where {root} is",
             "flashattn-jit cache gc --max-bytes 100M, or free space there",
         )
     if system.noatime:
         yield Check(
             name,
             "warning",
-            "its file system keeps no access times, so gc takes the oldest kernels, not the "
-            "least recently used",
+            f"the file system of {root} keeps no access times: gc takes the oldest kernels, not "
+            "the least recently used",
             "nothing, or remount it with relatime",
         )
     if system.is_network:
         yield Check(
             name,
             "warning",
-            f"it lies on a network file system ({system.kind}): kernels are found there, but "
+            f"{root} lies on a network file system ({system.kind}): kernels are found there, but "
             "machines do not wait for each other's builds, and each may compile the same",
             f"set {_PREFIX}CACHE_DIR to a local folder and name this one in {_PREFIX}CACHE_PATH",
         )
@@ -196,7 +195,7 @@ def _pack(name: str, path: Path) -> Iterator[Check]:
     except (CacheError, OSError) as error:
         yield Check(name, "error", str(error), "pack it again, or copy it again")
     else:
-        yield Check(name, "ok", f"a pack of {count} kernels, {kib(path.stat().st_size)}")
+        yield Check(name, "ok", f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}")
 
 
 def _remote(url: str) -> Iterator[Check]:

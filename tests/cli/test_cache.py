@@ -1,0 +1,197 @@
+"""`cache ls | show | verify | gc | clear | explain | push`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flashattn_jit.deploy.manifest import line_of, line_text, write_manifest
+from flashattn_jit.jit.store import ARTIFACT, META
+
+
+def test_ls_names_each_kernel_on_a_line(run, entries) -> None:
+    lines = run("cache", "ls").stdout.splitlines()
+    assert len(lines) == 3
+    assert {line.split()[0] for line in lines} == {e.key[:16] for e in entries}
+    assert all("cpu:generic" in line and "prefill 96x96" in line for line in lines)
+
+
+def test_ls_of_an_empty_cache_prints_nothing(run, cache: Path) -> None:
+    assert run("cache", "ls").stdout == ""
+    assert not cache.exists()
+
+
+def test_ls_narrows_by_target_and_layer(run_json, entries) -> None:
+    assert len(run_json("cache", "ls")["kernels"]) == 3
+    assert not run_json("cache", "ls", "--target", "sm_90")["kernels"]
+    assert not run_json("cache", "ls", "--layer", "read_only")["kernels"]
+
+
+def test_ls_lists_read_only_folders_and_packs(
+    run_json, run, entries, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, folder = cache.with_name("k.pack"), cache.with_name("folder")
+    assert run("pack", pack).exit_code == 0
+    assert run("unpack", pack, "--directory", folder).exit_code == 0
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", f"{pack}:{folder}")
+    found = run_json("cache", "ls")["kernels"]
+    places = [(one["layer"], one["location"]) for one in found]
+    assert (
+        places
+        == [("user", str(cache))] * 3
+        + [("read_only", str(pack))] * 3
+        + [("read_only", str(folder))] * 3
+    )
+    assert {one["key"] for one in found} == {e.key for e in entries}
+
+
+def test_ls_marks_an_entry_that_cannot_be_read(run, run_json, entries) -> None:
+    entries[0].path.joinpath(META).write_text("{}")
+    readable = {one["key"]: one["readable"] for one in run_json("cache", "ls")["kernels"]}
+    assert readable == {e.key: e is not entries[0] for e in entries}
+    assert "corrupt" in run("cache", "ls").stdout
+
+
+def test_show_takes_a_unique_beginning(run, run_json, entries) -> None:
+    key = entries[1].key
+    length = next(n for n in range(1, 65) if sum(e.key.startswith(key[:n]) for e in entries) == 1)
+    shown = run_json("cache", "show", key[:length].upper())
+    assert shown["key"] == key
+    assert shown["entries"][0]["spec"]["head_dims"] == [64, 64]
+    assert key in run("cache", "show", key).stdout
+    ambiguous = run("cache", "show", "")
+    assert ambiguous.exit_code == 2
+    assert "3 kernels' keys begin with ''" in ambiguous.stderr
+
+
+def test_show_prints_a_file_as_it_is(run, entries) -> None:
+    assert run("cache", "show", entries[0].key, "--file", "kernel.cpp").stdout == "// source\n"
+    missing = run("cache", "show", entries[0].key, "--file", "../../x")
+    assert missing.exit_code == 2
+
+
+def test_verify_is_content_with_what_was_published(run_json, entries) -> None:
+    report = run_json("cache", "verify")
+    assert report["verified"] == 3
+    assert report["corrupt"] == []
+
+
+@pytest.mark.parametrize("name", [ARTIFACT, "kernel.cpp", META])
+def test_verify_finds_what_was_changed(run, run_json, entries, name: str) -> None:
+    path = entries[1].path / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    report = run_json("cache", "verify", exit_code=5)
+    assert [one["key"] for one in report["corrupt"]] == [entries[1].key]
+    assert name in report["corrupt"][0]["reason"]
+    text = run("cache", "verify").stdout
+    assert text.splitlines()[-1] == "2 sound, 1 corrupt"
+    assert run("cache", "verify", entries[0].key).exit_code == 0
+
+
+def test_verify_repair_moves_corrupt_entries_aside(run, run_json, entries) -> None:
+    entries[1].path.joinpath(ARTIFACT).write_text("")
+    report = run_json("cache", "verify", "--repair")
+    assert report["repaired"] == 1
+    assert not entries[1].path.exists()
+    assert run_json("cache", "verify")["verified"] == 2
+
+
+def make_old(entries) -> None:
+    """Makes entries as old as their dates say: the first is the oldest."""
+    for days, entry in zip((9, 6, 3), entries, strict=True):
+        then = time.time() - days * 86400
+        for path in [*entry.path.iterdir(), entry.path]:
+            os.utime(path, (then, then))
+
+
+def test_gc_removes_the_least_recently_used(run_json, entries) -> None:
+    make_old(entries)
+    dry = run_json("cache", "gc", "--max-bytes", "1K", "--dry-run")
+    assert dry["dry_run"] is True
+    assert all(e.path.exists() for e in entries)
+    size = sum(p.stat().st_size for p in entries[2].path.iterdir())
+    report = run_json("cache", "gc", "--max-bytes", size + 100)
+    assert report["removed"] == 2
+    assert [e.path.exists() for e in entries] == [False, False, True]
+
+
+def test_gc_takes_the_limit_from_the_environment(
+    run, run_json, entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_old(entries)
+    assert run("cache", "gc").exit_code == 2
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_MAX_BYTES", "10M")
+    assert run_json("cache", "gc")["kept"] == 3
+
+
+def test_clear_asks_first(run, run_json, entries) -> None:
+    refused = run("cache", "clear")
+    assert refused.exit_code == 2
+    assert "--yes" in refused.stderr
+    assert all(e.path.exists() for e in entries)
+    assert run_json("cache", "clear", "--yes")["removed"] == 3
+    assert run_json("cache", "ls")["kernels"] == []
+
+
+def test_explain_says_in_which_fields_two_kernels_differ(run, run_json, entries) -> None:
+    report = run_json("cache", "explain", entries[0].key, entries[1].key)
+    assert report["differences"] == [
+        {"field": "spec.head_dims", "first": "[32, 32]", "second": "[64, 64]"}
+    ]
+    assert run("cache", "explain", entries[0].key, entries[1].key).stdout.split() == [
+        "spec.head_dims", "[32,", "32]", "[64,", "64]",
+    ]  # fmt: skip
+    same = run("cache", "explain", entries[0].key, entries[0].key)
+    assert same.stdout == f"both are kernel {entries[0].key}\n"
+
+
+def test_explain_says_why_a_manifests_line_missed(
+    run, run_json, entries, spec_of, cache: Path
+) -> None:
+    manifest = cache.with_name("m.jsonl")
+    write_manifest(manifest, [line_of(spec_of(64)), line_of(spec_of(96))])
+    found, missed = sorted(
+        run_json("cache", "explain", manifest)["kernels"], key=lambda one: not one["found"]
+    )
+    if found["mode"] == "missing" and not found["found"]:
+        # This machine's compiler is asked for, and the entry is another's.
+        assert "gcc-1.2.3-00000000" in found["searched"][0]["reason"]
+    assert missed["searched"][0]["layer"] == "user"
+    assert missed["command"].startswith("FLASHATTN_JIT_COMPILE=missing flashattn-jit warm -")
+    text = run("cache", "explain", f"{manifest}:1").stdout
+    assert "user" in text
+    assert run("cache", "explain", f"{manifest}:3").exit_code == 2
+
+
+def test_explain_in_never_mode_takes_any_compilers_kernel(
+    run_json, entries, spec_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    (found,) = run_json("cache", "explain", spec_of(64).document())["kernels"]
+    assert (found["layer"], found["key"]) == ("user", entries[1].key)
+    (missed,) = run_json("cache", "explain", spec_of(96).document())["kernels"]
+    assert (
+        missed["nearest"]["differences"]
+        == [{"field": "spec.head_dims", "wanted": "[96, 96]", "found": "[32, 32]"}]
+        or missed["nearest"]["differences"][0]["field"] == "spec.head_dims"
+    )
+
+
+def test_what_a_miss_says_is_understood_by_warm(run_json, entries, spec_of) -> None:
+    (missed,) = run_json("cache", "explain", spec_of(96).document())["kernels"]
+    line = missed["command"].splitlines()[1]
+    assert json.loads(line) == json.loads(line_text(line_of(spec_of(96))))
+
+
+def test_push_copies_what_the_remote_lacks(run_json, entries, cache: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote"
+    report = run_json("cache", "push", url, "--key", entries[0].key[:20])
+    assert (report["sent"], report["had"]) == (1, 0)
+    report = run_json("cache", "push", url)
+    assert (report["sent"], report["had"]) == (2, 1)
+    assert len(list((tmp_path / "remote").glob(f"v1/*/??/*/{META}"))) == 3

@@ -1,0 +1,108 @@
+"""Tables on a terminal, plain lines in a pipe, one JSON object with --json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+
+from flashattn_jit.cli.app import Group, app
+
+ESCAPE = "\x1b"
+
+
+def leaves(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The paths of all commands that do something."""
+    if not isinstance(command, Group):
+        return [path]
+    context = click.Context(command)
+    found = []
+    for name in command.list_commands(context):
+        inner = command.get_command(context, name)
+        assert inner is not None
+        found += leaves(inner, (*path, name))
+    return found
+
+
+COMMANDS = leaves(app)
+
+
+def test_the_commands_are_these() -> None:
+    assert {" ".join(path) for path in COMMANDS} >= {
+        "doctor", "warm", "cache ls", "cache show", "cache verify", "cache gc", "cache clear",
+        "cache explain", "cache push", "pack", "unpack", "explain", "bench", "completion",
+        "manifest show", "manifest merge",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_has_help_json_and_debug(run, path: tuple[str, ...]) -> None:
+    result = run(*path, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.stdout
+    assert "--debug" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("cache", "ls"), ("cache", "verify"), ("doctor",), ("explain", "Causal", "--device", "H100",
+                                                         "--dtype", "bf16")],
+    ids=" ".join,
+)  # fmt: skip
+def test_pipes_get_no_escapes_and_no_tabs(process, entries, args: tuple[str, ...]) -> None:
+    done = process(*args, FORCE_COLOR="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert ESCAPE not in done.stdout + done.stderr
+    assert "\t" not in done.stdout
+    assert not set("─━│┃") & set(done.stdout)
+
+
+def test_terminals_get_a_table_with_a_header(on_terminal, entries) -> None:
+    code, text = on_terminal("cache", "ls")
+    assert code == 0
+    assert "target" in text
+    assert "━" in text or "─" in text
+    assert "3 kernels" in text
+
+
+def test_terminals_get_colour_unless_no_color_is_set(on_terminal, cache) -> None:
+    assert ESCAPE in on_terminal("doctor", NO_COLOR="")[1]
+    assert ESCAPE not in on_terminal("doctor", NO_COLOR="1")[1]
+    assert ESCAPE not in on_terminal("cache", "show", "abc", NO_COLOR="1")[1]
+
+
+def test_clear_asks_on_a_terminal(on_terminal, entries) -> None:
+    code, text = on_terminal("cache", "clear", answer="n\n")
+    assert code == 130
+    assert "Remove 3 kernels" in text
+    assert all(e.path.exists() for e in entries)
+    code, _ = on_terminal("cache", "clear", answer="y\n")
+    assert code == 0
+    assert not any(e.path.exists() for e in entries)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(entries) -> None:
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$0" -m flashattn_jit cache show "$1" | head -n 1', sys.executable,
+         entries[0].key],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("key")
+    assert done.stderr == ""
+
+
+def test_json_is_all_that_stdout_gets(process, entries) -> None:
+    for args in (("cache", "ls"), ("cache", "verify"), ("doctor",)):
+        document = json.loads(process(*args, "--json").stdout)
+        assert document["command"] == " ".join(args)
+
+
+def test_the_module_and_the_script_are_one_program(process) -> None:
+    done = process("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("flashattn-jit, version ")
+    assert "Usage: flashattn-jit" in process("--help").stdout
