@@ -36,7 +36,7 @@ def explain_command(
 ) -> None:
     """Explain what VARIANT becomes: hooks, tiles, roofline, plan and kernel.
 
-    VARIANT is a name of the library (Causal, "SlidingWindow(4096)", "Causal & ~Dilated(2)"),
+    VARIANT is a name of the library (Causal, "SlidingWindow(4096)", "Causal & ~Chunked(512)"),
     file.py:NAME or module:NAME. A file or module is run as code.
 
     For a CPU target the kernel is compiled where no cache layer has it; for a GPU nothing is.

@@ -2,7 +2,7 @@
 
     Causal                              of the library, in any case
     SlidingWindow(4096)                 with arguments: literals and further names of the library
-    "Causal & ~Dilated(2)"              composed with & | ~
+    "Causal & ~Chunked(512)"              composed with & | ~
     attention.py:MyVariant              of a file, which is run
     service.attention:variant           of a module, which is imported
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..errors import EnvironmentVariableError
+
 Status = Literal["ok", "warning", "error"]
 
 
@@ -74,6 +76,8 @@ def doctor() -> Checks:
 def _run(name: str, section: Callable[[], Iterable[Check]]) -> list[Check]:
     try:
         return list(section())
+    except EnvironmentVariableError as error:
+        return [Check(name, "error", f"cannot be checked: {error}", "correct or unset it")]
     except Exception as error:
         words = f"{type(error).__name__}: {error}".strip()
         return [Check(name, "error", f"the check itself failed: {words}", "report this as a bug")]
