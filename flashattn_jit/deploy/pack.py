@@ -12,12 +12,11 @@ from typing import Any
 from .. import env
 from ..codegen.requests import AnySpec, name_of
 from ..errors import PackError
-from ..jit import toolchain
 from ..jit.found import Found, found_in_folder
-from ..jit.key import kernel_key
-from ..jit.layers import Layer, layers
+from ..jit.layers import layers
 from ..jit.store import Store
 from ..planner.requests import requests_of
+from .entries import entries_of
 from .pack_writer import write_pack
 from .report import kernel_words
 from .structures import parse_targets
@@ -116,7 +115,7 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
     places = layers()
     for spec in specs:
         try:
-            found.update((one.key, one) for one in _way(spec, places))
+            found.update((one.key, one) for one in entries_of(requests_of(spec), places))
         except LookupError:
             missing.append(f"{name_of(spec)}: {kernel_words(spec)} for {spec.target}")
     if missing:
@@ -128,29 +127,6 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
             + (f"\n  and {more} more" if more > 0 else "")
         )
     return list(found.values())
-
-
-def _way(spec: AnySpec, places: Sequence[Layer]) -> list[Found]:
-    """The entry of a spec and, where it stepped down, those on to the one that has an artifact."""
-    keys = [
-        kernel_key(r.spec, r.template, r.target, toolchain.flags_for(r.target)).hex
-        for r in requests_of(spec)
-    ]
-    way: list[Found] = []
-    place = 0
-    while True:
-        answers = (layer.search(keys[place], None).found for layer in places)
-        one = next((found[0] for found in answers if found), None)
-        if one is None:
-            raise LookupError(keys[place])
-        way.append(one)
-        step = one.stepped_down_to
-        if step is None:
-            return way
-        smaller = keys[place + 1 :]
-        if not smaller:
-            raise LookupError(keys[place])
-        place += 1 + (smaller.index(step) if step in smaller else 0)
 
 
 def _target(found: Found) -> str:

@@ -17,15 +17,16 @@ from contextlib import closing
 from typing import Any
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of
+from ..codegen.requests import AnySpec, name_of, request_of
 from ..codegen.spec import KernelSpec
 from ..codegen.target import is_cuda
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
-from ..jit import cpp, cuda_toolkit, key, toolchain
+from ..jit import cpp, cuda_toolkit, toolchain
 from ..jit.compiler import find_compiler
 from ..jit.module import find_prepared
 from ..jit.store import Store
 from ..planner.requests import requests_of
+from .entries import key_of
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display
 from .report import KernelResult, WarmReport, by_name, kernel_words
@@ -135,8 +136,7 @@ class _Task:
 
     def __init__(self, spec: AnySpec) -> None:
         self.spec = spec
-        flags = toolchain.flags_for(spec.target)
-        self.key = key.kernel_key(spec.document(), spec.template, spec.target, flags).hex
+        self.key = key_of(request_of(spec))
         self.words = kernel_words(spec)
 
     def result(self, **fields: Any) -> KernelResult:

@@ -19,9 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..errors import CompileError, FlashAttnJitError
+
+if TYPE_CHECKING:
+    from ..jit.found import Found
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
 
@@ -69,11 +72,14 @@ def make_task(document: str, name: str, *, ship: bool) -> str:
 def build(task: str) -> Result:
     """Builds a task's kernel into the cache of the process that runs this, or finds it there.
 
-    A kernel that fails is a result, too; whatever else goes wrong is raised.
+    A kernel that fails is a result, too; whatever else goes wrong is raised. For workers that are
+    not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
     from ..codegen.document import spec_from_document
+    from ..jit.layers import layers
     from ..jit.module import prepare_kernel
     from ..planner.requests import requests_of
+    from .entries import entries_of, key_of
 
     begin = time.perf_counter()
     order = json.loads(task)
@@ -84,18 +90,17 @@ def build(task: str) -> Result:
         except FlashAttnJitError as error:
             result = _failed(error)
         else:
-            meta = _meta(prepared.path)
+            entries = entries_of(requests, layers())
             result = Result(
-                key=_key_of(requests[0]),
+                key=key_of(requests[0]),
                 place=prepared.place,
                 layer=prepared.layer,
-                compiler_id=_compiler_of(meta),
+                compiler_id=entries[-1].compiler_id,
                 compile_s=prepared.compile_s,
                 artifact_bytes=prepared.artifact_bytes,
             )
             if order["ship"]:
-                keys = [_key_of(request) for request in requests[: prepared.place + 1]]
-                result["entries"] = _shipped(prepared.path, keys)
+                result["entries"] = [_shipped(entry) for entry in entries]
     result["warnings"] = warnings
     result["seconds"] = time.perf_counter() - begin
     result["host"] = socket.gethostname()
@@ -194,39 +199,10 @@ def _failed(error: FlashAttnJitError) -> Result:
     return result
 
 
-def _key_of(request: Any) -> str:
-    from ..jit import key, toolchain
-
-    flags = toolchain.flags_for(request.target)
-    return key.kernel_key(request.spec, request.template, request.target, flags).hex
-
-
-def _meta(path: Path) -> dict[str, Any]:
-    from ..jit.store import META
-
-    try:
-        return dict(json.loads(path.joinpath(META).read_bytes()))
-    except (OSError, ValueError):
-        return {}
-
-
-def _compiler_of(meta: dict[str, Any]) -> str:
-    return str(meta.get("compiler", {}).get("id", ""))
-
-
-def _shipped(path: Path, keys: list[str]) -> list[ShippedEntry]:
-    """The entries of the kernel at `path` and of those that stepped down to it."""
-    from ..jit.store import META
-
-    entries = []
-    for key in keys:
-        folder = path.parent.parent / key[:2] / key
-        meta = _meta(folder)
-        if not meta:
-            continue  # it was not kept, and a warning said why
-        files = {name: folder.joinpath(name).read_bytes() for name in meta["files"]}
-        assert META not in files
-        entries.append(
-            ShippedEntry(key=key, compiler_id=_compiler_of(meta), meta=meta, files=files)
-        )
-    return entries
+def _shipped(entry: Found) -> ShippedEntry:
+    return ShippedEntry(
+        key=entry.key,
+        compiler_id=entry.compiler_id,
+        meta=dict(entry.meta),
+        files={name: entry.read(name) for name in entry.meta["files"]},
+    )
