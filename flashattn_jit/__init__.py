@@ -168,3 +168,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *import_module(".variants.library", __name__).__all__})
+
+
+if env.record_path() is not None:
+    from .deploy.recording import record_process
+
+    record_process()

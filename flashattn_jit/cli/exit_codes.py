@@ -60,7 +60,7 @@ TABLE = (
     ExitCode(130, "interrupted", "stopped by Ctrl-C", (KeyboardInterrupt, click.Abort)),
 )
 
-FAILED, COMPILE, CORRUPT, CHECKS = 1, 4, 5, 12
+FAILED, MISSING, COMPILE, CORRUPT, CHECKS = 1, 3, 4, 5, 12
 
 
 def exit_code(error: BaseException) -> ExitCode:

@@ -35,9 +35,12 @@ def console(stream: TextIO | None = None) -> Console:
     """A rich console on standard output, without any escape where NO_COLOR is set."""
     from rich.console import Console
 
-    system = "auto" if wants_colour() else None
     return Console(
-        file=stream or sys.stdout, color_system=system, highlight=False, markup=False, emoji=False
+        file=stream or sys.stdout,
+        color_system="auto" if wants_colour() else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
     )
 
 

@@ -76,7 +76,8 @@ def warm_command(
     variant, named as for `explain`, with --head-dim and --dtype. Kernels that a layer of the cache
     holds are left alone. Targets need not be this machine's.
 
-    A kernel that fails keeps no other from being built; then the exit code is 4.
+    A kernel that fails keeps no other from being built; then the exit code is 4. Under
+    FLASHATTN_JIT_COMPILE=never nothing is built: exit code 3 says that something is missing.
     """
     from ..deploy.warm import warm
 
@@ -102,7 +103,8 @@ def warm_command(
     else:
         output.lines(str(report))
     if report.failures:
-        context.exit(exit_codes.COMPILE)
+        missing = all(one.error_type == "MissingKernelError" for one in report.failures)
+        context.exit(exit_codes.MISSING if missing else exit_codes.COMPILE)
 
 
 def _what(text: str, allow_cpp: bool) -> list[Any]:
