@@ -17,12 +17,11 @@ import fcntl
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen.document import has_cpp, parse_json, spec_from_document
 from ..codegen.requests import AnySpec, name_of
-from ..codegen.spec import KernelSpec
 from ..errors import ManifestError
 from ..variants.ir import canonical_json
 from ..variants.ir_check import check_name, fail, record
@@ -170,6 +169,22 @@ def write_manifest(
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises ManifestError where `write_manifest` would: leaves nothing behind.
+
+    The file need not exist yet, its folder must.
+    """
+    place = Path(os.path.realpath(path))
+    try:
+        if place.exists():
+            read_manifest(place, allow_cpp=True)
+        handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
+        os.close(handle)
+        Path(name).unlink()
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
 def merge_manifests(
     paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]
 ) -> tuple[Line, ...]:
@@ -179,14 +194,6 @@ def merge_manifests(
     """
     lines = [line for path in paths for line in read_manifest(path, allow_cpp=True)]
     return write_manifest(out, lines, merge=False)
-
-
-def renamed(line: Line, name: str) -> Line:
-    """The line under another name; its spec is the same."""
-    spec = line.spec
-    if isinstance(spec, KernelSpec) and not has_cpp(spec):
-        spec = replace(spec, name=name)
-    return Line(name, spec)
 
 
 @contextlib.contextmanager

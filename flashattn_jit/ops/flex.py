@@ -198,13 +198,15 @@ def _max_scores(
     if score_mod is None:
         scale = _check.check_scale(scale, q.shape[-1]) * _SHARPNESS
     else:
-        score_mod = _sharpened(score_mod)
+        score_mod = sharpened(score_mod)
     _, lse = _run(q, k, v, score_mod, blocks, scale, True, swap)
     assert lse is not None
     return lse / _SHARPNESS
 
 
-def _sharpened(score_mod: Mod) -> Mod:
+def sharpened(score_mod: Mod) -> Mod:
+    """The score_mod of the pass that finds row maxima."""
+
     def sharp(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         # A literal, so that the hook captures what score_mod does and nothing more.
         return score_mod(score, b, h, q_idx, kv_idx) * 18446744073709551616.0

@@ -1,0 +1,145 @@
+"""`fa.record_manifest`: which kernels ran, written as a manifest.
+
+Each module of the process remembers the epoch in which it last ran. A block begins a new one, and
+at its end the modules that ran since are what it records: kernels that were loaded before, calls
+whose plans are remembered and other threads' calls are among them. Nothing is added to a call.
+
+A kernel is recorded as it was asked for, before it stepped down to a smaller tile: that is what a
+later process asks for. A CUDA graph is recorded when it is captured, not when it is replayed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import _C, env
+from ..codegen.document import spec_from_document
+from ..codegen.requests import AnySpec, Render, Request
+from ..errors import ManifestError
+from ..jit.module import default
+from .manifest import Line, check_writable, line_of, write_manifest
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the kernels that run inside the block to a manifest.
+
+    All of the process counts, whatever thread runs it. Blocks may be nested, and several, of other
+    processes too, may write one file: lines are merged, and the same work leaves the same file byte
+    for byte. An error inside the block is passed on after what ran before it was written. Forked
+    children record as well, and write when they leave the block or end; not those that end by
+    ``os._exit`` or a signal.
+
+    FLASHATTN_JIT_RECORD=path does the same for the life of a process and of its children.
+
+    Args:
+        path: the manifest, made where there is none; see `deploy.manifest`.
+
+    Raises:
+        ManifestError: the file cannot be written, or is no manifest; at once, where that shows.
+
+    Example:
+        >>> with fa.record_manifest("service.jsonl"):
+        ...     serve(requests)
+    """
+    place = Path(path).absolute()
+    check_writable(place)
+    recorder = _Recorder(place, _C.begin_run_epoch())
+    multiprocessing.util.register_after_fork(recorder, _write_at_end)
+    try:
+        yield
+    except BaseException:
+        recorder.write_or_warn()
+        raise
+    else:
+        recorder.write()
+    finally:
+        recorder.close()
+
+
+def record_process() -> None:
+    """Record the life of the process where FLASHATTN_JIT_RECORD says so. Called at import.
+
+    Raises:
+        ManifestError: the file cannot be written, or is no manifest.
+    """
+    path = env.record_path()
+    if path is None:
+        return
+    place = path.absolute()
+    check_writable(place)
+    recorder = _Recorder(place, 1)
+    _process.append(recorder)
+    atexit.register(recorder.write_or_warn)  # in children of os.fork too
+    multiprocessing.util.register_after_fork(recorder, _write_at_end)
+
+
+_process: list[_Recorder] = []  # lives as long as the process
+
+
+def ran_since(epoch: int) -> tuple[Line, ...]:
+    """What ran in this process since an epoch of `_C.begin_run_epoch` began."""
+    lines = []
+    for loaded in default.loaded():
+        if loaded.module.last_run >= epoch:
+            try:
+                lines.append(line_of(_spec(loaded.request)))
+            except ManifestError as error:
+                log.warning("kernel %s is not recorded: %s", loaded.request.name, error)
+    return tuple(lines)
+
+
+def _spec(request: Request) -> AnySpec:
+    """The spec that was asked for, as a manifest will give it back."""
+    name = "variant"
+    if isinstance(request.render, Render):
+        name = line_of(request.render.spec).name
+    return spec_from_document(request.spec, name)
+
+
+@dataclass(eq=False)  # not slotted: multiprocessing refers to it weakly
+class _Recorder:
+    """What ran since `epoch` belongs into `path`."""
+
+    path: Path
+    epoch: int
+    open: bool = True
+    finalizer: multiprocessing.util.Finalize | None = None
+
+    def write(self) -> None:
+        """Add what ran so far to the file. Raises ManifestError."""
+        if self.open:
+            write_manifest(self.path, ran_since(self.epoch))
+
+    def write_or_warn(self) -> None:
+        """As `write`, where an error has nobody to go to."""
+        try:
+            self.write()
+        except ManifestError as error:
+            log.error("what ran is not recorded: %s", error)
+
+    def close(self) -> None:
+        """The block has been left: children forked from here on do not belong to it."""
+        self.open = False
+        if self.finalizer is not None:
+            self.finalizer.cancel()
+
+
+def _write_at_end(recorder: _Recorder) -> None:
+    """In a process that multiprocessing forked, which runs finalizers in place of atexit's."""
+    if recorder.open:
+        recorder.finalizer = multiprocessing.util.Finalize(
+            recorder, recorder.write_or_warn, exitpriority=0
+        )
+
+
+__all__ = ["ran_since", "record_manifest", "record_process"]
