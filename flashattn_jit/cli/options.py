@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from .. import env
 from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS, host_target
+from ..planner.reachable import FORMATS
 from . import variant_names
 
 if TYPE_CHECKING:
@@ -104,6 +105,22 @@ class DtypesType(DtypeType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return "/".join(super(DtypesType, self).convert(v, param, ctx) for v in value.split("/"))
+
+
+class FormatType(_Type):
+    """A kind of calls, of `planner.reachable.FORMATS`."""
+
+    name = "format"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in FORMATS:
+            self.fail(f"{value!r} is not one of {', '.join(FORMATS)}", param, ctx)
+        return str(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return _beginning(incomplete, dict.fromkeys(FORMATS, ""))
 
 
 class VariantType(_Type):

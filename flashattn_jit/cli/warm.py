@@ -12,6 +12,7 @@ from . import exit_codes, output
 from .app import Command
 from .options import (
     DtypesType,
+    FormatType,
     HeadDimType,
     ManifestOrVariantType,
     NameValueType,
@@ -43,7 +44,11 @@ from .variant_names import variant_of
     "a manifest names.",
 )
 @click.option(
-    "--format", "formats", multiple=True, help="Only kernels of these formats: dense, batch, ..."
+    "--format",
+    "formats",
+    type=FormatType(),
+    multiple=True,
+    help="Only kernels of these kinds of calls: dense, paged, ...; else of all.",
 )
 @click.option(
     "--heads", help="Query heads:key-value heads, for variants whose params need them: 32:8."
