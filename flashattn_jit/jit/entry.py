@@ -191,13 +191,14 @@ def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = F
     try:
         if wrong := complaint(status, read_only=read_only):
             raise ValueError(f"it {wrong}")
-        text = read_file(path / META, MOST_META_BYTES, read_only=read_only)
+        text = read_file(path / META, MOST_META_BYTES, read_only=read_only, use=not whole)
         meta = parse_meta(text, key, path.parent.parent.name)
         files = meta["files"]
         names = sorted(files) if whole else [ARTIFACT] if ARTIFACT in files else []
         head = b""
         for name in names:
-            content = read_file(path / name, files[name]["bytes"], read_only=read_only)
+            size = files[name]["bytes"]
+            content = read_file(path / name, size, read_only=read_only, use=not whole)
             check_content(name, content, meta)
             if name == ARTIFACT:
                 head = content[:64]
@@ -208,14 +209,19 @@ def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = F
     return Entry(path, meta, head)
 
 
-def read_file(path: Path, most_bytes: int, *, read_only: bool = False) -> bytes:
+def read_file(path: Path, most_bytes: int, *, read_only: bool = False, use: bool = True) -> bytes:
     """The content of a regular file that only we can write.
 
+    With `use` false its time of access stays, by which kernels are told that nobody uses.
     Raises ValueError where it is missing, a link, too long, or others can write to it; OSError.
     """
+    # Not blocking: a pipe would wait for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        # Not blocking: a pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            descriptor = os.open(path, flags if use else flags | os.O_NOATIME)
+        except PermissionError:
+            descriptor = os.open(path, flags)  # only a file's owner may leave its time alone
     except FileNotFoundError:
         raise ValueError(f"it has no {path.name}") from None
     except OSError as error:

@@ -1,6 +1,6 @@
 """Keeping a store below a number of bytes: the least recently used kernels go, none in use.
 
-When a kernel was last used is its files' access time (a day's grain on most systems, as a hit
+When a kernel was last used is its artifact's access time (a day's grain on most systems, as a hit
 itself writes nothing), or the time when it was made. One that a process of this user has mapped
 stays, as does one that was made a moment ago: it may be about to be mapped. An entry is moved aside
 before it is removed, and moved back if it was mapped in between.
@@ -84,7 +84,7 @@ def collect(
     if max_bytes < 0:
         raise InputError(f"a cache cannot have {max_bytes} bytes; max_bytes must be 0 or more")
     leftovers = _remove_leftovers(store, dry_run)
-    entries = [one for entry in store.entries() if (one := _measure(entry.path))]
+    entries = [one for path in store.paths() if (one := _measure(path))]
     total = sum(entry.bytes for entry in entries)
     removed: list[_Kept] = []
     in_use = young = 0
@@ -143,19 +143,19 @@ def mapped_inodes() -> set[int]:
 
 
 def _measure(path: Path) -> _Kept | None:
-    size, used, made, inode = 0, 0.0, 0.0, 0
+    """What an entry takes and when it was used. Reads nothing, which would be a use."""
     try:
-        made = path.stat().st_mtime
-        for file in path.iterdir():
-            status = file.lstat()
-            size += status.st_size
-            if file.name in (ARTIFACT, META):
-                used = max(used, status.st_atime, status.st_mtime)
-            if file.name == ARTIFACT:
-                inode = status.st_ino
+        files = {file.name: file.lstat() for file in path.iterdir()}
+        decisive = files.get(ARTIFACT) or files.get(META) or path.stat()
     except FileNotFoundError:
         return None
-    return _Kept(path, size, used or made, made, inode)
+    return _Kept(
+        path=path,
+        bytes=sum(status.st_size for status in files.values()),
+        used=max(decisive.st_atime, decisive.st_mtime),
+        made=decisive.st_mtime,
+        inode=files[ARTIFACT].st_ino if ARTIFACT in files else 0,
+    )
 
 
 def _remove(store: Store, entry: _Kept) -> bool:

@@ -109,19 +109,23 @@ class Store:
         """The ids of the compilers that made an entry of `key`."""
         return [path.parent.parent.name for path in self.base.glob(f"[!.]*/{key[:2]}/{key}")]
 
+    def paths(self) -> Iterator[Path]:
+        """The folder of every entry of every compiler, in order. Raises UnsafeCacheError."""
+        if not is_safe_root(self.root, read_only=self.read_only):
+            return
+        for path in sorted(self.base.glob("[!.]*/??/*")):
+            if is_key(path.name) and path.parent.name == path.name[:2]:
+                yield path
+
     def entries(self) -> Iterator[Entry]:
         """Every entry of every compiler, in the order of their paths; artifacts are not verified.
 
         One whose meta.json cannot be read has an empty `meta`; `verify` says why.
         Raises UnsafeCacheError.
         """
-        if not is_safe_root(self.root, read_only=self.read_only):
-            return
-        for path in sorted(self.base.glob("[!.]*/??/*")):
-            if not is_key(path.name) or path.parent.name != path.name[:2]:
-                continue
+        for path in self.paths():
             try:
-                text = read_file(path / META, MOST_META_BYTES, read_only=self.read_only)
+                text = read_file(path / META, MOST_META_BYTES, read_only=self.read_only, use=False)
                 meta = parse_meta(text, path.name, path.parent.parent.name)
             except (OSError, ValueError):
                 meta = {}
