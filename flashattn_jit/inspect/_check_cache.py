@@ -126,8 +126,8 @@ def _contents_problems(
             name,
             "warning",
             f"{quarantined} entries that were found corrupt lie in {base / '.quarantine'}",
-            "look at them if they are many (a failing disk, a copy that was cut off), then run "
-            "flashattn-jit cache gc",
+            "look at them if they are many (a failing disk, a copy that was cut off), then delete "
+            "them; flashattn-jit cache gc deletes those older than a week",
         )
     now = time.time()
     stale = [p for p in base.glob(".staging/*") if now - p.lstat().st_mtime > _STALE_S]
