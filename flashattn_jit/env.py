@@ -32,6 +32,7 @@ Each is read when it is needed, so a change takes effect without a restart.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -68,8 +69,12 @@ def cache_dir() -> Path:
         return _path("CACHE_DIR", value)
     import platformdirs
 
-    folder = Path(platformdirs.user_cache_dir("flashattn_jit", appauthor=False))
-    return folder if folder.is_absolute() else Path(os.devnull) / "flashattn_jit"
+    # An older platformdirs leaves the ~, a newer one raises.
+    with contextlib.suppress(RuntimeError):
+        folder = Path(platformdirs.user_cache_dir("flashattn_jit", appauthor=False))
+        if folder.is_absolute():
+            return folder
+    return Path(os.devnull) / "flashattn_jit"
 
 
 def cache_max_bytes() -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_LEAST_ROOM = 1 << 20
 _NO_ROOM_WORDS = ("No space left on device", "Disk quota exceeded", "Read-only file system")
 
 
@@ -106,6 +108,8 @@ class Builder(Generic[T]):
         with contextlib.ExitStack() as stack:
             try:
                 staging = stack.enter_context(self.store.staging())
+                if os.statvfs(staging).f_flag & os.ST_NOEXEC:
+                    raise _NoRoomError("its file system is mounted with noexec: it runs no code")
             except OSError as error:
                 raise _NoRoomError(str(error)) from error
             return self._build(wanted, staging, can_publish=True)
@@ -245,7 +249,13 @@ def _no_room(failure: BuildFailure | OSError, staging: Path) -> str:
             for line in words.splitlines():
                 if any(word in line for word in _NO_ROOM_WORDS):
                     return line.strip()
-    return "" if staging.is_dir() else f"{staging} was removed"
+    try:
+        disk = os.statvfs(staging)
+    except OSError:
+        return f"{staging} was removed"
+    # A compiler that cannot write its output may not be able to say so either.
+    is_full = disk.f_bavail * disk.f_frsize < _LEAST_ROOM or (disk.f_files and not disk.f_favail)
+    return os.strerror(errno.ENOSPC) if is_full else ""
 
 
 def _compile_error(

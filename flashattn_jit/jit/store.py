@@ -237,6 +237,7 @@ class Store:
         self.make_folder(folder)
         for path in staging.iterdir():
             if path.is_file():
+                path.chmod(0o600)
                 path.replace(folder / path.name)
         return folder
 
