@@ -97,6 +97,10 @@ def complaint(members: Sequence[Member], found: bytes) -> str:
     """What is wrong with a directory that is not `directory(members)`, naming the first member."""
     at, names = 0, {m.name for m in members}
     seen: set[str] = set()
+    if found[:4] == _LOCAL_MAGIC and len(found) >= _LOCAL.size:
+        name_bytes = _LOCAL.unpack_from(found)[9]
+        name = found[_LOCAL.size : _LOCAL.size + name_bytes].decode("latin-1")
+        return f"member {name!r} is {'there twice' if name in names else 'not in its index'}"
     *begins, _ = places(members)
     for member, begin in zip(members, begins, strict=True):
         expected = b"".join(_record(member, begin))

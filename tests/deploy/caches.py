@@ -1,0 +1,49 @@
+"""Cache entries that no compiler made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flashattn_jit.jit.entry import Entry, sha256
+from flashattn_jit.jit.key import document_digest
+from flashattn_jit.jit.store import Store
+
+COMPILER = "gcc-12.2.0-00000000"
+
+
+def add_entry(
+    store: Store,
+    name: str,
+    target: str = "cpu:avx2",
+    *,
+    compiler: str = COMPILER,
+    artifact_bytes: int = 1000,
+    created: str = "2026-01-01T00:00:00+00:00",
+) -> Entry:
+    """An entry as a build leaves it; `name` tells it from others."""
+    document = [["target", target], ["spec", name]]
+    key = document_digest(document)
+    files = {
+        "artifact.so": key.encode() + os.urandom(artifact_bytes),
+        "kernel.cpp": f"// {name}\n".encode(),
+        "build.log": b"",
+    }
+    meta = {
+        "key": key,
+        "document": document,
+        "compiler": {"id": compiler, "version": "gcc"},
+        "created": created,
+        "compile_s": 1.0,
+        "files": {n: {"bytes": len(c), "sha256": sha256(c)} for n, c in files.items()},
+    }
+    return store.adopt(key, compiler, files, meta, durable=False)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """The files of all entries below a folder by their names."""
+    return {
+        str(p.relative_to(root)): p.read_bytes()
+        for p in sorted(root.glob("v1/[!.]*/??/*/*"))
+        if p.is_file()
+    }
