@@ -63,6 +63,15 @@ torch.testing.assert_close(out, expected)
 print("ran")
 """
 
+COMMAND = """
+import sys
+from importlib.metadata import entry_points
+
+(command,) = entry_points(group="console_scripts", name="flashattn-jit")
+sys.argv = ["flashattn-jit", *sys.argv[1:]]
+command.load()()
+"""
+
 
 def build(hook: str, source: Path, output: Path) -> Path:
     """Runs a hook of the build backend in `source`; the file it made."""
@@ -159,3 +168,18 @@ def test_a_wheel_compiles_and_runs_a_new_variant_without_the_checkout(
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == "ran\n"
     assert list((tmp_path / "cache").glob("v1/[!.]*/??/*/meta.json"))
+
+
+def test_a_wheel_brings_the_command_line(environment: Path, tmp_path: Path) -> None:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables["FLASHATTN_JIT_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [str(environment / "bin" / "python"), "-c", COMMAND, "cache", "ls", "--json"],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert '"command": "cache ls"' in done.stdout
