@@ -106,9 +106,10 @@ class Process:
     def result(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Its answer. Fails the test where it has none."""
         until(lambda: self.poll() is not None, f"process {self.pid}", patience_s)
-        if not self.answer.exists():
+        text = self.answer.with_suffix(".json").read_text()
+        if self.poll() or not text:
             pytest.fail(f"process {self.pid} ended with {self.poll()}: {self.log()}")
-        return dict(json.loads(self.answer.read_text()))
+        return dict(json.loads(text))
 
     def good(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Its answer, which must be no error."""
@@ -268,7 +269,7 @@ def servers(folder: Path) -> Iterator[tuple[str, str]]:
         try:
             until(Path(plain).exists, "the server of processes")
             request = {"task": "serve", "arguments": {"path": full}, "env": env}
-            _ask(plain, {**request, "answer": str(folder / "server"), "folder": os.getcwd()})
+            _ask(plain, {**request, "answer": str(folder / "server"), "folder": str(Path.cwd())})
             until(Path(full).exists, "the server of processes with the package")
             yield full, plain
         finally:
