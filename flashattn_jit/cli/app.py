@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from .. import __version__
 from ..errors import FlashAttnJitError
 from . import output
 from .exit_codes import exit_code
@@ -138,7 +137,7 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: docs/command_line.md. `COMMAND --help` has the options.",
 )
-@click.version_option(__version__, prog_name="flashattn-jit")
+@click.version_option(package_name="flashattn_jit", prog_name="flashattn-jit")
 def app() -> None:
     """Kernels of flashattn_jit: check, compile ahead, keep, ship, explain, measure."""
 

@@ -199,20 +199,18 @@ def _pack(name: str, path: Path) -> Iterator[Check]:
 
 
 def _remote(url: str) -> Iterator[Check]:
-    protocol = url.partition("://")[0] if "://" in url else "file"
-    try:
-        import fsspec  # type: ignore[import-untyped]
+    from ..jit.remote import public_url, unreadable
 
-        fsspec.get_filesystem_class(protocol)
-    except (ImportError, ValueError) as error:
+    if reason := unreadable(url):
         yield Check(
             "cache, remote",
             "error",
-            f"{url} cannot be read: {error}",
+            f"{public_url(url)} cannot be read: {reason}",
             f"install what it names, or unset {_PREFIX}CACHE_REMOTE",
         )
     else:
-        yield Check("cache, remote", "ok", f"{url}; what it holds runs as code of this user")
+        words = f"{public_url(url)}; what it holds runs as code of this user"
+        yield Check("cache, remote", "ok", words)
 
 
 def _cannot_make(root: Path) -> str:
@@ -305,7 +303,7 @@ def environment() -> Iterator[Check]:
             problems += 1
             yield Check("environment", "error", str(error), "correct or unset it")
     if not problems:
-        shown = ", ".join(f"{name}={os.environ[name]}" for name in given)
+        shown = ", ".join(f"{name}={_public(os.environ[name])}" for name in given)
         yield Check("environment", "ok", shown or f"no {_PREFIX}* variable is set")
 
 
@@ -322,6 +320,15 @@ _READERS: tuple[Callable[[], object], ...] = (
     env.record_path,
     env.apply_log_level,
 )
+
+
+def _public(value: str) -> str:
+    """A value without what may be secret in a URL."""
+    if "://" not in value:
+        return value
+    from ..jit.remote import public_url
+
+    return public_url(value)
 
 
 def _words(known: set[str]) -> str:

@@ -115,6 +115,17 @@ def push(store: Store, url: str, *, keys: tuple[str, ...] | None = None) -> tupl
     return sent, had
 
 
+def unreadable(url: str) -> str:
+    """Why fsspec cannot read URLs of this kind; empty where it can. Connects to nothing."""
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(url.partition("://")[0] if "://" in url else "file")
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def public_url(url: str) -> str:
     """A URL without user names, passwords and tokens."""
     head, separator, rest = url.partition("://")

@@ -177,6 +177,14 @@ def test_a_typo_in_a_variables_name_is_named(cache: Path, monkeypatch: pytest.Mo
     assert check.remedy == "did you mean FLASHATTN_JIT_CACHE_DIR?"
 
 
+def test_secrets_in_urls_are_not_shown(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_REMOTE", "file://user:secret@host/kernels?token=hidden")
+    text = str(fa.doctor())
+    assert "host/kernels" in text
+    assert "secret" not in text
+    assert "hidden" not in text
+
+
 @pytest.mark.parametrize("name", ["COMPILE", "LOCK_WAIT_S", "CACHE_MAX_BYTES", "CHECK_PAGES"])
 def test_a_value_that_cannot_be_is_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
