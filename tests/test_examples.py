@@ -75,6 +75,20 @@ def test_generation_equals_recomputation(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_image_without_a_compiler_serves_from_a_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
+    output = run("04_offline_image.py", tmp_path)
+    assert re.search(r"recorded [34] kernels of the service", output)
+    assert re.search(r"4 kernels in .*: 4 compiled .* 0 failed", output)
+    (expected,) = re.findall(r"the image should print sums (\[.*\])", output)
+    assert re.findall(r"^  sums (\[.*\])", output, re.MULTILINE) == [expected] * 2
+    assert len(re.findall(r"0 compiled in 0.0 s", output)) == 2
+    assert len(re.findall(r"is in no layer of", output)) == 2, "what nobody recorded is refused"
+    assert len(re.findall(r'spec.dtypes: \["float16"', output)) == 2, "and the difference named"
+
+
 def test_readme_example_is_right() -> None:
     text = (ROOT / "README.md").read_text()
     block = re.search(r"```python\n(.*?)```", text, re.DOTALL)

@@ -17,11 +17,12 @@ from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_ta
 from ..errors import InputError, ParamError, TargetError
 from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ..ops._placement import device_target
-from ..planner.reachable import COMPOSED, FORMATS, reachable, takes_dtypes, utilities
+from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
 from ..variants.binding import bind
 from ..variants.ir import VariantIR
 from ..variants.params import MISSING, Dims
 from ..variants.spec import Variant, as_variant
+from .compositions import compositions
 
 Dtypes = tuple[str, str, str]
 HeadDims = tuple[int, int]
@@ -58,17 +59,18 @@ def specs_of(
     for name in params:
         if name not in declared:
             raise ParamError(f"params: no variant has a param {name!r}")
-    wanted = formats or [f for f in FORMATS if f not in COMPOSED]
-    found: dict[AnySpec, None] = {}
+    found: list[AnySpec] = []
     for chosen in variants:
-        for dims in head_dims:
-            ir = variant_ir(chosen, dims, heads, params)
-            for target, of in pairs:
-                specs = reachable(ir, dims, of, target, wanted)
-                found.update(dict.fromkeys(replace(s, name=chosen.name) for s in specs))
+        for made in compositions(chosen, formats or FORMATS):
+            for head_dim, head_dim_v in head_dims:
+                dims = (head_dim, made.head_dim_v or head_dim_v)
+                ir = variant_ir(made.variant, dims, heads, {**params, **made.params})
+                for target, of in pairs:
+                    specs = reachable(ir, dims, of, target, made.formats)
+                    found += [replace(spec, name=chosen.name) for spec in specs]
     for target, of in pairs:
-        found.update(dict.fromkeys(utilities(of, target)))
-    return list(found)
+        found += utilities(of[1:], target)
+    return found
 
 
 def variant_ir(

@@ -58,7 +58,7 @@ def unpack(
         TargetError, OSError.
 
     Example:
-        >>> fa.unpack("kernels.pack", "/opt/service/kernels")
+        >>> fa.unpack("kernels.pack", "/srv/kernels")
     """
     begin = time.perf_counter()
     chosen = parse_targets(targets) if targets else ()

@@ -44,16 +44,16 @@ def wanted_specs(
         else:
             variants.append(structures.parse_variant(one))
     chosen = structures.parse_targets(targets) if targets else ()
-    found: dict[AnySpec, None] = {}
+    found: list[AnySpec] = []
     for spec in recorded:
         for target in chosen or (spec.target,):
-            found.update(dict.fromkeys(retarget(spec, target)))
+            found += retarget(spec, target)
     if variants:
         if not head_dims or not dtypes:
             raise InputError(
                 "variants need head_dims= and dtypes=, such as head_dims=(64, 128), dtypes='bf16'"
             )
-        of_variants = structures.specs_of(
+        found += structures.specs_of(
             variants,
             structures.parse_head_dims(head_dims),
             structures.parse_dtypes(dtypes),
@@ -62,13 +62,13 @@ def wanted_specs(
             heads,
             params or {},
         )
-        found.update(dict.fromkeys(of_variants))
     elif head_dims or dtypes or params or heads or formats:
         raise InputError(
             "head_dims, dtypes, formats, num_q_heads, num_kv_heads and params are for variants; a "
             "manifest says its own"
         )
-    return list(found)
+    # Names do not count, nor those of params: equal documents are one kernel.
+    return list({spec.document(): spec for spec in reversed(found)}.values())[::-1]
 
 
 def _several(what: Any) -> Iterable[Any]:
