@@ -205,6 +205,7 @@ def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = F
         if whole and (others := {p.name for p in path.iterdir()} - {META, *files}):
             raise ValueError(f"it holds {min(others)!r}, which its {META} does not name")
     except ValueError as error:
+        os.lstat(path)  # gone meanwhile: it was removed, not damaged
         raise CorruptEntryError(path, str(error)) from None
     return Entry(path, meta, head)
 

@@ -25,6 +25,7 @@ from flashattn_jit.jit.found import Found, found_in_folder, found_in_memory
 from flashattn_jit.jit.key import KernelKey
 from flashattn_jit.jit.misses import Document, Nearest, Searched, nearest
 from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.trust import check_file
 
 if TYPE_CHECKING:
     from flashattn_jit.jit.pack_file import PackedEntry, PackFile
@@ -127,7 +128,7 @@ class PackLayer:
                 except (PackError, ValueError) as error:
                     wrong.append(CorruptEntryError(self.path, str(error)))
             reason = "" if found else _pack_reason(pack, key, compiler_id, wrong)
-        except (PackError, OSError) as error:
+        except (PackError, UnsafeCacheError, OSError) as error:
             return Answer(reason=str(error))
         found.sort(key=lambda one: str(one.meta.get("created", "")), reverse=True)
         return Answer(tuple(found), tuple(wrong), reason)
@@ -137,7 +138,7 @@ class PackLayer:
         try:
             for packed in _open_pack(self.path).entries():
                 yield packed.key, str(self.path), dict(packed.meta["document"])
-        except (PackError, OSError, ValueError, KeyError, TypeError):
+        except (PackError, UnsafeCacheError, OSError, ValueError, KeyError, TypeError):
             return
 
     def _found(self, packed: PackedEntry) -> Found:
@@ -208,6 +209,7 @@ def _open_pack(path: Path) -> PackFile:
     with _packs_lock:
         kept = _packs.get(path)
         if kept is None or kept[0] != version:
+            check_file(path)
             kept = version, PackFile(path)
             # The one before stays open: kernels found in it read their other files from it.
             _packs[path] = kept

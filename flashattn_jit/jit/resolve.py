@@ -59,22 +59,22 @@ class Resolver(Generic[T]):
         Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError.
         """
         target = requests[0].target
-        if self.mode != "never":
-            if self.loads and (why := unfit_target(target)):
-                raise TargetError(f"a kernel for {target} cannot run on this machine: {why}")
-            self.compiler = find_compiler(target)
-            if self.compiler is not None:
-                self.identity = identify(self.compiler, self.store.recall_compiler)
-        tiles = _keyed(requests)
-        place = 0
-        while True:
-            obtained = self._one(tiles[place])
-            if not isinstance(obtained, str):
-                return place, obtained
-            place += 1 + tiles[place].smaller.index(obtained)
+        if self.mode != "never" and self.loads and (why := unfit_target(target)):
+            raise TargetError(f"a kernel for {target} cannot run on this machine: {why}")
+        found = self._stepping(requests, self._one)
+        assert found is not None
+        return found
 
     def find(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]] | None:
         """As `resolve`, but None where a folder or pack lacks a kernel: nothing is built."""
+        if self.mode == "always":
+            return None
+        return self._stepping(requests, lambda wanted: self._search(wanted, local_layers(), []))
+
+    def _stepping(
+        self, requests: Sequence[Request], one: Callable[[Wanted], Obtained[T] | str | None]
+    ) -> tuple[int, Obtained[T]] | None:
+        """What `one` gives of the first request, or of those that took its place."""
         if self.mode != "never":
             self.compiler = find_compiler(requests[0].target)
             if self.compiler is not None:
@@ -82,9 +82,11 @@ class Resolver(Generic[T]):
         tiles = _keyed(requests)
         place = 0
         while True:
-            obtained = self._search(tiles[place], local_layers(), [])
-            if obtained is None or not isinstance(obtained, str):
-                return None if obtained is None else (place, obtained)
+            obtained = one(tiles[place])
+            if obtained is None:
+                return None
+            if isinstance(obtained, Obtained):
+                return place, obtained
             place += 1 + tiles[place].smaller.index(obtained)
 
     def _one(self, wanted: Wanted) -> Obtained[T] | str:
