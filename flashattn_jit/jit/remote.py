@@ -175,7 +175,7 @@ def _search(url: str, key: str, compiler_id: str | None) -> Answer:
 
 def _connect(url: str) -> tuple[Any, str]:
     # Takes 0.1 s: only where a remote is asked.
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    from fsspec.core import url_to_fs
 
     filesystem, root = url_to_fs(url)
     return filesystem, str(root).rstrip("/")
