@@ -24,6 +24,9 @@ from flashattn_jit import env
 
 log = logging.getLogger(__name__)
 
+# A lock lives as long as any process has its descriptor; a forked child gives its own back.
+_held: set[int] = set()
+
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 _WARN_AFTER_S = 5.0
 
@@ -38,11 +41,17 @@ def build_lock(key: str, wait_s: float) -> Iterator[float]:
     if descriptor is None:
         yield 0.0
         return
+    _held.add(descriptor)
     try:
         waited = _acquire(descriptor, key, wait_s)
         yield waited
     finally:
-        os.close(descriptor)
+        if descriptor in _held:
+            _held.discard(descriptor)
+            # Closing alone would leave it to whatever was forked meanwhile.
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
 
 
 def _acquire(descriptor: int, key: str, wait_s: float) -> float:
@@ -128,3 +137,13 @@ def _read_holder(descriptor: int) -> str:
         return f"process {holder['pid']} on {holder['host']} (for {age:.0f} s)"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
+
+
+def _reset_after_fork() -> None:
+    for descriptor in _held:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -96,3 +96,51 @@ def test_without_any_folder_builds_go_on(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", os.devnull + "/locks")
     with build_lock(KEY, 5.0) as waited:
         assert waited == 0.0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_that_was_forked_meanwhile_holds_no_lock() -> None:
+    read, write = os.pipe()
+    with build_lock(KEY, 0.0):
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)  # lives until the test is over
+            os._exit(0)
+    try:
+        with build_lock(KEY, 10.0) as waited:
+            assert waited == 0.0
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+FORK_AND_DIE = """
+import os, signal, sys
+from flashattn_jit.jit.locks import build_lock
+with build_lock(sys.argv[1], 0.0):
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.close(write)
+        print("forked", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    os.close(read)
+    signal.pause()
+"""
+
+
+def test_nor_where_its_parent_is_killed() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", FORK_AND_DIE, KEY], **pipes)
+    assert process.stdout is not None and process.stdin is not None
+    try:
+        assert process.stdout.readline() == "forked\n"
+        process.kill()
+        process.wait()
+        with build_lock(KEY, 10.0) as waited:
+            assert waited < 1.0
+    finally:
+        process.stdin.close()
+        process.stdout.close()
