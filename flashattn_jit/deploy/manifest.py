@@ -202,7 +202,11 @@ def _locked(path: Path) -> Iterator[None]:
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # Closing alone would leave it to a process that was forked meanwhile.
+            fcntl.flock(folder, fcntl.LOCK_UN)
     finally:
         os.close(folder)
 

@@ -20,6 +20,8 @@ On CUDA each also comes `unaligned`, for tensors whose rows do not all start at 
 bytes; where a head dim is no multiple of 8 there is only that. So all formats of a variant are 6
 kernels on a CPU target and 42 on a CUDA one (21 where a head dim is no multiple of 8), dense alone
 2 and 6. The last three formats are of variants of their own: `deploy.compositions` makes them.
+`BatchAttention.workspace_bytes` asks a CUDA target for the kernels of ragged or of paged keys,
+whatever the sparsity.
 """
 
 from __future__ import annotations

@@ -1,0 +1,81 @@
+"""What calls ask the cache for, written down by a cache that compiles nothing.
+
+Every request is answered by one artifact that does nothing, so that planning goes on as it would;
+launches are left out. What the calls compute is therefore garbage.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from flashattn_jit import _C, _paths
+from flashattn_jit.codegen.requests import Request
+from flashattn_jit.ops import _batch_device, _batch_kernels, _dense, _device, _launch, _utility
+
+_NOTHING = """
+#include <fajit/abi.h>
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+extern "C" const char* fajit_describe(void) {
+  return "{\\"abi_version\\": " TEXT(FAJIT_ABI_VERSION) ", \\"key\\": \\"nothing\\"}";
+}
+extern "C" int fajit_attention(const fajit_args*) { return FAJIT_OK; }
+extern "C" int fajit_merge(const fajit_args*) { return FAJIT_OK; }
+extern "C" int fajit_classify(const fajit_classify_args* args) {
+  uint8_t* state = args->states;
+  for (int q = args->q_begin; q < args->q_end; q += args->tile_q) {
+    for (int k = args->kv_begin; k < args->kv_end; k += args->tile_kv) {
+      *state++ = FAJIT_TILE_PARTIAL;
+    }
+  }
+  return FAJIT_OK;
+}
+"""
+
+
+class Asked:
+    """The documents of first requests, in order, each once."""
+
+    def __init__(self, module: _C.Module) -> None:
+        self._module = module
+        self.requests: list[Request] = []
+
+    @property
+    def documents(self) -> list[str]:
+        """What was asked for so far."""
+        return list(dict.fromkeys(r.spec for r in self.requests))
+
+    def __call__(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
+        self.requests.append(requests[0])
+        return 0, self._module
+
+
+def nothing_module(folder: Path) -> _C.Module:
+    """A module whose kernels do nothing."""
+    source, artifact = folder / "nothing.cpp", folder / "nothing.so"
+    source.write_text(_NOTHING)
+    subprocess.run(
+        ["c++", "-std=c++17", "-shared", "-fPIC", "-I", str(_paths.include_dir()), str(source),
+         "-o", str(artifact)],
+        check=True,
+    )  # fmt: skip
+    return _C.Module(str(artifact))
+
+
+def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
+    """Put `asked` in the place of the cache, and nothing in the place of launches."""
+    for ops in (_launch, _device, _batch_kernels, _utility):
+        patch.setattr(ops, "load_stepping", asked)
+    # Plans that other tests made would ask for nothing.
+    for known in (_launch._calls, _dense._planned, _device._plans, _device._by_signature,
+                  _utility._plans):  # fmt: skip
+        known.clear()
+    patch.setattr(_C.Call, "launch", lambda *args, **kwargs: None)
+    patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)
+    patch.setattr(_device, "kernel_ptx", lambda module: "")
+    patch.setattr(_device, "_emulate", lambda *args: None)
+    patch.setattr(_batch_device, "launch", lambda *args: None)

@@ -1,0 +1,345 @@
+"""Whatever calls ask the cache for is among what `reachable` lists: warming misses nothing.
+
+Calls of all kinds run against a cache that writes down what it is asked for. It must be exactly
+what `reachable` lists for the kind of call: more would be compiled in vain, less would be missed.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.document import spec_from_document
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target
+from flashattn_jit.deploy.compositions import compositions
+from flashattn_jit.deploy.structures import variant_ir
+from flashattn_jit.errors import InputError
+from flashattn_jit.planner.reachable import (
+    COMPOSED,
+    FORMATS,
+    formats_of,
+    reachable,
+    retarget,
+    takes_dtypes,
+    utilities,
+)
+from flashattn_jit.planner.requests import requests_of
+from flashattn_jit.variants.ir import VariantIR
+from tests.batch.batches import Batch, share_prefix
+from tests.batch.sparse import blocks, tokens, trees
+from tests.planner.asked import Asked, intercept, nothing_module
+
+HEADS = (8, 2)  # a group of 4
+ROWS = (1, 3, 9, 40)  # 4, 12, 36 and 160 packed rows: every class, on every target
+KEYS = 48
+
+
+@pytest.fixture(scope="module")
+def nothing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return nothing_module(tmp_path_factory.mktemp("nothing"))
+
+
+@pytest.fixture
+def asked(nothing: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    log = Asked(nothing)
+    intercept(monkeypatch, log)
+    yield log
+    intercept(monkeypatch, log)  # forgets the plans that were made with it
+    gc.collect()
+
+
+# --- calls, by format -----------------------------------------------------------------------------
+
+
+class Calls:
+    """Calls of one variant, dims, dtype and target; `unaligned` shifts tensors by one entry."""
+
+    def __init__(
+        self, variant: Any, dims: tuple[int, int], dtype: torch.dtype, target: str | None,
+        unaligned: bool,
+    ) -> None:  # fmt: skip
+        self.variant, self.dims, self.dtype, self.target = variant, dims, dtype, target
+        self.unaligned = unaligned
+
+    def tensor(self, *sizes: int) -> torch.Tensor:
+        count = torch.Size(sizes).numel()
+        shift = 1 if self.unaligned else 0
+        return torch.zeros(count + 64, dtype=self.dtype)[shift : count + shift].view(sizes)
+
+    def qkv(self, rows: int) -> tuple[torch.Tensor, ...]:
+        dim, dim_v = self.dims
+        sizes = ((HEADS[0], rows, dim), (HEADS[1], KEYS, dim), (HEADS[1], KEYS, dim_v))
+        return tuple(self.tensor(2, *s) for s in sizes)
+
+    def dense(self) -> None:
+        for rows in ROWS:
+            q, k, v = self.qkv(rows)
+            fa.attention(q, k, v, self.variant, target=self.target)
+            fa.attention(q, k, v, self.variant, target=self.target, partial=True)
+            starts = torch.tensor([0, rows, rows + 1])
+            packed = [self.tensor(2 * n, t.shape[1], t.shape[3]) for n, t in
+                      ((rows, q), (KEYS, k), (KEYS, v))]  # fmt: skip
+            packed[0] = self.tensor(rows + 1, HEADS[0], self.dims[0])
+            fa.varlen_attention(
+                *packed, starts, torch.tensor([0, 3, 2 * KEYS]), self.variant, target=self.target
+            )
+
+    def batch(self, rows: int, page_size: int) -> Batch:
+        made = Batch(
+            (rows, 1, rows), (KEYS,) * 3, HEADS, self.dims[0], self.dtype, page_size,
+            dim_v=self.dims[1],
+        )  # fmt: skip
+        for name in "qkv":
+            own = getattr(made, name)
+            setattr(made, name, self.tensor(*own.shape))
+        return made
+
+    def batches(
+        self, page_sizes: Sequence[int], sparsity: Callable[[Batch], Any] | None = None
+    ) -> None:
+        for page_size, rows in itertools.product(page_sizes, ROWS):
+            batch = self.batch(rows, page_size)
+            limits = fa.Limits(4, 200, 256, max_pages=200 if page_size else 0)
+            given = {} if sparsity is None else {"sparsity": sparsity(batch)}
+            for more in ({}, {"batch_invariant": True}, {"limits": limits}):
+                made = fa.BatchAttention(
+                    self.variant, **batch.options(), target=self.target, **more
+                )
+                made.plan(batch.q_indptr, batch.storage, q_offset="end", **given)
+                made.run(batch.q, batch.k, batch.v)
+                if "limits" in more and sparsity is None:
+                    made.workspace_bytes()
+
+    def ragged(self) -> None:
+        self.batches((0,))
+
+    def paged(self) -> None:
+        self.batches((16,))
+
+    def sparse(self) -> None:
+        for visited in (lambda b: blocks(b, (16, 8), 0.5), lambda b: tokens(b, 8)):
+            self.batches((0, 16), lambda b, make=visited: make(b).sparsity)
+
+    def block_bits(self) -> None:
+        self.batches((0, 16), lambda b: blocks(b, (16, 16), 0.5, bits=True).sparsity)
+
+    def tree(self) -> None:
+        self.batches((0, 16), lambda b: trees(b).sparsity)
+
+    def cascade(self) -> None:
+        for page_size, rows in itertools.product((0, 16), ROWS):
+            batch = self.batch(rows, page_size)
+            made = fa.CascadeAttention(self.variant, **batch.options(), target=self.target)
+            if page_size:
+                share_prefix(batch, 32)
+                levels = fa.cascade_levels(batch.q_indptr, batch.storage)
+                assert len(levels) > 1
+            else:
+                shared = fa.CascadeLevel(
+                    torch.tensor([0, 2 * rows + 1]), fa.Ragged(torch.tensor([0, 16]))
+                )
+                levels = [shared, fa.CascadeLevel(batch.q_indptr, batch.storage)]
+            made.plan(levels)
+            rows_of_keys = batch.k.shape[0] + (0 if page_size else 16)
+            k, v = (self.tensor(rows_of_keys, *t.shape[1:]) for t in (batch.k, batch.v))
+            made.run(batch.q, k, v)
+
+
+def listed(variant: Any, dims: tuple[int, int], dtype: str, target: str, name: str) -> set[str]:
+    """The documents that `reachable` lists for calls of one format."""
+    found: set[str] = set()
+    for made in compositions(variant, (name,)):
+        sizes = (dims[0], made.head_dim_v or dims[1])
+        ir = variant_ir(made.variant, sizes, None, made.params)
+        specs = reachable(ir, sizes, (dtype,) * 3, target, made.formats)
+        found |= {s.document() for s in specs}
+    return found
+
+
+VARIANTS = {
+    "plain": fa.Full,
+    "causal": fa.Causal,
+    "alibi": lambda: fa.ALiBi() & fa.SlidingWindow(7),
+    "rope": lambda: fa.RoPE() & fa.Causal(),
+    "sigmoid": fa.Sigmoid,
+}
+BATCHED = ("dense", "ragged", "paged", "sparse", "cascade", "tree", "block_bits")
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cpu_calls_ask_for_exactly_what_is_listed(asked: Asked, variant: str, name: str) -> None:
+    chosen = VARIANTS[variant]()
+    for dtype, dims in ((torch.float32, (32, 32)), (torch.bfloat16, (40, 16))):
+        asked.requests.clear()
+        getattr(Calls(chosen, dims, dtype, None, False), name)()
+        text = str(dtype).removeprefix("torch.")
+        assert set(asked.documents) == listed(chosen, dims, text, host_target(), name)
+
+
+@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize(
+    ("variant", "target", "dims"),
+    [
+        ("causal", "sm_80", (64, 64)),
+        ("plain", "sm_90", (128, 128)),
+        ("alibi", "sm_86", (64, 128)),
+        ("rope", "sm_120", (32, 32)),
+        ("sigmoid", "sm_75", (256, 256)),
+        ("causal", "sm_100", (20, 64)),  # rows that are never aligned
+    ],
+)
+def test_cuda_calls_ask_for_exactly_what_is_listed(
+    asked: Asked, variant: str, target: str, dims: tuple[int, int], name: str
+) -> None:
+    chosen = VARIANTS[variant]()
+    for unaligned in (False, True):
+        getattr(Calls(chosen, dims, torch.float16, f"emulated:{target}", unaligned), name)()
+    assert set(asked.documents) == listed(chosen, dims, "float16", target, name)
+
+
+def _causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def _biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + (kv_idx - q_idx)
+
+
+@pytest.mark.parametrize("score", [None, _biased])
+@pytest.mark.parametrize("mask", [None, _causal])
+def test_flex_calls_ask_for_exactly_what_is_listed(asked: Asked, score: Any, mask: Any) -> None:
+    chosen = fa.variant(score_mod=score, mask_mod=mask)
+    for rows in ROWS:
+        q, k, v = Calls(None, (32, 32), torch.float32, None, False).qkv(rows)
+        blocks_of = mask and create_block_mask(mask, 2, None, rows, KEYS, "cpu", BLOCK_SIZE=16)
+        aux = AuxRequest(lse=True, max_scores=True)
+        fa.flex_attention(q, k, v, score, blocks_of, enable_gqa=True, return_aux=aux)
+    target = host_target()
+    own = listed(chosen, (32, 32), "float32", target, "block_mask" if mask else "dense")
+    second = listed(chosen, (32, 32), "float32", target, "max_scores")
+    documents = set(asked.documents)
+    assert own <= documents <= own | second
+    assert len(documents) == 4
+
+
+def test_block_masks_on_cuda_ask_for_what_is_listed(asked: Asked, monkeypatch: Any) -> None:
+    # flex_attention takes no target: it is put in below.
+    ops = sys.modules["flashattn_jit.ops.attention"]
+    monkeypatch.setattr(ops, "place", lambda q, k, v, target: "emulated:sm_80")
+    for rows, unaligned in itertools.product(ROWS, (False, True)):
+        q, k, v = Calls(None, (64, 64), torch.bfloat16, None, unaligned).qkv(rows)
+        blocks_of = create_block_mask(_causal, 2, None, rows, KEYS, "cpu", BLOCK_SIZE=16)
+        fa.flex_attention(q, k, v, None, blocks_of, enable_gqa=True)
+    chosen = fa.variant(mask_mod=_causal)
+    assert set(asked.documents) == listed(chosen, (64, 64), "bfloat16", "sm_80", "block_mask")
+
+
+def test_merging_and_appending_ask_for_the_utilities(asked: Asked) -> None:
+    for target in ("sm_75", "sm_90"):
+        asked.requests.clear()
+        for dtype in (torch.float32, torch.int8):
+            states = [torch.zeros(2, 3, 4, 8, dtype=torch.float32) for _ in range(2)]
+            lses = [torch.zeros(2, 3, 4) for _ in range(2)]
+            fa.merge_states(states, lses, target=f"emulated:{target}")
+            for dim in (1, 2, 4, 8, 16, 24):
+                new = torch.zeros(2, 1, dim).to(dtype)
+                pages = [torch.zeros(1, 16, 1, dim).to(dtype) for _ in range(2)]
+                paged = fa.Paged(
+                    torch.tensor([0, 1]), torch.tensor([0], dtype=torch.int32),
+                    torch.tensor([2]), 16,
+                )  # fmt: skip
+                fa.append_paged_kv(
+                    new, new.clone(), *pages, torch.tensor([0, 2]), paged,
+                    target=f"emulated:{target}",
+                )  # fmt: skip
+        wanted = {u.document() for u in utilities(("int8",), target)}
+        assert len(wanted) == 6 and set(asked.documents) == wanted
+    assert utilities(("int8",), "cpu:avx2") == ()
+    narrow = {u.unit_bytes for u in utilities(("bfloat16",), "sm_90")}
+    assert narrow == {0, 2, 4, 8, 16}
+
+
+# --- the lists themselves -------------------------------------------------------------------------
+
+PLAIN = VariantIR(())
+
+
+def test_lists_are_short() -> None:
+    for target in CPU_TARGETS:
+        assert len(reachable(PLAIN, (64, 64), ("float32",) * 3, target)) == 6
+        assert len(reachable(PLAIN, (64, 64), ("float32",) * 3, target, ("dense",))) == 2
+    for target in CUDA_TARGETS:
+        for dims, every, dense in (((64, 64), 42, 6), ((60, 64), 21, 3)):
+            kinds = len({(s.tile_q, s.tile_kv) for s in
+                         reachable(PLAIN, dims, ("float16",) * 3, target, ("dense",))})  # fmt: skip
+            specs = reachable(PLAIN, dims, ("float16",) * 3, target)
+            assert len(specs) == every * kinds // 3
+            assert len(reachable(PLAIN, dims, ("float16",) * 3, target, ("dense",))) == (
+                dense * kinds // 3
+            )
+            assert len({s.document() for s in specs}) == len(specs)
+
+
+def test_unknown_formats_and_dtypes() -> None:
+    with pytest.raises(InputError, match=r"unknown format 'pagd'; formats are dense"):
+        reachable(PLAIN, (64, 64), ("float32",) * 3, "cpu:avx2", ("pagd",))
+    assert reachable(PLAIN, (64, 64), ("float32",) * 3, "sm_90") == ()
+    assert reachable(PLAIN, (64, 64), ("bfloat16",) * 3, "sm_75") == ()
+    assert not takes_dtypes("emulated:sm_80", ("bfloat16", "int8", "int8"))
+
+
+@pytest.mark.parametrize("target", ["cpu:avx2", "sm_80"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_recorded_kernel_brings_back_its_whole_format(target: str, name: str) -> None:
+    specs = reachable(PLAIN, (64, 80), ("float16",) * 3, target, (name,))
+    for spec in specs:
+        assert {s.document() for s in specs} >= {spec.document()}
+        again = {s.document() for s in retarget(spec, target)}
+        assert spec.document() in again
+        if name not in COMPOSED:
+            assert name in formats_of(spec)
+            assert {s.document() for s in specs} <= again or name in ("sparse", "cascade")
+
+
+@pytest.mark.parametrize("name", [f for f in FORMATS if f not in COMPOSED])
+def test_what_a_cpu_recorded_serves_a_device_and_the_other_way(name: str) -> None:
+    dtypes = ("bfloat16",) * 3
+    there = {s.document() for s in reachable(PLAIN, (64, 64), dtypes, "sm_90", (name,))}
+    for spec in reachable(PLAIN, (64, 64), dtypes, "cpu:avx512", (name,)):
+        found = retarget(spec, "sm_90")
+        assert there <= {s.document() for s in found}
+        assert {u.document() for u in utilities(dtypes, "sm_90")} <= {s.document() for s in found}
+    here = {s.document() for s in reachable(PLAIN, (64, 64), dtypes, "cpu:avx512", (name,))}
+    for spec in reachable(PLAIN, (64, 64), dtypes, "sm_90", (name,)):
+        assert {s.document() for s in retarget(spec, "cpu:avx512")} == here
+
+
+def test_targets_without_a_kernel_get_nothing() -> None:
+    (spec, *_) = reachable(PLAIN, (64, 64), ("float32", "int8", "int8"), "cpu:avx2")
+    assert retarget(spec, "sm_90") == ()
+    merge = utilities((), "sm_90")[0]
+    assert retarget(merge, "cpu:avx2") == ()
+    assert [u.target for u in retarget(merge, "emulated:sm_80")] == ["sm_80"]
+
+
+def test_requests_are_the_kernel_and_its_smaller_tiles() -> None:
+    for target in ("cpu:avx2", "sm_80"):
+        for spec in reachable(PLAIN, (128, 128), ("float16",) * 3, target):
+            requests = requests_of(spec)
+            assert requests[0].spec == spec.document()
+            assert len({r.spec for r in requests}) == len(requests)
+            for request in requests:
+                step = spec_from_document(request.spec)
+                assert isinstance(step, KernelSpec)
+                assert step.tile_kind == spec.tile_kind and set(step.features) == set(spec.features)
+                assert request.target == compiled_target(target)
