@@ -7,7 +7,7 @@ import click
 from . import output
 from .app import Group
 from .entries import kernel_words, variant_words
-from .specs import manifest_path
+from .specs import manifest_lines
 
 
 @click.group("manifest", cls=Group, short_help="Look into manifests and merge them.")
@@ -19,10 +19,8 @@ def manifest_command() -> None:
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 def show(path: str) -> None:
     """List the kernels of the manifest PATH (- for standard input)."""
-    from ..deploy.manifest import read_manifest
-
     found = []
-    for line in read_manifest(manifest_path(path), allow_cpp=True):
+    for line in manifest_lines(path):
         document = {"spec": line.spec.document(), "target": line.spec.target}
         found.append([line.name, line.spec.target, kernel_words(document), variant_words(document)])
     if output.wants_json():

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen.document import spec_from_document
 from ..codegen.requests import AnySpec
-from ..errors import InputError
+from ..deploy.manifest import Line, merged, parse_line, read_manifest
+from ..errors import InputError, ManifestError
 from ..jit.key import kernel_key
 from ..jit.toolchain import flags_for
 from .entries import find
@@ -33,12 +35,8 @@ def read(text: str) -> list[Named]:
         return [_of(spec_from_document(text))]
     match = _LINE.fullmatch(text)
     assert match is not None
-    path = manifest_path(match["path"])
-    if text == "-" or path.is_file():
-        from ..deploy.manifest import read_manifest
-
-        # Nothing of it is compiled here, so hooks given as C++ text may be in it.
-        lines = read_manifest(path, allow_cpp=True)
+    if match["path"] == "-" or Path(match["path"]).is_file():
+        lines = manifest_lines(match["path"])
         if match["line"] is None:
             return [_of(line.spec) for line in lines]
         number = int(match["line"])
@@ -60,9 +58,21 @@ def read_one(text: str) -> Named:
     return found[0]
 
 
-def manifest_path(text: str) -> Path:
-    """A manifest's path; ``-`` is standard input."""
-    return Path("/dev/stdin" if text == "-" else text)
+def manifest_lines(path: str) -> tuple[Line, ...]:
+    """The lines of a manifest; ``-`` is standard input. Raises ManifestError.
+
+    Nothing of it is compiled here, so hooks given as C++ text may be in it.
+    """
+    if path != "-":
+        return read_manifest(path, allow_cpp=True)
+    lines = []
+    for number, text in enumerate(sys.stdin, 1):
+        if text.strip():
+            try:
+                lines.append(parse_line(text, allow_cpp=True))
+            except ManifestError as error:
+                raise ManifestError(f"standard input, line {number}: {error}") from None
+    return merged(lines)
 
 
 def _of(spec: AnySpec) -> Named:

@@ -19,7 +19,6 @@ from .options import (
     TargetType,
     allow_cpp_option,
 )
-from .specs import manifest_path
 from .variant_names import variant_of
 
 
@@ -89,10 +88,10 @@ def warm_command(
     options: dict[str, Any] = {"formats": formats} if formats else {}
     if heads:
         options |= _heads(heads)
-    wanted = [one for text in what for one in _what(text, allow_cpp)]
+    wanted = [_what(text) for text in what]
     report = warm(
         wanted, head_dims=head_dims, dtypes=dtypes, targets=targets, params=dict(params) or None,
-        jobs=jobs, progress=not quiet, strict=False, **options,
+        jobs=jobs, progress=not quiet, strict=False, allow_cpp=allow_cpp, **options,
     )  # fmt: skip
     if output.wants_json():
         output.emit_json("warm", {
@@ -112,15 +111,13 @@ def warm_command(
         context.exit(exit_codes.MISSING if missing else exit_codes.COMPILE)
 
 
-def _what(text: str, allow_cpp: bool) -> list[Any]:
-    """The lines of a manifest, or a variant."""
+def _what(text: str) -> Any:
+    """A manifest's path, "-" or a variant."""
     if text == "-" or (":" not in text and Path(text).is_file()):
-        from ..deploy.manifest import read_manifest
-
-        return list(read_manifest(manifest_path(text), allow_cpp=allow_cpp))
+        return text if text == "-" else Path(text)
     if text.endswith((".jsonl", ".json")):
         raise click.UsageError(f"there is no manifest {text}")
-    return [variant_of(text)]
+    return variant_of(text)
 
 
 def _heads(text: str) -> dict[str, int]:

@@ -195,3 +195,12 @@ def test_push_copies_what_the_remote_lacks(run_json, entries, cache: Path, tmp_p
     report = run_json("cache", "push", url)
     assert (report["sent"], report["had"]) == (2, 1)
     assert len(list((tmp_path / "remote").glob(f"v1/*/??/*/{META}"))) == 3
+
+
+def test_a_manifest_may_come_from_standard_input(run, entries, spec_of) -> None:
+    lines = "".join(f"{line_text(line_of(spec_of(d)))}\n" for d in (32, 64))
+    assert run("cache", "explain", "-", input=lines).stdout.count("kernel ") >= 2
+    assert len(run("manifest", "show", "-", input=lines).stdout.splitlines()) == 2
+    wrong = run("manifest", "show", "-", input=f"{lines}nonsense\n")
+    assert wrong.exit_code == 8
+    assert "standard input, line 3" in wrong.stderr

@@ -73,11 +73,7 @@ def test_the_documents_have_the_table() -> None:
 def test_errors_are_one_block_on_stderr(
     args: list[str], code: int, words: str, run, cache: Path
 ) -> None:
-    result = run(*args, input="no manifest\n") if "-" not in args else None
-    if result is None:
-        path = cache.with_name("m.jsonl")
-        path.write_text("no manifest\n")
-        result = run(*[str(path) if a == "-" else a for a in args])
+    result = run(*args, input="no manifest\n")
     assert result.exit_code == code, result.output
     assert words in result.stderr
     assert "Traceback" not in result.output
