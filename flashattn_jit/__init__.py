@@ -10,6 +10,7 @@ first used: importing the package costs under 150 ms beyond torch's own import.
 from __future__ import annotations
 
 import gc
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -149,8 +150,6 @@ __all__ = [
     "warm",
 ]
 
-env.apply_log_level()
-
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
@@ -170,7 +169,20 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *import_module(".variants.library", __name__).__all__})
 
 
-if env.record_path() is not None:
-    from .deploy.recording import record_process
+def _start() -> None:
+    """Does what variables ask of the import. A service must not die of one that is wrong."""
+    log = logging.getLogger(__name__)
+    try:
+        env.apply_log_level()
+    except FlashAttnJitError as error:
+        log.error("%s", error)
+    try:
+        if env.record_path() is not None:
+            from .deploy.recording import record_process
 
-    record_process()
+            record_process()
+    except FlashAttnJitError as error:
+        log.error("FLASHATTN_JIT_RECORD: nothing is recorded: %s", error)
+
+
+_start()

@@ -86,6 +86,8 @@ def find(prefix: str) -> list[Listed]:
 
     Raises InputError where no key, or more than one, begins so.
     """
+    if not prefix:
+        raise InputError("a key's beginning is empty: write at least a digit of it")
     matching = [one for one in listed() if one.key.startswith(prefix.lower())]
     keys = sorted({one.key for one in matching})
     if not keys:

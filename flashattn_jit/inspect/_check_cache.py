@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .. import env
-from ..errors import CacheError, EnvironmentVariableError
+from ..errors import CacheError, EnvironmentVariableError, ManifestError
 from ..jit.store import CorruptEntryError, Store
 from ._file_systems import FileSystem, file_system
 from ._table import kib
@@ -302,6 +302,14 @@ def environment() -> Iterator[Check]:
         except EnvironmentVariableError as error:
             problems += 1
             yield Check("environment", "error", str(error), "correct or unset it")
+    if problem := _record_problem():
+        problems += 1
+        yield Check(
+            "environment",
+            "error",
+            f"{_PREFIX}RECORD: nothing is recorded: {problem}",
+            "name a manifest, or a file in a folder that can be written; or unset it",
+        )
     if not problems:
         shown = ", ".join(f"{name}={_public(os.environ[name])}" for name in given)
         yield Check("environment", "ok", shown or f"no {_PREFIX}* variable is set")
@@ -320,6 +328,20 @@ _READERS: tuple[Callable[[], object], ...] = (
     env.record_path,
     env.apply_log_level,
 )
+
+
+def _record_problem() -> str:
+    """Why the file that FLASHATTN_JIT_RECORD names cannot be written; empty where it can."""
+    from ..deploy.manifest import check_writable
+
+    try:
+        if path := env.record_path():
+            check_writable(path)
+    except ManifestError as error:
+        return str(error)
+    except EnvironmentVariableError:
+        return ""  # said already
+    return ""
 
 
 def _public(value: str) -> str:

@@ -57,6 +57,11 @@ def _spec_of() -> Callable[..., KernelSpec]:
     return spec_of
 
 
+@pytest.fixture(name="add_entry")
+def _add_entry() -> Callable[..., Entry]:
+    return add_entry
+
+
 @pytest.fixture
 def entries(cache: Path) -> list[Entry]:
     """Three entries in the user's folder, oldest first."""

@@ -177,6 +177,17 @@ def test_a_typo_in_a_variables_name_is_named(cache: Path, monkeypatch: pytest.Mo
     assert check.remedy == "did you mean FLASHATTN_JIT_CACHE_DIR?"
 
 
+def test_a_recording_that_cannot_be_written_is_an_error_and_stops_nothing(cache: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flashattn_jit", "doctor"],
+        env={**os.environ, "FLASHATTN_JIT_RECORD": "/no/such/folder/m.jsonl"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 12, done.stderr
+    assert "nothing is recorded" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
 def test_secrets_in_urls_are_not_shown(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_REMOTE", "file://user:sesame@host/kernels?token=hidden")
     text = str(fa.doctor())
