@@ -77,7 +77,7 @@ def record_process() -> None:
         return
     place = path.absolute()
     check_writable(place)
-    recorder = _Recorder(place, 1)
+    recorder = _Recorder(place, 1, even_nothing=False)
     _process.append(recorder)
     atexit.register(recorder.write_or_warn)  # in children of os.fork too
     multiprocessing.util.register_after_fork(recorder, _write_at_end)
@@ -108,17 +108,19 @@ def _spec(request: Request) -> AnySpec:
 
 @dataclass(eq=False)  # not slotted: multiprocessing refers to it weakly
 class _Recorder:
-    """What ran since `epoch` belongs into `path`."""
+    """What ran since `epoch` belongs into `path`. even_nothing: then the file is made as well."""
 
     path: Path
     epoch: int
+    even_nothing: bool = True
     open: bool = True
     finalizer: multiprocessing.util.Finalize | None = None
 
     def write(self) -> None:
         """Add what ran so far to the file. Raises ManifestError."""
-        if self.open:
-            write_manifest(self.path, ran_since(self.epoch))
+        lines = ran_since(self.epoch) if self.open else ()
+        if lines or (self.open and self.even_nothing):
+            write_manifest(self.path, lines)
 
     def write_or_warn(self) -> None:
         """As `write`, where an error has nobody to go to."""

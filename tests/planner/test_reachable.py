@@ -7,14 +7,12 @@ what `reachable` lists for the kind of call: more would be compiled in vain, les
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
@@ -34,13 +32,8 @@ from flashattn_jit.planner.reachable import (
 )
 from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.ir import VariantIR
-from tests.batch.batches import Batch, share_prefix
-from tests.batch.sparse import blocks, tokens, trees
 from tests.planner.asked import Asked, intercept, nothing_module
-
-HEADS = (8, 2)  # a group of 4
-ROWS = (1, 3, 9, 40)  # 4, 12, 36 and 160 packed rows: every class, on every target
-KEYS = 48
+from tests.planner.calls import BATCHED, Calls
 
 
 @pytest.fixture(scope="module")
@@ -55,103 +48,6 @@ def asked(nothing: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     yield log
     intercept(monkeypatch, log)  # forgets the plans that were made with it
     gc.collect()
-
-
-# --- calls, by format -----------------------------------------------------------------------------
-
-
-class Calls:
-    """Calls of one variant, dims, dtype and target; `unaligned` shifts tensors by one entry."""
-
-    def __init__(
-        self, variant: Any, dims: tuple[int, int], dtype: torch.dtype, target: str | None,
-        unaligned: bool,
-    ) -> None:  # fmt: skip
-        self.variant, self.dims, self.dtype, self.target = variant, dims, dtype, target
-        self.unaligned = unaligned
-
-    def tensor(self, *sizes: int) -> torch.Tensor:
-        count = torch.Size(sizes).numel()
-        shift = 1 if self.unaligned else 0
-        return torch.zeros(count + 64, dtype=self.dtype)[shift : count + shift].view(sizes)
-
-    def qkv(self, rows: int) -> tuple[torch.Tensor, ...]:
-        dim, dim_v = self.dims
-        sizes = ((HEADS[0], rows, dim), (HEADS[1], KEYS, dim), (HEADS[1], KEYS, dim_v))
-        return tuple(self.tensor(2, *s) for s in sizes)
-
-    def dense(self) -> None:
-        for rows in ROWS:
-            q, k, v = self.qkv(rows)
-            fa.attention(q, k, v, self.variant, target=self.target)
-            fa.attention(q, k, v, self.variant, target=self.target, partial=True)
-            starts = torch.tensor([0, rows, rows + 1])
-            packed = [self.tensor(2 * n, t.shape[1], t.shape[3]) for n, t in
-                      ((rows, q), (KEYS, k), (KEYS, v))]  # fmt: skip
-            packed[0] = self.tensor(rows + 1, HEADS[0], self.dims[0])
-            fa.varlen_attention(
-                *packed, starts, torch.tensor([0, 3, 2 * KEYS]), self.variant, target=self.target
-            )
-
-    def batch(self, rows: int, page_size: int) -> Batch:
-        made = Batch(
-            (rows, 1, rows), (KEYS,) * 3, HEADS, self.dims[0], self.dtype, page_size,
-            dim_v=self.dims[1],
-        )  # fmt: skip
-        for name in "qkv":
-            own = getattr(made, name)
-            setattr(made, name, self.tensor(*own.shape))
-        return made
-
-    def batches(
-        self, page_sizes: Sequence[int], sparsity: Callable[[Batch], Any] | None = None
-    ) -> None:
-        for page_size, rows in itertools.product(page_sizes, ROWS):
-            batch = self.batch(rows, page_size)
-            limits = fa.Limits(4, 200, 256, max_pages=200 if page_size else 0)
-            given = {} if sparsity is None else {"sparsity": sparsity(batch)}
-            for more in ({}, {"batch_invariant": True}, {"limits": limits}):
-                made = fa.BatchAttention(
-                    self.variant, **batch.options(), target=self.target, **more
-                )
-                made.plan(batch.q_indptr, batch.storage, q_offset="end", **given)
-                made.run(batch.q, batch.k, batch.v)
-                if "limits" in more and sparsity is None:
-                    made.workspace_bytes()
-
-    def ragged(self) -> None:
-        self.batches((0,))
-
-    def paged(self) -> None:
-        self.batches((16,))
-
-    def sparse(self) -> None:
-        for visited in (lambda b: blocks(b, (16, 8), 0.5), lambda b: tokens(b, 8)):
-            self.batches((0, 16), lambda b, make=visited: make(b).sparsity)
-
-    def block_bits(self) -> None:
-        self.batches((0, 16), lambda b: blocks(b, (16, 16), 0.5, bits=True).sparsity)
-
-    def tree(self) -> None:
-        self.batches((0, 16), lambda b: trees(b).sparsity)
-
-    def cascade(self) -> None:
-        for page_size, rows in itertools.product((0, 16), ROWS):
-            batch = self.batch(rows, page_size)
-            made = fa.CascadeAttention(self.variant, **batch.options(), target=self.target)
-            if page_size:
-                share_prefix(batch, 32)
-                levels = fa.cascade_levels(batch.q_indptr, batch.storage)
-                assert len(levels) > 1
-            else:
-                shared = fa.CascadeLevel(
-                    torch.tensor([0, 2 * rows + 1]), fa.Ragged(torch.tensor([0, 16]))
-                )
-                levels = [shared, fa.CascadeLevel(batch.q_indptr, batch.storage)]
-            made.plan(levels)
-            rows_of_keys = batch.k.shape[0] + (0 if page_size else 16)
-            k, v = (self.tensor(rows_of_keys, *t.shape[1:]) for t in (batch.k, batch.v))
-            made.run(batch.q, k, v)
 
 
 def listed(variant: Any, dims: tuple[int, int], dtype: str, target: str, name: str) -> set[str]:
@@ -172,7 +68,6 @@ VARIANTS = {
     "rope": lambda: fa.RoPE() & fa.Causal(),
     "sigmoid": fa.Sigmoid,
 }
-BATCHED = ("dense", "ragged", "paged", "sparse", "cascade", "tree", "block_bits")
 
 
 @pytest.mark.parametrize("name", BATCHED)
@@ -181,7 +76,7 @@ def test_cpu_calls_ask_for_exactly_what_is_listed(asked: Asked, variant: str, na
     chosen = VARIANTS[variant]()
     for dtype, dims in ((torch.float32, (32, 32)), (torch.bfloat16, (40, 16))):
         asked.requests.clear()
-        getattr(Calls(chosen, dims, dtype, None, False), name)()
+        getattr(Calls(chosen, dims, dtype), name)()
         text = str(dtype).removeprefix("torch.")
         assert set(asked.documents) == listed(chosen, dims, text, host_target(), name)
 
@@ -219,11 +114,7 @@ def _biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 @pytest.mark.parametrize("mask", [None, _causal])
 def test_flex_calls_ask_for_exactly_what_is_listed(asked: Asked, score: Any, mask: Any) -> None:
     chosen = fa.variant(score_mod=score, mask_mod=mask)
-    for rows in ROWS:
-        q, k, v = Calls(None, (32, 32), torch.float32, None, False).qkv(rows)
-        blocks_of = mask and create_block_mask(mask, 2, None, rows, KEYS, "cpu", BLOCK_SIZE=16)
-        aux = AuxRequest(lse=True, max_scores=True)
-        fa.flex_attention(q, k, v, score, blocks_of, enable_gqa=True, return_aux=aux)
+    Calls(None, (32, 32), torch.float32).flex(score, mask)
     target = host_target()
     own = listed(chosen, (32, 32), "float32", target, "block_mask" if mask else "dense")
     second = listed(chosen, (32, 32), "float32", target, "max_scores")
@@ -236,10 +127,8 @@ def test_block_masks_on_cuda_ask_for_what_is_listed(asked: Asked, monkeypatch: A
     # flex_attention takes no target: it is put in below.
     ops = sys.modules["flashattn_jit.ops.attention"]
     monkeypatch.setattr(ops, "place", lambda q, k, v, target: "emulated:sm_80")
-    for rows, unaligned in itertools.product(ROWS, (False, True)):
-        q, k, v = Calls(None, (64, 64), torch.bfloat16, None, unaligned).qkv(rows)
-        blocks_of = create_block_mask(_causal, 2, None, rows, KEYS, "cpu", BLOCK_SIZE=16)
-        fa.flex_attention(q, k, v, None, blocks_of, enable_gqa=True)
+    for unaligned in (False, True):
+        Calls(None, (64, 64), torch.bfloat16, None, unaligned).flex(None, _causal, aux=False)
     chosen = fa.variant(mask_mod=_causal)
     assert set(asked.documents) == listed(chosen, (64, 64), "bfloat16", "sm_80", "block_mask")
 

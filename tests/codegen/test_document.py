@@ -1,0 +1,326 @@
+"""Specs as documents: they come back exact, and what nobody vouches for cannot become code."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.requests import AnySpec, Render, request_of
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
+from flashattn_jit.codegen.utility import UtilitySpec, render_utility
+from flashattn_jit.errors import FlashAttnJitError, ManifestError
+from flashattn_jit.planner.reachable import reachable, utilities
+from flashattn_jit.variants.ir import OPS, VariantIR
+from flashattn_jit.variants.lower_expr import CPP_TYPE, TAG
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.spec import as_variant
+from tests.registry import CASES
+from tests.registry_case import Case
+
+
+def bound(case: Case) -> tuple[VariantIR, tuple[int, int], str]:
+    variant, params = case.build()
+    chosen = as_variant(variant)
+    ir = chosen.bind(Dims(*case.shape), params).ir
+    return ir, (case.shape.head_dim, case.shape.head_dim_v), chosen.name
+
+
+def same_spec(a: AnySpec, b: AnySpec) -> None:
+    assert a.document() == b.document()
+    assert a.template == b.template and a.target == b.target
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_variant_comes_back_exact(case: Case) -> None:
+    ir, dims, name = bound(case)
+    for target, dtype in (
+        ("cpu:generic", "float32"), ("cpu:avx512_bf16", "bfloat16"), ("sm_80", "bfloat16"),
+    ):  # fmt: skip
+        specs = reachable(ir, dims, (dtype,) * 3, target)
+        for spec in specs:
+            again = spec_from_document(spec.document(), name)
+            same_spec(again, spec)
+            assert isinstance(again, KernelSpec) and again.name == name
+        for spec in specs[-1:]:
+            assert render(spec_from_document(spec.document())) == render(spec)
+
+
+@pytest.mark.parametrize("target", [*CPU_TARGETS, *CUDA_TARGETS])
+def test_every_dtype_feature_and_target_comes_back(target: str) -> None:
+    ir, dims, _ = bound(next(c for c in CASES if "row" in c.tags))
+    kv = ["float32", "float16", "bfloat16", "int8", "float8_e4m3fn"]
+    triples = [(q, k, v) for q in kv[:3] for k in kv for v in kv]
+    count = 0
+    for dtypes in triples:
+        for spec in reachable(ir, dims, dtypes, target):
+            same_spec(spec_from_document(json.loads(spec.document())), spec)
+            count += 1
+    assert count == 75 * 6 if target.startswith("cpu") else count >= 14
+    for spec in utilities((), target):
+        again = spec_from_document(spec.document())
+        assert again == spec
+        assert render_utility(again) == render_utility(spec)  # type: ignore[arg-type]
+
+
+def cpp_spec(name: str = "mine") -> KernelSpec:
+    class Scaled(fa.Variant):
+        factor: float = fa.scalar(2.0)
+        table: Any = fa.tensor("num_q_heads")
+        score_mod = fa.cpp("return score * factor + table(h);")
+
+    import torch
+
+    ir = Scaled().bind(Dims(1, 2, 2, 8, 8, 32, 32), {"table": torch.zeros(2)}).ir
+    assert ir.cpp
+    (spec, *_) = reachable(ir, (32, 32), ("float32",) * 3, "cpu:avx2", ("dense",))
+    return replace(spec, name=name)
+
+
+def test_hooks_given_as_cpp_text_come_back_and_are_marked() -> None:
+    spec = cpp_spec()
+    again = spec_from_document(spec.document(), "another name")
+    same_spec(again, spec)
+    assert isinstance(again, KernelSpec) and again.name == "mine"
+    assert has_cpp(again) and render(again) == render(spec)
+    assert not has_cpp(spec_from_document(plain().document()))
+    assert set(json.loads(spec.document())["variant"]["cpp"]) == {"score_mod"}
+
+
+def test_requests_go_to_other_processes() -> None:
+    for spec in (cpp_spec(), plain(), UtilitySpec("append_paged_kv", "sm_80", 4)):
+        request = pickle.loads(pickle.dumps(request_of(spec)))
+        assert request.spec == spec.document() and request.template == spec.template
+        assert request.render() == Render(spec)()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def plain() -> KernelSpec:
+    ir, dims, _ = bound(next(c for c in CASES if c.name == "Causal" or "mask" in c.tags))
+    return reachable(ir, dims, ("float32",) * 3, "cpu:avx2")[0]
+
+
+def rich(target: str = "cpu:avx2") -> KernelSpec:
+    """A spec with gathers, scalars, row hooks and a mask."""
+    variant = fa.RoPE() & fa.SlidingWindow(9) & fa.Sink() & fa.ALiBi()
+    import torch
+
+    ir = variant.bind(Dims(1, 4, 2, 8, 8, 32, 32), {"sink": torch.zeros(4)}).ir
+    dtype = "float32" if target.startswith("cpu") else "bfloat16"
+    return reachable(ir, (32, 32), (dtype,) * 3, target)[0]
+
+
+def edited(spec: AnySpec, *path: Any, value: Any) -> dict[str, Any]:
+    doc: dict[str, Any] = json.loads(spec.document())
+    where: Any = doc
+    for step in path[:-1]:
+        where = where[step]
+    where[path[-1]] = value
+    return doc
+
+
+INJECTIONS = (
+    'x"); system("true"); //',
+    '1; }; struct Evil { int x = system("true"); }; struct Y {',
+    "\n#include <cstdlib>\n",
+    "float32*/ evil /*",
+    "add, evil(",
+    "true",
+    "\\",
+    "??/",
+    "\u202e",
+    "\0",
+    "",
+)
+_NODE = ("variant", "hooks", "mask_mod", "nodes")
+
+
+@pytest.mark.parametrize("text", INJECTIONS)
+def test_text_reaches_no_place_where_it_would_be_code(text: str) -> None:
+    spec = rich()
+    doc = json.loads(spec.document())
+    places = [
+        ("target",), ("dtypes", 0), ("dtypes", 1), ("dtypes", 2), ("tile", 0), ("tile", 1),
+        ("head_dims", 0), ("features",), ("warps", 0),
+        ("variant", "hooks", "mask_mod", "inputs", 0), ("variant", "hooks", "mask_mod", "output"),
+    ]  # fmt: skip
+    for hook, graph in doc["variant"]["hooks"].items():
+        for i, node in enumerate(graph["nodes"]):
+            base = ("variant", "hooks", hook, "nodes", i)
+            places += [(*base, 0), (*base, 2)]
+            places += [(*base, 1, a) for a in range(len(node[1]))]
+            places += [(*base, 3, n) for n in range(len(node[3]))]
+            for a in range(len(node[4])):
+                places += [(*base, 4, a, 0), (*base, 4, a, 1)]
+    for i in range(len(doc["variant"]["tensors"])):
+        places += [("variant", "tensors", i, field) for field in range(1, 5)]
+    for i in range(len(doc["variant"]["scalars"])):
+        places.append(("variant", "scalars", i, 1))
+    for place in places:
+        with pytest.raises(ManifestError):
+            spec_from_document(edited(spec, *place, value=text))
+    if text:  # no name is right where no C++ text reads it
+        for place in (("variant", "tensors", 0, 0), ("variant", "scalars", 0, 0)):
+            with pytest.raises(ManifestError, match="names only beside C"):
+                spec_from_document(edited(spec, *place, value=text))
+
+
+@pytest.mark.parametrize(
+    "name", ['a"b', "a\\", "a\nb", "", "x" * 201, "a?b", "\u202eabc", "\ud800"]
+)
+def test_names_cannot_leave_their_line_directive(name: str) -> None:
+    with pytest.raises(ManifestError, match="name"):
+        spec_from_document(plain().document(), name)
+    with pytest.raises(ManifestError, match=r"variant\.name"):
+        spec_from_document(edited(cpp_spec(), "variant", "name", value=name))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("schema",), 1, "schema: 2 is what this version reads, got 1"),
+        (("schema",), True, "schema"),
+        (("more",), 1, "unknown: 'more'"),
+        (("head_dims", 0), 0, "from 1 to 256"),
+        (("head_dims", 0), 257, "from 1 to 256"),
+        (("head_dims", 0), True, "an integer"),
+        (("head_dims", 0), 32.0, "an integer"),
+        (("head_dims", 0), 31, "rows of 31 are expected"),
+        (("dtypes",), ["float32"], "a list of 3"),
+        (("dtypes", 0), "int8", r"dtypes\[0\]"),
+        (("tile",), ["prefill", 0, 96], r"tile\[1\]"),
+        (("warps",), [4, 2], r"warps\[0\]"),
+        (("features",), ["paged"], r"features\[0\]"),
+        (("features",), ["indirect", "block_mask"], "do not go together"),
+        (("features",), ["block_mask", "block_mask"], "do not go together"),
+        (("variant", "cpp"), {"score_mod": 3}, "name"),
+        (("variant", "hooks"), [], "hooks"),
+        ((*_NODE, 0, 1), [0], r"nodes\[0\]"),
+        ((*_NODE, 0, 3), [2], r"nodes\[0\]"),
+        (("variant", "tensors", 0, 2), 9, "rank"),
+        (("variant", "tensors", 0, 3), "2", "strides"),
+        (("variant", "tensors", 0, 4), [2**40], "sizes"),
+    ],
+)
+def test_errors_name_the_field(path: tuple[Any, ...], value: Any, message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        spec_from_document(edited(rich(), *path, value=value))
+
+
+def test_cpp_text_is_taken_for_the_hooks_that_may_have_it() -> None:
+    for hooks in ({"query_mod": "x"}, {"score_mod": 3}, {"score_mod": "\0"}, {"sink": "\ud800"}):
+        with pytest.raises(ManifestError, match="cpp"):
+            spec_from_document(edited(cpp_spec(), "variant", "cpp", value=hooks))
+
+
+def test_what_is_no_json() -> None:
+    for text in ("", "{", "[]", "3", "null", '{"schema":2,"schema":2}', '{"a":NaN}', "[" * 10**5,
+                 "9" * 10**4, "x" * (MAX_DOCUMENT + 1)):  # fmt: skip
+        with pytest.raises(ManifestError):
+            spec_from_document(text)
+    for doc in ({"a": object()}, {"a": {1, 2}}, {3: 4}, {"a": float("nan")}):
+        with pytest.raises(ManifestError):
+            spec_from_document(doc)  # type: ignore[arg-type]
+
+
+# --- random changes -------------------------------------------------------------------------------
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 40),
+    st.sampled_from([2**31, 2**63, -(2**63), 2**64, 10**30]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(
+        ["add", "mul", "where", "cast", "gather", "slice", "cat", "sum", "input", "const", "row",
+         "score", "b", "int32", "int64", "float32", "float64", "bool", "float16", "0", "1", "n",
+         "n1", "sm_80", "cpu:avx2", "few_row", "prefill", "block_mask", "mask_mod", "EVIL"]
+    ),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 9), max_size=4),
+    st.builds(lambda x: {"f": x}, st.sampled_from(["inf", "nan", "0x1.8000000000000p+1", "EVIL"])),
+)  # fmt: skip
+
+
+def _places(doc: Any) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = [()]
+    if isinstance(doc, dict | list):
+        for key, value in doc.items() if isinstance(doc, dict) else enumerate(doc):
+            found += [(key, *rest) for rest in _places(value)]
+    return found
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> tuple[dict[str, Any], KernelSpec]:
+    spec = draw(st.sampled_from(SEEDS))
+    doc = json.loads(spec.document())
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from(_places(doc)))
+        if not path:
+            continue
+        where: Any = doc
+        for step in path[:-1]:
+            where = where[step]
+        kind = draw(st.sampled_from(["set", "delete", "copy", "swap"]))
+        if kind == "delete":
+            del where[path[-1]]
+        elif kind == "copy" and isinstance(where, list):
+            where.insert(path[-1], copy.deepcopy(where[path[-1]]))
+        elif kind == "swap":
+            other = draw(st.sampled_from(_places(doc)))
+            value: Any = doc
+            for step in other:
+                value = value[step]
+            where[path[-1]] = copy.deepcopy(value)
+        else:
+            where[path[-1]] = draw(_VALUES)
+    return doc, spec
+
+
+SEEDS = [rich(), rich("sm_80"), plain()]
+
+_WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+_OWN = re.compile(r"(?:[smpk]_|p|t|n|out|q_|lo|hi|i)?\d+\w{0,2}|\w{1,16}_\d+")
+"""Names of values and literals, which are numbered."""
+
+
+def words(source: str) -> set[str]:
+    """The words that a source is made of, but for numbered names."""
+    return {w for w in _WORD.findall(source) if not _OWN.fullmatch(w)}
+
+
+VOCABULARY = {w for spec in SEEDS for w in words(render(spec))} | {
+    *OPS, *TAG.values(), *CPP_TYPE.values(), "and_", "or_", "xor_", "not_", "b1", "wrap", "cast",
+}  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(mutated())
+def test_changed_documents_are_refused_or_mean_what_they_say(
+    made: tuple[dict[str, Any], KernelSpec],
+) -> None:
+    doc, _ = made
+    try:
+        spec = spec_from_document(doc)
+    except ManifestError:
+        return
+    assert json.loads(spec.document()) == doc
+    assert isinstance(spec, KernelSpec)
+    try:
+        source = render(spec)
+    except FlashAttnJitError:
+        return  # such as more shared memory than there is
+    assert source.isascii() and not words(source) - VOCABULARY
