@@ -31,6 +31,7 @@ from flashattn_jit.jit.failure import BuildFailure, SpillError
 from flashattn_jit.jit.found import Found, found_in_folder
 from flashattn_jit.jit.key import KernelKey
 from flashattn_jit.jit.store import CorruptEntryError, Entry, Store
+from flashattn_jit.jit.trust import may_be_swapped
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +179,7 @@ class Builder(Generic[T]):
             meta={**meta, "files": {ARTIFACT: {"bytes": len(files[ARTIFACT])}}},
             head=files[ARTIFACT][:64],
             read=files.__getitem__,
+            in_folder=not may_be_swapped(staging),
         )
         try:
             return self.use(staged), staged

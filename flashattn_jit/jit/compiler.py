@@ -79,7 +79,7 @@ def ask_version(compiler: Compiler) -> CompilerIdentity:
     """Runs the compiler for its version. One that does not answer gets the id `unknown-*`."""
     if compiler.host is None:
         version = _host_version(compiler)
-        name = _readable(version)
+        name = _readable(version.partition("\n")[0])
     else:
         # Its last two lines are the release and the build; the others a copyright.
         own = (_answer(compiler, "--version") or "").splitlines()[-2:]
@@ -93,9 +93,15 @@ def ask_version(compiler: Compiler) -> CompilerIdentity:
 def _host_version(compiler: Compiler) -> str:
     answers = [_answer(compiler, question) for question in ("--version", "-dumpmachine")]
     # gcc begins with the name it was called by: c++ and g++ are one compiler.
-    return "\n".join(
+    words = [
         re.sub(r"^\S+ (?=\()", "", answer.splitlines()[0].strip()) for answer in answers if answer
-    )
+    ]
+    # Arguments change what it makes, but not what it says of itself. A launcher such as ccache is
+    # named in front of the compiler.
+    arguments = list(compiler.command[1:])
+    while arguments and not arguments[0].startswith(("-", "@")):
+        arguments.pop(0)
+    return "\n".join([*words, *([shlex.join(arguments)] if arguments else [])])
 
 
 def _answer(compiler: Compiler, question: str) -> str | None:

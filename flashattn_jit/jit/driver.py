@@ -22,6 +22,21 @@ from typing import Any
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python", "c10_cuda", "torch_cuda", "cudart")
 _EMPTY_ARCHIVE = b"!<arch>\n"
 
+# What compilers and linkers read beside their arguments, which alone are in a key: folders of
+# headers and libraries, and paths that would end up in the artifact.
+_UNSET = (
+    "CCC_OVERRIDE_OPTIONS",
+    "COMPILER_PATH",
+    "CPATH",
+    "CPLUS_INCLUDE_PATH",
+    "C_INCLUDE_PATH",
+    "DEPENDENCIES_OUTPUT",
+    "GCC_EXEC_PREFIX",
+    "LD_RUN_PATH",
+    "LIBRARY_PATH",
+    "SUNPRO_DEPENDENCIES",
+)
+
 # `load` reads os.environ and its module's globals, so one build at a time may set them.
 _load_lock = threading.Lock()
 
@@ -123,7 +138,8 @@ def _driver_state(cpp_extension: Any, job: Job) -> Iterator[None]:
     """The environment and module globals that `load` needs, restored at the end."""
     from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
-    settings = {
+    settings: dict[str, str | None] = {
+        **dict.fromkeys(_UNSET),
         "TORCH_NO_COMPILER_WRAPPER": "1",
         "TORCH_DONT_CHECK_COMPILER_ABI": "1",
         "PATH": os.pathsep.join(filter(None, (_ninja_dir(), os.environ.get("PATH", "")))),

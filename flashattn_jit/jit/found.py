@@ -13,6 +13,7 @@ from typing import Any
 
 from flashattn_jit.jit.counters import LayerName
 from flashattn_jit.jit.entry import ARTIFACT, Entry, check_content, read_file, stepped_down_to
+from flashattn_jit.jit.trust import may_be_swapped
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -25,7 +26,8 @@ class Found:
     """A kernel: which layer has it and where, and its files, verified when they are read.
 
     `path` is the entry's folder, or the pack or URL that holds it. `in_folder` says whether its
-    artifact can be loaded from there. `head` holds the artifact's first bytes.
+    artifact is loaded from there: not where others could put another folder in its place between
+    its verification and its loading. `head` holds the artifact's first bytes.
     """
 
     key: str
@@ -79,7 +81,16 @@ def found_in_folder(entry: Entry, layer: LayerName | str, *, read_only: bool = F
         check_content(name, content, entry.meta)
         return content
 
-    return Found(entry.key, entry.compiler_id, layer, entry.path, entry.meta, entry.head, read)
+    return Found(
+        entry.key,
+        entry.compiler_id,
+        layer,
+        entry.path,
+        entry.meta,
+        entry.head,
+        read,
+        in_folder=not may_be_swapped(entry.path),
+    )
 
 
 def found_in_memory(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -97,7 +98,7 @@ class FolderLayer:
     def _reason(self, key: str, compiler_id: str | None, wrong: list[CorruptEntryError]) -> str:
         if wrong:
             return f"its entry is corrupt: {wrong[0].reason}"
-        if not self.store.root.is_dir():
+        if not _has_mode(self.store.root, stat.S_ISDIR):
             return "there is no such folder"
         if others := [c for c in self.store.compilers_of(key) if c != compiler_id]:
             return _other_compiler(others, compiler_id)
@@ -161,7 +162,9 @@ def _pack_reason(
 def local_layers() -> tuple[FolderLayer | PackLayer, ...]:
     """The layers on this machine, in the order in which they are searched."""
     further = (
-        PackLayer(path) if path.is_file() else FolderLayer("read_only", Store(path, read_only=True))
+        PackLayer(path)
+        if _has_mode(path, stat.S_ISREG)
+        else FolderLayer("read_only", Store(path, read_only=True))
         for path in env.cache_path()
     )
     return (FolderLayer("user", Store(env.cache_dir())), *further)
@@ -187,6 +190,13 @@ def _documents(layer: Layer) -> Iterator[tuple[str, str, Document]]:
         yield from layer.documents()
     except (UnsafeCacheError, OSError) as error:
         log.debug("cannot list %s: %s", layer.location, error)
+
+
+def _has_mode(path: Path, wanted: Callable[[int], bool]) -> bool:
+    try:
+        return wanted(path.stat().st_mode)
+    except (OSError, ValueError):  # is_file() and is_dir() let some through
+        return False
 
 
 def _other_compiler(others: list[str], compiler_id: str | None) -> str:

@@ -23,7 +23,7 @@ from flashattn_jit.errors import AbiError
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.builder import BuildFunction, Obtained
 from flashattn_jit.jit.counters import Counters
-from flashattn_jit.jit.entry import ARTIFACT
+from flashattn_jit.jit.entry import ARTIFACT, META
 from flashattn_jit.jit.found import Found
 from flashattn_jit.jit.resolve import Resolver
 
@@ -211,7 +211,14 @@ class KernelCache:
 def min_driver(module: _C.Module) -> int | None:
     """The lowest driver branch, such as 580, that runs a CUDA module; None where it is not kept."""
     origin = default.origin(module)
-    value = None if origin is None else origin.meta.get("min_driver")
+    try:
+        if origin is None:
+            meta = json.loads(Path(module.path).with_name(META).read_bytes())
+        else:
+            meta = origin.meta
+        value = meta.get("min_driver")
+    except (OSError, ValueError, AttributeError):
+        return None
     return value if isinstance(value, int) else None
 
 

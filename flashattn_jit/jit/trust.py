@@ -54,6 +54,23 @@ def complaint(status: os.stat_result, *, read_only: bool) -> str:
     return ""
 
 
+def may_be_swapped(folder: Path) -> bool:
+    """Whether others could put another folder in this one's place, through a folder above it.
+
+    What is in it must then be loaded from what was verified, not by its path once more.
+    """
+    for above in folder.parents:
+        try:
+            status = above.stat()
+        except OSError:
+            return True
+        if status.st_uid not in (_ROOT, os.geteuid()):
+            return True
+        if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+            return True
+    return False
+
+
 def _check(status: os.stat_result, path: Path, name: str, read_only: bool) -> None:
     user = os.geteuid()
     if status.st_uid != user and not (read_only and status.st_uid == _ROOT):

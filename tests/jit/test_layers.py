@@ -218,6 +218,47 @@ def test_a_pack_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     assert before.read("kernel.cpp") == b"int x;"
 
 
+@pytest.mark.parametrize("loose", ["parent", "v1", "compiler", "digits"])
+def test_below_a_folder_that_others_write_what_was_verified_is_loaded(
+    new_cache, fake_build, cache_root: Path, tmp_path: Path, loose: str
+) -> None:
+    """They could put another folder in place of ours, after the check and before the loading."""
+    _, module = new_cache().load_stepping([wanted()])
+    artifact = Path(module.path)
+    assert artifact.is_relative_to(cache_root)
+    place = {
+        "parent": tmp_path,
+        "v1": cache_root / "v1",
+        "compiler": artifact.parents[2],
+        "digits": artifact.parents[1],
+    }[loose]
+    place.chmod(0o777)
+    try:
+        _, module = new_cache().load_stepping([request()])
+        assert module.path.startswith("/proc/self/fd/")
+        _, module = new_cache().load_stepping([wanted('{"other":1}')])
+        assert module.path.startswith("/proc/self/fd/") or loose in ("compiler", "digits")
+        tmp_path.chmod(0o1777) if loose == "parent" else place.chmod(0o700)
+        _, module = new_cache().load_stepping([request()])
+        assert module.path == str(artifact)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_names_that_cannot_be_are_reasons(
+    new_cache, fake_build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, tmp_path / ("a" * 300))
+    new_cache().load_stepping([wanted()])
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / ("b" * 300)))
+    new_cache().load_stepping([wanted()])
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    with pytest.raises(MissingKernelError) as error:
+        new_cache().load_stepping([request()])
+    assert [layer.reason for layer in error.value.layers] == 2 * ["there is no such folder"]
+    assert len(fake_build.builds) == 2
+
+
 # --- what this machine cannot run ----------------------------------------------------------------
 
 

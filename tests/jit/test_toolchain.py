@@ -220,6 +220,39 @@ def test_a_compiler_has_one_identity_under_all_its_names() -> None:
     assert ask_version(Compiler((gxx,), "")).id == ask_version(by_default).id
 
 
+def test_arguments_that_change_the_code_change_the_identity(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def identity(command: str) -> str:
+        monkeypatch.setenv("FLASHATTN_JIT_CXX", command)
+        compiler = find_compiler()
+        assert compiler is not None
+        return ask_version(compiler).id
+
+    plain = identity("c++")
+    others = [identity(c) for c in ("c++ -O0", "c++ -march=native", "c++ -O0 -g", "c++ '-O0 -g'")]
+    assert len({plain, *others}) == 5
+    # A launcher in front of it changes nothing.
+    assert identity("env c++") == plain
+    assert identity("env c++ -O0") == others[0]
+
+
+def test_variables_that_compilers_read_reach_no_artifact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = build(tmp_path / "plain")
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    for header in ("stdint.h", "stddef.h"):
+        evil.joinpath(header).write_text("#error of another folder\n")
+    for name in ("CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH"):
+        monkeypatch.setenv(name, str(evil))
+    monkeypatch.setenv("DEPENDENCIES_OUTPUT", str(tmp_path / "dependencies"))
+    assert build(tmp_path / "changed") == plain
+    assert not tmp_path.joinpath("dependencies").exists()
+    assert os.environ["CPATH"] == str(evil)
+
+
 HIT = """
 import sys
 import torch
