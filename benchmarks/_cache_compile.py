@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import re
 import shlex
@@ -38,7 +39,8 @@ def front_end_rows(entry: Path, what: str, rounds: int) -> list[Row]:
     ]  # fmt: skip
     costs = header_seconds(command, work, rounds)
     slowest = max(costs, key=lambda name: costs[name])
-    others = sorted(costs, key=lambda name: -costs[name])[1:5]
+    others = sorted(costs, key=lambda name: -costs[name])[1:4]
+    others += [name for name in costs if not name.startswith("fajit/")]
     detail = ", ".join(f"<{name}> {costs[name] * 1e3:.0f}" for name in others)
     rows.append(
         Row(f"slowest header of {what}: <{slowest}>", None, costs[slowest] * 1e3, "ms", "lower",
@@ -48,11 +50,11 @@ def front_end_rows(entry: Path, what: str, rounds: int) -> list[Row]:
 
 
 def header_seconds(command: list[str], work: Path, rounds: int) -> dict[str, float]:
-    """Front-end seconds of each foreign header that the kernel's source, or a header of ours,
-    includes: of a source with nothing but it, beyond that of an empty one."""
+    """Front-end seconds of each header that the kernel's source, or a header of ours, includes: of
+    a source with nothing but it, beyond that of an empty one. What needs others first is left out.
+    """
     source = work / "one.cpp"
     compiler = [part for part in command if not part.endswith("kernel.cpp")]
-    names = sorted(_foreign_headers(command, work))
 
     def parse(text: str) -> float:
         source.write_text(text)
@@ -60,34 +62,38 @@ def header_seconds(command: list[str], work: Path, rounds: int) -> dict[str, flo
         _run([*compiler, "-fsyntax-only", str(source)], work)
         return time.perf_counter() - begin
 
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {}
+    for name in sorted(set(_headers(command, work))):
+        with contextlib.suppress(RuntimeError):
+            parse(f"#include <{name}>\n")
+            seconds[name] = []
     for _ in range(max(3, rounds // 2)):
         empty = parse("")
-        for name in names:
-            seconds[name].append(parse(f"#include <{name}>\n") - empty)
+        for name, values in seconds.items():
+            values.append(parse(f"#include <{name}>\n") - empty)
     return {name: median(values) for name, values in seconds.items()}
 
 
-def _foreign_headers(command: list[str], work: Path) -> Iterator[str]:
-    """Names of headers that ours include, by the compiler's own tree of includes."""
+def _headers(command: list[str], work: Path) -> Iterator[str]:
+    """Our headers and what they include, as they write it, by the compiler's tree of includes."""
     tree = _run([*command, "-fsyntax-only", "-H"], work)
     ours = str(_paths.include_dir())
-    stack: list[str] = []
-    seen: set[str] = set()
+    parents: list[str] = []
     for line in tree.splitlines():
         if not (found := _LINE.match(line)):
             continue
         depth, path = len(found[1]), found[2]
-        parent = stack[depth - 2] if depth > 1 else ours
-        del stack[depth - 1 :]
-        stack.append(path)
-        if parent.startswith(ours) and not path.startswith(ours) and path not in seen:
-            seen.add(path)
+        parent = parents[depth - 2] if depth > 1 else ours
+        del parents[depth - 1 :]
+        parents.append(path)
+        if path.startswith(ours):
+            yield Path(path).relative_to(ours).as_posix()
+        elif parent.startswith(ours):
             yield _written(Path(path).name)
 
 
 def _written(name: str) -> str:
-    """A header by the name that our sources include it by."""
+    """A foreign header by the name that our sources include it by."""
     pattern = re.compile(rf"#\s*include\s*<((?:[\w./]+/)?{re.escape(name)})>")
     for path in sorted(_paths.include_dir().rglob("*.h")):
         if found := pattern.search(path.read_text()):

@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
-_PRELOADED = ("torch", "torch.utils.cpp_extension", "jinja2", "platformdirs", "ninja", "numpy")
+_PRELOADED = (
+    "encodings.unicode_escape",
+    "torch",
+    "torch.utils.cpp_extension",
+    "jinja2",
+    "platformdirs",
+    "ninja",
+    "numpy",
+)
 _PACKAGE = (
     "flashattn_jit",
     "flashattn_jit.codegen.render",
