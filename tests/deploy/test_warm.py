@@ -1,0 +1,431 @@
+"""Warming: what is built, by whom, what is shown, and what is left when it is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, host_target
+from flashattn_jit.codegen.utility import UtilitySpec
+from flashattn_jit.deploy import structures, worker
+from flashattn_jit.deploy.manifest import line_of
+from flashattn_jit.deploy.progress import WarmEvent
+from flashattn_jit.deploy.wanted import wanted_specs
+from flashattn_jit.deploy.warm import warm
+from flashattn_jit.errors import (
+    InputError,
+    ManifestError,
+    ParamError,
+    TargetError,
+    WarmError,
+)
+from flashattn_jit.jit.module import default
+from flashattn_jit.jit.store import Store
+
+TARGET = "cpu:generic"
+HERE = {"head_dims": 16, "dtypes": "fp32", "formats": ["dense"], "targets": TARGET}
+"""Two kernels that compile fast and run on this machine."""
+
+BAD = fa.variant(score_mod=fa.cpp("this is no C++"), name="bad")
+
+
+# --- what is wanted ------------------------------------------------------------------------------
+
+
+def test_every_kernel_that_calls_ask_for_is_among_the_wanted() -> None:
+    """The IR of a variant without a call is that of its calls."""
+    slopes = torch.rand(4)
+    variants = {
+        "ALiBi": (fa.ALiBi(), {}),
+        "captured": (fa.variant(score_mod=lambda s, b, h, i, j: s * slopes[h]), {}),
+        "rope": (fa.RoPE(), {}),
+        "documents": (fa.DocumentMask(), {"documents": torch.zeros(1, 8, dtype=torch.int32)}),
+    }
+    default.forget()
+    for chosen, params in variants.values():
+        q, k, v = torch.randn(3, 1, 4, 8, 16)
+        fa.attention(q, k, v, chosen, target=TARGET, **params)
+        stand_ins = {name: torch.zeros(3, 5, dtype=p.dtype) for name, p in params.items()}
+        specs = wanted_specs(chosen, params=stand_ins, **HERE)
+        asked = {loaded.request.spec for loaded in default.loaded()}
+        assert len(specs) == 2
+        assert asked & {spec.document() for spec in specs}, chosen.name
+
+
+def test_targets_dtypes_and_dims_multiply() -> None:
+    specs = wanted_specs(
+        ["Causal", fa.Full()], head_dims=(64, "128/64"), dtypes=("bf16", torch.float32),
+        targets="all", formats=["dense"],
+    )  # fmt: skip
+    kernels = [s for s in specs if not isinstance(s, UtilitySpec)]
+    utilities = [s for s in specs if isinstance(s, UtilitySpec)]
+    assert {s.target for s in specs} == {*CPU_TARGETS, *CUDA_TARGETS} - {"sm_75"}
+    assert {s.q_dtype for s in kernels if s.target == "sm_90"} == {"bfloat16"}
+    assert {(s.head_dim, s.head_dim_v) for s in kernels} == {(64, 64), (128, 64)}
+    assert {s.name for s in kernels} == {"Causal", "Full"}
+    assert {s.kernel for s in utilities} == {"merge_states", "append_paged_kv"}
+    assert len({s.document() for s in specs}) == len(specs)
+
+
+def test_a_manifest_stands_for_other_lengths_and_targets() -> None:
+    (one, *_) = wanted_specs("Causal", **HERE)
+    line = line_of(one)
+    assert len(wanted_specs(line)) == 2, "prefill and few-row"
+    moved = wanted_specs([line], targets=("cpu:avx2", "cpu:generic"))
+    assert {s.target for s in moved} == {"cpu:avx2", "cpu:generic"}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: warm("Causal"), InputError, "need head_dims= and dtypes="),
+        (lambda: warm("Cosal", **HERE), InputError, "no file and no variant"),
+        (lambda: warm("none.jsonl"), ManifestError, "none.jsonl"),
+        (
+            lambda: warm("Causal", **{**HERE, "targets": "sm_1"}),
+            TargetError,
+            "unknown target 'sm_1'",
+        ),
+        (lambda: warm("Causal", **HERE, jobs=0), InputError, "jobs"),
+        (lambda: warm("Causal", **{**HERE, "targets": "sm_90"}), InputError, "none of the targets"),
+        (lambda: warm("Causal", head_dims=16, dtypes="int8"), InputError, "int8"),
+        (lambda: warm("Causal", head_dims="a/b", dtypes="fp32"), InputError, "'a/b'"),
+        (lambda: warm("DocumentMask", **HERE), ParamError, r"params={'documents': torch.empty"),
+        (lambda: warm("Causal", **HERE, params={"cap": 1.0}), ParamError, "'cap'"),
+        (lambda: warm("Causal", **HERE, num_q_heads=4), InputError, "both"),
+        (lambda: warm([], head_dims=16), InputError, "are for variants"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(
+    call: Callable[[], Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_kernel_that_depends_on_the_head_count_asks_for_it() -> None:
+    class PerHeads(fa.Variant):
+        table: torch.Tensor = fa.tensor(
+            "num_q_heads", "n",
+            default=lambda d: torch.ones(d.num_q_heads, 1).expand(-1, 1 + d.num_q_heads // 20),
+        )  # fmt: skip
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.table[h, self.table.shape[1] - 1]
+
+    try:
+        structures.variant_ir(PerHeads(), (16, 16), None, {})
+    except InputError as error:
+        assert "num_q_heads=" in str(error)
+    structures.variant_ir(PerHeads(), (16, 16), (8, 8), {})
+
+
+# --- what is built -------------------------------------------------------------------------------
+
+
+def test_warming_then_never_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report = warm("Causal", **HERE)
+    assert [r.built for r in report.results] == [True, True]
+    assert report.jobs == min(2, len(os.sched_getaffinity(0)))
+    assert 0 < max(r.compile_s for r in report.results) < report.compile_s
+    assert "2 compiled" in str(report)
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"\[1/2\] Causal: .* d16 fp32 for cpu:.*: compiled in .* s", lines[0])
+    assert len(lines) == 2
+
+    again = warm("Causal", **HERE, progress=False)
+    assert [r.layer for r in again.results] == ["user", "user"]
+    assert [r.key for r in again.results] == [r.key for r in report.results]
+
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    default.forget()
+    for rows in (1, 64):
+        q, k, v = torch.randn(3, 1, 2, rows, 16)
+        fa.attention(q, k, v, fa.Causal(), target=TARGET)
+    assert default.last_source == "disk"
+    with pytest.raises(WarmError, match="forbids to compile") as caught:
+        warm("Full", **HERE)
+    assert [r.error_type for r in caught.value.report.failures] == ["MissingKernelError"] * 2
+
+
+def test_one_that_fails_does_not_stop_the_others() -> None:
+    events: list[WarmEvent] = []
+    report = warm([BAD, "Causal"], **HERE, strict=False, progress=events.append, jobs=1)
+    assert [(r.name, r.failed) for r in report.results] == [
+        ("Causal", False), ("Causal", False), ("bad", True), ("bad", True)]  # fmt: skip
+    failure = report.failures[0]
+    assert failure.error_type == "CompileError"
+    assert "error" in Path(failure.log_path).read_text()
+    with pytest.raises(WarmError, match="2 of 4 kernels failed") as caught:
+        report.raise_for_failures()
+    assert caught.value.report is report
+    finished = [e for e in events if e.finished]
+    assert [e.done for e in finished] == [1, 2, 3, 4]
+    assert {e.total for e in events} == {4}
+    assert any(len(e.compiling) == 1 and " d16 fp32" in e.compiling[0] for e in events)
+
+
+@pytest.mark.parametrize("target", ["sm_90", host_target()])
+def test_without_a_compiler_it_says_what_to_install(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHATTN_JIT_CXX", "no-such-compiler")
+    begin = time.perf_counter()
+    with pytest.raises(WarmError) as caught:
+        warm("Causal", head_dims=16, dtypes="fp16", targets=target, formats=["dense"])
+    assert time.perf_counter() - begin < 5, "no worker was started"
+    words = str(caught.value)
+    remedy = "flashattn-jit unpack" if target == "sm_90" else "install g\\+\\+"
+    assert re.search(remedy, words)
+    assert words.count("pip install") <= 1 and words.count("was found") == 1, (
+        "said once, not for every kernel"
+    )
+    if target == "sm_90":
+        assert "pip install nvidia-cuda-nvcc" in words
+
+
+def test_a_worker_that_dies_fails_its_kernel_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that kills the process above it, once."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *kernel.cpp*) if mkdir {tmp_path}/once 2>/dev/null; then\n'
+        "  session=$(ps -o sid= -p $$ | tr -d ' '); kill -9 $session; sleep 60; fi;; esac\n"
+        'exec /usr/bin/c++ "$@"\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("FLASHATTN_JIT_CXX", str(compiler))
+    report = warm("Causal", **HERE, jobs=1, strict=False, progress=False)
+    failed = [r for r in report.results if r.failed]
+    assert len(failed) == 1
+    assert "died (signal 9)" in failed[0].error
+    assert "take fewer jobs" in failed[0].error
+
+
+# --- how it is stopped ---------------------------------------------------------------------------
+
+
+def session_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[3])
+
+
+def marked(mark: str) -> list[int]:
+    """The processes whose environment holds a mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in folder.joinpath("environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C at the parent, or its sudden death, with compilers that would run for a minute."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *kernel.cpp*) touch {tmp_path}/compiling; sleep 60;; esac\n'
+        'exec /usr/bin/c++ "$@"\n'
+    )
+    compiler.chmod(0o700)
+    mark = f"WARM_TEST={tmp_path}"
+    process = subprocess.Popen(
+        [sys.executable, "-c",
+         "import flashattn_jit as fa\n"
+         "from flashattn_jit.deploy.warm import warm\n"
+         "warm('Causal', head_dims=16, dtypes='fp32', formats=['dense'], targets='cpu:generic',"
+         "     jobs=2)"],
+        env={**os.environ, "FLASHATTN_JIT_CXX": str(compiler), "WARM_TEST": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    until(lambda: (tmp_path / "compiling").exists())
+    assert len(marked(mark)) >= 3, "the parent, a worker and its compiler"
+    process.send_signal(how)
+    _, words = process.communicate(timeout=60)
+    if how == signal.SIGINT:
+        assert "KeyboardInterrupt" in words
+        assert marked(mark) == [], "all are gone before the error is passed on"
+        assert list((tmp_path / "cache" / "v1" / ".staging").iterdir()) == []
+    until(lambda: marked(mark) == [])
+
+
+def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
+    end = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# --- executors -----------------------------------------------------------------------------------
+
+
+def _elsewhere(cache: str) -> None:
+    os.environ["FLASHATTN_JIT_CACHE_DIR"] = cache
+
+
+def test_workers_with_another_cache_send_their_entries(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    pool = ProcessPoolExecutor(1, get_context("spawn"), _elsewhere, (str(other),))
+    with pool:
+        report = warm("Causal", **HERE, executor=pool, progress=False)
+        assert report.jobs == 0
+        assert [r.built for r in report.results] == [True, True]
+        failed = warm(BAD, **HERE, executor=pool, progress=False, strict=False).failures
+    assert len(failed) == 2
+    assert "error" in Path(failed[0].log_path).read_text(), "the log came along"
+    assert Path(failed[0].log_path).is_relative_to(tmp_path / "cache")
+    here, there = Store(tmp_path / "cache"), Store(other)
+    assert {e.key for e in here.entries()} == {r.key for r in report.results}
+    for entry in here.entries():
+        here.verify(entry.path)
+        assert there.verify(there.base / entry.path.relative_to(here.base)).meta == entry.meta
+    again = warm("Causal", **HERE, progress=False)
+    assert [r.layer for r in again.results] == ["user", "user"]
+
+
+class Canned(Executor):
+    """An executor that answers by itself, such as one whose machines are strange."""
+
+    def __init__(self, answer: Callable[[str], Any]) -> None:
+        self.answer = answer
+        self.tasks: list[str] = []
+        self.closed = False
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        assert fn is worker.build
+        self.tasks += args
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self.answer(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.closed = True
+
+
+def test_any_executor_serves_and_its_failures_are_results(tmp_path: Path) -> None:
+    def answer(task: str) -> Any:
+        assert json.loads(task)["ship"]
+        assert len(task) < 20_000
+        raise OSError("the machine is gone")
+
+    executor = Canned(answer)
+    report = warm("Causal", **HERE, executor=executor, progress=False, strict=False)
+    assert [r.error for r in report.results] == ["the machine is gone"] * 2
+    assert len(executor.tasks) == 2
+    assert not executor.closed, "it is its owner's"
+
+
+def test_entries_of_another_version_or_forged_ones_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def result(**fields: Any) -> dict[str, Any]:
+        return {
+            "key": "0" * 64, "place": 0, "layer": "compiler", "compiler_id": "gcc-1", "host": "far",
+            "compile_s": 1.0, "artifact_bytes": 1, "seconds": 1.0, "warnings": ["it is hot"],
+            "entries": [], **fields,
+        }  # fmt: skip
+
+    keys = [r.key for r in warm("Causal", **HERE, executor=Canned(lambda _: result()),
+                                progress=False, strict=False).results]  # fmt: skip
+    cases = {
+        "another version of flashattn_jit": lambda task: result(),
+        "could not keep the kernel": None,
+        "corrupt": None,
+    }
+
+    def own(entries: bool) -> Callable[[str], Any]:
+        def answer(task: str) -> Any:
+            spec = json.loads(task)
+            for s in wanted_specs("Causal", **HERE):
+                if s.document() == spec["document"]:
+                    from flashattn_jit.codegen.requests import request_of
+                    from flashattn_jit.deploy.entries import key_of
+
+                    key = key_of(request_of(s))
+                    shipped = [{"key": key, "compiler_id": "gcc-1", "files": {"artifact.so": b"x"},
+                                "meta": {"key": key}}]  # fmt: skip
+                    return result(key=key, entries=shipped if entries else [])
+            raise AssertionError("an unknown task")
+
+        return answer
+
+    answers = (cases["another version of flashattn_jit"], own(False), own(True))
+    for words, answer in zip(cases, answers, strict=True):
+        report = warm("Causal", **HERE, executor=Canned(answer), progress=False, strict=False)
+        assert [words in r.error for r in report.results] == [True, True], report
+        assert [r.key for r in report.results] == keys
+        assert list(Store(tmp_path / "cache").entries()) == []
+    with caplog.at_level(logging.WARNING, "flashattn_jit"):
+        warm("Causal", **HERE, executor=Canned(own(False)), progress=False, strict=False)
+    assert "it is hot" in caplog.text
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+def test_a_terminal_gets_a_bar_that_names_what_compiles(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    import pty
+
+    primary, secondary = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c",
+         "from flashattn_jit.deploy.warm import warm\n"
+         "warm('Causal', head_dims=16, dtypes='fp32', formats=['dense'], targets='cpu:generic',"
+         "     jobs=1)"],
+        stderr=secondary,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "160"},
+    )  # fmt: skip
+    os.close(secondary)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is gone when its last user is
+        while piece := os.read(primary, 65536):
+            shown += piece
+    os.close(primary)
+    assert process.wait(60) == 0
+    assert b"Causal " in shown
+    assert b" d16 fp32 cpu:" in shown
+    assert b"2/2" in shown
+
+
+def test_workers_do_not_import_the_main_module(tmp_path: Path) -> None:
+    """A script that warms at its top level, without a guard."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "print('main', flush=True)\n"
+        "import flashattn_jit as fa\n"
+        "r = fa.warm('Full', head_dims=8, dtypes='fp32', formats=['dense'], "
+        "targets='cpu:generic', progress=False)\n"
+        "print(len(r.built), 'built')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["main", "2 built"]
+    assert done.stderr == ""
