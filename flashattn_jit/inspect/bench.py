@@ -21,8 +21,9 @@ from ..ops.attention import attention
 from ..variants.library import Causal, Full
 from ..variants.params import Dims
 from ..variants.spec import Variant
+from ._dims import complete_dims
 from ._table import si, table
-from .explanation import Explanation, explain
+from .explanation import explain
 
 _REFERENCE_ROUNDS = 3
 _REFERENCE_BYTES = 2**30
@@ -118,10 +119,14 @@ def bench(
     `fa.attention` raises.
     """
     given = dict(params or {})
-    gpu = None if device == "cpu" else device
-    explanation = explain(variant, dims=dims, dtype=dtype, device=gpu, **given)  # type: ignore[arg-type]
-    shape = _dims(explanation)
+    shape = complete_dims(dims)
+    if device != "cpu" and not (device.partition(":")[0] == "cuda" and torch.cuda.is_available()):
+        raise InputError(
+            f"device {device!r} is not there: bench runs on cpu, or on cuda:0 and so on"
+        )
     q, k, v = _inputs(shape, dtype, device)
+    gpu = None if device == "cpu" else device
+    explanation = explain(variant, dims=shape, dtype=dtype, device=gpu, **given)  # type: ignore[arg-type]
     candidates, skipped = _candidates(variant, q, k, v, given)
     finish = torch.cuda.synchronize if device != "cpu" else _nothing
     times = _interleave(candidates, seconds, finish)
@@ -131,19 +136,6 @@ def bench(
         tuple(Timing(name, note, tuple(times[name])) for name, (note, _) in candidates.items()),
         tuple(skipped), explanation.roofline.attainable_s, explanation.roofline.point.bound, share,
     )  # fmt: skip
-
-
-def _dims(explanation: Explanation) -> Dims:
-    p = explanation.problem
-    return Dims(
-        len(p.q_len),
-        p.num_q_heads,
-        p.num_kv_heads,
-        p.q_len[0],
-        p.kv_len[0],
-        p.head_dim,
-        p.head_dim_v,
-    )
 
 
 def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
