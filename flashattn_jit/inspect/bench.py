@@ -7,6 +7,7 @@ benchmarks of the repository are for claims.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -124,9 +125,10 @@ def bench(
         raise InputError(
             f"device {device!r} is not there: bench runs on cpu, or on cuda:0 and so on"
         )
-    q, k, v = _inputs(shape, dtype, device)
+    _check_size(shape, dtype)
     gpu = None if device == "cpu" else device
     explanation = explain(variant, dims=shape, dtype=dtype, device=gpu, **given)  # type: ignore[arg-type]
+    q, k, v = _inputs(shape, dtype, device)
     candidates, skipped = _candidates(variant, q, k, v, given)
     finish = torch.cuda.synchronize if device != "cpu" else _nothing
     times = _interleave(candidates, seconds, finish)
@@ -138,17 +140,23 @@ def bench(
     )  # fmt: skip
 
 
-def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = (
+def _shapes(d: Dims) -> tuple[tuple[int, int, int, int], ...]:
+    return (
         (d.batch, d.num_q_heads, d.q_len, d.head_dim),
         (d.batch, d.num_kv_heads, d.kv_len, d.head_dim),
         (d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v),
     )
-    size = sum(torch.Size(s).numel() for s in shapes) * dtype.itemsize
+
+
+def _check_size(d: Dims, dtype: torch.dtype) -> None:
+    size = sum(math.prod(shape) for shape in _shapes(d)) * dtype.itemsize
     if size > _INPUT_BYTES:
         raise InputError(f"q, k and v take {si(size, 'B')} of memory; bench takes up to 8.6 GB")
+
+
+def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in _shapes(d))
     return q, k, v
 
 
