@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..codegen.document import spec_from_document
 from ..codegen.requests import AnySpec
@@ -15,6 +14,7 @@ from ..errors import InputError, ManifestError
 from ..jit.key import kernel_key
 from ..jit.toolchain import flags_for
 from .entries import find
+from .variant_names import is_file
 
 _PREFIX = re.compile(r"[0-9a-fA-F]{1,64}")
 _LINE = re.compile(r"(?P<path>.+?)(?::(?P<line>\d+))?")
@@ -34,8 +34,9 @@ def read(text: str) -> list[Named]:
     if text.lstrip().startswith("{"):
         return [_of(spec_from_document(text))]
     match = _LINE.fullmatch(text)
-    assert match is not None
-    if match["path"] == "-" or Path(match["path"]).is_file():
+    if match is None:
+        raise InputError("the name of a kernel is empty, or has a line break")
+    if match["path"] == "-" or is_file(match["path"]):
         lines = manifest_lines(match["path"])
         if match["line"] is None:
             return [_of(line.spec) for line in lines]

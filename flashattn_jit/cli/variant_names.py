@@ -28,6 +28,14 @@ _PLACE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d, ]*)\]")
 
 
+def is_file(text: str) -> bool:
+    """Whether there is a file of that name; False for what cannot be one's name."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def library_names() -> list[str]:
     """Names of the library that make a variant: its variant classes and their makers."""
     makers = {"Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput"}
@@ -145,7 +153,7 @@ def _attribute(place: str, name: str) -> Any:
 
 
 def _run_file(path: Path) -> Any:
-    if not path.is_file():
+    if not is_file(str(path)):
         raise InputError(f"there is no file {path}")
     # By its own name where that is free, so that what it imports of itself is the same module.
     name = path.stem if path.stem not in sys.modules else f"flashattn_jit_file_{path.stem}"

@@ -19,7 +19,7 @@ from .options import (
     TargetType,
     allow_cpp_option,
 )
-from .variant_names import variant_of
+from .variant_names import is_file, variant_of
 
 
 @click.command("warm", cls=Command, short_help="Compile kernels ahead.")
@@ -113,7 +113,7 @@ def warm_command(
 
 def _what(text: str) -> Any:
     """A manifest's path, "-" or a variant."""
-    if text == "-" or (":" not in text and Path(text).is_file()):
+    if text == "-" or (":" not in text and is_file(text)):
         return text if text == "-" else Path(text)
     if text.endswith((".jsonl", ".json")):
         raise click.UsageError(f"there is no manifest {text}")

@@ -27,15 +27,34 @@ _STALE_S = 24 * 3600.0
 
 def layers() -> Iterator[Check]:
     """Every layer: the user's folder, the read-only ones, the remote one."""
-    user = env.cache_dir()
-    yield from _folder("cache", user, writable=True)
+    yield from _guarded("cache", env.cache_dir(), _user)
     for path in env.cache_path():
-        if path.is_file():
-            yield from _pack("cache, read-only", path)
-        else:
-            yield from _folder("cache, read-only", path, writable=False)
+        yield from _guarded("cache, read-only", path, _read_only)
     if remote := env.cache_remote():
         yield from _remote(remote)
+
+
+def _guarded(
+    name: str, path: Path, check: Callable[[str, Path], Iterator[Check]]
+) -> Iterator[Check]:
+    """The checks of a layer; what keeps it from being looked at is one of them."""
+    try:
+        yield from check(name, path)
+    except OSError as error:
+        yield Check(
+            name,
+            "error",
+            f"{path} cannot be looked at: {error.strerror or error}",
+            "correct its name, or the modes of the folders above it",
+        )
+
+
+def _user(name: str, path: Path) -> Iterator[Check]:
+    return _folder(name, path, writable=True)
+
+
+def _read_only(name: str, path: Path) -> Iterator[Check]:
+    return _pack(name, path) if path.is_file() else _folder(name, path, writable=False)
 
 
 def _folder(name: str, root: Path, *, writable: bool) -> Iterator[Check]:

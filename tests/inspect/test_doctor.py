@@ -163,6 +163,17 @@ def test_file_systems_that_make_trouble_are_named(
     assert check.remedy
 
 
+def test_a_layer_that_cannot_be_looked_at_is_an_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", "/" + "a" * 300)
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", "/" + "b" * 300)
+    found = problems(_check_cache.layers())
+    assert {check.status for check in found.values()} == {"error"}
+    assert found.keys() == {"cache", "cache, read-only"}
+    assert "File name too long" in found["cache"].detail
+
+
 def test_file_systems_are_read_from_the_table_of_mounts() -> None:
     assert file_system(Path("/proc")).kind == "proc"
     if Path("/dev/shm").is_dir():
