@@ -90,8 +90,10 @@ class Builder(Generic[T]):
     def __call__(self, wanted: Wanted) -> Obtained[T] | str:
         """The built kernel, or the key among `wanted.smaller` that takes its place.
 
-        Raises CompileError, AbiError, CacheError with `must_keep`.
+        Raises CompileError, AbiError, CacheError with `must_keep`, EnvironmentVariableError for a
+        wrong limit of the cache's size.
         """
+        env.cache_max_bytes()  # before any work
         try:
             return self._in_store(wanted)
         except _NoRoomError as error:

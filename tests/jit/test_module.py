@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -344,3 +346,90 @@ def test_a_forked_child_waits_for_nobody(new_cache, fake_build) -> None:
     finally:
         release.set()
         thread.join()
+
+
+@pytest.mark.parametrize("how", ["python", "compiler", "nobody", "removed"])
+def test_where_there_is_no_room_a_private_build_serves(
+    new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, how: str,
+) -> None:  # fmt: skip
+    class Disk:
+        f_flag, f_frsize, f_bavail, f_files, f_favail = 0, 4096, 10, 0, 0
+
+    def fail() -> None:
+        (staging,) = (cache_root / "v1" / ".staging").iterdir()
+        fake_build.before = lambda: None
+        if how == "python":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if how == "compiler":
+            staging.joinpath("build.log").write_text("x\nld: out.so: No space left on device\n")
+        elif how == "nobody":
+            monkeypatch.setattr(os, "statvfs", lambda path: Disk)
+        else:
+            shutil.rmtree(cache_root)
+        raise BuildFailure("ld failed", None)
+
+    fake_build.before = fail
+    cache = new_cache()
+    assert load(cache)
+    assert load(cache, render=never)
+    assert entries(cache_root) == []
+    assert "kernels are not kept" in caplog.text
+    assert how == "removed" or "No space left on device" in caplog.text
+    monkeypatch.undo()
+
+
+def test_an_error_of_the_compiler_is_no_lack_of_room(new_cache, fake_build) -> None:
+    def fail() -> None:
+        raise BuildFailure("'x' was not declared", None)
+
+    fake_build.before = fail
+    with pytest.raises(CompileError):
+        load(new_cache())
+    assert len(fake_build.builds) == 1
+
+
+def test_a_folder_that_runs_no_code_is_not_built_in(
+    new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    class NoExec:
+        f_flag = os.ST_NOEXEC
+
+    monkeypatch.setattr(os, "statvfs", lambda path: NoExec)
+    assert load(new_cache())
+    assert entries(cache_root) == []
+    assert "noexec" in caplog.text
+
+
+def test_a_wrong_limit_is_told_before_anything_is_built(
+    new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_MAX_BYTES", "much")
+    with pytest.raises(EnvironmentVariableError, match="CACHE_MAX_BYTES='much'"):
+        load(new_cache())
+    assert fake_build.builds == []
+    assert not cache_root.exists()
+
+
+def test_an_entry_that_is_removed_while_it_is_read_is_a_miss(
+    new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another process that makes room, say: nothing is damaged."""
+    from flashattn_jit.jit import entry
+
+    load(new_cache())
+    parse = entry.parse_meta
+
+    def remove_meanwhile(*arguments: object) -> object:
+        monkeypatch.setattr(entry, "parse_meta", parse)
+        meta = parse(*arguments)  # type: ignore[arg-type]
+        shutil.rmtree(entries(cache_root)[0])
+        return meta
+
+    monkeypatch.setattr(entry, "parse_meta", remove_meanwhile)
+    cache = new_cache()
+    load(cache)
+    assert cache.counters.corrupt == 0
+    assert len(fake_build.builds) == 2
+    assert len(entries(cache_root)) == 1
