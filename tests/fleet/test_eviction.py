@@ -73,7 +73,7 @@ def test_loading_while_kernels_are_removed(warm: Fleet) -> None:
     removed = collect(warm, rounds=100)
     gate.touch()
     results = [user.good() for user in users]
-    assert all(result["rounds"] > 3 for result in results)
+    assert all(result["rounds"] > 1 for result in results)
     # No entry was taken for a corrupt one: it is there or it is not.
     assert sum(result["corrupt"] for result in results) == 0
     assert not list(warm.cache.glob("v1/.quarantine/*"))

@@ -76,7 +76,7 @@ def test_a_stopped_builder_is_waited_for_with_a_bound(fleet: Fleet) -> None:
     waiting = fleet.start(env={"FLASHATTN_JIT_LOCK_WAIT_S": "0.5"})
     result = waiting.good()
     assert result["source"] == "compiler"
-    assert 0.5 <= result["counters"]["lock_wait_s"] < 5
+    assert 0.5 <= result["counters"]["lock_wait_s"] < 20
     assert f"process {builder.pid} on" in waiting.log()
     # It published too, so nobody waits any more; and the builder's own is fine when it goes on.
     assert fleet.start(env={"FLASHATTN_JIT_LOCK_WAIT_S": "60"}).good()["source"] == "disk"
