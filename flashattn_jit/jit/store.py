@@ -89,10 +89,11 @@ class Store:
     ) -> tuple[list[Entry], list[CorruptEntryError]]:
         """The sound entries of `key`, newest first, and what is wrong with the others.
 
-        Raises UnsafeCacheError, and OSError where the folder or an entry cannot be read.
+        Raises UnsafeCacheError, and OSError where all that there is cannot be read.
         """
         found: list[Entry] = []
         wrong: list[CorruptEntryError] = []
+        unreadable: OSError | None = None
         if not is_safe_root(self.root, read_only=self.read_only):
             return found, wrong
         for compiler in [compiler_id] if compiler_id is not None else self.compilers_of(key):
@@ -103,6 +104,10 @@ class Store:
                 continue
             except CorruptEntryError as error:
                 wrong.append(error)
+            except OSError as error:
+                unreadable = error
+        if unreadable is not None and not found and not wrong:
+            raise unreadable
         return sorted(found, key=lambda entry: entry.created, reverse=True), wrong
 
     def compilers_of(self, key: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from flashattn_jit.codegen.requests import Request
 from flashattn_jit.deploy.pack_writer import write_pack
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
 from flashattn_jit.jit import fit
+from flashattn_jit.jit import store as store_module
 from flashattn_jit.jit.found import found_in_folder
 from flashattn_jit.jit.layers import FolderLayer, PackLayer, layers
 from flashattn_jit.jit.module import KernelCache
@@ -175,6 +177,28 @@ def test_never_takes_the_newest_sound_build_of_any_compiler(
     Path(module.path).write_bytes(b"damaged")
     _, module = new_cache().load_stepping([request()])
     assert entry.compiler_id in module.path
+
+
+def test_what_cannot_be_read_is_a_miss_with_its_reason_and_hides_nothing(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (entry,) = Store(site).entries()
+    files = {name: entry.path / name for name in entry.meta["files"]}
+    meta = {**entry.meta, "compiler": {"id": CLANG.id, "version": ""}, "created": "9999"}
+    newest = Store(site).adopt(entry.key, CLANG.id, files, meta)
+    read = store_module.read_entry
+
+    def broken_disk(path: Path, *rest: object, **options: object) -> object:
+        if path == newest.path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_module, "read_entry", broken_disk)
+    layer = FolderLayer("user", Store(site))
+    assert [found.path for found in layer.search(entry.key, None).found] == [entry.path]
+    answer = layer.search(entry.key, CLANG.id)
+    assert (answer.found, answer.corrupt) == ((), ())
+    assert "cannot be read" in answer.reason and "Input/output error" in answer.reason
 
 
 def test_another_compilers_build_does_not_serve_where_there_is_a_compiler(
