@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,11 @@ T = TypeVar("T")
 
 _LEFT_ALONE_S = 60.0
 _BLOCK_BYTES = 1 << 20
+
+# protocol://user:password@host/path?token#fragment; URLs of several protocols have :: between them.
+_URL = re.compile(
+    r"""([\w+.-]+://)(?:[^/?#\s'"]*@)?((?:(?!::)[^?#\s'"])*)(?:[?#](?:(?!::)[^\s'"])*)?"""
+)
 
 _left_alone: dict[str, tuple[float, str]] = {}
 _warned: set[str] = set()
@@ -75,7 +81,7 @@ class RemoteLayer:
             )
         except Exception as error:
             # fsspec's file systems raise whatever their libraries do.
-            why = f"{type(error).__name__}: {error}"
+            why = public_url(f"{type(error).__name__}: {error}")
             _left_alone[self.url] = time.monotonic(), why
             if self.url not in _warned:
                 _warned.add(self.url)
@@ -109,9 +115,8 @@ def push(store: Store, url: str, *, keys: tuple[str, ...] | None = None) -> tupl
     except CacheError:
         raise
     except Exception as error:
-        raise RemoteError(
-            f"cannot push to {public_url(url)}: {type(error).__name__}: {error}"
-        ) from error
+        words = f"cannot push to {url}: {type(error).__name__}: {error}"
+        raise RemoteError(public_url(words)) from error
     return sent, had
 
 
@@ -126,13 +131,9 @@ def unreadable(url: str) -> str:
     return ""
 
 
-def public_url(url: str) -> str:
-    """A URL without user names, passwords and tokens."""
-    head, separator, rest = url.partition("://")
-    if not separator:
-        return url
-    host, slash, path = rest.partition("/")
-    return f"{head}://{host.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+def public_url(text: str) -> str:
+    """A URL, or words with URLs in them, without user names, passwords and tokens."""
+    return _URL.sub(r"\1\2", text)
 
 
 def _send(filesystem: Any, folder: str, entry: Entry, read_only: bool) -> None:

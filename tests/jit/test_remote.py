@@ -204,11 +204,37 @@ def test_names_that_escape_are_refused(url: str, tmp_path: Path) -> None:
     assert "no plain name" in answer.reason
 
 
-def test_the_url_is_shown_without_secrets() -> None:
-    assert public_url("s3://key:secret@bucket/a/b?token=1") == "s3://bucket/a/b"
-    assert public_url("memory://kernels") == "memory://kernels"
-    assert public_url("/a/b") == "/a/b"
-    assert RemoteLayer("https://u:p@host/x").location == "https://host/x"
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://key:secret@bucket/a/b?token=1", "s3://bucket/a/b"),
+        ("memory://kernels", "memory://kernels"),
+        ("/a/b", "/a/b"),
+        ("https://host?token=secret", "https://host"),
+        ("https://host/x#secret", "https://host/x"),
+        ("https://user:p@ss@host/x", "https://host/x"),
+        ("filecache::s3://b/x::https://u:p@h/y?t=1", "filecache::s3://b/x::https://h/y"),
+        ("got 403, url='https://u:p@h/y?t=1' for 'x'", "got 403, url='https://h/y' for 'x'"),
+    ],
+)
+def test_urls_are_shown_without_secrets(url: str, shown: str) -> None:
+    assert public_url(url) == shown
+    assert RemoteLayer(url).location == shown
+
+
+def test_what_a_library_says_of_a_failure_tells_no_secrets(
+    new_cache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(url: str) -> None:
+        raise PermissionError(f"403, url={url!r}")
+
+    monkeypatch.setattr(remote, "_connect", refuse)
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_REMOTE", "https://me:secret@host/x?token=secret")
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    with caplog.at_level(logging.WARNING), pytest.raises(MissingKernelError) as error:
+        new_cache().load_stepping([wanted()])
+    assert "403, url='https://host/x'" in str(error.value)
+    assert "secret" not in str(error.value) + caplog.text
 
 
 def test_a_url_that_nothing_reads_is_warned_of_once(
