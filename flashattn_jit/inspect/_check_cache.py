@@ -166,7 +166,7 @@ def _system_problems(
         yield Check(
             name,
             "error",
-            f"{root} is on a file system mounted noexec: no kernel can be loaded from it or kept in it",
+            f"{root} is on a file system mounted noexec: no kernel can be loaded from it",
             f"set {_PREFIX}CACHE_DIR to a folder that is not, or remount it with exec"
             if writable
             else "remount it with exec, or name a pack file instead of a folder",
