@@ -69,7 +69,11 @@ class Resolver(Generic[T]):
         """As `resolve`, but None where a folder or pack lacks a kernel: nothing is built."""
         if self.mode == "always":
             return None
-        return self._stepping(requests, lambda wanted: self._search(wanted, local_layers(), []))
+        return self._stepping(requests, self._find_one)
+
+    def _find_one(self, wanted: Wanted) -> Obtained[T] | str | None:
+        self._identify()
+        return self._search(wanted, local_layers(), [])
 
     def _stepping(
         self, requests: Sequence[Request], one: Callable[[Wanted], Obtained[T] | str | None]
@@ -78,7 +82,7 @@ class Resolver(Generic[T]):
         if self.mode != "never":
             self.compiler = find_compiler(requests[0].target)
             if self.compiler is not None:
-                self.identity = identify(self.compiler, self.store.recall_compiler)
+                self.identity = self.store.recall_compiler(self.compiler.fingerprint)
         tiles = _keyed(requests)
         place = 0
         while True:
@@ -99,9 +103,14 @@ class Resolver(Generic[T]):
         everything = layers()
         local = tuple(layer for layer in everything if layer.name != "remote")
         remote = tuple(layer for layer in everything if layer.name == "remote")
-        found = self._search(wanted, local, searched)
-        if found is not None:
-            return found
+        # A compiler that nobody remembers is asked under the lock, by one process of many: where no
+        # compiler's build is there, its identity is of no interest yet.
+        is_unknown = self.compiler is not None and self.identity is None
+        if not is_unknown or any(_has_any(layer, wanted) for layer in local):
+            self._identify()
+            found = self._search(wanted, local, searched)
+            if found is not None:
+                return found
         self.counters.misses += 1
         if self.mode == "never":
             found = self._search(wanted, remote, searched)
@@ -111,10 +120,16 @@ class Resolver(Generic[T]):
                 wanted.request, wanted.key, searched, nearest_in(wanted.key, local)
             )
         with self._lock(wanted):
+            self._identify()
             found = self._search(wanted, local, [])
             if found is None:
                 found = self._search(wanted, remote, [])
             return self._built(wanted) if found is None else found
+
+    def _identify(self) -> None:
+        """Finds out which compiler this machine has, if it has one; may start processes."""
+        if self.compiler is not None and self.identity is None:
+            self.identity = identify(self.compiler, self.store.recall_compiler)
 
     def _built(self, wanted: Wanted) -> Obtained[T] | str:
         builder = Builder(
@@ -209,6 +224,11 @@ class _Reason:
     """Why a kernel that is there does not serve."""
 
     text: str
+
+
+def _has_any(layer: Layer, wanted: Wanted) -> bool:
+    answer = layer.search(wanted.key.hex, None)
+    return bool(answer.found or answer.corrupt)
 
 
 def _keyed(requests: Sequence[Request]) -> list[Wanted]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from flashattn_jit.codegen.requests import Request
 from flashattn_jit.errors import AbiError, CacheError, CompileError, MissingKernelError
-from flashattn_jit.jit import fit, locks
+from flashattn_jit.jit import fit, locks, resolve
 from flashattn_jit.jit.failure import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.jit.store import Store
@@ -208,3 +209,30 @@ def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) ->
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "False False\n"
+
+
+def test_on_an_empty_cache_the_compiler_is_asked_by_the_one_process_that_builds(
+    new_cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by each that waits: they find its identity remembered."""
+    events: list[str] = []
+    lock, identify = resolve.build_lock, resolve.identify
+
+    @contextlib.contextmanager
+    def noted_lock(*arguments: object) -> Iterator[float]:
+        events.append("lock")
+        with lock(*arguments) as waited:  # type: ignore[arg-type]
+            yield waited
+
+    def noted_identify(*arguments: object) -> object:
+        events.append("ask")
+        return identify(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(resolve, "build_lock", noted_lock)
+    monkeypatch.setattr(resolve, "identify", noted_identify)
+    new_cache().prepare([request()])
+    assert events == ["lock", "ask"]
+    events.clear()
+    new_cache().prepare([request()])
+    new_cache().prepare([request('{"other":1}')])
+    assert events == ["lock"]
