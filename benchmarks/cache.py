@@ -243,11 +243,11 @@ def main() -> None:
         )
 
     options = arguments(__doc__, extend)
-    rows = []
-    with torch.no_grad():
-        for name in options.only.split(","):
-            rows += SECTIONS[name](options)
-    report("cache", rows, options)
+    for name in options.only.split(","):
+        with torch.no_grad():
+            rows = SECTIONS[name](options)
+        # Each for itself, so that one part can be measured anew and the others stay.
+        report(f"cache: {name}", rows, options)
 
 
 if __name__ == "__main__":

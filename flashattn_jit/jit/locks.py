@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 # A lock lives as long as any process has its descriptor; a forked child gives its own back.
 _held: set[int] = set()
 
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
+# Many that wait for one build go on one after the other, each within a poll of the one before.
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 _WARN_AFTER_S = 5.0
 
 
