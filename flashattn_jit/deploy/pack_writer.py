@@ -61,7 +61,11 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
 
 def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
     # Digests have a fixed width, so the index's length is known before they are.
-    blank = [Listed(s.compiler_id, s.key, _blank_digests(s)) for s in sources]
+    metas = [_meta_text(source) for source in sources]
+    blank = [
+        Listed(s.compiler_id, s.key, _blank_digests(s, len(m)))
+        for s, m in zip(sources, metas, strict=True)
+    ]
     for source, listed in zip(sources, blank, strict=True):
         if reason := complaint(listed):
             raise PackError(f"{source.path} cannot be packed: {reason}")
@@ -73,10 +77,10 @@ def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
     file.seek(zip_frame.local_bytes(Member(INDEX, 0, 0)) + index_bytes)
     members: list[Member] = []
     entries: list[Listed] = []
-    for source, listed in zip(sources, blank, strict=True):
+    for source, listed, meta in zip(sources, blank, metas, strict=True):
         digests: dict[str, FileDigest] = {}
         for name, (size, *_) in listed.files.items():
-            content, sha256 = _read(source, name)
+            content, sha256 = _read(source, name, meta)
             digests[name] = digest = FileDigest(size, sha256, zlib.crc32(content))
             path = member_name(source.compiler_id, source.key, name)
             members.append(Member(path, size, digest.crc32))
@@ -93,11 +97,10 @@ def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
     return end
 
 
-def _read(source: Found, name: str) -> tuple[bytes, str]:
+def _read(source: Found, name: str, meta: bytes) -> tuple[bytes, str]:
     """A file of an entry, compared with its digest."""
     if name == META:
-        content = _meta_text(source)
-        return content, hashlib.sha256(content).hexdigest()
+        return meta, hashlib.sha256(meta).hexdigest()
     try:
         return source.read(name), str(source.meta["files"][name]["sha256"])
     except (ValueError, OSError) as error:
@@ -106,10 +109,10 @@ def _read(source: Found, name: str) -> tuple[bytes, str]:
         ) from error
 
 
-def _blank_digests(source: Found) -> dict[str, FileDigest]:
+def _blank_digests(source: Found, meta_bytes: int) -> dict[str, FileDigest]:
     """The sizes of an entry's files, by name; what its meta.json does not list is left."""
     sizes = {name: int(stated["bytes"]) for name, stated in source.meta["files"].items()}
-    sizes[META] = len(_meta_text(source))
+    sizes[META] = meta_bytes
     return {name: FileDigest(sizes[name], "0" * 64, 0) for name in sorted(sizes)}
 
 

@@ -29,9 +29,12 @@ HeadDims = tuple[int, int]
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn",
           "float": "float32", "half": "float16"}  # fmt: skip
-_HEADS = ((16, 4), (24, 3))
-"""(num_q_heads, num_kv_heads) that variants are bound with where none are given: a kernel that is
-the same for both is the same for all."""
+_PROBES = (
+    Dims(batch=2, num_q_heads=16, num_kv_heads=4, q_len=128, kv_len=256),
+    Dims(batch=3, num_q_heads=24, num_kv_heads=3, q_len=192, kv_len=320),
+)
+"""Sizes that variants are bound with where defaults ask for some: a kernel that is the same for
+both is the same for all."""
 
 
 def specs_of(
@@ -86,20 +89,26 @@ def variant_ir(
     """
     own = {d.name for d in chosen._declared}
     given = {name: value for name, value in params.items() if name in own}
-    reads_dims = any(callable(d.param.default) and d.name not in given for d in chosen._declared)
-    counts = (heads,) if heads else _HEADS if reads_dims else ((-1, -1),)
+    reads_sizes = any(callable(d.param.default) and d.name not in given for d in chosen._declared)
     irs = []
-    for num_q_heads, num_kv_heads in counts:
-        sizes = Dims(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=dims[0],
-                     head_dim_v=dims[1])  # fmt: skip
+    for probe in _PROBES if reads_sizes else (Dims(),):
+        # Sizes that are not known are not compared with those of given tensors.
+        sizes = Dims(num_q_heads=probe.num_q_heads, num_kv_heads=probe.num_kv_heads)
+        sizes = (sizes if given else probe)._replace(head_dim=dims[0], head_dim_v=dims[1])
+        if heads:
+            sizes = sizes._replace(num_q_heads=heads[0], num_kv_heads=heads[1])
         try:
             irs.append(bind(chosen, sizes, given).ir)
         except ParamError as error:
             raise ParamError(f"{error}{_remedy(chosen, given, heads)}") from error
     if any(ir != irs[0] for ir in irs):
         raise InputError(
-            f"the kernels of {chosen.name} depend on the number of heads: give num_q_heads= and "
-            "num_kv_heads="
+            f"the kernels of {chosen.name} depend on sizes: "
+            + (
+                "warm a manifest that was recorded where it runs"
+                if heads
+                else "give num_q_heads= and num_kv_heads="
+            )
         )
     return irs[0]
 

@@ -6,7 +6,9 @@ import ctypes
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from .. import env
@@ -14,6 +16,8 @@ from ..jit.entry import META, CorruptEntryError
 from ..jit.pack_file import PackedEntry, PackFile
 from ..jit.store import Store
 from .structures import parse_targets
+
+_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +68,43 @@ def unpack(
     chosen = parse_targets(targets) if targets else ()
     root = env.cache_dir() if directory is None else Path(directory).expanduser().absolute()
     store = Store(root)
-    added = present = size = 0
+    sizes: list[int] = []
     with PackFile(path) as pack:
-        for packed in pack.entries():
-            if chosen and dict(packed.meta["document"]).get("target") not in chosen:
-                continue
-            if _is_there(store, packed):
-                present += 1
-                continue
-            files = {name: packed.read(name) for name in packed.files if name != META}
+        wanted = [e for e in pack.entries() if not chosen or _target(e) in chosen]
+        # Digests and writes leave the interpreter to another thread.
+        with ThreadPoolExecutor(_THREADS) as threads:
             try:
-                store.adopt(
-                    packed.key, packed.compiler_id, files, packed.meta, durable=False
-                )  # fmt: skip
-            except CorruptEntryError as error:
-                raise pack.error(
-                    f"entry {packed.compiler_id}/{packed.key}: {error.reason}"
-                ) from error
-            added += 1
-            size += sum(map(len, files.values()))
+                sizes += threads.map(partial(_unpack_one, store), wanted)
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
+    added = [size for size in sizes if size]
     if added:
         _sync(root)
     return UnpackReport(
-        os.fspath(path), str(root), added, present, size, time.perf_counter() - begin
-    )
+        os.fspath(path), str(root), len(added), len(sizes) - len(added), sum(added),
+        time.perf_counter() - begin,
+    )  # fmt: skip
+
+
+def _unpack_one(store: Store, packed: PackedEntry) -> int:
+    """Publishes an entry. Returns the bytes of its files, 0 where it was there before."""
+    if _is_there(store, packed):
+        return 0
+    meta = packed.meta
+    # Adopting compares each file with the digest in its meta.json, which is that of the index.
+    files = {name: packed.read_unverified(name) for name in packed.files if name != META}
+    try:
+        store.adopt(packed.key, packed.compiler_id, files, meta, durable=False)
+    except CorruptEntryError as error:
+        raise packed.pack.error(
+            f"entry {packed.compiler_id}/{packed.key}: {error.reason}"
+        ) from error
+    return sum(map(len, files.values()))
+
+
+def _target(packed: PackedEntry) -> str:
+    return str(dict(packed.meta["document"]).get("target", ""))
 
 
 def _is_there(store: Store, packed: PackedEntry) -> bool:

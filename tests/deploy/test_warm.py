@@ -123,18 +123,30 @@ def test_wrong_arguments_are_refused_before_anything_runs(
 def test_a_kernel_that_depends_on_the_head_count_asks_for_it() -> None:
     class PerHeads(fa.Variant):
         table: torch.Tensor = fa.tensor(
-            "num_q_heads", "n",
-            default=lambda d: torch.ones(d.num_q_heads, 1).expand(-1, 1 + d.num_q_heads // 20),
+            "num_q_heads", 2,
+            default=lambda d: torch.ones(d.num_q_heads, 2)
+            if d.num_q_heads > 20 else torch.ones(2, d.num_q_heads).t(),
         )  # fmt: skip
 
         def score_mod(self, score, b, h, q_idx, kv_idx):
-            return score + self.table[h, self.table.shape[1] - 1]
+            return score + self.table[h, 1]
 
-    try:
+    with pytest.raises(InputError, match="give num_q_heads= and num_kv_heads="):
         structures.variant_ir(PerHeads(), (16, 16), None, {})
-    except InputError as error:
-        assert "num_q_heads=" in str(error)
-    structures.variant_ir(PerHeads(), (16, 16), (8, 8), {})
+    few = structures.variant_ir(PerHeads(), (16, 16), (8, 8), {})
+    assert few != structures.variant_ir(PerHeads(), (16, 16), (32, 8), {})
+
+
+def test_defaults_may_depend_on_any_size() -> None:
+    class PerLength(fa.Variant):
+        bias: torch.Tensor = fa.tensor(
+            "batch", "kv_len", default=lambda d: torch.zeros(d.batch, d.kv_len)
+        )
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.bias[b, kv_idx]
+
+    assert structures.variant_ir(PerLength(), (16, 16), None, {}).tensors[0].dtype == "float32"
 
 
 # --- what is built -------------------------------------------------------------------------------
