@@ -174,8 +174,9 @@ def test_a_user_without_name_or_home(fleet: Fleet, public: Path) -> None:
     env = {**dict.fromkeys(unset), "TMPDIR": str(public / "compiler")}
     process = fleet.start(env=env, uid=54321, folder=str(work))
     result = process.result()
-    if "error" in result and "/root/" in process.log():
-        pytest.skip("this interpreter is in a folder that other users cannot read")
+    library = Path(os.__file__)
+    if "error" in result and not all(p.stat().st_mode & 0o001 for p in library.parents):
+        pytest.skip("Python's library is in a folder that other users cannot enter")
     assert result.get("source") == "compiler", process.log()
     assert list(work.iterdir()) == []
     assert open_to_others(*public.joinpath("compiler").iterdir()) == []
