@@ -221,7 +221,7 @@ class Builder(Generic[T]):
             except CorruptEntryError as error:
                 self.counters.corrupt += 1
                 log.warning("%s: moving it to quarantine", error)
-                store.quarantine(error.path)
+                store.quarantine(error.path, error.inode)
                 entry = store.publish(staging, key, identity, meta)
         except OSError as error:
             log.warning("kernel %s is not kept in %s: %s", key[:16], store.root, error)

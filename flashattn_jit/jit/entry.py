@@ -31,12 +31,16 @@ _COMPILER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", re.ASCII)
 
 
 class CorruptEntryError(CacheError):
-    """An entry's files do not match its meta.json."""
+    """An entry's files do not match its meta.json.
 
-    def __init__(self, path: Path, reason: str) -> None:
+    `inode` is its folder's, which tells it from one that took its place since; 0 where unknown.
+    """
+
+    def __init__(self, path: Path, reason: str, inode: int = 0) -> None:
         super().__init__(f"cache entry {path} is corrupt: {reason}")
         self.path = path
         self.reason = reason
+        self.inode = inode
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +147,28 @@ def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
     if step is not None and not (isinstance(step, Mapping) and is_key(step.get("key"))):
         raise ValueError(f"its {META} does not say what it stepped down to")
     _check_files(meta.get("files"), has_artifact=step is None)
-    for name, kinds in (("created", str), ("compile_s", (int, float)), ("min_driver", int)):
-        if name in meta and not isinstance(meta[name], kinds):
+    _check_facts(meta)
+
+
+def _check_facts(meta: Mapping[str, Any]) -> None:
+    """What is told to people only: of the kind that it is printed and compared as."""
+    created, complaints = meta.get("created", ""), meta.get("complaints", [])
+    facts = {
+        "created": isinstance(created, str) and len(created) <= 64 and created.isprintable(),
+        "compiler": isinstance(meta["compiler"].get("version", ""), str),
+        "complaints": isinstance(complaints, (list, tuple))
+        and all(isinstance(text, str) for text in complaints),
+        "compile_s": _is_number(meta.get("compile_s", 0.0), (int, float)),
+        "min_driver": _is_number(meta.get("min_driver", 0), int),
+    }
+    for name, is_right in facts.items():
+        if not is_right:
             raise ValueError(f"its {META} has a wrong {name}")
+
+
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
+    # NaN is not in any range.
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < 1e9  # type: ignore[operator]
 
 
 def _check_files(files: object, has_artifact: bool) -> None:
@@ -187,7 +210,7 @@ def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = F
     """
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
-        raise CorruptEntryError(path, "it is no folder")
+        raise CorruptEntryError(path, "it is no folder", status.st_ino)
     try:
         if wrong := complaint(status, read_only=read_only):
             raise ValueError(f"it {wrong}")
@@ -206,7 +229,7 @@ def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = F
             raise ValueError(f"it holds {min(others)!r}, which its {META} does not name")
     except ValueError as error:
         os.lstat(path)  # gone meanwhile: it was removed, not damaged
-        raise CorruptEntryError(path, str(error)) from None
+        raise CorruptEntryError(path, str(error), status.st_ino) from None
     return Entry(path, meta, head)
 
 

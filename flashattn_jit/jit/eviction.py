@@ -20,18 +20,20 @@ from pathlib import Path
 
 from flashattn_jit.errors import InputError
 from flashattn_jit.jit.entry import ARTIFACT, META
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.store import EVICTED, Store
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 600.0
 """How young an entry is that is kept in any case."""
 
-_EVICTED = ".evicted"
+# How old a look at what is in use may be when an entry is moved aside: one that is in use should
+# not even be missed for a moment.
+_LOOK_S = 0.1
 # What is left behind by builders that were killed, and for people to look at: seconds it is kept.
 _LEFTOVERS = {
     ".staging": 3600.0,
-    _EVICTED: 3600.0,
+    EVICTED: 3600.0,
     ".quarantine": 7 * 86400.0,
     ".failed": 30 * 86400.0,
 }
@@ -88,7 +90,8 @@ def collect(
     total = sum(entry.bytes for entry in entries)
     removed: list[_Kept] = []
     in_use = young = 0
-    mapped: set[int] | None = None
+    mapped: set[int] = set()
+    looked = float("-inf")
     now = time.time()
     for entry in sorted(entries, key=lambda one: (one.used, one.path)):
         if total <= max_bytes:
@@ -96,8 +99,8 @@ def collect(
         if now - entry.made < grace_s:
             young += 1
             continue
-        if mapped is None:
-            mapped = mapped_inodes()
+        if time.monotonic() - looked >= _LOOK_S:
+            mapped, looked = mapped_inodes(), time.monotonic()
         if entry.inode in mapped or not (dry_run or _remove(store, entry)):
             in_use += 1
             continue
@@ -160,7 +163,7 @@ def _measure(path: Path) -> _Kept | None:
 
 def _remove(store: Store, entry: _Kept) -> bool:
     """Whether the entry is gone. It is not where it came into use meanwhile."""
-    aside = store.move_aside(entry.path, _EVICTED)
+    aside = store.move_aside(entry.path, EVICTED)
     if aside is None:
         return True
     if entry.inode and entry.inode in mapped_inodes():

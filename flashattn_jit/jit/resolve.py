@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -34,6 +35,8 @@ from flashattn_jit.jit.store import Store
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_COLLECTING_S = 0.3
 
 
 @dataclass(slots=True)
@@ -109,6 +112,12 @@ class Resolver(Generic[T]):
         if not is_unknown or any(_has_any(layer, wanted) for layer in local):
             self._identify()
             found = self._search(wanted, local, searched)
+            if found is not None:
+                return found
+        if self.mode == "never" and self.store.is_being_collected():
+            # It may be aside for a moment, while somebody looks whether it is in use.
+            time.sleep(_COLLECTING_S)
+            found = self._search(wanted, local[:1], [])
             if found is not None:
                 return found
         self.counters.misses += 1
@@ -214,7 +223,7 @@ class Resolver(Generic[T]):
             return
         log.warning("%s: moving it to quarantine", error)
         try:
-            self.store.quarantine(error.path)
+            self.store.quarantine(error.path, error.inode)
         except OSError as reason:
             log.warning("cannot move %s: %s", error.path, reason)
 

@@ -58,6 +58,7 @@ __all__ = ["ARTIFACT", "META", "STEPPED_DOWN", "CorruptEntryError", "Entry", "St
 log = logging.getLogger(__name__)
 
 LAYOUT = "v1"
+EVICTED = ".evicted"
 # A folder renamed by another machine on a network file system is seen after a while only.
 _REREAD_AFTER_S = (0.0, 0.02, 0.1, 0.4)
 
@@ -218,12 +219,18 @@ class Store:
                 return self._publish(staging, key, compiler_id, complete, durable)
             except CorruptEntryError as error:
                 log.warning("%s: replacing it", error)
-                self.quarantine(error.path)
+                self.quarantine(error.path, error.inode)
                 return self._publish(staging, key, compiler_id, complete, durable)
 
-    def quarantine(self, path: Path) -> None:
-        """Moves an entry out of the way, for inspection. Does nothing where it is gone already."""
-        self.move_aside(path, ".quarantine")
+    def quarantine(self, path: Path, inode: int = 0) -> None:
+        """Moves an entry out of the way, for inspection. Does nothing where it is gone already.
+
+        Nor where `inode`, of the folder that is meant, is not that of the one that is there:
+        another process has put a sound one in its place.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if not inode or path.lstat().st_ino == inode:
+                self.move_aside(path, ".quarantine")
 
     def move_aside(self, path: Path, place: str) -> Path | None:
         """Moves an entry to a folder of its own below `place`; None where it is gone already."""
@@ -235,6 +242,13 @@ class Store:
         except FileNotFoundError:
             own.rmdir()
             return None
+
+    def is_being_collected(self) -> bool:
+        """Whether some entry is aside that may come back: see `eviction.collect`."""
+        try:
+            return any(self.base.joinpath(EVICTED).iterdir())
+        except OSError:
+            return False
 
     def keep_failure(self, staging: Path, key: str) -> Path:
         """Keeps a failed build's files, in place of an earlier failure's. Returns their folder."""

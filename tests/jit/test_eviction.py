@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -262,3 +263,23 @@ def test_a_hit_makes_a_kernel_recently_used(store: Store) -> None:
     store.verify(other.path)
     list(store.entries())
     assert collect(store, size(entry)).keys == (other.key,)
+
+
+def test_a_reader_that_may_not_build_waits_for_an_entry_that_is_put_back(
+    new_cache: Callable[[], KernelCache], store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request("{}", "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
+    _, module = new_cache().load_stepping([request])
+    path = Path(module.path).parent
+    aside = store.move_aside(path, ".evicted")
+    assert aside is not None
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    timer = threading.Timer(0.1, lambda: aside.rename(path))
+    timer.start()
+    try:
+        cache = new_cache()
+        assert cache.load_stepping([request])[1].path == module.path
+        assert cache.counters.hits["user"] == 1
+        assert cache.counters.misses == 0
+    finally:
+        timer.join()

@@ -210,6 +210,44 @@ def test_moving_away_what_is_gone_does_nothing(cache_root: Path) -> None:
     store.quarantine(path)
 
 
+def test_a_sound_entry_that_took_a_corrupt_ones_place_is_not_moved_away(cache_root: Path) -> None:
+    """Two processes see the corrupt one; the first moves it away and builds anew."""
+    store = Store(cache_root)
+    path = publish(store).path
+    flip_bit(path)
+    with pytest.raises(CorruptEntryError) as error:
+        store.find(KEY, GCC.id)
+    store.quarantine(path, error.value.inode)
+    publish(store)
+    store.quarantine(path, error.value.inode)
+    assert store.find(KEY, GCC.id) is not None
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"complaints": 5},
+        {"complaints": [5]},
+        {"created": "a\x1b]0;x\x07"},
+        {"created": 5},
+        {"compile_s": float("nan")},
+        {"compile_s": float("inf")},
+        {"compile_s": 10**400},
+        {"compile_s": "1"},
+        {"min_driver": -1},
+        {"min_driver": "580"},
+        {"compiler": {"id": GCC.id, "version": {}}},
+    ],
+)
+def test_facts_that_are_told_to_people_are_of_their_kind(
+    cache_root: Path, facts: dict[str, object]
+) -> None:
+    made = make()
+    with pytest.raises(CorruptEntryError):
+        Store(cache_root).adopt(made.key, GCC.id, made.files, {**made.meta, **facts})
+    assert not cache_root.exists()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o722])
 def test_a_folder_that_others_can_write_is_refused(cache_root: Path, mode: int) -> None:
     publish(Store(cache_root))
