@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from ..codegen.requests import AnySpec, name_of
 from ..errors import ManifestError
 from ..variants.ir import canonical_json
 from ..variants.ir_check import check_name, fail, record
+
+log = logging.getLogger(__name__)
 
 MANIFEST_SCHEMA = 1
 MAX_FILE = 1 << 28
@@ -198,17 +202,44 @@ def merge_manifests(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time change a manifest. The lock is the folder's: nothing is left."""
+    """Lets one process at a time change a manifest, where it can be had within a bounded wait.
+
+    The lock is the folder's, so that nothing is left behind. Without it a file is still written as
+    a whole; lines of somebody who writes at the same moment may be lost.
+    """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        held = _acquire(folder, path)
         try:
             yield
         finally:
-            # Closing alone would leave it to a process that was forked meanwhile.
-            fcntl.flock(folder, fcntl.LOCK_UN)
+            if held:
+                # Closing alone would leave it to a process that was forked meanwhile.
+                fcntl.flock(folder, fcntl.LOCK_UN)
     finally:
         os.close(folder)
+
+
+_LOCK_WAIT_S = 10.0
+_LOCK_POLL_S = 0.01
+
+
+def _acquire(folder: int, path: Path) -> bool:
+    end = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                log.warning("waited %.0f s for the lock on %s: writing %s without it",
+                            _LOCK_WAIT_S, path.parent, path.name)  # fmt: skip
+                return False
+            time.sleep(_LOCK_POLL_S)
+        except OSError as error:  # network file systems lock no folder that is open for reading
+            log.debug("no lock on %s (%s): writing without", path.parent, error)
+            return False
+        else:
+            return True
 
 
 def _replace(path: Path, text: str) -> None:

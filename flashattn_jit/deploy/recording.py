@@ -39,6 +39,9 @@ def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
     children record as well, and write when they leave the block or end; not those that end by
     ``os._exit`` or a signal.
 
+    Where a call's tensor params have other dtypes, or are expanded in other dims, it is another
+    kernel: record a call of each.
+
     FLASHATTN_JIT_RECORD=path does the same for the life of a process and of its children.
 
     Args:

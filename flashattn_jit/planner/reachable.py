@@ -2,7 +2,10 @@
 
 A kernel follows from the variant, dtypes, head dims and target; from its class of packed rows, of
 which there are two on CPUs and three on CUDA; and from its features, which follow from the kind of
-the call. Lengths, head counts, strides beyond their alignment and the machine decide nothing.
+the call. Lengths, head counts, strides of q, k and v beyond their alignment and the machine decide
+nothing. The dtypes of a variant's tensor params, and where their strides are 0 or 1, are part of
+the variant: ``bias`` and ``bias.expand(...)`` have kernels of their own, to be recorded or warmed
+each.
 
 | format     | what asks for it                          | CPU        | CUDA                     |
 | ---------- | ----------------------------------------- | ---------- | ------------------------ |

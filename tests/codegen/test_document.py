@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
+from flashattn_jit import _C
 from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.requests import AnySpec, Render, request_of
@@ -21,7 +23,11 @@ from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
+from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.entry import ARTIFACT
+from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.planner.reachable import reachable, utilities
+from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.ir import OPS, VariantIR
 from flashattn_jit.variants.lower_expr import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
@@ -304,6 +310,8 @@ def words(source: str) -> set[str]:
 
 VOCABULARY = {w for spec in SEEDS for w in words(render(spec))} | {
     *OPS, *TAG.values(), *CPP_TYPE.values(), "and_", "or_", "xor_", "not_", "b1", "wrap", "cast",
+    "generic", "avx2", "avx512", "avx512_bf16", "float16", "bfloat16", "half_t", "bfloat16_t",
+    "Float16", "Bfloat16",
 }  # fmt: skip
 
 
@@ -324,3 +332,74 @@ def test_changed_documents_are_refused_or_mean_what_they_say(
     except FlashAttnJitError:
         return  # such as more shared memory than there is
     assert source.isascii() and not words(source) - VOCABULARY
+
+
+_TABLES = {
+    "target": [*CPU_TARGETS, *CUDA_TARGETS],
+    "dtype": ["bool", "int8", "int32", "int64", "uint8", "float32", "float64"],
+}
+
+
+@st.composite
+def varied(draw: st.DrawFn) -> dict[str, Any]:
+    """A document with changes that often keep it well-formed: other operations, numbers, dtypes."""
+    doc = json.loads(draw(st.sampled_from(SEEDS)).document())
+    if doc["target"].startswith("cpu"):
+        doc["target"] = draw(st.sampled_from(_TABLES["target"][:4]))
+    if draw(st.booleans()):
+        doc["dtypes"] = draw(st.sampled_from([["float16"] * 3, doc["dtypes"]]))
+    for _ in range(draw(st.integers(1, 6))):
+        graph = draw(st.sampled_from(sorted(doc["variant"]["hooks"].items())))[1]
+        node = draw(st.sampled_from(graph["nodes"]))
+        info = OPS[node[0]]
+        kind = draw(st.integers(0, 5))
+        if kind == 0:
+            node[0] = draw(st.sampled_from(
+                [n for n, o in OPS.items() if (o.arity, o.attrs) == (info.arity, info.attrs)]
+            ))  # fmt: skip
+        elif kind == 1 and node[1]:
+            at = draw(st.integers(0, len(node[1]) - 1))
+            node[1][at] = draw(st.integers(0, max(node[1][at], 1)))
+        elif kind == 2 and node[0] == "cast":
+            node[2] = draw(st.sampled_from(_TABLES["dtype"]))
+        elif kind == 3 and node[0] == "const" and isinstance(node[4][0][1], int):
+            node[4][0][1] = draw(st.integers(-(2**31), 2**31 - 1))
+        elif kind == 4 and node[0] == "slice":
+            node[4] = [[k, draw(st.integers(-2, 20))] for k, _ in node[4]]
+            node[3] = [node[4][2][1]]
+        elif kind == 5 and doc["variant"]["tensors"]:
+            tensor = draw(st.sampled_from(doc["variant"]["tensors"]))
+            tensor[3] = "".join(draw(st.sampled_from("01n")) for _ in tensor[3])
+    return doc
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(varied())
+def test_what_is_accepted_can_be_rendered(doc: dict[str, Any]) -> None:
+    try:
+        spec = spec_from_document(doc)
+    except ManifestError:
+        return
+    assert json.loads(spec.document()) == doc
+    source = Render(spec)()
+    assert source.isascii() and not words(source) - VOCABULARY
+
+
+UTILITY = UtilitySpec("merge_states", "sm_80")
+
+needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_nvcc)])
+def test_what_comes_back_compiles_to_the_same_artifact(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec: AnySpec = rich(f"cpu:{_C.cpu_isa()}") if kind == "cpu" else UTILITY
+    found = []
+    for number, one in enumerate((spec, spec_from_document(spec.document(), "read back"))):
+        monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / str(number)))
+        prepared = KernelCache().prepare(requests_of(one))
+        assert prepared.layer == "compiler"
+        artifact = prepared.path / ARTIFACT
+        found.append((prepared.key, artifact.read_bytes()))
+    assert found[0] == found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.document import has_cpp
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.codegen.utility import UtilitySpec
+from flashattn_jit.deploy import manifest
 from flashattn_jit.deploy.manifest import (
     Line,
     check_writable,
@@ -134,6 +136,20 @@ def test_threads_and_processes_that_write_one_file_lose_nothing(tmp_path: Path) 
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
     assert path.read_text() == manifest_text(lines)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_lock_that_somebody_keeps_holds_nobody_up_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manifest, "_LOCK_WAIT_S", 0.2)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        write_manifest(tmp_path / "m", some_lines())
+    finally:
+        os.close(folder)
+    assert (tmp_path / "m").read_text() == manifest_text(some_lines())
+    assert "without it" in caplog.text
 
 
 # --- what is refused ------------------------------------------------------------------------------
