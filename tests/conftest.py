@@ -6,10 +6,28 @@ import os
 import tempfile
 
 import pytest
+
+# Idle OpenMP threads sleep. Where workers of pytest-xdist share the cores, a thread that spins at a
+# barrier takes the core of the one it waits for, and short parallel regions take milliseconds.
+# OpenMP reads it when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 
 # Kernels built by one test serve the others; a cache of the run's own keeps runs independent.
 os.environ.setdefault("FLASHATTN_JIT_CACHE_DIR", tempfile.mkdtemp(prefix="fajit-tests-"))
+
+
+def pytest_configure(config):
+    # Neighbouring tests need the same kernels and module fixtures: each worker takes a run of them,
+    # and one that is done takes over half of what another has left.
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "worksteal"
+
+
+def pytest_collection_modifyitems(items):
+    # What takes two minutes in one piece comes first: no worker waits for another's at the end.
+    items.sort(key=lambda item: item.path.name != "test_packaging.py")
 
 
 @pytest.fixture(autouse=True)

@@ -173,8 +173,9 @@ class ByHand:
             strides = (first[0] if first else 0, head, row)
             getattr(args, f"{name}_stride")[:] = strides
         if self.merge_work is not None:
-            rows = self.merge_work[:, 4] - self.merge_work[:, 3]
-            args.num_merge_work, args.max_merge_rows = len(rows), int(rows.max())
+            merges = self.merge_work[self.merge_work[:, 0] >= 0]  # padding makes no grid larger
+            args.num_merge_work = len(self.merge_work)
+            args.max_merge_rows = int((merges[:, 4] - merges[:, 3]).max())
         return args
 
 

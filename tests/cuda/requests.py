@@ -144,8 +144,11 @@ class Batch:
         self.kv_row0 = [1 + sum(units[:b]) for b in range(len(units))]
         self.num_slots = total * (PAGE if self.paged else 1)
         flat_k, flat_v = (t.view(self.num_slots, KV_HEADS, self.head_dim) for t in (self.k, self.v))
+        self._slots: list[dict[int, int]] = []
         for b, request in enumerate(self.requests):
-            slots = self.slots_of(b, range(request.kv_first, request.kv_len))
+            positions = range(request.kv_first, request.kv_len)
+            slots = self.slots_of(b, positions)
+            self._slots.append(dict(zip(positions, slots, strict=True)))
             flat_k[slots] = self._random(len(slots), KV_HEADS, self.head_dim)
             flat_v[slots] = self._random(len(slots), KV_HEADS, self.head_dim)
 
@@ -211,7 +214,7 @@ class Batch:
         kept = [(g, j) for g, j in keys if position >= j and (j + b) % 5 != 0]
         if not kept:
             return torch.zeros(self.head_dim, dtype=torch.float64), float("-inf")
-        slots = [self.slots_of(g, [j])[0] for g, j in kept]
+        slots = torch.tensor([self._slots[g][j] for g, j in kept])
         k, v = (
             t.view(self.num_slots, KV_HEADS, -1)[slots, head // GROUP].double()
             for t in (self.k, self.v)

@@ -1,7 +1,8 @@
 """The product's own PTX, run by the emulator, against the fp64 reference: every variant and shape.
 
-Bounds are those of `tests/ops/test_attention.py`. Each variant meets one emulated target and one
-tile kind in turns, those of the library both; each shape meets all targets in turns.
+Bounds are those of `tests/ops/test_attention.py`. Each variant meets one target and one tile kind
+in turns, with the very kernel whose resources `test_compile.py` looks at; those of the library meet
+the other kind as well, on another target. Each shape meets all emulated targets in turns.
 """
 
 from __future__ import annotations
@@ -10,43 +11,68 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.spec import TileKind
+from flashattn_jit.codegen.target import EMULATED as PREFIX
+from flashattn_jit.planner.tiles import choose_rows
+from tests.cuda.kernels import EMULATED, dtype_of, ir_of, rotating, spec_of
 from tests.ops.test_attention import DECODE, SMALL, fitting, run
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape
 
-TARGETS = tuple(f"emulated:sm_{n}" for n in (80, 75, 86, 100, 120))
-"""Those whose PTX differs by more than its target line (test_ptx.py)."""
+HEAD_DIM = 64
+"""That of `spec_of`."""
 
-
-def dtype_of(target: str, turn: int = 0) -> torch.dtype:
-    """sm_75 has fp16 only; the others take turns."""
-    half = target == "emulated:sm_75" or turn % 7 == 6
-    return torch.float16 if half else torch.bfloat16
+GROUP = SMALL.num_q_heads // SMALL.num_kv_heads
 
 
 def turn(case: Case) -> int:
     return CASES.index(case)
 
 
-PREFILL = [c for c in CASES if "library" in c.tags or turn(c) % 3 != 0]
-FEW_ROW = [c for c in CASES if c.fits(DECODE) and ("library" in c.tags or turn(c) % 3 == 0)]
+def kind_of(case: Case) -> TileKind:
+    """The kind that takes its turn, where the variant's tensors fit a single row."""
+    return rotating(case.name)[1] if case.fits(DECODE) else "prefill"
 
 
-@pytest.mark.parametrize("case", PREFILL, ids=lambda c: c.name)
-def test_every_variant_prefill(case: Case) -> None:
-    target = TARGETS[turn(case) % len(TARGETS)]
-    run(case, fitting(case, SMALL), dtype_of(target, turn(case)), target)
+def shape_of(case: Case, kind: TileKind) -> Shape:
+    """Two tiles of rows and several of keys, or one row; with tails."""
+    shape = SMALL if kind == "prefill" else DECODE
+    return fitting(case, shape._replace(head_dim=HEAD_DIM, head_dim_v=HEAD_DIM))
 
 
-@pytest.mark.parametrize("case", FEW_ROW, ids=lambda c: c.name)
-def test_every_variant_with_few_rows(case: Case) -> None:
-    target = TARGETS[(turn(case) + 1) % len(TARGETS)]
-    run(case, DECODE, dtype_of(target, turn(case)), target)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_every_variant_on_one_rotating_target(case: Case) -> None:
+    target, _ = rotating(case.name)
+    dtype = getattr(torch, dtype_of(target))
+    run(case, shape_of(case, kind_of(case)), dtype, PREFIX + target)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels_are_those_whose_resources_are_looked_at(case: Case) -> None:
+    target, kind = rotating(case.name)
+    if kind_of(case) != kind:
+        pytest.skip("the variant's tensors do not fit a single query row")
+    rows, dtypes = shape_of(case, kind).q_len * GROUP, (dtype_of(target),) * 3
+    chosen = choose_rows(ir_of(case.name), (HEAD_DIM,) * 2, dtypes, PREFIX + target, rows)
+    assert chosen == spec_of(case.name, target, kind)
+
+
+LIBRARY = [c for c in CASES if "library" in c.tags and c.fits(DECODE)]
+
+
+@pytest.mark.parametrize("case", LIBRARY, ids=lambda c: c.name)
+def test_every_library_variant_with_the_other_kind_of_tile(case: Case) -> None:
+    target = EMULATED[turn(case) % len(EMULATED)]
+    # fp16 and bf16 in turns, where the target has both.
+    dtype = torch.float16 if turn(case) % 2 else getattr(torch, dtype_of(target))
+    shape = DECODE if kind_of(case) == "prefill" else fitting(case, SMALL)
+    run(case, shape, dtype, PREFIX + target)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.id)
 def test_every_shape(shape: Shape) -> None:
     number = SHAPES.index(shape)
-    target = TARGETS[number % len(TARGETS)]
+    target = EMULATED[number % len(EMULATED)]
     variant = fa.Causal() if number % 2 else None
-    run(Case("shape", lambda s, g: variant), shape, dtype_of(target, number), target)
+    dtype = torch.float16 if number % 7 == 6 else getattr(torch, dtype_of(target))
+    run(Case("shape", lambda s, g: variant), shape, dtype, PREFIX + target)
