@@ -174,7 +174,7 @@ def main() -> None:
     """Measure and report."""
     options = arguments(__doc__)
     # Not set_num_threads, which would have torch start them. Nor mocks, which keep a list of their
-    # calls: that was 7 to 10 us of each plan.
+    # calls: that was up to 10 us of each plan.
     with (
         patch.object(torch, "get_num_threads", lambda: _WORKERS),
         patch.object(_device, "EMULATED_SLOTS", _WORKERS),

@@ -118,8 +118,8 @@ class UnitMaker {
     if (queries_len != known_.q_len) know(queries_len);
     const int32_t rows = queries_len * group_size_;
     if (rows <= kinds_[known_.kind].tile_q) {
-      // Decoding: hundreds of requests of equal rows. (12 us for 376 units of 256 requests before,
-      // most of them divisions and copies of units; see docs/batches.md.)
+      // Decoding: hundreds of requests of equal rows. Divided and copied like others, 256 mixed
+      // requests took 7 us longer (of 40).
       const auto [q_first, q_last] = queries(entity, 0, queries_len - 1);
       Unit& unit = units_.emplace_back();
       unit.entity = entity;
