@@ -30,14 +30,16 @@ void require_fit(int64_t count, int64_t most, const char* name) {
   }
 }
 
-// Writes `count` values at a section of int32 and repeats `padding` up to `size`.
-void put_ints(char* block, int64_t begin, const int32_t* values, int64_t count, int64_t size,
-              int32_t padding) {
-  constexpr int64_t kBytes = sizeof(int32_t);
-  put_section(block, begin, values, count * kBytes);
-  for (int64_t i = count; i < size; ++i) {
-    put_section(block, begin + i * kBytes, &padding, kBytes);
-  }
+// Writes `count` values at a section, repeats `padding` up to `size`, and zeroes what is left of
+// its last 16 bytes: a block's bytes follow from its plan alone.
+template <class T>
+void put_all(char* block, int64_t begin, const T* values, int64_t count, int64_t size,
+             const T& padding) {
+  constexpr int64_t kBytes = sizeof(T);
+  put_section(block, begin, values, std::min(count, size) * kBytes);
+  for (int64_t i = count; i < size; ++i) put_section(block, begin + i * kBytes, &padding, kBytes);
+  const int64_t end = begin + size * kBytes;
+  std::memset(block + end, 0, static_cast<size_t>(round_up(end, kSectionAlignment) - end));
 }
 
 }  // namespace
@@ -271,17 +273,16 @@ BatchWork::Sections BatchWork::sections() const {
 void BatchWork::write_block(char* block) const {
   const Sections& s = sections_;
   const scheduler::Lengths& n = *lengths_;
-  std::memset(block, 0, static_cast<size_t>(s.bytes));
   const std::vector<int32_t>* const arrays[8] = {&n.q_len,     &n.kv_len,   &n.q_row0,
                                                  &n.kv_row0,   &n.q_offset, &n.q_token0,
                                                  &n.kv_token0, &n.kv_first};
   for (int i = 0; i < 8; ++i) {
-    put_ints(block, s.per_request[i], arrays[i]->data(), count_of(arrays[i]->size()),
-             sizes_.requests, 0);
+    put_all(block, s.per_request[i], arrays[i]->data(), count_of(arrays[i]->size()),
+            sizes_.requests, 0);
   }
   if (is_paged()) {
-    put_ints(block, s.page_indptr, n.page_indptr.data(), count_of(n.page_indptr.size()),
-             sizes_.requests + 1, n.page_indptr.back());
+    put_all(block, s.page_indptr, n.page_indptr.data(), count_of(n.page_indptr.size()),
+            sizes_.requests + 1, n.page_indptr.back());
   }
   if (sizes_.row_tokens > 0) {
     // Kernels of plans that may have groups find every row through these.
@@ -295,35 +296,27 @@ void BatchWork::write_block(char* block) const {
       tokens.resize(requests.size());
       std::iota(tokens.begin(), tokens.end(), 0);
     }
-    put_ints(block, s.row_request, requests.data(), count_of(requests.size()), sizes_.row_requests,
-             0);
-    put_ints(block, s.row_token, tokens.data(), count_of(tokens.size()), sizes_.row_tokens, 0);
+    put_all(block, s.row_request, requests.data(), count_of(requests.size()), sizes_.row_requests,
+            0);
+    put_all(block, s.row_token, tokens.data(), count_of(tokens.size()), sizes_.row_tokens, 0);
   } else {
-    put_section(block, s.row_request, n.row_request.data(),
-                sizes_.row_requests * int64_t{sizeof(int32_t)});
+    put_all(block, s.row_request, n.row_request.data(), count_of(n.row_request.size()),
+            sizes_.row_requests, 0);
   }
   const fajit_work no_work{-1, 0, 0, 0, 0, 0, 0, -1};
   for (int kind = 0; kind < 2; ++kind) {
     if (!launches_[kind]) continue;
     const scheduler::KindPlan& planned = plan_->kinds[kind];
-    const int64_t count = count_of(planned.work.size());
-    constexpr int64_t kBytes = sizeof(fajit_work);
-    put_section(block, s.work[kind], planned.work.data(), count * kBytes);
-    for (int64_t i = count; i < sizes_.work[kind]; ++i) {
-      put_section(block, s.work[kind] + i * kBytes, &no_work, kBytes);
-    }
-    put_ints(block, s.worker_indptr[kind], planned.worker_indptr.data(), sizes_.workers[kind] + 1,
-             sizes_.workers[kind] + 1, 0);
+    put_all(block, s.work[kind], planned.work.data(), count_of(planned.work.size()),
+            sizes_.work[kind], no_work);
+    put_all(block, s.worker_indptr[kind], planned.worker_indptr.data(), sizes_.workers[kind] + 1,
+            sizes_.workers[kind] + 1, 0);
   }
   const fajit_merge_work no_merge{-1, 0, 0, 0, 0, 0, 0, 0};
-  constexpr int64_t kMergeBytes = sizeof(fajit_merge_work);
-  const int64_t merges = count_of(plan_->merge_work.size());
-  put_section(block, s.merge_work, plan_->merge_work.data(), merges * kMergeBytes);
-  for (int64_t i = merges; i < sizes_.merge_work; ++i) {
-    put_section(block, s.merge_work + i * kMergeBytes, &no_merge, kMergeBytes);
-  }
-  put_ints(block, s.merge_sources, plan_->merge_sources.data(),
-           count_of(plan_->merge_sources.size()), sizes_.merge_sources, 0);
+  put_all(block, s.merge_work, plan_->merge_work.data(), count_of(plan_->merge_work.size()),
+          sizes_.merge_work, no_merge);
+  put_all(block, s.merge_sources, plan_->merge_sources.data(),
+          count_of(plan_->merge_sources.size()), sizes_.merge_sources, 0);
 }
 
 void BatchWork::fill_on_device(const char* block, fajit_args& args) const {

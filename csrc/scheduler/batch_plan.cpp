@@ -102,12 +102,9 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
     }
   }
   plan.worker_indptr.push_back(static_cast<int32_t>(replicas * count));
-  plan.work.reserve(replicas * count);
-  plan.cost_ns.reserve(replicas * count);
-  plan.load_ns.reserve(replicas * workers);
-  plan.work.resize(count);
-  plan.cost_ns.resize(count);
-  plan.load_ns.resize(workers, 0.0f);
+  plan.work.resize(replicas * count);
+  plan.cost_ns.resize(replicas * count);
+  plan.load_ns.resize(replicas * workers, 0.0f);
   std::vector<std::pair<size_t, int32_t>> states;  // (item, part) of those that write one
   for (const int32_t id : balance.order) {
     const Part& part = balance.parts[static_cast<size_t>(id)];
@@ -125,12 +122,14 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
 
   for (size_t r = 1; r < replicas; ++r) {
     const int32_t head = static_cast<int32_t>(r) * balance.heads * group_size;
+    const fajit_work* const first = plan.work.data();
+    fajit_work* const copy = plan.work.data() + r * count;
     for (size_t i = 0; i < count; ++i) {
-      plan.work.push_back(plan.work[i]);
-      plan.work.back().head_begin += head;
-      plan.cost_ns.push_back(plan.cost_ns[i]);
+      copy[i] = first[i];
+      copy[i].head_begin += head;
     }
-    for (size_t w = 0; w < workers; ++w) plan.load_ns.push_back(plan.load_ns[w]);
+    std::copy_n(plan.cost_ns.data(), count, plan.cost_ns.data() + r * count);
+    std::copy_n(plan.load_ns.data(), workers, plan.load_ns.data() + r * workers);
   }
   for (size_t r = 0; r < replicas; ++r) {
     for (const auto& [at, id] : states) {

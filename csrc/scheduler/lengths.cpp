@@ -146,6 +146,10 @@ class Reader {
       fail(owner.array("page_indptr") + " ends at page " + number(base + indptr.back()) +
            " of all levels, which does not fit 32 bits");
     }
+    const size_t all = out_.kv_len.size() + static_cast<size_t>(count);
+    out_.kv_len.reserve(all);
+    out_.kv_row0.reserve(all);
+    out_.page_indptr.reserve(all + 1);
     if (out_.page_indptr.empty()) out_.page_indptr.push_back(0);
     for (int64_t i = 0; i < count; ++i) {
       const size_t n = static_cast<size_t>(i);
@@ -284,7 +288,8 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
   reader.read_storage(storage, count, requests);
   const int64_t request_keys = out.num_kv_tokens;
   out.q_row0.assign(q.begin(), q.end() - 1);
-  for (size_t b = 0; b + 1 < q.size(); ++b) out.q_len.push_back(q[b + 1] - q[b]);
+  out.q_len.resize(static_cast<size_t>(count));
+  for (size_t b = 0; b + 1 < q.size(); ++b) out.q_len[b] = q[b + 1] - q[b];
   out.kv_first.assign(static_cast<size_t>(count), 0);
 
   if (!levels.empty()) {

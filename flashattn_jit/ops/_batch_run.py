@@ -13,7 +13,7 @@ from ..errors import InputError, LaunchError
 from ..variants.binding import Bound, bind
 from . import _check
 from ._batch_kernels import Options
-from ._batch_plan import Batch, Params, Variation, mask_values, refuse_mask_params, vary
+from ._batch_plan import Batch, Params, Ready, Variation, mask_values, refuse_mask_params, vary
 from ._dense import bind_tensors, result_dtype
 from ._launch import DTYPE_NAMES
 from ._workspace import Workspace
@@ -42,8 +42,8 @@ class Planned:
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "state", "variations",
-        "workspace",
+        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "scale", "state",
+        "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +61,7 @@ class Planned:
         self.habits = habits
         self.page_indptr = page_indptr  # for messages
         self.pointwise = first.known.pointwise
+        self.scale = _check.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known.handle, unaligned): first}
 
     @property
@@ -94,31 +95,35 @@ class Planned:
             refuse_mask_params(batch.variant, params, bound.mask_params)
             variation = self._vary(bound, unaligned, params)
         tensors, scalars = variation.values(bound)
+        inputs = (q, k, v, *tensors)
         if torch.is_grad_enabled():
-            _check.check_grad((q, k, v, *tensors))
+            _check.check_grad(inputs)
         addresses, layouts, held = bind_tensors(variation.known, tensors)
         with_lse = return_lse or (partial and not self.pointwise)
         signature = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
             v.dtype, q.device, k.device, v.device, layouts, with_lse, return_lse, partial,
-            None if out is None else out.stride(),
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
         )  # fmt: skip
-        call = variation.calls.get(signature)
-        if call is None:
+        ready = variation.ready.get(signature)
+        if ready is None:
             _check_call(self, q, k, v)
             if return_lse and self.pointwise:
                 raise InputError(
                     "return_lse: a pointwise normaliser has no log-sum-exp; only softmax "
                     "variants do"
                 )
-            call = self._call(variation, signature, q, k, v, layouts, with_lse, partial, out)
-        scale = _check.check_scale(scale, options.head_dim)
+            ready = self._ready(variation, inputs, layouts, with_lse, partial, out)
+            if len(variation.ready) >= _KEPT_SIGNATURES:
+                variation.ready.clear()
+            variation.ready[signature] = ready
+        call, shape, dtype = ready.call, ready.shape, ready.dtype
+        scale = self.scale if scale is None else _check.check_scale(scale, options.head_dim)
         device = None if self.cpu else q.device
-        shape = (q.shape[0], q.shape[1], options.head_dim_v)
         if out is None:
-            result = torch.empty(shape, dtype=result_dtype(q, partial), device=device)
+            result = torch.empty(shape, dtype=dtype, device=device)
         else:
-            _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *tensors))
+            _check.check_apart(out, ready.out_bytes, inputs, ready.input_bytes)
             result = out
         lse = torch.empty(shape[:2], dtype=torch.float32, device=device) if with_lse else None
         space, place = self.workspace.take(variation.native.workspace_bytes)
@@ -155,24 +160,22 @@ class Planned:
             self.variations = {}
         return self.variations.setdefault((bound.handle, unaligned), made)
 
-    def _call(
+    def _ready(
         self,
         variation: Variation,
-        signature: tuple[object, ...],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
         layouts: Sequence[Any],
         with_lse: bool,
         partial: bool,
         out: torch.Tensor | None,
-    ) -> _C.BatchCall:
+    ) -> Ready:
         options = self.batch.options
+        q, k, v = inputs[:3]
         heads, head_dim_v = options.num_q_heads, options.head_dim_v
         own = (0, head_dim_v, heads * head_dim_v)
+        shape, dtype = (q.shape[0], heads, head_dim_v), result_dtype(q, partial)
         if out is not None:
-            dtype = result_dtype(q, partial)
-            _check.check_out(out, (q.shape[0], heads, head_dim_v), dtype, (q, k, v))
+            _check.check_out_layout(out, shape, dtype, q.device)
             own = (0, out.stride(1), out.stride(0))
         try:
             call = variation.core.bind(
@@ -187,13 +190,13 @@ class Planned:
             )  # fmt: skip
         except ValueError as error:
             raise InputError(str(error)) from None
-        if len(variation.calls) >= _KEPT_CALLS:
-            variation.calls.clear()
-        variation.calls[signature] = call
-        return call
+        return Ready(
+            call, shape, dtype, 0 if out is None else _check.extent(out),
+            tuple(_check.extent(t) for t in inputs),
+        )  # fmt: skip
 
 
-_KEPT_CALLS = 256
+_KEPT_SIGNATURES = 256
 
 
 def _key_strides(keys: torch.Tensor) -> tuple[int, int, int]:

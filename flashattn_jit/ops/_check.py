@@ -200,9 +200,16 @@ def check_out(
     out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, inputs: Sequence[torch.Tensor]
 ) -> None:
     """`out` has the result's shape and dtype, a contiguous last dim, and overlaps no input."""
+    check_out_layout(out, shape, dtype, inputs[0].device)
+    check_apart(out, extent(out), inputs, [extent(t) for t in inputs])
+
+
+def check_out_layout(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """What of `check_out` does not depend on where tensors lie."""
     if not isinstance(out, torch.Tensor):
         raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
-    device = inputs[0].device
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise InputError(
             f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
@@ -216,10 +223,25 @@ def check_out(
         raise InputError("out is an expanded tensor: several entries share one address")
     if not _dense(out):
         raise InputError("out's entries overlap each other; pass a tensor of its own")
-    begin, end = _span(out)
-    for tensor in inputs:
-        low, high = _span(tensor)
-        if tensor.numel() and low < end and begin < high:
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first to past its last, by shape, strides and dtype; 0 if empty."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def check_apart(
+    out: torch.Tensor, size: int, inputs: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> None:
+    """Raises InputError where out and an input, of these extents, may share an address."""
+    begin = out.data_ptr()
+    end = begin + size
+    for tensor, bytes_ in zip(inputs, sizes, strict=True):
+        low = tensor.data_ptr()
+        if low < end and begin < low + bytes_ and size and bytes_:
             raise InputError("out shares memory with an input; pass a tensor of its own")
 
 
@@ -232,10 +254,3 @@ def _dense(tensor: torch.Tensor) -> bool:
             return False
         reach = stride * (size - 1) + reach
     return True
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte address that the tensor may touch."""
-    begin = tensor.data_ptr()
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()

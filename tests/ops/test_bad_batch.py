@@ -358,6 +358,25 @@ def test_results_and_scale_that_do_not_fit() -> None:
         made.run(q, k, v, scale=float("nan"))
 
 
+def test_results_that_overlap_after_runs_that_did_not() -> None:
+    memory = torch.ones(6 * 4 * 16 + 4)
+    factors, whole = memory[380:384], memory[:384].view(6, 4, 16)
+    made = batch(fa.variant(score_mod=lambda score, b, h, i, j: score * factors[h]))
+    made.plan(Q_INDPTR, fa.Ragged(KV_INDPTR))
+    q, k, v = packed()
+    apart = torch.empty(6, 4, 16)
+    made.run(q, k, v, out=apart)
+    before = apart.clone()
+    for out, inputs in (
+        (q, (q, k, v)), (whole, (q, k, v)), (k.view(-1)[:384].view(6, 4, 16), (q, k, v)),
+        (apart, (apart, k, v)), (v.view(-1)[-384:].view(6, 4, 16), (q, k, v)),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="out shares memory with an input"):
+            made.run(*inputs, out=out)
+    made.run(q, k, v, out=apart.zero_())
+    assert torch.equal(apart, before) and bool((memory == 1).all())
+
+
 def test_gradients_and_states_that_do_not_exist() -> None:
     made = batch(fa.Sigmoid())
     made.plan(Q_INDPTR, fa.Ragged(KV_INDPTR))
