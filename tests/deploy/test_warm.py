@@ -266,7 +266,8 @@ def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path
     mark = f"WARM_TEST={tmp_path}"
     process = subprocess.Popen(
         [sys.executable, "-c",
-         "import flashattn_jit as fa\n"
+         # Where this suite runs in a shell's background, SIGINT is ignored by all that it starts.
+         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
          "from flashattn_jit.deploy.warm import warm\n"
          "warm('Causal', head_dims=16, dtypes='fp32', formats=['dense'], targets='cpu:generic',"
          "     jobs=2)"],
