@@ -10,6 +10,7 @@ from click.shell_completion import CompletionItem
 
 from .. import env
 from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS, host_target
+from ..deploy.structures import library_names
 from ..planner.reachable import FORMATS
 from . import variant_names
 
@@ -133,7 +134,7 @@ class VariantType(_Type):
     ) -> list[CompletionItem]:
         if "/" in incomplete or "." in incomplete:
             return [CompletionItem(incomplete, type="file")]
-        names = {n: _first_line(n) for n in variant_names.library_names()}
+        names = {n: _first_line(n) for n in library_names()}
         return _beginning(incomplete, names)
 
 

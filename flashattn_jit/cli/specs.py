@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ..codegen.document import spec_from_document
 from ..codegen.requests import AnySpec
-from ..deploy.manifest import Line, merged, parse_line, read_manifest
-from ..errors import InputError, ManifestError
+from ..deploy.manifest import Line, read_lines, read_manifest
+from ..errors import InputError
 from ..jit.key import kernel_key
 from ..jit.toolchain import flags_for
 from .entries import find
@@ -66,14 +66,7 @@ def manifest_lines(path: str) -> tuple[Line, ...]:
     """
     if path != "-":
         return read_manifest(path, allow_cpp=True)
-    lines = []
-    for number, text in enumerate(sys.stdin, 1):
-        if text.strip():
-            try:
-                lines.append(parse_line(text, allow_cpp=True))
-            except ManifestError as error:
-                raise ManifestError(f"standard input, line {number}: {error}") from None
-    return merged(lines)
+    return read_lines("standard input", sys.stdin, allow_cpp=True)
 
 
 def _of(spec: AnySpec) -> Named:

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..deploy.structures import library_names
 from ..errors import InputError
 from ..variants import library
 from ..variants.spec import Variant, as_variant
@@ -34,18 +35,6 @@ def is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):
         return False
-
-
-def library_names() -> list[str]:
-    """Names of the library that make a variant: its variant classes and their makers."""
-    makers = {"Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput"}
-    return sorted(
-        name
-        for name in library.__all__
-        if name in makers
-        or isinstance(found := getattr(library, name), type)
-        and issubclass(found, Variant)
-    )
 
 
 def variant_of(text: str) -> Variant:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..variants.ir_check import fitting_name
 from .spec import KernelSpec
 from .utility import UtilitySpec, render_utility
 
@@ -49,5 +50,5 @@ def request_of(spec: AnySpec) -> Request:
 
 
 def name_of(spec: AnySpec) -> str:
-    """What people call the spec: its variant's name, a utility's kernel."""
-    return spec.kernel if isinstance(spec, UtilitySpec) else spec.name
+    """What people call the spec: its variant's name as manifests spell it, a utility's kernel."""
+    return spec.kernel if isinstance(spec, UtilitySpec) else fitting_name(spec.name)

@@ -16,7 +16,8 @@ from ..errors import InputError, VariantError
 from ..ops._bits import BlockBits, TreeBits
 from ..ops.flex import sharpened
 from ..planner.reachable import COMPOSED, FORMATS
-from ..variants.spec import CppHook, FunctionVariant, Variant, variant
+from ..variants.library import Full
+from ..variants.spec import FULL, CppHook, FunctionVariant, Variant, variant
 
 
 class Composition(NamedTuple):
@@ -48,6 +49,9 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
             # A mask that is C++ text goes with no other: then there are no such calls either.
             with contextlib.suppress(VariantError):
                 yield Composition(chosen & bits(), dict(_STAND_INS[name]), (name,))
+    if "max_scores" in formats:
+        # What flex_attention makes without hooks is what fa.Full is.
+        chosen = FULL if type(chosen) is Full else chosen
     if "max_scores" in formats and _of_flex(chosen):
         sharp = chosen
         if hasattr(chosen, "score_mod"):

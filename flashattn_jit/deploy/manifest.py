@@ -3,7 +3,7 @@
 A line is canonical JSON, ``{"manifest_schema":1,"name":"Causal","spec":{...}}``, where `spec` is
 the document that keys are made of, with the variant's IR. So a manifest holds no pickles, no import
 paths and no code (but see below), reads the same on any machine, and can be lowered again for
-another target (`deploy.recording.retarget`). Lines are sorted; equal manifests are equal files.
+another target (`planner.reachable.retarget`). Lines are sorted; equal manifests are equal files.
 
 Manifests are not trusted: reading one checks everything (`spec_from_document`). Hooks that were
 given as C++ text are code, so lines with them are refused unless ``allow_cpp=True`` says that the
@@ -52,15 +52,7 @@ class Line:
 
 def line_of(spec: AnySpec) -> Line:
     """The line of a spec; a name that lines may not have is spelled with underscores."""
-    return Line(_fitting(name_of(spec)), spec)
-
-
-def _fitting(name: str) -> str:
-    try:
-        return check_name("name", name)
-    except ManifestError:
-        kept = "".join(c if c.isprintable() and c not in '"\\?' else "_" for c in name[:200])
-        return kept or "variant"
+    return Line(name_of(spec), spec)
 
 
 def line_text(line: Line) -> str:
@@ -107,13 +99,21 @@ def read_manifest(path: str | os.PathLike[str], *, allow_cpp: bool = False) -> t
     Example:
         >>> lines = read_manifest("service.jsonl")
     """
+    return read_lines(str(path), _read(Path(path)).split("\n"), allow_cpp)
+
+
+def read_lines(where: str, texts: Iterable[str], allow_cpp: bool) -> tuple[Line, ...]:
+    """The lines of a manifest that is read already, as `read_manifest`; errors begin with `where`.
+
+    Raises ManifestError.
+    """
     lines = []
-    for number, text in enumerate(_read(Path(path)).split("\n"), 1):
+    for number, text in enumerate(texts, 1):
         if text.strip():
             try:
                 lines.append(parse_line(text, allow_cpp=allow_cpp))
             except ManifestError as error:
-                raise ManifestError(f"{path}, line {number}: {error}") from None
+                raise ManifestError(f"{where}, line {number}: {error}") from None
     return merged(lines)
 
 

@@ -7,6 +7,7 @@ any will do; where one of them would, warming says which argument it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 
 from ..codegen.requests import AnySpec
 from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target
-from ..errors import InputError, ParamError, TargetError
+from ..errors import FlashAttnJitError, InputError, ParamError, TargetError
+from ..ops._batch_plan import _stand_in
 from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ..ops._placement import device_target
 from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
-from ..variants.binding import bind
+from ..variants import library
+from ..variants.binding import Bound, bind
 from ..variants.ir import VariantIR
 from ..variants.params import MISSING, Dims
 from ..variants.spec import Variant, as_variant
@@ -35,6 +38,9 @@ _PROBES = (
 )
 """Sizes that variants are bound with where defaults ask for some: a kernel that is the same for
 both is the same for all."""
+_PLANNED = ("ragged", "paged", "sparse", "cascade", "tree", "block_bits")
+_MAKERS = frozenset({"Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput"})
+"""Functions of the library that make variants."""
 
 
 def specs_of(
@@ -49,7 +55,7 @@ def specs_of(
     """All that `reachable` and `utilities` list for some variants.
 
     Combinations that a target has no kernels for are left out. Raises InputError where nothing is
-    left; ParamError, TraceError as a call does.
+    left, of all or of one variant; ParamError, TraceError as a call does.
     """
     pairs = [(t, d) for t in targets for d in dtypes if takes_dtypes(t, d)]
     if not pairs:
@@ -64,13 +70,26 @@ def specs_of(
             raise ParamError(f"params: no variant has a param {name!r}")
     found: list[AnySpec] = []
     for chosen in variants:
-        for made in compositions(chosen, formats or FORMATS):
+        made_of = list(compositions(chosen, formats or FORMATS))
+        if not made_of:
+            raise InputError(
+                f"formats: no calls of {chosen.name} are {' or '.join(formats or FORMATS)}; "
+                "max_scores is for what flex_attention makes of a score_mod and a mask_mod, tree "
+                "and block_bits are for masks that are no C++ text"
+            )
+        for made in made_of:
             for head_dim, head_dim_v in head_dims:
                 dims = (head_dim, made.head_dim_v or head_dim_v)
-                ir = variant_ir(made.variant, dims, heads, {**params, **made.params})
-                for target, of in pairs:
-                    specs = reachable(ir, dims, of, target, made.formats)
-                    found += [replace(spec, name=chosen.name) for spec in specs]
+                given = {**params, **made.params}
+                irs = [(variant_ir(made.variant, dims, heads, given), made.formats)]
+                if planned := tuple(f for f in made.formats if f in _PLANNED):
+                    irs += [(ir, planned) for ir in _planned(made.variant, dims, heads, given)]
+                for ir, kinds in irs:
+                    for target, of in pairs:
+                        # The pass for row maxima has values of its own, in q's dtype.
+                        own = (of[0], of[1], of[0]) if kinds == ("max_scores",) else of
+                        specs = reachable(ir, dims, own, target, kinds)
+                        found += [replace(spec, name=chosen.name) for spec in specs]
     for target, of in pairs:
         found += utilities(of[1:], target)
     return found
@@ -87,10 +106,52 @@ def variant_ir(
     Raises InputError where it depends on the number of heads and `heads` is None, ParamError where
     a param is missing or does not fit, TraceError.
     """
+    return _bound(chosen, dims, heads, params).ir
+
+
+def _planned(
+    chosen: Variant,
+    dims: HeadDims,
+    heads: tuple[int, int] | None,
+    params: Mapping[str, object],
+) -> list[VariantIR]:
+    """What `BatchAttention.plan` asks kernels for, before runs bring the params of other hooks.
+
+    It stands in for them; in later plans with the dtypes that runs gave.
+    """
+    mask_params = _bound(chosen, dims, heads, params).mask_params
+    late = [
+        d for d in chosen._declared
+        if d.name in params and d.name not in mask_params and d.param.kind != "static"
+    ]  # fmt: skip
+    if not late:
+        return []
+    sizes = _PROBES[0]._replace(head_dim=dims[0], head_dim_v=dims[1])
+    if heads:
+        sizes = sizes._replace(num_q_heads=heads[0], num_kv_heads=heads[1])
+    found = []
+    for later in (False, True):
+        values = dict(params)
+        for d in late:
+            value = values.pop(d.name)
+            if d.param.default is MISSING and d.param.name not in d.owner.__dict__:
+                dtype = value.dtype if later and isinstance(value, torch.Tensor) else None
+                values[d.name] = _stand_in(d.param, sizes, dtype)
+        with suppress(FlashAttnJitError):  # plan() refuses it, too
+            found.append(variant_ir(chosen, dims, heads, values))
+    return found
+
+
+def _bound(
+    chosen: Variant,
+    dims: HeadDims,
+    heads: tuple[int, int] | None,
+    params: Mapping[str, object],
+) -> Bound:
     own = {d.name for d in chosen._declared}
     given = {name: value for name, value in params.items() if name in own}
     reads_sizes = any(callable(d.param.default) and d.name not in given for d in chosen._declared)
-    irs = []
+    bounds = []
     for probe in _PROBES if reads_sizes else (Dims(),):
         # Sizes that are not known are not compared with those of given tensors.
         sizes = Dims(num_q_heads=probe.num_q_heads, num_kv_heads=probe.num_kv_heads)
@@ -98,10 +159,10 @@ def variant_ir(
         if heads:
             sizes = sizes._replace(num_q_heads=heads[0], num_kv_heads=heads[1])
         try:
-            irs.append(bind(chosen, sizes, given).ir)
+            bounds.append(bind(chosen, sizes, given))
         except ParamError as error:
             raise ParamError(f"{error}{_remedy(chosen, given, heads)}") from error
-    if any(ir != irs[0] for ir in irs):
+    if any(bound.ir != bounds[0].ir for bound in bounds):
         raise InputError(
             f"the kernels of {chosen.name} depend on sizes: "
             + (
@@ -110,7 +171,7 @@ def variant_ir(
                 else "give num_q_heads= and num_kv_heads="
             )
         )
-    return irs[0]
+    return bounds[0]
 
 
 def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
@@ -151,21 +212,33 @@ def parse_dtypes(dtypes: Any) -> tuple[Dtypes, ...]:
     return tuple(dict.fromkeys(_dtypes(one) for one in dtypes))
 
 
+def library_names() -> list[str]:
+    """Names of the library that make a variant: its variant classes and their makers."""
+    return sorted(
+        name
+        for name in library.__all__
+        if name in _MAKERS
+        or isinstance(found := getattr(library, name), type)
+        and issubclass(found, Variant)
+    )
+
+
 def parse_variant(what: Any) -> Variant:
     """A variant, a bare hook or class of the library's, by name or itself. Raises InputError."""
+    make = what if isinstance(what, type) and issubclass(what, Variant) else None
     if isinstance(what, str):
-        from ..variants import library
-
-        found = getattr(library, what, None) if what in library.__all__ else None
-        if not (isinstance(found, type) and issubclass(found, Variant)):
-            names = [n for n in library.__all__ if n[0].isupper()]
+        if what not in library_names():
             raise InputError(
                 f"{what!r} is no file and no variant of the library; variants are "
-                f"{', '.join(names)}"
+                f"{', '.join(library_names())}"
             )
-        what = found
-    if isinstance(what, type) and issubclass(what, Variant):
-        what = what()
+        make = getattr(library, what)
+    if make is not None:
+        try:
+            what = make()
+        except TypeError as error:
+            name = make.__name__
+            raise InputError(f"{name} needs arguments, give {name}(...): {error}") from None
     return as_variant(what)
 
 
@@ -223,5 +296,5 @@ def _dtype_name(one: Any, allowed: Sequence[torch.dtype]) -> str:
     return name
 
 
-__all__ = ["parse_dtypes", "parse_head_dims", "parse_targets", "parse_variant",
+__all__ = ["library_names", "parse_dtypes", "parse_head_dims", "parse_targets", "parse_variant",
            "specs_of", "variant_ir"]  # fmt: skip

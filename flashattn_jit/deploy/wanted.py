@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..codegen.requests import AnySpec
+from ..codegen.spec import KernelSpec
 from ..errors import InputError
 from ..planner.reachable import retarget
 from . import structures
-from .manifest import Line, merged, parse_line, read_manifest
+from .manifest import Line, read_lines, read_manifest
 
 _STDIN = "-"
 
@@ -48,6 +49,11 @@ def wanted_specs(
     for spec in recorded:
         for target in chosen or (spec.target,):
             found += retarget(spec, target)
+    if not found and any(isinstance(spec, KernelSpec) for spec in recorded):
+        raise InputError(
+            f"none of the targets {', '.join(chosen)} has kernels for the dtypes that were "
+            "recorded; CUDA targets take bfloat16 and float16 (sm_75: float16)"
+        )
     if variants:
         if not head_dims or not dtypes:
             raise InputError(
@@ -84,10 +90,4 @@ def _is_manifest(name: str) -> bool:
 def _lines(path: str | os.PathLike[str], allow_cpp: bool) -> Iterable[Line]:
     if path != _STDIN:
         return read_manifest(path, allow_cpp=allow_cpp)
-    return merged(_parsed(sys.stdin, allow_cpp))
-
-
-def _parsed(texts: Iterable[str], allow_cpp: bool) -> Iterator[Line]:
-    for text in texts:
-        if text.strip():
-            yield parse_line(text, allow_cpp=allow_cpp)
+    return read_lines("standard input", sys.stdin, allow_cpp)

@@ -66,7 +66,7 @@ def warm(
             dtype than the queries'; one or several.
         targets: "cpu:avx2", "sm_90", ..., "host", "cpu", "cuda" or "all"; none of them need run
             here. By default a manifest's own targets, and for variants "host".
-        formats: for variants: the kinds of calls; see `planner.reachable.FORMATS`. All by default.
+        formats: for variants: the kinds of calls; see `planner.FORMATS`. All by default.
         num_q_heads: for variants whose params have defaults that depend on it.
         num_kv_heads: likewise.
         params: for variants: values of params without a default. Their dtypes, ranks and strides
@@ -109,7 +109,8 @@ def warm(
     )  # fmt: skip
     store = Store(env.cache_dir())
     found, missing = _look_up(specs)
-    failed = _unbuildable(missing) if executor is None else []
+    never = env.compile_mode() == "never"  # executors' processes need not know it
+    failed = _unbuildable(missing) if executor is None or never else []
     refused = {result.key for result in failed}
     missing = [task for task in missing if task.key not in refused]
     missing.sort(key=lambda task: -_cost(task.spec))
@@ -217,9 +218,7 @@ def _build_all(
     with closing(display(progress, total)) as show:
         try:
             for task in tasks:
-                text = make_task(
-                    task.spec.document(), name_of(task.spec), ship=executor is not None
-                )
+                text = task.text(ship=executor is not None)
                 pending[pool.submit(build, text)] = task
             while pending:
                 finished, _ = wait(pending, _LOOK_S, FIRST_COMPLETED)

@@ -83,9 +83,9 @@ def build(task: str) -> Result:
 
     begin = time.perf_counter()
     order = json.loads(task)
-    requests = requests_of(spec_from_document(order["document"], order["name"]))
     with _warnings() as warnings:
         try:
+            requests = requests_of(spec_from_document(order["document"], order["name"]))
             prepared = prepare_kernel(requests)
         except FlashAttnJitError as error:
             result = _failed(error)
@@ -174,12 +174,14 @@ def _import_builder() -> None:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collects what this package warns of, for the process that shows it."""
+    """Collects what this package warns of in this thread, for the process that shows it."""
     found: list[str] = []
+    own = threading.get_ident()  # other threads of an executor have their own builds
 
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
+            if record.thread == own:
+                found.append(record.getMessage())
 
     handler = Collect(logging.WARNING)
     logger = logging.getLogger("flashattn_jit")

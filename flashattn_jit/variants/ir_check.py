@@ -83,6 +83,15 @@ def check_name(where: str, name: object) -> str:
     return name
 
 
+def fitting_name(name: str) -> str:
+    """`name`, or where `check_name` refuses it one like it, with underscores."""
+    try:
+        return check_name("name", name)
+    except ManifestError:
+        kept = "".join(c if c.isprintable() and c not in '"\\?' else "_" for c in name[:MAX_NAME])
+        return kept or "variant"
+
+
 def variant_from_document(where: str, doc: object) -> VariantIR:
     """The variant of a document that came from outside.
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.requests import request_of
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, host_target
 from flashattn_jit.codegen.utility import UtilitySpec
 from flashattn_jit.deploy import structures, worker
@@ -35,6 +36,7 @@ from flashattn_jit.errors import (
     TargetError,
     WarmError,
 )
+from flashattn_jit.jit.misses import build_command
 from flashattn_jit.jit.module import default
 from flashattn_jit.jit.store import Store
 
@@ -110,6 +112,14 @@ def test_a_manifest_stands_for_other_lengths_and_targets() -> None:
         (lambda: warm("Causal", **HERE, params={"cap": 1.0}), ParamError, "'cap'"),
         (lambda: warm("Causal", **HERE, num_q_heads=4), InputError, "both"),
         (lambda: warm([], head_dims=16), InputError, "are for variants"),
+        (lambda: warm("Causal", **{**HERE, "formats": ["max_scores"]}), InputError, "no calls of"),
+        (lambda: warm("Cosal", **HERE), InputError, "QKNorm, .*RoPE"),
+        (lambda: warm("Natten", **HERE), InputError, "Natten needs arguments"),
+        (
+            lambda: warm(wanted_specs("Causal", **HERE), targets="sm_90"),
+            InputError,
+            "none of the targets sm_90 has kernels for the dtypes that were recorded",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(
@@ -149,6 +159,51 @@ def test_defaults_may_depend_on_any_size() -> None:
     assert structures.variant_ir(PerLength(), (16, 16), None, {}).tensors[0].dtype == "float32"
 
 
+def test_a_plan_asks_for_kernels_before_runs_bring_their_params() -> None:
+    class Biased(fa.Variant):
+        bias: torch.Tensor = fa.tensor("batch", "kv_len")
+
+        def score_mod(self, score, b, h, q_idx, kv_idx):
+            return score + self.bias[b, kv_idx]
+
+    q, k, v = torch.randn(3, 4, 2, 16)
+    bias = torch.randn(1, 4, dtype=torch.bfloat16)
+    default.forget()
+    batch = fa.BatchAttention(
+        Biased(), num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=q.dtype, target=TARGET
+    )
+    indptr = torch.tensor([0, 4], dtype=torch.int32)
+    batch.plan(indptr, fa.Ragged(indptr))
+    batch.run(q, k, v, bias=bias)
+    batch.plan(indptr, fa.Ragged(indptr))
+    asked = {loaded.request.spec for loaded in default.loaded()}
+    given = {"bias": bias.expand(3, 4)}
+    for params, of in (({"bias": bias}, asked), (given, set())):
+        specs = wanted_specs(Biased(), params=params, **{**HERE, "formats": ["ragged"]})
+        assert {s.variant.tensors[0].dtype for s in specs} == {"float32", "bfloat16"}
+        assert of <= {spec.document() for spec in specs}
+    dense = wanted_specs(Biased(), params={"bias": bias}, **HERE)
+    assert {s.variant.tensors[0].dtype for s in dense} == {"bfloat16"}
+
+
+def test_row_maxima_are_wanted_with_values_in_the_dtype_of_queries() -> None:
+    sizes = {**HERE, "dtypes": "bf16/int8", "formats": ["max_scores"]}
+    for chosen in (fa.Full(), fa.variant(score_mod=lambda s, b, h, i, j: 2.0 * s)):
+        specs = wanted_specs(chosen, **sizes)
+        assert {(s.q_dtype, s.k_dtype, s.v_dtype) for s in specs} == {
+            ("bfloat16", "int8", "bfloat16")
+        }
+        assert {s.head_dim_v for s in specs} == {1}
+
+
+@pytest.mark.parametrize("name", structures.library_names())
+def test_every_name_of_the_library_is_known(name: str) -> None:
+    try:
+        assert structures.parse_variant(name) is not None
+    except InputError as error:
+        assert "needs arguments" in str(error)
+
+
 # --- what is built -------------------------------------------------------------------------------
 
 
@@ -177,6 +232,21 @@ def test_warming_then_never_compiling(
     with pytest.raises(WarmError, match="forbids to compile") as caught:
         warm("Full", **HERE)
     assert [r.error_type for r in caught.value.report.failures] == ["MissingKernelError"] * 2
+
+
+@pytest.mark.parametrize("name", ["is it causal?", "long " * 50])
+def test_names_that_calls_accept_are_built(name: str) -> None:
+    chosen = fa.variant(mask_mod=lambda b, h, i, j: i >= j, name=name)
+    report = warm(chosen, **HERE)
+    assert [r.built for r in report.results] == [True, True]
+    spec = wanted_specs(chosen, **HERE)[0]
+    request = request_of(spec)
+    assert "flashattn-jit warm" in build_command(request.spec, request.name)
+
+
+def test_an_unreadable_task_is_a_result() -> None:
+    result = worker.build(worker.make_task("{}", "name", ship=False))
+    assert result["error_type"] == "ManifestError"
 
 
 def test_one_that_fails_does_not_stop_the_others() -> None:
