@@ -96,8 +96,7 @@ class Planned:
             variation = self._vary(bound, unaligned, params)
         tensors, scalars = variation.values(bound)
         inputs = (q, k, v, *tensors)
-        if torch.is_grad_enabled():
-            _check.check_grad(inputs)
+        _check.check_grad(inputs)
         addresses, layouts, held = bind_tensors(variation.known, tensors)
         with_lse = return_lse or (partial and not self.pointwise)
         signature = (

@@ -198,3 +198,17 @@ def test_a_result_goes_where_it_is_wanted() -> None:
     out = made.run(batch.q, batch.k, batch.v, out=wide[:, 2:6])
     assert torch.equal(out, made.run(batch.q, batch.k, batch.v))
     assert (wide[:, :2] == 7).all() and (wide[:, 6:] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, on first use
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_input_with_a_tangent_is_refused(grad: bool) -> None:
+    q, k, v = torch.randn(3, 4, 2, 16)
+    batch = fa.BatchAttention(
+        fa.Causal(), num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=q.dtype
+    )
+    batch.plan(indptr((4,)), fa.Ragged(indptr((4,))))
+    with torch.set_grad_enabled(grad), torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(fa.GradError, match="tangent"):
+            batch.run(dual, k, v)
