@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import flashattn_jit as fa
+from benchmarks._cache_folder import cache_in
 from benchmarks._measure import Row, median
 from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
@@ -158,13 +158,8 @@ def _retitle(store: Store, entry: Entry, number: int) -> None:
 
 @contextlib.contextmanager
 def _fresh_cache() -> Iterator[Path]:
-    before = os.environ.get("FLASHATTN_JIT_CACHE_DIR")
-    with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
-        os.environ["FLASHATTN_JIT_CACHE_DIR"] = f"{folder}/cache"
-        try:
-            yield Path(folder) / "cache"
-        finally:
-            if before is None:
-                del os.environ["FLASHATTN_JIT_CACHE_DIR"]
-            else:
-                os.environ["FLASHATTN_JIT_CACHE_DIR"] = before
+    with (
+        tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder,
+        cache_in(Path(folder)),
+    ):
+        yield Path(folder) / "cache"

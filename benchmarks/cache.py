@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._cache_compile import front_end_rows, nvcc_rows
+from benchmarks._cache_folder import cache_in, variables
 from benchmarks._measure import Row, arguments, median, ratio, report
 from flashattn_jit.codegen.requests import Request
 from flashattn_jit.codegen.target import host_target
@@ -94,7 +95,7 @@ def wanted(rows: int, dtype: str, target: str | None = None) -> tuple[Request, .
 def look_up_rows(options: argparse.Namespace) -> list[Row]:
     """Memory hits in this process, disk hits in new ones."""
     with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
-        with _cache_in(Path(folder)):
+        with cache_in(Path(folder)):
             requests = wanted(1, "float32")
             default.load_stepping(requests)
             rows = [
@@ -156,7 +157,7 @@ def compile_rows(options: argparse.Namespace) -> list[Row]:
     rounds = max(5, options.pairs // 2)
     with (
         tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder,
-        _cache_in(Path(folder)),
+        cache_in(Path(folder)),
     ):
         rows = []
         for query_rows, dtype, what in _KERNELS:
@@ -188,37 +189,11 @@ SECTIONS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = {
 }
 
 
-class _cache_in:
-    """The cache of this process is in a folder, for as long as this is entered."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> None:
-        self._previous = {n: os.environ.get(n) for n in _environment(self._folder)}
-        os.environ.update(_environment(self._folder))
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    return {
-        "FLASHATTN_JIT_CACHE_DIR": str(folder / "cache"),
-        "FLASHATTN_JIT_CACHE_PATH": "",
-        "FLASHATTN_JIT_COMPILE": "missing",
-    }
-
-
 def _process(code: str, folder: Path, *words: str) -> list[float]:
     """The numbers that a new process prints."""
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
-        env=os.environ | _environment(folder),
+        env=os.environ | variables(folder),
         cwd=_ROOT,
         check=True,
         capture_output=True,
