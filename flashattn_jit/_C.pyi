@@ -104,7 +104,13 @@ class Module:
 
     @property
     def last_run(self) -> int:
-        """The epoch (`begin_run_epoch`) in which it last ran, or was launched as data; 0 before."""
+        """The epoch (`begin_run_epoch`) in which it last ran, or was launched as data; 0 before.
+
+        Planning with it counts as well, by `note_run`.
+        """
+
+    def note_run(self) -> None:
+        """Marks it as run in the current epoch, at the cost of a compare."""
 
     def load(self, device: int) -> None:
         """Loads its kernels on a CUDA device, once. Raises `LaunchError`."""

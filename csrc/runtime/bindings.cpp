@@ -88,6 +88,7 @@ void bind_module(py::module_& m) {
       .def_property_readonly("description", &Module::description)
       .def_property_readonly("is_cuda", &Module::is_cuda)
       .def_property_readonly("last_run", &Module::last_run)
+      .def("note_run", &Module::note_run)
       .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def("classify", &classify, py::arg("problem"), py::arg("request"), py::arg("head_begin"),
            py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"), py::arg("tile_q"),

@@ -37,7 +37,13 @@ class Module {
   }
   int classify(const fajit_classify_args& args) const { return classify_(&args); }
 
-  // The epoch in which it last ran or was launched, as data too; 0 before it first did.
+  // Marks it as run in the current epoch: calls do, and plans that will call it.
+  // A write a span, not a call: threads of one call share the line.
+  void note_run() const {
+    const int64_t now = run_epoch.load(std::memory_order_relaxed);
+    if (last_run() != now) last_run_.store(now, std::memory_order_relaxed);
+  }
+  // The epoch in which it last ran or was launched, as data too, or planned with; 0 before.
   int64_t last_run() const { return last_run_.load(std::memory_order_relaxed); }
 
   // Whether this is a CUDA artifact. What follows is for those only. Such an artifact is opened on
@@ -54,12 +60,6 @@ class Module {
   std::string cuda_error() const;
 
  private:
-  // A write a span, not a call: threads of one call share the line.
-  void note_run() const {
-    const int64_t now = run_epoch.load(std::memory_order_relaxed);
-    if (last_run() != now) last_run_.store(now, std::memory_order_relaxed);
-  }
-
   std::string path_;
   std::string description_;
   decltype(&fajit_attention) attention_;

@@ -1,8 +1,10 @@
-"""`fa.record_manifest`: which kernels ran, written as a manifest.
+"""`fa.record_manifest`: which kernels ran, or were planned with, written as a manifest.
 
 Each module of the process remembers the epoch in which it last ran. A block begins a new one, and
 at its end the modules that ran since are what it records: kernels that were loaded before, calls
 whose plans are remembered and other threads' calls are among them. Nothing is added to a call.
+The kernels of a plan, and of `workspace_bytes` on CUDA, count as run: a later process asks for them
+again, even where the runs of the plan need others, of params that plan() did not know.
 
 A kernel is recorded as it was asked for, before it stepped down to a smaller tile: that is what a
 later process asks for. A CUDA graph is recorded when it is captured, not when it is replayed.
@@ -31,7 +33,11 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add the kernels that run inside the block to a manifest.
+    """Add the kernels that run, or are planned with, inside the block to a manifest.
+
+    Make `fa.BatchAttention` and `fa.CascadeAttention`, or at least plan with them, inside the
+    block: a plan can ask for other kernels than its runs, and one from before adds those of its
+    runs alone.
 
     All of the process counts, whatever thread runs it. Blocks may be nested, and several, of other
     processes too, may write one file: lines are merged, and the same work leaves the same file byte

@@ -100,6 +100,7 @@ class Variation:
 
     def commit(self, state: Any) -> None:
         """Put the plan where its kernels run. state: the object's `DeviceState`, None on CPUs."""
+        _note(self.kernels)
         if state is not None:
             for kernel in self.kernels:
                 if kernel is not None:
@@ -135,6 +136,16 @@ class Variation:
             for slot, value in self.mask_scalars:
                 scalars[slot] = value
         return tensors, scalars
+
+
+def _note(kernels: Pair) -> None:
+    """What is planned with counts as run, for `fa.record_manifest`.
+
+    A later process plans with these again, whether or not a run then needs others.
+    """
+    for kernel in kernels:
+        if kernel is not None and kernel.module is not None:
+            kernel.module.note_run()
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -303,7 +314,9 @@ def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -
     needs = Needs(paged, False, False, unaligned, ALL_ROWS, True)
     if kernels.options.cpu:
         return kernels.unloaded(known, needs)
-    return kernels.pair(bound.handle, known, needs)
+    pair = kernels.pair(bound.handle, known, needs)
+    _note(pair)
+    return pair
 
 
 def check_replayable(before: Variation, now: Variation) -> None:

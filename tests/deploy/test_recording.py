@@ -20,7 +20,7 @@ from flashattn_jit.deploy import recording
 from flashattn_jit.deploy.manifest import read_manifest
 from flashattn_jit.errors import ManifestError
 from flashattn_jit.jit.module import KernelCache, Loaded
-from flashattn_jit.ops import _dense, _handles, _launch
+from flashattn_jit.ops import _batch_kernels, _dense, _handles, _launch
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.variants.params import Dims
 from tests.planner.asked import Asked, nothing_module
@@ -58,7 +58,8 @@ def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
 
     _dense._planned.clear()
     _launch._calls.clear()
-    monkeypatch.setattr(_launch, "load_stepping", load_stepping)
+    for ops in (_launch, _batch_kernels):
+        monkeypatch.setattr(ops, "load_stepping", load_stepping)
     monkeypatch.setattr(recording, "default", made)
     yield made
     _dense._planned.clear()
@@ -94,6 +95,43 @@ def test_kernels_and_plans_from_before_count_when_they_run_again(tmp_path: Path)
     with fa.record_manifest(path):
         pass
     assert recorded(path) == [("Causal", "prefill")]
+
+
+class Biased(fa.Variant):
+    """With a param that comes with run(), of a dtype that plan() does not know."""
+
+    bias: torch.Tensor = fa.tensor("num_q_heads")
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        """``score + bias[h]``."""
+        return score + self.bias[h]
+
+
+def test_what_is_planned_counts_as_run(tmp_path: Path) -> None:
+    asked: list[str] = []
+    load = _batch_kernels.load_stepping
+
+    def batch(run: bool = True) -> None:
+        made = fa.BatchAttention(
+            Biased(), num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=torch.float32
+        )
+        made.plan(torch.tensor([0, ROWS]), fa.Ragged(torch.tensor([0, ROWS])))
+        if run:
+            q, k, v = (torch.zeros(ROWS, 2, 16) for _ in range(3))
+            made.run(q, k, v, bias=torch.zeros(2, dtype=torch.bfloat16))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            _batch_kernels, "load_stepping",
+            lambda requests: (asked.append(requests[0].spec), load(requests))[1],
+        )  # fmt: skip
+        with fa.record_manifest(tmp_path / "ran"):
+            batch()
+    documents = {x.document for x in read_manifest(tmp_path / "ran")}
+    assert len(documents) == 2 and documents == set(asked)
+    with fa.record_manifest(tmp_path / "planned"):
+        batch(run=False)
+    assert [x.document for x in read_manifest(tmp_path / "planned")] == asked[:1]
 
 
 def test_nothing_ran(tmp_path: Path) -> None:
