@@ -24,7 +24,8 @@ bytes; where a head dim is no multiple of 8 there is only that. So all formats o
 kernels on a CPU target and 42 on a CUDA one (21 where a head dim is no multiple of 8), dense alone
 2 and 6. The last three formats are of variants of their own: `deploy.compositions` makes them.
 `BatchAttention.workspace_bytes` asks a CUDA target for the kernels of ragged or of paged keys,
-whatever the sparsity.
+whatever the sparsity. A cascade of one level, in a step that shares nothing, asks for them too:
+they are listed with `cascade`, and come with a recorded kernel of lists or cascades.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ def reachable(
     """
     if not takes_dtypes(target, dtypes):
         return ()
-    features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
+    alone = ("ragged", "paged") if "cascade" in formats else ()  # of steps that share nothing
+    features = [f for wanted in (*formats, *alone) for f in _features(wanted, target, head_dims)]
     return placed(variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)))
 
 
@@ -145,14 +147,21 @@ def utilities(dtypes: Sequence[str], target: str) -> tuple[UtilitySpec, ...]:
 
 
 def formats_of(spec: KernelSpec) -> tuple[str, ...]:
-    """The formats whose calls ask for kernels with the spec's features, on the spec's target."""
+    """The formats whose calls ask for kernels with the spec's features, on the spec's target.
+
+    Where they are of lists or cascades, keys alone are among them: a cascade in a step that shares
+    nothing asks for those, and `workspace_bytes`.
+    """
     features = set(spec.features) - {"unaligned"}
     table = _CUDA if is_cuda(spec.target) else _CPU
-    return tuple(
+    found = tuple(
         name
         for name in FORMATS
         if name not in COMPOSED and any(features == set(f) for f in table[name])
     )
+    keys = "paged" if "paged" in features else "ragged"
+    lists = {"sparse", "cascade"} & set(found)
+    return (*found, keys) if lists and keys not in found else found
 
 
 def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:

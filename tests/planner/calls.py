@@ -108,10 +108,11 @@ class Calls:
                     torch.tensor([0, 2 * rows + 1]), fa.Ragged(torch.tensor([0, 16]))
                 )
                 levels = [shared, fa.CascadeLevel(batch.q_indptr, batch.storage)]
-            made.plan(levels)
             rows_of_keys = batch.k.shape[0] + (0 if page_size else 16)
             k, v = (self.tensor(rows_of_keys, *t.shape[1:]) for t in (batch.k, batch.v))
+            made.plan(levels)
             made.run(batch.q, k, v)
+            made.plan(levels[-1:])  # a step that shares nothing
 
     def flex(self, score: Any = None, mask: Any = None, aux: bool = True) -> None:
         """flex_attention, which makes its variant itself and runs on the host's target."""
