@@ -87,7 +87,7 @@ def tree_words(
             f"Tree.bits has {bits.shape[1]} rows and {columns} columns, but request "
             f"{list(q_lens).index(longest)} has q_len={longest} draft tokens"
         )
-    return bits
+    return bits.contiguous()  # bits expanded over requests would be another kernel's
 
 
 def _stacked(bits: Sequence[Tensor], q_lens: Sequence[int], device: torch.device) -> Tensor:

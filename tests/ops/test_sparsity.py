@@ -200,6 +200,17 @@ def test_a_tree_of_parents_is_what_the_mask_of_the_library_says() -> None:
     torch.testing.assert_close(out, mask.run(b.q, b.k, b.v), rtol=1e-6, atol=1e-6)
 
 
+def test_packed_bits_expanded_over_the_batch_need_no_other_kernel() -> None:
+    b = Batch((5, 5), (30, 5), (4, 2), 64)
+    words = tree_bits([-1, 0, 1, 0, -1])
+    batch = fa.BatchAttention(None, **b.options())
+    modules = []
+    for bits in (words.repeat(2, 1, 1), words.expand(2, -1, -1)):
+        plan = batch.plan(b.q_indptr, b.storage, sparsity=fa.Tree(bits))
+        modules.append([k and k.module for k in plan._planned.first.kernels])
+    assert modules[0] == modules[1]
+
+
 def test_indices_of_a_device_are_taken_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on devices: what is out of range is no key."""
     monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
