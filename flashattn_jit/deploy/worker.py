@@ -111,7 +111,7 @@ def main() -> None:
     """Builds what comes on standard input, replying on standard output, until that is closed."""
     tasks_in, replies = _own_pipes()
     tasks: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    busy = threading.Event()
+    busy, gone = threading.Event(), threading.Event()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
 
@@ -120,6 +120,7 @@ def main() -> None:
             for line in tasks_in:
                 tasks.put(line)
         tasks.put(None)
+        gone.set()
         if busy.is_set():
             # Nobody waits for the result: the process that started this one is gone.
             os.kill(os.getpid(), signal.SIGTERM)
@@ -128,6 +129,8 @@ def main() -> None:
     _import_builder()
     while (task := tasks.get()) is not None:
         busy.set()
+        if gone.is_set():
+            break  # it went before this was begun
         reply = json.dumps(build(task))
         busy.clear()
         with suppress(BrokenPipeError):

@@ -24,7 +24,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.requests import request_of
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, host_target
 from flashattn_jit.codegen.utility import UtilitySpec
-from flashattn_jit.deploy import structures, worker
+from flashattn_jit.deploy import pool, structures, worker
 from flashattn_jit.deploy.manifest import line_of
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.wanted import wanted_specs
@@ -355,6 +355,16 @@ def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path
         assert marked(mark) == [], "all are gone before the error is passed on"
         assert list((tmp_path / "cache" / "v1" / ".staging").iterdir()) == []
     until(lambda: marked(mark) == [])
+
+
+def test_a_worker_begins_nothing_for_a_process_that_is_gone() -> None:
+    """Its task came, and its parent went, while it still imported."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", pool._START, json.dumps(sys.path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    replies, _ = process.communicate("{}\n", timeout=60)
+    assert (replies, process.returncode) == ("", 0)
 
 
 def until(condition: Callable[[], bool], patience_s: float = 60.0) -> None:
