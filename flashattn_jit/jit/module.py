@@ -97,13 +97,7 @@ class KernelCache:
         `load_stepping`. Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError;
         then nothing was cached.
         """
-        module = self._modules.get(spec)
-        if module is None:
-            wanted = [Request(spec, template, target, render), *fallbacks]
-            return self.load_stepping(wanted)[1]
-        self.counters.hits["memory"] += 1
-        self.last_source = "memory"
-        return module
+        return self.load_stepping([Request(spec, template, target, render), *fallbacks])[1]
 
     def load_stepping(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
         """The first of `requests` that does not spill registers, and its place among them.

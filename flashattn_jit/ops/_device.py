@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C, env
-from ..codegen.requests import request_of
 from ..codegen.spec import KernelSpec
 from ..codegen.target import is_emulated
 from ..errors import InputError, LaunchError
@@ -30,6 +29,7 @@ from ..jit import toolchain
 from ..jit.module import kernel_ptx, load_stepping
 from ..planner import choose, fallbacks, min_chunk, slots
 from ..planner.devices import Device, device_hardware
+from ..planner.requests import requests_of
 from . import _driver
 from ._direct import learn_device
 from ._handles import Structure
@@ -166,9 +166,8 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
 
 def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
     """A spec's module; the spec is that of a smaller tile where its kernel would spill."""
-    steps = (spec, *fallbacks(spec))
-    place, module = load_stepping([request_of(s) for s in steps])
-    return steps[place], module
+    place, module = load_stepping(requests_of(spec))
+    return (spec, *fallbacks(spec))[place], module
 
 
 def make_plan(

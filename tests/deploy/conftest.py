@@ -6,18 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import env
 from flashattn_jit.jit.store import Store
 from tests.deploy.caches import add_entry
-
-
-@pytest.fixture(autouse=True)
-def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has its own cache and lock folders."""
-    for name in env.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", str(tmp_path / "locks"))
+from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
 
 @pytest.fixture

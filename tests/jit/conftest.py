@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (first: its OpenMP runtime is the process')
 
-from flashattn_jit import _C, _paths, env
+from flashattn_jit import _C, _paths
 from flashattn_jit.jit import key as keys
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.compiler import Compiler
 from flashattn_jit.jit.failure import SpillError
 from flashattn_jit.jit.module import KernelCache
+from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
 MINIMAL_ARTIFACT = Path(__file__).with_name("minimal_artifact.cpp")
 MINIMAL_CUDA_ARTIFACT = Path(__file__).with_name("minimal_artifact.cu")
@@ -54,15 +55,6 @@ class FakeModule:
         self.path = path
         self.key = Path(path).read_text().removeprefix("artifact of ")
         self.description = json.dumps({"abi_version": 1, "key": self.key})
-
-
-@pytest.fixture(autouse=True)
-def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test has its own cache and lock folders."""
-    for name in env.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", str(tmp_path / "locks"))
 
 
 @pytest.fixture
