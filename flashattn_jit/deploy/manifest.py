@@ -144,7 +144,7 @@ def merged(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 def manifest_text(lines: Iterable[Line]) -> str:
     """A whole manifest: equal sets of lines give equal text."""
-    return "".join(f"{line_text(line)}\n" for line in merged(lines))
+    return _joined(merged(lines))
 
 
 def write_manifest(
@@ -165,12 +165,16 @@ def write_manifest(
             before = _read(place) if there else ""
             old = read_manifest(place, allow_cpp=True) if merge and there else ()
             every = merged([*old, *lines])
-            text = "".join(f"{line_text(line)}\n" for line in every)
+            text = _joined(every)
             if not there or text != before:
                 _replace(place, text)
             return every
     except OSError as error:
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _joined(ordered: Iterable[Line]) -> str:
+    return "".join(f"{line_text(line)}\n" for line in ordered)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

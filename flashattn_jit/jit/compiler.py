@@ -37,11 +37,6 @@ class Compiler:
     fingerprint: str
     host: Compiler | None = None
 
-    @property
-    def is_nvcc(self) -> bool:
-        """Whether it compiles CUDA targets."""
-        return self.host is not None
-
 
 @dataclass(frozen=True, slots=True)
 class CompilerIdentity:
