@@ -6,6 +6,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace fajit::runtime {
 namespace {
@@ -36,8 +40,19 @@ constexpr bool has(unsigned word, std::initializer_list<int> bits) {
   return true;
 }
 
+// Asks the kernel for leave to use AMX tiles, for all threads of this process and those it forks
+// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is harmless.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 const char* detect_isa() {
-  constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6;
+  constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
   const Registers basic = cpuid(1), extended = cpuid(7), amd = cpuid(0x80000001u);
   // ecx of leaf 1: FMA 12, MOVBE 22, OSXSAVE 27, AVX 28, F16C 29. ebx of leaf 7: BMI1 3, AVX2 5,
   // BMI2 8. ecx of leaf 0x80000001: LZCNT 5. Together x86-64-v3.
@@ -51,7 +66,10 @@ const char* detect_isa() {
   if (!has(extended.ebx, {16, 17, 28, 30, 31}) || (saved & kZmmState) != kZmmState) return "avx2";
   // ecx of leaf 7: AVX512_VNNI 11. eax of leaf 7, subleaf 1: AVX512_BF16 5.
   if (!has(extended.ecx, {11}) || !has(cpuid(7, 1).eax, {5})) return "avx512";
-  return "avx512_bf16";
+  // edx of leaf 7: AMX_BF16 22, AMX_TILE 24.
+  if (!has(extended.edx, {22, 24}) || (saved & kTileState) != kTileState || !may_use_tiles())
+    return "avx512_bf16";
+  return "amx_bf16";
 }
 
 #else

@@ -12,9 +12,9 @@ from functools import cache
 from .. import _C
 from ..errors import TargetError
 
-CPU_LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")
+CPU_LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """CPU instruction-set levels, ascending. x86-64 baseline; AVX2 + FMA + F16C; AVX-512 F/BW/DQ/VL;
-the same with AVX512-BF16 dot products."""
+the same with AVX512-BF16 dot products; the same with AMX tile products of bf16."""
 
 CPU_TARGETS = tuple(f"cpu:{level}" for level in CPU_LEVELS)
 
@@ -26,8 +26,17 @@ EMULATED = "emulated:"
 
 EMULATED_TARGETS = tuple(EMULATED + target for target in CUDA_TARGETS)
 
-LANES = {"cpu:generic": 4, "cpu:avx2": 8, "cpu:avx512": 16, "cpu:avx512_bf16": 16}
+LANES = {
+    "cpu:generic": 4,
+    "cpu:avx2": 8,
+    "cpu:avx512": 16,
+    "cpu:avx512_bf16": 16,
+    "cpu:amx_bf16": 16,
+}
 """fp32 values in one vector register."""
+
+
+_BF16_PRODUCTS = ("cpu:avx512_bf16", "cpu:amx_bf16")
 
 
 @cache
@@ -106,4 +115,9 @@ def matrix_dtype(target: str, q_dtype: str) -> str:
     """
     if is_cuda(target):
         return q_dtype
-    return "bfloat16" if q_dtype == "bfloat16" and target == "cpu:avx512_bf16" else "float32"
+    return "bfloat16" if q_dtype == "bfloat16" and target in _BF16_PRODUCTS else "float32"
+
+
+def has_amx(target: str) -> bool:
+    """Whether kernels of `target` use AMX tiles."""
+    return target == "cpu:amx_bf16"

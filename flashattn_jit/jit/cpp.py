@@ -37,6 +37,8 @@ _X86_FLAGS = {
     "cpu:avx2": ("-march=x86-64-v3",),
     "cpu:avx512": ("-march=x86-64-v4",),
     "cpu:avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    # AMX is written as asm: compilers without its flags build it too.
+    "cpu:amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
 }
 _LINK_FLAGS = ("-fopenmp", "-Wl,--as-needed", "-Wl,-s", "-Wl,-z,defs")
 

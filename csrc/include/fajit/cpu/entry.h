@@ -51,6 +51,7 @@ int run_list(const fajit_args* a) {
   const Scratch scratch(Kernel::scratch_bytes());
   if (scratch.data() == nullptr) return FAJIT_OUT_OF_MEMORY;
   Carver carver{scratch.data()};
+  [[maybe_unused]] const typename Kernel::Session session;
   Kernel kernel(Context{a}, carver);
   for (int32_t i; (i = __atomic_fetch_add(cursor, 1, __ATOMIC_RELAXED)) < count;) {
     const fajit_work& w = a->work[begin + i];
@@ -72,6 +73,7 @@ int run_attention(const fajit_args* a) {
     // A thread without memory leaves its work to the others.
     if (scratch.data() == nullptr) return;
     Carver carver{scratch.data()};
+    [[maybe_unused]] const typename Kernel::Session session;
     Kernel kernel(Context{a}, carver);
     for (int32_t i; take(i);) {
       if (a->work[i].request >= 0) kernel.run(a->work[i]);  // else padding

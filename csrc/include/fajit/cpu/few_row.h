@@ -11,6 +11,9 @@
 // head dim does not fill vectors (a load would reach past the row).
 #pragma once
 #include <fajit/cpu/few_row_kernel.h>
+#if FAJIT_AMX
+#include <fajit/cpu/amx_few_row.h>
+#endif
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/pack.h>
 #include <fajit/cpu/packed_rows.h>
@@ -29,6 +32,7 @@ class FewRow {
   using Keys = decltype(Hooks::keys(Context{}, 0, 0, vi{}));
   using Writer = RowWriter<Config, Hooks>;
 
+  struct NoSession {};
   static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix>::kElements);
   static constexpr int kDimV =
       round_up(Config::kHeadDimV, kLanes * ValueStep<Matrix, Matrix>::kVectors);
@@ -37,12 +41,23 @@ class FewRow {
   static constexpr bool kValuesInPlace = !Hooks::kValueMod && kDimV == Config::kHeadDimV &&
                                          (same_type<Matrix, float> || same_type<V, Matrix>);
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
+#if FAJIT_AMX
+  static constexpr bool kTiles = same_type<Matrix, bfloat16_t>;
+  using TileSession = TileUnit;
+#else
+  static constexpr bool kTiles = false;
+  using TileSession = NoSession;
+#endif
   // Rows beyond the last are zero, so that a group of three runs as one of four.
-  static constexpr int kTileRows = round_up(Config::kTileQ, kFewRowGroup);
+  static constexpr int kTileRows = round_up(Config::kTileQ, kTiles ? 16 : kFewRowGroup);
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   static constexpr bool kIndirect = Config::kIndirect;
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
 
+#ifndef VECROWS
+#define VECROWS 1
+#endif
+  static constexpr int kVectorRows = VECROWS;  // fewer are not worth a tile
   // The type that a tile's rows have when the products read them.
   template <bool InPlace, class A, class B>
   struct Choose {
@@ -76,6 +91,7 @@ class FewRow {
         q_(carver.take<Matrix>(uint64_t{kTileRows} * kDim)),
         o_(carver.take<float>(uint64_t{kTileRows} * kDimV)),
         s_(carver.take<float>(uint64_t{kTileRows} * kTileKv)),
+        qt_(carver.take<int32_t>(kTiles ? uint64_t{kTileRows} * kDim / 2 : 0)),
         k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
         base_(carver.take<float>(kTileRows + kLanes)),
@@ -85,6 +101,8 @@ class FewRow {
         rows_(carver.take<Rows>(kTileRows)),
         b_(carver.take<int32_t>(kIndirect ? kTileRows + kLanes : 0)),
         table_(carver) {}
+
+  using Session = typename Choose<kTiles, TileSession, NoSession>::type;
 
   // Not inlined: callers with and without lists share the code.
   __attribute__((noinline)) void run(const fajit_work& w) {
@@ -111,6 +129,7 @@ class FewRow {
       load_query(static_cast<const Q*>(a.q) + row_offset(a.q_stride, w.request, row.h, row.row),
                  q_ + i * kDim, row);
     }
+    if constexpr (kTiles) pack_queries(count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
     const KeyRange range = key_range(a, w, kIndirect);
     if constexpr (kIndirect) {
@@ -134,6 +153,17 @@ class FewRow {
     }
   }
 
+  // Rows of Q as columns of words, for the tiles' products.
+  void pack_queries(int count) {
+    const int blocks = (count + 15) / 16;
+    for (int j = 0; j < blocks; ++j) {
+      const int32_t* rows[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        rows[i] = reinterpret_cast<const int32_t*>(q_ + (j * 16 + i) * kDim);
+      transpose_rows<kDim / 2>(rows, qt_ + j * kLanes, blocks * kLanes);
+    }
+  }
+
   __attribute__((noinline)) void run_keys(const fajit_work& w, const KvTile& tile, int count) {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
@@ -142,7 +172,24 @@ class FewRow {
     const auto v_src = value_rows<Config>(a, b, kv_h, tile.begin, table_);
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
+#if FAJIT_AMX
+    RowStream<Config::kHeadDim * sizeof(K), Config::kHeadDimV * sizeof(V), decltype(k_src),
+              decltype(v_src)>
+        stream(k_src, v_src, keys);
+#endif
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
+#if FAJIT_AMX
+      if constexpr (kTiles) {
+        if (count > kVectorRows) {
+          if (count <= 16) {
+            tile_few_scores<1, kDim>(k, keys, qt_, count, scale, s_, kTileKv, stream);
+          } else {
+            tile_few_scores<2, kDim>(k, keys, qt_, count, scale, s_, kTileKv, stream);
+          }
+          return;
+        }
+      }
+#endif
       with_rows(count, [&](auto rows) {
         few_scores<Matrix, Key, kDim, rows.count, rows.groups>(k, keys, q_, scale, s_, kTileKv);
       });
@@ -157,9 +204,21 @@ class FewRow {
 
     soften(b, kv_h, tile, count);
 
+    const int32_t* words = reinterpret_cast<const int32_t*>(s_);
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
+#if FAJIT_AMX
+      if constexpr (kTiles) {
+        if (count > kVectorRows) {
+          if (count <= 16) {
+            tile_few_values<1, kDimV>(v, keys, words, kTileKv, o_, stream);
+          } else {
+            tile_few_values<2, kDimV>(v, keys, words, kTileKv, o_, stream);
+          }
+          return;
+        }
+      }
+#endif
       with_rows(count, [&](auto rows) {
-        const int32_t* words = reinterpret_cast<const int32_t*>(s_);
         if constexpr (rows.groups > 1) {
           grouped_values<Matrix, Value, kDimV, rows.count, rows.groups>(v, keys, words, kTileKv,
                                                                         o_);
@@ -194,7 +253,8 @@ class FewRow {
   // Rows past `count` compute what nobody reads.
   template <class F>
   FAJIT_INLINE void with_rows(int count, F f) {
-    constexpr int all = kTileRows / kFewRowGroup;
+    // Where there are tiles, vectors serve one group.
+    constexpr int all = kTiles ? 1 : kTileRows / kFewRowGroup;
     if (all > 1 && count > kFewRowGroup) {
       f(Groups<kFewRowGroup, all>{});
     } else if (count >= 3) {
@@ -331,6 +391,7 @@ class FewRow {
   Matrix* q_;       // [row][kDim]
   float* o_;        // [row][kDimV]
   float* s_;        // [row][key]
+  int32_t* qt_;     // [block of rows][word][row], of tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
   float* base_;  // per row, base-2 units

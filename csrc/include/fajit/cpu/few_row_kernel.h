@@ -16,11 +16,6 @@ constexpr int kFewRowGroup = 4;  // rows that share a loaded vector
 // K and V rows are prefetched this far ahead of the one in use, a row at a step. Without, both
 // products reach 65-70 % of the machine's read bandwidth, because a hardware prefetcher stops at
 // each page; with a burst of rows per chunk of keys V fell to 50 %; with this, 95 % (measured).
-constexpr int kPrefetchBytes = 6144;
-constexpr int prefetch_keys(int row_bytes) {
-  return row_bytes >= kPrefetchBytes ? 1 : kPrefetchBytes / row_bytes;
-}
-
 // Lane i of the result is the sum over the lanes of r[i].
 FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
 #pragma GCC unroll 4

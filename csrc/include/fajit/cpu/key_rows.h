@@ -61,6 +61,11 @@ class KeyTable {
       k_base_ += b * a.k_stride[0] + row0 * a.k_stride[2];
       v_base_ += b * a.v_stride[0] + row0 * a.v_stride[2];
     }
+    k_step_ = a.k_stride[2] * int64_t{sizeof(K)};
+    v_step_ = a.v_stride[2] * int64_t{sizeof(V)};
+    const vl lanes = __builtin_convertvector(iota(), vl);
+    k_steps_ = lanes * k_step_;
+    v_steps_ = lanes * v_step_;
     used_ = size_ = 0;
     at_ = run_ = begin;
     end_ = run_end_ = end;
@@ -179,15 +184,14 @@ class KeyTable {
     }
   }
 
+  // Whole vectors are written: up to kLanes entries past the last one, which the next overwrite.
   FAJIT_INLINE void place(const K* k, const V* v, int32_t j, int32_t count) {
-    const int64_t k_stride = a_->k_stride[2], v_stride = a_->v_stride[2];
-    const K** __restrict k_rows = k_ + size_;
-    const V** __restrict v_rows = v_ + size_;
-    int32_t* __restrict positions = position_ + size_;
-    for (int32_t i = 0; i < count; ++i) {
-      k_rows[i] = k + i * k_stride;
-      v_rows[i] = v + i * v_stride;
-      positions[i] = j + i;
+    const vl k_at = reinterpret_cast<int64_t>(k) + k_steps_;
+    const vl v_at = reinterpret_cast<int64_t>(v) + v_steps_;
+    for (int32_t i = 0; i < count; i += kLanes) {
+      store(k_ + size_ + i, k_at + i * k_step_);
+      store(v_ + size_ + i, v_at + i * v_step_);
+      store(position_ + size_ + i, iota() + (j + i));
     }
     size_ += count;
   }
@@ -199,6 +203,8 @@ class KeyTable {
   const int32_t* pages_ = nullptr;
   const K* k_base_ = nullptr;
   const V* v_base_ = nullptr;
+  int64_t k_step_ = 0, v_step_ = 0;  // bytes from a key to the next
+  vl k_steps_{}, v_steps_{};         // those of kLanes keys
   bool listed_ = false;
   int32_t first_ = 0, kv_len_ = 0;  // of the request's keys
   int size_ = 0, used_ = 0;        // entries; those of the tile

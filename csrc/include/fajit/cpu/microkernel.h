@@ -23,6 +23,11 @@ constexpr int kMicroRows = 4, kMaxVectors = 3;  // 12 of 16 registers
 #else
 constexpr int kMicroRows = 4, kMaxVectors = 2;  // without FMA a product needs a register too
 #endif
+#ifndef PFL
+#define PFL 3
+#define PFB 6144
+#endif
+constexpr int kPrefetchLocality = PFL;
 constexpr int kPanel = 16;  // words of V of one key (or key pair) that lie together
 
 // One accumulation step per matrix dtype. kPack: matrix elements in a word.
@@ -44,11 +49,17 @@ struct Dot<bfloat16_t> {
 };
 #endif
 
+constexpr int kPrefetchBytes = PFB;
+constexpr int prefetch_keys(int row_bytes, int most = 1 << 20) {
+  const int keys = row_bytes >= kPrefetchBytes ? 1 : kPrefetchBytes / row_bytes;
+  return keys < most ? keys : most;
+}
+
 // Brings a row of `bytes` bytes nearer. The address may lie past the tensor: nothing is read.
 template <int bytes>
 FAJIT_INLINE void prefetch_row(const void* p) {
 #pragma GCC unroll 16
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, kPrefetchLocality);
 }
 
 FAJIT_INLINE vi broadcast_word(const void* p) {

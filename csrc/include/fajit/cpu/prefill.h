@@ -15,7 +15,7 @@
 // KB in fp32 and 12 KB in bf16, which a 48 KB L1 keeps through the whole key tile.
 #pragma once
 #include <fajit/cpu/kv_walk.h>
-#include <fajit/cpu/pack.h>
+#include <fajit/cpu/products.h>
 #include <fajit/cpu/scratch.h>
 #include <fajit/cpu/softmax.h>
 
@@ -43,16 +43,19 @@ class Prefill {
   using Keys = decltype(Hooks::keys(Context{}, 0, 0, int32_t{}));
   using Writer = RowWriter<Config, Hooks>;
 
-  static constexpr int kPack = Dot<Matrix>::kPack;
-  static constexpr int kWords = (Config::kHeadDim + kPack - 1) / kPack;
-  static constexpr int kQRow = round_up(kWords, kLanes) * kPack;  // elements of a padded q row
-  static constexpr int kKRow = kWords * kPack;                    // elements of a converted k row
-  static constexpr int kOutDims = round_up(Config::kHeadDimV, kMicroRows);
-  static constexpr int kVRow = round_up(Config::kHeadDimV, kPanel);
   static constexpr int kTileVectors = (Config::kTileQ + kLanes - 1) / kLanes;
   static constexpr int kTileRows = kTileVectors * kLanes;
   static constexpr int kTileKv = Config::kTileKv;
-  static constexpr int kKvSlots = round_up(kTileKv, kMicroRows);
+
+  using Products = ProductsOf<Matrix, Config::kHeadDim, Config::kHeadDimV, kTileKv>;
+  static constexpr int kMaxVectors = Products::kMaxVectors;
+  static constexpr int kPack = Dot<Matrix>::kPack;
+  static constexpr int kWords = Products::kWords;
+  static constexpr int kQRow = round_up(kWords, kLanes) * kPack;  // elements of a padded q row
+  static constexpr int kKRow = kWords * kPack;                    // elements of a converted k row
+  static constexpr int kOutDims = Products::kOutDims;
+  static constexpr int kVRow = Products::kVRow;
+  static constexpr int kKvSlots = Products::kKvSlots;
   struct NoFetch {
     FAJIT_INLINE void operator()(int) const {}
   };
@@ -70,13 +73,19 @@ class Prefill {
   };
   static constexpr int kChunk = 32;  // keys classified on their own in a partial tile
   static constexpr int kChunks = (kTileKv + kChunk - 1) / kChunk;
-  static constexpr int64_t kPanelStride = int64_t{(kTileKv + kPack - 1) / kPack} * kPanel;
 
-  static constexpr bool kKeysInPlace =
-      same_type<K, Matrix> && !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
+  static constexpr bool kKeysInPlace = Products::kKeysAnywhere && same_type<K, Matrix> &&
+                                       !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
   static constexpr bool kValuesInPlace =
-      same_type<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV % kPanel == 0;
+      same_type<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV == kVRow;
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
+  // Scores are raw until they become weights.
+  static constexpr bool kRawWeights = Products::kRawScores && !kNaturalUnits<Hooks>;
+  // Rows of the next tile are prefetched while those of this one are copied and packed, else with
+  // the product of its keys.
+  static constexpr bool kFetchRows = !Products::kKeysAnywhere;
+  static constexpr int kAheadK = prefetch_keys(Config::kHeadDim * sizeof(K), kTileKv);
+  static constexpr int kAheadV = prefetch_keys(Config::kHeadDimV * sizeof(V), kTileKv);
   struct NoTable {
     explicit NoTable(Carver&) {}
   };
@@ -102,10 +111,9 @@ class Prefill {
         qt_(carver.take<int32_t>(uint64_t{kTileRows} * kWords)),
         o_(carver.take<float>(uint64_t{kTileRows} * kOutDims)),
         s_(carver.take<float>(uint64_t{kKvSlots} * kMaxVectors * kLanes)),
-        p_(kPack == 1 ? reinterpret_cast<int32_t*>(s_)
-                      : carver.take<int32_t>(uint64_t{kKvSlots} / 2 * kMaxVectors * kLanes)),
-        panels_(carver.take<int32_t>(kPanelStride * (kVRow / kPanel))),
-        k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kKRow)),
+        p_(reinterpret_cast<int32_t*>(s_)),
+        values_(carver.take<int32_t>(Products::kValueWords)),
+        k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kKvSlots} * kKRow)),
         line_(carver.take<char>(uint64_t{kLanes} * kLineBytes)),
         max_(carver.take<float>(kTileRows)),
         sum_(carver.take<float>(kTileRows)),
@@ -115,6 +123,8 @@ class Prefill {
         keys_(carver.take<Keys>(kTileKv)),
         b_(carver.take<int32_t>(kIndirect ? kTileRows : 0)),
         table_(carver) {}
+
+  using Session = typename Products::Session;
 
   // Not inlined: callers with and without lists share the code.
   __attribute__((noinline)) void run(const fajit_work& w) {
@@ -234,7 +244,8 @@ class Prefill {
           keys_[n] = Hooks::keys(c_, kIndirect ? key_request_ : b, kv_h, position(tile, n));
 
     const auto k = key_rows<Config>(a, b, kv_h, tile.begin, table_);
-    pack_values(value_rows<Config>(a, b, kv_h, tile.begin, table_), tile, b, kv_h);
+    const auto v = value_rows<Config>(a, b, kv_h, tile.begin, table_);
+    pack_values(v, tile, b, kv_h);
     if constexpr (kKeysInPlace && kIndirect) {
       run_blocks(tile, blocks, num_blocks, k);
     } else if constexpr (kKeysInPlace) {
@@ -242,8 +253,10 @@ class Prefill {
                  StridedRows<char>{reinterpret_cast<const char*>(k.first),
                                    k.stride * int64_t{sizeof(K)}});
     } else {
-      for (int n = 0; n < count; ++n)
+      for (int n = 0; n < count; ++n) {
+        if constexpr (kFetchRows) prefetch_row<Config::kHeadDim * sizeof(K)>(k(n + kAheadK));
         convert_key(k(n), k_rows_ + int64_t{n} * kKRow, b, kv_h, position(tile, n));
+      }
       run_blocks(tile, blocks, num_blocks,
                  StridedRows<char>{reinterpret_cast<const char*>(k_rows_),
                                    kKRow * int64_t{sizeof(Matrix)}});
@@ -257,11 +270,11 @@ class Prefill {
         case 1:
           run_block<1>(tile, blocks[i], k);
           break;
-        case 2:
-          run_block<2>(tile, blocks[i], k);
+        case kMaxVectors:
+          run_block<kMaxVectors>(tile, blocks[i], k);
           break;
         default:
-          run_block<kMaxVectors>(tile, blocks[i], k);
+          run_block<kMaxVectors == 2 ? 1 : 2>(tile, blocks[i], k);
       }
     }
   }
@@ -289,25 +302,24 @@ class Prefill {
 
   template <class ValueRows>
   FAJIT_INLINE void pack_values(ValueRows v, const KvTile& tile, int32_t b, int32_t kv_h) {
-    alignas(64) Matrix line[2][kVRow];
-    pack_panels<Matrix, Config::kHeadDimV>(
-        tile.end - tile.begin, panels_, kPanelStride, [&](int n) -> const Matrix* {
-          const V* src = v(n);
-          if constexpr (kValuesInPlace) {
-            return src;
-          } else {
-            Matrix* dst = line[n & 1];
-            if constexpr (Hooks::kValueMod) {
-              convert_row<Matrix, V, Config::kHeadDimV, kVRow>(
-                  src, dst, [&](const float* x, float* y) {
-                    Hooks::value_mod(c_, x, y, b, kv_h, position(tile, n));
-                  });
-            } else {
-              convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, NoMod{});
-            }
-            return dst;
-          }
-        });
+    alignas(64) Matrix line[kValuesInPlace ? 1 : Products::kHeld][kVRow];
+    Products::pack(tile.end - tile.begin, values_, [&](int n) -> const Matrix* {
+      const V* src = v(n);
+      if constexpr (kFetchRows) prefetch_row<Config::kHeadDimV * sizeof(V)>(v(n + kAheadV));
+      if constexpr (kValuesInPlace) {
+        return src;
+      } else {
+        Matrix* dst = line[n % Products::kHeld];
+        if constexpr (Hooks::kValueMod) {
+          convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, [&](const float* x, float* y) {
+            Hooks::value_mod(c_, x, y, b, kv_h, position(tile, n));
+          });
+        } else {
+          convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, NoMod{});
+        }
+        return dst;
+      }
+    });
   }
 
   // --- a block of rows against a tile of keys -------------------------------------------------
@@ -320,12 +332,10 @@ class Prefill {
 
     const float scale = kNaturalUnits<Hooks> ? c_.args->scale : c_.args->scale * kLog2e;
     const int64_t row0 = int64_t{block.first} * kLanes;
-    // The product covers keys [n0, n1); s_ and p_ are indexed by the key's place in the tile.
     const auto multiply = [&](auto fetch) __attribute__((always_inline)) {
-      scores<Matrix, NV, kWords>(k.from(n0, 0), n1 - n0, qt_ + row0 * kWords, scale,
-                                 s_ + int64_t{n0} * NV * kLanes, fetch);
+      Products::template scores<NV>(k, n0, n1, qt_ + row0 * kWords, scale, s_, fetch);
     };
-    if constexpr (kIndirect) {
+    if constexpr (kIndirect && !kFetchRows) {
       const int next = tile.end - tile.begin + n0;
       multiply(FetchNext{table_.keys().from(next, 0), table_.values().from(next, 0),
                          block.index == 0, block.index == (num_blocks_ > 1 ? 1 : 0)});
@@ -333,11 +343,8 @@ class Prefill {
       multiply(NoFetch{});
     }
     alignas(64) float alpha[NV * kLanes];
-    soften(block, states, n0, n1, alpha);
-    const int64_t first = n0 / kPack;
-    values<Matrix, NV>(panels_ + first * kPanel, kPanelStride, kOutDims,
-                       (n1 - n0 + kPack - 1) / kPack, p_ + first * NV * kLanes, alpha,
-                       o_ + row0 * kOutDims);
+    soften(block, states, n0, n1, Products::kRawScores ? scale : 1.0f, alpha);
+    Products::template values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims);
   }
 
   // States of the chunks of a tile for one block; [n0, n1) shrinks to the chunks that are not
@@ -367,9 +374,15 @@ class Prefill {
 
   // Hooks and softmax of all vectors of a block: scores in s_ become weights in p_; alpha gets
   // what the old sums and outputs must be multiplied with.
+  // `scale`: what the scores are still to be multiplied with.
   __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0,
-                                                 int n1, float* alpha) {
+                                                 int n1, float scale, float* alpha) {
     const int stride = block.count * kLanes;
+    // -inf of a masked score must stay -inf.
+    if (kRawWeights && !(scale > 0.0f)) {
+      for (int i = n0 * stride; i < n1 * stride; i += kLanes) store(s_ + i, load(s_ + i) * scale);
+      scale = 1.0f;
+    }
     for (int j = 0; j < block.count; ++j) {
       const int v = block.first + j;
       float* s = s_ + j * kLanes;
@@ -385,21 +398,22 @@ class Prefill {
       if constexpr (kKeysOfRows) {
         if (several_requests_) {
           const RowKeys keys{c_, load<vi>(b_ + v * kLanes), kv_h_, table_.positions()};
-          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys, row_scale, top);
+          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys, row_scale, scale, top);
         } else {
-          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, top);
+          top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
         }
       } else {
-        top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, top);
+        top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
       }
       if constexpr (Hooks::kPointwise) {
-        make_weights<Matrix, true>(s, p, stride, n0, n1, vf{});
+        make_weights<Matrix, true, false>(s, p, stride, n0, n1, scale, vf{});
         store(alpha + j * kLanes, splat(1.0f));
       } else {
+        if constexpr (Products::kSlack > 0.0f) top = select(top > old + Products::kSlack, top, old);
         // A row without a key so far has max -inf: any finite base gives it weights of 0.
         const vf base = select(top == -kInf, splat(0.0f), top);
         const vf rescale = weight_exp2<float>(old - base);
-        const vf sum = make_weights<Matrix, false>(s, p, stride, n0, n1, base);
+        const vf sum = make_weights<Matrix, false, kRawWeights>(s, p, stride, n0, n1, scale, base);
         store(max_ + v * kLanes, top);
         store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
         store(alpha + j * kLanes, rescale);
@@ -419,16 +433,19 @@ class Prefill {
   // `hook_scores` of one vector over chunks of keys, with the mask where a chunk needs it.
   template <class KeysAt>
   FAJIT_INLINE vf hook_chunks([[maybe_unused]] const uint8_t* states, float* s, int stride, int n0,
-                              int n1, const Rows& rows, const KeysAt& keys, vf row_scale, vf top) {
+                              int n1, const Rows& rows, const KeysAt& keys, vf row_scale, float scale,
+                              vf top) {
     for (int n = n0; n < n1; n += kChunk) {
       const int end = n + kChunk < n1 ? n + kChunk : n1;
       if constexpr (Hooks::kMask) {
         if (states[n / kChunk] != FAJIT_TILE_FULL) {
-          top = hook_scores<Hooks, true>(c_, s, stride, n, end, rows, keys, row_scale, top);
+          top = hook_scores<Hooks, true, Products::kRawScores>(c_, s, stride, n, end, rows, keys,
+                                                               row_scale, scale, top);
           continue;
         }
       }
-      top = hook_scores<Hooks, false>(c_, s, stride, n, end, rows, keys, row_scale, top);
+      top = hook_scores<Hooks, false, Products::kRawScores>(c_, s, stride, n, end, rows, keys,
+                                                            row_scale, scale, top);
     }
     return top;
   }
@@ -469,8 +486,8 @@ class Prefill {
   int32_t* qt_;      // [block][word][row of the block]
   float* o_;         // [block][dim][row of the block]
   float* s_;         // [key][row of the block]
-  int32_t* p_;       // [key / pack][row of the block]
-  int32_t* panels_;  // [panel][key / pack][kPanel]
+  int32_t* p_;       // [key / pack][row of the block], over the scores: no word before its score is read
+  int32_t* values_;  // V as the products take it
   Matrix* k_rows_;   // [key][kKRow] when keys are not used in place
   char* line_;       // kLanes rows of q or of the output
   float* max_;       // per row, base-2 units

@@ -58,12 +58,15 @@ template <class Hooks>
 constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
 
 // Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). Softmax scores
-// leave in base-2 units, pointwise weights as weights. `keys[n]`: what hooks have of key n.
-template <class Hooks, bool Masked, class Rows, class Keys>
+// leave in base-2 units, pointwise weights as weights. `keys[n]`: what hooks have of key n. `Raw`:
+// scores are still to be multiplied with `scale`, and stay so where there is neither a score_mod nor
+// a pointwise normaliser; a mask then needs a positive scale.
+template <class Hooks, bool Masked, bool Raw, class Rows, class Keys>
 FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
-                            const Rows& rows, const Keys& keys, vf row_scale, vf top) {
+                            const Rows& rows, const Keys& keys, vf row_scale, float scale, vf top) {
   for (int n = n0; n < n1; ++n) {
     vf x = load(s + int64_t{n} * stride);
+    if constexpr (Raw && kNaturalUnits<Hooks>) x = x * scale;
     [[maybe_unused]] const auto& key = keys[n];
     if constexpr (Hooks::kScore) {
       x = Hooks::score(c, x, rows, key);
@@ -78,23 +81,28 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
       x = select(Hooks::mask(c, rows, key), x, hidden);
     }
     if constexpr (Hooks::kScore || Hooks::kPointwise || Masked) store(s + int64_t{n} * stride, x);
-    top = max(top, x);
+    top = max(top, Raw && !kNaturalUnits<Hooks> ? x * scale : x);
   }
   return top;
 }
 
 // Pass 2 over keys [n0, n1): weights 2^(s - base), or s itself for a pointwise normaliser, to the
 // matrix dtype at p[(key / pack) * stride + lane]; their sum is returned. n0 is a multiple of pack;
-// an odd last key gets a zero partner. fp32 weights may overwrite their scores (p == s).
-template <class Matrix, bool Pointwise>
-FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, vf base) {
+// an odd last key gets a zero partner. Weights may overwrite the scores (p == s). `Raw`: scores are
+// still to be multiplied with `scale`.
+template <class Matrix, bool Pointwise, bool Raw>
+FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, float scale,
+                             vf base) {
+  const auto below = [&](vf x) __attribute__((always_inline)) {
+    return Raw ? x * scale - base : x - base;
+  };
   vf sum = {}, sum2 = {};
   int n = n0;
   for (; n + 2 <= n1; n += 2) {
     vf x = load(s + int64_t{n} * stride), y = load(s + int64_t{n + 1} * stride);
     if constexpr (!Pointwise) {
-      x = weight_exp2<Matrix>(x - base);
-      y = weight_exp2<Matrix>(y - base);
+      x = weight_exp2<Matrix>(below(x));
+      y = weight_exp2<Matrix>(below(y));
       sum += x;
       sum2 += y;
     }
@@ -108,7 +116,7 @@ FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int
   if (n < n1) {
     vf x = load(s + int64_t{n} * stride);
     if constexpr (!Pointwise) {
-      x = weight_exp2<Matrix>(x - base);
+      x = weight_exp2<Matrix>(below(x));
       sum += x;
     }
     if constexpr (Dot<Matrix>::kPack == 2) {

@@ -1,0 +1,122 @@
+// The unit that computes a prefill kernel's two products: vectors everywhere, AMX tiles for bf16
+// where the target has them. Both keep query rows on lanes, so that hooks, masks and softmax between
+// the products are the same code.
+//
+//   Session        what a thread holds while it computes
+//   kMaxVectors    vectors of rows in a block
+//   kWords         words of a row of Q and K, padded to what the unit takes
+//   kVRow          elements of a row of V, likewise; kOutDims: dims of O
+//   kKvSlots       keys that S and P have room for
+//   kValueWords    words of a packed tile of V
+//   kKeysAnywhere  takes rows of K where they lie, else side by side
+//   kRawScores     leaves the scale to the softmax
+//   kSlack         how far weights may exceed 1 before outputs are rescaled (base-2 units)
+//   pack(count, words, row)              V of keys [0, count); `row(n)` is valid until row(n + kHeld)
+//   scores<NV>(keys, n0, n1, qt, scale, s, fetch)   keys [n0, n1); n0 is a multiple of 32
+//   values<NV>(words, n0, n1, p, alpha, o)          likewise
+#pragma once
+#include <fajit/cpu/pack.h>
+#if FAJIT_AMX
+#include <fajit/cpu/amx_prefill.h>
+#endif
+
+namespace fajit {
+
+template <class Matrix, int Dim, int DimV, int TileKv>
+struct VectorProducts {
+  struct Session {};
+  static constexpr int kMaxVectors = fajit::kMaxVectors;
+  static constexpr int kPack = Dot<Matrix>::kPack;
+  static constexpr int kWords = (Dim + kPack - 1) / kPack;
+  static constexpr int kVRow = round_up(DimV, kPanel);
+  static constexpr int kOutDims = round_up(DimV, kMicroRows);
+  static constexpr int kKvSlots = round_up(TileKv, kMicroRows);
+  static constexpr int64_t kPanelStride = int64_t{(TileKv + kPack - 1) / kPack} * kPanel;
+  static constexpr uint64_t kValueWords = kPanelStride * (kVRow / kPanel);
+  static constexpr bool kKeysAnywhere = true, kRawScores = false;
+  static constexpr float kSlack = 0.0f;
+  static constexpr int kHeld = 2;
+
+  template <class Row>
+  static FAJIT_INLINE void pack(int count, int32_t* words, Row row) {
+    pack_panels<Matrix, DimV>(count, words, kPanelStride, row);
+  }
+  template <int NV, class KeyRows, class Fetch>
+  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float scale,
+                                  float* s, Fetch fetch) {
+    fajit::scores<Matrix, NV, kWords>(keys.from(n0, 0), n1 - n0, qt, scale,
+                                      s + int64_t{n0} * NV * kLanes, fetch);
+  }
+  template <int NV>
+  static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, const int32_t* p,
+                                  const float* alpha, float* o) {
+    const int64_t first = n0 / kPack;
+    fajit::values<Matrix, NV>(words + first * kPanel, kPanelStride, kOutDims,
+                              (n1 - n0 + kPack - 1) / kPack, p + first * NV * kLanes, alpha, o);
+  }
+};
+
+#if FAJIT_AMX
+template <int Dim, int DimV, int TileKv>
+struct TileProducts {
+  using Session = TileUnit;
+  static constexpr int kMaxVectors = 2;
+  static constexpr int kWords = round_up(Dim, kTileDepth) / 2;
+  static constexpr int kVRow = round_up(DimV, kTileDepth);
+  static constexpr int kOutDims = kVRow;
+  static constexpr int kKvSlots = round_up(TileKv, kTileDepth);
+  static constexpr uint64_t kStepWords = kVRow * (kTileDepth / 2);
+  static constexpr uint64_t kValueWords = kStepWords * (kKvSlots / kTileDepth);
+  static constexpr bool kKeysAnywhere = false, kRawScores = true;
+  static constexpr float kSlack = 8.0f;
+  static constexpr int kHeld = kTileDepth;
+
+  template <class Row>
+  static FAJIT_INLINE void pack(int count, int32_t* words, Row row) {
+    alignas(64) static const bfloat16_t zero[kVRow] = {};
+    for (int n = 0; n < count; n += kTileDepth) {
+      const bfloat16_t* rows[kTileDepth];
+      for (int i = 0; i < kTileDepth; ++i) rows[i] = n + i < count ? row(n + i) : zero;
+      pack_value_tiles<kVRow / 16>(rows, words + n / kTileDepth * kStepWords);
+    }
+  }
+  template <int NV, class KeyRows, class Fetch>
+  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float, float* s,
+                                  Fetch) {
+    tile_scores<NV, kWords>(keys(n0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes);
+  }
+  template <int NV>
+  static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, int32_t* p,
+                                  const float* alpha, float* o) {
+    // Words of keys past the last one meet zeros of V, but may be NaN.
+    const int steps = (n1 - n0 + kTileDepth - 1) / kTileDepth;
+    const int first = (n1 + 1) / 2 * NV * kLanes, end = (n0 / 2 + steps * 16) * NV * kLanes;
+    if (first < end) __builtin_memset(p + first, 0, 4 * static_cast<unsigned>(end - first));
+    for (int j = 0; j < NV; ++j) {
+      const vf factor = load(alpha + j * kLanes);
+      if (!any(factor != 1.0f)) continue;
+      for (int d = 0; d < kOutDims; ++d) {
+        float* at = o + (d * NV + j) * kLanes;
+        store(at, load(at) * factor);
+      }
+    }
+    tile_values<NV, kOutDims / 16>(words + n0 / kTileDepth * kStepWords, steps,
+                                   p + n0 / 2 * NV * kLanes, o);
+  }
+};
+#endif
+
+template <class Matrix, int Dim, int DimV, int TileKv>
+struct ProductsFor {
+  using type = VectorProducts<Matrix, Dim, DimV, TileKv>;
+};
+#if FAJIT_AMX
+template <int Dim, int DimV, int TileKv>
+struct ProductsFor<bfloat16_t, Dim, DimV, TileKv> {
+  using type = TileProducts<Dim, DimV, TileKv>;
+};
+#endif
+template <class Matrix, int Dim, int DimV, int TileKv>
+using ProductsOf = typename ProductsFor<Matrix, Dim, DimV, TileKv>::type;
+
+}  // namespace fajit
