@@ -24,6 +24,7 @@ from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._placement import check_matrix_dtypes, on_cpu, place_on
+from ._replays import check_replayable, padded, with_room
 from ._workspace import Workspace
 from .attention import Offset
 from .limits import Limits
@@ -261,19 +262,26 @@ class BatchBase:
             lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
         variant, lists = self._variant, None
-        given = dict(params)
+        bits: dict[str, Any] = {}
         if sparsity is not None:
-            variant, lists, more = self._sparse(sparsity, lengths, q_offset)
-            given.update(more)
+            variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
+        num_levels = len(levels)
+        if options.cuda_graph:
+            before = None if self._planned is None else self._planned.batch
+            lists = with_room(lists, sparsity, options, None if before is None else before.lists)
+            if before is not None:
+                bits = padded(bits, before.params)
+                num_levels = max(num_levels, before.num_levels)
+        given = {**params, **bits}
         keys = _keys(stored, levels)
         bound = bind_plan(variant, dims, given, self._habits.dtypes)
-        batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, len(levels))
+        batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, num_levels)
         unaligned = self._habits.unaligned
         first = _batch_plan.vary(batch, bound, unaligned)
         self._check_variant(first)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and self._planned is not None:
-            _batch_plan.check_replayable(self._planned.latest, first)
+            check_replayable(self._planned.latest, first)
         if not options.cpu and self._state is None:
             from ._batch_device import DeviceState
 

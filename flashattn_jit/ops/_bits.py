@@ -51,7 +51,9 @@ class BlockBits(Variant):
 class TreeBits(Variant):
     """Keep what comes before the last q_len keys, and of those the ones whose bit is set."""
 
-    sparsity_bits: Tensor = tensor("batch", "sparsity_rows", "sparsity_words", dtype=torch.int64)
+    sparsity_bits: Tensor = tensor(
+        "sparsity_requests", "sparsity_rows", "sparsity_words", dtype=torch.int64
+    )
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``(j < P) or bit``, P = kv_len - q_len."""
@@ -96,6 +98,10 @@ def tree_words(
 
 
 def _stacked(bits: Sequence[Tensor], q_lens: Sequence[int], device: torch.device) -> Tensor:
+    if not isinstance(bits, Sequence):
+        raise InputError(
+            f"Tree.bits must be a tensor or a sequence of tensors, got {type(bits).__name__}"
+        )
     if len(bits) != len(q_lens):
         raise InputError(f"Tree.bits has {len(bits)} tensors for num_requests={len(q_lens)}")
     longest = max(q_lens, default=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
-from tests.batch.batches import Batch, indptr
+from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.oracle import Math, check
 from tests.batch.sparse import Visited, blocks, tokens, trees
 
@@ -322,9 +323,23 @@ def test_lists_of_another_form_leave_a_fixed_plan_as_it_is() -> None:
     assert torch.equal(batch.run(b.q, b.k, b.v), expected)
 
 
+REPLAYED = (
+    ((30, 20), (50, 160)), ((1, 1, 1), (90, 160, 3)), ((1, 40, 0, 2), (7, 40, 9, 100)),
+    ((), ()), ((1,), (0,)), ((64,), (64,)),
+)  # fmt: skip
+"""Batches of many rows, few rows, both and none, within the limits below."""
+LARGEST_BITS = {
+    "bits": [((60, 1, 1, 1, 1), (160, 90, 64, 64, 64))], "tree": [((64, 0, 0, 0, 0), (160,) * 5)],
+}  # fmt: skip
+
+
 @needs_nvcc
-def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows, few rows, both, none: the launches of the first run, replayed as they are."""
+@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+def test_a_captured_run_replays_plans_of_any_kind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches of the first run, replayed as they are for later plans, whatever the lengths of
+    lists and the number of levels. Bits have the room that the first plan gives them."""
     from flashattn_jit.ops import _batch_device
 
     recorded = []
@@ -334,18 +349,29 @@ def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatc
         recorded[-1].replay()
 
     monkeypatch.setattr(_batch_device, "launch", recording)
-    limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=40)
+    limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=50)
     options = {"limits": limits, "cuda_graph": True, "target": "emulated:sm_80"}
-    made, dtype = None, torch.bfloat16
+    made: Any = None
+    dtype, what = torch.bfloat16, Math(causal=name != "tree")
     q, out = torch.zeros(64, 4, 64, dtype=dtype), torch.zeros(64, 4, 64, dtype=dtype)
-    k, v = (torch.full((48, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
-    for lengths in (
-        ((30, 20), (50, 160)), ((1, 1, 1), (90, 160, 3)), ((1, 40, 0, 2), (7, 40, 9, 100)),
-        ((), ()), ((1,), (0,)), ((64,), (64,)),
-    ):  # fmt: skip
+    k, v = (torch.full((64, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
+    for lengths in (*LARGEST_BITS.get(name, ()), *REPLAYED):
+        if name == "tree" and lengths == ((1,), (0,)):
+            continue  # its own key is missing
         b = Batch(*lengths, (4, 2), 64, dtype, 16, seed=len(lengths[0]))
-        made = made or fa.BatchAttention(fa.Causal(), **{**b.options(), **options})
-        made.plan(b.q_indptr, b.storage)
+        cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
+        made = made or cls(what.variant(4), **{**b.options(), **options})
+        visited = None
+        # As an engine has it: a buffer of entries that is longer than the batch, and the limits.
+        pages = torch.cat([b.storage.page_indices, torch.full((99,), -1, dtype=torch.int32)])
+        b.storage = replace(b.storage, page_indices=pages)
+        if name == "cascade":
+            if lengths is REPLAYED[0]:
+                share_prefix(b, 32)
+            made.plan(fa.cascade_levels(b.q_indptr, b.storage))
+        else:
+            visited = SPARSITIES[name](b)
+            made.plan(b.q_indptr, b.storage, sparsity=visited and visited.sparsity)
         count = b.q.shape[0]
         q[:count], k[: b.k.shape[0]], v[: b.v.shape[0]] = b.q, b.k, b.v
         out.fill_(torch.nan)
@@ -353,5 +379,6 @@ def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatc
             made.run(q, k, v, out=out)
         else:
             recorded[0].replay()
-        check(b, Math(causal=True), out[:count], None)
+        check(b, what, out[:count], None, seen=visited.seen if visited else None)
+        assert out[count:].isnan().all(), "rows that pad the batch are nobody's"
     assert len(recorded) == 1
