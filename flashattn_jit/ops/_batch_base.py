@@ -224,7 +224,9 @@ class BatchBase:
             limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
         kernels = Kernels(_with_limits(options, limits))
-        pair = _batch_plan.bound_kernels(kernels, self._variant, dims, limits.max_pages > 0)
+        pair = _batch_plan.bound_kernels(
+            kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
+        )
         told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
         return _C.BatchPlan.workspace_bound(
             native_kinds(pair), limits.native(), num_levels=num_levels, q_block=q_block, **told

@@ -308,7 +308,9 @@ def vary(
     )  # fmt: skip
 
 
-def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -> Pair:
+def bound_kernels(
+    kernels: Kernels, variant: Variant, dims: Dims, paged: bool, sparse: bool, mixed: bool
+) -> Pair:
     """The kernels of every batch within the limits; on CPUs without their modules."""
     params = {
         d.name: _stand_in(d.param, dims)
@@ -318,7 +320,7 @@ def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -
     bound = bind(variant, dims, params)
     known = _handles.structure(_handles.remember(bound.handle, bound.ir, variant.name))
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
-    needs = Needs(paged, False, False, unaligned, ALL_ROWS, True)
+    needs = Needs(paged, sparse, mixed, unaligned, ALL_ROWS, True)
     if kernels.options.cpu:
         return kernels.unloaded(known, needs)
     pair = kernels.pair(bound.handle, known, needs)

@@ -227,6 +227,37 @@ def test_limits_bound_the_workspace_of_every_plan() -> None:
         check(b, Math(causal=True), *batch.run(b.q, b.k, b.v, return_lse=True))
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+def test_limits_bound_the_workspace_of_every_format(name: str, invariant: bool) -> None:
+    """Of plans within them, and of the same plans made without."""
+    limits = fa.Limits(max_requests=5, max_q_tokens=48, max_kv_len=5000, max_pages=1000)
+    options: dict[str, Any] = {"batch_invariant": invariant}
+    for lengths in (MIXED, ((1,), (5000,)), ((2, 1, 3), (3000, 4097, 70)), ((40,), (300,))):
+        b = Batch(*lengths, (4, 2), 64, page_size=16)
+        sized: dict[str, Any] = {}
+        if name == "cascade":
+            if len(lengths[0]) == 3:
+                share_prefix(b, 64)
+            levels = fa.cascade_levels(b.q_indptr, b.storage)
+            given: tuple[tuple[Any, ...], dict[str, Any]] = ((levels,), {})
+            sized["num_levels"] = len(levels) - 1
+        else:
+            visited = SPARSITIES[name](b)
+            given = ((b.q_indptr, b.storage), {"sparsity": visited and visited.sparsity})
+            if "blocks" in name or name == "bits":
+                sized["q_block"] = visited.sparsity.block_size[0]
+            elif name == "tokens":
+                sized["q_block"] = 1
+        cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
+        variant = None if name == "tree" else fa.Causal()
+        free, made = (cls(variant, **b.options(), **options, limits=x) for x in (None, limits))
+        needed = free.plan(*given[0], **given[1]).workspace_bytes
+        fixed = made.plan(*given[0], **given[1]).workspace_bytes
+        assert needed <= fixed <= made.workspace_bytes(**sized)
+        assert made.workspace_bytes(**sized) == free.workspace_bytes(limits, **sized)
+
+
 def test_storage_and_sparsity_change_from_plan_to_plan() -> None:
     b, ragged = mixed(page_size=16), mixed()
     batch = made_for(b, fa.Causal())
