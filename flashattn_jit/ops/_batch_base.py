@@ -172,10 +172,9 @@ class BatchBase:
         else:
             from ._batch_ops import run_by_op
 
-            for name, tensor in zip(("q", "k", "v"), given, strict=False):
-                if not isinstance(tensor, torch.Tensor):
-                    raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-                _batch_run.check_device(name, tensor, self._kernels.options.device)
+            placed = [("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])]
+            for name, tensor in placed:
+                _batch_run.check_place(name, tensor, self._kernels.options.device)
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
             )
@@ -289,10 +288,7 @@ class BatchBase:
 
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)
-        indptr = storage.page_indptr if stored.page_size else None  # type: ignore[union-attr]
-        self._planned = Planned(
-            batch, first, unaligned, self._state, self._workspace, self._habits, indptr
-        )
+        self._planned = Planned(batch, first, unaligned, self._state, self._workspace, self._habits)
         return Plan(self._planned)
 
     def _check_variant(self, planned: _batch_plan.Variation) -> None:
@@ -396,14 +392,17 @@ def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor |
 def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
     """Where the keys lie: the requests' own pages, then those of each level."""
     parts = [stored, *(level.stored for level in levels)]
-    if not stored.page_size or not levels:
-        return Keys(stored.page_size, stored.page_indices, stored.pages)
+    if not stored.page_size:
+        return Keys(0, None, None)
+    indptrs = [p.held[0] for p in parts]
+    if not levels:
+        return Keys(stored.page_size, stored.page_indices, stored.pages, indptrs)
     used = [p.page_indices[: p.used_pages] for p in parts if p.page_indices is not None]
     known = [p.pages for p in parts if p.pages is not None and p.pages[1] >= 0]
     pages = None
     if all(p.pages is not None for p in parts):
         pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
-    return Keys(stored.page_size, torch.cat(used), pages)
+    return Keys(stored.page_size, torch.cat(used), pages, indptrs)
 
 
 __all__ = ["BatchBase", "Level", "by_number"]

@@ -33,12 +33,14 @@ class Keys(NamedTuple):
     """Where the keys of a batch lie.
 
     page_size: 0 when ragged. page_indices: of all levels, int32, on the device of the keys. pages:
-    (least, greatest) page in use, None where that is not known.
+    (least, greatest) page in use, None where that is not known. page_indptrs: of the requests, then
+    of each level, for messages.
     """
 
     page_size: int
     page_indices: torch.Tensor | None
     pages: tuple[int, int] | None
+    page_indptrs: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
