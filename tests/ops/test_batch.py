@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit import _C
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
 from tests.batch.batches import Batch, indptr, share_prefix
@@ -84,6 +85,70 @@ def test_one_plan_serves_every_layer_and_every_layout() -> None:
         layer = mixed(page_size=16, layout=layout, seed=0)
         out, lse = batch.run(layer.q, layer.k, layer.v, return_lse=True)
         check(layer, Math(causal=True), out, lse)
+
+
+def test_runs_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, fa.Causal())
+    batch.plan(b.q_indptr, b.storage)
+    for name in ("BatchLengths", "BatchPlan", "BatchCall"):
+        monkeypatch.setattr(_C, name, None)
+    for layout in ("pages", "heads first"):
+        layer = mixed(page_size=16, layout=layout, seed=0)
+        out, lse = batch.run(layer.q, layer.k, layer.v, return_lse=True)
+        check(layer, Math(causal=True), out, lse)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that nobody may look into, as one on a device, which would be waited for."""
+
+    READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__",
+             "nonzero", "unique", "equal", "is_nonzero", "repeat_interleave")  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ not in cls.READS, f"plan() waits for a device in {func.__name__}"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_plans_read_nothing_of_a_device(
+    name: str, cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    b = mixed("emulated:sm_80", 16)
+    visited = None if name == "cascade" else SPARSITIES[name](b)
+    sparsity = visited and visited.sparsity
+    if name == "tree":
+        sparsity = fa.Tree(torch.stack([torch.eye(20, dtype=torch.bool)] * 5))
+    if name == "cascade":
+        share_prefix(b, 16, (0, 1, 3))
+
+    def placed(value: Any) -> Any:
+        return value if value is None else value.as_subclass(OnDevice)
+
+    def on_device(paged: Any) -> Any:
+        return replace(paged, page_indices=placed(paged.page_indices))
+
+    if isinstance(sparsity, fa.Tree):
+        sparsity = fa.Tree(placed(sparsity.bits))
+    elif sparsity is not None:
+        sparsity = replace(sparsity, indices=placed(sparsity.indices))
+        if isinstance(sparsity, fa.BlockSparse):
+            sparsity = replace(sparsity, bits=placed(sparsity.bits))
+    limits = fa.Limits(max_requests=6, max_q_tokens=40, max_kv_len=128, max_pages=32)
+    options = {**b.options(), "target": "emulated:sm_80", "cuda_graph": cuda_graph}
+    variant = None if name == "tree" else fa.Causal()
+    cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
+    batch: Any = cls(variant, **options, limits=limits if cuda_graph else None)
+    for _ in range(2):
+        if name == "cascade":
+            levels = fa.cascade_levels(b.q_indptr, b.storage)
+            batch.plan([replace(level, storage=on_device(level.storage)) for level in levels])
+        else:
+            batch.plan(b.q_indptr, on_device(b.storage), sparsity=sparsity)
 
 
 # --- params ---------------------------------------------------------------------------------------
@@ -195,18 +260,26 @@ def test_results_of_the_callers_and_states_of_parts() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_objects_share_a_workspace_that_is_as_large_as_their_plans(target: str) -> None:
+    """Layers of two kinds take turns; all of its bytes are used, and none behind them."""
     b = Batch((1,), (5000 if target == "cpu" else 700,), (2, 1), 64,
               torch.float32 if target == "cpu" else torch.bfloat16, 16)  # fmt: skip
-    free = made_for(b, fa.Causal(), target)
-    needed = free.plan(b.q_indptr, b.storage).workspace_bytes
-    expected = free.run(b.q, b.k, b.v)
-    assert needed > 0 or torch.get_num_threads() == 1
-    workspace = torch.full((needed + 128,), 255, dtype=torch.uint8)  # NaN
-    two = [made_for(b, fa.Causal(), target, workspace=workspace) for _ in range(2)]
-    for batch in two:
-        assert batch.plan(b.q_indptr, b.storage).workspace_bytes == needed
-    for batch in (*two, *two):
-        assert torch.equal(batch.run(b.q, b.k, b.v), expected)
+    variants = fa.Causal(), None
+    free = [made_for(b, variant, target) for variant in variants]
+    needed = {batch.plan(b.q_indptr, b.storage).workspace_bytes for batch in free}
+    assert len(needed) == 1
+    (size,) = needed
+    assert size > 0 or torch.get_num_threads() == 1
+    memory = torch.full((size + 512,), 255, dtype=torch.uint8)  # NaN
+    begin = -memory.data_ptr() % 128
+    workspace = memory[begin : begin + size]
+    both = [made_for(b, variant, target, workspace=workspace) for variant in variants]
+    for batch in both:
+        assert batch.plan(b.q_indptr, b.storage).workspace_bytes == size
+    for batch, other in [*zip(both, free, strict=True)] * 2:
+        assert torch.equal(batch.run(b.q, b.k, b.v), other.run(b.q, b.k, b.v))
+    assert not size or bool((workspace.view(torch.int32)[[0, -1]] != -1).all())
+    memory[begin : begin + size] = 255
+    assert bool((memory == 255).all())
 
 
 # --- plans after plans ----------------------------------------------------------------------------
