@@ -66,6 +66,11 @@ def test_formats(name: str) -> None:
     run_format(case, shape, name, dtype_of(target), target)
 
 
+def test_pointwise_states_merge_where_their_code_is_a_targets_own() -> None:
+    """See tests.cuda.kernels.twin."""
+    run_format(by_name("sigmoid"), FEW, "cascade", torch.bfloat16, "emulated:sm_89")
+
+
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_a_cascade_is_the_flat_batch(q_len: int) -> None:
     what = Math(causal=True)
