@@ -131,7 +131,7 @@ class Planned:
             call.launch(
                 address, k.data_ptr() or address, v.data_ptr() or address, result.data_ptr(),
                 0 if lse is None else lse.data_ptr(), scale, torch.get_num_threads(), addresses,
-                scalars, place, *variation.pointers,
+                scalars, place, 0, *variation.pointers,
             )  # fmt: skip
         else:
             _launch_device(
@@ -232,14 +232,12 @@ def _launch_device(
     workspace: torch.Tensor | None,
     scale: float,
 ) -> None:
-    from . import _batch_device  # a process without a device need not have it
+    from . import _batch_device, _device_launch  # a process without a device need not have it
 
-    names = [t.name for t in variation.known.ir.tensors]
-    names += [f"{side} table of {names[t.slot]}" for t in variation.known.tables
-              for side in ("lo", "hi")]  # fmt: skip
-    tensors = _batch_device.BatchTensors(
-        q, k, v, out, lse, params, tuple(addresses), tuple(scalars), variation.page_indices,
-        variation.key_blocks, workspace, tuple(names), len(variation.known.ir.tensors),
+    tensors = _device_launch.LaunchTensors(
+        q, k, v, out, lse, params, tuple(addresses), tuple(scalars), workspace,
+        page_indices=variation.page_indices, key_blocks=variation.key_blocks,
+        names=variation.known.tensor_names, num_params=len(variation.known.ir.tensors),
     )  # fmt: skip
     _batch_device.launch(variation.block, call, tensors, scale)
 

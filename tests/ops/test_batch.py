@@ -326,11 +326,12 @@ def test_lists_of_another_form_leave_a_fixed_plan_as_it_is() -> None:
 def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows, few rows, both, none: the launches of the first run, replayed as they are."""
     from flashattn_jit.ops import _batch_device
+    from flashattn_jit.ops._emulated import record
 
     recorded = []
 
     def recording(*arguments: Any) -> None:
-        recorded.append(_batch_device.record(*arguments))
+        recorded.append(record(*arguments))
         recorded[-1].replay()
 
     monkeypatch.setattr(_batch_device, "launch", recording)
