@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ._batch_base import by_number
-from ._graph_ops import filled, packed_shapes, params_of, register, split_params
+from ._graph_ops import filled, params_of, register, split_params
+from ._shapes import packed_shapes
 
 _VALUES = (
     "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor numbers, SymInt batch, "

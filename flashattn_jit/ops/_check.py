@@ -176,6 +176,14 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def check_lse(return_lse: bool, pointwise: bool) -> None:
+    """Raises InputError where a log-sum-exp is asked of a variant that has none."""
+    if return_lse and pointwise:
+        raise InputError(
+            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
+        )
+
+
 def check_lengths(
     name: str, value: torch.Tensor, batch: int, low: int, high: int
 ) -> tuple[int, ...]:

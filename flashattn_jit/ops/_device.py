@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -30,12 +29,12 @@ from ._direct import learn_device
 from ._emulated import aligned_empty, record
 from ._handles import Structure
 from ._launch import Geometry, native_call, planner_problem
+from ._recent import Recent
 
 EMULATED_SLOTS = 8
 """Workers that emulated work is planned for: enough that long keys are split."""
 
 _KERNEL = "fajit_attention_kernel"
-_KEPT_CALLS = 1024
 # A kernel's parameters hold 4096 bytes, of which the argument block takes 480.
 _PARAM_BYTES = 3456
 _TENSOR_BYTES = 136
@@ -58,8 +57,7 @@ class DevicePlan:
     schedule: _C.Schedule | None = None
 
 
-_plans: dict[Geometry, DevicePlan] = {}
-_lock = Lock()
+_plans: Recent[Geometry, DevicePlan] = Recent(1024)
 
 
 def planned(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan:
@@ -72,11 +70,7 @@ def planned(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> D
     """
     plan = _plans.get(geometry)
     if plan is None:
-        plan = _plan(geometry, known, addresses)
-        with _lock:
-            _plans[geometry] = plan
-            while len(_plans) > _KEPT_CALLS:
-                _plans.pop(next(iter(_plans)))
+        plan = _plans.keep(geometry, _plan(geometry, known, addresses))
     return plan
 
 

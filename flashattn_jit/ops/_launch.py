@@ -6,10 +6,8 @@ needed, compiles; a later one is a dictionary look-up and a launch.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ from ..planner.problem import Problem
 from ..planner.requests import requests_of
 from ..planner.tiles import choose, item_rows
 from ._handles import Structure
+from ._recent import Recent
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -36,7 +35,6 @@ Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_DTYPES = tuple(DTYPE_NAMES)
 
 _MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
-_KEPT_CALLS = 1024
 _L2_BYTES = _C.cache_sizes()[1]
 
 
@@ -84,8 +82,7 @@ class PlannedCall:
     critical_cost: int
 
 
-_calls: OrderedDict[Geometry, PlannedCall] = OrderedDict()
-_lock = Lock()
+_calls: Recent[Geometry, PlannedCall] = Recent(1024)
 
 
 def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
@@ -98,11 +95,7 @@ def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int])
     """
     planned = _calls.get(geometry)
     if planned is None:
-        planned = _plan(geometry, known, addresses)
-        with _lock:
-            _calls[geometry] = planned
-            while len(_calls) > _KEPT_CALLS:
-                _calls.popitem(last=False)
+        planned = _calls.keep(geometry, _plan(geometry, known, addresses))
     return planned
 
 

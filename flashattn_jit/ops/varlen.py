@@ -123,10 +123,7 @@ def run_packed(
     bound = bind(chosen, dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
-    if return_lse and pointwise:
-        raise InputError(
-            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
-        )
+    _check.check_lse(return_lse, pointwise)
     scale = _check.check_scale(scale, q.shape[2])
     offsets = resolve_offsets(q_offset, q_lens, kv_lens)
     handle = _handles.remember(bound.handle, bound.ir, chosen.name)
