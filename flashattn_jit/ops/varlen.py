@@ -151,13 +151,7 @@ def request_lengths(
     name: str, indptr: torch.Tensor, tokens: int, longest: int | None, longest_name: str
 ) -> tuple[int, ...]:
     """Lengths of the requests behind an indptr, which must ascend from 0 to `tokens`."""
-    if not isinstance(indptr, torch.Tensor):
-        raise InputError(f"{name} must be an integer tensor, got {type(indptr).__name__}")
-    if indptr.dtype not in (torch.int32, torch.int64) or indptr.device.type != "cpu":
-        raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {indptr.dtype} on {indptr.device}; "
-            "lengths are planned on the host, which waits for no device"
-        )
+    _check.check_host_integers(name, indptr)
     if indptr.dim() != 1 or indptr.shape[0] < 1:
         raise InputError(f"{name} must be [num_requests + 1], got {tuple(indptr.shape)}")
     starts = indptr.tolist()
