@@ -42,8 +42,8 @@ class Planned:
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "scale", "state",
-        "variations", "workspace",
+        "batch", "cpu", "first", "habits", "pointwise", "scale", "state", "variations",
+        "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -54,12 +54,10 @@ class Planned:
         state: Any,
         workspace: Workspace,
         habits: Habits,
-        page_indptr: torch.Tensor | None,
     ) -> None:
         self.batch, self.first, self.state, self.workspace = batch, first, state, workspace
         self.cpu = batch.options.cpu
         self.habits = habits
-        self.page_indptr = page_indptr  # for messages
         self.pointwise = first.known.pointwise
         self.scale = _check.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known.handle, unaligned): first}
@@ -234,7 +232,7 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         ("[num_q_tokens, num_q_heads, head_dim]", keys.format("head_dim"),
          keys.format("head_dim_v")),
     )  # fmt: skip
-    check_device("q", q, options.device)
+    check_place("q", q, options.device)
     for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.kv_dtype),
                                 ("v", v, options.kv_dtype)):  # fmt: skip
         if tensor.dtype != dtype:
@@ -265,8 +263,12 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         _check_rows(name, "num_kv_tokens", tensor.shape[0], rows, "kv_indptr", options)
 
 
-def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raises InputError where a tensor is not on the device of its batch."""
+def check_place(name: str, tensor: object, device: torch.device) -> None:
+    """Raises InputError where something is no dense tensor on the device of its batch."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise InputError(f"{name} has layout {tensor.layout}; pass a strided (dense) tensor")
     if tensor.device != device:
         raise InputError(
             f"{name} is on {tensor.device}, but the batch was made for {device}; move it with "
@@ -316,13 +318,20 @@ def _check_pages(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
         return
     indices = keys.page_indices
     at = int((indices >= num_pages).nonzero()[0, 0])
-    owner = ""
-    if planned.page_indptr is not None and at < int(planned.page_indptr[-1]):
-        owner = f", a page of request {owner_of(at, planned.page_indptr)},"
     raise InputError(
-        f"page_indices[{at}]={int(indices[at])}{owner} is outside of num_pages={num_pages} of k "
-        "and v; plan with the pages of this cache"
+        f"{_named_entry(at, int(indices[at]), keys.page_indptrs)} is outside of "
+        f"num_pages={num_pages} of k and v; plan with the pages of this cache"
     )
 
 
-__all__ = ["Habits", "Planned", "check_device"]
+def _named_entry(at: int, page: int, page_indptrs: Sequence[torch.Tensor]) -> str:
+    """An entry of the page tables of requests and levels, which follow one another."""
+    for level, indptr in enumerate(page_indptrs, -1):
+        if at < int(indptr[-1]):
+            where, owner = (f"level {level}: ", "group") if level >= 0 else ("", "request")
+            return f"{where}page_indices[{at}]={page}, a page of {owner} {owner_of(at, indptr)},"
+        at -= int(indptr[-1])
+    return f"page_indices[{at}]={page}"
+
+
+__all__ = ["Habits", "Planned", "check_place"]

@@ -127,14 +127,14 @@ LaunchValues = tuple[
 
 def launch_values(block: torch.Tensor, t: LaunchTensors, scale: float) -> LaunchValues:
     """What a native launch takes, in order, up to the stream."""
-    address = t.q.data_ptr()
+    # Tensors without entries have the address 0, which kernels refuse; they will not use this one.
+    address = t.q.data_ptr() or block.data_ptr()
     return (
         address,
-        # Without keys their address is 0, which kernels refuse; they will not read this one.
         t.k.data_ptr() or address,
         t.v.data_ptr() or address,
         t.out.data_ptr(),
-        _address(t.lse),
+        0 if t.lse is None else t.lse.data_ptr() or address,
         scale,
         1,  # num_threads
         t.addresses,

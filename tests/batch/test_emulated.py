@@ -78,6 +78,18 @@ def test_a_cascade_is_the_flat_batch(q_len: int) -> None:
     assert composed.ours <= 1.5 * max(flat.ours, flat.eager)
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [((), ()), ((0,), (5,)), ((3,), (0,))], ids=str)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_batches_of_nothing_within_limits(q_len, kv_len, page_size: int) -> None:
+    """All of the plan's work is padding, and tensors may have no address."""
+    limits = fa.Limits(max_requests=2, max_q_tokens=8, max_kv_len=64, max_pages=8)
+    batch = Batch(q_len, kv_len, (4, 2), 64, torch.bfloat16, page_size)
+    made = engine(batch, fa.Causal(), limits=limits, target=SM80)
+    made.plan(batch.q_indptr, batch.storage)
+    out, lse = made.run(batch.q, batch.k, batch.v, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all() and len(lse) == sum(q_len)
+
+
 def test_bits_do_not_depend_on_the_batch() -> None:
     """Longer than a cut of batch-invariant plans, alone and among others."""
 
