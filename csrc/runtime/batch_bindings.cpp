@@ -33,8 +33,9 @@ void bind_batch(py::module_& m) {
            py::arg("layouts") = py::make_tuple(), py::arg("scalar_kinds") = "",
            py::arg("num_pages") = 0, py::arg("flags") = 0)
       .def_property_readonly("is_cuda", &BatchCall::is_cuda)
-      .def_property_readonly("workspace_bytes",
-                             [](const BatchCall& self) { return self.work().accesses().workspace.bytes; })
+      .def_property_readonly(
+          "workspace_bytes",
+          [](const BatchCall& self) { return self.work().accesses().workspace.bytes; })
       .def_property_readonly("block_bytes",
                              [](const BatchCall& self) { return self.work().block_bytes(); })
       .def("device_block",
