@@ -184,14 +184,14 @@ def check_lse(return_lse: bool, pointwise: bool) -> None:
         )
 
 
-def check_host_integers(name: str, value: object) -> torch.Tensor:
-    """The value, an int32 or int64 CPU tensor."""
+def check_host_integers(name: str, value: object, planned: str = "lengths") -> torch.Tensor:
+    """The value, an int32 or int64 CPU tensor. planned: what it is a part of, for messages."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
     if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
         raise InputError(
             f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
-            "lengths are planned on the host, which waits for no device"
+            f"{planned} are planned on the host, which waits for no device"
         )
     return value
 

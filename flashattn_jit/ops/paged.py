@@ -107,7 +107,7 @@ def read_pages(paged: Paged, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Pa
 
 
 def _page_indptr(indptr: object) -> tuple[int, ...]:
-    indptr = _check.check_host_integers("page_indptr", indptr)
+    indptr = _check.check_host_integers("page_indptr", indptr, "calls")
     if indptr.dim() != 1 or indptr.shape[0] < 1:
         raise InputError(f"page_indptr must be [num_requests + 1], got {tuple(indptr.shape)}")
     starts = tuple(indptr.tolist())

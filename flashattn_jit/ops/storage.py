@@ -68,7 +68,7 @@ class Stored(NamedTuple):
 
 def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
     """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
-    tensor = check_host_integers(name, value)
+    tensor = check_host_integers(name, value, "batches")
     if tensor.dim() != 1:
         raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
     if not tensor.is_contiguous():
