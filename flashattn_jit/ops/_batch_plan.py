@@ -109,6 +109,7 @@ class Variation:
                     state.prepare(kernel.module)
             self._stage(state)
             self.block = state.upload(self.core)
+        self.page_indices = _with_address(self.page_indices)
         self.pointers = (_address(self.page_indices), _address(self.key_blocks))
 
     def _stage(self, state: Any) -> None:
@@ -155,6 +156,11 @@ def _note(kernels: Pair) -> None:
     for kernel in kernels:
         if kernel is not None and kernel.module is not None:
             kernel.module.note_run()
+
+
+def _with_address(indices: torch.Tensor | None) -> torch.Tensor | None:
+    """Where lists name no key of requests without pages, nothing is read, but from somewhere."""
+    return indices if indices is None or indices.numel() else indices.new_zeros(1)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

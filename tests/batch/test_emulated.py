@@ -85,9 +85,11 @@ def test_batches_of_nothing_within_limits(q_len, kv_len, page_size: int) -> None
     limits = fa.Limits(max_requests=2, max_q_tokens=8, max_kv_len=64, max_pages=8)
     batch = Batch(q_len, kv_len, (4, 2), 64, torch.bfloat16, page_size)
     made = engine(batch, fa.Causal(), limits=limits, target=SM80)
-    made.plan(batch.q_indptr, batch.storage)
-    out, lse = made.run(batch.q, batch.k, batch.v, return_lse=True)
-    assert (out == 0).all() and (lse == -torch.inf).all() and len(lse) == sum(q_len)
+    nothing = fa.TokenSparse(torch.full((sum(q_len), 5), -1, dtype=torch.int32))
+    for sparsity in (None, nothing):
+        made.plan(batch.q_indptr, batch.storage, sparsity=sparsity)
+        out, lse = made.run(batch.q, batch.k, batch.v, return_lse=True)
+        assert (out == 0).all() and (lse == -torch.inf).all() and len(lse) == sum(q_len)
 
 
 def test_bits_do_not_depend_on_the_batch() -> None:

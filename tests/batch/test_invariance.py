@@ -142,3 +142,32 @@ def test_a_window_begins_at_the_same_key_in_any_company(kv_len: int) -> None:
     for order in (("append", "decode"), ("decode", "append")):
         for name, out in run_in_order(*order).items():
             assert torch.equal(out, alone[name]), f"{name} in {order}"
+
+
+def test_lists_are_cut_alike_in_any_company() -> None:
+    """Lists of tokens longer than a cut, of requests of several tokens."""
+    q_len, kv_len, topk = (1, 3, 1, 60), (4500, 3000, 2600, 2700), 2500
+    batch = Batch(q_len, kv_len, (4, 2), 64, page_size=16)
+    generator = torch.Generator().manual_seed(1)
+    longest = [n for rows, n in zip(q_len, kv_len, strict=True) for _ in range(rows)]
+    indices = torch.stack([torch.randperm(n, generator=generator)[:topk] for n in longest])
+
+    def run_sparse(*members: int) -> list[torch.Tensor]:
+        rows = [batch.q_start[b] + torch.arange(q_len[b]) for b in members]
+        tables = [batch.slots[b][::16] // 16 for b in members]
+        paged = fa.Paged(
+            torch.tensor([0, *itertools.accumulate(map(len, tables))]), torch.cat(tables),
+            torch.tensor([(kv_len[b] - 1) % 16 + 1 for b in members]), 16,
+        )  # fmt: skip
+        made = engine(batch, fa.Causal(), batch_invariant=True)
+        plan = made.plan(
+            torch.tensor([0, *itertools.accumulate(map(len, rows))]), paged,
+            sparsity=fa.TokenSparse(indices[torch.cat(rows)]),
+        )  # fmt: skip
+        assert plan.workspace_bytes > 0, "nothing is cut"
+        return list(made.run(batch.q[torch.cat(rows)], batch.k, batch.v).split([*map(len, rows)]))
+
+    whole = run_sparse(0, 1, 2, 3)
+    for members in ((3, 1, 0, 2), (0,), (1,), (3,)):
+        for b, out in zip(members, run_sparse(*members), strict=True):
+            assert torch.equal(out, whole[b]), f"request {b} among {members}"

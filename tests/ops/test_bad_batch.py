@@ -208,8 +208,13 @@ def test_a_workspace_that_is_too_small_states_both_sizes() -> None:
         pytest.skip("one thread needs no workspace")
     small = torch.empty(needed - 1 + 128, dtype=torch.uint8)
     small = small[-small.data_ptr() % 128 :][: needed - 1]
+    made = batch(workspace=small, **one)
+    made.plan(q_indptr, fa.Ragged(torch.tensor([0, 40])))
+    inputs = torch.randn(1, 1, 16), torch.randn(40, 1, 16), torch.randn(40, 1, 16)
+    before = made.run(*inputs)
     with pytest.raises(InputError, match=f"a workspace of {needed} bytes.* has {needed - 1}"):
-        batch(workspace=small, **one).plan(q_indptr, fa.Ragged(kv_indptr))
+        made.plan(q_indptr, fa.Ragged(kv_indptr))
+    assert torch.equal(made.run(*inputs), before)
 
 
 # --- params ---------------------------------------------------------------------------------------
