@@ -168,7 +168,8 @@ class BatchBase:
             more = [x for x in params.values() if isinstance(x, torch.Tensor)]
             given = (*given, *more) if out is None else (*given, *more, out)
         if is_direct(*given):
-            result, lse = self.run_planned(q, k, v, params, scale, return_lse, partial, out)
+            planned = self.in_force()
+            result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
         else:
             from ._batch_ops import run_by_op
 
@@ -180,25 +181,15 @@ class BatchBase:
             )
         return result if lse is None else (result, lse)
 
-    def run_planned(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        params: Params,
-        scale: float | None,
-        return_lse: bool,
-        partial: bool,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of `run`, without torch's dispatcher."""
+    def in_force(self) -> Planned:
+        """The plan that runs follow. Raises InputError where there is none."""
         planned = self._planned
         if planned is None:
             raise InputError(
                 "run() before plan(): nothing is planned; call plan(q_indptr, storage) first, once "
                 "a step"
             )
-        return planned.run(q, k, v, params, scale, return_lse, partial, out)
+        return planned
 
     # --- sizes ------------------------------------------------------------------------------------
 

@@ -105,11 +105,7 @@ class Planned:
         ready = variation.ready.get(signature)
         if ready is None:
             _check_call(self, q, k, v)
-            if return_lse and self.pointwise:
-                raise InputError(
-                    "return_lse: a pointwise normaliser has no log-sum-exp; only softmax "
-                    "variants do"
-                )
+            _check.check_lse(return_lse, self.pointwise)
             ready = self._ready(variation, inputs, layouts, with_lse, partial, out)
             if len(variation.ready) >= _KEPT_SIGNATURES:
                 variation.ready.clear()
@@ -129,12 +125,18 @@ class Planned:
             call.launch(
                 address, k.data_ptr() or address, v.data_ptr() or address, result.data_ptr(),
                 0 if lse is None else lse.data_ptr(), scale, torch.get_num_threads(), addresses,
-                scalars, place, *variation.pointers,
+                scalars, place, 0, *variation.pointers,
             )  # fmt: skip
         else:
-            _launch_device(
-                variation, call, q, k, v, result, lse, held, addresses, scalars, space, scale
-            )
+            from . import _batch_device, _device_launch  # a process without a device need not
+
+            known = variation.known
+            launched = _device_launch.LaunchTensors(
+                q, k, v, result, lse, held, addresses, tuple(scalars), space,
+                page_indices=variation.page_indices, key_blocks=variation.key_blocks,
+                names=known.tensor_names, num_params=len(known.ir.tensors),
+            )  # fmt: skip
+            _batch_device.launch(variation.block, call, launched, scale)
         return result, lse
 
     def _vary(self, bound: Bound, unaligned: bool, params: Params) -> Variation:
@@ -214,32 +216,6 @@ def _aligned(
         if tensor.data_ptr() % 16 or any(stride * item % 16 for stride in tensor.stride()[:-1]):
             return False
     return True
-
-
-def _launch_device(
-    variation: Variation,
-    call: _C.BatchCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    params: Sequence[torch.Tensor],
-    addresses: Sequence[int],
-    scalars: Sequence[int | float],
-    workspace: torch.Tensor | None,
-    scale: float,
-) -> None:
-    from . import _batch_device  # a process without a device need not have it
-
-    names = [t.name for t in variation.known.ir.tensors]
-    names += [f"{side} table of {names[t.slot]}" for t in variation.known.tables
-              for side in ("lo", "hi")]  # fmt: skip
-    tensors = _batch_device.BatchTensors(
-        q, k, v, out, lse, params, tuple(addresses), tuple(scalars), variation.page_indices,
-        variation.key_blocks, workspace, tuple(names), len(variation.known.ir.tensors),
-    )  # fmt: skip
-    _batch_device.launch(variation.block, call, tensors, scale)
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 from .. import env
 from ..errors import InputError
-from ._check import INT32_MAX
+from ._check import INT32_MAX, check_host_integers
 from .paged import Paged
 
 Array = tuple[int, int, int]
@@ -22,7 +22,7 @@ Array = tuple[int, int, int]
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
 """kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices."""
 
-_INTEGERS = {torch.int32: 4, torch.int64: 8}
+_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,19 +68,12 @@ class Stored(NamedTuple):
 
 def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
     """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
-    if not isinstance(value, torch.Tensor):
-        raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
-    item_bytes = _INTEGERS.get(value.dtype)
-    if item_bytes is None or value.device.type != "cpu":
-        raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
-            "batches are planned on the host, which waits for no device"
-        )
-    if value.dim() != 1:
-        raise InputError(f"{name} must be a tensor [n], got {list(value.shape)}")
-    if not value.is_contiguous():
-        value = value.contiguous()
-    return (value.data_ptr(), value.shape[0], item_bytes), value
+    tensor = check_host_integers(name, value, "batches")
+    if tensor.dim() != 1:
+        raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
 
 
 def read_storage(storage: Storage, device: torch.device, where: str = "") -> Stored:

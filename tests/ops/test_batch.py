@@ -445,11 +445,12 @@ def test_a_captured_run_replays_plans_of_any_kind(
     """The launches of the first run, replayed as they are for later plans, whatever the lengths of
     lists and the number of levels. Bits have the room that the first plan gives them."""
     from flashattn_jit.ops import _batch_device
+    from flashattn_jit.ops._emulated import record
 
     recorded = []
 
     def recording(*arguments: Any) -> None:
-        recorded.append(_batch_device.record(*arguments))
+        recorded.append(record(*arguments))
         recorded[-1].replay()
 
     monkeypatch.setattr(_batch_device, "launch", recording)
