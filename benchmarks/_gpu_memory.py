@@ -126,7 +126,7 @@ def launch_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounds: in
     def launch() -> None:
         plan.call.launch(
             q.data_ptr(), short_k.data_ptr(), short_v.data_ptr(), out.data_ptr(), 0, 0.1, 1, (),
-            (), 0, 0, 0, plan.block.data_ptr(), stream, 0,
+            (), 0, 0, 0, 0, plan.block.memory.data_ptr(), stream, 0,
         )  # fmt: skip
 
     return host_seconds(launch, 200, rounds)

@@ -175,27 +175,20 @@ class Problem:
     @property
     def num_requests(self) -> int: ...
 
-class Call:
-    """A problem, the module that computes it and the work list. Immutable: threads may share it.
+class _Launches:
+    """What `Call` and `BatchCall` have in common (a name of this file, not of the module).
 
-    `work` and `merge_work` are buffers of packed `fajit_work` and `fajit_merge_work`, 8 int32 each.
+    Addresses that are not used are 0.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        problem: Problem,
-        work: Buffer,
-        merge_work: Buffer = b"",
-        partial_rows: int = 0,
-        flags: int = 0,
-    ) -> None: ...
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that `launch(workspace=)` must point to; 0 when no row is split."""
+        """Bytes that `launch(workspace=)` must point to; 0 when no row is split. Under limits, for
+        any plan within them."""
 
     def device_block(self) -> bytes:
-        """The plan as `launch(device_block=)` must find it, at a multiple of 16 bytes."""
+        """The plan as `launch(device_block=)` must find it, at a multiple of 16 bytes. Under
+        limits, its size and the places of its sections are the same for every plan."""
 
     def launch(
         self,
@@ -208,14 +201,15 @@ class Call:
         num_threads: int,
         tensors: Sequence[int] = (),
         scalars: Sequence[int | float] = (),
-        states: int = 0,
         workspace: int = 0,
+        states: int = 0,
         page_indices: int = 0,
+        key_blocks: int = 0,
         device_block: int = 0,
         stream: int = 0,
         device: int = 0,
     ) -> None:
-        """Runs the kernel, then its merge, without the GIL.
+        """Runs the kernels, then their merge, without the GIL.
 
         CUDA artifacts are enqueued on `stream` of `device`; their addresses are the device's.
         Raises `AbiError` or `ValueError` where the artifact refuses, `MemoryError` where its
@@ -234,14 +228,32 @@ class Call:
         num_threads: int,
         tensors: Sequence[int] = (),
         scalars: Sequence[int | float] = (),
-        states: int = 0,
         workspace: int = 0,
+        states: int = 0,
         page_indices: int = 0,
+        key_blocks: int = 0,
         device_block: int = 0,
         stream: int = 0,
         device: int = 0,
-    ) -> list[Launch]:
-        """What `launch` would launch, as data; needs no driver. CUDA artifacts only."""
+    ) -> list[tuple[Module, Launch]]:
+        """What `launch` would launch, as data, each with its module; needs no driver. CUDA
+        artifacts only."""
+
+class Call(_Launches):
+    """A problem, the module that computes it and the work list. Immutable: threads may share it.
+
+    `work` and `merge_work` are buffers of packed `fajit_work` and `fajit_merge_work`, 8 int32 each.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        problem: Problem,
+        work: Buffer,
+        merge_work: Buffer = b"",
+        partial_rows: int = 0,
+        flags: int = 0,
+    ) -> None: ...
 
 # --- batches: plan() and run() --------------------------------------------------------------------
 
@@ -385,12 +397,14 @@ class BatchPlan:
         """workspace_bytes of any plan within the limits; options as for the constructor, q_block as
         in its lists."""
 
-class BatchCall:
+class BatchCall(_Launches):
     """A plan with the modules that run it. Immutable: threads may share it.
 
     modules: of prefill and few-row work, None where the plan has no such work. With limits, what a
     module is given for is launched whether or not this plan has work for it. The plan is checked
-    against the lengths as `Call` checks its work. `bind` gives the call that launches.
+    against the lengths as `Call` checks its work. `bind` gives the call that launches. On CPUs one
+    team of threads works through the lists of both kinds; a thread that is done with its own takes
+    from the others'.
     """
 
     def __init__(
@@ -421,57 +435,8 @@ class BatchCall:
     @property
     def is_cuda(self) -> bool: ...
     @property
-    def workspace_bytes(self) -> int:
-        """Bytes that `launch(workspace=)` must point to; under limits, for any plan within them."""
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of the device block; under limits, the same for every plan."""
 
-    def device_block(self) -> bytes:
-        """The plan's arrays as CUDA kernels read them. Under limits, its size and the places of its
-        sections are the same for every plan."""
-
     def write_block(self, address: int, bytes: int) -> None:
         """Writes the device block to host memory of at least `block_bytes` bytes."""
-
-    def launch(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        scale: float,
-        num_threads: int,
-        tensors: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        workspace: int = 0,
-        page_indices: int = 0,
-        key_blocks: int = 0,
-        device_block: int = 0,
-        stream: int = 0,
-        device: int = 0,
-    ) -> None:
-        """Runs prefill, few-row and merge, without the GIL. CPU: one team of threads works through
-        the lists of both kinds; a thread that is done with its own takes from the others'."""
-
-    def plan_launches(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        scale: float,
-        num_threads: int,
-        tensors: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        workspace: int = 0,
-        page_indices: int = 0,
-        key_blocks: int = 0,
-        device_block: int = 0,
-        stream: int = 0,
-        device: int = 0,
-    ) -> list[tuple[Module, Launch]]:
-        """What `launch` would launch, as data, each with its module. CUDA artifacts only."""

@@ -12,30 +12,6 @@
 namespace py = pybind11;
 
 namespace fajit::runtime {
-namespace {
-
-// A method of `BatchCall` that takes the values of one launch.
-template <class Result>
-void def_launch(py::class_<BatchCall, std::shared_ptr<BatchCall>>& call, const char* name,
-                Result (BatchCall::*method)(const BatchValues&) const) {
-  const py::tuple none = py::make_tuple();
-  call.def(
-      name,
-      [method](const BatchCall& self, py::handle q, py::handle k, py::handle v, py::handle out,
-               py::handle lse, double scale, int num_threads, py::handle tensors,
-               py::handle scalars, py::handle workspace, py::handle page_indices,
-               py::handle key_blocks, py::handle device_block, py::handle stream, int device) {
-        return (self.*method)({q, k, v, out, lse, scale, num_threads, tensors, scalars, workspace,
-                               page_indices, key_blocks, device_block, stream, device});
-      },
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("scale"),
-      py::arg("num_threads"), py::arg("tensors") = none, py::arg("scalars") = none,
-      py::arg("workspace") = 0, py::arg("page_indices") = 0, py::arg("key_blocks") = 0,
-      py::arg("device_block") = 0, py::arg("stream") = 0, py::arg("device") = 0);
-}
-
-}  // namespace
-
 void bind_batch(py::module_& m) {
   using Plan = std::shared_ptr<scheduler::BatchPlan>;
   using LengthsPtr = std::shared_ptr<scheduler::Lengths>;
@@ -57,8 +33,9 @@ void bind_batch(py::module_& m) {
            py::arg("layouts") = py::make_tuple(), py::arg("scalar_kinds") = "",
            py::arg("num_pages") = 0, py::arg("flags") = 0)
       .def_property_readonly("is_cuda", &BatchCall::is_cuda)
-      .def_property_readonly("workspace_bytes",
-                             [](const BatchCall& self) { return self.work().workspace().bytes; })
+      .def_property_readonly(
+          "workspace_bytes",
+          [](const BatchCall& self) { return self.work().accesses().workspace.bytes; })
       .def_property_readonly("block_bytes",
                              [](const BatchCall& self) { return self.work().block_bytes(); })
       .def("device_block",

@@ -2,9 +2,7 @@
 
 #include "cpu_team.h"
 #include "errors.h"
-#include "launches.h"
 #include "python_values.h"
-#include "work_checks.h"
 
 namespace py = pybind11;
 
@@ -34,9 +32,7 @@ bool BatchCall::is_cuda() const { return merger() && merger()->is_cuda(); }
 std::shared_ptr<BatchCall> BatchCall::bind(py::handle strides, py::handle layouts,
                                            const std::string& scalar_kinds, int32_t num_pages,
                                            int32_t flags) const {
-  if ((flags & ~(FAJIT_WRITE_LSE | FAJIT_PARTIAL)) != 0) {
-    throw py::value_error("flags=" + std::to_string(flags) + " has unknown bits");
-  }
+  checked_flags(flags);
   if (num_pages < 0) throw py::value_error("num_pages must not be negative");
   auto call = std::make_shared<BatchCall>(*this);
   call->params_ = ParamLayouts(layouts, scalar_kinds);
@@ -55,43 +51,6 @@ std::shared_ptr<BatchCall> BatchCall::bind(py::handle strides, py::handle layout
   to_int64s(items[3], 3, args.out_stride, "strides of out");
   to_int64s(items[4], 3, args.lse_stride, "strides of lse");
   return call;
-}
-
-void BatchCall::fill(const BatchValues& values, const Params& params, fajit_args& args) const {
-  params.fill(args);
-  args.q = to_address(values.q);
-  args.k = to_address(values.k);
-  args.v = to_address(values.v);
-  args.out = to_address(values.out);
-  args.lse = static_cast<float*>(to_address(values.lse));
-  args.scale = static_cast<float>(values.scale);
-  args.num_threads = values.num_threads;
-  args.page_indices = static_cast<const int32_t*>(to_address(values.page_indices));
-  args.key_blocks = static_cast<const int32_t*>(to_address(values.key_blocks));
-  args.stream = to_address(values.stream);
-  args.device = values.device;
-  char* const space = static_cast<char*>(to_address(values.workspace));
-
-  if (args.num_threads < 1) {
-    throw py::value_error("num_threads=" + std::to_string(args.num_threads) + " must be positive");
-  }
-  if (work_->reads_queries()) require(args.q, "q");
-  if (work_->reads_keys()) {
-    require(args.k, "k");
-    require(args.v, "v");
-    if (work_->is_paged()) require(args.page_indices, "page_indices");
-    if (work_->has_lists()) require(args.key_blocks, "key_blocks");
-  }
-  if (work_->writes_out()) {
-    require(args.out, "out");
-    if (args.flags & FAJIT_WRITE_LSE) require(args.lse, "lse");
-  }
-  if (!(args.flags & FAJIT_WRITE_LSE)) args.lse = nullptr;
-  if (work_->workspace().bytes > 0) {
-    require(space, "workspace");
-    args.partial_out = reinterpret_cast<float*>(space);
-    args.partial_lse = reinterpret_cast<float*>(space + work_->workspace().lse_begin);
-  }
 }
 
 void BatchCall::launch_on_cpu(const fajit_args& args) const {
@@ -119,23 +78,13 @@ void BatchCall::launch_on_cpu(const fajit_args& args) const {
   check_launch(merging ? *merger() : *team[0].module, args, kernel, status);
 }
 
-struct BatchCall::Launches {
-  struct One {
-    const std::shared_ptr<const Module>* module;
-    int kernel;
-    fajit_args args;
-  };
-  One all[3];
-  int count = 0;
-};
-
-BatchCall::Launches BatchCall::launches(const BatchValues& values, const Params& params) const {
-  Launches result;
-  fajit_args args = args_;
-  fill(values, params, args);
-  if (!work_->launches(0) && !work_->launches(1) && !work_->merges()) return result;
+void BatchCall::fill_on_device(const LaunchValues& values, const Params& params,
+                               OnDevice& on) const {
+  fajit_args& args = on.shared = args_;
+  fill_values(values, params, work_->accesses(), args);
+  if (!work_->launches(0) && !work_->launches(1) && !work_->merges()) return;
   const char* const block = checked_block(values.device_block);
-  work_->fill_on_device(block, args);
+  work_->point(block, args);
   // Launches that a plan has no rows or keys for are made all the same under limits. Their tensors
   // may be empty, at address 0, which kernels refuse; nothing is read there.
   for (const void** tensor : {&args.q, &args.k, &args.v}) {
@@ -143,52 +92,33 @@ BatchCall::Launches BatchCall::launches(const BatchValues& values, const Params&
   }
   for (int kind = 0; kind < 2; ++kind) {
     if (!work_->launches(kind)) continue;
-    Launches::One& one = result.all[result.count++];
-    one = {&modules_[kind], FAJIT_KERNEL_ATTENTION, args};
-    work_->fill_kind_on_device(kind, block, one.args);
+    on.of_kind[kind] = args;
+    work_->point_kind(kind, block, on.of_kind[kind]);
+    on.launches.add(modules_[kind], FAJIT_KERNEL_ATTENTION, on.of_kind[kind]);
   }
-  if (work_->merges()) result.all[result.count++] = {&merger(), FAJIT_KERNEL_MERGE, args};
-  return result;
+  if (work_->merges()) on.launches.add(merger(), FAJIT_KERNEL_MERGE, args);
 }
 
-void BatchCall::launch(const BatchValues& values) const {
+void BatchCall::launch(const LaunchValues& values) const {
   const Params params(params_, values.tensors, values.scalars);
   if (!is_cuda()) {
     fajit_args args = args_;
-    fill(values, params, args);
+    fill_values(values, params, work_->accesses(), args);
     launch_on_cpu(args);
     return;
   }
-  const Launches planned = launches(values, params);
-  const Launches::One* failed = nullptr;
-  int status = FAJIT_OK;
-  {
-    py::gil_scoped_release no_gil;
-    for (int i = 0; i < planned.count && status == FAJIT_OK; ++i) {
-      const Launches::One& one = planned.all[i];
-      const Module& module = **one.module;
-      status =
-          one.kernel == FAJIT_KERNEL_MERGE ? module.merge(one.args) : module.attention(one.args);
-      failed = &one;
-    }
-  }
-  if (status != FAJIT_OK) check_launch(**failed->module, failed->args, failed->kernel, status);
+  OnDevice on;
+  fill_on_device(values, params, on);
+  on.launches.run();
 }
 
-py::list BatchCall::plan_launches(const BatchValues& values) const {
-  py::list result;
-  if (!merger()) return result;
-  if (!is_cuda()) {
-    throw py::value_error("artifact " + merger()->path() + " is of no CUDA target");
-  }
+py::list BatchCall::plan_launches(const LaunchValues& values) const {
+  if (!merger()) return py::list();
+  require_cuda(*merger());
   const Params params(params_, values.tensors, values.scalars);
-  const Launches planned = launches(values, params);
-  for (int i = 0; i < planned.count; ++i) {
-    const Launches::One& one = planned.all[i];
-    const auto module = std::const_pointer_cast<Module>(*one.module);
-    result.append(py::make_tuple(module, launch_as_data(*module, one.args, one.kernel)));
-  }
-  return result;
+  OnDevice on;
+  fill_on_device(values, params, on);
+  return on.launches.as_data();
 }
 
 }  // namespace fajit::runtime

@@ -10,21 +10,11 @@
 #include <string>
 
 #include "batch_work.h"
+#include "launch_values.h"
+#include "launches.h"
 #include "module.h"
-#include "params.h"
 
 namespace fajit::runtime {
-
-// What one launch is given: addresses and values, as Python has them.
-struct BatchValues {
-  pybind11::handle q, k, v, out, lse;
-  double scale;
-  int num_threads;
-  pybind11::handle tensors, scalars;
-  pybind11::handle workspace, page_indices, key_blocks, device_block;  // addresses; 0: not used
-  pybind11::handle stream;
-  int device;
-};
 
 // Immutable, so any number of threads may launch it at once. On CPUs one team of threads works
 // through the lists of both kinds, whatever the number of threads. On CUDA a thread block works
@@ -50,14 +40,16 @@ class BatchCall {
   bool is_cuda() const;
 
   // Throws as Call::launch does.
-  void launch(const BatchValues& values) const;
-  // What `launch` would launch, as data: (module, launch) each, in order. CUDA artifacts only.
-  pybind11::list plan_launches(const BatchValues& values) const;
+  void launch(const LaunchValues& values) const;
+  // What `launch` would launch, as data: see Launches::as_data.
+  pybind11::list plan_launches(const LaunchValues& values) const;
 
  private:
-  struct Launches;  // argument blocks, in order
-  void fill(const BatchValues& values, const Params& params, fajit_args& args) const;
-  Launches launches(const BatchValues& values, const Params& params) const;
+  struct OnDevice {  // argument blocks and the launches that read them
+    fajit_args shared, of_kind[2];
+    Launches launches;
+  };
+  void fill_on_device(const LaunchValues& values, const Params& params, OnDevice& on) const;
   void launch_on_cpu(const fajit_args& args) const;
   const std::shared_ptr<const Module>& merger() const {
     return modules_[0] ? modules_[0] : modules_[1];

@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "../scheduler/batch_plan.h"
-#include "sections.h"
+#include "launch_values.h"
+#include "plan_block.h"
 
 namespace fajit::runtime {
 
@@ -24,8 +25,7 @@ struct BatchShape {
 //
 // The device block. Without limits its sections are as long as the plan's arrays. With limits they
 // are as long as any plan's within the limits, so places and sizes are the same for every plan, as
-// is everything else in a launch; what a plan does not fill is padding (request -1, no splits,
-// requests without rows and keys).
+// is everything else in a launch.
 class BatchWork {
  public:
   BatchWork(std::shared_ptr<const scheduler::BatchPlan> plan,
@@ -35,12 +35,7 @@ class BatchWork {
   // Whether the launch of a kind, or the merge, takes place.
   bool launches(int kind) const { return launches_[kind]; }
   bool merges() const { return sizes_.merge_work > 0; }
-  const WorkspaceLayout& workspace() const { return workspace_; }
-  bool reads_queries() const { return reads_queries_; }
-  bool reads_keys() const { return reads_keys_; }
-  bool writes_out() const { return writes_out_; }
-  bool is_paged() const { return lengths_->page_size > 0; }
-  bool has_lists() const { return shape_.key_block > 0; }
+  const Accesses& accesses() const { return accesses_; }
   // Nanoseconds that all workers save over one, as predicted; negative where nothing is known.
   double parallel_gain_ns() const;
 
@@ -48,24 +43,23 @@ class BatchWork {
   void fill(fajit_args& args) const;
   void fill_kind(int kind, fajit_args& args) const;
   // The same in a device block.
-  void fill_on_device(const char* block, fajit_args& args) const;
-  void fill_kind_on_device(int kind, const char* block, fajit_args& args) const;
+  void point(const char* block, fajit_args& args) const;
+  void point_kind(int kind, const char* block, fajit_args& args) const {
+    block_.point_kind(kind, block, args);
+  }
 
-  int64_t block_bytes() const { return sections_.bytes; }
+  int64_t block_bytes() const { return block_.bytes(); }
   void write_block(char* block) const;
 
  private:
-  struct Sizes {  // entries; under limits, the most
-    int64_t requests, row_tokens, row_requests, work[2], workers[2], merge_work, merge_sources;
+  struct Sizes : PlanSizes {
     int64_t partial_rows;
     int32_t max_merge_rows;
   };
-  struct Sections {
-    int64_t per_request[8], page_indptr, row_request, row_token, work[2], worker_indptr[2];
-    int64_t merge_work, merge_sources, bytes;
-  };
-  Sizes sizes() const;
-  Sections sections() const;
+  bool is_paged() const { return lengths_->page_size > 0; }
+  bool has_lists() const { return shape_.key_block > 0; }
+  Sizes planned() const;                        // what the plan has
+  Sizes with_room(const Sizes& planned) const;  // under limits, the most
   void check_shape() const;
   bool is_of_these_lengths() const;
   void check_lists(int kind) const;
@@ -76,12 +70,10 @@ class BatchWork {
   std::shared_ptr<const scheduler::Lengths> lengths_;
   BatchShape shape_;
   std::array<bool, 2> launches_{};
-  std::vector<int32_t> row_request_, row_token_;  // where limits allow groups and there are none
   Sizes sizes_;
-  Sections sections_;
-  WorkspaceLayout workspace_;
+  PlanBlock block_;
+  Accesses accesses_;
   bool has_first_keys_ = false;
-  bool reads_queries_ = false, reads_keys_ = false, writes_out_ = false;
 };
 
 }  // namespace fajit::runtime

@@ -117,26 +117,6 @@ void bind_problem(py::module_& m) {
                              [](const Problem& self) { return self.args().num_requests; });
 }
 
-// A method of `Call` that takes the values of one launch.
-template <class Result>
-void def_launch(py::class_<Call>& call, const char* name,
-                Result (Call::*method)(const LaunchValues&) const) {
-  const py::tuple none = py::make_tuple();
-  call.def(
-      name,
-      [method](const Call& self, py::handle q, py::handle k, py::handle v, py::handle out,
-               py::handle lse, double scale, int num_threads, py::handle tensors,
-               py::handle scalars, py::handle states, py::handle workspace, py::handle page_indices,
-               py::handle device_block, py::handle stream, int device) {
-        return (self.*method)({q, k, v, out, lse, scale, num_threads, tensors, scalars, states,
-                               workspace, page_indices, device_block, stream, device});
-      },
-      py::arg("q"), py::arg("k"), py::arg("v"), py::arg("out"), py::arg("lse"), py::arg("scale"),
-      py::arg("num_threads"), py::arg("tensors") = none, py::arg("scalars") = none,
-      py::arg("states") = 0, py::arg("workspace") = 0, py::arg("page_indices") = 0,
-      py::arg("device_block") = 0, py::arg("stream") = 0, py::arg("device") = 0);
-}
-
 void bind_call(py::module_& m) {
   py::class_<Call> call(m, "Call");
   call.def(py::init<std::shared_ptr<const Module>, std::shared_ptr<const Problem>,

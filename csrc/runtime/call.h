@@ -6,26 +6,15 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
+#include "launch_values.h"
+#include "launches.h"
 #include "module.h"
+#include "plan_block.h"
 #include "problem.h"
-#include "sections.h"
 
 namespace fajit::runtime {
-
-// What one launch is given: addresses and values, as Python has them.
-struct LaunchValues {
-  pybind11::handle q, k, v, out, lse;
-  double scale;
-  int num_threads;
-  pybind11::handle tensors, scalars;
-  pybind11::handle states, workspace;  // addresses; 0 where not used
-  pybind11::handle page_indices, device_block;
-  pybind11::handle stream;
-  int device;
-};
 
 // Immutable once built, so any number of threads may launch it at once. A steady call passes only
 // addresses and values; everything that could make a kernel read or write outside its tensors
@@ -42,7 +31,7 @@ class Call {
 
   // Bytes that `launch(workspace=)` must provide: partial_out [partial_rows, head_dim_v] and, from
   // the next multiple of 64, partial_lse [partial_rows], fp32. 0 when no row is split.
-  int64_t workspace_bytes() const { return workspace_.bytes; }
+  int64_t workspace_bytes() const { return accesses_.workspace.bytes; }
 
   // What `launch(device_block=)` must hold, its sections at multiples of 16 bytes.
   pybind11::bytes device_block() const;
@@ -51,26 +40,21 @@ class Call {
   // enqueued on `stream` of `device`: nothing is read, allocated or waited for. Throws LaunchError.
   void launch(const LaunchValues& values) const;
 
-  // The same launches as data, for the emulator: (kernel, grid, block, dynamic shared bytes,
-  // parameter bytes) each, in order. Needs no driver. CUDA artifacts only.
+  // The same launches as data, for the emulator: see Launches::as_data.
   pybind11::list plan_launches(const LaunchValues& values) const;
 
  private:
-  // Where the sections of the device block begin.
-  struct Sections {
-    int64_t per_request[7], page_indptr, row_request, work, merge_work, bytes;
-  };
-  Sections sections() const;
+  PlanSizes sizes() const;
   void fill(const LaunchValues& values, const Params& params, fajit_args& args) const;
+  Launches launches(const fajit_args& args) const;
 
   std::shared_ptr<const Module> module_;
   std::shared_ptr<const Problem> problem_;
   std::vector<fajit_work> work_;
   std::vector<fajit_merge_work> merge_work_;
   fajit_args args_;
-  Sections sections_;
-  WorkspaceLayout workspace_;
-  bool reads_queries_ = false, reads_keys_ = false, writes_out_ = false;
+  PlanBlock block_;
+  Accesses accesses_;
 };
 
 // States of a grid of tiles into `states`, a writable uint8 buffer: see fajit_classify_args.

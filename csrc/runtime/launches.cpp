@@ -38,13 +38,42 @@ void check_launch(const Module& module, const fajit_args& args, int kernel, int 
                     "\n  artifact: " + module.path());
 }
 
-py::tuple launch_as_data(const Module& module, const fajit_args& args, int kernel) {
-  auto launch = std::make_unique<fajit_launch>();
-  check_launch(module, args, kernel, module.plan_launch(args, kernel, *launch));
+void Launches::run() const {
+  const One* last = nullptr;
+  int status = FAJIT_OK;
+  {
+    py::gil_scoped_release no_gil;
+    for (int i = 0; i < count_ && status == FAJIT_OK; ++i) {
+      last = &all_[i];
+      const Module& module = **last->module;
+      status = last->kernel == FAJIT_KERNEL_MERGE ? module.merge(*last->args)
+                                                  : module.attention(*last->args);
+    }
+  }
+  if (status != FAJIT_OK) check_launch(**last->module, *last->args, last->kernel, status);
+}
+
+py::list Launches::as_data() const {
   const auto three = [](const uint32_t* n) { return py::make_tuple(n[0], n[1], n[2]); };
-  return py::make_tuple(
-      launch->kernel, three(launch->grid), three(launch->block), launch->shared_bytes,
-      py::bytes(reinterpret_cast<const char*>(launch->params), launch->params_bytes));
+  auto launch = std::make_unique<fajit_launch>();
+  py::list result;
+  for (int i = 0; i < count_; ++i) {
+    const One& one = all_[i];
+    const auto module = std::const_pointer_cast<Module>(*one.module);
+    const int status = module->plan_launch(*one.args, one.kernel, *launch);
+    check_launch(*module, *one.args, one.kernel, status);
+    const py::bytes params(reinterpret_cast<const char*>(launch->params), launch->params_bytes);
+    result.append(py::make_tuple(
+        module, py::make_tuple(launch->kernel, three(launch->grid), three(launch->block),
+                               launch->shared_bytes, params)));
+  }
+  return result;
+}
+
+void require_cuda(const Module& module) {
+  if (!module.is_cuda()) {
+    throw py::value_error("artifact " + module.path() + " is of no CUDA target");
+  }
 }
 
 const char* checked_block(py::handle device_block) {

@@ -1,8 +1,10 @@
-// Launches of one entry point: their failures in words, and what would be launched as data.
+// The launches of one call: enqueued or run, or given as data; their failures in words.
 #pragma once
 
 #include <fajit/abi.h>
 #include <pybind11/pybind11.h>
+
+#include <memory>
 
 #include "module.h"
 
@@ -12,8 +14,31 @@ namespace fajit::runtime {
 // its grid and the reason. `kernel` is a fajit_kernel.
 void check_launch(const Module& module, const fajit_args& args, int kernel, int status);
 
-// (kernel, grid, block, dynamic shared bytes, parameter bytes). Needs no driver.
-pybind11::tuple launch_as_data(const Module& module, const fajit_args& args, int kernel);
+// At most three launches, in order. Modules and argument blocks are not copied.
+class Launches {
+ public:
+  void add(const std::shared_ptr<const Module>& module, int kernel, const fajit_args& args) {
+    all_[count_++] = {&module, kernel, &args};
+  }
+
+  // Without the GIL, up to the first that fails, for which it throws.
+  void run() const;
+  // (module, (kernel, grid, block, dynamic shared bytes, parameter bytes)) each. Needs no driver.
+  // CUDA artifacts only.
+  pybind11::list as_data() const;
+
+ private:
+  struct One {
+    const std::shared_ptr<const Module>* module;
+    int kernel;
+    const fajit_args* args;
+  };
+  One all_[3];
+  int count_ = 0;
+};
+
+// Throws for artifacts of other targets, which have no launches as data.
+void require_cuda(const Module& module);
 
 // The device block at an address: not null, and aligned as its sections are.
 const char* checked_block(pybind11::handle device_block);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "python_values.h"
+#include "work_checks.h"
 
 namespace py = pybind11;
 
@@ -78,12 +79,6 @@ BlockMaskLayout read_block_mask(py::handle source, const fajit_args& args) {
   return layout;
 }
 
-void require_positive(int32_t value, const char* name) {
-  if (value < 1) {
-    throw py::value_error(std::string(name) + "=" + std::to_string(value) + " must be positive");
-  }
-}
-
 }  // namespace
 
 Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
@@ -95,14 +90,7 @@ Problem::Problem(int32_t num_requests, int32_t num_q_heads, int32_t num_kv_heads
                  int32_t page_size, int32_t num_pages, py::handle row_request)
     : params_(tensors, scalar_kinds) {
   if (num_requests < 0) throw py::value_error("num_requests must not be negative");
-  require_positive(num_q_heads, "num_q_heads");
-  require_positive(num_kv_heads, "num_kv_heads");
-  require_positive(head_dim, "head_dim");
-  require_positive(head_dim_v, "head_dim_v");
-  if (num_q_heads % num_kv_heads != 0) {
-    throw py::value_error("num_kv_heads=" + std::to_string(num_kv_heads) +
-                          " does not divide num_q_heads=" + std::to_string(num_q_heads));
-  }
+  check_dims(num_q_heads, num_kv_heads, head_dim, head_dim_v);
   args_.abi_version = FAJIT_ABI_VERSION;
   args_.args_bytes = sizeof(fajit_args);
   args_.num_requests = num_requests;

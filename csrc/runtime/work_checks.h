@@ -1,4 +1,5 @@
-// Refusals of work that would leave a problem's rows, keys or partial states.
+// Refusals of dims that make no sense, and of work that would leave a problem's rows, keys or
+// partial states.
 #pragma once
 
 #include <fajit/abi.h>
@@ -15,6 +16,25 @@ namespace fajit::runtime {
 
 inline std::string range(const char* name, int64_t begin, int64_t end) {
   return std::string(name) + " [" + std::to_string(begin) + ", " + std::to_string(end) + ")";
+}
+
+inline void require_positive(int32_t value, const char* name) {
+  if (value < 1) {
+    throw pybind11::value_error(std::string(name) + "=" + std::to_string(value) +
+                                " must be positive");
+  }
+}
+
+inline void check_dims(int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim,
+                       int32_t head_dim_v) {
+  require_positive(num_q_heads, "num_q_heads");
+  require_positive(num_kv_heads, "num_kv_heads");
+  require_positive(head_dim, "head_dim");
+  require_positive(head_dim_v, "head_dim_v");
+  if (num_q_heads % num_kv_heads != 0) {
+    throw pybind11::value_error("num_kv_heads=" + std::to_string(num_kv_heads) +
+                                " does not divide num_q_heads=" + std::to_string(num_q_heads));
+  }
 }
 
 // The fields that work and merge items share: request, heads of one kv head, packed rows.

@@ -205,13 +205,7 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
   args.num_q_heads = options.num_q_heads;
   args.num_kv_heads = options.num_kv_heads;
   args.head_dim_v = options.head_dim_v;
-  args.q_len = lengths.q_len.data();
-  args.kv_len = lengths.kv_len.data();
-  args.q_row0 = lengths.q_row0.data();
-  args.kv_row0 = lengths.kv_row0.data();
-  args.q_offset = lengths.q_offset.data();
-  args.q_token0 = lengths.q_token0.data();
-  args.kv_token0 = lengths.kv_token0.data();
+  lengths.fill(args);
 
   std::vector<Unit> units = make_units(lengths, lists, kinds, options, args);
   const int32_t group_size = options.num_q_heads / options.num_kv_heads;

@@ -57,6 +57,17 @@ struct Lengths {
   std::vector<int32_t> page_indptr;  // paged: one more entry, into the level's page_indices[:end]
   std::vector<int32_t> row_request, row_token;  // with groups; see fajit_args
   int32_t max_q_len = 0, max_kv_len = 0;  // of the requests, groups apart
+
+  // Lets an argument block find the arrays that every request has.
+  void fill(fajit_args& args) const {
+    args.q_len = q_len.data();
+    args.kv_len = kv_len.data();
+    args.q_row0 = q_row0.data();
+    args.kv_row0 = kv_row0.data();
+    args.q_offset = q_offset.data();
+    args.q_token0 = q_token0.data();
+    args.kv_token0 = kv_token0.data();
+  }
 };
 
 // Throws std::invalid_argument that names the array and the request. `q_offset` without data: "end",

@@ -12,6 +12,7 @@ from ..ops._batch_plan import Variation
 from ..ops._batch_run import Planned
 from ..ops._launch import DTYPE_NAMES
 from ..planner import Problem, candidates
+from ..planner.costs import merge_cost
 from ._table import kib, table
 
 Work = NDArray[np.int32]
@@ -127,12 +128,14 @@ def _balance(planned: Variation, launches: list[Launch]) -> list[str]:
     mean = native.total_ns / max(1, workers)
     ratio = f"{native.critical_ns / mean:.3f} of the mean" if mean else "no work"
     shared = ", threads share the lists of both kinds" if options.cpu else ""
+    merge_ns = merge_cost(options.target) if native.num_merges else 0.0
     lines += [
         f"  critical path {_time(native.critical_ns)}, {ratio}{shared}",
         f"  splits: a row's keys in at most {native.most_splits} parts, {native.num_merges} "
         f"merges, {native.partial_rows} partial rows",
         f"  workspace: {kib(native.workspace_bytes)} ({native.workspace_bytes} bytes)",
-        f"  predicted time: {_time(native.critical_ns)}",
+        f"  predicted time: {_time(native.critical_ns + merge_ns)}"
+        + (f", of which the merge {_time(merge_ns)}" if merge_ns else ""),
     ]
     return lines
 

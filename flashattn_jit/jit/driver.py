@@ -145,11 +145,14 @@ def _driver_state(cpp_extension: Any, job: Job) -> Iterator[None]:
         "PATH": os.pathsep.join(filter(None, (_ninja_dir(), os.environ.get("PATH", "")))),
         **job.settings,
     }
+    # Not by the environment, as `load` has it: other threads look for their compiler there.
+    cxx = settings.pop("CXX")
     # It remembers what it built by name, and would rename our second kernel.
     module_globals: dict[str, object] = {
         "JIT_EXTENSION_VERSIONER": ExtensionVersioner(),
         # Nothing is loaded: this machine may not have the instructions that were compiled for.
         "_import_module_from_library": lambda name, path, is_python_module: None,
+        "get_cxx_compiler": lambda: cxx,
     }
     if job.cuda_home is not None:
         # A torch without CUDA has found no toolkit.

@@ -24,6 +24,7 @@ from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._placement import check_matrix_dtypes, on_cpu, place_on
+from ._replays import check_replayable, padded, with_room
 from ._workspace import Workspace
 from .attention import Offset
 from .limits import Limits
@@ -167,38 +168,28 @@ class BatchBase:
             more = [x for x in params.values() if isinstance(x, torch.Tensor)]
             given = (*given, *more) if out is None else (*given, *more, out)
         if is_direct(*given):
-            result, lse = self.run_planned(q, k, v, params, scale, return_lse, partial, out)
+            planned = self.in_force()
+            result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
         else:
             from ._batch_ops import run_by_op
 
-            for name, tensor in zip(("q", "k", "v"), given, strict=False):
-                if not isinstance(tensor, torch.Tensor):
-                    raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-                _batch_run.check_device(name, tensor, self._kernels.options.device)
+            placed = [("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])]
+            for name, tensor in placed:
+                _batch_run.check_place(name, tensor, self._kernels.options.device)
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
             )
         return result if lse is None else (result, lse)
 
-    def run_planned(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        params: Params,
-        scale: float | None,
-        return_lse: bool,
-        partial: bool,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of `run`, without torch's dispatcher."""
+    def in_force(self) -> Planned:
+        """The plan that runs follow. Raises InputError where there is none."""
         planned = self._planned
         if planned is None:
             raise InputError(
                 "run() before plan(): nothing is planned; call plan(q_indptr, storage) first, once "
                 "a step"
             )
-        return planned.run(q, k, v, params, scale, return_lse, partial, out)
+        return planned
 
     # --- sizes ------------------------------------------------------------------------------------
 
@@ -223,7 +214,9 @@ class BatchBase:
             limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
         kernels = Kernels(_with_limits(options, limits))
-        pair = _batch_plan.bound_kernels(kernels, self._variant, dims, limits.max_pages > 0)
+        pair = _batch_plan.bound_kernels(
+            kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
+        )
         told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
         return _C.BatchPlan.workspace_bound(
             native_kinds(pair), limits.native(), num_levels=num_levels, q_block=q_block, **told
@@ -261,28 +254,32 @@ class BatchBase:
             lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
         variant, lists = self._variant, None
-        given = dict(params)
+        bits: dict[str, Any] = {}
         if sparsity is not None:
-            variant, lists, more = self._sparse(sparsity, lengths, q_offset)
-            given.update(more)
+            variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
+        num_levels = len(levels)
+        if options.cuda_graph:
+            before = None if self._planned is None else self._planned.batch
+            lists = with_room(lists, sparsity, options, None if before is None else before.lists)
+            if before is not None:
+                bits = padded(bits, before.params)
+                num_levels = max(num_levels, before.num_levels)
+        given = {**params, **bits}
         keys = _keys(stored, levels)
         bound = bind_plan(variant, dims, given, self._habits.dtypes)
-        batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, len(levels))
+        batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, num_levels)
         unaligned = self._habits.unaligned
         first = _batch_plan.vary(batch, bound, unaligned)
         self._check_variant(first)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and self._planned is not None:
-            _batch_plan.check_replayable(self._planned.latest, first)
+            check_replayable(self._planned.latest, first)
         if not options.cpu and self._state is None:
             from ._batch_device import DeviceState
 
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)
-        indptr = storage.page_indptr if stored.page_size else None  # type: ignore[union-attr]
-        self._planned = Planned(
-            batch, first, unaligned, self._state, self._workspace, self._habits, indptr
-        )
+        self._planned = Planned(batch, first, unaligned, self._state, self._workspace, self._habits)
         return Plan(self._planned)
 
     def _check_variant(self, planned: _batch_plan.Variation) -> None:
@@ -386,14 +383,17 @@ def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor |
 def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
     """Where the keys lie: the requests' own pages, then those of each level."""
     parts = [stored, *(level.stored for level in levels)]
-    if not stored.page_size or not levels:
-        return Keys(stored.page_size, stored.page_indices, stored.pages)
+    if not stored.page_size:
+        return Keys(0, None, None)
+    indptrs = [p.held[0] for p in parts]
+    if not levels:
+        return Keys(stored.page_size, stored.page_indices, stored.pages, indptrs)
     used = [p.page_indices[: p.used_pages] for p in parts if p.page_indices is not None]
     known = [p.pages for p in parts if p.pages is not None and p.pages[1] >= 0]
     pages = None
     if all(p.pages is not None for p in parts):
         pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
-    return Keys(stored.page_size, torch.cat(used), pages)
+    return Keys(stored.page_size, torch.cat(used), pages, indptrs)
 
 
 __all__ = ["BatchBase", "Level", "by_number"]

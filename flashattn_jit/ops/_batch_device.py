@@ -16,20 +16,19 @@ Emulated targets do the same on CPU tensors. `record` is their capture: launches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .. import _C, env
+from .. import _C
 from ..codegen.target import is_emulated
 from ..errors import InputError, LaunchError
-from ..jit.module import kernel_ptx
-from . import _device, _driver
-
-_ALIGNMENT = 128  # of blocks; torch's allocations on devices are aligned to more
+from . import _driver
+from ._device_launch import DeviceMemory, LaunchTensors, enqueue, is_capturing, ordinal
+from ._emulated import aligned_empty, record
 
 
 class Event(Protocol):
@@ -87,19 +86,11 @@ def _recorded() -> Event:
     return event
 
 
-@dataclass(slots=True, eq=False)
-class DeviceBlock:
-    """A plan's arrays where its kernels run.
-
-    memory: uint8. ready: event after its copy; streams: those that are ordered after it; used:
-    events after runs on streams other than the one that planned.
-    """
+@dataclass(slots=True, eq=False, kw_only=True)
+class DeviceBlock(DeviceMemory):
+    """The memory of a batch's plan. used: events after the runs of each stream."""
 
     state: DeviceState
-    memory: torch.Tensor
-    version: int
-    ready: Any = None
-    streams: set[int] = field(default_factory=set)
     used: dict[int, Any] = field(default_factory=dict)
 
 
@@ -129,7 +120,7 @@ class DeviceState:
         """
         if not self.emulated:
             _driver.check(module)
-            module.load(_device.ordinal(self.device))
+            module.load(ordinal(self.device))
 
     def upload(self, core: _C.BatchCall) -> DeviceBlock:
         """A plan's block. Under `fixed` it takes the place of the previous plan's.
@@ -152,12 +143,12 @@ class DeviceState:
             if self.fixed:
                 self._memory = memory
                 self._wait_for_uses()
-            block = DeviceBlock(self, memory, 1 + (self._latest.version if self._latest else 0))
+            block = DeviceBlock(memory, state=self)
             if self.emulated:
                 core.write_block(memory.data_ptr(), size)
             else:
                 self._send(lambda host: core.write_block(host.data_ptr(), size), memory[:size])
-                self._mark(block)
+                block.copied(ordinal(self.device))
             self._latest = block
             return block
 
@@ -207,28 +198,20 @@ class DeviceState:
         return moved
 
     def _send(self, fill: Callable[[torch.Tensor], None], target: torch.Tensor) -> None:
-        with torch.cuda.device(_device.ordinal(self.device)):
+        with torch.cuda.device(ordinal(self.device)):
             self._ring.send(fill, target)
 
     def _empty(self, size: int) -> torch.Tensor:
         if not self.emulated:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
-        raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
-        return raw[-raw.data_ptr() % _ALIGNMENT :][:size]
-
-    def _mark(self, block: DeviceBlock) -> None:
-        index = _device.ordinal(self.device)
-        stream = torch.cuda.current_stream(index)
-        block.ready = torch.cuda.Event()
-        block.ready.record(stream)
-        block.streams.add(stream.cuda_stream)
+        return aligned_empty(size)
 
     def _wait_for_uses(self) -> None:
         """Orders the current stream after the runs that read what is about to be overwritten."""
         latest = self._latest
         if self.emulated or latest is None:
             return
-        current = torch.cuda.current_stream(_device.ordinal(self.device))
+        current = torch.cuda.current_stream(ordinal(self.device))
         if current.cuda_stream not in latest.streams:
             latest.ready.wait(current)
         for event in latest.used.values():
@@ -244,36 +227,14 @@ def _copy(host: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and is_capturing():
         raise LaunchError(
             "plan() was called while a CUDA graph is being captured: plan before the capture, then "
             "capture run(), and plan again before each replay"
         )
 
 
-class BatchTensors(NamedTuple):
-    """The tensors of one run. params: the variant's, then its range tables, named by `names`.
-
-    workspace: uint8, at least the call's workspace_bytes, at a multiple of 16 bytes. num_params: of
-    the variant; None where there are no range tables.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    params: Sequence[torch.Tensor] = ()
-    addresses: tuple[int, ...] = ()
-    scalars: tuple[int | float, ...] = ()
-    page_indices: torch.Tensor | None = None
-    key_blocks: torch.Tensor | None = None
-    workspace: torch.Tensor | None = None
-    names: Sequence[str] = ()
-    num_params: int | None = None
-
-
-def launch(block: DeviceBlock, call: _C.BatchCall, t: BatchTensors, scale: float) -> None:
+def launch(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: float) -> None:
     """Run a plan: on torch's current stream, or emulated.
 
     Raises:
@@ -287,21 +248,10 @@ def launch(block: DeviceBlock, call: _C.BatchCall, t: BatchTensors, scale: float
     if state.emulated:
         record(block, call, t, scale).replay()
         return
-    index = _device.ordinal(state.device)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
-        # Range tables, and the workspace, belong to the graph itself or to the caller.
-        for used in (block, t.page_indices, t.key_blocks, *t.params[: t.num_params]):
-            _device.keep_for_graphs(used)
-    elif stream not in block.streams:
-        current = torch.cuda.current_stream(index)
-        block.ready.wait(current)
-        block.memory.record_stream(current)
-        block.streams.add(stream)
-    call.launch(*_native(block, t, scale), stream=stream, device=index)
-    if state.fixed and not capturing:
-        _note_use(block, stream, index)
+    used = (block, t.page_indices, t.key_blocks)
+    stream = enqueue(call, block, t, scale, state.device, used)
+    if state.fixed and stream is not None:
+        _note_use(block, stream, ordinal(state.device))
 
 
 def _note_use(block: DeviceBlock, stream: int, index: int) -> None:
@@ -309,82 +259,3 @@ def _note_use(block: DeviceBlock, stream: int, index: int) -> None:
     if event is None:
         event = block.used[stream] = torch.cuda.Event()
     event.record(torch.cuda.current_stream(index))
-
-
-_Native = tuple[
-    int, int, int, int, int, float, int, tuple[int, ...], tuple[int | float, ...],
-    int, int, int, int,
-]  # fmt: skip
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _native(block: DeviceBlock, t: BatchTensors, scale: float) -> _Native:
-    """What `_C.BatchCall.launch` takes, in order, up to the stream."""
-    address = t.q.data_ptr()
-    return (
-        address,
-        # Without keys their address is 0, which kernels refuse; they will not read this one.
-        t.k.data_ptr() or address,
-        t.v.data_ptr() or address,
-        t.out.data_ptr(),
-        _address(t.lse),
-        scale,
-        1,  # num_threads
-        t.addresses,
-        t.scalars,
-        _address(t.workspace),
-        _address(t.page_indices),
-        _address(t.key_blocks),
-        block.memory.data_ptr(),
-    )
-
-
-# --- emulated targets -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """The launches of one run as data, with the memory that they may touch: a captured graph."""
-
-    launches: tuple[tuple[_C.Module, _C.Launch], ...]
-    tensors: tuple[tuple[str, torch.Tensor], ...]
-
-    def replay(self) -> None:
-        """Runs the launches unchanged, on what memory holds now.
-
-        Raises:
-            EmulatorFault: a kernel did what it must not.
-        """
-        for module, (kernel, grid, block, shared_bytes, params) in self.launches:
-            if 0 in grid:
-                continue
-            # Merges read what the kernels before them wrote.
-            written = ("out", "lse") if "merge" in kernel else ("out", "lse", "workspace")
-            allocations = [
-                _device.extent(name, tensor, name in written, name not in written)
-                for name, tensor in self.tensors
-                if tensor.numel()
-            ]
-            _program(module).run(
-                kernel, grid, block, shared_bytes, params, allocations,
-                async_copies=env.emulator_copies(),
-            )  # fmt: skip
-
-
-def record(block: DeviceBlock, call: _C.BatchCall, t: BatchTensors, scale: float) -> Recording:
-    """The launches of a run on an emulated target, as a CUDA graph would capture them."""
-    launches = call.plan_launches(*_native(block, t, scale))
-    named = {
-        "q": t.q, "k": t.k, "v": t.v, "page_indices": t.page_indices, "key_blocks": t.key_blocks,
-        "workspace": t.workspace, "plan": block.memory, "out": t.out, "lse": t.lse,
-    }  # fmt: skip
-    tensors = [(name, tensor) for name, tensor in named.items() if tensor is not None]
-    tensors += zip(t.names, t.params, strict=True)
-    return Recording(tuple(launches), tuple(tensors))
-
-
-def _program(module: _C.Module) -> Any:
-    return _device.program(kernel_ptx(module))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ._batch_base import by_number
-from ._graph_ops import filled, packed_shapes, params_of, register, split_params
+from ._graph_ops import filled, params_of, register, split_params
+from ._shapes import packed_shapes
 
 _VALUES = (
     "Tensor q, Tensor k, Tensor v, Tensor[] tensors, Tensor numbers, SymInt batch, "
@@ -66,8 +67,8 @@ def _run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = outs[0] if outs else None
     _, params, scale = params_of(tensors, numbers, tensor_names, scalar_names, fixed, has_scale)
-    found = by_number(number)
-    result, lse = found.run_planned(q, k, v, params, scale, return_lse, partial, out)
+    planned = by_number(number).in_force()
+    result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
     return result, filled(lse, q)
 
 

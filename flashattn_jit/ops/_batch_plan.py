@@ -33,12 +33,14 @@ class Keys(NamedTuple):
     """Where the keys of a batch lie.
 
     page_size: 0 when ragged. page_indices: of all levels, int32, on the device of the keys. pages:
-    (least, greatest) page in use, None where that is not known.
+    (least, greatest) page in use, None where that is not known. page_indptrs: of the requests, then
+    of each level, for messages.
     """
 
     page_size: int
     page_indices: torch.Tensor | None
     pages: tuple[int, int] | None
+    page_indptrs: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,15 +109,23 @@ class Variation:
                     state.prepare(kernel.module)
             self._stage(state)
             self.block = state.upload(self.core)
+        self.page_indices = _with_address(self.page_indices)
         self.pointers = (_address(self.page_indices), _address(self.key_blocks))
 
     def _stage(self, state: Any) -> None:
         limits = self.batch.options.limits
         if self.page_indices is not None:
-            most = self.page_indices.numel() if limits is None else limits.max_pages
-            self.page_indices = state.stage("page_indices", self.page_indices, most)
+            indices, most = self.page_indices, self.page_indices.numel()
+            if limits is not None:
+                most = limits.max_pages
+            if self.batch.options.cuda_graph:
+                # What follows the batch's own entries is nobody's, and may be beyond the limits.
+                indices = indices[: self.batch.lengths.num_page_indices]
+            self.page_indices = state.stage("page_indices", indices, most)
         if self.key_blocks is not None:
-            self.key_blocks = state.stage("key_blocks", self.key_blocks, self.key_blocks.numel())
+            lists = self.batch.lists
+            assert lists is not None
+            self.key_blocks = state.stage("key_blocks", self.key_blocks, lists.entries)
         if self.batch.options.cuda_graph:
             names = self.known.ir.tensors
             self.mask_tensors = tuple(
@@ -146,6 +156,11 @@ def _note(kernels: Pair) -> None:
     for kernel in kernels:
         if kernel is not None and kernel.module is not None:
             kernel.module.note_run()
+
+
+def _with_address(indices: torch.Tensor | None) -> torch.Tensor | None:
+    """Where lists name no key of requests without pages, nothing is read, but from somewhere."""
+    return indices if indices is None or indices.numel() else indices.new_zeros(1)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -291,7 +306,7 @@ def vary(
         head_dim=options.head_dim,
         head_dim_v=options.head_dim_v,
         key_block=lists.key_block if lists else 0,
-        num_key_blocks=lists.key_blocks.numel() if lists else 0,
+        num_key_blocks=lists.entries if lists else 0,
     )
     return Variation(
         batch, known, pair, native, core, bound.mask_params,
@@ -301,7 +316,9 @@ def vary(
     )  # fmt: skip
 
 
-def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -> Pair:
+def bound_kernels(
+    kernels: Kernels, variant: Variant, dims: Dims, paged: bool, sparse: bool, mixed: bool
+) -> Pair:
     """The kernels of every batch within the limits; on CPUs without their modules."""
     params = {
         d.name: _stand_in(d.param, dims)
@@ -311,49 +328,12 @@ def bound_kernels(kernels: Kernels, variant: Variant, dims: Dims, paged: bool) -
     bound = bind(variant, dims, params)
     known = _handles.structure(_handles.remember(bound.handle, bound.ir, variant.name))
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
-    needs = Needs(paged, False, False, unaligned, ALL_ROWS, True)
+    needs = Needs(paged, sparse, mixed, unaligned, ALL_ROWS, True)
     if kernels.options.cpu:
         return kernels.unloaded(known, needs)
     pair = kernels.pair(bound.handle, known, needs)
     _note(pair)
     return pair
-
-
-def check_replayable(before: Variation, now: Variation) -> None:
-    """Raises InputError where a captured run of one plan cannot replay the next one.
-
-    Called before anything of the next one is put where the captured run reads.
-    """
-    was, new = before.batch, now.batch
-    shapes = [[(slot, t.shape, t.stride()) for slot, t in v.mask_tensors] for v in (before, now)]
-    lists = [
-        None if b.lists is None else (
-            f"blocks of {b.lists.q_block} x {b.lists.key_block}, {b.lists.key_blocks.numel()} "
-            f"indices, lists for {'each kv head' if b.lists.per_head else 'all kv heads'}"
-        )
-        for b in (was, new)
-    ]  # fmt: skip
-    modules = [[k and k.spec for k in v.kernels] for v in (before, now)]
-    for what, first, second in (
-        ("the storage's page_size", was.keys.page_size, new.keys.page_size),
-        ("the kind of sparsity", was.variant.name, new.variant.name),
-        ("the form of the key lists", lists[0], lists[1]),
-        ("the number of levels", was.num_levels, new.num_levels),
-        ("the structure of the variant", before.known.handle, now.known.handle),
-        ("the numbers that the mask reads", before.mask_scalars, now.mask_scalars),
-        ("the shapes of tensors that the mask reads", shapes[0], shapes[1]),
-    ):
-        if first != second:
-            raise InputError(
-                f"with cuda_graph=True the first plan fixes {what}: it has {first}, this plan has "
-                f"{second}; make another object for it"
-            )
-    if modules[0] != modules[1] or before.core.block_bytes != now.core.block_bytes:
-        raise InputError(
-            f"with cuda_graph=True the first plan fixes kernels and the size of plans: it has "
-            f"{before.core.block_bytes} bytes, this plan has {now.core.block_bytes}; make another "
-            "object for it"
-        )
 
 
 def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:
@@ -366,5 +346,5 @@ def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:
     return found
 
 
-__all__ = ["Batch", "Keys", "Ready", "Variation", "bind_plan", "bound_kernels", "check_replayable",
+__all__ = ["Batch", "Keys", "Ready", "Variation", "bind_plan", "bound_kernels",
            "mask_values", "refuse_mask_params", "vary"]  # fmt: skip

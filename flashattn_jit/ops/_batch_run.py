@@ -42,8 +42,8 @@ class Planned:
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "habits", "page_indptr", "pointwise", "scale", "state",
-        "variations", "workspace",
+        "batch", "cpu", "first", "habits", "pointwise", "scale", "state", "variations",
+        "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -54,12 +54,10 @@ class Planned:
         state: Any,
         workspace: Workspace,
         habits: Habits,
-        page_indptr: torch.Tensor | None,
     ) -> None:
         self.batch, self.first, self.state, self.workspace = batch, first, state, workspace
         self.cpu = batch.options.cpu
         self.habits = habits
-        self.page_indptr = page_indptr  # for messages
         self.pointwise = first.known.pointwise
         self.scale = _check.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known.handle, unaligned): first}
@@ -107,11 +105,7 @@ class Planned:
         ready = variation.ready.get(signature)
         if ready is None:
             _check_call(self, q, k, v)
-            if return_lse and self.pointwise:
-                raise InputError(
-                    "return_lse: a pointwise normaliser has no log-sum-exp; only softmax "
-                    "variants do"
-                )
+            _check.check_lse(return_lse, self.pointwise)
             ready = self._ready(variation, inputs, layouts, with_lse, partial, out)
             if len(variation.ready) >= _KEPT_SIGNATURES:
                 variation.ready.clear()
@@ -131,12 +125,18 @@ class Planned:
             call.launch(
                 address, k.data_ptr() or address, v.data_ptr() or address, result.data_ptr(),
                 0 if lse is None else lse.data_ptr(), scale, torch.get_num_threads(), addresses,
-                scalars, place, *variation.pointers,
+                scalars, place, 0, *variation.pointers,
             )  # fmt: skip
         else:
-            _launch_device(
-                variation, call, q, k, v, result, lse, held, addresses, scalars, space, scale
-            )
+            from . import _batch_device, _device_launch  # a process without a device need not
+
+            known = variation.known
+            launched = _device_launch.LaunchTensors(
+                q, k, v, result, lse, held, addresses, tuple(scalars), space,
+                page_indices=variation.page_indices, key_blocks=variation.key_blocks,
+                names=known.tensor_names, num_params=len(known.ir.tensors),
+            )  # fmt: skip
+            _batch_device.launch(variation.block, call, launched, scale)
         return result, lse
 
     def _vary(self, bound: Bound, unaligned: bool, params: Params) -> Variation:
@@ -218,32 +218,6 @@ def _aligned(
     return True
 
 
-def _launch_device(
-    variation: Variation,
-    call: _C.BatchCall,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    params: Sequence[torch.Tensor],
-    addresses: Sequence[int],
-    scalars: Sequence[int | float],
-    workspace: torch.Tensor | None,
-    scale: float,
-) -> None:
-    from . import _batch_device  # a process without a device need not have it
-
-    names = [t.name for t in variation.known.ir.tensors]
-    names += [f"{side} table of {names[t.slot]}" for t in variation.known.tables
-              for side in ("lo", "hi")]  # fmt: skip
-    tensors = _batch_device.BatchTensors(
-        q, k, v, out, lse, params, tuple(addresses), tuple(scalars), variation.page_indices,
-        variation.key_blocks, workspace, tuple(names), len(variation.known.ir.tensors),
-    )  # fmt: skip
-    _batch_device.launch(variation.block, call, tensors, scale)
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
@@ -258,7 +232,7 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         ("[num_q_tokens, num_q_heads, head_dim]", keys.format("head_dim"),
          keys.format("head_dim_v")),
     )  # fmt: skip
-    check_device("q", q, options.device)
+    check_place("q", q, options.device)
     for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.kv_dtype),
                                 ("v", v, options.kv_dtype)):  # fmt: skip
         if tensor.dtype != dtype:
@@ -289,8 +263,12 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         _check_rows(name, "num_kv_tokens", tensor.shape[0], rows, "kv_indptr", options)
 
 
-def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Raises InputError where a tensor is not on the device of its batch."""
+def check_place(name: str, tensor: object, device: torch.device) -> None:
+    """Raises InputError where something is no dense tensor on the device of its batch."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise InputError(f"{name} has layout {tensor.layout}; pass a strided (dense) tensor")
     if tensor.device != device:
         raise InputError(
             f"{name} is on {tensor.device}, but the batch was made for {device}; move it with "
@@ -340,13 +318,20 @@ def _check_pages(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
         return
     indices = keys.page_indices
     at = int((indices >= num_pages).nonzero()[0, 0])
-    owner = ""
-    if planned.page_indptr is not None and at < int(planned.page_indptr[-1]):
-        owner = f", a page of request {owner_of(at, planned.page_indptr)},"
     raise InputError(
-        f"page_indices[{at}]={int(indices[at])}{owner} is outside of num_pages={num_pages} of k "
-        "and v; plan with the pages of this cache"
+        f"{_named_entry(at, int(indices[at]), keys.page_indptrs)} is outside of "
+        f"num_pages={num_pages} of k and v; plan with the pages of this cache"
     )
 
 
-__all__ = ["Habits", "Planned", "check_device"]
+def _named_entry(at: int, page: int, page_indptrs: Sequence[torch.Tensor]) -> str:
+    """An entry of the page tables of requests and levels, which follow one another."""
+    for level, indptr in enumerate(page_indptrs, -1):
+        if at < int(indptr[-1]):
+            where, owner = (f"level {level}: ", "group") if level >= 0 else ("", "request")
+            return f"{where}page_indices[{at}]={page}, a page of {owner} {owner_of(at, indptr)},"
+        at -= int(indptr[-1])
+    return f"page_indices[{at}]={page}"
+
+
+__all__ = ["Habits", "Planned", "check_place"]

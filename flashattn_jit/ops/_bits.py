@@ -1,6 +1,7 @@
 """Bits of blocks and trees as masks: variants that the planner composes with the user's.
 
-Their tensors are ordinary params; names start with `sparsity_`, so that they meet no other.
+Their tensors are ordinary params; names, of free dims as well, start with `sparsity_`, so that they
+meet no other.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ class BlockBits(Variant):
     sparsity_bits: the bits of each place, rows one after another.
     """
 
-    sparsity_row: Tensor = tensor("q_tokens", 2, dtype=torch.int32)
-    sparsity_map: Tensor = tensor("list_heads", "block_rows", "key_blocks", dtype=torch.int32)
-    sparsity_bits: Tensor = tensor("places", "q_block", "words", dtype=torch.int64)
+    sparsity_row: Tensor = tensor("sparsity_tokens", 2, dtype=torch.int32)
+    sparsity_map: Tensor = tensor(
+        "sparsity_lists", "sparsity_rows", "sparsity_blocks", dtype=torch.int32
+    )
+    sparsity_bits: Tensor = tensor(
+        "sparsity_places", "sparsity_q_block", "sparsity_words", dtype=torch.int64
+    )
     sparsity_key_block: int = scalar(1)
     sparsity_heads: int = scalar(1)  # query heads of a list
 
@@ -46,7 +51,9 @@ class BlockBits(Variant):
 class TreeBits(Variant):
     """Keep what comes before the last q_len keys, and of those the ones whose bit is set."""
 
-    sparsity_bits: Tensor = tensor("batch", "rows", "words", dtype=torch.int64)
+    sparsity_bits: Tensor = tensor(
+        "sparsity_requests", "sparsity_rows", "sparsity_words", dtype=torch.int64
+    )
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``(j < P) or bit``, P = kv_len - q_len."""
@@ -91,6 +98,10 @@ def tree_words(
 
 
 def _stacked(bits: Sequence[Tensor], q_lens: Sequence[int], device: torch.device) -> Tensor:
+    if not isinstance(bits, Sequence):
+        raise InputError(
+            f"Tree.bits must be a tensor or a sequence of tensors, got {type(bits).__name__}"
+        )
     if len(bits) != len(q_lens):
         raise InputError(f"Tree.bits has {len(bits)} tensors for num_requests={len(q_lens)}")
     longest = max(q_lens, default=0)

@@ -176,17 +176,31 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def check_lse(return_lse: bool, pointwise: bool) -> None:
+    """Raises InputError where a log-sum-exp is asked of a variant that has none."""
+    if return_lse and pointwise:
+        raise InputError(
+            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
+        )
+
+
+def check_host_integers(name: str, value: object, planned: str = "lengths") -> torch.Tensor:
+    """The value, an int32 or int64 CPU tensor. planned: what it is a part of, for messages."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
+    if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
+            f"{planned} are planned on the host, which waits for no device"
+        )
+    return value
+
+
 def check_lengths(
     name: str, value: torch.Tensor, batch: int, low: int, high: int
 ) -> tuple[int, ...]:
     """An int32 or int64 CPU tensor [batch] with entries in [low, high], as ints."""
-    if not isinstance(value, torch.Tensor):
-        raise InputError(f"{name} must be an integer tensor [batch], got {type(value).__name__}")
-    if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
-        raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
-            "lengths are planned on the host, which waits for no device"
-        )
+    check_host_integers(name, value)
     if value.dim() != 1 or value.shape[0] != batch:
         raise InputError(f"{name} must be [batch={batch}], got {tuple(value.shape)}")
     entries = tuple(value.tolist())

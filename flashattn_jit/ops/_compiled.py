@@ -83,17 +83,14 @@ def dense(
         result, lse = _refuse(q, v, problem)
     else:
         offset, offsets, at_end = _offset(q_offset)
+        values = (
+            q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial,
+            with_lse,
+        )  # fmt: skip
         if out is None:
-            result, lse = _OPS.call_attention(
-                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial,
-                with_lse,
-            )  # fmt: skip
+            result, lse = _OPS.call_attention(*values)
         else:
-            lse = _OPS.call_attention_out(
-                q, k, v, *inputs, offset, at_end, offsets, kv_len, target, return_lse, partial,
-                with_lse, out,
-            )  # fmt: skip
-            result = out
+            result, lse = out, _OPS.call_attention_out(*values, out)
     return (result, lse) if with_lse else result
 
 
@@ -123,18 +120,14 @@ def packed(
         result, lse = _refuse(q, v, problem)
     else:
         offset, offsets, at_end = _offset(q_offset)
-        lengths = (q_indptr, kv_indptr, max_q_len, max_kv_len)
+        values = (
+            q, k, v, *inputs, q_indptr, kv_indptr, max_q_len, max_kv_len, offset, at_end, offsets,
+            target, return_lse, partial, with_lse,
+        )  # fmt: skip
         if out is None:
-            result, lse = _OPS.call_varlen_attention(
-                q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial,
-                with_lse,
-            )  # fmt: skip
+            result, lse = _OPS.call_varlen_attention(*values)
         else:
-            lse = _OPS.call_varlen_attention_out(
-                q, k, v, *inputs, *lengths, offset, at_end, offsets, target, return_lse, partial,
-                with_lse, out,
-            )  # fmt: skip
-            result = out
+            result, lse = out, _OPS.call_varlen_attention_out(*values, out)
     return (result, lse) if with_lse else result
 
 

@@ -114,9 +114,12 @@ def dense_out(
         values if known.schedule_reads_scalars else None,
     )  # fmt: skip
     if not num_threads:
-        from . import _device  # a process without a device need not have it
+        from . import _device, _device_launch  # a process without a device need not have it
 
-        call = _device.CallTensors(q, k, v, out, lse, params, addresses, values, block_states)
+        call = _device_launch.LaunchTensors(
+            q, k, v, out, lse, params, addresses, values, states=block_states,
+            names=known.tensor_names, num_params=len(known.ir.tensors),
+        )  # fmt: skip
         _device.run_signature(signature, _geometry, known, call, scale)
         return
     planned = _planned.get(signature)

@@ -1,100 +1,63 @@
 """Planned calls of CUDA kernels: on a device, or in the emulator on CPU tensors.
 
 A plan's arrays (lengths, work) are put into device memory once, when the call is planned. A launch
-then reads nothing back, waits for nothing and allocates only its workspace, from torch's allocator,
-on torch's current stream; so a planned call can be captured in a CUDA graph.
-
-Memory of ours that a kernel reads must not be reused too early. The plan's block is made on one
-stream: another one waits for it once and is recorded as a user. A plan that was captured is kept
-for good with the params that the graph reads, which may be defaults that nobody else holds: the
-graph may be replayed at any time.
+then allocates only its workspace, from torch's allocator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .. import _C, env
+from .. import _C
 from ..codegen.spec import KernelSpec
 from ..codegen.target import is_emulated
 from ..errors import InputError, LaunchError
 from ..jit import toolchain
-from ..jit.module import kernel_ptx, load_stepping
+from ..jit.module import load_stepping
 from ..planner import choose, fallbacks, min_chunk, slots
 from ..planner.devices import Device, device_hardware
 from ..planner.requests import requests_of
 from . import _driver
+from ._device_launch import DeviceMemory, LaunchTensors, enqueue, is_capturing, ordinal
 from ._direct import learn_device
+from ._emulated import aligned_empty, record
 from ._handles import Structure
-from ._launch import (
-    Geometry,
-    heads_share_tiles,
-    native_problem,
-    planner_problem,
-)
+from ._launch import Geometry, native_call, planner_problem
+from ._recent import Recent
 
 EMULATED_SLOTS = 8
 """Workers that emulated work is planned for: enough that long keys are split."""
 
 _KERNEL = "fajit_attention_kernel"
-_KEPT_CALLS = 1024
 # A kernel's parameters hold 4096 bytes, of which the argument block takes 480.
 _PARAM_BYTES = 3456
 _TENSOR_BYTES = 136
 _SCALAR_BYTES = 32  # with what the host works out of it
 
 
-class CallTensors(NamedTuple):
-    """The tensors of one launch. params: the variant's, then its range tables.
-
-    allocations: what the emulator lets the kernel touch, as (name, tensor, writable); by default
-    what the other fields say.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    params: Sequence[torch.Tensor] = ()
-    addresses: tuple[int, ...] = ()
-    scalars: tuple[int | float, ...] = ()
-    states: torch.Tensor | None = None
-    page_indices: torch.Tensor | None = None
-    allocations: Sequence[tuple[str, torch.Tensor, bool]] = ()
-
-
 @dataclass(slots=True, eq=False)
 class DevicePlan:
     """A planned problem whose arrays lie where its kernels run.
 
-    spec: None for kernels that are of no variant. ptx: of emulated targets. streams: those that
-    are ordered after the block's copy.
+    spec: None for kernels that are of no variant.
     """
 
     spec: KernelSpec | None
     call: _C.Call
     device: torch.device
-    block: torch.Tensor
-    ptx: str | None = None
+    block: DeviceMemory
+    emulated: bool = False
     workspace_bytes: int = 0
     schedule: _C.Schedule | None = None
-    num_params: int = 0  # of the variant; range tables follow
-    param_names: tuple[str, ...] = ()
-    ready: Any = None  # event after the block's copy
-    streams: set[int] = field(default_factory=set)
 
 
-_plans: dict[Geometry, DevicePlan] = {}
-_captured: dict[int, object] = {}  # what graphs use, by identity
-_lock = Lock()
+_plans: Recent[Geometry, DevicePlan] = Recent(1024)
 
 
 def planned(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan:
@@ -107,11 +70,7 @@ def planned(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> D
     """
     plan = _plans.get(geometry)
     if plan is None:
-        plan = _plan(geometry, known, addresses)
-        with _lock:
-            _plans[geometry] = plan
-            while len(_plans) > _KEPT_CALLS:
-                _plans.pop(next(iter(_plans)))
+        plan = _plans.keep(geometry, _plan(geometry, known, addresses))
     return plan
 
 
@@ -129,38 +88,17 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan
         )
     spec = choose(known.ir, planner_problem(g), g.target, features_of(g), known.name)
     spec, module = load_spec(spec)
-    native = native_problem(g, known)
-    classify = known.costed_by_mask and g.block_mask is None
-    schedule = _C.schedule(
-        module if classify else None,
-        native,
+    call, schedule = native_call(
+        g, known, spec, module, addresses,
         tile_q=spec.tile_q,
         # A tile that is not full takes as long as a full one.
         row_granule=spec.tile_q,
-        tile_kv=spec.tile_kv,
         min_chunk=min_chunk(spec),
         num_workers=workers(spec, g.device, module),
-        share_heads=heads_share_tiles(g),
-        classify=classify,
         device=True,
-        tensors=tuple(addresses),
-        scalars=g.scalars or (0,) * len(known.integer_scalars),
-    )
-    call = _C.Call(
-        module,
-        native,
-        schedule["work"],
-        schedule["merge_work"],
-        schedule["partial_rows"],
-        g.flags,
-    )
-    names = tuple(t.name for t in known.ir.tensors)
+    )  # fmt: skip
     plan = make_plan(call, module, g.target, g.device, spec)
     plan.schedule = schedule
-    plan.num_params = len(names)
-    plan.param_names = names + tuple(
-        f"{side} table of {names[table.slot]}" for table in known.tables for side in ("lo", "hi")
-    )
     return plan
 
 
@@ -178,22 +116,17 @@ def make_plan(
     spec: KernelSpec | None = None,
 ) -> DevicePlan:
     """A call with its arrays on `device` and its kernels loaded there."""
+    content = call.device_block() or b"\0"
     if is_emulated(target):
-        block = torch.frombuffer(bytearray(call.device_block() or b"\0"), dtype=torch.uint8)
-        ptx = kernel_ptx(module)
-        return DevicePlan(spec, call, device, block, ptx, call.workspace_bytes)
+        block = DeviceMemory(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return DevicePlan(spec, call, device, block, True, call.workspace_bytes)
     _driver.check(module)
     index = ordinal(device)
     module.load(index)
     with torch.cuda.device(index):
-        block = _upload(call.device_block() or b"\0", device)
-        stream = torch.cuda.current_stream(index)
-        ready = torch.cuda.Event()
-        ready.record(stream)
-    return DevicePlan(
-        spec, call, device, block, None, call.workspace_bytes, ready=ready,
-        streams={stream.cuda_stream},
-    )  # fmt: skip
+        block = DeviceMemory(_upload(content, device))
+        block.copied(index)
+    return DevicePlan(spec, call, device, block, False, call.workspace_bytes)
 
 
 def _upload(data: bytes, device: torch.device) -> torch.Tensor:
@@ -206,20 +139,11 @@ def _upload(data: bytes, device: torch.device) -> torch.Tensor:
 
 def refuse_capture(device: torch.device) -> None:
     """Nothing is planned, compiled or loaded while a CUDA graph is captured."""
-    if device.type == "cuda" and _is_capturing():
+    if device.type == "cuda" and is_capturing():
         raise LaunchError(
             "a call that was not planned yet is being captured in a CUDA graph; make the same call "
             "once before the capture, with the same shapes, strides, dtypes and lengths"
         )
-
-
-def _is_capturing() -> bool:
-    return bool(torch.cuda.is_current_stream_capturing())
-
-
-def ordinal(device: torch.device) -> int:
-    """A CUDA device's number."""
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def features_of(g: Geometry) -> tuple[str, ...]:
@@ -268,7 +192,7 @@ def _hardware(index: int) -> Device:
     return device_hardware(index)
 
 
-def bases_are_aligned(t: CallTensors) -> bool:
+def bases_are_aligned(t: LaunchTensors) -> bool:
     """Whether q, k, v and out start at multiples of 16 bytes."""
     return (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr() | t.out.data_ptr()) % 16 == 0
 
@@ -281,7 +205,7 @@ def run_signature(
     signature: tuple[Any, ...],
     geometry: Callable[..., Geometry],
     known: Structure,
-    t: CallTensors,
+    t: LaunchTensors,
     scale: float,
 ) -> None:
     """As `run` of ``geometry(*signature)``; a signature seen before makes no geometry."""
@@ -297,7 +221,7 @@ def run_signature(
     launch(plan, t, scale)
 
 
-def run(g: Geometry, known: Structure, t: CallTensors, scale: float) -> None:
+def run(g: Geometry, known: Structure, t: LaunchTensors, scale: float) -> None:
     """Plan, or find the plan of, a geometry whose device and alignment are still to be set."""
     g = g._replace(device=t.q.device, aligned=bases_are_aligned(t))
     launch(planned(g, known, t.addresses), t, scale)
@@ -306,121 +230,22 @@ def run(g: Geometry, known: Structure, t: CallTensors, scale: float) -> None:
 # --- launches -------------------------------------------------------------------------------------
 
 
-def launch(plan: DevicePlan, t: CallTensors, scale: float) -> None:
+def launch(plan: DevicePlan, t: LaunchTensors, scale: float) -> None:
     """Run a plan on the tensors that it was made for: on torch's current stream, or emulated.
 
     Raises:
         LaunchError: CUDA refused the launch.
         EmulatorFault: a kernel did what it must not.
     """
-    if plan.ptx is not None:
+    if plan.emulated:
         _emulate(plan, t, scale)
         return
-    index = ordinal(plan.device)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    if _is_capturing():
-        # Range tables come last; those made during the capture belong to the graph itself.
-        for used in (plan, *t.params[: plan.num_params]):
-            keep_for_graphs(used)
-    elif stream not in plan.streams:
-        _join(plan, stream, index)
-    workspace = None
     if plan.workspace_bytes:
         workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device)
-    address = 0 if workspace is None else workspace.data_ptr()
-    plan.call.launch(*_native(plan, t, scale, address), stream=stream, device=index)
+        t = t._replace(workspace=workspace)
+    enqueue(plan.call, plan.block, t, scale, plan.device, (plan,))
 
 
-def keep_for_graphs(used: object) -> None:
-    """Holds for good what a captured launch reads: its graph may be replayed at any time."""
-    _captured[id(used)] = used
-
-
-def _join(plan: DevicePlan, stream: int, index: int) -> None:
-    """Order a stream after the block's copy, and the block's release after the stream's work."""
-    current = torch.cuda.current_stream(index)
-    plan.ready.wait(current)
-    plan.block.record_stream(current)
-    plan.streams.add(stream)
-
-
-_Native = tuple[
-    int, int, int, int, int, float, int, tuple[int, ...], tuple[int | float, ...],
-    int, int, int, int,
-]  # fmt: skip
-
-
-def _native(plan: DevicePlan, t: CallTensors, scale: float, workspace: int) -> _Native:
-    """What `_C.Call.launch` takes, in order, up to the stream."""
-    address = t.q.data_ptr()
-    return (
-        address,
-        # Without keys their address is 0, which kernels refuse; they will not read this one.
-        t.k.data_ptr() or address,
-        t.v.data_ptr() or address,
-        t.out.data_ptr(),
-        0 if t.lse is None else t.lse.data_ptr(),
-        scale,
-        1,  # num_threads
-        t.addresses,
-        t.scalars,
-        0 if t.states is None else t.states.data_ptr(),
-        workspace,
-        0 if t.page_indices is None else t.page_indices.data_ptr(),
-        plan.block.data_ptr(),
-    )
-
-
-def _emulate(plan: DevicePlan, t: CallTensors, scale: float) -> None:
-    assert plan.ptx is not None
-    # 128 bytes more than asked for: allocations of a device are aligned to at least as much.
-    workspace = torch.empty(plan.workspace_bytes + 128, dtype=torch.uint8)
-    workspace = workspace[-workspace.data_ptr() % 128 :][: plan.workspace_bytes]
-    launches = plan.call.plan_launches(*_native(plan, t, scale, workspace.data_ptr()))
-    named = [*(t.allocations or _allocations(plan, t)), ("plan", plan.block, False)]
-    allocations = [
-        extent(name, tensor, writable, name not in _RESULTS)
-        for name, tensor, writable in named
-        if tensor.numel()
-    ]
-    kernels = program(plan.ptx)
-    for i, (kernel, grid, block, shared_bytes, params) in enumerate(launches):
-        if 0 in grid:
-            continue
-        visible = allocations
-        if plan.workspace_bytes:
-            # The merge reads what the first kernel wrote.
-            visible = [*allocations, extent("workspace", workspace, i == 0, i > 0)]
-        kernels.run(
-            kernel, grid, block, shared_bytes, params, visible, async_copies=env.emulator_copies()
-        )
-
-
-def _allocations(plan: DevicePlan, t: CallTensors) -> list[tuple[str, torch.Tensor, bool]]:
-    inputs = {
-        "q": t.q, "k": t.k, "v": t.v, "block_mask": t.states, "page_indices": t.page_indices,
-    }  # fmt: skip
-    named = [(name, tensor, False) for name, tensor in inputs.items() if tensor is not None]
-    named += [(n, x, False) for n, x in zip(plan.param_names, t.params, strict=True)]
-    named.append(("out", t.out, True))
-    return named if t.lse is None else [*named, ("lse", t.lse, True)]
-
-
-@lru_cache(maxsize=64)
-def program(ptx: str) -> Any:
-    """The emulator's program of a kernel's PTX."""
-    from .. import _emulator  # needed by nobody who has a device
-
-    return _emulator.Program(ptx)
-
-
-_RESULTS = ("out", "lse")  # kernels read of them what they wrote themselves at most
-
-
-def extent(
-    name: str, tensor: torch.Tensor, writable: bool, initialised: bool
-) -> tuple[str, int, int, bool, bool]:
-    """An allocation of the emulator: the bytes from a view's first entry to its last one."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (last + 1) * tensor.element_size()
-    return name, tensor.data_ptr(), end, writable, initialised
+def _emulate(plan: DevicePlan, t: LaunchTensors, scale: float) -> None:
+    workspace = aligned_empty(plan.workspace_bytes)
+    record(plan.block, plan.call, t._replace(workspace=workspace), scale).replay()

@@ -18,14 +18,13 @@ from .. import errors
 from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
-from ._dense import like_q_strides, result_dtype
 from ._register import KEYS, LIBRARY, refuse_vmap
+from ._shapes import Result, dense_shapes, lse_shape, packed_shapes, plain_shape
 from .attention import Offset, run_dense
 from .block_mask import keep_states
 from .varlen import run_packed
 
 Tensors = Sequence[torch.Tensor]
-Result = tuple[torch.Tensor, torch.Tensor]
 
 _QKV = "Tensor q, Tensor k, Tensor v"
 _VALUES = (
@@ -237,33 +236,12 @@ def _refuse(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) -> Result
 # --- shapes --------------------------------------------------------------------------------------
 
 
-def _plain_shape(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A guess for inputs that the run will refuse."""
-    return q.new_empty((*q.shape[:-1], *v.shape[-1:]))
-
-
 def _attention_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
-    partial, with_lse = rest[-2:]
-    dtype = result_dtype(q, partial)
-    if q.dim() != 4 or v.dim() != 4:
-        return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    out = q.new_empty_strided(
-        (*q.shape[:3], v.shape[3]), like_q_strides(q, v.shape[3]), dtype=dtype
-    )
-    return out, _lse_shape(q, with_lse)
+    return dense_shapes(q, v, *rest[-2:])
 
 
 def _varlen_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
     return packed_shapes(q, v, *rest[-2:])
-
-
-def packed_shapes(q: torch.Tensor, v: torch.Tensor, partial: bool, with_lse: bool) -> Result:
-    """Results of a packed call."""
-    return _plain_shape(q, v).to(result_dtype(q, partial)), _lse_shape(q, with_lse)
-
-
-def _lse_shape(q: torch.Tensor, with_lse: bool) -> torch.Tensor:
-    return q.new_empty(q.shape[:-1] if with_lse else (0,), dtype=torch.float32)
 
 
 def _attention_out_shapes(*inputs: Any) -> torch.Tensor:
@@ -277,11 +255,9 @@ def _varlen_out_shapes(*inputs: Any) -> torch.Tensor:
 def _flex_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = [_lse_shape(q, wanted) for wanted in rest[-2:]]
-    if q.dim() != 4 or v.dim() != 4:
-        return _plain_shape(q, v), rows[0], rows[1]
-    shape = (*q.shape[:3], v.shape[3])
-    return q.new_empty_strided(shape, like_q_strides(q, v.shape[3])), rows[0], rows[1]
+    want_lse, want_max = rest[-2:]
+    out, lse = dense_shapes(q, v, False, want_lse)
+    return out, lse, lse_shape(q, want_max)
 
 
 def _sdpa_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -290,14 +266,12 @@ def _sdpa_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) 
     try:
         q4, _, v4, lead = as_dense_problem(q, k, v, rest[-1])
     except errors.InputError:
-        return _plain_shape(q, v)
-    shape = (*q4.shape[:3], v4.shape[3])
-    out = q4.new_empty_strided(shape, like_q_strides(q4, v4.shape[3]))
-    return with_leading_dims(out, lead, q.dim())
+        return plain_shape(q, v)
+    return with_leading_dims(dense_shapes(q4, v4, False, False)[0], lead, q.dim())
 
 
 def _refuse_shapes(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) -> Result:
-    return _plain_shape(q, v), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return plain_shape(q, v), lse_shape(q, True)
 
 
 def register(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> None:

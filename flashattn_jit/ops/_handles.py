@@ -29,6 +29,7 @@ class Structure:
     mask_slots: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # tensors and scalars it reads
     pointwise: bool = False
     scalar_kinds: str = ""  # "i" or "f" a scalar
+    tensor_names: tuple[str, ...] = ()  # of the param tensors, then of the tables
 
 
 _structures: dict[int, Structure] = {}
@@ -39,10 +40,12 @@ def remember(handle: int, ir: VariantIR, name: str) -> int:
     if handle not in _structures:
         mask = ir.hook("mask_mod")
         costed_by_mask = mask is not None and not mask.tensor_slots()
+        tables = () if mask is None else range_tables(mask)
+        names = tuple(t.name for t in ir.tensors)
         _structures[handle] = Structure(
             ir,
             name,
-            () if mask is None else range_tables(mask),
+            tables,
             tuple(s.dtype == "int64" for s in ir.scalars),
             costed_by_mask,
             costed_by_mask and mask is not None and bool(mask.scalar_slots()),
@@ -52,6 +55,10 @@ def remember(handle: int, ir: VariantIR, name: str) -> int:
             mask_slots=((), ()) if mask is None else (mask.tensor_slots(), mask.scalar_slots()),
             pointwise=ir.normalizer == "pointwise",
             scalar_kinds="".join("i" if s.dtype == "int64" else "f" for s in ir.scalars),
+            tensor_names=names
+            + tuple(
+                f"{side} table of {names[table.slot]}" for table in tables for side in ("lo", "hi")
+            ),
         )
     return handle
 

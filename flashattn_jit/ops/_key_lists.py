@@ -40,7 +40,7 @@ class KeyLists(NamedTuple):
     """Lists as the planner and the kernels take them; see the module.
 
     key_blocks: int32 on the device of the keys. params: what `BlockBits` reads, where there are
-    bits.
+    bits. room: entries that kernels are told of, where lists of later plans take the same place.
     """
 
     q_block: int
@@ -50,14 +50,18 @@ class KeyLists(NamedTuple):
     counts: torch.Tensor
     key_blocks: torch.Tensor
     params: dict[str, Any]
+    room: int = 0
+
+    @property
+    def entries(self) -> int:
+        """Of key_blocks, and those that there is room for."""
+        return max(self.room, self.key_blocks.shape[0])
 
     def native(self) -> tuple[int, int, bool, Array, Array, int]:
         """As `_C.BatchPlan` takes them; the tensors must be kept meanwhile."""
         begin = host_array("begins", self.begins)[0]
         count = host_array("counts", self.counts)[0]
-        return (
-            self.q_block, self.key_block, self.per_head, begin, count, self.key_blocks.shape[0],
-        )  # fmt: skip
+        return self.q_block, self.key_block, self.per_head, begin, count, self.entries
 
 
 def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:

@@ -6,10 +6,8 @@ needed, compiles; a later one is a dictionary look-up and a launch.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ from ..planner.problem import Problem
 from ..planner.requests import requests_of
 from ..planner.tiles import choose, item_rows
 from ._handles import Structure
+from ._recent import Recent
 
 DTYPE_NAMES = {
     torch.float32: "float32",
@@ -36,7 +35,6 @@ Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_DTYPES = tuple(DTYPE_NAMES)
 
 _MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
-_KEPT_CALLS = 1024
 _L2_BYTES = _C.cache_sizes()[1]
 
 
@@ -84,8 +82,7 @@ class PlannedCall:
     critical_cost: int
 
 
-_calls: OrderedDict[Geometry, PlannedCall] = OrderedDict()
-_lock = Lock()
+_calls: Recent[Geometry, PlannedCall] = Recent(1024)
 
 
 def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
@@ -98,11 +95,7 @@ def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int])
     """
     planned = _calls.get(geometry)
     if planned is None:
-        planned = _plan(geometry, known, addresses)
-        with _lock:
-            _calls[geometry] = planned
-            while len(_calls) > _KEPT_CALLS:
-                _calls.popitem(last=False)
+        planned = _calls.keep(geometry, _plan(geometry, known, addresses))
     return planned
 
 
@@ -110,30 +103,13 @@ def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCal
     features = ("block_mask",) if g.block_mask is not None else ()
     spec = choose(known.ir, planner_problem(g), g.target, features, known.name)
     _, module = load_stepping(requests_of(spec))
-    native = native_problem(g, known)
-    # A block mask's full blocks are visited whatever the mask says of them.
-    classify = known.costed_by_mask and g.block_mask is None
-    schedule = _C.schedule(
-        module if classify else None,
-        native,
+    call, schedule = native_call(
+        g, known, spec, module, addresses,
         tile_q=item_rows(spec, _L2_BYTES),
         row_granule=LANES[spec.target] if spec.tile_kind == "prefill" else 1,
-        tile_kv=spec.tile_kv,
         min_chunk=_MIN_CHUNK,
         num_workers=g.num_threads,
-        share_heads=heads_share_tiles(g),
-        classify=classify,
-        tensors=tuple(addresses),
-        scalars=g.scalars or (0,) * len(known.integer_scalars),
-    )
-    call = _C.Call(
-        module,
-        native,
-        schedule["work"],
-        schedule["merge_work"],
-        schedule["partial_rows"],
-        g.flags,
-    )
+    )  # fmt: skip
     return PlannedCall(
         spec,
         call,
@@ -176,9 +152,45 @@ def native_problem(g: Geometry, known: Structure) -> _C.Problem:
         out_stride=g.strides[3],
         lse_stride=g.strides[4],
         tensors=g.params,
-        scalar_kinds="".join("i" if whole else "f" for whole in known.integer_scalars),
+        scalar_kinds=known.scalar_kinds,
         block_mask=g.block_mask,
     )
+
+
+def native_call(
+    g: Geometry,
+    known: Structure,
+    spec: KernelSpec,
+    module: _C.Module,
+    addresses: Sequence[int],
+    *,
+    tile_q: int,
+    row_granule: int,
+    min_chunk: int,
+    num_workers: int,
+    device: bool = False,
+) -> tuple[_C.Call, _C.Schedule]:
+    """A geometry's call and its schedule: see csrc/scheduler/schedule.h for the options."""
+    problem = native_problem(g, known)
+    # A block mask's full blocks are visited whatever the mask says of them.
+    classify = known.costed_by_mask and g.block_mask is None
+    schedule = _C.schedule(
+        module if classify else None,
+        problem,
+        tile_q=tile_q,
+        row_granule=row_granule,
+        tile_kv=spec.tile_kv,
+        min_chunk=min_chunk,
+        num_workers=num_workers,
+        share_heads=heads_share_tiles(g),
+        classify=classify,
+        device=device,
+        tensors=tuple(addresses),
+        scalars=g.scalars or (0,) * len(known.integer_scalars),
+    )
+    work, merge_work = schedule["work"], schedule["merge_work"]
+    call = _C.Call(module, problem, work, merge_work, schedule["partial_rows"], g.flags)
+    return call, schedule
 
 
 def heads_share_tiles(g: Geometry) -> bool:
@@ -219,6 +231,6 @@ def launch(
         num_threads,
         addresses,
         scalars,
-        0 if states is None else states.data_ptr(),
         0 if workspace is None else workspace.data_ptr(),
+        0 if states is None else states.data_ptr(),
     )

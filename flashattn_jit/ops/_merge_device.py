@@ -9,7 +9,8 @@ import torch
 from .. import _C
 from ..codegen.target import compiled_target
 from ..codegen.utility import UtilitySpec
-from ._device import CallTensors, launch
+from ._device import launch
+from ._device_launch import LaunchTensors
 from ._utility import UtilityWork, addresses, layouts, plan_utility
 
 MAX_STATES = 32
@@ -60,7 +61,7 @@ def _merge_some(
     names = [f"outs[{i}]" for i in range(len(outs))] + [f"lses[{i}]" for i in range(len(lses))]
     launch(
         plan,
-        CallTensors(
+        LaunchTensors(
             first, first, first, out, lse if lses else None, states, addresses(states),
             allocations=[
                 *zip(names, states, [False] * len(states), strict=True),

@@ -92,9 +92,12 @@ def packed_out(
         values if known.schedule_reads_scalars else None,
     )
     if not num_threads:
-        from . import _device  # a process without a device need not have it
+        from . import _device, _device_launch  # a process without a device need not have it
 
-        call = _device.CallTensors(q, k, v, out, lse, params, addresses, values)
+        call = _device_launch.LaunchTensors(
+            q, k, v, out, lse, params, addresses, values,
+            names=known.tensor_names, num_params=len(known.ir.tensors),
+        )  # fmt: skip
         _device.run(geometry, known, call, scale)
         return
     planned = planned_call(geometry, known, addresses)

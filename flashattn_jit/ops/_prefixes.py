@@ -8,6 +8,7 @@ runs inside it with longer ones.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,10 +77,9 @@ def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints
     _, q_starts = host_array("q_indptr", q_indptr)
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
-    read_storage(
-        Paged(paged.page_indptr, paged.page_indices.cpu(), paged.last_page_len, paged.page_size),
-        _CPU,
-    )
+    if isinstance(paged.page_indices, torch.Tensor):  # what else it may be, read_storage says
+        paged = replace(paged, page_indices=paged.page_indices.cpu())
+    read_storage(paged, _CPU)
     starts, rows = paged.page_indptr.numpy().astype(np.int64), q_starts.numpy().astype(np.int64)
     if not len(rows) or len(starts) != len(rows):
         raise InputError(
@@ -91,7 +91,7 @@ def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints
         if values[0] != 0 or len(falling):
             where = f"descends at request {falling[0]}" if len(falling) else "does not start at 0"
             raise InputError(f"{name} {where}: it must be a running sum from 0 on")
-    indices = paged.page_indices.cpu().numpy().astype(np.int32)
+    indices = paged.page_indices.numpy().astype(np.int32)
     if starts[-1] > len(indices):
         raise InputError(
             f"page_indptr ends at {starts[-1]}, but page_indices has {len(indices)} entries"

@@ -7,12 +7,13 @@ than half of the decorator's 12 us (measured on 2 cores, torch 2.13).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import InputError
 from . import _dense, _packed, merge
+from ._shapes import Result, dense_shapes, packed_shapes
 
 LIBRARY = torch.library.Library("flashattn_jit", "DEF")
 
@@ -51,55 +52,19 @@ for _key in KEYS:
     LIBRARY.impl("merge_states", merge.merge, _key)
 
 
-def _dense_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    scalars: torch.Tensor,
-    handle: int,
-    scale: float,
-    q_offset: int,
-    q_offsets: torch.Tensor | None,
-    kv_len: torch.Tensor | None,
-    block_states: torch.Tensor | None,
-    block_size: Sequence[int],
-    return_lse: bool,
-    partial: bool,
-    target: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (*q.shape[:3], v.shape[-1])
-    out = torch.empty_strided(
-        shape,
-        _dense.like_q_strides(q, v.shape[-1]),
-        dtype=_dense.result_dtype(q, partial),
-        device=q.device,
-    )
-    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+def _dense_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
+    return_lse, partial, _ = rest[-3:]
+    return dense_shapes(q, v, partial, return_lse)
 
 
-def _packed_shapes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    scalars: torch.Tensor,
-    handle: int,
-    scale: float,
-    q_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    q_offsets: torch.Tensor,
-    return_lse: bool,
-    partial: bool,
-    target: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = q.new_empty((*q.shape[:2], v.shape[-1]), dtype=_dense.result_dtype(q, partial))
-    return out, q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+def _packed_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> Result:
+    return_lse, partial, _ = rest[-3:]
+    return packed_shapes(q, v, partial, return_lse)
 
 
 def _merge_shapes(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, target: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Result:
     out = outs[0].new_empty(outs[0].shape)
     return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
 

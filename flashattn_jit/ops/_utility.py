@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
 
@@ -16,10 +15,9 @@ from ..codegen.utility import UtilitySpec
 from ..jit.module import load_stepping
 from ..planner.requests import requests_of
 from ._device import DevicePlan, make_plan, refuse_capture
+from ._recent import Recent
 
-_KEPT_PLANS = 64
-_plans: dict[tuple[object, ...], DevicePlan] = {}
-_lock = Lock()
+_plans: Recent[tuple[object, ...], DevicePlan] = Recent(64)
 
 WORK_FIELDS = 8
 """request, head_begin, head_count, row_begin, row_end, kv_begin, kv_end, partial."""
@@ -55,12 +53,7 @@ def plan_utility(
     work = make()
     _, module = load_stepping(requests_of(work.spec))
     call = _C.Call(module, work.problem, _bytes_of(work.items), flags=work.flags)
-    plan = make_plan(call, module, target, device)
-    with _lock:
-        _plans[key] = plan
-        while len(_plans) > _KEPT_PLANS:
-            _plans.pop(next(iter(_plans)))
-    return plan
+    return _plans.keep(key, make_plan(call, module, target, device))
 
 
 def _bytes_of(items: torch.Tensor) -> bytes:

@@ -12,7 +12,8 @@ from ..codegen.target import compiled_target
 from ..codegen.utility import UtilitySpec
 from ..errors import InputError
 from . import _check
-from ._device import CallTensors, launch
+from ._device import launch
+from ._device_launch import LaunchTensors
 from ._placement import on_cpu, place_utility
 from ._utility import UtilityWork, addresses, layouts, plan_utility
 from .paged import Paged, PageTable, read_pages
@@ -185,7 +186,7 @@ def _on_device(
     plan = plan_utility(signature, target, k.device, work)
     launch(
         plan,
-        CallTensors(
+        LaunchTensors(
             views[0], views[2], views[3], views[2], None, views, addresses(views),
             page_indices=table.page_indices,
             allocations=[

@@ -121,10 +121,7 @@ def run_dense(
     ir = bound.ir
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = ir.normalizer == "pointwise"
-    if return_lse and pointwise:
-        raise InputError(
-            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
-        )
+    _check.check_lse(return_lse, pointwise)
     scale = _check.check_scale(scale, dims.head_dim)
     offset, offsets = _resolve_offset(q_offset, dims, kv_len)
     if kv_len is not None:

@@ -26,9 +26,11 @@ class BatchAttention(BatchBase):
             long; several objects may share one on one stream. Torch's allocator by default.
         limits: the largest batch to come; see `Limits`.
         cuda_graph: keep the plan at a fixed place, so that a captured run() replays every later
-            plan; needs limits. The first plan fixes storage, sparsity and the numbers of the mask.
-            q (and ragged k and v) may then be longer than the plan's tokens; rows past these are
-            not written. The object and a workspace of yours must outlive the graph.
+            plan; needs limits. The first plan fixes the page size, the kind and block size of a
+            sparsity, the most levels of a cascade, how large a sparsity's bits may become, and the
+            numbers and sizes of the mask's params. q (and ragged k and v) may then be longer than
+            the plan's tokens; rows past these are not written. The object and a workspace of yours
+            must outlive the graph.
         batch_invariant: tiles and cuts follow from each request alone, so that its bits do not
             depend on the rest of the batch.
         target: as for `fa.attention`; the device's best by default.

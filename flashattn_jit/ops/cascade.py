@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,6 +12,7 @@ from ..variants.queries import keys_read_request
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Variation
+from ._level_pages import in_cache_pages
 from ._prefixes import shared_prefixes
 from .attention import Offset
 from .paged import Paged
@@ -26,9 +27,11 @@ class CascadeLevel:
     Args:
         q_indptr: int32 or int64 cpu tensor [groups + 1]: group g has the entries q_indptr[g] to
             q_indptr[g + 1] of `tokens`. In the last level a group is a request.
-        storage: the keys of each group, `fa.Ragged` or `fa.Paged`, the same kind and page_size in
-            all levels. Ragged k and v hold the keys of the outermost level first, then those of the
-            next one, the requests' own last, and each kv_indptr starts at 0.
+        storage: the keys of each group, `fa.Ragged` or `fa.Paged`, the same kind in all levels.
+            Ragged k and v hold the keys of the outermost level first, then those of the next one,
+            the requests' own last, and each kv_indptr starts at 0. Pages may be larger in some
+            levels: the smallest page_size is that of k and v, and page p of a level with m times
+            that is the pages p * m to p * m + m - 1 of k and v.
         tokens: int32 or int64 cpu tensor of packed query tokens, each at most once a level, those
             of a request one after another; by default entry e is token e. None in the last level.
 
@@ -79,7 +82,8 @@ class CascadeAttention(BatchBase):
             VariantError: a hook needs what shared keys do not have: the request they are of.
             ParamError, CompileError, LaunchError: as for `BatchAttention.plan`.
         """
-        if isinstance(levels, CascadeLevel) or not levels:
+        levels = list(levels) if isinstance(levels, Iterable) else []
+        if not levels:
             raise InputError(
                 "levels must be a sequence of at least one fa.CascadeLevel, the requests' own last"
             )
@@ -95,8 +99,12 @@ class CascadeAttention(BatchBase):
                 "be None"
             )
         device = self._kernels.options.device
-        read = [_read(i, level, device) for i, level in enumerate(shared)]
-        return self._plan(own.q_indptr, own.storage, read, None, q_offset, mask_params)
+        *stores, own_storage = in_cache_pages([level.storage for level in levels], device)
+        read = [
+            _read(i, replace(level, storage=storage), device)
+            for i, (level, storage) in enumerate(zip(shared, stores, strict=True))
+        ]
+        return self._plan(own.q_indptr, own_storage, read, None, q_offset, mask_params)
 
     def _check_variant(self, planned: Variation) -> None:
         if not planned.batch.num_levels:

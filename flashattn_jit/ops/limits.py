@@ -13,7 +13,7 @@ class Limits:
     """Bounds of every later `plan()`, from which sizes of buffers and grids follow.
 
     Args:
-        max_requests: requests of a batch, groups of shared keys included.
+        max_requests: requests of a batch, and groups of shared keys on each level.
         max_q_tokens: query tokens of a batch.
         max_kv_len: keys of one request.
         max_pages: entries of page_indices; 0 for ragged keys.

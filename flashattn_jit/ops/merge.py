@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -40,7 +40,7 @@ def merge_states(
     Example:
         >>> out, lse = fa.merge_states([out_a, out_b], [lse_a, lse_b])
     """
-    outs = list(outs)
+    outs, lses = _states("outs", outs), None if lses is None else _states("lses", lses)
     if not outs:
         raise InputError("outs is empty; merge_states needs at least one state")
     if lses is not None and len(lses) != len(outs):
@@ -66,6 +66,12 @@ def merge_states(
     _check.check_grad([*outs, *(lses or ())])
     flat = torch.ops.flashattn_jit.merge_states(outs, list(lses or ()), target=target)
     return flat[0], flat[1] if lses is not None else None
+
+
+def _states(name: str, states: object) -> list[torch.Tensor]:
+    if not isinstance(states, Iterable):
+        raise InputError(f"{name} must be a sequence of tensors, got {type(states).__name__}")
+    return list(states)
 
 
 def _check_state(name: str, tensor: torch.Tensor) -> None:

@@ -107,13 +107,7 @@ def read_pages(paged: Paged, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Pa
 
 
 def _page_indptr(indptr: object) -> tuple[int, ...]:
-    if not isinstance(indptr, torch.Tensor):
-        raise InputError(f"page_indptr must be an integer tensor, got {type(indptr).__name__}")
-    if indptr.dtype not in (torch.int32, torch.int64) or indptr.device.type != "cpu":
-        raise InputError(
-            f"page_indptr must be an int32 or int64 cpu tensor, got {indptr.dtype} on "
-            f"{indptr.device}; calls are planned on the host, which waits for no device"
-        )
+    indptr = _check.check_host_integers("page_indptr", indptr, "calls")
     if indptr.dim() != 1 or indptr.shape[0] < 1:
         raise InputError(f"page_indptr must be [num_requests + 1], got {tuple(indptr.shape)}")
     starts = tuple(indptr.tolist())

@@ -14,7 +14,7 @@ import torch
 
 from .. import env
 from ..errors import InputError
-from ._check import INT32_MAX
+from ._check import INT32_MAX, check_host_integers
 from .paged import Paged
 
 Array = tuple[int, int, int]
@@ -22,7 +22,7 @@ Array = tuple[int, int, int]
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
 """kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices."""
 
-_INTEGERS = {torch.int32: 4, torch.int64: 8}
+_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,25 +68,18 @@ class Stored(NamedTuple):
 
 def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
     """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
-    if not isinstance(value, torch.Tensor):
-        raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
-    item_bytes = _INTEGERS.get(value.dtype)
-    if item_bytes is None or value.device.type != "cpu":
-        raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
-            "batches are planned on the host, which waits for no device"
-        )
-    if value.dim() != 1:
-        raise InputError(f"{name} must be a tensor [n], got {list(value.shape)}")
-    if not value.is_contiguous():
-        value = value.contiguous()
-    return (value.data_ptr(), value.shape[0], item_bytes), value
+    tensor = check_host_integers(name, value, "batches")
+    if tensor.dim() != 1:
+        raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
 
 
 def read_storage(storage: Storage, device: torch.device, where: str = "") -> Stored:
     """Checks the tensors' kinds; the planner checks what they hold.
 
-    where: put before the names of tensors in messages.
+    where: of shared keys, put before the names of tensors in messages.
 
     Raises:
         InputError: a tensor has a wrong shape, dtype or device, or a page index is negative.
@@ -100,18 +93,23 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
         )
     size = storage.page_size
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= INT32_MAX:
-        raise InputError(f"{where}page_size={size!r} must be an int of at least 1")
+        raise InputError(
+            f"{where}page_size={size!r} must be an int of at least 1 that fits 32 bits"
+        )
     indptr, held_indptr = host_array(f"{where}page_indptr", storage.page_indptr)
     last, held_last = host_array(f"{where}last_page_len", storage.last_page_len)
-    indices = _page_indices(storage.page_indices, device, where)
-    native = (None, indptr, last, size, indices.shape[0])
-    pages = _pages_in_use(indices, held_indptr)
-    if pages is not None and pages[0] < 0:
-        at = int((indices < 0).nonzero()[0, 0])
+    given = _page_indices(storage.page_indices, device, where)
+    pages = _pages_in_use(given, held_indptr)
+    if pages is not None and (pages[0] < 0 or pages[1] > INT32_MAX):
+        negative = pages[0] < 0
+        at = int((given < 0 if negative else given > INT32_MAX).nonzero()[0, 0])
         raise InputError(
-            f"{where}page_indices[{at}]={int(indices[at])}, a page of request "
-            f"{owner_of(at, storage.page_indptr)}, is negative"
+            f"{where}page_indices[{at}]={int(given[at])}, a page of "
+            f"{'group' if where else 'request'} {owner_of(at, held_indptr)}, "
+            f"{'is negative' if negative else 'does not fit 32 bits'}"
         )
+    indices = given.to(torch.int32).contiguous()
+    native = (None, indptr, last, size, indices.shape[0])
     return Stored(native, size, indices, pages, (held_indptr, held_last))
 
 
@@ -127,8 +125,6 @@ def _page_indices(indices: object, device: torch.device, where: str) -> torch.Te
         )
     if indices.shape[0] > INT32_MAX:
         raise InputError(f"{where}page_indices has more entries than 32 bits count")
-    if indices.dtype != torch.int32 or not indices.is_contiguous():
-        indices = indices.to(torch.int32).contiguous()
     return indices
 
 
@@ -142,7 +138,7 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
     used = indices[: max(0, int(indptr[-1]))]
     if not used.shape[0]:
         return 0, -1
-    if used.is_cpu:
+    if used.is_cpu and used.dtype == torch.int32:
         # One thread's vectors: torch would wake all of them, which takes longer than the reading.
         # Negative entries are the largest when read without their sign.
         values = used.numpy()
@@ -153,7 +149,7 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
 
 
 def owner_of(entry: int, page_indptr: torch.Tensor) -> int:
-    """The request that owns an entry of page_indices; for messages."""
+    """The request (or group) that owns an entry of page_indices; for messages."""
     ends = page_indptr[1:].long()
     return int(torch.searchsorted(ends, entry, right=True))
 

@@ -123,10 +123,7 @@ def run_packed(
     bound = bind(chosen, dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
-    if return_lse and pointwise:
-        raise InputError(
-            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
-        )
+    _check.check_lse(return_lse, pointwise)
     scale = _check.check_scale(scale, q.shape[2])
     offsets = resolve_offsets(q_offset, q_lens, kv_lens)
     handle = _handles.remember(bound.handle, bound.ir, chosen.name)
@@ -154,13 +151,7 @@ def request_lengths(
     name: str, indptr: torch.Tensor, tokens: int, longest: int | None, longest_name: str
 ) -> tuple[int, ...]:
     """Lengths of the requests behind an indptr, which must ascend from 0 to `tokens`."""
-    if not isinstance(indptr, torch.Tensor):
-        raise InputError(f"{name} must be an integer tensor, got {type(indptr).__name__}")
-    if indptr.dtype not in (torch.int32, torch.int64) or indptr.device.type != "cpu":
-        raise InputError(
-            f"{name} must be an int32 or int64 cpu tensor, got {indptr.dtype} on {indptr.device}; "
-            "lengths are planned on the host, which waits for no device"
-        )
+    _check.check_host_integers(name, indptr)
     if indptr.dim() != 1 or indptr.shape[0] < 1:
         raise InputError(f"{name} must be [num_requests + 1], got {tuple(indptr.shape)}")
     starts = indptr.tolist()

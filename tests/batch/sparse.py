@@ -67,7 +67,7 @@ def blocks(
         torch.stack(starts) if per_head else starts[0],
         torch.cat(indices).int() if indices else torch.empty(0, dtype=torch.int32),
         size,
-        bits=torch.stack(kept) if kept else None,
+        bits=torch.stack(kept) if kept else torch.zeros(0, *size).bool() if bits else None,
     )
     return Visited(sparsity, pairs)
 

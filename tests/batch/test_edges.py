@@ -34,6 +34,19 @@ def test_queries_without_keys_are_zero(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
+@pytest.mark.parametrize("limited", [False, True])
+def test_lists_without_keys(limited: bool, page_size: int) -> None:
+    """Every entry is -1, and there is no page."""
+    batch = Batch((3, 1), (0, 0), (8, 2), 64, page_size=page_size)
+    limits = fa.Limits(max_requests=2, max_q_tokens=8, max_kv_len=64, max_pages=8)
+    made = engine(batch, fa.Causal(), limits=limits if limited else None)
+    nothing = fa.TokenSparse(torch.full((4, 5), -1, dtype=torch.int32))
+    made.plan(batch.q_indptr, batch.storage, sparsity=nothing)
+    out, lse = made.run(batch.q, batch.k, batch.v, return_lse=True)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
 def test_empty_requests_among_others(page_size: int) -> None:
     batch = Batch((0, 5, 0, 70, 1, 0), (30, 0, 0, 90, 200, 0), (8, 2), 64, page_size=page_size)
     out, lse = attend(batch, CAUSAL.variant(8))

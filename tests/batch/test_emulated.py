@@ -66,6 +66,11 @@ def test_formats(name: str) -> None:
     run_format(case, shape, name, dtype_of(target), target)
 
 
+def test_pointwise_states_merge_where_their_code_is_a_targets_own() -> None:
+    """See tests.cuda.kernels.twin."""
+    run_format(by_name("sigmoid"), FEW, "cascade", torch.bfloat16, "emulated:sm_89")
+
+
 @pytest.mark.parametrize("q_len", [1, 20])
 def test_a_cascade_is_the_flat_batch(q_len: int) -> None:
     what = Math(causal=True)
@@ -76,6 +81,20 @@ def test_a_cascade_is_the_flat_batch(q_len: int) -> None:
     made.plan(fa.cascade_levels(batch.q_indptr, batch.storage))
     composed = check(batch, what, *made.run(batch.q, batch.k, batch.v, return_lse=True))
     assert composed.ours <= 1.5 * max(flat.ours, flat.eager)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [((), ()), ((0,), (5,)), ((3,), (0,))], ids=str)
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_batches_of_nothing_within_limits(q_len, kv_len, page_size: int) -> None:
+    """All of the plan's work is padding, and tensors may have no address."""
+    limits = fa.Limits(max_requests=2, max_q_tokens=8, max_kv_len=64, max_pages=8)
+    batch = Batch(q_len, kv_len, (4, 2), 64, torch.bfloat16, page_size)
+    made = engine(batch, fa.Causal(), limits=limits, target=SM80)
+    nothing = fa.TokenSparse(torch.full((sum(q_len), 5), -1, dtype=torch.int32))
+    for sparsity in (None, nothing):
+        made.plan(batch.q_indptr, batch.storage, sparsity=sparsity)
+        out, lse = made.run(batch.q, batch.k, batch.v, return_lse=True)
+        assert (out == 0).all() and (lse == -torch.inf).all() and len(lse) == sum(q_len)
 
 
 def test_bits_do_not_depend_on_the_batch() -> None:

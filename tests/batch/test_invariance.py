@@ -6,6 +6,7 @@ FlashInfer's test_batch_invariant_fa2.py at full size; `torch.equal` throughout.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def test_prefill(count, q_len, dim, group, page) -> None:
 
 
 def test_a_mixed_batch_in_any_order_over_any_storage() -> None:
-    """Lengths around the cuts; the same requests permuted, alone, in other pages, and packed."""
+    """Lengths around the cuts; the same requests permuted, alone, in other pages, packed, and in a
+    dense cache, where each has one page."""
     q_len = (1, 200, 3, 1, 17, 0, 1)
     kv_len = (4097, 300, 8192, 2, 4095, 7, 9000)
     batch = Batch(q_len, kv_len, (8, 2), 64, page_size=16)
@@ -80,19 +82,38 @@ def test_a_mixed_batch_in_any_order_over_any_storage() -> None:
     assert_same(run(batch, order)[1], [whole[b] for b in order])
     for b in range(7):
         assert_same(run(batch, [b])[1], [whole[b]])
-    for page_size in (0, 1, 64):
+    for page_size in (0, 1, 64, max(kv_len)):
         assert_same(run(batch, page_size=page_size)[1], whole)
 
 
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("restored_threads")
 def test_threads_do_not_matter() -> None:
     batch = Batch((1, 40), (9000, 5000), (8, 2), 64, page_size=16)
-    whole, threads = run(batch)[1], torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert_same(run(batch)[1], whole)
-    finally:
-        torch.set_num_threads(threads)
+    whole = run(batch)[1]
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        assert_same(run(batch)[1], whole)
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_dense_call_of_uncut_keys_has_the_same_bits(dtype: torch.dtype) -> None:
+    batch = Batch((200, 1, 17, 3), (300, 2, 4095, 2048), (8, 2), 64, dtype, 16)
+    whole = run(batch)[1]
+    torch.set_num_threads(1)  # more of them would share one request's keys
+    for b, (out, lse) in enumerate(whole):
+        begin = batch.q_start[b]
+        q = batch.q[begin : begin + batch.q_len[b]]
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, *batch.keys(b)))
+        dense = fa.attention(q, k, v, fa.Causal(), q_offset="end", return_lse=True)
+        assert_same([(out, lse)], [tuple(x[0].transpose(0, 1) for x in dense)])
 
 
 @pytest.mark.parametrize("kv_len", [2923, 3015, 3130])
@@ -121,3 +142,32 @@ def test_a_window_begins_at_the_same_key_in_any_company(kv_len: int) -> None:
     for order in (("append", "decode"), ("decode", "append")):
         for name, out in run_in_order(*order).items():
             assert torch.equal(out, alone[name]), f"{name} in {order}"
+
+
+def test_lists_are_cut_alike_in_any_company() -> None:
+    """Lists of tokens longer than a cut, of requests of several tokens."""
+    q_len, kv_len, topk = (1, 3, 1, 60), (4500, 3000, 2600, 2700), 2500
+    batch = Batch(q_len, kv_len, (4, 2), 64, page_size=16)
+    generator = torch.Generator().manual_seed(1)
+    longest = [n for rows, n in zip(q_len, kv_len, strict=True) for _ in range(rows)]
+    indices = torch.stack([torch.randperm(n, generator=generator)[:topk] for n in longest])
+
+    def run_sparse(*members: int) -> list[torch.Tensor]:
+        rows = [batch.q_start[b] + torch.arange(q_len[b]) for b in members]
+        tables = [batch.slots[b][::16] // 16 for b in members]
+        paged = fa.Paged(
+            torch.tensor([0, *itertools.accumulate(map(len, tables))]), torch.cat(tables),
+            torch.tensor([(kv_len[b] - 1) % 16 + 1 for b in members]), 16,
+        )  # fmt: skip
+        made = engine(batch, fa.Causal(), batch_invariant=True)
+        plan = made.plan(
+            torch.tensor([0, *itertools.accumulate(map(len, rows))]), paged,
+            sparsity=fa.TokenSparse(indices[torch.cat(rows)]),
+        )  # fmt: skip
+        assert plan.workspace_bytes > 0, "nothing is cut"
+        return list(made.run(batch.q[torch.cat(rows)], batch.k, batch.v).split([*map(len, rows)]))
+
+    whole = run_sparse(0, 1, 2, 3)
+    for members in ((3, 1, 0, 2), (0,), (1,), (3,)):
+        for b, out in zip(members, run_sparse(*members), strict=True):
+            assert torch.equal(out, whole[b]), f"request {b} among {members}"

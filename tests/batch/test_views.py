@@ -60,6 +60,19 @@ def test_paged_keys_of_one_tensor_with_strided_queries(page_size: int) -> None:
     check(batch, what, *attend(batch, what.variant(32)))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_are_not_copied(layout: str) -> None:
+    """A hundred million pages in the memory of a few: a copy would take terabytes."""
+    b = Batch((17, 1), (97, 300), (8, 4), 64, page_size=16, layout=layout)
+    variant = Math(causal=True).variant(8)
+    b.k, b.v = (
+        x.as_strided((10**8, *x.shape[1:]), (0, *x.stride()[1:]), x.storage_offset() + x.stride(0))
+        for x in (b.k, b.v)
+    )
+    b.k[0], b.v[0] = 1.0, 2.0
+    torch.testing.assert_close(attend(b, variant)[0], torch.full_like(b.q, 2.0))
+
+
 def test_rows_that_no_16_bytes_divide() -> None:
     batch = Batch((9, 1), (40, 130), (4, 2), 20, page_size=3, dim_v=12)
     wide = torch.full((*batch.k.shape[:3], 33), torch.nan)

@@ -33,6 +33,7 @@ PLAIN = VariantIR(())
 # share a multiprocessor (sm_86, sm_89), which leaves each more registers; and nvcc 13.0 compiles
 # sm_100 and sm_120 with another NVVM than earlier ones, and not alike: their PTX is of their own.
 SAME_PTX = {"sm_89": "sm_86", "sm_90": "sm_80"}
+"""All but the merge of pointwise states, which nvcc orders otherwise for sm_89; see `twin`."""
 
 FEATURE_SETS: tuple[tuple[str, ...], ...] = (
     ("block_mask",),
@@ -47,7 +48,8 @@ FEATURE_SETS: tuple[tuple[str, ...], ...] = (
 """Features of CUDA kernels, and those that stand together."""
 
 EMULATED = ("sm_75", "sm_80", "sm_86", "sm_100", "sm_120")
-"""Whose PTX the emulator's tests run; every other target has the PTX of one of these."""
+"""Whose PTX the emulator's tests run; every other target has the PTX of one of these, but for what
+`twin` says, which tests/batch runs."""
 
 needs_nvcc = pytest.mark.skipif(
     find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
@@ -87,6 +89,13 @@ def ir_of(name: str) -> VariantIR:
     case: Case = by_name(name)
     variant, params = case.build()
     return as_variant(variant).bind(Dims(*case.shape), params).ir
+
+
+def twin(name: str, target: str) -> str | None:
+    """The target whose PTX a case has on this one, but for its name; None where it has its own."""
+    if target == "sm_89" and ir_of(name).normalizer == "pointwise":
+        return None
+    return SAME_PTX.get(target)
 
 
 def dtype_of(target: str) -> str:

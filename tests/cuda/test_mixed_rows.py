@@ -12,7 +12,8 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_kernel
-from flashattn_jit.ops._device import CallTensors, launch, make_plan
+from flashattn_jit.ops._device import launch, make_plan
+from flashattn_jit.ops._device_launch import LaunchTensors
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
@@ -76,15 +77,17 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
     module = load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
     call = _C.Call(module, native, b"".join(work), b"", 0, _C.WRITE_LSE)
     plan = make_plan(call, module, "emulated:sm_80", torch.device("cpu"), spec)
-    plan.param_names = ("bias", "token")
     out = torch.full((tokens, HEADS, DIM), float("nan"), dtype=torch.bfloat16)
     lse = torch.full((tokens, HEADS), float("nan"))
     tensors = list(bound.tensors)
     launch(
         plan,
-        CallTensors(q, k, v, out, lse, tensors, tuple(t.data_ptr() for t in tensors)),
+        LaunchTensors(
+            q, k, v, out, lse, tensors, tuple(t.data_ptr() for t in tensors),
+            names=("bias", "token"),
+        ),
         DIM**-0.5,
-    )
+    )  # fmt: skip
     for b, (start, n) in enumerate(zip(starts, q_lens, strict=True)):
         exact, exact_lse = reference_of(variant, params, b, q[start : start + n], k, v, start)
         error = (out[start : start + n].double() - exact).abs().max()

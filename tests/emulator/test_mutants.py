@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _paths
+from flashattn_jit import _emulator, _paths
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
-from flashattn_jit.ops import _device
+from flashattn_jit.ops import _device, _emulated
 from tests.cuda.kernels import ptx_of
 from tests.emulator.harness import needs_nvcc
 
@@ -191,14 +191,16 @@ def test_the_mutant_is_found(
     header = include / "fajit/cuda" / mutant.file
     header.write_text(changed(header.read_text(), mutant))
     emulate = _device._emulate
-    built: dict[KernelSpec, str] = {}
+    built: dict[KernelSpec, Any] = {}
 
     def emulate_mutant(plan: Any, *arguments: Any) -> None:
         if plan.spec not in built:
             with monkeypatch.context() as patch:
                 patch.setattr(_paths, "include_dir", lambda: include)
-                built[plan.spec] = ptx_of(plan.spec)
-        emulate(replace(plan, ptx=built[plan.spec]), *arguments)
+                built[plan.spec] = _emulator.Program(ptx_of(plan.spec))
+        with monkeypatch.context() as patch:
+            patch.setattr(_emulated, "program", lambda module: built[plan.spec])
+            emulate(plan, *arguments)
 
     monkeypatch.setattr(_device, "_emulate", emulate_mutant)
     if mutant.kinds:

@@ -1,5 +1,6 @@
 """Batches beyond what the default run covers: every registered variant in every format, more of the
-products of the parameter lists, and all lists at reduced sizes on emulated targets.
+products of the parameter lists, all lists on every CPU target, and at reduced sizes on emulated
+ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check
 from tests.batch.runs import attend
 from tests.batch.test_emulated import FEW, MANY, TARGETS, dtype_of
-from tests.ops.test_attention import DECODE, SMALL, fitting
+from tests.ops.test_attention import DECODE, HOST_TARGETS, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Case
 
@@ -48,6 +49,13 @@ PRODUCT = [
 def test_product_of_the_prefill_list(entry: Entry) -> None:
     batch = entry.batch()
     check(batch, entry.what, *attend(batch, entry.what.variant(batch.heads[0])))
+
+
+@pytest.mark.parametrize("target", HOST_TARGETS)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
+def test_lists_at_full_size(entry: Entry, target: str) -> None:
+    batch = entry.batch()
+    check(batch, entry.what, *attend(batch, entry.what.variant(batch.heads[0]), target=target))
 
 
 @needs_nvcc

@@ -21,6 +21,7 @@ from tests.cuda.kernels import (
     ptx_of,
     spec_of,
     specs,
+    twin,
     without_target,
 )
 from tests.cuda.test_compile import HEAD_DIMS, assert_clean
@@ -57,8 +58,15 @@ def test_rendered_sources_are_those_of_the_table(case: Case) -> None:
     assert found == digests.read()["sources"].get(case.name), REMEDY
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("target", [t for t in CUDA_TARGETS if t not in SAME_PTX])
+OWN_PTX = [(c, t) for t in CUDA_TARGETS for c in CASES if twin(c.name, t) is None]
+TWINS = [(c, t) for t in SAME_PTX for c in CASES if twin(c.name, t) is not None]
+
+
+def named(value: object) -> str | None:
+    return value.name if isinstance(value, Case) else None
+
+
+@pytest.mark.parametrize(("case", "target"), OWN_PTX, ids=named)
 def test_ptx_is_that_of_the_table(case: Case, target: str) -> None:
     release = digests.read()["nvcc"]
     if digests.nvcc_release() != release:
@@ -66,8 +74,7 @@ def test_ptx_is_that_of_the_table(case: Case, target: str) -> None:
     assert digests.ptx_digest(case.name, target) == digests.read()["ptx"][case.name][target], REMEDY
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("target", SAME_PTX)
+@pytest.mark.parametrize(("case", "target"), TWINS, ids=named)
 @pytest.mark.parametrize("kind", KINDS)
 def test_targets_share_ptx(case: Case, target: str, kind: TileKind) -> None:
     spec = spec_of(case.name, target, kind)

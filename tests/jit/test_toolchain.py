@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def test_a_build_leaves_exactly_the_files_of_an_entry(tmp_path: Path) -> None:
 def test_warnings_are_kept_in_the_log(tmp_path: Path) -> None:
     build(tmp_path / "a", SOURCE + '\n#warning "mind this"\n')
     assert "mind this" in tmp_path.joinpath("a/build.log").read_text()
+
+
+def test_other_threads_find_their_own_compiler_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch.utils.cpp_extension as cpp_extension
+
+    found, load = [find_compiler()], cpp_extension.load
+
+    def loading(*args: Any, **options: Any) -> Any:
+        found.append(find_compiler())
+        return load(*args, **options)
+
+    monkeypatch.setattr(cpp_extension, "load", loading)
+    build(tmp_path / "a")
+    assert len(found) == 2 and found[0] == found[1]
 
 
 def test_environment_and_module_globals_are_as_before(tmp_path: Path) -> None:
@@ -259,6 +276,7 @@ import torch
 from flashattn_jit.jit import module
 from flashattn_jit import _paths
 from pathlib import Path
+from typing import Any
 root = Path(sys.argv[1])
 _paths.templates_dir = lambda: root / "templates"
 _paths.include_dir = lambda: root / "include"

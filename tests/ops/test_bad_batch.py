@@ -146,6 +146,12 @@ def test_an_indptr_of_another_kind(q_indptr: Any, text: str) -> None:
         ({"page_indices": torch.arange(11.0)}, "page_indices must be int32 or int64, got torch.f"),
         ({"page_indices": torch.arange(12).view(3, 4)}, "page_indices must be a tensor .number of"),
         ({"page_indices": torch.arange(11) - 4}, r"page_indices\[0\]=-4, a page of request 0,"),
+        (
+            {"page_indices": torch.arange(11) + 2**32 - 3},
+            r"page_indices\[0\]=4294967293, a page of "
+            "request 0, does not fit 32 bits",
+        ),
+        ({"page_size": 2**31}, "page_size=2147483648 must be an int .* that fits 32 bits"),
     ],
 )
 def test_pages_that_cannot_be(changes: dict[str, Any], text: str) -> None:
@@ -184,9 +190,14 @@ def test_positions_that_cannot_be(q_offset: Any, text: str) -> None:
 )
 def test_a_batch_beyond_the_limits(field: str, value: int, text: str) -> None:
     made = batch(limits=replace(LIMITS, **{field: value}))
+    q, k, v = pages()
+    made.plan(Q_INDPTR[:4], replace(PAGED, page_indptr=PAGED.page_indptr[:4],
+                                    last_page_len=PAGED.last_page_len[:3]))  # fmt: skip
+    before = made.run(q[:4], k, v)
     with pytest.raises(InputError, match=text) as caught:
         made.plan(Q_INDPTR, PAGED)
-    assert field in str(caught.value)
+    assert field in str(caught.value) and "request 3" in str(caught.value)
+    assert torch.equal(made.run(q[:4], k, v), before)
 
 
 def test_a_workspace_that_is_too_small_states_both_sizes() -> None:
@@ -197,8 +208,13 @@ def test_a_workspace_that_is_too_small_states_both_sizes() -> None:
         pytest.skip("one thread needs no workspace")
     small = torch.empty(needed - 1 + 128, dtype=torch.uint8)
     small = small[-small.data_ptr() % 128 :][: needed - 1]
+    made = batch(workspace=small, **one)
+    made.plan(q_indptr, fa.Ragged(torch.tensor([0, 40])))
+    inputs = torch.randn(1, 1, 16), torch.randn(40, 1, 16), torch.randn(40, 1, 16)
+    before = made.run(*inputs)
     with pytest.raises(InputError, match=f"a workspace of {needed} bytes.* has {needed - 1}"):
-        batch(workspace=small, **one).plan(q_indptr, fa.Ragged(kv_indptr))
+        made.plan(q_indptr, fa.Ragged(kv_indptr))
+    assert torch.equal(made.run(*inputs), before)
 
 
 # --- params ---------------------------------------------------------------------------------------
@@ -305,6 +321,7 @@ def change(place: int, value: Any) -> Any:
             change(0, lambda q: q.to("meta")),
             "q is on meta, but the batch was made for cpu; move it with q.to",
         ),
+        (change(0, torch.Tensor.to_sparse), "q has layout torch.sparse_coo; pass a strided"),
         (change(1, lambda k: k.numpy()), "k must be a torch.Tensor, got ndarray"),
         (change(1, lambda k: None), "k must be a torch.Tensor, got NoneType"),
     ],
@@ -350,6 +367,7 @@ def test_results_and_scale_that_do_not_fit() -> None:
         ),
         (torch.empty(6, 4, 16, dtype=torch.half), "out must be .* got .* of torch.float16"),
         (q, "out shares memory with an input"),
+        ([q], "out must be a torch.Tensor, got list"),
         (torch.empty(1, 4, 16).expand(6, 4, 16), "out is an expanded tensor"),
     ):
         with pytest.raises(InputError, match=text):
@@ -457,6 +475,7 @@ def test_trees_that_cannot_be() -> None:
         (torch.ones(4, 3, 3), "must be bool or packed int64, got torch.float32"),
         ([torch.ones(3, 3, dtype=torch.bool)] * 3, "has 3 tensors for num_requests=4"),
         ([torch.ones(2, 2, dtype=torch.bool)] * 4, r"bits\[1\] is \[2, 2\], but request 1 has"),
+        (None, "must be a tensor or a sequence of tensors, got NoneType"),
     ):
         refused(InputError, text, made, Q_INDPTR, PAGED, sparsity=fa.Tree(bits))  # type: ignore
     good = fa.Tree(torch.ones(4, 3, 3, dtype=torch.bool))
@@ -469,12 +488,12 @@ def test_trees_that_cannot_be() -> None:
 # --- cascades -------------------------------------------------------------------------------------
 
 
-def level(rows: list[int], pages_: list[int], tokens: Any = None) -> fa.CascadeLevel:
+def level(rows: list[int], pages_: list[int], tokens: Any = None, size: int = 4) -> fa.CascadeLevel:
     count = len(rows) - 1
     each = len(pages_) // max(1, count)
     storage = fa.Paged(
         torch.arange(count + 1) * each, torch.tensor(pages_, dtype=torch.int32),
-        torch.full((count,), 4), 4,
+        torch.full((count,), 4), size,
     )  # fmt: skip
     return fa.CascadeLevel(torch.tensor(rows), storage, tokens)
 
@@ -486,6 +505,16 @@ OWN = level([0, 1, 2], [1, 2])
     ("levels", "text"),
     [
         ([], "levels must be a sequence of at least one fa.CascadeLevel"),
+        (3, "levels must be a sequence of at least one fa.CascadeLevel"),
+        ([level([0, 2], [-1]), OWN], r"level 0: page_indices\[0\]=-1, a page of group 0, is neg"),
+        ([level([0, 2], [0], size=6), OWN], "level 0: page_size=6 is no multiple of 4, the smalle"),
+        ([level([0, 2], [0]), level([0, 1, 2], [1, -1], size=8), OWN],
+         r"level 1: page_indices\[1\]=-1, a page of group 1, is negative"),
+        ([level([0, 2], [0]), replace(OWN, storage=replace(OWN.storage, page_size=8, last_page_len=
+         torch.tensor([8, 9]))), OWN], r"last_page_len of level 1\[1\]=9: group 1 of level 1 has"),
+        ([level([0, 2], [0]), fa.CascadeLevel(OWN.q_indptr, replace(OWN.storage, page_size=8,
+         last_page_len=torch.tensor([8, 9])))], r"last_page_len\[1\]=9: request 1 has 1 pages"),
+        ([level([0, 2], [0], size=2), OWN], "last_page_len of level 0.0.=4.* to page_size=2"),
         ([PAGED, OWN], r"levels\[0\] must be an fa.CascadeLevel, got Paged"),
         ([level([0, 2], [0], torch.tensor([0, 2])), OWN], r"tokens of level 0\[1\]=2 in group 0"),
         ([level([0, 3], [0]), OWN], "q_indptr of level 0 ends at 3, but there are 2 packed tokens"),
@@ -505,6 +534,16 @@ def test_levels_that_cannot_be(levels: list[Any], text: str) -> None:
     assert torch.equal(made.run(q, k, v), before)
 
 
+def test_pages_of_levels_that_do_not_fit() -> None:
+    made = fa.CascadeAttention(None, **OPTIONS)
+    made.plan([level([0, 2], [0, 5]), OWN])
+    q, k, v = torch.randn(2, 4, 16), torch.randn(3, 4, 2, 16), torch.randn(3, 4, 2, 16)
+    with pytest.raises(
+        InputError, match=r"level 0: page_indices\[1\]=5, a page of group 0, is out"
+    ):
+        made.run(q, k, v)
+
+
 def test_hooks_that_shared_keys_cannot_serve() -> None:
     weights = torch.ones(2)
     variant = fa.variant(key_mod=lambda row, b, kv_h, kv_idx: row * weights[b])
@@ -522,6 +561,7 @@ def test_hooks_that_shared_keys_cannot_serve() -> None:
         ((Q_INDPTR[:3], PAGED), "page_indptr has 5 entries, q_indptr 3"),
         ((torch.tensor([0, 2, 1, 3, 3]), PAGED), "q_indptr descends at request 1"),
         ((Q_INDPTR, fa.Ragged(KV_INDPTR)), "paged must be an fa.Paged, got Ragged"),
+        ((Q_INDPTR, replace(PAGED, page_indices=None)), "page_indices must be a tensor"),
         ((Q_INDPTR, replace(PAGED, page_indices=torch.arange(9))), "page_indptr ends at 11, but"),
     ],
 )

@@ -496,6 +496,8 @@ def test_merge_states() -> None:
     out, lse = zeros(B, HQ, SQ, D), zeros(B, HQ, SQ)
     wrong: list[tuple[Any, Any, str]] = [
         ([], [], "empty"),
+        (None, [lse], "outs must be a sequence of tensors, got NoneType"),
+        ([out], 3, "lses must be a sequence of tensors, got int"),
         ([out, out], [lse], "lses has 1 states"),
         ([out, out[:1]], [lse, lse], r"outs\[1\] is"),
         ([out.half()], [lse], "float32"),

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit import _C
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
-from tests.batch.batches import Batch, indptr
+from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.oracle import Math, check
 from tests.batch.sparse import Visited, blocks, tokens, trees
 
@@ -83,6 +85,70 @@ def test_one_plan_serves_every_layer_and_every_layout() -> None:
         layer = mixed(page_size=16, layout=layout, seed=0)
         out, lse = batch.run(layer.q, layer.k, layer.v, return_lse=True)
         check(layer, Math(causal=True), out, lse)
+
+
+def test_runs_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    b = mixed(page_size=16)
+    batch = made_for(b, fa.Causal())
+    batch.plan(b.q_indptr, b.storage)
+    for name in ("BatchLengths", "BatchPlan", "BatchCall"):
+        monkeypatch.setattr(_C, name, None)
+    for layout in ("pages", "heads first"):
+        layer = mixed(page_size=16, layout=layout, seed=0)
+        out, lse = batch.run(layer.q, layer.k, layer.v, return_lse=True)
+        check(layer, Math(causal=True), out, lse)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that nobody may look into, as one on a device, which would be waited for."""
+
+    READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__",
+             "nonzero", "unique", "equal", "is_nonzero", "repeat_interleave")  # fmt: skip
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ not in cls.READS, f"plan() waits for a device in {func.__name__}"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_plans_read_nothing_of_a_device(
+    name: str, cuda_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    b = mixed("emulated:sm_80", 16)
+    visited = None if name == "cascade" else SPARSITIES[name](b)
+    sparsity = visited and visited.sparsity
+    if name == "tree":
+        sparsity = fa.Tree(torch.stack([torch.eye(20, dtype=torch.bool)] * 5))
+    if name == "cascade":
+        share_prefix(b, 16, (0, 1, 3))
+
+    def placed(value: Any) -> Any:
+        return value if value is None else value.as_subclass(OnDevice)
+
+    def on_device(paged: Any) -> Any:
+        return replace(paged, page_indices=placed(paged.page_indices))
+
+    if isinstance(sparsity, fa.Tree):
+        sparsity = fa.Tree(placed(sparsity.bits))
+    elif sparsity is not None:
+        sparsity = replace(sparsity, indices=placed(sparsity.indices))
+        if isinstance(sparsity, fa.BlockSparse):
+            sparsity = replace(sparsity, bits=placed(sparsity.bits))
+    limits = fa.Limits(max_requests=6, max_q_tokens=40, max_kv_len=128, max_pages=32)
+    options = {**b.options(), "target": "emulated:sm_80", "cuda_graph": cuda_graph}
+    variant = None if name == "tree" else fa.Causal()
+    cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
+    batch: Any = cls(variant, **options, limits=limits if cuda_graph else None)
+    for _ in range(2):
+        if name == "cascade":
+            levels = fa.cascade_levels(b.q_indptr, b.storage)
+            batch.plan([replace(level, storage=on_device(level.storage)) for level in levels])
+        else:
+            batch.plan(b.q_indptr, on_device(b.storage), sparsity=sparsity)
 
 
 # --- params ---------------------------------------------------------------------------------------
@@ -194,18 +260,26 @@ def test_results_of_the_callers_and_states_of_parts() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_objects_share_a_workspace_that_is_as_large_as_their_plans(target: str) -> None:
+    """Layers of two kinds take turns; all of its bytes are used, and none behind them."""
     b = Batch((1,), (5000 if target == "cpu" else 700,), (2, 1), 64,
               torch.float32 if target == "cpu" else torch.bfloat16, 16)  # fmt: skip
-    free = made_for(b, fa.Causal(), target)
-    needed = free.plan(b.q_indptr, b.storage).workspace_bytes
-    expected = free.run(b.q, b.k, b.v)
-    assert needed > 0 or torch.get_num_threads() == 1
-    workspace = torch.full((needed + 128,), 255, dtype=torch.uint8)  # NaN
-    two = [made_for(b, fa.Causal(), target, workspace=workspace) for _ in range(2)]
-    for batch in two:
-        assert batch.plan(b.q_indptr, b.storage).workspace_bytes == needed
-    for batch in (*two, *two):
-        assert torch.equal(batch.run(b.q, b.k, b.v), expected)
+    variants = fa.Causal(), None
+    free = [made_for(b, variant, target) for variant in variants]
+    needed = {batch.plan(b.q_indptr, b.storage).workspace_bytes for batch in free}
+    assert len(needed) == 1
+    (size,) = needed
+    assert size > 0 or torch.get_num_threads() == 1
+    memory = torch.full((size + 512,), 255, dtype=torch.uint8)  # NaN
+    begin = -memory.data_ptr() % 128
+    workspace = memory[begin : begin + size]
+    both = [made_for(b, variant, target, workspace=workspace) for variant in variants]
+    for batch in both:
+        assert batch.plan(b.q_indptr, b.storage).workspace_bytes == size
+    for batch, other in [*zip(both, free, strict=True)] * 2:
+        assert torch.equal(batch.run(b.q, b.k, b.v), other.run(b.q, b.k, b.v))
+    assert not size or bool((workspace.view(torch.int32)[[0, -1]] != -1).all())
+    memory[begin : begin + size] = 255
+    assert bool((memory == 255).all())
 
 
 # --- plans after plans ----------------------------------------------------------------------------
@@ -224,6 +298,37 @@ def test_limits_bound_the_workspace_of_every_plan() -> None:
         free = fa.BatchAttention(fa.Causal(), **options)
         assert free.plan(b.q_indptr, b.storage).workspace_bytes <= plan.workspace_bytes
         check(b, Math(causal=True), *batch.run(b.q, b.k, b.v, return_lse=True))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+def test_limits_bound_the_workspace_of_every_format(name: str, invariant: bool) -> None:
+    """Of plans within them, and of the same plans made without."""
+    limits = fa.Limits(max_requests=5, max_q_tokens=48, max_kv_len=5000, max_pages=1000)
+    options: dict[str, Any] = {"batch_invariant": invariant}
+    for lengths in (MIXED, ((1,), (5000,)), ((2, 1, 3), (3000, 4097, 70)), ((40,), (300,))):
+        b = Batch(*lengths, (4, 2), 64, page_size=16)
+        sized: dict[str, Any] = {}
+        if name == "cascade":
+            if len(lengths[0]) == 3:
+                share_prefix(b, 64)
+            levels = fa.cascade_levels(b.q_indptr, b.storage)
+            given: tuple[tuple[Any, ...], dict[str, Any]] = ((levels,), {})
+            sized["num_levels"] = len(levels) - 1
+        else:
+            visited = SPARSITIES[name](b)
+            given = ((b.q_indptr, b.storage), {"sparsity": visited and visited.sparsity})
+            if "blocks" in name or name == "bits":
+                sized["q_block"] = visited.sparsity.block_size[0]
+            elif name == "tokens":
+                sized["q_block"] = 1
+        cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
+        variant = None if name == "tree" else fa.Causal()
+        free, made = (cls(variant, **b.options(), **options, limits=x) for x in (None, limits))
+        needed = free.plan(*given[0], **given[1]).workspace_bytes
+        fixed = made.plan(*given[0], **given[1]).workspace_bytes
+        assert needed <= fixed <= made.workspace_bytes(**sized)
+        assert made.workspace_bytes(**sized) == free.workspace_bytes(limits, **sized)
 
 
 def test_storage_and_sparsity_change_from_plan_to_plan() -> None:
@@ -322,30 +427,56 @@ def test_lists_of_another_form_leave_a_fixed_plan_as_it_is() -> None:
     assert torch.equal(batch.run(b.q, b.k, b.v), expected)
 
 
+REPLAYED = (
+    ((30, 20), (50, 160)), ((1, 1, 1), (90, 160, 3)), ((1, 40, 0, 2), (7, 40, 9, 100)),
+    ((), ()), ((1,), (0,)), ((64,), (64,)),
+)  # fmt: skip
+"""Batches of many rows, few rows, both and none, within the limits below."""
+LARGEST_BITS = {
+    "bits": [((60, 1, 1, 1, 1), (160, 90, 64, 64, 64))], "tree": [((64, 0, 0, 0, 0), (160,) * 5)],
+}  # fmt: skip
+
+
 @needs_nvcc
-def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many rows, few rows, both, none: the launches of the first run, replayed as they are."""
+@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+def test_a_captured_run_replays_plans_of_any_kind(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches of the first run, replayed as they are for later plans, whatever the lengths of
+    lists and the number of levels. Bits have the room that the first plan gives them."""
     from flashattn_jit.ops import _batch_device
+    from flashattn_jit.ops._emulated import record
 
     recorded = []
 
     def recording(*arguments: Any) -> None:
-        recorded.append(_batch_device.record(*arguments))
+        recorded.append(record(*arguments))
         recorded[-1].replay()
 
     monkeypatch.setattr(_batch_device, "launch", recording)
-    limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=40)
+    limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=50)
     options = {"limits": limits, "cuda_graph": True, "target": "emulated:sm_80"}
-    made, dtype = None, torch.bfloat16
+    made: Any = None
+    dtype, what = torch.bfloat16, Math(causal=name != "tree")
     q, out = torch.zeros(64, 4, 64, dtype=dtype), torch.zeros(64, 4, 64, dtype=dtype)
-    k, v = (torch.full((48, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
-    for lengths in (
-        ((30, 20), (50, 160)), ((1, 1, 1), (90, 160, 3)), ((1, 40, 0, 2), (7, 40, 9, 100)),
-        ((), ()), ((1,), (0,)), ((64,), (64,)),
-    ):  # fmt: skip
+    k, v = (torch.full((64, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
+    for lengths in (*LARGEST_BITS.get(name, ()), *REPLAYED):
+        if name == "tree" and lengths == ((1,), (0,)):
+            continue  # its own key is missing
         b = Batch(*lengths, (4, 2), 64, dtype, 16, seed=len(lengths[0]))
-        made = made or fa.BatchAttention(fa.Causal(), **{**b.options(), **options})
-        made.plan(b.q_indptr, b.storage)
+        cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
+        made = made or cls(what.variant(4), **{**b.options(), **options})
+        visited = None
+        # As an engine has it: a buffer of entries that is longer than the batch, and the limits.
+        pages = torch.cat([b.storage.page_indices, torch.full((99,), -1, dtype=torch.int32)])
+        b.storage = replace(b.storage, page_indices=pages)
+        if name == "cascade":
+            if lengths is REPLAYED[0]:
+                share_prefix(b, 32)
+            made.plan(fa.cascade_levels(b.q_indptr, b.storage))
+        else:
+            visited = SPARSITIES[name](b)
+            made.plan(b.q_indptr, b.storage, sparsity=visited and visited.sparsity)
         count = b.q.shape[0]
         q[:count], k[: b.k.shape[0]], v[: b.v.shape[0]] = b.q, b.k, b.v
         out.fill_(torch.nan)
@@ -353,5 +484,6 @@ def test_a_captured_run_replays_plans_of_any_kind(monkeypatch: pytest.MonkeyPatc
             made.run(q, k, v, out=out)
         else:
             recorded[0].replay()
-        check(b, Math(causal=True), out[:count], None)
+        check(b, what, out[:count], None, seen=visited.seen if visited else None)
+        assert out[count:].isnan().all(), "rows that pad the batch are nobody's"
     assert len(recorded) == 1

@@ -18,8 +18,10 @@ from flashattn_jit.codegen.render import render
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import load_kernel
-from flashattn_jit.ops import _batch_device, _device
-from flashattn_jit.ops._batch_device import BatchTensors, DeviceState, Ring, launch, record
+from flashattn_jit.ops import _batch_device, _device_launch
+from flashattn_jit.ops._batch_device import DeviceState, Ring, launch
+from flashattn_jit.ops._device_launch import LaunchTensors
+from flashattn_jit.ops._emulated import Recording, record
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
@@ -130,7 +132,7 @@ class Core:
         ctypes.memmove(address, self.content, size)
 
     def launch(self, *values: Any, stream: int, device: int) -> None:
-        self.launches.append({"block": values[12], "stream": stream, "device": device})
+        self.launches.append({"block": values[13], "stream": stream, "device": device})
 
 
 @pytest.fixture
@@ -159,7 +161,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False
     )
     monkeypatch.setattr(_batch_device, "_pinned", lambda size: memory(size, dtype=torch.uint8))
-    monkeypatch.setattr(_device, "_captured", {})
+    monkeypatch.setattr(_device_launch, "_captured", {})
     monkeypatch.setattr(DeviceState, "_empty", lambda self, size: memory(size, dtype=torch.uint8))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, s: state.log.append("recorded"), raising=False
@@ -167,12 +169,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def tensors_of(*params: torch.Tensor) -> BatchTensors:
+def tensors_of(*params: torch.Tensor) -> LaunchTensors:
     q = torch.zeros(4)
-    return BatchTensors(q, q, q, q, None, params, workspace=q, num_params=1)
+    return LaunchTensors(q, q, q, q, None, params, workspace=q, num_params=1)
 
 
-def run(block: Any, core: Any, tensors: BatchTensors | None = None) -> None:
+def run(block: Any, core: Any, tensors: LaunchTensors | None = None) -> None:
     launch(block, core, tensors or tensors_of(), 1.0)
 
 
@@ -229,7 +231,7 @@ def test_captured_runs_wait_for_nothing_and_keep_what_they_read(streams: SimpleN
     param, table = torch.zeros(2, 3).unbind()
     run(block, core, tensors_of(param, table))
     assert streams.log == []
-    kept = list(_device._captured.values())
+    kept = list(_device_launch._captured.values())
     assert any(x is block for x in kept)
     assert any(x is param for x in kept)
     assert not any(x is table for x in kept)
@@ -344,9 +346,9 @@ class Planned:
             strides=(rows, slots, slots, rows, (0, 1, HEADS)), num_pages=60, flags=_C.WRITE_LSE
         )
 
-    def tensors(self, workspace: torch.Tensor) -> BatchTensors:
+    def tensors(self, workspace: torch.Tensor) -> LaunchTensors:
         p = self.pages
-        return BatchTensors(p.q, p.k, p.v, p.out, p.lse, page_indices=self.staged,
+        return LaunchTensors(p.q, p.k, p.v, p.out, p.lse, page_indices=self.staged,
                             workspace=workspace)  # fmt: skip
 
     def forget(self, workspace: torch.Tensor) -> None:
@@ -440,9 +442,9 @@ def test_a_page_beyond_the_cache_is_a_fault_that_names_the_allocation(kernels: K
     workspace = memory(plan.core.workspace_bytes)
     recording = record(block, plan.call(), plan.tensors(workspace), 1.0)
     recording.replay()
-    cut = dict(recording.tensors)
-    shorter = _batch_device.Recording(
-        recording.launches, tuple((n, t[:59] if n == "k" else t) for n, t in cut.items())
+    shorter = Recording(
+        recording.launches,
+        tuple((n, t[:59] if n == "k" else t, written) for n, t, written in recording.tensors),
     )
     with pytest.raises(EmulatorFault):
         shorter.replay()

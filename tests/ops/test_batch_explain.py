@@ -12,9 +12,15 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.planner.costs import merge_cost
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
 from tests.ops.test_batch import made_for, mixed
+
+
+def seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
 
 
 def test_tile_kinds_workers_loads_and_workspace() -> None:
@@ -31,6 +37,16 @@ def test_tile_kinds_workers_loads_and_workspace() -> None:
     assert f"({plan.workspace_bytes} bytes)" in text
     ratio = float(re.search(r"critical path .*, ([\d.]+) of the mean", text)[1])
     assert 1.0 <= ratio < 1.2
+    threads = torch.get_num_threads()
+    for i, kind in enumerate(("prefill", "few_row")):  # workers, busy ones, their loads
+        loads = native.load_ns(i)
+        busy = sum(load > 0 for load in loads)
+        row = re.search(rf"{kind} +{threads} +{busy} +(\S+ \S+) +(\S+ \S+) +[\d.]+", text)
+        assert row and seconds(row[1]) == pytest.approx(sum(loads) / threads * 1e-9, rel=0.01)
+        assert seconds(row[2]) == pytest.approx(max(loads) * 1e-9, rel=0.01)
+    merge_ns = merge_cost("cpu:generic") if native.num_merges else 0.0
+    predicted = seconds(re.search(r"predicted time: (\S+ [a-z]+)", text)[1])
+    assert predicted == pytest.approx((native.critical_ns + merge_ns) * 1e-9, rel=0.01)
     assert "why prefill" in text and "why few_row" in text and "-> few_row" in text
     assert "bounds of each row's keys are costed" in text
     assert "workspace" in repr(plan)

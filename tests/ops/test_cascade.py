@@ -154,6 +154,38 @@ def test_ragged_levels_lie_one_after_another() -> None:
     check(b, Math(causal=True), out, lse, keys=keys)
 
 
+def test_levels_have_pages_of_their_own_size() -> None:
+    """Four levels in pages of 64, 48, 32 and 16: as with all of them in the cache's pages of 16."""
+    generator = torch.Generator().manual_seed(0)
+    rows = ([0, 6], [0, 6], [0, 1, 3, 6], [0, 1, 3, 6])
+    pages = ([[1, 3]], [[9]], [[2], [], [12, 9]], [[40], [41, 42], [43]])
+    keys, sizes = ([100], [40], [32, 0, 51], [5, 30, 16]), (64, 48, 32, 16)
+    k, v = (torch.full((48, 16, 2, 64), torch.nan) for _ in range(2))
+    own, cut = [], []
+    for starts, tables, lengths, size in zip(rows, pages, keys, sizes, strict=True):
+        small = []
+        for table, length in zip(tables, lengths, strict=True):
+            at = torch.tensor(table, dtype=torch.long)[:, None] * size + torch.arange(size)
+            at = at.flatten()[:length]
+            for cache in (k, v):
+                cache[at // 16, at % 16] = torch.randn(length, 2, 64, generator=generator)
+            small.append((at[::16] // 16).tolist())
+        for levels, of, step in ((own, tables, size), (cut, small, 16)):
+            last = [(n - 1) % step + 1 if n else 0 for n in lengths]
+            flat = torch.tensor([page for table in of for page in table], dtype=torch.int32)
+            storage = fa.Paged(indptr([len(t) for t in of]), flat, torch.tensor(last), step)
+            levels.append(fa.CascadeLevel(torch.tensor(starts), storage))
+    q = torch.randn(6, 4, 64, generator=generator)
+    cascade = fa.CascadeAttention(
+        fa.Causal(), num_q_heads=4, num_kv_heads=2, head_dim=64, q_dtype=torch.float32
+    )
+    cascade.plan(cut)
+    expected = cascade.run(q, k, v)
+    assert torch.isfinite(expected).all()
+    cascade.plan(own)
+    assert torch.equal(cascade.run(q, k, v), expected)
+
+
 def test_levels_by_hand_and_params_of_the_mask() -> None:
     b = Batch((2, 1, 1, 3), (100, 80, 70, 90), (4, 2), 64, page_size=16)
     share_prefix(b, 32)

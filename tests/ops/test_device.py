@@ -16,7 +16,7 @@ from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import default, load_kernel
-from flashattn_jit.ops import _check, _device, _driver, _placement
+from flashattn_jit.ops import _check, _device, _device_launch, _driver, _placement
 from flashattn_jit.ops._launch import Geometry
 from flashattn_jit.planner import named_hardware, slots
 
@@ -131,7 +131,7 @@ def test_block_masks_are_features() -> None:
 
 
 def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device, "_is_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _device.refuse_capture(CPU)
     with pytest.raises(LaunchError, match="make the same call once before the capture"):
         _device.refuse_capture(CUDA0)
@@ -168,7 +168,7 @@ class Recorded:
 
     def launch(self, *values: Any, stream: int, device: int) -> None:
         names = ("q", "k", "v", "out", "lse", "scale", "num_threads", "tensors", "scalars",
-                 "states", "workspace", "page_indices", "device_block")  # fmt: skip
+                 "workspace", "states", "page_indices", "key_blocks", "device_block")  # fmt: skip
         self.launches.append(
             dict(zip(names, values, strict=True)) | {"stream": stream, "device": device}
         )
@@ -190,16 +190,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream {state.stream}")
-    monkeypatch.setattr(_device, "_is_capturing", lambda: state.capturing)
-    monkeypatch.setattr(_device, "_captured", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(_device_launch, "_captured", {})
     return state
 
 
 def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    plan = _device.DevicePlan(None, fake, torch.device("cuda", 1), fake, ready=fake, streams={7})
+    block = _device_launch.DeviceMemory(fake, fake, {7})
+    plan = _device.DevicePlan(None, fake, torch.device("cuda", 1), block)
     q = torch.zeros(4)
-    call = _device.CallTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
+    call = _device_launch.LaunchTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
     _device.launch(plan, call, 0.25)
     assert fake.events == []
     only = fake.launches[0]
@@ -215,12 +216,13 @@ def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleN
 
 def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    plan = _device.DevicePlan(None, fake, CUDA0, fake, num_params=1, ready=fake, streams={7})
+    plan = _device.DevicePlan(None, fake, CUDA0, _device_launch.DeviceMemory(fake, fake, {7}))
     device.stream, device.capturing = 9, True
     q, param, table = torch.zeros(3, 4).unbind()
-    _device.launch(plan, _device.CallTensors(q, q, q, q, None, (param, table)), 1.0)
+    tensors = _device_launch.LaunchTensors(q, q, q, q, None, (param, table), num_params=1)
+    _device.launch(plan, tensors, 1.0)
     assert fake.events == [] and fake.launches[0]["stream"] == 9
-    assert list(_device._captured.values()) == [plan, param] and plan.streams == {7}
+    assert list(_device_launch._captured.values()) == [plan, param] and plan.block.streams == {7}
 
 
 # --- argument blocks of a real CUDA artifact ------------------------------------------------------
@@ -264,7 +266,8 @@ def test_launches_are_data_without_a_driver(merge_module: _C.Module) -> None:
     call = call_of(merge_module)
     values = {"q": 1, "k": 1, "v": 1, "out": 64, "lse": 128, "scale": 1.0, "num_threads": 1,
               "tensors": (256, 512), "page_indices": 8, "device_block": 1024}  # fmt: skip
-    ((kernel, grid, block, shared_bytes, params),) = call.plan_launches(**values)
+    ((module, (kernel, grid, block, shared_bytes, params)),) = call.plan_launches(**values)
+    assert module is merge_module
     assert (kernel, grid, block, shared_bytes) == (
         "fajit_merge_states_kernel", (2, 1, 1), (128, 1, 1), 0,
     )  # fmt: skip

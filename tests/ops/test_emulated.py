@@ -8,7 +8,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.errors import EmulatorFault, EnvironmentVariableError, InputError, TargetError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
-from flashattn_jit.ops import _device
+from flashattn_jit.ops import _device, _emulated
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.ops.test_attention import assert_close
@@ -156,13 +156,13 @@ def test_a_fault_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime is told that v has half its keys: the kernel's own loads then go past them."""
     q, k, v = inputs(2, 4, 70, 64)
     check(q, k, v, fa.Causal(), q_offset="end")
-    whole = _device.extent
+    whole = _emulated.extent
 
     def half(name, tensor, writable, initialised):
         name, address, size, *rest = whole(name, tensor, writable, initialised)
         return (name, address, size // 2 if name == "v" else size, *rest)
 
-    monkeypatch.setattr(_device, "extent", half)
+    monkeypatch.setattr(_emulated, "extent", half)
     with pytest.raises(EmulatorFault) as fault:
         fa.attention(q, k, v, fa.Causal(), q_offset="end", target=SM80)
     assert fault.value.kernel == "fajit_attention_kernel" and fault.value.source

@@ -156,11 +156,13 @@ def test_bits_of_any_width(size: tuple[int, int], per_head: bool) -> None:
     check(b, Math(causal=True), batch.run(b.q, b.k, b.v), None, seen=visited.seen)
 
 
-def test_bits_next_to_a_mask_of_bits() -> None:
-    """The sparsity's params meet none of the variant's."""
+@pytest.mark.parametrize("words", [1, 3])
+def test_bits_next_to_a_mask_of_bits(words: int) -> None:
+    """The sparsity's params meet none of the variant's, nor do their sizes."""
     parents = [-1, 0, 0, 1]
     b = Batch((4,), (20,), (4, 2), 64)
-    mask = fa.TreeMask(torch.tensor([16]), tree_bits(parents))
+    bits = torch.nn.functional.pad(tree_bits(parents), (0, words - 1))
+    mask = fa.TreeMask(torch.tensor([16]), bits)
     visited = blocks(b, (2, 4), 0.6, bits=True)
     batch = fa.BatchAttention(mask, **b.options())
     batch.plan(b.q_indptr, b.storage, sparsity=visited.sparsity)

@@ -76,6 +76,5 @@ def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
         known.clear()
     patch.setattr(_C.Call, "launch", lambda *args, **kwargs: None)
     patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)
-    patch.setattr(_device, "kernel_ptx", lambda module: "")
     patch.setattr(_device, "_emulate", lambda *args: None)
     patch.setattr(_batch_device, "launch", lambda *args: None)

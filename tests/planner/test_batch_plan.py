@@ -133,6 +133,17 @@ def test_batches_are_balanced_on_two_threads(name, count, heads):
     assert max(loads) < 1.05 * sum(loads) / len(loads)
 
 
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_the_longest_requests_are_given_out_first(order):
+    """Too short to be cut; in the order of arrival the long one would come last, on top."""
+    kv_len = [[60, 20, 20, 20], [20, 20, 20, 60], [20, 60, 20, 20]][order]
+    planned = make([1] * 4, Ragged(kv_len), heads=(1, 1), workers=2)
+    assert planned.plan.most_splits == 1
+    for begin, end in pairwise(planned.plan.worker_indptr(1)):
+        keys = [item["kv_end"] for item in planned.work[1][begin:end]]
+        assert keys in ([60], [20, 20, 20])
+
+
 def test_a_long_request_is_split_over_all_workers():
     planned = make([1], Ragged([1 << 17]), heads=(8, 1), workers=(1, 132), kinds=CUDA_KINDS)
     loads = planned.plan.load_ns(1)
@@ -350,3 +361,9 @@ def test_any_plan_fits_what_its_limits_reserve(cascade, heads, workers, share, s
 def test_the_bound_is_two_tiles_a_worker():
     capacity = make([1], Ragged([5]), workers=(7, 9), limits=(4, 64, 1000, 0)).plan.capacity
     assert capacity["partial_rows"] == 2 * 7 * PREFILL[1] + 2 * 9 * FEW_ROW[1]
+
+
+def test_the_bound_of_a_cascade_is_a_state_a_row_and_level_and_a_tile_a_cut():
+    limits = {"workers": (7, 9), "limits": (4, 64, 1000, 0), "heads": (4, 4), "num_levels": 2}
+    capacity = make([64], Ragged([5]), kinds=(PREFILL, None), few_rows=0, **limits).plan.capacity
+    assert capacity["partial_rows"] == 64 * 4 * (2 + 1) + 7 * PREFILL[1]

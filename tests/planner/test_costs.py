@@ -1,0 +1,55 @@
+"""What work costs on each target: the coefficients that the scheduler balances with."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashattn_jit import planner
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
+from flashattn_jit.planner.costs import coefficients
+from flashattn_jit.variants.ir import VariantIR
+
+
+def specs(target: str, head_dim: int = 128, kv_dtype: str | None = None) -> dict[str, KernelSpec]:
+    """By tile kind, the kernel of most rows and that of fewest."""
+    own = "float32" if target in CPU_TARGETS else "float16"
+    dtypes = own, kv_dtype or own, kv_dtype or own
+    placed = planner.placed(VariantIR(()), (head_dim, head_dim), dtypes, target)
+    return {"prefill": placed[0], "few_row": placed[-1]}
+
+
+@pytest.mark.parametrize("target", [*CPU_TARGETS, *CUDA_TARGETS])
+def test_one_row_waits_for_its_keys_and_a_cores_full_tile_for_its_products(target: str) -> None:
+    found = specs(target)
+    one, many = (coefficients(found[kind], target) for kind in ("few_row", "prefill"))
+    assert 0 < one.pair_ns < one.load_ns
+    if target in CPU_TARGETS:
+        assert many.pair_ns * found["prefill"].tile_q > many.load_ns > 0
+    assert many.pair_ns <= one.pair_ns
+    assert one.item_ns > 0 and one.state_ns > 0
+
+
+@pytest.mark.parametrize("target", ["cpu:avx2", "sm_80"])
+def test_costs_follow_bytes_and_products(target: str) -> None:
+    narrow, wide = (coefficients(specs(target, dim)["few_row"], target) for dim in (64, 128))
+    workers = 1.0  # of a device, fewer where each takes more shared memory
+    if target == "sm_80":
+        workers = narrow.pair_ns / wide.pair_ns * 2
+    assert wide.load_ns * workers == pytest.approx(2 * narrow.load_ns)
+    assert wide.pair_ns * workers == pytest.approx(2 * narrow.pair_ns)
+
+
+def test_keys_of_one_byte_arrive_four_times_as_fast() -> None:
+    whole, small = (
+        coefficients(specs("cpu:avx2", kv_dtype=dtype)["few_row"], "cpu:avx2")
+        for dtype in ("float32", "int8")
+    )
+    assert small.load_ns == pytest.approx(whole.load_ns / 4)
+    assert small.pair_ns == whole.pair_ns
+
+
+def test_an_emulated_target_costs_what_its_device_does() -> None:
+    spec = specs("sm_90")["few_row"]
+    assert coefficients(spec, "emulated:sm_90") == coefficients(spec, "sm_90")
+    assert coefficients(spec, "sm_90") != coefficients(specs("sm_75")["few_row"], "sm_75")
