@@ -17,9 +17,9 @@ import torch
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
-from flashattn_jit.codegen.target import LANES, host_target
+from flashattn_jit.codegen.target import LANES, host_target, matrix_dtype
 from flashattn_jit.ops import _dense, _launch
-from flashattn_jit.planner.cpu_tiles import FEW_ROWS
+from flashattn_jit.planner.cpu_tiles import few_rows, prefill_tile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -74,21 +74,21 @@ def compare_tiles(
 
 
 def crossover_rows(rounds: int) -> list[Row]:
-    """Few-row against prefill over packed rows: where the planner's FEW_ROWS should lie."""
-    lanes = LANES[host_target()]
-    tile_q = (6 if lanes == 16 else 4) * lanes
-    rows = []
+    """Few-row against prefill over packed rows: where the planner's `few_rows` should lie."""
+    target, rows = host_target(), []
     for dtype_name, dtype in _DTYPES.items():
+        text = str(dtype).removeprefix("torch.")
+        most, tile = few_rows(target, text), prefill_tile(target, 128, 128, matrix_dtype(target, text))
         for packed_rows in (1, 2, 4, 8, 12, 16, 24, 32):
             q = torch.randn(4, 8, packed_rows, 128).to(dtype)
             k, v = (torch.randn(4, 8, 2048, 128).to(dtype) for _ in range(2))
             tiles: dict[str, tuple[TileKind, int, int]] = {
-                "few_row": ("few_row", FEW_ROWS, 64),
-                "prefill": ("prefill", tile_q, 96),
+                "few_row": ("few_row", most, 64),
+                "prefill": ("prefill", *tile),
             }
             times = compare_tiles(q, k, v, tiles, rounds)
             value, spread = ratio(times["prefill"], times["few_row"])
-            chosen = "few_row" if packed_rows <= FEW_ROWS else "prefill"
+            chosen = "few_row" if packed_rows <= most else "prefill"
             claim = f"{dtype_name} {packed_rows} packed rows: prefill over few_row time"
             detail = f"the planner chooses {chosen}"
             rows.append(Row(claim, None, value, "x", "higher", spread, detail))
@@ -104,8 +104,8 @@ def tile_rows(rounds: int) -> list[Row]:
             q, k, v = (torch.randn(1, 4, 2048, head_dim).to(dtype) for _ in range(3))
             tiles: dict[str, tuple[TileKind, int, int]] = {
                 f"{vectors * lanes}x{tile_kv}": ("prefill", vectors * lanes, tile_kv)
-                for vectors in ((3, 6) if lanes == 16 else (2, 4))
-                for tile_kv in (24, 48, 96, 192)
+                for vectors in ((3, 6, 16) if lanes == 16 else (2, 4))
+                for tile_kv in (24, 48, 96, 128, 192)
             }
             times = compare_tiles(q, k, v, tiles, rounds)
             flops = 4.0 * 4 * 2048 * 2048 * head_dim

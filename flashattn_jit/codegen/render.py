@@ -12,7 +12,7 @@ from ..variants.bounds_lower import range_tables
 from ..variants.lower import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
 from .spec import KernelSpec
-from .target import LANES, is_cuda, matrix_dtype
+from .target import LANES, has_amx, is_cuda, matrix_dtype
 
 _CPP_NAME = {
     "float32": "float",
@@ -61,6 +61,7 @@ def render(spec: KernelSpec) -> str:
 def _cpu_names(spec: KernelSpec) -> dict[str, object]:
     return {
         "lanes": LANES[spec.target],
+        "amx": has_amx(spec.target),
         "q_type": _CPP_NAME[spec.q_dtype],
         "k_type": _CPP_NAME[spec.k_dtype],
         "v_type": _CPP_NAME[spec.v_dtype],

@@ -184,7 +184,7 @@ def _row(runner: Runner, case: Case, base: Dims, dtype: torch.dtype) -> VerifyRo
     reason = ""
     for attempt in dict.fromkeys(fallbacks(case, base)):
         d = attempt.dims
-        kind = tile_kind(d.q_len * d.group_size, runner.target)
+        kind = tile_kind(d.q_len * d.group_size, runner.target, str(dtype).removeprefix("torch."))
         try:
             results = runner.compare(attempt, dtype)
         except MisfitError as misfit:

@@ -12,6 +12,7 @@ from ..codegen.target import LANES, host_target
 
 _FMA_PORTS = 2
 _DEFAULT_HZ = 3.0e9
+_BF16_OVER_FP32 = {"cpu:avx512_bf16": 2, "cpu:amx_bf16": 16}
 _READ_BYTES_PER_S_PER_CORE = 20e9
 
 
@@ -71,7 +72,7 @@ def host_hardware() -> Hardware:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     l1, l2, l3 = _C.cache_sizes()
     fp32 = cores * clock_hz() * _FMA_PORTS * 2 * LANES[target]
-    bf16 = 2 * fp32 if target == "cpu:avx512_bf16" else fp32
+    bf16 = _BF16_OVER_FP32.get(target, 1) * fp32
     return Hardware(
         "host CPU", target, cores, l1, l2, l3, fp32, bf16, cores * read_bytes_per_s_per_core()
     )

@@ -46,15 +46,15 @@ class TileChoice:
         return self.spec.tile_kv
 
 
-def tile_kind(packed_rows: int, target: str) -> TileKind:
-    """The tile kind that a number of packed rows gets on a target."""
-    return "few_row" if packed_rows <= few_rows(target) else "prefill"
+def tile_kind(packed_rows: int, target: str, q_dtype: str) -> TileKind:
+    """The tile kind that a number of packed rows of a dtype gets on a target."""
+    return "few_row" if packed_rows <= few_rows(target, q_dtype) else "prefill"
 
 
-def few_rows(target: str) -> int:
+def few_rows(target: str, q_dtype: str) -> int:
     """Most packed rows of a request that the few-row kernels of a target serve."""
     cuda = is_cuda(compiled_target(target))
-    return cuda_tiles.ROW_CLASSES[0] if cuda else cpu_tiles.FEW_ROWS
+    return cuda_tiles.ROW_CLASSES[0] if cuda else cpu_tiles.few_rows(target, q_dtype)
 
 
 ALL_ROWS = 2**30
@@ -103,7 +103,8 @@ def placed(
     Most rows first. `reachable` knows which features there are.
     """
     cuda = is_cuda(compiled_target(target))
-    rows = cuda_tiles.ROW_CLASSES if cuda else (cpu_tiles.FEW_ROWS, cpu_tiles.FEW_ROWS + 1)
+    few = few_rows(target, dtypes[0])
+    rows = cuda_tiles.ROW_CLASSES if cuda else (few, few + 1)
     specs = [
         _placed(_blank(variant, head_dims, dtypes, target, feature, name), n)
         for n in reversed(rows)
@@ -149,7 +150,7 @@ def _blank(
 def _placed(blank: KernelSpec, packed_rows: int) -> KernelSpec:
     if is_cuda(blank.target):
         return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
-    return cpu_tiles.place(blank, tile_kind(packed_rows, blank.target))
+    return cpu_tiles.place(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
 
 
 __all__ = [

@@ -15,6 +15,9 @@
 // are compared with a plain loop in double precision.
 #include <fajit/abi.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -560,6 +563,7 @@ void once(Random& r) {
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
+  if (FUZZ_TILES && syscall(SYS_arch_prctl, 0x1023, 18) != 0) fail("no leave to use AMX tiles");
   const std::string version = "\"abi_version\":" + std::to_string(FAJIT_ABI_VERSION);
   if (std::strstr(fajit_describe(), version.c_str()) == nullptr) fail("describe");
   const auto begin = std::chrono::steady_clock::now();

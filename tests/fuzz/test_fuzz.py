@@ -12,7 +12,7 @@ import flashattn_jit as fa
 from flashattn_jit import _paths
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.codegen.target import CPU_TARGETS, has_amx, host_target
 from flashattn_jit.jit.compiler import find_compiler
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.planner import placed
@@ -74,6 +74,7 @@ def config_of(spec: KernelSpec) -> str:
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
         "BF16": int(spec.q_dtype == "bfloat16"),
+        "TILES": int(has_amx(spec.target)),
         "MAX_Q_LEN": 70 if spec.tile_kind == "prefill" else 4,
         "NUM_TENSORS": len(ir.tensors),
         "NUM_TABLES": len(tables),
@@ -92,6 +93,8 @@ def config_of(spec: KernelSpec) -> str:
         ("few_row", torch.float32, 24, 40, "generic"),
         ("few_row", torch.bfloat16, 64, 17, "avx512_bf16"),
         ("few_row", torch.float32, 33, 24, "avx2"),
+        ("prefill", torch.bfloat16, 40, 33, "amx_bf16"),
+        ("few_row", torch.bfloat16, 64, 96, "amx_bf16"),
     ],
 )
 def test_no_argument_makes_an_artifact_leave_its_tensors(

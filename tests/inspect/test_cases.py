@@ -9,7 +9,7 @@ from flashattn_jit.errors import InputError
 from flashattn_jit.inspect._cases import GROUP_SIZES, cases, extra_kernels, fallbacks
 from flashattn_jit.inspect._dims import DEFAULT, complete_dims
 from flashattn_jit.inspect._inputs import make_inputs
-from flashattn_jit.planner.cpu_tiles import tile_kind
+from flashattn_jit.planner.tiles import tile_kind
 
 ALL = [*cases(DEFAULT, 96, 96), *extra_kernels(DEFAULT, 96, 96)]
 
@@ -18,10 +18,12 @@ def generator():
     return torch.Generator().manual_seed(0)
 
 
-def test_every_group_size_is_tried_with_both_tile_kinds():
+@pytest.mark.parametrize("target", ["cpu:avx2", "cpu:amx_bf16"])
+def test_every_group_size_is_tried_with_both_tile_kinds(target):
     found = {
-        (c.dims.group_size, tile_kind(c.dims.q_len * c.dims.group_size)) for c in ALL if c.group
-    }
+        (c.dims.group_size, tile_kind(c.dims.q_len * c.dims.group_size, target, "bfloat16"))
+        for c in ALL if c.group
+    }  # fmt: skip
     assert found >= {(g, kind) for g in GROUP_SIZES for kind in ("few_row", "prefill")}
 
 

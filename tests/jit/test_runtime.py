@@ -514,6 +514,7 @@ def test_the_isa_agrees_with_the_kernels_list() -> None:
         ("avx2", v3),
         ("avx512", v4),
         ("avx512_bf16", v4 | {"avx512_bf16", "avx512_vnni"}),
+        ("amx_bf16", v4 | {"avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16"}),
     ):
         if needed <= flags:
             expected = isa

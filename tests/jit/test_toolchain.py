@@ -124,13 +124,14 @@ def test_it_works_where_ninja_is_not_on_path(
     assert build(tmp_path / "a")
 
 
-@pytest.mark.parametrize("target", ["cpu:generic", "cpu:avx2", "cpu:avx512", "cpu:avx512_bf16"])
+@pytest.mark.parametrize("target", ["cpu:generic", "cpu:avx2", "cpu:avx512", "cpu:avx512_bf16", "cpu:amx_bf16"])
 def test_every_target_compiles(tmp_path: Path, target: str) -> None:
     macros = {
         "cpu:generic": "!defined(__AVX__)",
         "cpu:avx2": "defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)",
         "cpu:avx512": "defined(__AVX512BW__) && !defined(__AVX512BF16__)",
         "cpu:avx512_bf16": "defined(__AVX512BF16__) && defined(__AVX512VNNI__)",
+        "cpu:amx_bf16": "defined(__AVX512BF16__) && !defined(__AMX_TILE__)",  # AMX is written as asm
     }
     assert build(tmp_path / "a", f"#if !({macros[target]})\n#error\n#endif\n{SOURCE}", target)
 

@@ -47,7 +47,7 @@ def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, gro
     assert len(specs) <= 8
     assert chosen.document() in {s.document() for s in specs}
     assert chosen.target == compiled_target(target)
-    assert chosen.tile_kind == tile_kind(p.packed_rows, target)
+    assert chosen.tile_kind == tile_kind(p.packed_rows, target, p.q_dtype)
     for spec in (*specs, *fallbacks(chosen)):
         assert shared_bytes(spec) <= SHARED_PER_BLOCK[spec.target] * KIB
 

@@ -84,8 +84,6 @@ class Prefill {
   // Rows of the next tile are prefetched while those of this one are copied and packed, else with
   // the product of its keys.
   static constexpr bool kFetchRows = !Products::kKeysAnywhere;
-  static constexpr int kAheadK = prefetch_keys(Config::kHeadDim * sizeof(K), kTileKv);
-  static constexpr int kAheadV = prefetch_keys(Config::kHeadDimV * sizeof(V), kTileKv);
   struct NoTable {
     explicit NoTable(Carver&) {}
   };
@@ -254,7 +252,7 @@ class Prefill {
                                    k.stride * int64_t{sizeof(K)}});
     } else {
       for (int n = 0; n < count; ++n) {
-        if constexpr (kFetchRows) prefetch_row<Config::kHeadDim * sizeof(K)>(k(n + kAheadK));
+        if constexpr (kFetchRows) prefetch_row<Config::kHeadDim * sizeof(K)>(k(n + count));
         convert_key(k(n), k_rows_ + int64_t{n} * kKRow, b, kv_h, position(tile, n));
       }
       run_blocks(tile, blocks, num_blocks,
@@ -303,9 +301,10 @@ class Prefill {
   template <class ValueRows>
   FAJIT_INLINE void pack_values(ValueRows v, const KvTile& tile, int32_t b, int32_t kv_h) {
     alignas(64) Matrix line[kValuesInPlace ? 1 : Products::kHeld][kVRow];
-    Products::pack(tile.end - tile.begin, values_, [&](int n) -> const Matrix* {
+    const int count = tile.end - tile.begin;
+    Products::pack(count, values_, [&](int n) -> const Matrix* {
       const V* src = v(n);
-      if constexpr (kFetchRows) prefetch_row<Config::kHeadDimV * sizeof(V)>(v(n + kAheadV));
+      if constexpr (kFetchRows) prefetch_row<Config::kHeadDimV * sizeof(V)>(v(n + count));
       if constexpr (kValuesInPlace) {
         return src;
       } else {
