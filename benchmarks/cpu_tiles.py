@@ -78,7 +78,8 @@ def crossover_rows(rounds: int) -> list[Row]:
     target, rows = host_target(), []
     for dtype_name, dtype in _DTYPES.items():
         text = str(dtype).removeprefix("torch.")
-        most, tile = few_rows(target, text), prefill_tile(target, 128, 128, matrix_dtype(target, text))
+        most = few_rows(target, text)
+        tile = prefill_tile(target, 128, 128, matrix_dtype(target, text))
         for packed_rows in (1, 2, 4, 8, 12, 16, 24, 32):
             q = torch.randn(4, 8, packed_rows, 128).to(dtype)
             k, v = (torch.randn(4, 8, 2048, 128).to(dtype) for _ in range(2))

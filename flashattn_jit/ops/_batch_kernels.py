@@ -105,7 +105,7 @@ class Kernels:
     @property
     def few_rows(self) -> int:
         """Most packed rows of a few-row request."""
-        return few_rows(self.options.target, self.options.q_dtype)
+        return few_rows(self.options.target, DTYPE_NAMES[self.options.q_dtype])
 
     def needs(
         self, lengths: _C.BatchLengths, paged: bool, q_block: int, mixed: bool, unaligned: bool

@@ -41,8 +41,8 @@ _CPU_LEAST_PART = 256  # keys; a shorter one costs more in merging than it gains
 _CPU_FMAS_PER_CLOCK = {"prefill": 1.2, "few_row": 0.6}
 """Vector multiply-adds a clock, of the two that a core can start; the softmax takes the rest."""
 _AMX_LANES = 7
-"""What kernels on tiles reach of bf16 over those rates: 600 GFLOP/s a core in prefill and 370 with 32
-packed rows (2.6 GHz, head_dim 128, measured)."""
+"""Times those rates, of kernels on AMX tiles: 600 GFLOP/s a core in prefill and 370 with 32 packed
+rows (2.6 GHz, head_dim 128, measured)."""
 
 
 class Costs(NamedTuple):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flashattn_jit import _C
+from flashattn_jit.codegen.target import CPU_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.compiler import ask_version, find_compiler
@@ -124,14 +125,15 @@ def test_it_works_where_ninja_is_not_on_path(
     assert build(tmp_path / "a")
 
 
-@pytest.mark.parametrize("target", ["cpu:generic", "cpu:avx2", "cpu:avx512", "cpu:avx512_bf16", "cpu:amx_bf16"])
+@pytest.mark.parametrize("target", CPU_TARGETS)
 def test_every_target_compiles(tmp_path: Path, target: str) -> None:
     macros = {
         "cpu:generic": "!defined(__AVX__)",
         "cpu:avx2": "defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)",
         "cpu:avx512": "defined(__AVX512BW__) && !defined(__AVX512BF16__)",
         "cpu:avx512_bf16": "defined(__AVX512BF16__) && defined(__AVX512VNNI__)",
-        "cpu:amx_bf16": "defined(__AVX512BF16__) && !defined(__AMX_TILE__)",  # AMX is written as asm
+        # AMX is written as asm.
+        "cpu:amx_bf16": "defined(__AVX512BF16__) && !defined(__AMX_TILE__)",
     }
     assert build(tmp_path / "a", f"#if !({macros[target]})\n#error\n#endif\n{SOURCE}", target)
 

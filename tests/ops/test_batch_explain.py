@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.target import host_target
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.planner.costs import merge_cost
+from flashattn_jit.planner.tiles import few_rows
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
 from tests.ops.test_batch import made_for, mixed
@@ -21,6 +23,18 @@ from tests.ops.test_batch import made_for, mixed
 def seconds(text: str) -> float:
     number, unit = text.split()
     return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_requests_up_to_the_planners_few_rows_are_few_row_work(dtype: str) -> None:
+    most = few_rows(host_target(), dtype)
+    batch = fa.BatchAttention(
+        num_q_heads=most, num_kv_heads=1, head_dim=64, q_dtype=getattr(torch, dtype)
+    )
+    lengths = torch.tensor([0, 1, 3], dtype=torch.int32)  # `most` packed rows, and twice as many
+    text = batch.plan(lengths, fa.Ragged(lengths * 40)).explain()
+    assert re.search(rf"few_row +{most} x \d+ +- +1 ", text), text
+    assert re.search(r"prefill +\d+ x \d+ +- +1 ", text), text
 
 
 def test_tile_kinds_workers_loads_and_workspace() -> None:
