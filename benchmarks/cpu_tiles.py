@@ -105,7 +105,7 @@ def tile_rows(rounds: int) -> list[Row]:
             q, k, v = (torch.randn(1, 4, 2048, head_dim).to(dtype) for _ in range(3))
             tiles: dict[str, tuple[TileKind, int, int]] = {
                 f"{vectors * lanes}x{tile_kv}": ("prefill", vectors * lanes, tile_kv)
-                for vectors in ((3, 6, 16) if lanes == 16 else (2, 4))
+                for vectors in ((3, 6, 8, 16) if lanes == 16 else (2, 4))
                 for tile_kv in (24, 48, 96, 128, 192)
             }
             times = compare_tiles(q, k, v, tiles, rounds)

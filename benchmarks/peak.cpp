@@ -82,6 +82,25 @@ float dot_bf16(int64_t steps, int num_threads) {
   return result;
 }
 
+// `steps` x 4 products of AMX tiles (16 x 16 x 32 multiply-adds of bf16) on each thread. The process
+// must have leave to use tiles.
+void tiles_bf16(int64_t steps, int num_threads) {
+#pragma omp parallel num_threads(num_threads)
+  {
+    alignas(64) uint8_t config[64] = {1};
+    for (int i = 0; i < 8; ++i) {
+      config[16 + 2 * i] = 64;
+      config[48 + i] = 16;
+    }
+    asm volatile("ldtilecfg %0" ::"m"(config));
+    for (int64_t step = 0; step < steps; ++step)
+      asm volatile(
+          "tdpbf16ps %tmm6, %tmm4, %tmm0\n\ttdpbf16ps %tmm7, %tmm4, %tmm1\n\t"
+          "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
+    asm volatile("tilerelease");
+  }
+}
+
 // Reads `count` 8-byte words once, each thread its own contiguous part.
 int64_t read_words(const int64_t* words, int64_t count, int num_threads) {
   int64_t result = 0;

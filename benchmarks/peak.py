@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._measure import Row, arguments, interleave, median, report
+from flashattn_jit.codegen.target import has_amx, host_target
 
 _STEPS = 1_000_000  # about 12 ms: long enough to time, short enough to interleave
 _READ_BYTES = 512 << 20  # sixteen times the largest L3 that is common
@@ -30,9 +31,11 @@ class Peak:
         for name, argument in (("fma_fp32", ctypes.c_int64), ("dot_bf16", ctypes.c_int64)):
             getattr(library, name).argtypes = [argument, ctypes.c_int]
             getattr(library, name).restype = ctypes.c_float
+        library.tiles_bf16.argtypes = [ctypes.c_int64, ctypes.c_int]
         library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
         library.read_words.restype = ctypes.c_int64
         self.has_bf16_dot = bool(library.has_bf16_dot())
+        self.has_tiles = has_amx(host_target())
         self._step_flops: float = 2.0 * library.lanes() * library.chains() * _STEPS * num_threads
 
     def fma_fp32(self) -> None:
@@ -40,8 +43,10 @@ class Peak:
         self._library.fma_fp32(_STEPS, self.num_threads)
 
     def dot_bf16(self) -> None:
-        """`bf16_flops` floating-point operations on bf16 pairs; fp32 where the machine has none."""
-        if self.has_bf16_dot:
+        """`bf16_flops` floating-point operations: AMX tiles, bf16 pairs or, without both, fp32."""
+        if self.has_tiles:
+            self._library.tiles_bf16(_STEPS // 2, self.num_threads)
+        elif self.has_bf16_dot:
             self._library.dot_bf16(_STEPS, self.num_threads)
         else:
             self.fma_fp32()
@@ -60,6 +65,8 @@ class Peak:
     @property
     def bf16_flops(self) -> float:
         """Work of one `dot_bf16`."""
+        if self.has_tiles:
+            return 2.0 * (16 * 16 * 32) * 4 * (_STEPS // 2) * self.num_threads
         return 2 * self._step_flops if self.has_bf16_dot else self._step_flops
 
 

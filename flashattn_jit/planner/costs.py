@@ -42,7 +42,7 @@ _CPU_FMAS_PER_CLOCK = {"prefill": 1.2, "few_row": 0.6}
 """Vector multiply-adds a clock, of the two that a core can start; the softmax takes the rest."""
 _AMX_LANES = 7
 """Times those rates, of kernels on AMX tiles: 600 GFLOP/s a core in prefill and 370 with 32 packed
-rows (2.6 GHz, head_dim 128, measured)."""
+rows (a clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
 
 
 class Costs(NamedTuple):

@@ -17,7 +17,8 @@ FEW_ROWS = 8
 """Most packed rows of the few-row kernel. See benchmarks/cpu_tiles.py for the crossover."""
 
 FEW_ROWS_OF_TILES = 32
-"""The same where products run on AMX tiles, whose time hardly depends on the rows."""
+"""The same where products run on AMX tiles, whose time hardly depends on the rows: two blocks of
+them. The prefill tile would take longer at 32 rows (benchmarks/cpu_tiles.py)."""
 
 _FEW_ROW_TILE_KV = 64
 _L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among AVX-512 servers

@@ -54,7 +54,8 @@ FAJIT_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// The tiles that `multiply_tiles` adds to: zero, from memory, to memory. `stride`: bytes between rows.
+// The tiles that `multiply_tiles` adds to: zero, from memory, to memory. `stride`: bytes between
+// rows.
 template <int NA, int NB>
 FAJIT_INLINE void zero_tiles() {
   tile_zero<0>();
@@ -85,9 +86,9 @@ struct TileRows {
   int64_t stride;
 };
 
-// C += A B for NA x NB tiles, C in registers 0..3 row by row, over `steps` of depth. A step of depth
-// is 64 bytes on in A; B's tiles lie 64 bytes apart and their steps 16 rows. `between()` is called
-// at each step.
+// C += A B for NA x NB tiles, C in registers 0..3 row by row, over `steps` of depth. A step of
+// depth is 64 bytes on in A; B's tiles lie 64 bytes apart and their steps 16 rows. `between()` is
+// called at each step.
 template <int NA, int NB, class Between>
 FAJIT_INLINE void multiply_tiles(TileRows a, TileRows a1, TileRows b, int steps, Between between) {
 #pragma GCC unroll 1

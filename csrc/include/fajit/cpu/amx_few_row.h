@@ -1,20 +1,21 @@
 // The two products of a few query rows with a tile of keys, on AMX tiles:
 //
 //   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]     K from its place in memory
-//   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in the L1
+//   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in L1
 //
 // Both take what the vector products of few_row_kernel.h take and leave the same, dims of O in the
-// order that `ordered_dims` undoes. Their time hardly depends on the rows, up to 16 NB of them.
+// order that `ordered_dims` undoes, but count keys in steps of 32: scores and weights need room for
+// them. Their time hardly depends on the rows, up to 16 of a block.
 #pragma once
 #include <fajit/cpu/amx.h>
 #include <fajit/cpu/few_row_kernel.h>
 
 namespace fajit {
 
-// Prefetches the rows of K and V that are `prefetch_keys` ahead of a tile's, in turn, a few at a time
+// Prefetches the rows of K and V that are `Ahead` keys ahead of a tile's, in turn, a few at a time
 // between other work: a burst fills the core's queue of misses and waits, and the memory idles
 // while no one asks.
-template <int KeyBytes, int ValueBytes, class KeyRows, class ValueRows>
+template <int KeyBytes, int ValueBytes, int Ahead, class KeyRows, class ValueRows>
 class RowStream {
  public:
   FAJIT_INLINE RowStream(KeyRows k, ValueRows v, int count) : k_(k), v_(v), count_(count) {}
@@ -22,8 +23,8 @@ class RowStream {
   // The next `rows` rows of K and of V.
   FAJIT_INLINE void next(int rows) {
     for (int i = 0; i < rows && at_ < count_; ++i, ++at_) {
-      prefetch_row<KeyBytes>(k_(at_ + prefetch_keys(KeyBytes)));
-      prefetch_row<ValueBytes>(v_(at_ + prefetch_keys(ValueBytes)));
+      prefetch_row<KeyBytes>(k_(at_ + Ahead));
+      prefetch_row<ValueBytes>(v_(at_ + Ahead));
     }
   }
 
@@ -49,11 +50,11 @@ FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* 
   return {reinterpret_cast<const char*>(copy), Dim * 2};
 }
 
-// s[row * s_stride + key] = scale * q[row] . k[key] for keys [0, count), count rounded up to 32, and
-// rows [0, rows) of 16 NB. `qt`: the rows' words as columns, [Dim / 2][16 NB].
+// s[row * s_stride + key] = scale * q[row] . k[key] for keys [0, count), count rounded up to 32,
+// and rows [0, rows) of 16 NB. `qt`: the rows' words as columns, [Dim / 2][16 NB].
 template <int NB, int Dim, class KeyRows, class Stream>
-FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
-                                  float* s, int s_stride, Stream& stream) {
+FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows, float scale,
+                               float* s, int s_stride, Stream& stream) {
   constexpr int width = 16 * NB;
   alignas(64) bfloat16_t copy[32 * Dim];
   alignas(64) float st[32 * width];
@@ -81,11 +82,11 @@ FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int r
   }
 }
 
-// o[row][0, Dim) += sum over `count` keys of p[row] v. `p`: bf16 weights, zero for keys from `count`
-// on, p_stride words a row.
+// o[row][0, Dim) += sum over `count` keys of p[row] v for 16 NA rows. `p`: bf16 weights, zero for
+// keys from `count` on, p_stride words a row.
 template <int NA, int Dim, class ValueRows, class Stream>
-FAJIT_INLINE void tile_few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
-                                  Stream& stream) {
+FAJIT_INLINE void value_blocks(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
+                               Stream& stream) {
   using Step = ValueStep<bfloat16_t, bfloat16_t>;
   constexpr int chunk = 64;
   alignas(64) int32_t words[chunk / 2 * Dim];
@@ -117,6 +118,26 @@ FAJIT_INLINE void tile_few_values(ValueRows v, int count, const int32_t* p, int 
     }
   }
   stream.next(count);
+}
+
+// The same for up to 32 rows: one block of 16 or two.
+template <int Dim, class KeyRows, class Stream>
+FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
+                                  float* s, int s_stride, Stream& stream) {
+  if (rows <= 16) {
+    score_blocks<1, Dim>(k, count, qt, rows, scale, s, s_stride, stream);
+  } else {
+    score_blocks<2, Dim>(k, count, qt, rows, scale, s, s_stride, stream);
+  }
+}
+template <int Dim, class ValueRows, class Stream>
+FAJIT_INLINE void tile_few_values(ValueRows v, int count, const int32_t* p, int rows, int p_stride,
+                                  float* o, Stream& stream) {
+  if (rows <= 16) {
+    value_blocks<1, Dim>(v, count, p, p_stride, o, stream);
+  } else {
+    value_blocks<2, Dim>(v, count, p, p_stride, o, stream);
+  }
 }
 
 }  // namespace fajit

@@ -10,69 +10,45 @@
 
 namespace fajit {
 
-// S^T of NA x NB tiles: 16 NA keys by 16 NB of a block's NV vectors of rows. Not scaled.
-template <int NA, int NB, int NV, int Words>
-FAJIT_INLINE void score_tiles(const char* keys, const int32_t* qt, float* s) {
-  constexpr int64_t key_bytes = Words * 4, stride = NV * 64;
-  zero_tiles<NA, NB>();
-  multiply_tiles<NA, NB>({keys, key_bytes}, {keys + 16 * key_bytes, key_bytes},
-                         {reinterpret_cast<const char*>(qt), stride}, Words / 16, [] {});
-  store_tiles<NA, NB>(s, stride);
-}
-
-// Keys [0, count) against a block of rows. `keys`: rows of `Words` words side by side; `keys` and `s`
-// have room for count rounded up to 16.
+// Keys [0, count) against a block of rows; not scaled. `keys`: rows of `Words` words side by side;
+// `keys` and `s` have room for count rounded up to 16.
 template <int NV, int Words>
-__attribute__((noinline)) void tile_scores(const void* keys, int count, const int32_t* qt, float* s) {
+__attribute__((noinline)) void tile_scores(const void* keys, int count, const int32_t* qt,
+                                           float* s) {
+  static_assert(NV <= 2);
+  constexpr int64_t key_bytes = Words * 4, stride = NV * 64;
   const char* k = static_cast<const char*>(keys);
+  const TileRows queries{reinterpret_cast<const char*>(qt), stride};
   const auto part = [&](auto tiles, int n) __attribute__((always_inline)) {
-    constexpr int NA = tiles.value;
-    const char* rows = k + int64_t{n} * Words * 4;
-    float* out = s + n * NV * kLanes;
-    if constexpr (NV >= 2) score_tiles<NA, 2, NV, Words>(rows, qt, out);
-    if constexpr (NV == 1 || NV == 3)
-      score_tiles<NA, 1, NV, Words>(rows, qt + (NV - 1) * kLanes, out + (NV - 1) * kLanes);
-    if constexpr (NV == 4)
-      score_tiles<NA, 2, NV, Words>(rows, qt + 2 * kLanes, out + 2 * kLanes);
+    const char* first = k + n * key_bytes;
+    zero_tiles<tiles.value, NV>();
+    multiply_tiles<tiles.value, NV>({first, key_bytes}, {first + 16 * key_bytes, key_bytes},
+                                    queries, Words / 16, [] {});
+    store_tiles<tiles.value, NV>(s + n * NV * kLanes, stride);
   };
   int n = 0;
   for (; n + 16 < count; n += 32) part(Tiles<2>{}, n);
   if (n < count) part(Tiles<1>{}, n);
 }
 
-// O^T of NA x NB tiles over `steps` of 32 keys.
-template <int NA, int NB, int NV>
-FAJIT_INLINE void value_tiles(const int32_t* vt, int64_t step_words, int steps, const int32_t* pt,
-                              float* o) {
-  constexpr int64_t stride = NV * 64;
-  load_tiles<NA, NB>(o, stride);
-  // A step of V^T lies behind all dims of the one before.
-  const char* v = reinterpret_cast<const char*>(vt);
-  const char* p = reinterpret_cast<const char*>(pt);
-  for (int k = 0; k < steps; ++k)
-    multiply_tiles<NA, NB>({v + k * step_words * 4, 64}, {v + k * step_words * 4 + 1024, 64},
-                           {p + k * 16 * stride, stride}, 1, [] {});
-  store_tiles<NA, NB>(o, stride);
-}
-
 // O^T += V^T P^T for `Blocks` blocks of 16 dims and `steps` of 32 keys.
 template <int NV, int Blocks>
 __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const int32_t* pt,
                                            float* o) {
-  constexpr int64_t step_words = Blocks * 256;
-  const auto part = [&](auto tiles, int d) __attribute__((always_inline)) {
-    constexpr int NA = tiles.value;
-    const int32_t* v = vt + d * 256;
+  static_assert(NV <= 2 && Blocks % 2 == 0);
+  constexpr int64_t tile_bytes = 1024, stride = NV * 64;
+  const char* weights = reinterpret_cast<const char*>(pt);
+  for (int d = 0; d < Blocks; d += 2) {
+    const char* v = reinterpret_cast<const char*>(vt) + d * tile_bytes;
     float* out = o + d * 16 * NV * kLanes;
-    if constexpr (NV >= 2) value_tiles<NA, 2, NV>(v, step_words, steps, pt, out);
-    if constexpr (NV == 1 || NV == 3)
-      value_tiles<NA, 1, NV>(v, step_words, steps, pt + (NV - 1) * kLanes, out + (NV - 1) * kLanes);
-    if constexpr (NV == 4)
-      value_tiles<NA, 2, NV>(v, step_words, steps, pt + 2 * kLanes, out + 2 * kLanes);
-  };
-  int d = 0;
-  for (; d + 1 < Blocks; d += 2) part(Tiles<2>{}, d);
-  if (d < Blocks) part(Tiles<1>{}, d);
+    load_tiles<2, NV>(out, stride);
+    // A step of V^T lies behind all dims of the one before.
+    for (int k = 0; k < steps; ++k)
+      multiply_tiles<2, NV>({v + k * Blocks * tile_bytes, 64},
+                            {v + (k * Blocks + 1) * tile_bytes, 64},
+                            {weights + k * 16 * stride, stride}, 1, [] {});
+    store_tiles<2, NV>(out, stride);
+  }
 }
 
 // 32 rows of V (null: zero) to V^T tiles, [block of 16 dims][dim][16 words]: a word holds two

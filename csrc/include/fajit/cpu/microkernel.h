@@ -49,24 +49,27 @@ struct Dot<bfloat16_t> {
 #endif
 
 // K and V rows are prefetched this far ahead of the one in use, a row at a step. Without, decode
-// reaches 65-70 % of the machine's read bandwidth, because a hardware prefetcher stops at each page;
-// with a burst of rows per chunk of keys V fell to 50 %; with this, 95 % (measured on Zen 4). Cores
-// with AMX miss at most 16 lines in the L1 but 48 in the L2: rows are brought to the L2, from
-// farther away (24 GB/s on two of them, and 16 into the L1 at any distance, measured).
+// reaches 65-70 % of the machine's read bandwidth: a hardware prefetcher stops at each page; with a
+// burst of rows per chunk of keys V fell to 50 %; with this, 95 % (measured on an EPYC). Cores with
+// AMX miss at most 16 lines in the L1 but 48 in the L2: rows are brought to the L2, from farther
+// away (24 GB/s on two of them, 16 into the L1 at any distance, measured).
 #if FAJIT_AMX
 constexpr int kPrefetchBytes = 16384, kPrefetchLocality = 2;
 #else
 constexpr int kPrefetchBytes = 6144, kPrefetchLocality = 3;
 #endif
 constexpr int prefetch_keys(int row_bytes) {
-  return row_bytes >= kPrefetchBytes ? 1 : kPrefetchBytes / row_bytes;
+  constexpr int most = 128;  // what tables of keys have to hold
+  const int keys = kPrefetchBytes / row_bytes;
+  return keys < 1 ? 1 : keys < most ? keys : most;
 }
 
 // Brings a row of `bytes` bytes nearer. The address may lie past the tensor: nothing is read.
 template <int bytes>
 FAJIT_INLINE void prefetch_row(const void* p) {
 #pragma GCC unroll 16
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, kPrefetchLocality);
+  for (int i = 0; i < bytes; i += 64)
+    __builtin_prefetch(static_cast<const char*>(p) + i, 0, kPrefetchLocality);
 }
 
 FAJIT_INLINE vi broadcast_word(const void* p) {
@@ -145,8 +148,8 @@ __attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt
 
 // Dims [0, dims) of the output; `dims` is a multiple of kMicroRows. V panels are `panel_stride`
 // words apart; `depth` counts words. A tile's sum starts from zero and joins the rescaled output at
-// the end: one chain of additions over 1024 keys had 1.6 times the error, and rescaling as a pass of
-// its own cost 1.5 %.
+// the end: one chain of additions over 1024 keys had 1.6 times the error, and rescaling as a pass
+// of its own cost 1.5 %.
 template <class Matrix, int NV>
 __attribute__((noinline)) void values(const int32_t* panels, int64_t panel_stride, int dims,
                                       int depth, const int32_t* pt, const float* alpha, float* o) {

@@ -1,6 +1,6 @@
 // The unit that computes a prefill kernel's two products: vectors everywhere, AMX tiles for bf16
-// where the target has them. Both keep query rows on lanes, so that hooks, masks and softmax between
-// the products are the same code.
+// where the target has them. Both keep query rows on lanes, so that hooks, masks and softmax
+// between the products are the same code.
 //
 //   Session        what a thread holds while it computes
 //   kMaxVectors    vectors of rows in a block
@@ -10,9 +10,8 @@
 //   kValueWords    words of a packed tile of V
 //   kKeysAnywhere  takes rows of K where they lie, else side by side
 //   kRawScores     leaves the scale to the softmax
-//   kSlack         how far weights may exceed 1 before outputs are rescaled (base-2 units)
-//   pack(count, words, row)              V of keys [0, count); `row(n)` is valid until row(n + kHeld)
-//   scores<NV>(keys, n0, n1, qt, scale, s, fetch)   keys [n0, n1); n0 is a multiple of 32
+//   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
+//   scores<NV>(keys, n0, n1, qt, scale, s, fetch)   keys [n0, n1); n0 is a multiple of kStep
 //   values<NV>(words, n0, n1, p, alpha, o)          likewise
 #pragma once
 #include <fajit/cpu/pack.h>
@@ -34,8 +33,7 @@ struct VectorProducts {
   static constexpr int64_t kPanelStride = int64_t{(TileKv + kPack - 1) / kPack} * kPanel;
   static constexpr uint64_t kValueWords = kPanelStride * (kVRow / kPanel);
   static constexpr bool kKeysAnywhere = true, kRawScores = false;
-  static constexpr float kSlack = 0.0f;
-  static constexpr int kHeld = 2;
+  static constexpr int kHeld = 2, kStep = 2;
 
   template <class Row>
   static FAJIT_INLINE void pack(int count, int32_t* words, Row row) {
@@ -68,8 +66,7 @@ struct TileProducts {
   static constexpr uint64_t kStepWords = kVRow * (kTileDepth / 2);
   static constexpr uint64_t kValueWords = kStepWords * (kKvSlots / kTileDepth);
   static constexpr bool kKeysAnywhere = false, kRawScores = true;
-  static constexpr float kSlack = 8.0f;
-  static constexpr int kHeld = kTileDepth;
+  static constexpr int kHeld = kTileDepth, kStep = kTileDepth;
 
   template <class Row>
   static FAJIT_INLINE void pack(int count, int32_t* words, Row row) {

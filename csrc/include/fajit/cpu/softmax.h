@@ -59,8 +59,8 @@ constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
 
 // Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). Softmax scores
 // leave in base-2 units, pointwise weights as weights. `keys[n]`: what hooks have of key n. `Raw`:
-// scores are still to be multiplied with `scale`, and stay so where there is neither a score_mod nor
-// a pointwise normaliser; a mask then needs a positive scale.
+// scores are still to be multiplied with `scale`, and stay so where there is neither a score_mod
+// nor a pointwise normaliser; a mask then needs a positive scale (`Prefill::soften` sees to it).
 template <class Hooks, bool Masked, bool Raw, class Rows, class Keys>
 FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
                             const Rows& rows, const Keys& keys, vf row_scale, float scale, vf top) {
