@@ -122,6 +122,16 @@ def test_chunks_are_the_whole_prompt(chunk: int, name: str) -> None:
     assert_no_worse(check(batch, what, torch.cat(outs), torch.cat(lses)), whole)
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_chunks_of_few_rows_are_as_exact_as_the_whole_over_many_keys(rows: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=generator) for n in (64, 8192, 8192))
+    expected = fa.Full().reference(q.double(), k.double(), v.double())
+    chunks = torch.cat([fa.attention(part, k, v) for part in q.split(rows, 2)], 2)
+    error, whole = ((x - expected).square().mean().sqrt() for x in (chunks, fa.attention(q, k, v)))
+    assert error <= FACTOR * whole
+
+
 @pytest.mark.parametrize("page", [0, 16])
 def test_partial_states_of_two_storages_merge_to_the_whole(page: int) -> None:
     batch = Batch((5, 1), (96, 640), (8, 2), 64, page_size=16)
