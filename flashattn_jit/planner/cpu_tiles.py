@@ -18,7 +18,7 @@ FEW_ROWS = 8
 
 FEW_ROWS_OF_TILES = 32
 """The same where products run on AMX tiles, whose time hardly depends on the rows: two blocks of
-them. The prefill tile would take longer at 32 rows (benchmarks/cpu_tiles.py)."""
+them. The prefill tile takes 1.06 of its time at 32 rows (benchmarks/cpu_tiles.py)."""
 
 _FEW_ROW_TILE_KV = 64
 _L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among AVX-512 servers
@@ -27,8 +27,8 @@ _L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among 
 def prefill_tile(target: str, head_dim: int, head_dim_v: int, matrix: str) -> tuple[int, int]:
     """(tile_q, tile_kv) of the prefill kernel: a function of target and head dims alone.
 
-    On AMX a tile packs V once for all its rows, and the more rows the better: 256 x 128 took 0.87
-    of the time of 128 x 128 and 0.79 of that of 96 x 96 (S4096, head_dim 128).
+    On AMX a tile packs V once for all its rows, and the more rows the better: 256 x 128 takes 0.94
+    of the time of 128 x 128 and 0.83 of that of 96 x 96 (head_dim 128, benchmarks/cpu_tiles.py).
     """
     if on_tiles(target, matrix):
         for tile_q in (256, 128, 64):

@@ -51,7 +51,7 @@ __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const i
   }
 }
 
-// 32 rows of V (null: zero) to V^T tiles, [block of 16 dims][dim][16 words]: a word holds two
+// 32 rows of V to V^T tiles, [block of 16 dims][dim][16 words]: a word holds two
 // neighbouring keys. `Blocks` is even; rows have 16 * Blocks elements.
 template <int Blocks>
 FAJIT_INLINE void pack_value_tiles(const bfloat16_t* const (&rows)[32], int32_t* vt) {

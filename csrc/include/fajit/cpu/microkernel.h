@@ -52,7 +52,7 @@ struct Dot<bfloat16_t> {
 // reaches 65-70 % of the machine's read bandwidth: a hardware prefetcher stops at each page; with a
 // burst of rows per chunk of keys V fell to 50 %; with this, 95 % (measured on an EPYC). Cores with
 // AMX miss at most 16 lines in the L1 but 48 in the L2: rows are brought to the L2, from farther
-// away (24 GB/s on two of them, 16 into the L1 at any distance, measured).
+// away (24 GB/s on two of them, 16 into the L1 at any distance, timed by hand).
 #if FAJIT_AMX
 constexpr int kPrefetchBytes = 16384, kPrefetchLocality = 2;
 #else
