@@ -59,7 +59,7 @@ def param_value(text: str) -> Any:
         dtype = getattr(torch, found["dtype"], None)
         if isinstance(dtype, torch.dtype):
             shape = [int(size) for size in found["shape"].split(",") if size.strip()]
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -17,6 +17,7 @@ from ..ops._bits import BlockBits, TreeBits
 from ..ops.flex import sharpened
 from ..planner.reachable import COMPOSED, FORMATS
 from ..variants.library import Full
+from ..variants.modes import outside_modes
 from ..variants.spec import FULL, CppHook, FunctionVariant, Variant, variant
 
 
@@ -48,7 +49,7 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
         if name in formats:
             # A mask that is C++ text goes with no other: then there are no such calls either.
             with contextlib.suppress(VariantError):
-                yield Composition(chosen & bits(), dict(_STAND_INS[name]), (name,))
+                yield Composition(chosen & bits(), _stand_ins(name), (name,))
     if "max_scores" in formats:
         # What flex_attention makes without hooks is what fa.Full is.
         chosen = FULL if type(chosen) is Full else chosen
@@ -60,16 +61,18 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
         yield Composition(sharp, {}, ("max_scores",), 1)
 
 
-_STAND_INS: dict[str, dict[str, Any]] = {
-    "tree": {"sparsity_bits": torch.empty(2, 2, 2, dtype=torch.int64)},
-    "block_bits": {
-        "sparsity_row": torch.empty(2, 2, dtype=torch.int32),
-        "sparsity_map": torch.empty(2, 2, 2, dtype=torch.int32),
-        "sparsity_bits": torch.empty(2, 2, 2, dtype=torch.int64),
-        "sparsity_key_block": 64,
-        "sparsity_heads": 2,
-    },
-}
+def _stand_ins(name: str) -> dict[str, Any]:
+    with outside_modes():
+        bits = {"sparsity_bits": torch.empty(2, 2, 2, dtype=torch.int64, device="cpu")}
+        if name == "tree":
+            return bits
+        return {
+            "sparsity_row": torch.empty(2, 2, dtype=torch.int32, device="cpu"),
+            "sparsity_map": torch.empty(2, 2, 2, dtype=torch.int32, device="cpu"),
+            "sparsity_key_block": 64,
+            "sparsity_heads": 2,
+            **bits,
+        }
 
 
 def _of_flex(chosen: Variant) -> bool:

@@ -51,27 +51,29 @@ def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> I
     clean_k, clean_v = k, v
     kv_len = None
     if case.lengths == "ragged":
-        kv_len = torch.tensor([d.kv_len, 0, d.kv_len // 2 + 1][: d.batch], dtype=torch.int32)
+        kv_len = torch.tensor(
+            [d.kv_len, 0, d.kv_len // 2 + 1][: d.batch], dtype=torch.int32, device="cpu"
+        )
         kv_len = torch.cat([kv_len, kv_len.new_full((d.batch - len(kv_len),), d.kv_len)])
-        past = torch.arange(d.kv_len) >= kv_len[:, None]
+        past = torch.arange(d.kv_len, device="cpu") >= kv_len[:, None]
         k, v = (_poisoned(x, past[:, None, :, None]) for x in (k, v))
     if case.masked:
-        k = _poisoned(k, masked_key(torch.arange(d.kv_len))[:, None])
+        k = _poisoned(k, masked_key(torch.arange(d.kv_len, device="cpu"))[:, None])
     return Inputs(q, k, v, clean_k, clean_v, kv_len, _offset(case))
 
 
 def _offset(case: Case) -> Offset:
     if case.offset == "tensor":
-        return torch.arange(case.dims.batch, dtype=torch.int64) * 5
+        return torch.arange(case.dims.batch, dtype=torch.int64, device="cpu") * 5
     return "end" if case.offset == "end" else 37 if case.offset == "int" else 0
 
 
 def _values(shape: tuple[int, ...], generator: torch.Generator, extreme: bool) -> Tensor:
     if not extreme:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device="cpu")
     # Scores up to some 1e4 that differ by 0 or by hundreds, and are exact in every dtype: such a
     # softmax is well conditioned, so that an error in it is the kernel's.
-    steps = torch.randint(-1, 2, shape, generator=generator).float()
+    steps = torch.randint(-1, 2, shape, generator=generator, device="cpu").float()
     return steps * 2.0**7
 
 

@@ -82,7 +82,7 @@ class Runner:
             KernelFailedError: the kernel raised.
         """
         params = self.params_for(case.dims)
-        inputs = make_inputs(case, dtype, torch.Generator().manual_seed(self.seed))
+        inputs = make_inputs(case, dtype, torch.Generator("cpu").manual_seed(self.seed))
         wide, same = self.expected(case, inputs, params, dtype)
         try:
             got = self._kernel(case, inputs, params, with_lse=len(wide) > 1)
@@ -182,7 +182,7 @@ def _tokens(x: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _indptr(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
+    return torch.tensor([0, *lengths], device="cpu").cumsum(0)
 
 
 def first_line(error: BaseException) -> str:

@@ -155,8 +155,10 @@ def _check_size(d: Dims, dtype: torch.dtype) -> None:
 
 
 def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(s, generator=generator).to(device, dtype) for s in _shapes(d))
+    generator = torch.Generator("cpu").manual_seed(0)
+    q, k, v = (
+        torch.randn(s, generator=generator, device="cpu").to(device, dtype) for s in _shapes(d)
+    )
     return q, k, v
 
 

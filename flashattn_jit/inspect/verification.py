@@ -14,6 +14,7 @@ from ..errors import InputError, VerificationError
 from ..ops._placement import matrix_dtypes
 from ..planner.tiles import placed, tile_kind
 from ..variants.ir import VariantIR
+from ..variants.modes import on_host
 from ..variants.params import Dims
 from ..variants.spec import Variant
 from ._cases import Case, cases, extra_kernels, fallbacks
@@ -97,6 +98,7 @@ class VerifyReport:
         ])  # fmt: skip
 
 
+@on_host
 def verify(
     variant: Variant,
     dims: Dims | Mapping[str, int] | Sequence[int] | None = None,
@@ -164,7 +166,7 @@ def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> Non
     params = runner.params_for(base)
     runner.variant.bind(base, params)
     case = Case("as given", base)
-    generator = torch.Generator().manual_seed(runner.seed)
+    generator = torch.Generator("cpu").manual_seed(runner.seed)
     for dtype in dtypes[:1]:
         try:
             runner.expected(case, make_inputs(case, dtype, generator), params, dtype)

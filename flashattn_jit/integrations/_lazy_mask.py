@@ -70,13 +70,14 @@ class LazyMask(BlockMask):
         """The mask as a bool tensor [batch, 1, q_len, kv_len], for looking at small ones."""
         batch, _, q_len, kv_len = self._sizes
         mask = self.mask_function(
-            torch.arange(batch)[:, None, None, None],
-            torch.zeros(1, 1, 1, 1, dtype=torch.int64),
-            (torch.arange(q_len) + self.q_offset + self.kv_offset)[:, None],
-            torch.arange(kv_len) + self.kv_offset,
+            torch.arange(batch, device="cpu")[:, None, None, None],
+            torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu"),
+            (torch.arange(q_len, device="cpu") + self.q_offset + self.kv_offset)[:, None],
+            torch.arange(kv_len, device="cpu") + self.kv_offset,
         ).expand(self._sizes)
         if self.key_len is not None:
-            mask = mask & (torch.arange(kv_len) < self.key_len[:, None, None, None])
+            kept = torch.arange(kv_len, device="cpu") < self.key_len[:, None, None, None]
+            mask = mask & kept
         return mask if self.keep is None else mask & self.keep[:, None, None, :kv_len]
 
     def contiguous(self) -> LazyMask:
@@ -133,7 +134,8 @@ def _split_padding(
     if keep.shape[0] != batch:
         keep = keep.expand(batch, -1)
     counts = keep.sum(-1)
-    lengths = (keep * torch.arange(1, keep.shape[1] + 1)).amax(-1) if keep.shape[1] else counts
+    ends = torch.arange(1, keep.shape[1] + 1, device=keep.device)
+    lengths = (keep * ends).amax(-1) if keep.shape[1] else counts
     if bool((counts == lengths).all()):
         if keep.shape[1] == kv_len and bool((lengths == kv_len).all()):
             return None, None

@@ -15,7 +15,7 @@ from ..errors import InputError, LaunchError
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
 from ..variants.spec import Variant, as_variant
-from . import _batch_plan, _batch_run, _check
+from . import _batch_plan, _batch_run, _check, _sites
 from ._batch_kernels import Kernels, Options, native_kinds
 from ._batch_plan import Batch, Keys, bind_plan
 from ._batch_run import Habits, Planned
@@ -25,6 +25,7 @@ from ._key_lists import KeyLists, Lengths, key_lists
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._replays import check_replayable, padded, with_room
+from ._traced import is_traced
 from ._workspace import Workspace
 from .attention import Offset
 from .limits import Limits
@@ -98,7 +99,9 @@ class BatchBase:
             )
         where = place_on(own, target)
         if not on_cpu(where):
-            stand_ins = [torch.empty(0, dtype=d) for d in (q_dtype, kv_dtype, kv_dtype)]
+            stand_ins = [
+                torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
+            ]
             check_matrix_dtypes(stand_ins, where)
         self._kernels = Kernels(
             Options(
@@ -157,17 +160,18 @@ class BatchBase:
         Example:
             >>> out = batch.run(q, k_pages, v_pages)
         """
-        if torch.compiler.is_dynamo_compiling():
+        given: tuple[Any, ...] = (q, k, v)
+        if params or out is not None:
+            more = [x for x in params.values() if isinstance(x, torch.Tensor)]
+            given = (*given, *more) if out is None else (*given, *more, out)
+        direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+        if not direct and is_traced(given):
             from ._compiled import batch
 
             return batch(  # type: ignore[no-any-return]
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
             )
-        given: tuple[Any, ...] = (q, k, v)
-        if params or out is not None:
-            more = [x for x in params.values() if isinstance(x, torch.Tensor)]
-            given = (*given, *more) if out is None else (*given, *more, out)
-        if is_direct(*given):
+        if direct:
             planned = self.in_force()
             result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
         else:
@@ -329,7 +333,7 @@ class BatchBase:
 
 def by_number(number: int) -> BatchBase:
     """The object of a number. Raises InputError where it is gone."""
-    found = _objects.get(number)
+    found = _objects.get(_sites.local_number(number))
     if found is None:
         raise InputError(
             f"number {number} names no batch of this process; keep the BatchAttention alive"
@@ -368,7 +372,8 @@ def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor |
         worst = high if high > -low else low
     elif isinstance(q_offset, int) and not isinstance(q_offset, bool):
         worst = q_offset
-        held = torch.full((max(0, count),), q_offset if abs(q_offset) < 2**62 else 0)
+        fits = q_offset if abs(q_offset) < 2**62 else 0
+        held = torch.full((max(0, count),), fits, dtype=torch.int64, device="cpu")
         array = host_array("q_offset", held)[0]
     else:
         raise InputError(

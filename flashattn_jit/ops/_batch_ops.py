@@ -36,9 +36,10 @@ def run_by_op(
     """(out, lse) through the registered op."""
     given = split_params(params)
     with_lse = return_lse or (partial and not pointwise)
-    numbers = [*given.scalars] if scale is None else [*given.scalars, scale]
+    scalars = [*given.scalars] if scale is None else [*given.scalars, scale]
+    numbers = torch.tensor(scalars, dtype=torch.float64, device="cpu")
     values = (
-        given.tensors, torch.tensor(numbers, dtype=torch.float64), number, given.tensor_names,
+        given.tensors, numbers, number, given.tensor_names,
         given.scalar_names, given.fixed, scale is not None, return_lse, partial, with_lse,
     )  # fmt: skip
     ops = torch.ops.flashattn_jit

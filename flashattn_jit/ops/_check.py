@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from ..errors import GradError, InputError
 from ..variants.params import Dims
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
+from ._traced import has_no_values
 
 MAX_HEAD_DIM = 256
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -192,6 +193,11 @@ def check_host_integers(name: str, value: object, planned: str = "lengths") -> t
         raise InputError(
             f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
             f"{planned} are planned on the host, which waits for no device"
+        )
+    if type(value) is not torch.Tensor and has_no_values(value):
+        raise InputError(
+            f"{name} is a {type(value).__name__}, which has no values; {planned} are planned from "
+            "them: plan outside of FakeTensorMode and of tracers"
         )
     return value
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` sees of a call. Imported by the tracer alone.
+"""What ``torch.compile``, torch.export and fake tensors see of a call. Imported for them alone.
 
 A traced call reads the tensors and numbers that its variant captures, by the paths of its site
 (`_sites`), and emits one op (`_graph_ops`) that takes them as inputs. When the graph runs, that op
@@ -20,12 +20,29 @@ import torch
 from ..variants.spec import FULL, Variant
 from . import _sites
 from ._check import GRAD_MESSAGE
-from ._graph_ops import split_params
-from ._sites import CELL, CELLS, ITEM, ROOT, Plan
+from ._graph_ops import NUMBERS, split_params
+from ._sites import CELL, CELLS, FIRST_EXPORTED, ITEM, ROOT, Plan, Use
 from ._torch_inputs import autocast
+from ._traced import as_inputs, makes_graph
 from .block_mask import lists_of
 
 _OPS = torch.ops.flashattn_jit
+
+
+def _use() -> Use:
+    if torch.compiler.is_exporting():
+        return "exported"
+    if torch.compiler.is_dynamo_compiling():
+        return "compiled"
+    return "exported" if makes_graph() else "fake"
+
+
+def _emit(op: Any, values: Sequence[Any]) -> Any:
+    """The op, as a node of the graph."""
+    if torch.compiler.is_dynamo_compiling():
+        return op(*values)
+    return op(*as_inputs(values))
+
 
 # Dynamo runs these as they are and takes their results for constants. It guards on the identity of
 # variants and on the code of functions.
@@ -88,9 +105,9 @@ def dense(
             with_lse,
         )  # fmt: skip
         if out is None:
-            result, lse = _OPS.call_attention(*values)
+            result, lse = _emit(_OPS.call_attention, values)
         else:
-            result, lse = out, _OPS.call_attention_out(*values, out)
+            result, lse = out, _emit(_OPS.call_attention_out, (*values, out))
     return (result, lse) if with_lse else result
 
 
@@ -125,9 +142,9 @@ def packed(
             target, return_lse, partial, with_lse,
         )  # fmt: skip
         if out is None:
-            result, lse = _OPS.call_varlen_attention(*values)
+            result, lse = _emit(_OPS.call_varlen_attention, values)
         else:
-            result, lse = out, _OPS.call_varlen_attention_out(*values, out)
+            result, lse = out, _emit(_OPS.call_varlen_attention_out, (*values, out))
     return (result, lse) if with_lse else result
 
 
@@ -155,14 +172,16 @@ def batch(
     if problem is not None:
         result, lse = _refuse(q, v, problem)
     else:
+        if _use() == "exported":
+            number = number + FIRST_EXPORTED
         values = (
-            inputs.tensors, inputs.numbers, number, inputs.tensor_names, inputs.scalar_names,
-            inputs.fixed, inputs.has_scale, return_lse, partial, with_lse,
+            q, k, v, inputs.tensors, inputs.numbers, number, inputs.tensor_names,
+            inputs.scalar_names, inputs.fixed, inputs.has_scale, return_lse, partial, with_lse,
         )  # fmt: skip
         if out is None:
-            result, lse = _OPS.batch_attention(q, k, v, *values)
+            result, lse = _emit(_OPS.batch_attention, values)
         else:
-            result, lse = out, _OPS.batch_attention_out(q, k, v, *values, out)
+            result, lse = out, _emit(_OPS.batch_attention_out, (*values, out))
     return (result, lse) if with_lse else result
 
 
@@ -179,7 +198,7 @@ def flex(
 ) -> tuple[Any, Any, Any]:
     """`run_flex` while it is traced."""
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    plan = _function_site(score_mod, mask_mod)
+    plan = _function_site(score_mod, mask_mod, _use())
     captured, numbers = _read({"score_mod": score_mod, "mask_mod": mask_mod}, plan)
     inputs = _Inputs(
         captured, [], _pack(numbers, scale), plan.number, [], [], "", scale is not None
@@ -194,9 +213,8 @@ def flex(
         sizes: Sequence[Sequence[int]] = ((), ())
         if block_mask is not None:
             lists, sizes = lists_of(block_mask), (block_mask.BLOCK_SIZE, block_mask.shape)
-        out, lse, max_scores = _OPS.call_flex_attention(
-            query, key, value, *inputs, *lists, *sizes, enable_gqa, want_lse, want_max
-        )
+        values = (query, key, value, *inputs, *lists, *sizes, enable_gqa, want_lse, want_max)
+        out, lse, max_scores = _emit(_OPS.call_flex_attention, values)
     return out, lse if want_lse else None, max_scores if want_max else None
 
 
@@ -220,10 +238,20 @@ def sdpa(
     if problem is not None:
         return _refuse(query, value, problem)[0]
     query, key, value = autocast(query, key, value)
-    return _OPS.call_scaled_dot_product_attention(
+    values = (
         query, key, value, attn_mask, inputs.numbers, inputs.has_scale, dropout_p, is_causal,
         enable_gqa,
     )  # fmt: skip
+    return _emit(_OPS.call_scaled_dot_product_attention, values)
+
+
+def append(
+    k: Any, v: Any, k_pages: Any, v_pages: Any, q_indptr: Any, paged: Any, target: Any
+) -> None:
+    """`append_paged_kv` while it is traced."""
+    tables = (paged.page_indptr, paged.page_indices, paged.last_page_len)
+    values = (k, v, k_pages, v_pages, q_indptr, *tables, paged.page_size, target)
+    _emit(_OPS.call_append_paged_kv, values)
 
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -236,10 +264,10 @@ def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, 
         variant = FULL
     if isinstance(variant, Variant):
         names = [name.partition(":")[0] for name in given.scalar_names]
-        plan = _variant_site(variant, tuple(given.tensor_names), tuple(names))
+        plan = _variant_site(variant, tuple(given.tensor_names), tuple(names), _use())
         captured, numbers = _read(variant, plan)
     else:
-        plan = _callable_site(variant)
+        plan = _callable_site(variant, _use())
         captured, numbers = _read({_hook_name(variant): variant}, plan)
     return plan, _Inputs(
         captured,
@@ -275,7 +303,7 @@ def _pack(numbers: Sequence[Any], scale: Any) -> torch.Tensor:
     """Numbers as one tensor, an input of the op: new values do not change the graph."""
     one = torch.ones((), dtype=torch.float64, device="cpu")
     # A product is what the compiler can make of a float without specialising on its value.
-    values = [one * x for x in (*numbers, scale) if isinstance(x, (int, float))]
+    values = [torch.mul(one, x) for x in (*numbers, scale) if isinstance(x, NUMBERS)]
     return torch.stack(values) if values else torch.empty(0, dtype=torch.float64, device="cpu")
 
 
@@ -304,10 +332,10 @@ def _problem(
     for tensor in optional:
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             return _Problem("InputError", f"expected a tensor or None, got {type(tensor).__name__}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, NUMBERS)):
         return _Problem("InputError", f"scale must be a float or None, got {type(scale).__name__}")
     if isinstance(q_offset, bool) or not (
-        isinstance(q_offset, (torch.Tensor, int)) or q_offset == "end"
+        isinstance(q_offset, (torch.Tensor, int, torch.SymInt)) or q_offset == "end"
     ):
         got = type(q_offset).__name__
         message = f'q_offset must be an int, a tensor [batch] or "end", got {got}'
@@ -323,6 +351,7 @@ def _problem(
 
 def _refuse(q: Any, v: Any, problem: _Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """Puts the error in the graph: it is raised, as what it is, when the graph runs."""
-    q = q.detach() if isinstance(q, torch.Tensor) else torch.empty(1, 1)
-    v = v.detach() if isinstance(v, torch.Tensor) else torch.empty(1, 1)
-    return _OPS.refuse(q, v, problem.kind, problem.message)  # type: ignore[no-any-return]
+    q = q.detach() if isinstance(q, torch.Tensor) else torch.empty(1, 1, device="cpu")
+    v = v.detach() if isinstance(v, torch.Tensor) else torch.empty(1, 1, device="cpu")
+    values = (q, v, problem.kind, problem.message)
+    return _emit(_OPS.refuse, values)  # type: ignore[no-any-return]

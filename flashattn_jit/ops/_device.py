@@ -132,7 +132,7 @@ def make_plan(
 def _upload(data: bytes, device: torch.device) -> torch.Tensor:
     """The bytes on a device, by an asynchronous copy on its current stream."""
     # Torch's allocator of pinned memory reuses it once the copy is done.
-    pinned = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=True)
     pinned.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return pinned.to(device, non_blocking=True)
 

@@ -9,37 +9,31 @@ from __future__ import annotations
 
 import torch
 
+from ..variants.modes import is_quiet, outside_modes
+
 _keys = torch._C._dispatch_keys
-_modes = torch._C._dispatch_tls_local_include_set
-_function_modes = torch._C._len_torch_function_stack
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 _TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def _learn() -> tuple[set[int], frozenset[int]]:
-    """The key sets of plain CPU tensors and of threads in which nothing listens."""
-    keys, modes = set(), set()
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            keys.add(_keys(torch.empty(0)).raw_repr())
-            modes.add(_modes().raw_repr())
-    return keys, frozenset(modes)
-
-
-_PLAIN_KEYS, _QUIET_MODES = _learn()
+_PLAIN_KEYS: set[int] = set()
 
 
 def learn_device(device: torch.device) -> None:
     """Know the key sets of plain tensors on a device, on which a call was planned."""
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            _PLAIN_KEYS.add(_keys(torch.empty(0, device=device)).raw_repr())
+    with outside_modes():
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                _PLAIN_KEYS.add(_keys(torch.empty(0, device=device)).raw_repr())
+
+
+learn_device(torch.device("cpu"))
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
     """Whether the op on these tensors is exactly its implementation here."""
-    if _function_modes() or _profiling() or _modes().raw_repr() not in _QUIET_MODES:
+    if _profiling() or not is_quiet():
         return False
     for tensor in tensors:
         if type(tensor) not in _TYPES or _keys(tensor).raw_repr() not in _PLAIN_KEYS:

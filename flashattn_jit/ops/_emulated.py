@@ -94,5 +94,5 @@ def extent(
 
 def aligned_empty(size: int) -> torch.Tensor:
     """uint8 memory, aligned as allocations of a device are."""
-    raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+    raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
     return raw[-raw.data_ptr() % _ALIGNMENT :][:size]

@@ -18,10 +18,11 @@ from .. import errors
 from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
-from ._register import KEYS, LIBRARY, refuse_vmap
+from ._register import KEYS, LIBRARY, refuse_vmap, writes_only
 from ._shapes import Result, dense_shapes, lse_shape, packed_shapes, plain_shape
 from .attention import Offset, run_dense
 from .block_mask import keep_states
+from .paged import Paged
 from .varlen import run_packed
 
 Tensors = Sequence[torch.Tensor]
@@ -38,6 +39,9 @@ _LISTS = (
     "Tensor? kv_num_blocks, Tensor? kv_indices, Tensor? full_kv_num_blocks, "
     "Tensor? full_kv_indices, SymInt[] block_size, SymInt[] mask_shape"
 )
+
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 class Values(NamedTuple):
@@ -105,8 +109,9 @@ def split_params(params: Mapping[str, Any]) -> Given:
         if isinstance(value, torch.Tensor):
             tensor_names.append(name)
             tensors.append(value)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            scalar_names.append(name + (":int" if isinstance(value, int) else ":float"))
+        elif isinstance(value, NUMBERS) and not isinstance(value, bool):
+            whole = isinstance(value, (int, torch.SymInt))
+            scalar_names.append(name + (":int" if whole else ":float"))
             scalars.append(value)
         else:
             fixed.append(f"{name!r}: {value!r}")
@@ -228,6 +233,14 @@ def _sdpa(
     return run_sdpa(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
+def _append(k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+    from .append import run_append
+
+    k_pages, v_pages, q_indptr, page_indptr, page_indices, last_page_len, size, target = rest
+    paged = Paged(page_indptr, page_indices, last_page_len, size)
+    run_append(k, v, k_pages, v_pages, q_indptr, paged, target)
+
+
 def _refuse(q: torch.Tensor, v: torch.Tensor, kind: str, message: str) -> Result:
     error = getattr(errors, kind, errors.FlashAttnJitError)
     raise error(message)
@@ -312,6 +325,12 @@ register(
     f"call_scaled_dot_product_attention({_QKV}, Tensor? attn_mask, Tensor numbers, "
     "bool has_scale, float dropout_p, bool is_causal, bool enable_gqa) -> Tensor",
     _sdpa, _sdpa_shapes,
+)  # fmt: skip
+register(
+    "call_append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, "
+    "Tensor q_indptr, Tensor page_indptr, Tensor page_indices, Tensor last_page_len, "
+    "SymInt page_size, str? target) -> ()",
+    _append, writes_only,
 )  # fmt: skip
 register(
     "refuse(Tensor q, Tensor v, str kind, str message) -> (Tensor, Tensor)", _refuse, _refuse_shapes

@@ -115,7 +115,7 @@ def _token_lists(sparsity: TokenSparse, batch: Lengths) -> KeyLists:
     if indices.numel() and _checks_entries(indices):
         _check_tokens(indices, batch)
     rows = batch.num_q_tokens
-    begin = torch.arange(rows * heads, dtype=torch.int32).mul_(topk)
+    begin = torch.arange(rows * heads, dtype=torch.int32, device="cpu").mul_(topk)
     if per_head:
         begin = begin.view(rows, heads).t().reshape(-1)
     return KeyLists(

@@ -218,7 +218,7 @@ def launch(
     """Run a planned call on the tensors that it was planned for. The GIL is released meanwhile."""
     workspace = None
     if planned.workspace_bytes:
-        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8)
+        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device="cpu")
     address = q.data_ptr()
     planned.call.launch(
         address,

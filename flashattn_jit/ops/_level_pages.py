@@ -71,7 +71,7 @@ def _divided(paged: Paged, level: int | None, size: int, device: torch.device) -
 
 def _check_lengths(stored: Stored, level: int | None) -> None:
     """As all lengths are checked, by planning them without queries."""
-    empty = [torch.zeros(n, dtype=torch.int64) for n in (0, 1, len(stored.held[0]))]
+    empty = [torch.zeros(n, dtype=torch.int64, device="cpu") for n in (0, 1, len(stored.held[0]))]
     none, zero, rows = (host_array("zeros", t)[0] for t in empty)
     nothing = (None, zero, none, stored.page_size, 0)
     try:

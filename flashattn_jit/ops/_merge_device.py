@@ -53,7 +53,7 @@ def _merge_some(
                 lse_stride=[0, 0, 0] if merged_lse is None else list(merged_lse.stride()),
                 tensors=shapes,
             ),
-            torch.tensor([[0, 0, 1, 0, rows, 0, 0, -1]]),
+            torch.tensor([[0, 0, 1, 0, rows, 0, 0, -1]], device="cpu"),
             _C.WRITE_LSE if lses else 0,
         )  # fmt: skip
 

@@ -169,7 +169,7 @@ def _level(
     storage = Paged(
         torch.from_numpy(_indptr(counts)),
         torch.from_numpy(np.concatenate(pages)).to(device),
-        torch.full((len(nodes),), size, dtype=torch.int32),
+        torch.full((len(nodes),), size, dtype=torch.int32, device="cpu"),
         size,
     )
     q_indptr = torch.from_numpy(_indptr([len(t) for t in tokens]))

@@ -69,14 +69,14 @@ def _merge_shapes(
     return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
 
 
-def _writes_only(*args: object) -> None:
-    return None
+def writes_only(*args: object) -> None:
+    """The shapes of an op that returns nothing."""
 
 
 torch.library.register_fake("flashattn_jit::attention", _dense_shapes, lib=LIBRARY)
-torch.library.register_fake("flashattn_jit::attention_out", _writes_only, lib=LIBRARY)
+torch.library.register_fake("flashattn_jit::attention_out", writes_only, lib=LIBRARY)
 torch.library.register_fake("flashattn_jit::varlen_attention", _packed_shapes, lib=LIBRARY)
-torch.library.register_fake("flashattn_jit::varlen_attention_out", _writes_only, lib=LIBRARY)
+torch.library.register_fake("flashattn_jit::varlen_attention_out", writes_only, lib=LIBRARY)
 torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=LIBRARY)
 
 

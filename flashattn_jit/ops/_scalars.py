@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 
 from ..errors import ParamError
+from ..variants.modes import outside_modes
 
-_EMPTY = torch.empty(0, dtype=torch.float64)
-
+with outside_modes():
+    _EMPTY = torch.empty(0, dtype=torch.float64, device="cpu")
 
 _EXACT = 2**53  # float64 holds every integer up to here
 
@@ -22,7 +23,8 @@ def _packed(values: tuple[int | float, ...], kinds: tuple[type, ...]) -> torch.T
                 f"a hook captures the integer {value}; scalar params hold integers up to 2**53: "
                 "capture it as a 0-dim int64 tensor"
             )
-    return torch.tensor(values, dtype=torch.float64)
+    with outside_modes():
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def pack_scalars(values: tuple[int | float, ...]) -> torch.Tensor:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import enum
+import secrets
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -78,16 +79,42 @@ CELLS = _Cells()
 _sites: list[Site] = []
 _lock = threading.Lock()
 
+Use = Literal["compiled", "exported", "fake"]
+"""What becomes of a traced call. compiled: a graph of ``torch.compile``, which guards on the
+variant. exported: a graph on its own, of torch.export or make_fx. fake: shapes, and no graph."""
+
+# An exported graph can be saved, and loaded by another process whose sites and batches have the
+# same numbers: its numbers are counted from here on, which is another number in each process.
+FIRST_EXPORTED = secrets.randbits(30) + 1 << 32
+
+
+def local_number(number: int) -> int:
+    """A number of a graph as this process counts.
+
+    Raises:
+        InputError: the graph is of another process.
+    """
+    if number < 1 << 32:
+        return number
+    if number >> 32 != FIRST_EXPORTED >> 32:
+        raise InputError(
+            "this graph was exported by another process, where its variants and batches are; "
+            "export it in the process that runs it"
+        )
+    return number - FIRST_EXPORTED
+
 
 def site(number: int) -> Site:
-    """The site of a number that a plan gave."""
-    return _sites[number]
+    """The site of a number that a plan gave. Raises InputError as `local_number` does."""
+    return _sites[local_number(number)]
 
 
-def _number(made: Site) -> int:
+def _number(made: Site, use: Use) -> int:
+    if use == "fake":
+        return -1  # never run
     with _lock:
         _sites.append(made)
-        return len(_sites) - 1
+        return len(_sites) - 1 + (FIRST_EXPORTED if use == "exported" else 0)
 
 
 def _cell_reader(cell: types.CellType) -> str:
@@ -116,12 +143,20 @@ def _refused(error: Exception) -> Plan:
 
 
 class _VariantSite(Site):
-    """A `Variant` object: its numbers are read when the graph runs, its tensors are inputs."""
+    """A `Variant` object: its numbers are read when the graph runs, its tensors are inputs.
 
-    def __init__(self, chosen: Variant, count: int, places: Sequence[int]) -> None:
+    numbers: those by index that stay as they are now. keep: the site keeps the variant alive.
+    """
+
+    def __init__(
+        self, chosen: Variant, count: int, places: Sequence[int], numbers: Mapping[int, float],
+        keep: bool,
+    ) -> None:  # fmt: skip
         self._variant = weakref.ref(chosen)
+        self._kept = chosen if keep else None
         self._count = count
         self._places = tuple(places)
+        self._numbers = dict(numbers)
 
     def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
         chosen = self._variant()
@@ -139,7 +174,9 @@ class _VariantSite(Site):
             out = list(own)
             for place, tensor in zip(self._places, tensors, strict=True):
                 out[place] = _laid_out_as(tensor, own[place])
-            return tuple(out), own_numbers
+            if not self._numbers:
+                return tuple(out), own_numbers
+            return tuple(out), tuple(self._numbers.get(i, x) for i, x in enumerate(own_numbers))
 
         return put
 
@@ -153,11 +190,11 @@ def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         )
     if tensor is own or stride_pattern(tensor) == stride_pattern(own):
         return tensor
-    return torch.empty_strided(own.shape, own.stride(), dtype=own.dtype).copy_(tensor)
+    return tensor.new_empty_strided(own.shape, own.stride()).copy_(tensor)
 
 
 def variant_site(
-    chosen: Variant, tensor_names: tuple[str, ...], scalar_names: tuple[str, ...]
+    chosen: Variant, tensor_names: tuple[str, ...], scalar_names: tuple[str, ...], use: Use
 ) -> Plan:
     """The plan of a call of a Variant. The names are those of the params that the call gives."""
     try:
@@ -170,7 +207,8 @@ def variant_site(
         values = [_stand_in(d, d.name in given) for d in chosen._declared]
         walk = Walk(chosen, params=param_locations(chosen._declared, values))
         paths = _Paths(walk, chosen)
-        paths.use_cell_readers()
+        if use == "compiled":
+            paths.use_cell_readers()
         for i, d in enumerate(chosen._declared):
             if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor):
                 steps = (*_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name))
@@ -181,9 +219,13 @@ def variant_site(
             if index is not None:
                 places.append(place)
                 tensors.append(index)
-        made = _VariantSite(chosen, len(walk.tensors), places)
+        own = walk.param_numbers
+        fixed = {i: x for i, x in enumerate(walk.numbers) if own.get(i) not in given}
+        made = _VariantSite(
+            chosen, len(walk.tensors), places, fixed if use == "exported" else {}, use == "exported"
+        )
         return Plan(
-            _number(made), tuple(paths.made), tuple(tensors), pointwise=_is_pointwise(chosen)
+            _number(made, use), tuple(paths.made), tuple(tensors), pointwise=_is_pointwise(chosen)
         )
     except Exception as error:
         return _refused(error)
@@ -195,7 +237,7 @@ def _stand_in(declared: Any, given: bool) -> Any:
     if value is MISSING and not callable(declared.param.default):
         value = declared.param.default
     if declared.param.kind == "tensor":
-        return torch.empty(0) if given or value is MISSING else value
+        return torch.empty(0, device="cpu") if given or value is MISSING else value
     return declared.param.type(0) if given or value is MISSING else value
 
 
@@ -254,7 +296,7 @@ class _FunctionSite(Site):
         return put
 
 
-def function_site(score_mod: Any, mask_mod: Any) -> Plan:
+def function_site(score_mod: Any, mask_mod: Any, use: Use) -> Plan:
     """The plan of a call of bare hooks, either None; a lone mask_mod or score_mod, too."""
     try:
         mask_mod = own_mask_mod(mask_mod)
@@ -272,20 +314,20 @@ def function_site(score_mod: Any, mask_mod: Any) -> Plan:
         made = _FunctionSite(walk, [type(x) for x in walk.numbers])
         indices = tuple(i for i in wanted if i is not None)
         return Plan(
-            _number(made), tuple(paths.made), indices[:count], indices[count:],
+            _number(made, use), tuple(paths.made), indices[:count], indices[count:],
             tuple(i for i in fixed if i is not None),
         )  # fmt: skip
     except Exception as error:
         return _refused(error)
 
 
-def callable_site(hook: Any) -> Plan:
+def callable_site(hook: Any, use: Use) -> Plan:
     """The plan of a call of one bare hook, a score_mod or a mask_mod by its arguments."""
     try:
         hooks = as_variant(hook).hooks()
     except Exception as error:
         return _refused(error)
-    return function_site(hooks.get("score_mod"), hooks.get("mask_mod"))
+    return function_site(hooks.get("score_mod"), hooks.get("mask_mod"), use)
 
 
 def hook_name(hook: Any) -> str:

@@ -56,7 +56,7 @@ class Workspace:
         if self._given is not None:
             space = self._given[:wanted]
         elif self._device.type == "cpu":  # where torch aligns to 64 bytes
-            space = torch.empty(wanted + ALIGNMENT, dtype=torch.uint8)
+            space = torch.empty(wanted + ALIGNMENT, dtype=torch.uint8, device=self._device)
             space = space[-space.data_ptr() % ALIGNMENT :][:wanted]
         else:
             space = torch.empty(wanted, dtype=torch.uint8, device=self._device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from .. import _C
@@ -14,7 +15,9 @@ from ..errors import InputError
 from . import _check
 from ._device import launch
 from ._device_launch import LaunchTensors
+from ._direct import is_direct
 from ._placement import on_cpu, place_utility
+from ._traced import is_traced
 from ._utility import UtilityWork, addresses, layouts, plan_utility
 from .paged import Paged, PageTable, read_pages
 from .varlen import request_lengths
@@ -62,6 +65,26 @@ def append_paged_kv(
     Example:
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
+    given = (k, v, k_pages, v_pages)
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+    if not direct and is_traced((*given, q_indptr)):
+        from ._compiled import append
+
+        append(*given, q_indptr, paged, target)
+    else:
+        run_append(*given, q_indptr, paged, target)
+
+
+def run_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    q_indptr: torch.Tensor,
+    paged: Paged,
+    target: str | None,
+) -> None:
+    """`append_paged_kv` outside of the tracer."""
     for name, new, cache in (("k", k, k_pages), ("v", v, v_pages)):
         _check_pair(name, new, cache)
     if k.shape[:2] != v.shape[:2]:
@@ -138,13 +161,14 @@ def _on_cpu(
     q_lens: Sequence[int],
     table: PageTable,
 ) -> None:
-    new = torch.tensor(q_lens)
-    starts = torch.cumsum(new, 0) - new
-    request = torch.repeat_interleave(torch.arange(len(q_lens)), new)
-    first = torch.tensor(table.kv_len) - new - starts
-    key = torch.arange(k.shape[0]) + first[request]
-    entry = torch.tensor(table.page_indptr[:-1])[request] + key // table.page_size
-    page, slot = table.page_indices[entry].long(), key % table.page_size
+    new = np.asarray(q_lens, np.int64)
+    starts = np.cumsum(new) - new
+    request = np.repeat(np.arange(len(new)), new)
+    first = np.asarray(table.kv_len, np.int64) - new - starts
+    key = np.arange(k.shape[0]) + first[request]
+    entry = np.asarray(table.page_indptr[:-1], np.int64)[request] + key // table.page_size
+    page = table.page_indices[torch.from_numpy(entry)].long()
+    slot = torch.from_numpy(key % table.page_size)
     k_pages[page, slot] = k
     v_pages[page, slot] = v
 
@@ -209,7 +233,7 @@ def _items(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
         for row in range(0, new_len, _ITEM_TOKENS):
             end = min(new_len, row + _ITEM_TOKENS)
             items.append((b, 0, 1, row, end, first + row, first + end, -1))
-    return torch.tensor(items, dtype=torch.int32)
+    return torch.tensor(items, dtype=torch.int32, device="cpu")
 
 
 def _unit_bytes(views: Sequence[torch.Tensor]) -> int:

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import torch
 
 from ..errors import InputError
-from ..variants.binding import Swap, bind
+from ..variants.binding import Swap, bind, bind_outside_modes
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _dense, _handles
 from ._dense import result_dtype
 from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
+from ._traced import is_traced
 
 Offset = int | torch.Tensor | Literal["end"]
 
@@ -79,7 +80,11 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
-    if torch.compiler.is_dynamo_compiling():
+    given: tuple[Any, ...] = (q, k, v)
+    if kv_len is not None or isinstance(q_offset, torch.Tensor):
+        given = (*given, *(x for x in (kv_len, q_offset) if isinstance(x, torch.Tensor)))
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+    if not direct and is_traced((*given, out)):
         from ._compiled import dense
 
         return dense(  # type: ignore[no-any-return]
@@ -87,7 +92,7 @@ def attention(
         )
     result, lse = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
-        return_lse=return_lse, partial=partial, out=out, target=target,
+        return_lse=return_lse, partial=partial, out=out, target=target, direct=direct,
     )  # fmt: skip
     return result if lse is None else (result, lse)
 
@@ -109,15 +114,18 @@ def run_dense(
     out: torch.Tensor | None = None,
     target: str | None = None,
     swap: Swap | None = None,
+    direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Checks and computes (out, lse) of a dense call; lse is None unless asked for.
 
     block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
-    block_size (q_block, kv_block). swap: see `bind`. The rest is as for `attention`, which see for
-    what it raises.
+    block_size (q_block, kv_block). swap: see `bind`. direct: what `is_direct` says of q, k and v,
+    where that is known. The rest is as for `attention`, which see for what it raises.
     """
+    if direct is None:
+        direct = is_direct(q, k, v)
     dims = _check.check_dense(q, k, v)
-    bound = bind(chosen, dims, params, swap)
+    bound = (bind if direct else bind_outside_modes)(chosen, dims, params, swap)
     ir = bound.ir
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = ir.normalizer == "pointwise"
@@ -132,7 +140,7 @@ def run_dense(
     scalars = pack_scalars(bound.scalars)
     lse: torch.Tensor | None
     if out is None:
-        run = _dense.dense if is_direct(q, k, v) else _attention_op
+        run = _dense.dense if direct else _attention_op
         result, lse = run(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, with_lse, partial, target,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..variants.modes import on_host
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase
 from .attention import Offset
@@ -47,6 +48,7 @@ class BatchAttention(BatchBase):
         >>> outs = [batch.run(q, k_pages, v_pages) for q, k_pages, v_pages in layers]
     """
 
+    @on_host
     def plan(
         self,
         q_indptr: torch.Tensor,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import InputError, VariantError
+from ..variants.modes import on_host
 from ..variants.queries import keys_read_request
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
@@ -62,6 +63,7 @@ class CascadeAttention(BatchBase):
         >>> out = cascade.run(q, k_pages, v_pages)
     """
 
+    @on_host
     def plan(
         self, levels: Sequence[CascadeLevel], *, q_offset: Offset = "end", **mask_params: object
     ) -> Plan:
@@ -126,6 +128,7 @@ def _read(number: int, level: CascadeLevel, device: torch.device) -> Level:
     return Level(rows, tokens, read_storage(level.storage, device, where), (held, held_tokens))
 
 
+@on_host
 def cascade_levels(
     q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int = 1
 ) -> list[CascadeLevel]:

@@ -11,6 +11,8 @@ from ..errors import InputError
 from ..variants.binding import Swap
 from ..variants.spec import FULL, Dims, Variant, variant
 from . import _check, _torch_inputs
+from ._direct import is_direct
+from ._traced import is_traced
 from .attention import run_dense
 from .block_mask import Blocks, check_mask_device, read_block_mask
 
@@ -77,7 +79,9 @@ def flex_attention(
     want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     want_max = return_aux is not None and bool(return_aux.max_scores)
     run: Callable[..., Any] = run_flex
-    if torch.compiler.is_dynamo_compiling():
+    given = (query, key, value)
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+    if not direct and is_traced(given):
         from ._compiled import flex
 
         run = flex

@@ -93,8 +93,8 @@ def merge(
         from . import _merge_device
 
         return _merge_device.merge(outs, lses, target)
-    out = torch.empty(outs[0].shape, dtype=torch.float32)
-    lse = torch.empty(outs[0].shape[:-1] if lses else 0, dtype=torch.float32)
+    out = torch.empty(outs[0].shape, dtype=torch.float32, device="cpu")
+    lse = torch.empty(outs[0].shape[:-1] if lses else 0, dtype=torch.float32, device="cpu")
     outs = [o if o.stride(-1) == 1 else o.contiguous() for o in outs]
     _C.merge_states(
         [o.data_ptr() for o in outs],

@@ -8,6 +8,8 @@ from ..errors import InputError, TorchInputError
 from ..variants.library.masks import Causal, Full
 from ..variants.spec import Variant, tensor
 from . import _torch_inputs
+from ._direct import is_direct
+from ._traced import is_traced
 from .attention import run_dense
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
@@ -81,7 +83,9 @@ def scaled_dot_product_attention(
     Example:
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
-    if torch.compiler.is_dynamo_compiling():
+    given = (query, key, value)
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+    if not direct and is_traced((*given, attn_mask)):
         from ._compiled import sdpa
 
         return sdpa(  # type: ignore[no-any-return]

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
-from ..variants.binding import Swap, bind
+from ..variants.binding import Swap, bind, bind_outside_modes
 from ..variants.spec import Dims, Variant, as_variant
 from . import _check, _handles
 from ._dense import result_dtype
+from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
+from ._traced import is_traced
 from .attention import Offset
 
 
@@ -60,7 +62,9 @@ def varlen_attention(
     Example:
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
-    if torch.compiler.is_dynamo_compiling():
+    given = (q, k, v, q_indptr, kv_indptr)
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+    if not direct and is_traced((*given, q_offset, out)):
         from ._compiled import packed
 
         return packed(  # type: ignore[no-any-return]
@@ -70,7 +74,7 @@ def varlen_attention(
     result, lse = run_packed(
         q, k, v, q_indptr, kv_indptr, as_variant(variant), params, max_q_len=max_q_len,
         max_kv_len=max_kv_len, scale=scale, q_offset=q_offset, return_lse=return_lse,
-        partial=partial, out=out, target=target,
+        partial=partial, out=out, target=target, direct=direct,
     )  # fmt: skip
     return result if lse is None else (result, lse)
 
@@ -93,10 +97,12 @@ def run_packed(
     out: torch.Tensor | None = None,
     target: str | None = None,
     swap: Swap | None = None,
+    direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Checks and computes (out, lse) of a packed call; lse is None unless asked for.
 
-    swap: see `bind`. The rest is as for `varlen_attention`, which see for what it raises.
+    swap: see `bind`. direct: what `is_direct` says of q, k and v, where that is known. The rest is
+    as for `varlen_attention`, which see for what it raises.
     """
     _check.check_tensors(
         q, k, v,
@@ -120,7 +126,9 @@ def run_packed(
         num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2],
         q.device,
     )  # fmt: skip
-    bound = bind(chosen, dims, params, swap)
+    if direct is None:
+        direct = is_direct(q, k, v)
+    bound = (bind if direct else bind_outside_modes)(chosen, dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
     _check.check_lse(return_lse, pointwise)
@@ -185,12 +193,11 @@ def resolve_offsets(
             raise InputError(
                 f'q_offset must be an int, a tensor [num_requests] or "end", got {q_offset!r}'
             )
-        return torch.tensor(
-            [k - q for q, k in zip(q_lens, kv_lens, strict=True)], dtype=torch.int64
-        )
+        ends = [k - q for q, k in zip(q_lens, kv_lens, strict=True)]
+        return torch.tensor(ends, dtype=torch.int64, device="cpu")
     if isinstance(q_offset, bool) or not isinstance(q_offset, int) or abs(q_offset) > 2**30:
         raise InputError(
             f'q_offset must be "end", a tensor [num_requests] or an int in [-2**30, 2**30], got '
             f"{q_offset!r}"
         )
-    return torch.full((len(q_lens),), q_offset, dtype=torch.int64)
+    return torch.full((len(q_lens),), q_offset, dtype=torch.int64, device="cpu")

@@ -16,6 +16,7 @@ import torch
 from flashattn_jit.errors import ParamError
 from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Extractor, Walk
+from flashattn_jit.variants.modes import outside_modes
 from flashattn_jit.variants.params import Declared, Dims, resolve
 from flashattn_jit.variants.trace_host import Finish, Source
 from flashattn_jit.variants.trace_variant import Traced, trace_variant
@@ -133,6 +134,14 @@ def bind(
             break
         return _finish(structure, tensors, numbers, dims)
     return _bind_new(variant, dims, declared, values, swap)
+
+
+def bind_outside_modes(
+    variant: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None = None
+) -> Bound:
+    """`bind` where a mode of torch may be on, which must not change what is remembered."""
+    with outside_modes():
+        return bind(variant, dims, params, swap)
 
 
 def _finish(

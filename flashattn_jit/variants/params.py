@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashattn_jit.errors import ParamError, VariantError
+from flashattn_jit.variants.modes import outside_modes
 from flashattn_jit.variants.promotion import DTYPE_NAMES
 
 RESERVED = frozenset({
@@ -126,9 +127,10 @@ class Param:
             if key in self._made:
                 return self._made[key]
         watch = _Watch(dims)
-        value = self.default(watch)
-        if isinstance(value, torch.Tensor) and value.device != dims.device:
-            value = value.to(dims.device)
+        with outside_modes(), dims.device:
+            value = self.default(watch)
+            if isinstance(value, torch.Tensor) and value.device != dims.device:
+                value = value.to(dims.device)
         if dims.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return value  # of the graph's memory, and not computed yet

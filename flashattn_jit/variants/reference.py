@@ -51,15 +51,16 @@ def attention_reference(
     """
     batch, num_q_heads, q_rows, _ = q.shape
     _, num_kv_heads, kv_rows, _ = k.shape
-    lens = torch.full((batch,), kv_rows) if kv_len is None else kv_len.long().cpu()
+    lens = _each(batch, kv_rows) if kv_len is None else kv_len.long().cpu()
     dims = Dims(batch, num_q_heads, num_kv_heads, q_rows, kv_rows, q.shape[3], v.shape[3], q.device)
-    starts = torch.arange(batch)
+    starts = torch.arange(batch, device="cpu")
     lengths = _Lengths(
-        torch.full((batch,), q_rows), lens, starts * q_rows, starts * kv_rows,
-        _offsets(q_offset, lens, torch.full((batch,), q_rows)),
+        _each(batch, q_rows), lens, starts * q_rows, starts * kv_rows,
+        _offsets(q_offset, lens, _each(batch, q_rows)),
     )  # fmt: skip
     run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial)
-    results = [run.request(b, q[b], k[b], v[b]) for b in range(batch)]
+    with q.device:  # what hooks make themselves
+        results = [run.request(b, q[b], k[b], v[b]) for b in range(batch)]
     outs, lses = [r[0] for r in results], [r[1] for r in results]
     if not results:
         return q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype), run.empty_lse(q.shape[:3], q)
@@ -101,7 +102,8 @@ def varlen_reference(
         rows = slice(int(q_starts[b]), int(q_starts[b + 1]))
         keys = slice(int(kv_starts[b]), int(kv_starts[b + 1]))
         parts = (q[rows], k[keys], v[keys])
-        one, one_lse = run.request(b, *(x.transpose(0, 1) for x in parts))
+        with q.device:  # what hooks make themselves
+            one, one_lse = run.request(b, *(x.transpose(0, 1) for x in parts))
         out[rows] = one.transpose(0, 1)
         if lse is not None and one_lse is not None:
             lse[rows] = one_lse.transpose(0, 1)
@@ -137,7 +139,11 @@ def _offsets(q_offset: Offset, kv_lens: Tensor, q_lens: Tensor) -> Tensor:
         return kv_lens - q_lens
     if isinstance(q_offset, Tensor):
         return q_offset.long().cpu().expand(len(q_lens))
-    return torch.full((len(q_lens),), int(q_offset))
+    return _each(len(q_lens), int(q_offset))
+
+
+def _each(batch: int, value: int) -> Tensor:
+    return torch.full((batch,), value, dtype=torch.int64, device="cpu")
 
 
 class _Run:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
 
 _MAKERS = frozenset({"tensor", "as_tensor", "scalar_tensor", "full", "zeros", "ones", "empty",
-                     "arange", "linspace", "eye", "from_numpy", "asarray", "logspace"})  # fmt: skip
+                     "arange", "linspace", "eye", "asarray", "logspace"})  # fmt: skip
 # The second line: functions of `operator`.
 _DYNAMIC = ELEMENTWISE | {"add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift",
                           "rshift", "and_", "or_", "xor", "lt", "le", "gt", "ge", "eq"}  # fmt: skip
@@ -47,7 +47,7 @@ def host_call(
         return host_call(t, torch.tensor, "tensor", (args[1],), kwargs)
     if name in ("is_tensor", "is_floating_point", "numel", "is_same_size"):
         return _answer(name, args)
-    if name in _MAKERS and t.device.type != "cpu" and kwargs.get("device") is None:
+    if name in _MAKERS and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": t.device}
     if name not in _DYNAMIC:
         args = map_tree(args, _pinned)

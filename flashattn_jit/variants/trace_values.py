@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from flashattn_jit.errors import TraceError
+from flashattn_jit.variants.modes import outside_modes
 from flashattn_jit.variants.promotion import TORCH_DTYPES
 from flashattn_jit.variants.trace_host import HostTensor, HostText, Source
 
@@ -301,7 +302,8 @@ def _type_of(x: Any, *more: Any) -> Any:
     )
 
 
-_EXAMPLE = torch.empty(0)
+with outside_modes():
+    _EXAMPLE = torch.empty(0, device="cpu")
 STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
 """Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.builtins import q_len, q_row
+from flashattn_jit.variants.modes import remembered
 from flashattn_jit.variants.spec import Dims, Variant, scalar, tensor
 
 
-@functools.lru_cache(maxsize=64)
+@remembered(64)
 def _slopes(num_q_heads: int, device: torch.device) -> Tensor:
     def powers(n: int) -> list[float]:
         return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]

@@ -20,8 +20,10 @@ def document_ids(lengths: Sequence[int], device: torch.device | str | None = Non
     """
     if any(n < 0 for n in lengths):
         raise InputError(f"lengths of documents must be 0 or more, got {list(lengths)}")
-    ids = torch.arange(len(lengths), dtype=torch.int32)
-    return ids.repeat_interleave(torch.tensor(list(lengths), dtype=torch.int64)).to(device)
+    ids = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
+    return ids.repeat_interleave(torch.tensor(list(lengths), dtype=torch.int64, device="cpu")).to(
+        device
+    )
 
 
 class DocumentMask(Variant):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
+from flashattn_jit.variants.modes import outside_modes
 from flashattn_jit.variants.spec import Variant, scalar, tensor
 
 
@@ -90,8 +91,9 @@ def RelativeBias(
 @functools.lru_cache(maxsize=64)
 def _bucket_bias(num_buckets: int, max_distance: int, bidirectional: bool) -> type[BucketBias]:
     # At max_distance and beyond every distance is in the last bucket of its side.
-    distances = torch.arange(-max_distance, max_distance + 1)
-    buckets = t5_buckets(distances, num_buckets, max_distance, bidirectional)
+    with outside_modes():  # kept with the class
+        distances = torch.arange(-max_distance, max_distance + 1, device="cpu")
+        buckets = t5_buckets(distances, num_buckets, max_distance, bidirectional)
 
     class RelativeBias(BucketBias):
         __doc__ = BucketBias.__doc__

@@ -16,6 +16,7 @@ from flashattn_jit.variants.library.rope_scaling import (
     NoScaling,
     RopeScaling,
 )
+from flashattn_jit.variants.modes import remembered
 from flashattn_jit.variants.spec import Dims, Variant, scalar, tensor
 
 
@@ -147,7 +148,7 @@ def rope_tables(
 
 @functools.lru_cache(maxsize=256)
 def _table_rope(config: _Config) -> type[TableRope]:
-    @functools.lru_cache(maxsize=8)
+    @remembered(8)
     def made(
         head_dim: int, length: int, positions: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:

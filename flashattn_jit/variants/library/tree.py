@@ -81,4 +81,4 @@ def tree_bits(parents: Sequence[int] | Tensor) -> Tensor:
         return word - (1 << 64) if word >> 63 else word
 
     rows = [[signed((s >> (64 * w)) & (2**64 - 1)) for w in range(words)] for s in sees]
-    return torch.tensor(rows, dtype=torch.int64).reshape(1, len(sees), words)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(1, len(sees), words)

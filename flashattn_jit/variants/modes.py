@@ -1,0 +1,97 @@
+"""Torch's modes: whether one is on, and how work on the host stays out of them.
+
+A default device, FakeTensorMode, a tracer, a functional transform and inference mode all change
+what torch's functions return. A tensor that is kept between calls must not be made under one, or it
+would change later calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_function_modes = torch._C._len_torch_function_stack
+_included_keys = torch._C._dispatch_tls_local_include_set
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Code inside makes ordinary CPU tensors, whatever modes are on around it."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device("cpu"))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))  # which enables gradients
+            stack.enter_context(torch.no_grad())
+        if torch._C._len_torch_dispatch_stack() or _len_pre_dispatch():
+            # Imports tracers, which whoever pushed a mode has imported.
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def on_host(work: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that reads and makes host values alone: it runs outside of torch's modes."""
+
+    @functools.wraps(work)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if is_quiet():
+            return work(*args, **kwargs)
+        with outside_modes():
+            return work(*args, **kwargs)
+
+    return run
+
+
+def _len_pre_dispatch() -> int:
+    return int(torch._ops._len_torch_dispatch_stack_pre_dispatch())
+
+
+def _learn() -> frozenset[int]:
+    found = set()
+    with outside_modes():
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                found.add(_included_keys().raw_repr())
+    return frozenset(found)
+
+
+_QUIET = _learn()  # the dispatch keys of a thread in which nothing listens
+
+
+def is_quiet() -> bool:
+    """Whether no mode and no transform is on in this thread; inference mode does not count."""
+    return not _function_modes() and _included_keys().raw_repr() in _QUIET
+
+
+def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """`functools.lru_cache` for functions that make tensors: under a mode nothing is kept.
+
+    There the function makes what that mode makes of it, such as fake tensors.
+    """
+
+    def decorate(make: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.lru_cache(maxsize=most)
+        def kept(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with outside_modes():
+                return make(*args, **kwargs)
+
+        @functools.wraps(make)
+        def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if torch.compiler.is_dynamo_compiling() or not is_quiet():
+                return make(*args, **kwargs)
+            return kept(*args, **kwargs)  # type: ignore[arg-type]  # hashable, as lru_cache wants
+
+        return made
+
+    return decorate
+
+
+__all__ = ["is_quiet", "on_host", "outside_modes", "remembered"]
