@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from ..errors import InputError, LaunchError
+from ..variants.modes import need_values
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
 from ..variants.spec import Variant, as_variant
@@ -169,7 +170,7 @@ class BatchBase:
             from ._compiled import batch
 
             return batch(  # type: ignore[no-any-return]
-                self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
+                self, q, k, v, params, scale, return_lse, partial, out
             )
         if direct:
             planned = self.in_force()
@@ -239,6 +240,7 @@ class BatchBase:
     ) -> Plan:
         """Plan a batch and put it in force; an error leaves the plan before it in force."""
         options = self._kernels.options
+        _check_values(sparsity, params)
         if options.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise LaunchError(
                 "plan() while a CUDA graph is captured: plan before the capture, capture run(), "
@@ -329,6 +331,14 @@ class BatchBase:
 
 
 # --- parts ----------------------------------------------------------------------------------------
+
+
+def _check_values(sparsity: Sparsity | None, params: Params) -> None:
+    """The tensors that work is planned by have values; those of storage are checked as read."""
+    parts = [(n, getattr(sparsity, n, None)) for n in getattr(type(sparsity), "__slots__", ())]
+    for name, value in [*parts, *params.items()]:
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        need_values(name, "batches are planned from them", tensors)
 
 
 def by_number(number: int) -> BatchBase:

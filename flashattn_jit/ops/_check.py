@@ -9,9 +9,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import GradError, InputError
+from ..variants.modes import need_values
 from ..variants.params import Dims
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
-from ._traced import has_no_values
 
 MAX_HEAD_DIM = 256
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -194,11 +194,8 @@ def check_host_integers(name: str, value: object, planned: str = "lengths") -> t
             f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
             f"{planned} are planned on the host, which waits for no device"
         )
-    if type(value) is not torch.Tensor and has_no_values(value):
-        raise InputError(
-            f"{name} is a {type(value).__name__}, which has no values; {planned} are planned from "
-            "them: plan outside of FakeTensorMode and of tracers"
-        )
+    if type(value) is not torch.Tensor:
+        need_values(name, f"{planned} are planned from them", (value,))
     return value
 
 

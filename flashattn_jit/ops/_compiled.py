@@ -21,7 +21,7 @@ from ..variants.spec import FULL, Variant
 from . import _sites
 from ._check import GRAD_MESSAGE
 from ._graph_ops import NUMBERS, split_params
-from ._sites import CELL, CELLS, FIRST_EXPORTED, ITEM, ROOT, Plan, Use
+from ._sites import CELL, CELLS, ITEM, ROOT, Plan, Use
 from ._torch_inputs import autocast
 from ._traced import as_inputs, makes_graph
 from .block_mask import lists_of
@@ -49,6 +49,7 @@ def _emit(op: Any, values: Sequence[Any]) -> Any:
 _variant_site = torch.compiler.assume_constant_result(_sites.variant_site)
 _function_site = torch.compiler.assume_constant_result(_sites.function_site)
 _callable_site = torch.compiler.assume_constant_result(_sites.callable_site)
+_exported_number = torch.compiler.assume_constant_result(_sites.exported_number)
 _hook_name = torch.compiler.assume_constant_result(_sites.hook_name)
 
 
@@ -149,8 +150,7 @@ def packed(
 
 
 def batch(
-    number: int,
-    pointwise: bool,
+    owner: Any,
     q: Any,
     k: Any,
     v: Any,
@@ -168,12 +168,13 @@ def batch(
         given.fixed, scale is not None,
     )  # fmt: skip
     problem = _problem(Plan(-1), (q, k, v), inputs, scale, 0, None, (out,))
-    with_lse = return_lse or (partial and not pointwise)
+    with_lse = return_lse or (partial and not owner._pointwise)
     if problem is not None:
         result, lse = _refuse(q, v, problem)
     else:
+        number = owner._number
         if _use() == "exported":
-            number = number + FIRST_EXPORTED
+            number = _exported_number(owner)
         values = (
             q, k, v, inputs.tensors, inputs.numbers, number, inputs.tensor_names,
             inputs.scalar_names, inputs.fixed, inputs.has_scale, return_lse, partial, with_lse,
@@ -303,7 +304,8 @@ def _pack(numbers: Sequence[Any], scale: Any) -> torch.Tensor:
     """Numbers as one tensor, an input of the op: new values do not change the graph."""
     one = torch.ones((), dtype=torch.float64, device="cpu")
     # A product is what the compiler can make of a float without specialising on its value.
-    values = [torch.mul(one, x) for x in (*numbers, scale) if isinstance(x, NUMBERS)]
+    found: list[Any] = [x for x in (*numbers, scale) if isinstance(x, NUMBERS)]
+    values = [one * x for x in found]
     return torch.stack(values) if values else torch.empty(0, dtype=torch.float64, device="cpu")
 
 

@@ -81,6 +81,8 @@ def params_of(
     has_scale: bool,
 ) -> tuple[list[float], dict[str, Any], float | None]:
     """(captured numbers, params, scale) from the inputs of an op."""
+    # A package of AOTInductor (torch 2.13) gives None for an empty list of names.
+    tensor_names, scalar_names = tensor_names or (), scalar_names or ()
     values = numbers.tolist()
     scale = values.pop() if has_scale else None
     own = len(values) - len(scalar_names)

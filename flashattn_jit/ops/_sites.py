@@ -77,6 +77,7 @@ class _Cells:
 
 CELLS = _Cells()
 _sites: list[Site] = []
+_exported: list[Any] = []
 _lock = threading.Lock()
 
 Use = Literal["compiled", "exported", "fake"]
@@ -102,6 +103,13 @@ def local_number(number: int) -> int:
             "export it in the process that runs it"
         )
     return number - FIRST_EXPORTED
+
+
+def exported_number(owner: Any) -> int:
+    """The number of a batch in an exported graph, which keeps the batch alive."""
+    with _lock:
+        _exported.append(owner)
+    return int(owner._number) + FIRST_EXPORTED
 
 
 def site(number: int) -> Site:

@@ -6,11 +6,12 @@ Such tensors have no values to plan with. The call then is one op (`_compiled`),
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from ..variants.modes import has_no_values
 
 _KEYS = torch._C._TorchDispatchModeKey
 _active = torch._C._get_dispatch_mode
@@ -24,24 +25,7 @@ def is_traced(values: Iterable[object]) -> bool:
         return True
     if torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return True
-    kinds = _kinds()
-    return bool(kinds) and any(isinstance(x, kinds) for x in values)
-
-
-def _kinds() -> tuple[type, ...]:
-    """The tensor classes of tracers; who has not imported them has no such tensors."""
-    found = []
-    for module, name in (("fake_tensor", "FakeTensor"), ("functional_tensor", "FunctionalTensor")):
-        loaded = sys.modules.get(f"torch._subclasses.{module}")
-        if loaded is not None:
-            found.append(getattr(loaded, name))
-    return tuple(found)
-
-
-def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor of a tracer or of FakeTensorMode."""
-    kinds = _kinds()
-    return bool(kinds) and isinstance(tensor, kinds)
+    return any(isinstance(x, torch.Tensor) and has_no_values(x) for x in values)
 
 
 def makes_graph() -> bool:

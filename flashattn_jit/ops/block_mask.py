@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError, TorchInputError
+from ..variants.modes import on_host
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block: not visited, visited with the mask, visited without it."""
@@ -154,6 +155,7 @@ def lists_of(mask: Any) -> Lists:
     )
 
 
+@on_host
 def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
     """The map of a mask, made once for the same lists, unchanged; None where all is partial.
 

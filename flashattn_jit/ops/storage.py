@@ -14,6 +14,7 @@ import torch
 
 from .. import env
 from ..errors import InputError
+from ..variants.modes import need_values
 from ._check import INT32_MAX, check_host_integers
 from .paged import Paged
 
@@ -114,6 +115,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
 
 
 def _page_indices(indices: object, device: torch.device, where: str) -> torch.Tensor:
+    need_values(f"{where}page_indices", "batches are planned from them", (indices,))
     if not isinstance(indices, torch.Tensor) or indices.dim() != 1:
         raise InputError(f"{where}page_indices must be a tensor [number of pages in use]")
     if indices.dtype not in _INTEGERS:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
+
+from flashattn_jit.errors import InputError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,7 +45,7 @@ def on_host(work: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(work)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if is_quiet():
+        if torch.compiler.is_dynamo_compiling() or is_quiet():
             return work(*args, **kwargs)
         with outside_modes():
             return work(*args, **kwargs)
@@ -71,6 +74,29 @@ def is_quiet() -> bool:
     return not _function_modes() and _included_keys().raw_repr() in _QUIET
 
 
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of FakeTensorMode or of a tracer."""
+    if type(tensor) is torch.Tensor:
+        return False
+    # Who has not imported the classes has no such tensors.
+    for module, name in (("fake_tensor", "FakeTensor"), ("functional_tensor", "FunctionalTensor")):
+        loaded = sys.modules.get(f"torch._subclasses.{module}")
+        if loaded is not None and isinstance(tensor, getattr(loaded, name)):
+            return True
+    return False
+
+
+def need_values(what: str, why: str, tensors: Iterable[object]) -> None:
+    """Raises InputError where one of the tensors has no values; why: what needs them."""
+    traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and (traced or has_no_values(tensor)):
+            raise InputError(
+                f"{what} is a tensor without values (a {type(tensor).__name__}), but {why}; call "
+                "it outside of FakeTensorMode and of tracers"
+            )
+
+
 def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """`functools.lru_cache` for functions that make tensors: under a mode nothing is kept.
 
@@ -94,4 +120,6 @@ def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorate
 
 
-__all__ = ["is_quiet", "on_host", "outside_modes", "remembered"]
+__all__ = [
+    "has_no_values", "is_quiet", "need_values", "on_host", "outside_modes", "remembered",
+]  # fmt: skip

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.variants.builtins import CONTEXT
+from flashattn_jit.variants.modes import need_values
 from flashattn_jit.variants.params import Dims, resolve
 from flashattn_jit.variants.spec import CppHook, Variant, as_variant
 
@@ -49,6 +50,7 @@ def attention_reference(
     [B, Hq, Sq, Dv] in `dtype`; lse [B, Hq, Sq], float32 at least, or None for a pointwise
     normaliser.
     """
+    need_values("q, k or v", "the reference computes them", (q, k, v))
     batch, num_q_heads, q_rows, _ = q.shape
     _, num_kv_heads, kv_rows, _ = k.shape
     lens = _each(batch, kv_rows) if kv_len is None else kv_len.long().cpu()
@@ -87,6 +89,7 @@ def varlen_reference(
     q_indptr, kv_indptr: [B + 1], first row of each request and the end. The rest is as for
     `attention_reference`; out is [Nq, Hq, Dv], lse [Nq, Hq].
     """
+    need_values("q, k or v", "the reference computes them", (q, k, v))
     q_starts, kv_starts = q_indptr.long().cpu(), kv_indptr.long().cpu()
     q_lens, kv_lens = q_starts.diff(), kv_starts.diff()
     batch = len(q_lens)

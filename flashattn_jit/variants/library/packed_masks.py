@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,8 @@ def document_ids(lengths: Sequence[int], device: torch.device | str | None = Non
     """
     if any(n < 0 for n in lengths):
         raise InputError(f"lengths of documents must be 0 or more, got {list(lengths)}")
-    ids = torch.arange(len(lengths), dtype=torch.int32, device="cpu")
-    return ids.repeat_interleave(torch.tensor(list(lengths), dtype=torch.int64, device="cpu")).to(
-        device
-    )
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), list(lengths))
+    return torch.tensor(ids, dtype=torch.int32, device=device or "cpu")
 
 
 class DocumentMask(Variant):

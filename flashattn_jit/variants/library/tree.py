@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError
+from flashattn_jit.variants.modes import need_values, on_host
 from flashattn_jit.variants.spec import Variant, tensor
 
 
@@ -57,6 +58,7 @@ def pack_bits(mask: Tensor) -> Tensor:
     return torch.sum(bits << torch.arange(64, device=mask.device), dim=-1)
 
 
+@on_host
 def tree_bits(parents: Sequence[int] | Tensor) -> Tensor:
     """The bits of one tree: token t sees itself and its ancestors.
 
@@ -67,6 +69,7 @@ def tree_bits(parents: Sequence[int] | Tensor) -> Tensor:
     >>> tree_bits([-1, 0, 0])[0, :, 0]
     tensor([1, 3, 5])
     """
+    need_values("parents", "a tree is made of them", (parents,))
     sees: list[int] = []
     for token, parent in enumerate(int(p) for p in parents):
         if not -1 <= parent < token:

@@ -1,0 +1,153 @@
+"""A process of its own for one mode: every subject twice under it, then once without.
+
+    python -m tests.modes.worker MODE FILE
+
+writes {subject: outcome} to FILE. A fresh process remembers nothing, so that whatever the mode
+leaves behind is seen by the plain calls after it. Results are compared with those of a process that
+knew no mode at all (`plain`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Listens(TorchFunctionMode):
+    """A mode of torch functions that changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Watches(TorchDispatchMode):
+    """A mode of operators that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Zeroes(TorchDispatchMode):
+    """A mode that changes the values of what it sees; nothing of that may stay."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "flashattn_jit" in str(func) or not isinstance(result, Tensor):
+            return result
+        return result.zero_() if result.is_floating_point() and result.numel() else result
+
+
+@contextlib.contextmanager
+def _default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def _default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "plain": contextlib.nullcontext,
+    "device meta": lambda: torch.device("meta"),
+    "default device meta": lambda: _default_device("meta"),
+    "default device cpu": lambda: _default_device("cpu"),
+    "default dtype float64": _default_dtype,
+    "function mode": Listens,
+    "dispatch mode": Watches,
+    "two modes": lambda: _both(torch.device("meta"), Watches()),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "profiler": torch.profiler.profile,
+    "autocast float32": lambda: torch.autocast("cpu", torch.float32, enabled=False),
+    "deterministic": lambda: _deterministic(),
+    "zeroing mode": Zeroes,
+    "fake tensors": FakeTensorMode,
+}
+CHANGING = ("zeroing mode", "fake tensors")
+"""Modes under which results are not the plain ones."""
+if torch.cuda.is_available():
+    MODES["default device cuda"] = lambda: _default_device("cuda")
+
+
+@contextlib.contextmanager
+def _both(*modes: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def flat(result: Any) -> list[Tensor]:
+    """The tensors of a result."""
+    return [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor)]
+
+
+def outcome(run: Callable[[], Any], expected: Any) -> str:
+    """ "equal", or what is different, or the class and text of an error."""
+    try:
+        found = flat(run())
+    except Exception as error:
+        return f"{type(error).__module__}.{type(error).__name__}: {error}"
+    if expected is None:
+        return "equal"
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+            return f"result {i} is {a.dtype} {list(a.shape)} on {a.device}, not {b.shape}"
+        if type(a) is not Tensor:
+            return f"result {i} is a {type(a).__name__}"
+        if not torch.equal(a, b):
+            return f"result {i} is off by {(a - b).abs().max()}"
+    return "equal"
+
+
+def main() -> None:
+    mode, place = sys.argv[1], Path(sys.argv[2])
+    before = None
+    if mode != "plain":
+        before = torch.load(place.with_name("plain.pt"))
+    early = mode.startswith("import under ")
+    with MODES[mode.removeprefix("import under ")]() if early else contextlib.nullcontext():
+        from tests.modes.subjects import subjects
+    outcomes, results = {}, {}
+    for subject in subjects():
+        wanted = None if before is None else before[subject.name]
+        with MODES[mode.removeprefix("import under ")]():
+            seen = [outcome(subject.run, wanted) for _ in range(2)]
+        seen.append(outcome(subject.run, wanted))
+        outcomes[subject.name] = seen
+        if mode == "plain":
+            results[subject.name] = flat(subject.run())
+    if mode == "plain":
+        torch.save(results, place.with_name("plain.pt"))
+    torch.save(outcomes, place)
+
+
+if __name__ == "__main__":
+    main()
