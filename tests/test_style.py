@@ -212,3 +212,68 @@ def test_text_means_the_same_on_every_machine() -> None:
 def test_examples_are_short(path: Path) -> None:
     """The numbered ones, which users copy; what they import may be twice as long."""
     assert len(path.read_text().splitlines()) < (80 if path.name[0].isdigit() else 160)
+
+
+FACTORIES = frozenset(
+    "tensor empty zeros ones full arange linspace logspace eye empty_strided scalar_tensor rand "
+    "randn randint randperm tril_indices triu_indices as_tensor asarray Generator".split()
+)
+"""Functions of torch that make a tensor on the default device, which is the user's to choose."""
+
+
+def makes_tensor(node: ast.AST, names: frozenset[str] = FACTORIES) -> bool:
+    """Whether it is a call ``torch.<name>(...)``."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and node.func.attr in names
+    )
+
+
+def test_every_tensor_is_made_on_a_named_device() -> None:
+    """Under another default device it would be elsewhere, or have no values at all."""
+    wrong = []
+    for path in PYTHON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if makes_tensor(node):
+                assert isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                named = "device" in [k.arg for k in node.keywords] or (
+                    node.func.attr == "Generator" and node.args
+                )
+                if not named:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, f"no device= in {', '.join(wrong)}"
+
+
+def test_tensors_that_are_kept_are_made_outside_of_modes() -> None:
+    """Made at import or remembered by a cache, they would stay what a mode made of them."""
+    wrong = []
+    for path in PYTHON:
+        tree = ast.parse(path.read_text())
+        outside = {
+            id(inner)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.With) and "outside_modes" in ast.dump(node)
+            for inner in ast.walk(node)
+        }
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda)]
+        in_functions = {id(inner) for f in functions for inner in ast.walk(f)}
+        kept = {
+            id(inner)
+            for f in functions
+            if isinstance(f, ast.FunctionDef)
+            and any("cache" in ast.unparse(d).split("(")[0] for d in f.decorator_list)
+            for inner in ast.walk(f)
+            if not any(inner in ast.walk(g) for g in functions if g is not f and g in ast.walk(f))
+        }
+        for node in ast.walk(tree):
+            lasting = id(node) in kept or id(node) not in in_functions
+            if (
+                lasting
+                and id(node) not in outside
+                and makes_tensor(node, FACTORIES | {"from_numpy"})
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")  # type: ignore[attr-defined]
+    assert not wrong, f"kept, but not made in outside_modes(): {', '.join(wrong)}"

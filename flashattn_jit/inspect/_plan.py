@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from ..errors import CompileError, InputError
 from ..jit.module import find_kernel
 from ..ops import _handles
 from ..ops._dense import _geometry, bind_tensors, like_q_strides
-from ..ops._launch import DTYPE_NAMES, PlannedCall, planned_call
+from ..ops._launch import DTYPE_NAMES, planned_call
 from ..planner import Problem
 from ..variants.bounds import MaskParams
 from ..variants.params import Dims
@@ -71,8 +71,19 @@ def layout_of(
     return Layout(q, k, v, lengths, offsets)
 
 
-def plan(layout: Layout, bound: Bound, name: str, target: str) -> PlannedCall | CompileError:
-    """The planned call, which compiles the kernel where no cache has it; or why it does not."""
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The figures of a planned call."""
+
+    num_work: int
+    most_splits: int
+    workspace_bytes: int
+    total_cost: int
+    critical_cost: int
+
+
+def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule | CompileError:
+    """The schedule of the call, whose kernel is compiled if need be; or why it does not compile."""
     handle = _handles.remember(bound.handle, bound.ir, name)
     known = _handles.structure(handle)
     addresses, layouts = bind_tensors(known, bound.tensors)[:2]
@@ -84,9 +95,10 @@ def plan(layout: Layout, bound: Bound, name: str, target: str) -> PlannedCall | 
         bound.scalars if known.schedule_reads_scalars else None,
     )  # fmt: skip
     try:
-        return planned_call(_geometry(*signature), known, addresses)
+        call = planned_call(_geometry(*signature), known, addresses)
     except CompileError as error:
         return error
+    return Schedule(**{f.name: getattr(call, f.name) for f in fields(Schedule)})
 
 
 def artifact_path(document: str) -> str | None:

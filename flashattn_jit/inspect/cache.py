@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from .. import env
 from ..jit import module as _module
@@ -81,7 +80,7 @@ def cache_info() -> CacheInfo:
         bytes=size,
         layers=tuple((layer.name, layer.location) for layer in layers()),
         in_memory=len(_module.default._modules),
-        hits=MappingProxyType(dict(counters.hits)),
+        hits=dict(counters.hits),
         misses=counters.misses,
         compiles=counters.compiles,
         compile_s=counters.compile_s,

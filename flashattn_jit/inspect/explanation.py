@@ -17,7 +17,6 @@ from ..errors import CompileError, InputError
 from ..jit.key import KernelKey, kernel_key
 from ..jit.toolchain import flags_for
 from ..ops._check import check_dense, check_lengths
-from ..ops._launch import PlannedCall
 from ..planner import (
     Device,
     Hardware,
@@ -32,7 +31,7 @@ from ..variants.ir import VariantIR, format_graph
 from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
 from ._dims import complete_dims
-from ._plan import Layout, artifact_path, layout_of, plan
+from ._plan import Layout, Schedule, artifact_path, layout_of, plan
 from ._table import kib, si, table
 from .device_plan import DevicePlan, device_plan, machine
 from .plots import draw, require_matplotlib
@@ -51,7 +50,7 @@ class Plan:
     candidates: tuple[TileChoice, ...]
     spec: KernelSpec
     key: KernelKey
-    call: PlannedCall | None
+    call: Schedule | None
     error: CompileError | None
     num_threads: int
 

@@ -111,6 +111,7 @@ class BatchBase:
             )
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)
+        self._target = target  # as given: a copy may be unpickled on another machine
         self._state: Any = None
         self._habits = Habits(
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
@@ -118,6 +119,19 @@ class BatchBase:
         self._planned: Planned | None = None
         self._number = next(_numbers)
         _objects[self._number] = self
+
+    def __reduce__(self) -> Any:
+        # A copy has the same options and a number of its own, and nothing planned.
+        options = self._kernels.options
+        made = {
+            "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
+            "head_dim": options.head_dim, "head_dim_v": options.head_dim_v,
+            "q_dtype": options.q_dtype, "kv_dtype": options.kv_dtype, "device": options.device,
+            "workspace": self._workspace.given, "limits": options.limits,
+            "cuda_graph": options.cuda_graph, "batch_invariant": options.batch_invariant,
+            "target": self._target,
+        }  # fmt: skip
+        return _made_again, (type(self), self._variant, made)
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -181,6 +195,7 @@ class BatchBase:
             placed = [("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])]
             for name, tensor in placed:
                 _batch_run.check_place(name, tensor, self._kernels.options.device)
+            _check.check_grad([x for x in given if isinstance(x, torch.Tensor)])
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
             )
@@ -349,6 +364,10 @@ def by_number(number: int) -> BatchBase:
             f"number {number} names no batch of this process; keep the BatchAttention alive"
         )
     return found
+
+
+def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, Any]) -> BatchBase:
+    return kind(variant, **options)
 
 
 def _device(device: str | torch.device) -> torch.device:

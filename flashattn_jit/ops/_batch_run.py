@@ -20,6 +20,7 @@ from ._workspace import Workspace
 from .storage import owner_of
 
 _RAGGED = "[num_kv_tokens, num_kv_heads, {}]"
+_CPU = torch.device("cpu")
 _PAGED = "[num_pages, page_size, num_kv_heads, {}]"
 
 
@@ -112,7 +113,7 @@ class Planned:
             variation.ready[signature] = ready
         call, shape, dtype = ready.call, ready.shape, ready.dtype
         scale = self.scale if scale is None else _check.check_scale(scale, options.head_dim)
-        device = None if self.cpu else q.device
+        device = _CPU if self.cpu else q.device
         if out is None:
             result = torch.empty(shape, dtype=dtype, device=device)
         else:

@@ -23,18 +23,18 @@ from ._check import GRAD_MESSAGE
 from ._graph_ops import NUMBERS, split_params
 from ._sites import CELL, CELLS, ITEM, ROOT, Plan, Use
 from ._torch_inputs import autocast
-from ._traced import as_inputs, makes_graph
+from ._traced import as_inputs, is_fake, refuse_functionalize
 from .block_mask import lists_of
 
 _OPS = torch.ops.flashattn_jit
 
 
-def _use() -> Use:
+def _use(*tensors: Any) -> Use:
     if torch.compiler.is_exporting():
         return "exported"
     if torch.compiler.is_dynamo_compiling():
         return "compiled"
-    return "exported" if makes_graph() else "fake"
+    return "fake" if is_fake(tensors) else "exported"
 
 
 def _emit(op: Any, values: Sequence[Any]) -> Any:
@@ -42,6 +42,13 @@ def _emit(op: Any, values: Sequence[Any]) -> Any:
     if torch.compiler.is_dynamo_compiling():
         return op(*values)
     return op(*as_inputs(values))
+
+
+def _emit_out(op: Any, values: Sequence[Any], out: Any) -> Any:
+    """The op that writes to `out`."""
+    if not torch.compiler.is_dynamo_compiling():
+        refuse_functionalize("out", (out,))
+    return _emit(op, (*values, out))
 
 
 # Dynamo runs these as they are and takes their results for constants. It guards on the identity of
@@ -94,7 +101,7 @@ def dense(
     target: Any,
 ) -> Any:
     """`attention` while it is traced."""
-    plan, inputs = _inputs(variant, params, scale)
+    plan, inputs = _inputs(variant, params, scale, _use(q, k, v))
     problem = _problem(plan, (q, k, v), inputs, scale, q_offset, target, (kv_len, out))
     with_lse = return_lse or (partial and not plan.pointwise)
     if problem is not None:
@@ -108,7 +115,7 @@ def dense(
         if out is None:
             result, lse = _emit(_OPS.call_attention, values)
         else:
-            result, lse = out, _emit(_OPS.call_attention_out, (*values, out))
+            result, lse = out, _emit_out(_OPS.call_attention_out, values, out)
     return (result, lse) if with_lse else result
 
 
@@ -130,7 +137,7 @@ def packed(
     target: Any,
 ) -> Any:
     """`varlen_attention` while it is traced."""
-    plan, inputs = _inputs(variant, params, scale)
+    plan, inputs = _inputs(variant, params, scale, _use(q, k, v))
     tensors = (q, k, v, q_indptr, kv_indptr)
     problem = _problem(plan, tensors, inputs, scale, q_offset, target, (out,))
     with_lse = return_lse or (partial and not plan.pointwise)
@@ -145,7 +152,7 @@ def packed(
         if out is None:
             result, lse = _emit(_OPS.call_varlen_attention, values)
         else:
-            result, lse = out, _emit(_OPS.call_varlen_attention_out, (*values, out))
+            result, lse = out, _emit_out(_OPS.call_varlen_attention_out, values, out)
     return (result, lse) if with_lse else result
 
 
@@ -173,7 +180,7 @@ def batch(
         result, lse = _refuse(q, v, problem)
     else:
         number = owner._number
-        if _use() == "exported":
+        if _use(q, k, v) == "exported":
             number = _exported_number(owner)
         values = (
             q, k, v, inputs.tensors, inputs.numbers, number, inputs.tensor_names,
@@ -182,7 +189,7 @@ def batch(
         if out is None:
             result, lse = _emit(_OPS.batch_attention, values)
         else:
-            result, lse = out, _emit(_OPS.batch_attention_out, (*values, out))
+            result, lse = out, _emit_out(_OPS.batch_attention_out, values, out)
     return (result, lse) if with_lse else result
 
 
@@ -199,7 +206,7 @@ def flex(
 ) -> tuple[Any, Any, Any]:
     """`run_flex` while it is traced."""
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    plan = _function_site(score_mod, mask_mod, _use())
+    plan = _function_site(score_mod, mask_mod, _use(query, key, value))
     captured, numbers = _read({"score_mod": score_mod, "mask_mod": mask_mod}, plan)
     inputs = _Inputs(
         captured, [], _pack(numbers, scale), plan.number, [], [], "", scale is not None
@@ -250,6 +257,8 @@ def append(
     k: Any, v: Any, k_pages: Any, v_pages: Any, q_indptr: Any, paged: Any, target: Any
 ) -> None:
     """`append_paged_kv` while it is traced."""
+    if not torch.compiler.is_dynamo_compiling():
+        refuse_functionalize("k_pages or v_pages", (k_pages, v_pages))
     tables = (paged.page_indptr, paged.page_indices, paged.last_page_len)
     values = (k, v, k_pages, v_pages, q_indptr, *tables, paged.page_size, target)
     _emit(_OPS.call_append_paged_kv, values)
@@ -258,17 +267,17 @@ def append(
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _inputs(variant: Any, params: Mapping[str, Any], scale: Any) -> tuple[Plan, _Inputs]:
+def _inputs(variant: Any, params: Mapping[str, Any], scale: Any, use: Use) -> tuple[Plan, _Inputs]:
     """The plan of a call's site and what the op is given."""
     given = split_params(params)
     if variant is None:
         variant = FULL
     if isinstance(variant, Variant):
         names = [name.partition(":")[0] for name in given.scalar_names]
-        plan = _variant_site(variant, tuple(given.tensor_names), tuple(names), _use())
+        plan = _variant_site(variant, tuple(given.tensor_names), tuple(names), use)
         captured, numbers = _read(variant, plan)
     else:
-        plan = _callable_site(variant, _use())
+        plan = _callable_site(variant, use)
         captured, numbers = _read({_hook_name(variant): variant}, plan)
     return plan, _Inputs(
         captured,

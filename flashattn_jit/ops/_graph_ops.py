@@ -18,8 +18,9 @@ from .. import errors
 from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
-from ._register import KEYS, LIBRARY, refuse_vmap, writes_only
+from ._register import KEYS, LIBRARY, writes_only
 from ._shapes import Result, dense_shapes, lse_shape, packed_shapes, plain_shape
+from ._traced import refuse_vmap
 from .attention import Offset, run_dense
 from .block_mask import keep_states
 from .paged import Paged
@@ -68,7 +69,7 @@ def _values(
 ) -> Values:
     own, params, scale = params_of(tensors, numbers, tensor_names, scalar_names, fixed, has_scale)
     at = _sites.site(site)
-    given, inner = tuple(captured), tuple(own)
+    given, inner = tuple(captured or ()), tuple(own)
     return Values(at.variant(given, inner), at.swap(given, inner), params, scale)
 
 
@@ -81,8 +82,8 @@ def params_of(
     has_scale: bool,
 ) -> tuple[list[float], dict[str, Any], float | None]:
     """(captured numbers, params, scale) from the inputs of an op."""
-    # A package of AOTInductor (torch 2.13) gives None for an empty list of names.
-    tensor_names, scalar_names = tensor_names or (), scalar_names or ()
+    # A package of AOTInductor (torch 2.13) gives None for an empty list.
+    tensors, tensor_names, scalar_names = tensors or (), tensor_names or (), scalar_names or ()
     values = numbers.tolist()
     scale = values.pop() if has_scale else None
     own = len(values) - len(scalar_names)

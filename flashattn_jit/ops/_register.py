@@ -7,13 +7,13 @@ than half of the decorator's 12 us (measured on 2 cores, torch 2.13).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ..errors import InputError
 from . import _dense, _packed, merge
 from ._shapes import Result, dense_shapes, packed_shapes
+from ._traced import refuse_vmap
 
 LIBRARY = torch.library.Library("flashattn_jit", "DEF")
 
@@ -78,14 +78,6 @@ torch.library.register_fake("flashattn_jit::attention_out", writes_only, lib=LIB
 torch.library.register_fake("flashattn_jit::varlen_attention", _packed_shapes, lib=LIBRARY)
 torch.library.register_fake("flashattn_jit::varlen_attention_out", writes_only, lib=LIBRARY)
 torch.library.register_fake("flashattn_jit::merge_states", _merge_shapes, lib=LIBRARY)
-
-
-def refuse_vmap(*args: object) -> NoReturn:
-    """The implementation under `torch.vmap`."""
-    raise InputError(
-        "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim "
-        "into batch, or loop over it"
-    )
 
 
 for _name in (

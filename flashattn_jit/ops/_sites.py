@@ -95,7 +95,7 @@ def local_number(number: int) -> int:
     Raises:
         InputError: the graph is of another process.
     """
-    if number < 1 << 32:
+    if 0 <= number < 1 << 32:
         return number
     if number >> 32 != FIRST_EXPORTED >> 32:
         raise InputError(

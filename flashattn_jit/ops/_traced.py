@@ -7,10 +7,11 @@ Such tensors have no values to plan with. The call then is one op (`_compiled`),
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..errors import InputError
 from ..variants.modes import has_no_values
 
 _KEYS = torch._C._TorchDispatchModeKey
@@ -18,14 +19,43 @@ _active = torch._C._get_dispatch_mode
 
 
 def is_traced(values: Iterable[object]) -> bool:
-    """Whether a tracer or FakeTensorMode is on, or one of the values is a tensor of theirs."""
+    """Whether a tracer or FakeTensorMode is on, or one of the values is a tensor of theirs.
+
+    Raises:
+        InputError: one of the values is a tensor of `torch.vmap`.
+    """
     if torch.compiler.is_dynamo_compiling():
         return True
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    if any(torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        refuse_vmap()
     if any(_active(key) is not None for key in (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)):
         return True
     if torch._ops._len_torch_dispatch_stack_pre_dispatch():
         return True
-    return any(isinstance(x, torch.Tensor) and has_no_values(x) for x in values)
+    return any(has_no_values(x) or torch._is_functional_tensor(x) for x in tensors)
+
+
+def refuse_vmap(*args: object) -> NoReturn:
+    """What the ops do under `torch.vmap`."""
+    raise InputError(
+        "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim "
+        "into batch, or loop over it"
+    )
+
+
+def refuse_functionalize(what: str, values: Iterable[object]) -> None:
+    """Raises InputError where an op would write to a tensor of `torch.func.functionalize`."""
+    if any(isinstance(x, torch.Tensor) and torch._is_functional_tensor(x) for x in values):
+        raise InputError(
+            f"{what} is written to, which torch.func.functionalize cannot follow in an op that is "
+            "not torch's own; call it outside"
+        )
+
+
+def is_fake(values: Sequence[Any]) -> bool:
+    """Whether nothing runs, now or later: fake tensors of which no graph is made."""
+    return _fake_mode(values) is not None and not makes_graph()
 
 
 def makes_graph() -> bool:

@@ -19,11 +19,12 @@ class Workspace:
     given: uint8 tensor [bytes] on the device, or None.
     """
 
-    __slots__ = ("_device", "_given")
+    __slots__ = ("_device", "_given", "given")
 
     def __init__(self, given: object, device: torch.device) -> None:
         """Raises InputError where `given` is no such tensor."""
         self._device = device
+        self.given: torch.Tensor | None = None
         self._given: torch.Tensor | None = None
         if given is None:
             return
@@ -37,6 +38,7 @@ class Workspace:
                 f"workspace must be a contiguous uint8 tensor [bytes], got {list(given.shape)} "
                 f"with strides {list(given.stride())}"
             )
+        self.given = given
         self._given = given[-given.data_ptr() % ALIGNMENT :]
 
     def check(self, wanted: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from os import PathLike
+from typing import NoReturn
 
+from ..errors import InputError
 from ._batch_run import Planned
 
 
@@ -36,6 +38,12 @@ class Plan:
         from ..inspect.batch_plot import plot_plan
 
         plot_plan(self._planned, path)
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a Plan is part of the BatchAttention that made it and cannot be copied or pickled; "
+            "copy that object, and plan() with the copy"
+        )
 
     def __repr__(self) -> str:
         lengths = self._planned.batch.lengths

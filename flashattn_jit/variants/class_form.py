@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import sys
 import types
@@ -104,6 +105,7 @@ class Variant:
     __fajit_params__: ClassVar[dict[str, Param]] = {}
     __fajit_fields__: ClassVar[frozenset[str]] = frozenset()
     __fajit_names__: ClassVar[frozenset[str]] = frozenset({*USER_HOOKS, "normalizer"})
+    __fajit_made_by__: ClassVar[tuple[Any, ...]]
     _shape: Any
     _declared: tuple[Declared, ...]
 
@@ -159,6 +161,13 @@ class Variant:
         for name in cls.__fajit_fields__:
             if name not in self.__dict__ and not hasattr(cls, name):
                 raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
+
+    def __reduce__(self) -> Any:
+        # A class that a function of the library made is found by that function and its arguments.
+        made_by = type(self).__dict__.get("__fajit_made_by__")
+        if made_by is None:
+            return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
+        return _made_again, made_by, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         # What is declared names its owner: a copy makes its own.
@@ -289,6 +298,11 @@ class Variant:
                  if not isinstance(self.__dict__.get(n, MISSING), torch.Tensor)
                  and n in self.__dict__]  # fmt: skip
         return f"{self.name}({', '.join(shown)})"
+
+
+def _made_again(make: Callable[..., type[Variant]], *args: Any) -> Variant:
+    made = make(*args)
+    return made.__new__(made)
 
 
 def _compose(operation: str, *parts: Any) -> Any:

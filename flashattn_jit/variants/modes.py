@@ -32,6 +32,10 @@ def outside_modes() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))  # which enables gradients
             stack.enter_context(torch.no_grad())
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            stack.enter_context(temporarily_clear_interpreter_stack())
         if torch._C._len_torch_dispatch_stack() or _len_pre_dispatch():
             # Imports tracers, which whoever pushed a mode has imported.
             from torch.utils._python_dispatch import _disable_current_modes

@@ -184,6 +184,7 @@ class _Step:
                 f"a hook computes `{name}` from captured tensors, which fails for those of this "
                 f"call (shapes {shapes}): {error}"
             ) from error
+        keep = keep and all(_state(x) is not None for x in inputs)
         is_view = result._is_view() or any(result is x for x in inputs)
         if keep and not is_view and not result.requires_grad and not result.is_inference():
             entry = [(weakref.ref(x), _state(x)) for x in inputs]
@@ -192,9 +193,13 @@ class _Step:
         return result  # type: ignore[no-any-return]
 
 
-def _state(x: torch.Tensor) -> tuple[object, ...]:
-    """What changes when a tensor's values do: its version, and what `x.data = y` exchanges."""
-    return x._version, x.data_ptr(), x.shape, x.stride()
+def _state(x: torch.Tensor) -> tuple[object, ...] | None:
+    """What changes when a tensor's values do: its version, and what `x.data = y` exchanges. None
+    for the tensors of functional transforms, which have no address."""
+    try:
+        return x._version, x.data_ptr(), x.shape, x.stride()
+    except RuntimeError:
+        return None
 
 
 class HostProgram:

@@ -101,6 +101,7 @@ def _bucket_bias(num_buckets: int, max_distance: int, bidirectional: bool) -> ty
         bucket_of: Tensor = tensor("distances", default=lambda dims: buckets.to(dims.device))
         reach: int = scalar(max_distance)
 
+    RelativeBias.__fajit_made_by__ = (_bucket_bias, num_buckets, max_distance, bidirectional)
     return RelativeBias
 
 

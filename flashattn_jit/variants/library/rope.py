@@ -168,6 +168,7 @@ def _table_rope(config: _Config) -> type[TableRope]:
         cos: Tensor = tensor("positions", "pairs", default=lambda dims: tables(dims)[0])
         sin: Tensor = tensor("positions", "pairs", default=lambda dims: tables(dims)[1])
 
+    RoPE.__fajit_made_by__ = (_table_rope, config)
     return RoPE
 
 
@@ -183,6 +184,7 @@ def _computed_rope(config: _Config) -> type[ComputedRope]:
         __doc__ = ComputedRope.__doc__
         turns: Tensor = tensor("pairs", dtype=torch.float64, default=made)
 
+    RoPE.__fajit_made_by__ = (_computed_rope, config)
     return RoPE
 
 

@@ -39,5 +39,5 @@ class LogN(Variant):
 
     def query_mod(self, row: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
         """The formula of the class."""
-        trained = torch.log(torch.tensor(self.train_len))
+        trained = torch.log(torch.tensor(self.train_len, device="cpu"))
         return row * torch.clamp(torch.log(q_idx + 1.0) / trained, min=1.0)

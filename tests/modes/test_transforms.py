@@ -1,0 +1,107 @@
+"""Under functional transforms and with subclasses of tensors: right, or a typed error."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashattn_jit as fa
+from tests.modes.subjects import HOST, PLANS, Subject, subjects
+from tests.modes.worker import flat
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func itself
+
+SUBJECTS = subjects()
+each_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: s.name)
+
+
+class Plain(torch.Tensor):
+    """A subclass that holds data and changes nothing."""
+
+
+class Logging(torch.Tensor):
+    """A subclass that sees the functions that it goes through."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", str(func)))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def assert_plain_again(subject: Subject, expected: list[Tensor]) -> None:
+    for a, b in zip(flat(subject.run()), expected, strict=True):
+        assert type(a) is Tensor and torch.equal(a, b)
+
+
+@each_subject
+@pytest.mark.parametrize("kind", [Plain, Logging, torch.nn.Parameter])
+def test_subclasses_with_data(subject: Subject, kind: Any) -> None:
+    expected = flat(subject.run())
+    for _ in range(2):
+        if kind is torch.nn.Parameter:
+            given = [kind(t, requires_grad=False) for t in subject.tensors]
+        else:
+            given = [t.as_subclass(kind) for t in subject.tensors]
+        for a, b in zip(flat(subject.run(*given)), expected, strict=True):
+            assert torch.equal(torch.Tensor(a), b)
+    assert_plain_again(subject, expected)
+
+
+@each_subject
+def test_vmap_is_refused(subject: Subject) -> None:
+    expected = flat(subject.run())
+    if subject.traits & (HOST | PLANS):
+        return
+    stacked = [torch.stack([t, t]) for t in subject.tensors]
+    for _ in range(2):
+        with pytest.raises(fa.InputError, match="vmap"):
+            torch.vmap(lambda *t: tuple(flat(subject.run(*t))))(*stacked)
+    assert_plain_again(subject, expected)
+
+
+@each_subject
+def test_functionalized(subject: Subject) -> None:
+    expected = flat(subject.run())
+    run = torch.func.functionalize(lambda *t: tuple(flat(subject.run(*t))))
+    for _ in range(2):
+        if subject.name in ("attention out", "append", "run out"):
+            with pytest.raises(fa.InputError, match="functionalize"):
+                run(*subject.tensors)
+            continue
+        for a, b in zip(run(*subject.tensors), expected, strict=True):
+            assert type(a) is Tensor and torch.equal(a, b)
+    assert_plain_again(subject, expected)
+
+
+@each_subject
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd])
+def test_derivatives_are_refused(subject: Subject, transform: Any) -> None:
+    expected = flat(subject.run())
+    if subject.traits & HOST or subject.name in ("append",):
+        return
+    for _ in range(2):
+        with pytest.raises(fa.GradError):
+            transform(lambda *t: flat(subject.run(*t))[0].sum())(*subject.tensors)
+    assert_plain_again(subject, expected)
+
+
+@each_subject
+def test_autocast_is_torch_s(subject: Subject) -> None:
+    """Functions of torch's signature take autocast's dtype; the others compute what they get."""
+    expected = flat(subject.run())
+    torch_s = subject.name.startswith(("flex", "sdpa"))
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = flat(subject.run())
+        for a, b in zip(found, expected, strict=True):
+            if torch_s and a.dim() == 4:
+                assert a.dtype == torch.bfloat16
+                torch.testing.assert_close(a.float(), b, atol=0.05, rtol=0.05)
+            elif not torch_s and not subject.traits & HOST:
+                assert torch.equal(a, b)
+    assert_plain_again(subject, expected)
