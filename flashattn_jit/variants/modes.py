@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -24,11 +25,24 @@ _function_modes = torch._C._len_torch_function_stack
 _included_keys = torch._C._dispatch_tls_local_include_set
 
 
+class _Inside(threading.local):
+    depth = 0  # of `outside_modes` in this thread
+
+
+_inside = _Inside()
+
+
+def _leave() -> None:
+    _inside.depth -= 1
+
+
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
     """Code inside makes ordinary CPU tensors, whatever modes are on around it."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.device("cpu"))
+        _inside.depth += 1
+        stack.callback(_leave)
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))  # which enables gradients
             stack.enter_context(torch.no_grad())
@@ -115,7 +129,7 @@ def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
         @functools.wraps(make)
         def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if torch.compiler.is_dynamo_compiling() or not is_quiet():
+            if torch.compiler.is_dynamo_compiling() or not (_inside.depth or is_quiet()):
                 return make(*args, **kwargs)
             return kept(*args, **kwargs)  # type: ignore[arg-type]  # hashable, as lru_cache wants
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashattn_jit.errors import ParamError, VariantError
-from flashattn_jit.variants.modes import outside_modes
+from flashattn_jit.variants.modes import is_quiet, outside_modes
 from flashattn_jit.variants.promotion import DTYPE_NAMES
 
 RESERVED = frozenset({
@@ -127,10 +128,7 @@ class Param:
             if key in self._made:
                 return self._made[key]
         watch = _Watch(dims)
-        with outside_modes(), dims.device:
-            value = self.default(watch)
-            if isinstance(value, torch.Tensor) and value.device != dims.device:
-                value = value.to(dims.device)
+        value = _made(self.default, watch, dims.device)
         if dims.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return value  # of the graph's memory, and not computed yet
@@ -231,6 +229,15 @@ class Param:
                     f"got shape {list(value.shape)}; pass a tensor whose dim {axis} has "
                     f"{expected} elements"
                 )
+
+
+def _made(default: Default, dims: Any, device: torch.device) -> Any:
+    """The value of a default, to be kept: an ordinary tensor on the device."""
+    plain = is_quiet() and not torch.is_inference_mode_enabled()
+    with contextlib.nullcontext() if plain else outside_modes():
+        value = default(dims)
+        moves = isinstance(value, torch.Tensor) and value.device != device
+        return value.to(device) if moves else value
 
 
 _KEPT_DEFAULTS = 64  # of one param; each is a tensor for one set of dims
