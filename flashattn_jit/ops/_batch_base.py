@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from ..errors import InputError, LaunchError
+from ..variants.captures import refuse_unreadable
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
 from ..variants.spec import Variant, as_variant
@@ -26,7 +27,7 @@ from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._replays import check_replayable, padded, with_room
 from ._workspace import Workspace
-from .attention import Offset
+from .attention import Offset, check_offset
 from .limits import Limits
 from .plan import Plan
 from .sparsity import BlockSparse, Sparsity, TokenSparse, Tree
@@ -83,12 +84,12 @@ class BatchBase:
             if dtype not in allowed:
                 names = ", ".join(DTYPE_NAMES[d] for d in allowed)
                 raise InputError(f"{name}={dtype} is not supported; supported: {names}")
-        for name, count in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads)):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise InputError(f"{name} must be an int, got {type(count).__name__}")
+        num_q_heads = _check.check_int("num_q_heads", num_q_heads, 1)
+        num_kv_heads = _check.check_int("num_kv_heads", num_kv_heads, 1)
         _check.check_heads(num_q_heads, num_kv_heads, num_kv_heads)
+        head_dim = _check.check_int("head_dim", head_dim, 1, _check.MAX_HEAD_DIM)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        _check.check_head_dims(head_dim, head_dim, head_dim_v)
+        head_dim_v = _check.check_int("head_dim_v", head_dim_v, 1, _check.MAX_HEAD_DIM)
         if limits is not None and not isinstance(limits, Limits):
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
         if cuda_graph and limits is None:
@@ -176,6 +177,9 @@ class BatchBase:
             placed = [("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])]
             for name, tensor in placed:
                 _batch_run.check_place(name, tensor, self._kernels.options.device)
+            for name, value in params.items():
+                if isinstance(value, torch.Tensor):
+                    refuse_unreadable(name, value)
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
             )
@@ -205,6 +209,8 @@ class BatchBase:
         Raises:
             InputError: there are no limits.
         """
+        q_block = _check.check_int("q_block", q_block, 0)
+        num_levels = _check.check_int("num_levels", num_levels, 0)
         limits = self._kernels.options.limits if limits is None else limits
         if not isinstance(limits, Limits):
             raise InputError("workspace_bytes() needs limits=fa.Limits(...)")
@@ -340,13 +346,29 @@ def by_number(number: int) -> BatchBase:
 def _device(device: str | torch.device) -> torch.device:
     try:
         own = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is unknown: {error}") from None
     if own.type not in ("cpu", "cuda"):
         raise InputError(f"device={device!r}: kernels run on cpu and cuda")
-    if own.type == "cuda" and own.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if own.type == "cuda":
+        return _cuda_device(own)
     return own
+
+
+def _cuda_device(device: torch.device) -> torch.device:
+    """The device with its index."""
+    count = torch.cuda.device_count()
+    index = device.index
+    if torch.version.cuda is None or not count or (index is not None and index >= count):
+        found = (
+            "this torch is built without CUDA" if torch.version.cuda is None else
+            f"torch finds {count} CUDA devices"
+        )  # fmt: skip
+        raise InputError(
+            f'device="{device}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
+            "run CUDA kernels in the emulator"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if index is None else device
 
 
 def _with_limits(options: Options, limits: Limits) -> Options:
@@ -366,15 +388,10 @@ def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor |
         values = held.numpy()
         low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
         worst = high if high > -low else low
-    elif isinstance(q_offset, int) and not isinstance(q_offset, bool):
-        worst = q_offset
-        held = torch.full((max(0, count),), q_offset if abs(q_offset) < 2**62 else 0)
-        array = host_array("q_offset", held)[0]
     else:
-        raise InputError(
-            f'q_offset must be "end", a tensor [num_requests] or an int, got '
-            f"{type(q_offset).__name__}"
-        )
+        worst = check_offset(q_offset, "num_requests")
+        held = torch.full((max(0, count),), worst, device="cpu")
+        array = host_array("q_offset", held)[0]
     if abs(worst) > _LARGEST_OFFSET:
         raise InputError(f"q_offset={worst} is outside of [-2**30, 2**30]")
     return array, held

@@ -8,6 +8,7 @@ from ..errors import InputError, TorchInputError
 from ..variants.library.masks import Causal, Full
 from ..variants.spec import Variant, tensor
 from . import _torch_inputs
+from ._check import check_readable
 from .attention import run_dense
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
@@ -214,6 +215,7 @@ def _dense_mask(mask: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
     """The mask as [batch or 1, num_q_heads or 1, q_len or 1, kv_len or 1]."""
     if not isinstance(mask, torch.Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor, got {type(mask).__name__}")
+    check_readable("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
             f"attn_mask has dtype {mask.dtype}; it must be bool (True takes part) or float (added)"

@@ -14,7 +14,7 @@ from . import _check, _handles
 from ._dense import result_dtype
 from ._placement import place
 from ._scalars import pack_scalars
-from .attention import Offset
+from .attention import Offset, check_offset
 
 
 def varlen_attention(
@@ -165,6 +165,8 @@ def request_lengths(
         if end < begin:
             raise InputError(f"{name} must not descend; request {i} has [{begin}, {end}]")
         lengths.append(end - begin)
+    if longest is not None:
+        longest = _check.check_int(longest_name, longest, 0, 2**63 - 1)
     if longest is not None and lengths and max(lengths) > longest:
         worst = lengths.index(max(lengths))
         raise InputError(
@@ -188,9 +190,5 @@ def resolve_offsets(
         return torch.tensor(
             [k - q for q, k in zip(q_lens, kv_lens, strict=True)], dtype=torch.int64
         )
-    if isinstance(q_offset, bool) or not isinstance(q_offset, int) or abs(q_offset) > 2**30:
-        raise InputError(
-            f'q_offset must be "end", a tensor [num_requests] or an int in [-2**30, 2**30], got '
-            f"{q_offset!r}"
-        )
-    return torch.full((len(q_lens),), q_offset, dtype=torch.int64)
+    one = check_offset(q_offset, "num_requests")
+    return torch.full((len(q_lens),), one, dtype=torch.int64)

@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashattn_jit.errors import TraceError
+from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import captures_objects
 from flashattn_jit.variants.captures_objects import Build, Values, is_opaque_module
+from flashattn_jit.variants.readable import PLAIN, unreadable
 from flashattn_jit.variants.trace_values import STAND_INS
 
 MAX_LOCATIONS = 256
@@ -76,7 +77,16 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(loaded), frozenset(every)
 
 
-_EXTRACTOR_SCOPE = {"Tensor": torch.Tensor, "pattern": stride_pattern, "LOST": _LOST}
+_EXTRACTOR_SCOPE = {
+    "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "pattern": stride_pattern,
+    "strided": torch.strided, "LOST": _LOST,
+}  # fmt: skip
+
+
+def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+    """Raises ParamError for a captured tensor or a param that no kernel can read."""
+    if problem := unreadable(tensor):
+        raise ParamError(f"the variant's tensor {name!r} {problem}")
 
 
 class Walk:
@@ -234,14 +244,19 @@ class Walk:
         return captures_objects.visit_object(self, value, self.var(expr), name)
 
     def _tensor(self, value: torch.Tensor, var: str, name: str) -> Build:
+        refuse_unreadable(name, value)
         index = len(self.tensors)
         self.tensors.append(value)
         self.tensor_names.append(self._unique(name))
         self._tensor_vars.append(var)
         if type(value) is torch.Tensor:
             self.guard(f"type({var}) is not Tensor")
+        elif type(value) in PLAIN:
+            self.guard(f"type({var}) is not Parameter")
         else:
-            self.guard(f"not isinstance({var}, Tensor)")
+            self.guard(f"type({var}) is not {self.const(type(value))}")
+        # Of another layout it is refused, by the visit that follows.
+        self.guard(f"{var}.layout is not strided or {var}.is_nested")
         self._keys += [
             f"{var}.dtype",
             f"{var}.dim() if {var}.is_contiguous() else pattern({var})",

@@ -26,6 +26,7 @@ from flashattn_jit.variants.params import (
     Declared,
     Dims,
     Param,
+    unknown_param,
 )
 
 if sys.version_info >= (3, 11):
@@ -150,11 +151,8 @@ class Variant:
             if name in cls.__fajit_params__:
                 value = cls.__fajit_params__[name].check(name, value)
             elif name not in cls.__fajit_fields__:
-                known = ", ".join([*cls.__fajit_params__, *sorted(cls.__fajit_fields__)])
-                raise ParamError(
-                    f"{cls.__name__} has no param {name!r}; "
-                    + (f"its params are {known}" if known else "it has no params")
-                )
+                known = [*cls.__fajit_params__, *sorted(cls.__fajit_fields__)]
+                raise unknown_param(cls.__name__, name, known)
             self.__dict__[name] = value
         for name in cls.__fajit_fields__:
             if name not in self.__dict__ and not hasattr(cls, name):

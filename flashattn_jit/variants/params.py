@@ -309,8 +309,36 @@ def resolve(
     if used != len(given):
         known = [d.name for d in declared]
         extra = [n for n in given if n not in known]
-        raise ParamError(
-            f"{what} has no param {extra[0]!r}; "
-            + (f"its params are {', '.join(known)}" if known else "it has no params")
-        )
+        raise unknown_param(what, extra[0], known, _OPTIONS)
     return values
+
+
+_OPTIONS = (
+    "scale", "q_offset", "kv_len", "return_lse", "partial", "out", "target", "max_q_len",
+    "max_kv_len", "sparsity",
+)  # fmt: skip
+"""What calls take beside params: which of them, each call's signature says."""
+
+
+def unknown_param(
+    what: str, name: str, known: Sequence[str], options: Sequence[str] = ()
+) -> ParamError:
+    """The error for a param that a variant does not have; names what was probably meant.
+
+    options: what may have been meant beside `known`.
+    """
+    import difflib  # where something went wrong already
+
+    text = f"{what} has no param {name!r}; "
+    text += f"its params are {', '.join(known)}" if known else "it has no params"
+    near = difflib.get_close_matches(name, [*known, *options], 1, 0.6)
+    if not near:  # short names: c for cc
+        near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
+    if name in ("lse", "lses"):
+        text += "; lse is a result: the call returns (out, lse) with return_lse=True"
+    elif name in options:
+        text += f"; {name} is an option of other calls, see this one's signature"
+    elif near:
+        kind = "the option " if near[0] in options else ""
+        text += f"; did you mean {kind}{near[0]}=?"
+    return ParamError(text)
