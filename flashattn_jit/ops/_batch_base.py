@@ -38,6 +38,7 @@ Params = Mapping[str, object]
 _objects: weakref.WeakValueDictionary[int, BatchBase] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _LARGEST_OFFSET = 2**30
+_MOST = 10**30
 
 
 class Level(NamedTuple):
@@ -87,9 +88,10 @@ class BatchBase:
         num_q_heads = _check.check_int("num_q_heads", num_q_heads, 1)
         num_kv_heads = _check.check_int("num_kv_heads", num_kv_heads, 1)
         _check.check_heads(num_q_heads, num_kv_heads, num_kv_heads)
-        head_dim = _check.check_int("head_dim", head_dim, 1, _check.MAX_HEAD_DIM)
+        head_dim = _check.check_int("head_dim", head_dim, -_MOST, _MOST)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
-        head_dim_v = _check.check_int("head_dim_v", head_dim_v, 1, _check.MAX_HEAD_DIM)
+        head_dim_v = _check.check_int("head_dim_v", head_dim_v, -_MOST, _MOST)
+        _check.check_head_dims(head_dim, head_dim, head_dim_v)
         if limits is not None and not isinstance(limits, Limits):
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
         if cuda_graph and limits is None:

@@ -70,23 +70,31 @@ def check_types(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             check_readable(name, tensor)
 
 
-def check_int(name: str, value: object, low: int, high: int = INT32_MAX) -> int:
+def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: str = "") -> int:
     """The value as an int in [low, high]: an int, a numpy integer or the like, no bool or tensor.
+
+    rule: what it must be, in words, where the range alone does not say it.
 
     Raises:
         InputError: it is something else, or out of range.
     """
     if type(value) is not int:
         if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
-            raise InputError(f"{name} must be an int, got {type(value).__name__} {value!r:.80}")
+            raise _no_int(name, value, rule)
         try:
             value = operator.index(value)
         except TypeError:  # an array of more than one number
-            raise InputError(f"{name} must be an int, got {type(value).__name__}") from None
+            raise _no_int(name, value, rule) from None
     if not low <= value <= high:
-        shown = f"{value}" if abs(value) < 10**20 else "that number"
-        raise InputError(f"{name}={shown} is out of range; it must be {low} to {high}")
+        shown = str(value) if abs(value) < 10**30 else "that number"
+        raise InputError(f"{name}={shown} {rule or f'must be {low} to {high}'}")
     return value
+
+
+def _no_int(name: str, value: object, rule: str) -> InputError:
+    if rule:
+        return InputError(f"{name}={value!r:.60} {rule}")
+    return InputError(f"{name} must be an int, got {type(value).__name__}")
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:

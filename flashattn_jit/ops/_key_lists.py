@@ -177,7 +177,9 @@ def _begin_and_count(starts: Ints) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _size(side: str, value: object) -> int:
-    return check_int(f"block_size: B{side}", value, 1)
+    return check_int(
+        f"block_size: B{side}", value, 1, rule="must be an int of at least 1 or a tensor"
+    )
 
 
 def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_request: Ints) -> Ints:

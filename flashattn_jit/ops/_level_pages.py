@@ -15,7 +15,7 @@ import torch
 from .. import _C
 from ..errors import InputError
 from ._check import check_int
-from .paged import Paged
+from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Storage, Stored, host_array, read_storage
 
 
@@ -31,7 +31,12 @@ def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequenc
         return storages
     last = len(storages) - 1
     sizes = [
-        check_int(f"level {i}: page_size" if i < last else "page_size", s.page_size, 1)
+        check_int(
+            f"level {i}: page_size" if i < last else "page_size",
+            s.page_size,
+            1,
+            rule=PAGE_SIZE_RULE,
+        )
         for i, s in enumerate(storages)
         if isinstance(s, Paged)
     ]

@@ -22,6 +22,7 @@ from .storage import host_array, read_storage
 
 Ints = NDArray[np.int64]
 _CPU = torch.device("cpu")
+_MOST = 10**30
 
 
 class Shared(NamedTuple):
@@ -44,7 +45,9 @@ class Node(NamedTuple):
 
 def shared_prefixes(q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int) -> list[Shared]:
     """See `cascade_levels`."""
-    min_shared_pages = check_int("min_shared_pages", min_shared_pages, 1)
+    min_shared_pages = check_int("min_shared_pages", min_shared_pages, -_MOST, _MOST)
+    if min_shared_pages < 1:
+        raise InputError(f"min_shared_pages={min_shared_pages} must be at least 1")
     indices, starts, rows = _read(q_indptr, paged)
     # The page of the last key stays the request's own, so that no request is without keys; so does
     # everything of requests without query tokens.

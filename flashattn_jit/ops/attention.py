@@ -182,7 +182,7 @@ def check_offset(q_offset: object, requests: str) -> int:
             f'q_offset must be an int, a tensor [{requests}] or "end", got '
             f"{type(q_offset).__name__}"
         )
-    return _check.check_int("q_offset", q_offset, -(2**30), 2**30)
+    return _check.check_int("q_offset", q_offset, -(2**30), 2**30, "is outside of [-2**30, 2**30]")
 
 
 __all__ = ["Offset", "attention", "check_offset", "run_dense"]

@@ -12,6 +12,8 @@ from .. import env
 from ..errors import InputError
 from . import _check
 
+PAGE_SIZE_RULE = "must be an int of at least 1 that fits 32 bits"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
@@ -66,7 +68,7 @@ def read_pages(paged: Paged, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Pa
     """
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
-    size = _check.check_int("page_size", paged.page_size, 1)
+    size = _check.check_int("page_size", paged.page_size, 1, rule=PAGE_SIZE_RULE)
     for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
         if cache.shape[1] != size:
             raise InputError(f"{name} has page_size={cache.shape[1]}, but paged {size}")

@@ -15,7 +15,7 @@ import torch
 from .. import env
 from ..errors import InputError
 from ._check import INT32_MAX, check_host_integers, check_int, check_readable
-from .paged import Paged
+from .paged import PAGE_SIZE_RULE, Paged
 
 Array = tuple[int, int, int]
 """A contiguous integer array of the host: address, entries, bytes of an entry."""
@@ -91,7 +91,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
         raise InputError(
             f"{where}storage must be an fa.Paged or an fa.Ragged, got {type(storage).__name__}"
         )
-    size = check_int(f"{where}page_size", storage.page_size, 1)
+    size = check_int(f"{where}page_size", storage.page_size, 1, rule=PAGE_SIZE_RULE)
     indptr, held_indptr = host_array(f"{where}page_indptr", storage.page_indptr)
     last, held_last = host_array(f"{where}last_page_len", storage.last_page_len)
     given = _page_indices(storage.page_indices, device, where)

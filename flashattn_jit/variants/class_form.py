@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -270,17 +271,62 @@ class Variant:
         )  # fmt: skip
         return (out, lse) if return_lse else out
 
-    def verify(self, *args: Any, **kwargs: Any) -> Any:
-        """Compare the compiled kernel with the reference; see `flashattn_jit.inspect.verify`."""
+    def verify(
+        self,
+        dims: Dims | Mapping[str, int] | Sequence[int] | None = None,
+        *,
+        dtypes: Sequence[torch.dtype] | None = None,
+        target: str | None = None,
+        seed: int = 0,
+        raise_on_failure: bool = True,
+        **params: object,
+    ) -> Any:
+        """Compare the compiled kernels with the reference on about 40 inputs: a `VerifyReport`.
+
+        dims: sizes that the params fit; those left out are of the tensors that the variant holds,
+        else chosen. dtypes: of q, k and v; all that the target takes by default. target: the
+        host's best by default. seed: of the random inputs. raise_on_failure: raise
+        VerificationError, which holds the report, where a case fails. params: the variant's; a
+        function of `Dims` gives each case its own. See `flashattn_jit.inspect.verify`.
+
+        >>> print(fa.ALiBi(slopes=torch.rand(12)).verify())
+        """
         from flashattn_jit import inspect as inspection
 
-        return inspection.verify(self, *args, **kwargs)
+        return inspection.verify(
+            self, dims, dtypes=dtypes, target=target, seed=seed,
+            raise_on_failure=raise_on_failure, **params,
+        )  # fmt: skip
 
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """IR, tiles, the planner's choice and source; see `flashattn_jit.inspect.explain`."""
+    def explain(
+        self,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        dims: Dims | Mapping[str, int] | Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        q_offset: int | torch.Tensor | str = 0,
+        kv_len: torch.Tensor | None = None,
+        plot: str | PathLike[str] | None = None,
+        target: str | None = None,
+        device: str | int | None = None,
+        **params: object,
+    ) -> Any:
+        """IR, tiles, the planner's choice and source of a call: an `Explanation`.
+
+        q, k, v: as for `fa.attention`, or dims and dtype instead of them. plot: a file to draw the
+        roofline and the tile map to. target, device: the host's best by default; a GPU by name
+        (``"H100"``) need not be there. See `flashattn_jit.inspect.explain`.
+
+        >>> print(fa.SlidingWindow(4096).explain(dims={"q_len": 65536, "kv_len": 65536}))
+        """
         from flashattn_jit import inspect as inspection
 
-        return inspection.explain(self, *args, **kwargs)
+        return inspection.explain(
+            self, q, k, v, dims=dims, dtype=dtype, q_offset=q_offset, kv_len=kv_len, plot=plot,
+            target=target, device=device, **params,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         shown = [f"{n}={self.__dict__[n]!r}" for n in type(self).__fajit_params__
