@@ -76,7 +76,7 @@ def pack(
     begin = time.perf_counter()
     check_place(Path(path))
     if manifest is None:
-        found = _of_folder(parse_targets(targets) if targets else ())
+        found = _of_folder(parse_targets(targets))
     else:
         specs = wanted_specs(manifest, targets=targets, allow_cpp=allow_cpp)
         found = _of_specs(specs)

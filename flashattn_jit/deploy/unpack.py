@@ -67,7 +67,7 @@ def unpack(
         >>> fa.unpack("kernels.pack", "/srv/kernels")
     """
     begin = time.perf_counter()
-    chosen = parse_targets(targets) if targets else ()
+    chosen = parse_targets(targets)
     root = env.cache_dir() if directory is None else Path(directory).expanduser().absolute()
     store = Store(root)
     sizes: list[int] = []

@@ -12,9 +12,9 @@ import torch
 
 from .. import _C
 from ..errors import InputError, LaunchError
-from ..variants.captures import refuse_unreadable
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
+from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check
 from ._batch_kernels import Kernels, Options, native_kinds
@@ -82,9 +82,11 @@ class BatchBase:
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
         ):  # fmt: skip
-            if dtype not in allowed:
+            if not isinstance(dtype, torch.dtype) or dtype not in allowed:
                 names = ", ".join(DTYPE_NAMES[d] for d in allowed)
-                raise InputError(f"{name}={dtype} is not supported; supported: {names}")
+                raise InputError(
+                    f"{name}={_check.shown(dtype)} is not supported; supported: {names}"
+                )
         num_q_heads = _check.check_int("num_q_heads", num_q_heads, 1)
         num_kv_heads = _check.check_int("num_kv_heads", num_kv_heads, 1)
         _check.check_heads(num_q_heads, num_kv_heads, num_kv_heads)
@@ -346,6 +348,10 @@ def by_number(number: int) -> BatchBase:
 
 
 def _device(device: str | torch.device) -> torch.device:
+    if not isinstance(device, str | int | torch.device):
+        raise InputError(
+            f'device must be a torch.device or a name such as "cpu", got {type(device).__name__}'
+        )
     try:
         own = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -78,6 +78,8 @@ def tree_words(
     if not isinstance(bits, Tensor):
         return _stacked(bits, q_lens, device)
     check_readable("Tree.bits", bits)
+    if bits.is_neg():
+        raise InputError("Tree.bits is a lazy neg view; pass bits.resolve_neg()")
     if bits.device.type != device.type:
         raise InputError(f"Tree.bits are on {bits.device}, the batch on {device}; move them there")
     if bits.dim() != 3 or bits.shape[0] != count:

@@ -91,9 +91,16 @@ def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: s
     return value
 
 
+def shown(value: object) -> str:
+    """A wrong value in a message: itself where that is short and safe, else its type."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return f"{value!r:.60}" if isinstance(value, str) else f"{value}"[:60]
+    return f"<{type(value).__name__}>"
+
+
 def _no_int(name: str, value: object, rule: str) -> InputError:
     if rule:
-        return InputError(f"{name}={value!r:.60} {rule}")
+        return InputError(f"{name}={shown(value)} {rule}")
     return InputError(f"{name} must be an int, got {type(value).__name__}")
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import env
 from ..errors import InputError
 from ._bits import MAX_MAP_ENTRIES, block_words
-from ._check import INT32_MAX, check_int, check_readable
+from ._check import INT32_MAX, check_int, check_readable, shown
 from .sparsity import BlockSparse, TokenSparse
 from .storage import Array, host_array
 
@@ -73,7 +73,7 @@ def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:
     if isinstance(sparsity, TokenSparse):
         return _token_lists(sparsity, batch)
     if not isinstance(sparsity.block_size, tuple) or len(sparsity.block_size) != 2:
-        raise InputError(f"block_size must be (Br, Bc), got {sparsity.block_size!r}")
+        raise InputError(f"block_size must be (Br, Bc), got {shown(sparsity.block_size)}")
     if any(isinstance(size, torch.Tensor) for size in sparsity.block_size):
         return _variable_lists(sparsity, batch)
     return _block_lists(sparsity, batch)

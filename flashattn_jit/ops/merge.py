@@ -69,6 +69,10 @@ def merge_states(
 
 
 def _states(name: str, states: object) -> list[torch.Tensor]:
+    if isinstance(states, torch.Tensor):  # states along its first dim
+        _check.check_readable(name, states)
+        if states.dim() == 0:
+            raise InputError(f"{name} must be a sequence of tensors, got a tensor without dims")
     if not isinstance(states, Iterable):
         raise InputError(f"{name} must be a sequence of tensors, got {type(states).__name__}")
     return list(states)

@@ -8,7 +8,7 @@ from ..errors import InputError, TorchInputError
 from ..variants.library.masks import Causal, Full
 from ..variants.spec import Variant, tensor
 from . import _torch_inputs
-from ._check import check_readable
+from ._check import check_readable, shown
 from .attention import run_dense
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
@@ -102,10 +102,10 @@ def run_sdpa(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` outside of the tracer."""
-    if dropout_p != 0.0:
+    if not isinstance(dropout_p, float | int) or dropout_p != 0.0:
         raise InputError(
-            f"dropout_p={dropout_p}: this engine is inference only; pass dropout_p=0.0, such as "
-            "`p if self.training else 0.0`"
+            f"dropout_p={shown(dropout_p)}: this engine is inference only; pass dropout_p=0.0, "
+            "such as `p if self.training else 0.0`"
         )
     if attn_mask is not None and is_causal:
         raise TorchInputError(

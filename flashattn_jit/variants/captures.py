@@ -32,7 +32,7 @@ import torch
 from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import captures_objects
 from flashattn_jit.variants.captures_objects import Build, Values, is_opaque_module
-from flashattn_jit.variants.readable import PLAIN, unreadable
+from flashattn_jit.variants.readable import PLAIN, refuse_unreadable
 from flashattn_jit.variants.trace_values import STAND_INS
 
 MAX_LOCATIONS = 256
@@ -81,12 +81,6 @@ _EXTRACTOR_SCOPE = {
     "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "pattern": stride_pattern,
     "strided": torch.strided, "LOST": _LOST,
 }  # fmt: skip
-
-
-def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
-    """Raises ParamError for a captured tensor or a param that no kernel can read."""
-    if problem := unreadable(tensor):
-        raise ParamError(f"the variant's tensor {name!r} {problem}")
 
 
 class Walk:
@@ -281,9 +275,13 @@ class Walk:
     def _array(self, value: Any, var: str, name: str) -> Build:
         # As a tensor over the same memory, made anew at each call: writes to it are seen.
         self.guard(f"type({var}) is not {self.const(type(value))}")
-        return self._tensor(
-            torch.from_numpy(value), self.var(f"{self.const(torch.from_numpy)}({var})"), name
-        )
+        try:
+            tensor = torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise ParamError(
+                f"the variant's array {name!r} cannot be read as a tensor: {error}"
+            ) from None
+        return self._tensor(tensor, self.var(f"{self.const(torch.from_numpy)}({var})"), name)
 
     def _constant(self, value: Any, var: str, name: str) -> Build:
         if value is None or value is Ellipsis:

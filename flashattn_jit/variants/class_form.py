@@ -73,7 +73,8 @@ def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
     ...                             reference=lambda s, b, h, q, k: s + 0.5 * (k - q)))
     """
     if not isinstance(text, str) or not text.strip():
-        raise VariantError(f"fa.cpp expects C++ text, got {text!r}")
+        got = repr(text) if isinstance(text, str) else type(text).__name__
+        raise VariantError(f"fa.cpp expects C++ text, got {got}")
     text = text.strip()
     return CppHook(text if "return" in text else f"return {text.rstrip(';')};", reference)
 

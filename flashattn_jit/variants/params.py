@@ -12,6 +12,7 @@ import torch
 
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.variants.promotion import DTYPE_NAMES
+from flashattn_jit.variants.readable import PLAIN, refuse_unreadable, unreadable
 
 RESERVED = frozenset({
     "q", "k", "v", "variant", "scale", "q_offset", "kv_len", "q_len", "return_lse", "partial",
@@ -178,6 +179,8 @@ class Param:
                 f"param {name!r} expects a tensor of shape [{self._dims_text()}], got "
                 f"{_describe(value)}; pass a torch.Tensor"
             )
+        if type(value) not in PLAIN or value.is_nested:
+            refuse_unreadable(name, value)
         if value.dim() != len(self.dims):
             raise ParamError(
                 f"param {name!r} expects {len(self.dims)} dims [{self._dims_text()}], got shape "
@@ -240,8 +243,12 @@ def _memo_key(read: tuple[str, ...], dims: Dims) -> tuple[object, ...]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
+        if problem := unreadable(value):
+            return f"a tensor that {problem.partition('; ')[0]}"
         return f"a tensor of shape {list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
+    if isinstance(value, int | float | str | bytes | None):
+        return f"{type(value).__name__} {value!r}"
+    return type(value).__name__
 
 
 def scalar(default: Any = MISSING) -> Any:
@@ -269,7 +276,7 @@ def tensor(
     """
     for d in dims:
         if not isinstance(d, str | int):
-            raise VariantError(f"a dim of fa.tensor is a name or an int, got {d!r}")
+            raise VariantError(f"a dim of fa.tensor is a name or an int, got {type(d).__name__}")
     return Param("tensor", default, dims, dtype)
 
 

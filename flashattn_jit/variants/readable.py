@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
+from flashattn_jit.errors import ParamError
+
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of tensors that always have an address, if their layout does."""
 
@@ -31,6 +33,12 @@ def unreadable(tensor: torch.Tensor) -> str:
             return problem
     remedy = _REMEDIES.get(name, "pass the tensor that it wraps")
     return f"is a {name}, a wrapper subclass without entries of its own; {remedy}"
+
+
+def refuse_unreadable(name: str, tensor: torch.Tensor) -> None:
+    """Raises ParamError for a captured tensor or a param that no kernel can read."""
+    if problem := unreadable(tensor):
+        raise ParamError(f"the variant's tensor {name!r} {problem}")
 
 
 def _odd_layout(tensor: torch.Tensor) -> str:
