@@ -154,6 +154,13 @@ def cxx() -> str:
     return _read("CXX") or os.environ.get("CXX") or "c++"
 
 
+def cxx_variable() -> str:
+    """The variable that `cxx` comes from; empty for the default."""
+    if _read("CXX"):
+        return f"{_PREFIX}CXX"
+    return "CXX" if os.environ.get("CXX") else ""
+
+
 def emulator_copies() -> EmulatorCopies:
     """When asynchronous copies arrive in the emulator. Raises EnvironmentVariableError."""
     value = _read("EMULATOR_COPIES") or "late"

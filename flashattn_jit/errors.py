@@ -121,7 +121,10 @@ class AbiError(FlashAttnJitError, RuntimeError):
 
 
 class LaunchError(FlashAttnJitError, RuntimeError):
-    """CUDA refused to load or to launch a kernel. Names kernel, grid and the artifact's path."""
+    """CUDA refused to load or to launch a kernel. Names kernel, grid and the artifact's path.
+
+    On the CPU: the process was forked after kernels ran on several threads, which cannot run there.
+    """
 
 
 class EmulatorError(FlashAttnJitError, RuntimeError):

@@ -70,7 +70,9 @@ void BatchCall::launch_on_cpu(const fajit_args& args) const {
     status = run_team(team, count, args.num_threads, parallel);
     if (status == FAJIT_OK && args.num_merge_work > 0) {
       kernel = FAJIT_KERNEL_MERGE;
-      status = merger()->merge(args);
+      fajit_args merge = args;
+      if (!parallel) merge.num_threads = 1;  // what one thread computed, one thread merges
+      status = merger()->merge(merge);
     }
   }
   if (status == FAJIT_OK) return;

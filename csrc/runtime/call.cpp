@@ -5,6 +5,7 @@
 #include <string>
 
 #include "errors.h"
+#include "fork_guard.h"
 #include "python_values.h"
 #include "work_checks.h"
 
@@ -142,6 +143,8 @@ void Call::launch(const LaunchValues& values) const {
   fajit_args args = args_;
   const Params params(problem_->params(), values.tensors, values.scalars);
   fill(values, params, args);
+  // Splits are merged by as many threads as computed them, so this is the merge's region too.
+  if (!module_->is_cuda() && args.num_threads > 1 && args.num_work > 1) before_parallel_region();
   launches(args).run();
 }
 

@@ -7,6 +7,8 @@
 #include <memory>
 #include <new>
 
+#include "fork_guard.h"
+
 namespace fajit::runtime {
 namespace {
 
@@ -105,6 +107,7 @@ int run_team(const TeamWork* launches, int count, int threads, bool parallel) {
     }
     return FAJIT_OK;
   }
+  before_parallel_region();
   Counters counters(lists);
   if (!counters.is_good()) return FAJIT_OUT_OF_MEMORY;
   Team team(launches, count, counters);

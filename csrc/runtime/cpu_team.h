@@ -18,6 +18,7 @@ struct TeamWork {
 // nor does work too short to gain by it: `parallel` is false then.
 //
 // Returns a fajit_status: FAJIT_OUT_OF_MEMORY where no thread had memory for some of the work.
+// Throws LaunchError for a parallel region in a forked child: see fork_guard.h.
 int run_team(const TeamWork* launches, int count, int threads, bool parallel);
 
 }  // namespace fajit::runtime

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <limits>
 
+#include "fork_guard.h"
+
 namespace fajit::runtime {
 namespace {
 
@@ -65,6 +67,7 @@ void merge_states(const std::vector<State>& states, const State& merged,
   const int64_t entries = rows * head_dim_v * static_cast<int64_t>(states.size() + 1);
   const int64_t useful = std::max<int64_t>(1, entries / kEntriesPerThread);
   const int threads = static_cast<int>(std::min<int64_t>(num_threads, useful));
+  if (threads > 1) before_parallel_region();
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t r = 0; r < rows; ++r) {
     const Row row{r / (shape[1] * shape[2]), r / shape[2] % shape[1], r % shape[2]};

@@ -19,7 +19,7 @@ struct State {
 //   lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) out_i   (Milakov, Gimelshein 2018),
 // out 0 and lse -inf where every lse_i is -inf, whatever out_i holds. Where `merged.lse` is null
 // the states are sums and are added. States are read in order, so the result does not depend on
-// `num_threads`.
+// `num_threads`. Throws LaunchError for several threads in a forked child: see fork_guard.h.
 void merge_states(const std::vector<State>& states, const State& merged,
                   const std::array<int64_t, 3>& shape, int64_t head_dim_v, int num_threads);
 

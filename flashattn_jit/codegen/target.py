@@ -89,6 +89,11 @@ def resolve_target(target: str | None) -> str:
     """
     if target is None:
         return host_target()
+    if not isinstance(target, str):
+        raise TargetError(
+            f"unknown target <{type(target).__name__}>; a target is a name such as "
+            f"{CPU_TARGETS[0]!r}, or None for the best of this machine"
+        )
     if target in EMULATED_TARGETS:
         return target
     if target in CUDA_TARGETS:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .. import env
@@ -17,7 +18,7 @@ from ..jit.layers import layers
 from ..jit.store import Store
 from ..planner.requests import requests_of
 from .entries import entries_of
-from .pack_writer import write_pack
+from .pack_writer import check_place, write_pack
 from .report import kernel_words
 from .structures import parse_targets
 from .wanted import wanted_specs
@@ -57,7 +58,7 @@ def pack(
     a kernel, the newest is taken. Equal entries make equal files, byte for byte.
 
     Args:
-        path: the file to write; one that is there is replaced.
+        path: the file to write, in a folder that is there; a file that is there is replaced.
         manifest: paths or `Line`s, as for `warm`: the kernels that they stand for, and what those
             stepped down to, from any layer.
         targets: only kernels of these; with `manifest` it is retargeted to them, as in `warm`.
@@ -66,15 +67,16 @@ def pack(
 
     Raises:
         PackError: a kernel of the manifest is in no layer, a key names none, an entry is corrupt,
-            or there is nothing to pack.
+            there is nothing to pack, or the folder of `path` does not exist.
         ManifestError, TargetError, CacheError, OSError: nothing was written.
 
     Example:
         >>> fa.pack("kernels.pack", manifest="m.jsonl", targets=("cpu:avx2", "sm_90"))
     """
     begin = time.perf_counter()
+    check_place(Path(path))
     if manifest is None:
-        found = _of_folder(parse_targets(targets) if targets else ())
+        found = _of_folder(parse_targets(targets))
     else:
         specs = wanted_specs(manifest, targets=targets, allow_cpp=allow_cpp)
         found = _of_specs(specs)

@@ -36,7 +36,7 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     cannot hold, OSError where it cannot be written.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_place(path)
     chosen = {(s.compiler_id, s.key): s for s in sources}
     ordered = [chosen[name] for name in sorted(chosen)]
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -57,6 +57,19 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     finally:
         os.close(folder)
     return size
+
+
+def check_place(path: Path) -> None:
+    """Raises PackError where no pack can be written: its folder is missing, or it is a folder."""
+    folder = path.parent
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "does not exist"
+        raise PackError(
+            f"cannot write the pack {path}: its folder {folder} {what}; make it (mkdir -p "
+            f"{folder}), or correct the path"
+        )
+    if path.is_dir():
+        raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")
 
 
 def _write(file: BinaryIO, sources: Sequence[Found]) -> int:

@@ -181,6 +181,12 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     """
     groups = {"cpu": CPU_TARGETS, "cuda": CUDA_TARGETS, "all": (*CPU_TARGETS, *CUDA_TARGETS)}
     chosen: dict[str, None] = {}
+    if targets is None or (isinstance(targets, Sequence) and not targets):
+        return ()
+    if not isinstance(targets, Sequence) or not all(isinstance(n, str) for n in targets):
+        raise TargetError(
+            f"targets must be names, in a string or a sequence, got {type(targets).__name__}"
+        )
     for name in _items(targets):
         if name == "host":
             chosen.update(dict.fromkeys(_host_targets()))

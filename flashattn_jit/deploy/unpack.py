@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import env
+from ..errors import PackError
 from ..jit.entry import META, CorruptEntryError
 from ..jit.pack_file import PackedEntry, PackFile
 from ..jit.store import Store
@@ -57,7 +58,8 @@ def unpack(
         targets: only kernels of these; all by default.
 
     Raises:
-        PackError: the pack is damaged or unsafe; names the member. What came before it stays.
+        PackError: the pack is missing, damaged or unsafe; names the member. What came before it
+            stays.
         UnsafeCacheError: the folder is not this user's own.
         TargetError, OSError.
 
@@ -65,11 +67,11 @@ def unpack(
         >>> fa.unpack("kernels.pack", "/srv/kernels")
     """
     begin = time.perf_counter()
-    chosen = parse_targets(targets) if targets else ()
+    chosen = parse_targets(targets)
     root = env.cache_dir() if directory is None else Path(directory).expanduser().absolute()
     store = Store(root)
     sizes: list[int] = []
-    with PackFile(path) as pack:
+    with _opened(path) as pack:
         wanted = [e for e in pack.entries() if not chosen or _target(e) in chosen]
         # Digests and writes leave the interpreter to another thread.
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -85,6 +87,13 @@ def unpack(
         os.fspath(path), str(root), len(added), len(sizes) - len(added), sum(added),
         time.perf_counter() - begin,
     )  # fmt: skip
+
+
+def _opened(path: str | os.PathLike[str]) -> PackFile:
+    try:
+        return PackFile(path)
+    except OSError as error:
+        raise PackError(f"pack {os.fspath(path)} cannot be read: {error.strerror}") from error
 
 
 def _unpack_one(store: Store, packed: PackedEntry) -> int:

@@ -21,7 +21,7 @@ from ..codegen.requests import AnySpec, name_of, request_of
 from ..codegen.spec import KernelSpec
 from ..codegen.target import is_cuda
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
-from ..jit import cpp, cuda_toolkit, toolchain
+from ..jit import toolchain
 from ..jit.compiler import find_compiler
 from ..jit.module import find_prepared
 from ..jit.store import Store
@@ -181,10 +181,10 @@ def _unbuildable(tasks: Sequence[_Task]) -> list[KernelResult]:
         words = "it is in no layer, and FLASHATTN_JIT_COMPILE=never forbids to compile it"
         return [task.result(error=words, error_type="MissingKernelError") for task in tasks]
     reasons = {}
-    for cuda, words in ((False, cpp.MISSING), (True, cuda_toolkit.MISSING + _UNPACK)):
+    for cuda in (False, True):
         target = next((t.spec.target for t in tasks if is_cuda(t.spec.target) == cuda), None)
         if target is not None and find_compiler(target) is None:
-            reasons[cuda] = words
+            reasons[cuda] = toolchain.missing_compiler(target) + (_UNPACK if cuda else "")
     return [
         task.result(error=reasons[is_cuda(task.spec.target)], error_type="CompileError")
         for task in tasks

@@ -212,9 +212,15 @@ def _pack(name: str, path: Path) -> Iterator[Check]:
     try:
         count = sum(1 for _ in PackFile(path).entries())
     except (CacheError, OSError) as error:
-        yield Check(name, "error", str(error), "pack it again, or copy it again")
+        yield Check(name, "error", str(error), _pack_remedy(path))
     else:
         yield Check(name, "ok", f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}")
+
+
+def _pack_remedy(path: Path) -> str:
+    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"see who wrote to it (ls -l), then: chmod go-w {path}"
+    return "pack it again, or copy it again"
 
 
 def _remote(url: str) -> Iterator[Check]:

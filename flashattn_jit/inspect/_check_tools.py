@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from .. import env
-from ..jit import cpp, cuda_toolkit
-from ..jit.compiler import ask_version, find_compiler
+from ..errors import EnvironmentVariableError
+from ..jit import cuda_toolkit
+from ..jit.compiler import ask_version, cxx_words, find_compiler, missing_cxx
 from ..jit.fit import driver_version, too_old
 from ._check_machine import driver_words
-from .doctor import Check, Status
+from .doctor import Check
 
 _TIMEOUT_S = 10.0
 _LEAST_GCC = 11
@@ -32,25 +33,27 @@ _WITHOUT = (
 
 def cxx() -> Iterator[Check]:
     """The C++ compiler: found, runs, links OpenMP."""
-    try:
-        compiler = find_compiler()
-    except (OSError, ValueError) as error:
-        yield Check("c++", "error", f"{env.cxx()!r} cannot be used: {error}", cpp.MISSING)
-        return
+    return _unless_never(_cxx())
+
+
+def _cxx() -> Iterator[Check]:
+    compiler = find_compiler()
     if compiler is None:
-        status, note = _consequence("C++")
+        why, _, remedy = missing_cxx().partition("; ")
         yield Check(
-            "c++", status, f"no C++ compiler ({env.cxx()!r} is not on PATH){note}", cpp.MISSING
+            "c++", "error", f"{why}: kernels that no cache layer holds cannot be compiled", remedy
         )
         return
     identity = ask_version(compiler)
     words = f"{' '.join(compiler.command)} ({identity.id})"
+    if named := cxx_words():
+        words = f"{words}, of {named},"
     if identity.id.startswith("unknown"):
         yield Check(
             "c++",
             "error",
             f"{words} does not say its version",
-            "run it with --version; set FLASHATTN_JIT_CXX to a compiler that works",
+            f"run it with --version; set {_variable()} to a compiler that works",
         )
         return
     if failure := _probe(compiler.command):
@@ -59,7 +62,7 @@ def cxx() -> Iterator[Check]:
             "error",
             f"{words} does not compile a line of C++ with OpenMP: {failure}",
             "install g++ whole (Debian, Ubuntu: apt install g++; Fedora: dnf install "
-            "gcc-c++), or set FLASHATTN_JIT_CXX",
+            f"gcc-c++), or set {_variable()} to a compiler that works",
         )
         return
     found = re.match(r"gcc-(\d+)", identity.id)
@@ -68,14 +71,23 @@ def cxx() -> Iterator[Check]:
             "c++",
             "warning",
             f"{words} is older than g++ {_LEAST_GCC}",
-            f"install g++ {_LEAST_GCC} or later, or set FLASHATTN_JIT_CXX to one",
+            f"install g++ {_LEAST_GCC} or later, or set {_variable()} to one",
         )
     else:
-        yield Check("c++", "ok", words)
+        yield Check("c++", "ok", words.rstrip(","))
+
+
+def _variable() -> str:
+    """The variable to set for another compiler: the one that names this one."""
+    return env.cxx_variable() or "FLASHATTN_JIT_CXX"
 
 
 def ninja() -> Iterator[Check]:
     """Ninja, which torch's extension builder runs."""
+    return _unless_never(_ninja())
+
+
+def _ninja() -> Iterator[Check]:
     from ..jit.driver import _ninja_dir
 
     path = os.pathsep.join(filter(None, (_ninja_dir(), os.environ.get("PATH", ""))))
@@ -98,6 +110,10 @@ def ninja() -> Iterator[Check]:
 
 def cuda() -> Iterator[Check]:
     """The CUDA toolkit: found, whole, runs, new enough, and not too new for the driver."""
+    return _unless_never(_cuda())
+
+
+def _cuda() -> Iterator[Check]:
     toolkit = cuda_toolkit.find_toolkit()
     if toolkit is None:
         if torch.version.cuda is None:
@@ -108,18 +124,21 @@ def cuda() -> Iterator[Check]:
                 f"only to compile for GPUs: {cuda_toolkit.MISSING}",
             )
         else:
-            status, note = _consequence("CUDA")
             yield Check(
                 "cuda toolkit",
-                status,
-                f"torch is built for CUDA {torch.version.cuda} and brings no compiler{note}",
+                "warning",
+                f"torch is built for CUDA {torch.version.cuda} and brings no compiler: CUDA "
+                "kernels that no cache layer holds cannot be compiled",
                 f"{_WITHOUT}. {cuda_toolkit.MISSING}",
             )
         return
     compiler = find_compiler("sm_80")
     if compiler is None:
         yield Check(
-            "cuda toolkit", "error", f"{toolkit.home} needs a C++ compiler beside nvcc", cpp.MISSING
+            "cuda toolkit",
+            "error",
+            f"{toolkit.home} needs a C++ compiler beside nvcc",
+            missing_cxx(),
         )
         return
     identity = ask_version(compiler)
@@ -163,17 +182,22 @@ def cuda() -> Iterator[Check]:
     yield Check("cuda toolkit", "ok", f"{words}, for drivers from {needed} on")
 
 
-def _consequence(what: str) -> tuple[Status, str]:
-    """How bad a missing compiler is, and what it means."""
+def _unless_never(checks: Iterator[Check]) -> Iterator[Check]:
+    """The checks; where nothing may be compiled, what they find is no fault."""
     try:
         never = env.compile_mode() == "never"
-    except Exception:
+    except EnvironmentVariableError:  # a check of its own says so
         never = False
-    if never:
-        return "ok", "; FLASHATTN_JIT_COMPILE=never asks for none"
-    if what == "CUDA":
-        return "warning", ": CUDA kernels that no cache layer holds cannot be compiled"
-    return "error", ": kernels that no cache layer holds cannot be compiled"
+    if not never:
+        yield from checks
+        return
+    for check in checks:
+        if check.status == "ok" and not check.remedy:
+            yield check
+        else:
+            detail = check.detail.partition(": kernels that no cache layer")[0]
+            note = "FLASHATTN_JIT_COMPILE=never asks for none"
+            yield Check(check.name, "ok", f"{detail}; {note}")
 
 
 def _probe(command: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from ..variants.modes import on_host
 from ..variants.params import Dims
 from ..variants.spec import Variant
 from ._cases import Case, cases, extra_kernels, fallbacks
-from ._dims import complete_dims
+from ._dims import complete_dims, held_dims
 from ._error import Comparison
 from ._inputs import make_inputs
 from ._run import KernelFailedError, MisfitError, Runner
@@ -119,7 +119,9 @@ def verify(
     Args:
         variant: what to verify.
         dims: the sizes that params fit, as a `Dims`, a mapping of its names or a sequence in its
-            order; sizes left out are chosen. Cases take other sizes where the params fit them too.
+            order; sizes left out are those of the variant's tensors (a `fa.tensor("num_q_heads")`
+            of 12 entries means 12 heads), else chosen. Cases take other sizes where the params fit
+            them too.
         dtypes: of q, k and v: float32, bfloat16, float16; by default all that the target takes.
         target: the kernels' target; the host's best by default. ``"emulated:sm_80"`` verifies CUDA
             kernels without a GPU, in a minute or two.
@@ -129,7 +131,9 @@ def verify(
 
     Raises:
         VerificationError: a case failed, or none fits the params.
-        ParamError, TraceError: the variant cannot be used with `dims` and `params` at all.
+        ParamError, TraceError: the variant cannot be used with `dims` and `params` at all, or its
+            tensors differ about a size.
+        InputError: `dims` is ill-formed, or gives a size other than that of a tensor it holds.
 
     Example:
         >>> print(fa.SlidingWindow(64).verify())
@@ -138,7 +142,7 @@ def verify(
     for dtype in dtypes or ():
         if dtype not in _NAMES:
             raise InputError(f"dtypes may hold {', '.join(_NAMES.values())}; got {dtype}")
-    base = complete_dims(dims)
+    base = complete_dims(dims, held_dims(variant, params))
     runner = Runner(variant, resolve_target(target), seed, params)
     dtypes = _dtypes_of(runner.target) if dtypes is None else dtypes
     _check_fit(runner, base, dtypes)

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.errors import CacheError, CompileError
 from flashattn_jit.jit import cuda_toolkit, toolchain
 from flashattn_jit.jit import key as keys
-from flashattn_jit.jit.compiler import Compiler, CompilerIdentity, ask_version
+from flashattn_jit.jit.compiler import Compiler, CompilerIdentity, ask_version, cxx_words
 from flashattn_jit.jit.counters import Counters
 from flashattn_jit.jit.entry import ARTIFACT, STEPPED_DOWN
 from flashattn_jit.jit.failure import BuildFailure, SpillError
@@ -133,7 +134,9 @@ class Builder(Generic[T]):
                 raise _NoRoomError(reason) from failure
             if isinstance(failure, OSError):
                 raise
-            raise _compile_error(self.store, key, request, staging, failure) from failure
+            raise _compile_error(
+                self.store, key, request, staging, self.compiler, failure
+            ) from failure
         self.counters.compiles += 1
         self.counters.compile_s += compile_s
         log.info("compiled kernel %s in %.2f s", key.hex[:16], compile_s)
@@ -263,7 +266,12 @@ def _no_room(failure: BuildFailure | OSError, staging: Path) -> str:
 
 
 def _compile_error(
-    store: Store, key: KernelKey, request: Request, staging: Path, failure: BuildFailure
+    store: Store,
+    key: KernelKey,
+    request: Request,
+    staging: Path,
+    compiler: Compiler | None,
+    failure: BuildFailure,
 ) -> CompileError:
     """The error for the user, its log and source kept where it says."""
     try:
@@ -273,13 +281,18 @@ def _compile_error(
         for path in filter(Path.is_file, staging.iterdir()):
             shutil.copyfile(path, folder / path.name)
     where = f"{failure.location[0]}:{failure.location[1]}: " if failure.location else ""
+    named = cxx_words() if compiler is not None else ""
+    # A failure without a place in the source is the compiler's own.
+    blame = f" ({named} compiles nothing here)" if named and not failure.location else ""
     log_path, source_path = (
         str(folder / toolchain.LOG),
         str(folder / toolchain.source_name(request.target)),
     )
     return CompileError(
-        f"a kernel for {request.target} does not compile: {where}{failure.first_error}\n"
-        f"  log:    {log_path}\n  source: {source_path}",
+        f"a kernel for {request.target} does not compile: {where}{failure.first_error}{blame}\n"
+        + (f"  compiler: {shlex.join(compiler.command)}" if compiler is not None else "")
+        + (f" ({named})\n" if named else "\n" if compiler is not None else "")
+        + f"  log:    {log_path}\n  source: {source_path}",
         first_error=failure.first_error,
         location=failure.location,
         log_path=log_path,

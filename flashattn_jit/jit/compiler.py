@@ -47,12 +47,19 @@ class CompilerIdentity:
 
 
 def find_compiler(target: str = "cpu:generic") -> Compiler | None:
-    """The compiler for a target, None where this machine has none."""
-    command = shlex.split(env.cxx())
+    """The compiler for a target, None where this machine has none: `missing_cxx` says why."""
+    try:
+        command = shlex.split(env.cxx())
+    except ValueError:
+        return None
     executable = shutil.which(command[0]) if command else None
     if executable is None:
         return None
-    host = Compiler((executable, *command[1:]), _fingerprint(executable, command[1:]))
+    try:
+        fingerprint = _fingerprint(executable, command[1:])
+    except OSError:
+        return None
+    host = Compiler((executable, *command[1:]), fingerprint)
     if not is_cuda(target):
         return host
     toolkit = find_toolkit()
@@ -61,6 +68,36 @@ def find_compiler(target: str = "cpu:generic") -> Compiler | None:
     # The toolkit's folder decides headers and libraries, beside the executable's content.
     nvcc = str(toolkit.nvcc)
     return Compiler((nvcc,), _fingerprint(nvcc, [str(toolkit.home), host.fingerprint]), host)
+
+
+def missing_cxx() -> str:
+    """Why there is no C++ compiler, with the variable that should name one, and what to do."""
+    variable, value = env.cxx_variable(), env.cxx()
+    remedy = "install g++, or set FLASHATTN_JIT_CXX to one"
+    if variable == "CXX":
+        remedy = f"correct or unset CXX, {remedy}"
+    if not variable:
+        return f"no C++ compiler was found: {value} is not on PATH; {remedy}"
+    try:
+        program = (shlex.split(value) or [""])[0]
+    except ValueError as error:
+        why = f"is no command line: {error}"
+    else:
+        found = shutil.which(program)
+        if found is not None:
+            why = f"names {found}, which cannot be read"
+        elif os.sep in program and Path(program).exists():
+            why = f"names {program}, which is no program that this user can execute"
+        else:
+            where = "does not exist" if os.sep in program else "is not on PATH"
+            why = f"names {program}, which {where}"
+    return f"no C++ compiler was found: {variable}={value!r} {why}; {remedy}"
+
+
+def cxx_words() -> str:
+    """The compiler that a variable names, such as `CXX='clang++'`; empty for the default."""
+    variable = env.cxx_variable()
+    return f"{variable}={env.cxx()!r}" if variable else ""
 
 
 def identify(

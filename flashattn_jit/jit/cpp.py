@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # imported where a build starts
     from flashattn_jit.jit.driver import Job
 
 SOURCE = "kernel.cpp"
-MISSING = "no C++ compiler was found: install g++, or set FLASHATTN_JIT_CXX to one"
 
 _COMMON_FLAGS = (
     "-std=c++17",

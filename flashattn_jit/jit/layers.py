@@ -38,11 +38,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a layer has of a kernel: sound entries, newest first; corrupt ones; else the reason."""
+    """What a layer has of a kernel: sound entries, newest first; corrupt ones; else the reason.
+
+    fault: the reason is something to repair, not that the layer holds other kernels.
+    """
 
     found: tuple[Found, ...] = ()
     corrupt: tuple[CorruptEntryError, ...] = ()
     reason: str = ""
+    fault: bool = False
 
 
 class Layer(Protocol):
@@ -83,11 +87,15 @@ class FolderLayer:
         except UnsafeCacheError as error:
             if not read_only:
                 raise
-            return Answer(reason=str(error))
+            return Answer(reason=str(error), fault=True)
         except OSError as error:
-            return Answer(reason=f"it cannot be read: {error}")
+            return Answer(reason=f"it cannot be read: {error}", fault=True)
         found = tuple(found_in_folder(e, self.name, read_only=read_only) for e in entries)
-        return Answer(found, tuple(wrong), "" if found else self._reason(key, compiler_id, wrong))
+        if found:
+            return Answer(found, tuple(wrong))
+        absent = read_only and not _has_mode(self.store.root, stat.S_ISDIR)
+        reason = self._reason(key, compiler_id, wrong)
+        return Answer((), tuple(wrong), reason, fault=bool(wrong) or absent)
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""
@@ -130,9 +138,9 @@ class PackLayer:
                     wrong.append(CorruptEntryError(self.path, str(error)))
             reason = "" if found else _pack_reason(pack, key, compiler_id, wrong)
         except (PackError, UnsafeCacheError, OSError) as error:
-            return Answer(reason=str(error))
+            return Answer(reason=str(error), fault=True)
         found.sort(key=lambda one: str(one.meta.get("created", "")), reverse=True)
-        return Answer(tuple(found), tuple(wrong), reason)
+        return Answer(tuple(found), tuple(wrong), reason, fault=bool(wrong) and not found)
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""

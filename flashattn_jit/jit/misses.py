@@ -29,11 +29,12 @@ _WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A layer that did not serve, and why."""
+    """A layer that did not serve, and why. fault: that is to be repaired."""
 
     layer: str
     location: str
     reason: str
+    fault: bool = False
 
     def __str__(self) -> str:
         return f"{self.layer} {self.location}: {self.reason}"
@@ -118,14 +119,24 @@ def build_command(spec: str, name: str = "variant") -> str:
     )
 
 
+def fault_of(searched: Sequence[Searched]) -> str:
+    """What is to be repaired of the first layer that has a fault, with its place; empty: none."""
+    for one in searched:
+        if one.fault:
+            return one.reason if one.location in one.reason else f"{one.location}: {one.reason}"
+    return ""
+
+
 def missing_kernel(
     request: Request, key: KernelKey, searched: Sequence[Searched], closest: Nearest | None
 ) -> MissingKernelError:
     """The error of a miss where nothing may be compiled: all that is known, and the remedy."""
     spec, target = request.spec, request.target
     command = build_command(spec, request.name)
+    cause = fault_of(searched)
     lines = [
-        f"kernel {key.hex} for {target} is in no layer of the cache, and "
+        (f"{cause}\n" if cause else "")
+        + f"kernel {key.hex} for {target} is in no layer of the cache, and "
         "FLASHATTN_JIT_COMPILE=never forbids to compile it",
         *(f"  {layer}" for layer in searched),
     ]

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from flashattn_jit import env
 from flashattn_jit.codegen.requests import Request
-from flashattn_jit.errors import AbiError, CacheError, TargetError
+from flashattn_jit.errors import AbiError, CacheError, CompileError, TargetError
 from flashattn_jit.jit import key as keys
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.builder import Builder, BuildFunction, Obtained, Wanted
@@ -29,10 +29,20 @@ from flashattn_jit.jit.fit import unfit_driver, unfit_machine, unfit_target
 from flashattn_jit.jit.found import Found, found_in_folder
 from flashattn_jit.jit.layers import Layer, Searched, layers, local_layers, nearest_in
 from flashattn_jit.jit.locks import build_lock
-from flashattn_jit.jit.misses import missing_kernel
+from flashattn_jit.jit.misses import fault_of, missing_kernel
 from flashattn_jit.jit.store import Store
 
 log = logging.getLogger(__name__)
+
+_told: set[str] = set()
+
+
+def _tell_once(warning: str) -> None:
+    """Warns of what every look-up meets again."""
+    if warning not in _told:
+        _told.add(warning)
+        log.warning("%s", warning)
+
 
 T = TypeVar("T")
 
@@ -133,18 +143,31 @@ class Resolver(Generic[T]):
             found = self._search(wanted, local, [])
             if found is None:
                 found = self._search(wanted, remote, [])
-            return self._built(wanted) if found is None else found
+            return self._built(wanted, searched) if found is None else found
 
     def _identify(self) -> None:
         """Finds out which compiler this machine has, if it has one; may start processes."""
         if self.compiler is not None and self.identity is None:
             self.identity = identify(self.compiler, self.store.recall_compiler)
 
-    def _built(self, wanted: Wanted) -> Obtained[T] | str:
+    def _built(self, wanted: Wanted, searched: Sequence[Searched] = ()) -> Obtained[T] | str:
         builder = Builder(
             self.store, self.compiler, self.build, self.use, self.counters, not self.loads
         )
-        return builder(wanted)
+        try:
+            return builder(wanted)
+        except CompileError as error:
+            cause = fault_of(searched)
+            if self.compiler is not None or not cause:
+                raise
+            # Kernels that were brought along would have done without a compiler.
+            raise CompileError(
+                f"{cause}\n{error}",
+                first_error=error.first_error,
+                location=error.location,
+                log_path=error.log_path,
+                source_path=error.source_path,
+            ) from error
 
     @contextlib.contextmanager
     def _lock(self, wanted: Wanted) -> Iterator[None]:
@@ -172,7 +195,9 @@ class Resolver(Generic[T]):
                     log.info("kernel %s in %s: %s", wanted.key.hex[:16], layer.location, used.text)
                 else:
                     return used
-            searched.append(Searched(layer.name, layer.location, reason))
+            searched.append(Searched(layer.name, layer.location, reason, answer.fault))
+            if answer.fault and self.mode != "never":
+                _tell_once(f"{layer.location} is not searched for kernels: {reason}")
         return None
 
     def _used(self, wanted: Wanted, layer: Layer, found: Found) -> Obtained[T] | str | _Reason:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.jit import cpp, cuda_toolkit, nvcc
-from flashattn_jit.jit.compiler import Compiler
+from flashattn_jit.jit.compiler import Compiler, missing_cxx
 from flashattn_jit.jit.failure import BuildFailure, SpillError, failure
 from flashattn_jit.jit.store import ARTIFACT
 
@@ -57,7 +57,7 @@ def build(
     log = staging / LOG
     log.touch()
     if compiler is None:
-        missing = cuda_toolkit.MISSING if is_cuda(target) else cpp.MISSING
+        missing = missing_compiler(target)
         log.write_text(missing + "\n")
         raise BuildFailure(missing, None)
     work = staging / "build"
@@ -82,6 +82,13 @@ def build(
     if complaints:
         raise SpillError(complaints, compile_s)
     return BuildReport(compile_s)
+
+
+def missing_compiler(target: str) -> str:
+    """Why `find_compiler` found none for a target, and what to do."""
+    if is_cuda(target) and cuda_toolkit.find_toolkit() is None:
+        return cuda_toolkit.MISSING
+    return missing_cxx()
 
 
 def _finish_cuda(

@@ -15,6 +15,7 @@ from ..errors import InputError, LaunchError
 from ..variants.modes import need_values
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
+from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites
 from ._batch_kernels import Kernels, Options, native_kinds
@@ -28,7 +29,7 @@ from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._replays import check_replayable, padded, with_room
 from ._traced import is_traced
 from ._workspace import Workspace
-from .attention import Offset
+from .attention import Offset, check_offset
 from .limits import Limits
 from .plan import Plan
 from .sparsity import BlockSparse, Sparsity, TokenSparse, Tree
@@ -39,6 +40,7 @@ Params = Mapping[str, object]
 _objects: weakref.WeakValueDictionary[int, BatchBase] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _LARGEST_OFFSET = 2**30
+_MOST = 10**30
 
 
 class Level(NamedTuple):
@@ -82,14 +84,17 @@ class BatchBase:
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
         ):  # fmt: skip
-            if dtype not in allowed:
+            if not isinstance(dtype, torch.dtype) or dtype not in allowed:
                 names = ", ".join(DTYPE_NAMES[d] for d in allowed)
-                raise InputError(f"{name}={dtype} is not supported; supported: {names}")
-        for name, count in (("num_q_heads", num_q_heads), ("num_kv_heads", num_kv_heads)):
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise InputError(f"{name} must be an int, got {type(count).__name__}")
+                raise InputError(
+                    f"{name}={_check.shown(dtype)} is not supported; supported: {names}"
+                )
+        num_q_heads = _check.check_int("num_q_heads", num_q_heads, 1)
+        num_kv_heads = _check.check_int("num_kv_heads", num_kv_heads, 1)
         _check.check_heads(num_q_heads, num_kv_heads, num_kv_heads)
+        head_dim = _check.check_int("head_dim", head_dim, -_MOST, _MOST)
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        head_dim_v = _check.check_int("head_dim_v", head_dim_v, -_MOST, _MOST)
         _check.check_head_dims(head_dim, head_dim, head_dim_v)
         if limits is not None and not isinstance(limits, Limits):
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
@@ -195,6 +200,9 @@ class BatchBase:
             placed = [("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])]
             for name, tensor in placed:
                 _batch_run.check_place(name, tensor, self._kernels.options.device)
+            for name, value in params.items():
+                if isinstance(value, torch.Tensor):
+                    refuse_unreadable(name, value)
             _check.check_grad([x for x in given if isinstance(x, torch.Tensor)])
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
@@ -225,6 +233,8 @@ class BatchBase:
         Raises:
             InputError: there are no limits.
         """
+        q_block = _check.check_int("q_block", q_block, 0)
+        num_levels = _check.check_int("num_levels", num_levels, 0)
         limits = self._kernels.options.limits if limits is None else limits
         if not isinstance(limits, Limits):
             raise InputError("workspace_bytes() needs limits=fa.Limits(...)")
@@ -371,15 +381,35 @@ def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, A
 
 
 def _device(device: str | torch.device) -> torch.device:
+    if not isinstance(device, str | int | torch.device):
+        raise InputError(
+            f'device must be a torch.device or a name such as "cpu", got {type(device).__name__}'
+        )
     try:
         own = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"device={device!r} is unknown: {error}") from None
     if own.type not in ("cpu", "cuda"):
         raise InputError(f"device={device!r}: kernels run on cpu and cuda")
-    if own.type == "cuda" and own.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if own.type == "cuda":
+        return _cuda_device(own)
     return own
+
+
+def _cuda_device(device: torch.device) -> torch.device:
+    """The device with its index."""
+    count = torch.cuda.device_count()
+    index = device.index
+    if torch.version.cuda is None or not count or (index is not None and index >= count):
+        found = (
+            "this torch is built without CUDA" if torch.version.cuda is None else
+            f"torch finds {count} CUDA devices"
+        )  # fmt: skip
+        raise InputError(
+            f'device="{device}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
+            "run CUDA kernels in the emulator"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if index is None else device
 
 
 def _with_limits(options: Options, limits: Limits) -> Options:
@@ -399,16 +429,10 @@ def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor |
         values = held.numpy()
         low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
         worst = high if high > -low else low
-    elif isinstance(q_offset, int) and not isinstance(q_offset, bool):
-        worst = q_offset
-        fits = q_offset if abs(q_offset) < 2**62 else 0
-        held = torch.full((max(0, count),), fits, dtype=torch.int64, device="cpu")
-        array = host_array("q_offset", held)[0]
     else:
-        raise InputError(
-            f'q_offset must be "end", a tensor [num_requests] or an int, got '
-            f"{type(q_offset).__name__}"
-        )
+        worst = check_offset(q_offset, "num_requests")
+        held = torch.full((max(0, count),), worst, device="cpu")
+        array = host_array("q_offset", held)[0]
     if abs(worst) > _LARGEST_OFFSET:
         raise InputError(f"q_offset={worst} is outside of [-2**30, 2**30]")
     return array, held

@@ -117,6 +117,7 @@ class Planned:
         if out is None:
             result = torch.empty(shape, dtype=dtype, device=device)
         else:
+            _check.check_out_grad(out)
             _check.check_apart(out, ready.out_bytes, inputs, ready.input_bytes)
             result = out
         lse = torch.empty(shape[:2], dtype=torch.float32, device=device) if with_lse else None
@@ -268,8 +269,7 @@ def check_place(name: str, tensor: object, device: torch.device) -> None:
     """Raises InputError where something is no dense tensor on the device of its batch."""
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise InputError(f"{name} has layout {tensor.layout}; pass a strided (dense) tensor")
+    _check.check_readable(name, tensor)
     if tensor.device != device:
         raise InputError(
             f"{name} is on {tensor.device}, but the batch was made for {device}; move it with "

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..variants.builtins import kv_len, q_len, q_row
 from ..variants.spec import Variant, scalar, tensor
+from ._check import check_readable
 
 MAX_MAP_ENTRIES = 2**28
 """Of the map from block rows and key blocks to bits: 1 GiB of int32."""
@@ -76,6 +77,9 @@ def tree_words(
     count, longest = len(q_lens), max(q_lens, default=0)
     if not isinstance(bits, Tensor):
         return _stacked(bits, q_lens, device)
+    check_readable("Tree.bits", bits)
+    if bits.is_neg():
+        raise InputError("Tree.bits is a lazy neg view; pass bits.resolve_neg()")
     if bits.device.type != device.type:
         raise InputError(f"Tree.bits are on {bits.device}, the batch on {device}; move them there")
     if bits.dim() != 3 or bits.shape[0] != count:
@@ -107,8 +111,13 @@ def _stacked(bits: Sequence[Tensor], q_lens: Sequence[int], device: torch.device
     longest = max(q_lens, default=0)
     square = torch.zeros(len(q_lens), longest, longest, dtype=torch.bool, device=device)
     for b, (one, q_tokens) in enumerate(zip(bits, q_lens, strict=True)):
-        if not isinstance(one, Tensor) or one.dtype != torch.bool or one.dim() != 2:
+        if not isinstance(one, Tensor) or one.dtype != torch.bool:
             raise InputError(f"Tree.bits[{b}] must be a bool tensor [q_len, q_len]")
+        check_readable(f"Tree.bits[{b}]", one)
+        if one.dim() != 2:
+            raise InputError(
+                f"Tree.bits[{b}] must be a bool tensor [q_len, q_len], got {list(one.shape)}"
+            )
         if min(one.shape) < q_tokens:
             raise InputError(
                 f"Tree.bits[{b}] is {list(one.shape)}, but request {b} has q_len={q_tokens} draft "
@@ -135,6 +144,7 @@ def block_words(bits: object, entries: int, q_block: int, key_block: int) -> Ten
     if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
         got = bits.dtype if isinstance(bits, Tensor) else type(bits).__name__
         raise InputError(f"BlockSparse.bits must be a bool tensor [nnz, Br, Bc], got {got}")
+    check_readable("BlockSparse.bits", bits)
     if tuple(bits.shape) != (entries, q_block, key_block):
         raise InputError(
             f"BlockSparse.bits must be [nnz={entries}, Br={q_block}, Bc={key_block}], got "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from ..errors import GradError, InputError
 from ..variants.modes import need_values
 from ..variants.params import Dims
+from ..variants.readable import PLAIN, unreadable
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
 MAX_HEAD_DIM = 256
@@ -29,6 +31,7 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
     for name, tensor, layout in zip("qkv", (q, k, v), layouts, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_readable(name, tensor)
         rank = layout.count(",") + 1
         if tensor.dim() != rank:
             raise InputError(
@@ -45,8 +48,6 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
                 f"{name} is on device {tensor.device}, but kernels run on cpu and cuda tensors; "
                 f"move it with {name}.cpu() or {name}.cuda()"
             )
-        if tensor.layout != torch.strided:
-            raise InputError(f"{name} has layout {tensor.layout}; pass a strided (dense) tensor")
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
             raise InputError(
                 f"{name}'s last dim (head_dim) must be contiguous, its stride is "
@@ -55,6 +56,53 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
         if tensor.is_conj() or tensor.is_neg():
             raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
     check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now
+
+
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Raises InputError for a tensor whose entries are not dense at an address of its own."""
+    if problem := unreadable(tensor):
+        raise InputError(f"{name} {problem}")
+
+
+def check_types(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The one check of q, k and v that a remembered signature does not stand for: subclasses."""
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        if type(tensor) not in PLAIN:
+            check_readable(name, tensor)
+
+
+def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: str = "") -> int:
+    """The value as an int in [low, high]: an int, a numpy integer or the like, no bool or tensor.
+
+    rule: what it must be, in words, where the range alone does not say it.
+
+    Raises:
+        InputError: it is something else, or out of range.
+    """
+    if type(value) is not int:
+        if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
+            raise _no_int(name, value, rule)
+        try:
+            value = operator.index(value)
+        except TypeError:  # an array of more than one number
+            raise _no_int(name, value, rule) from None
+    if not low <= value <= high:
+        shown = str(value) if abs(value) < 10**30 else "that number"
+        raise InputError(f"{name}={shown} {rule or f'must be {low} to {high}'}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: itself where that is short and safe, else its type."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return f"{value!r:.60}" if isinstance(value, str) else f"{value}"[:60]
+    return f"<{type(value).__name__}>"
+
+
+def _no_int(name: str, value: object, rule: str) -> InputError:
+    if rule:
+        return InputError(f"{name}={shown(value)} {rule}")
+    return InputError(f"{name} must be an int, got {type(value).__name__}")
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
@@ -189,6 +237,8 @@ def check_host_integers(name: str, value: object, planned: str = "lengths") -> t
     """The value, an int32 or int64 CPU tensor. planned: what it is a part of, for messages."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
+    if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
+        check_readable(name, value)
     if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
         raise InputError(
             f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
@@ -218,6 +268,7 @@ def check_out(
 ) -> None:
     """`out` has the result's shape and dtype, a contiguous last dim, and overlaps no input."""
     check_out_layout(out, shape, dtype, inputs[0].device)
+    check_out_grad(out)
     check_apart(out, extent(out), inputs, [extent(t) for t in inputs])
 
 
@@ -227,6 +278,7 @@ def check_out_layout(
     """What of `check_out` does not depend on where tensors lie."""
     if not isinstance(out, torch.Tensor):
         raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
+    check_readable("out", out)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise InputError(
             f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
@@ -240,6 +292,16 @@ def check_out_layout(
         raise InputError("out is an expanded tensor: several entries share one address")
     if not _dense(out):
         raise InputError("out's entries overlap each other; pass a tensor of its own")
+
+
+def check_out_grad(out: torch.Tensor) -> None:
+    """Raises GradError for an `out` that would lose its place in a graph of derivatives."""
+    if out.requires_grad and torch.is_grad_enabled():
+        raise GradError(
+            "out requires grad while grad mode is on, but this engine is inference only: the "
+            "result written to it would have no gradient; pass out.detach(), or call under "
+            "torch.no_grad()"
+        )
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .. import env
 from ..errors import InputError
 from ._bits import MAX_MAP_ENTRIES, block_words
-from ._check import INT32_MAX
+from ._check import INT32_MAX, check_int, check_readable, shown
 from .sparsity import BlockSparse, TokenSparse
 from .storage import Array, host_array
 
@@ -73,7 +73,7 @@ def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:
     if isinstance(sparsity, TokenSparse):
         return _token_lists(sparsity, batch)
     if not isinstance(sparsity.block_size, tuple) or len(sparsity.block_size) != 2:
-        raise InputError(f"block_size must be (Br, Bc), got {sparsity.block_size!r}")
+        raise InputError(f"block_size must be (Br, Bc), got {shown(sparsity.block_size)}")
     if any(isinstance(size, torch.Tensor) for size in sparsity.block_size):
         return _variable_lists(sparsity, batch)
     return _block_lists(sparsity, batch)
@@ -88,6 +88,7 @@ def _indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
         got = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InputError(f"{name} must be an int32 or int64 tensor, got {got}")
+    check_readable(name, indices)
     if indices.device.type != device.type:
         raise InputError(
             f"{name} are on {indices.device}, the batch on {device}; move them with "
@@ -95,7 +96,7 @@ def _indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
         )
     if indices.numel() > INT32_MAX:
         raise InputError(f"{name} has more entries than 32 bits count")
-    return indices
+    return indices.resolve_neg()
 
 
 # --- lists of tokens ------------------------------------------------------------------------------
@@ -176,9 +177,9 @@ def _begin_and_count(starts: Ints) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _size(side: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= INT32_MAX:
-        raise InputError(f"block_size: B{side}={value!r} must be an int of at least 1 or a tensor")
-    return value
+    return check_int(
+        f"block_size: B{side}", value, 1, rule="must be an int of at least 1 or a tensor"
+    )
 
 
 def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_request: Ints) -> Ints:
@@ -186,6 +187,7 @@ def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_reques
     if not isinstance(indptr, torch.Tensor) or indptr.dtype not in (torch.int32, torch.int64):
         got = indptr.dtype if isinstance(indptr, torch.Tensor) else type(indptr).__name__
         raise InputError(f"BlockSparse.indptr must be an int32 or int64 cpu tensor, got {got}")
+    check_readable("BlockSparse.indptr", indptr)
     if indptr.device.type != "cpu":
         raise InputError(
             f"BlockSparse.indptr is on {indptr.device}; it must be a cpu tensor: batches are "
@@ -199,7 +201,7 @@ def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_reques
             f"BlockSparse.indptr must be [block rows + 1 = {rows + 1}] or [num_kv_heads={heads}, "
             f"{rows + 1}], got {list(indptr.shape)}; request b has ceil(q_len / Br) block rows"
         )
-    starts = np.atleast_2d(indptr.numpy()).astype(np.int64)
+    starts = np.atleast_2d(indptr.resolve_neg().numpy()).astype(np.int64)
     wrong = np.diff(starts, axis=1) < 0
     if wrong.any():
         head, row = (int(x) for x in np.argwhere(wrong)[0])
@@ -335,12 +337,13 @@ def _edges(side: str, sizes: object, length: int, name: str, batch: Lengths) -> 
             f"block_size: B{side} must be an int32 or int64 cpu tensor, got {sizes.dtype} on "
             f"{sizes.device}"
         )
+    check_readable(f"block_size: B{side}", sizes)
     if sizes.dim() not in (1, 2) or sizes.dim() == 2 and sizes.shape[0] != batch.num_kv_heads:
         raise InputError(
             f"block_size: B{side} must be [blocks] or [num_kv_heads={batch.num_kv_heads}, blocks], "
             f"got {list(sizes.shape)}"
         )
-    rows = np.atleast_2d(sizes.numpy()).astype(np.int64)
+    rows = np.atleast_2d(sizes.resolve_neg().numpy()).astype(np.int64)
     if (rows < 0).any() or (rows.sum(1) != length).any():
         raise InputError(
             f"block_size: B{side} must be sizes that add up to {name}={length} of request 0, they "

@@ -14,7 +14,8 @@ import torch
 
 from .. import _C
 from ..errors import InputError
-from .paged import Paged
+from ._check import check_int
+from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Storage, Stored, host_array, read_storage
 
 
@@ -26,9 +27,19 @@ def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequenc
     Raises:
         InputError: a page size is no multiple of the smallest, or such a level's pages are wrong.
     """
-    sizes = [s.page_size for s in storages if isinstance(s, Paged)]
-    if len(sizes) < len(storages) or any(type(n) is not int or n < 1 for n in sizes):
+    if not all(isinstance(s, Paged) for s in storages):
         return storages
+    last = len(storages) - 1
+    sizes = [
+        check_int(
+            f"level {i}: page_size" if i < last else "page_size",
+            s.page_size,
+            1,
+            rule=PAGE_SIZE_RULE,
+        )
+        for i, s in enumerate(storages)
+        if isinstance(s, Paged)
+    ]
     least, largest = min(sizes), max(sizes)
     if least == largest or device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return storages

@@ -16,11 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ._check import check_int, check_readable
 from .paged import Paged
 from .storage import host_array, read_storage
 
 Ints = NDArray[np.int64]
 _CPU = torch.device("cpu")
+_MOST = 10**30
 
 
 class Shared(NamedTuple):
@@ -43,8 +45,7 @@ class Node(NamedTuple):
 
 def shared_prefixes(q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int) -> list[Shared]:
     """See `cascade_levels`."""
-    if isinstance(min_shared_pages, bool) or not isinstance(min_shared_pages, int):
-        raise InputError(f"min_shared_pages must be an int, got {type(min_shared_pages).__name__}")
+    min_shared_pages = check_int("min_shared_pages", min_shared_pages, -_MOST, _MOST)
     if min_shared_pages < 1:
         raise InputError(f"min_shared_pages={min_shared_pages} must be at least 1")
     indices, starts, rows = _read(q_indptr, paged)
@@ -78,9 +79,12 @@ def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
     if isinstance(paged.page_indices, torch.Tensor):  # what else it may be, read_storage says
+        check_readable("page_indices", paged.page_indices)
+        if paged.page_indices.is_meta:
+            raise InputError("page_indices is on meta, which has no entries; pass the pages")
         paged = replace(paged, page_indices=paged.page_indices.cpu())
-    read_storage(paged, _CPU)
-    starts, rows = paged.page_indptr.numpy().astype(np.int64), q_starts.numpy().astype(np.int64)
+    stored = read_storage(paged, _CPU)
+    starts, rows = stored.held[0].numpy().astype(np.int64), q_starts.numpy().astype(np.int64)
     if not len(rows) or len(starts) != len(rows):
         raise InputError(
             f"page_indptr has {len(starts)} entries, q_indptr {len(rows)}; both need one more than "
@@ -91,7 +95,8 @@ def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints
         if values[0] != 0 or len(falling):
             where = f"descends at request {falling[0]}" if len(falling) else "does not start at 0"
             raise InputError(f"{name} {where}: it must be a running sum from 0 on")
-    indices = paged.page_indices.numpy().astype(np.int32)
+    assert stored.page_indices is not None
+    indices = stored.page_indices.numpy()
     if starts[-1] > len(indices):
         raise InputError(
             f"page_indptr ends at {starts[-1]}, but page_indices has {len(indices)} entries"

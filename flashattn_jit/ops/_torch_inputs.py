@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import InputError
+from ._check import check_readable
 from ._dense import like_q_strides
 
 
@@ -14,16 +15,12 @@ def prepare(
     """The inputs in autocast's dtype, with contiguous last dims, q's other dims in their order.
 
     Raises:
-        InputError: one is no strided tensor.
+        InputError: one is no tensor with dense entries.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise InputError(
-                f"{name} is a nested or sparse tensor; pass a dense one, or packed requests to "
-                "fa.varlen_attention"
-            )
+        check_readable(name, tensor)
     query, key, value = autocast(query, key, value)
     if not _has_contiguous_rows(query) and query.dim() == 4:
         rows = query.new_empty_strided(query.shape, like_q_strides(query, query.shape[-1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import InputError
+from ._check import check_readable
 
 ALIGNMENT = 128  # bytes, of a workspace's begin
 
@@ -31,6 +32,7 @@ class Workspace:
         if not isinstance(given, torch.Tensor) or given.dtype != torch.uint8:
             got = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
             raise InputError(f"workspace must be a uint8 tensor [bytes], got {got}")
+        check_readable("workspace", given)
         if given.device != device:
             raise InputError(f"workspace is on {given.device}, the batch on {device}")
         if given.dim() != 1 or not given.is_contiguous():

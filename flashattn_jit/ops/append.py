@@ -127,6 +127,7 @@ def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
     for label, tensor, rank in ((name, new, 3), (f"{name}_pages", cache, 4)):
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{label} must be a torch.Tensor, got {type(tensor).__name__}")
+        _check.check_readable(label, tensor)
         if tensor.dim() != rank:
             layout = "[num_tokens, num_kv_heads, head_dim]"
             if rank == 4:

@@ -147,6 +147,7 @@ def run_dense(
         )  # fmt: skip
     else:
         shape = (*q.shape[:3], dims.head_dim_v)
+        _check.check_types(q, k, v)
         _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
         result = out
         lse = q.new_empty(shape[:3], dtype=torch.float32) if with_lse else None
@@ -158,6 +159,7 @@ def run_dense(
 
 
 def _attention_op(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _check.check_types(*arguments[:3])
     return torch.ops.flashattn_jit.attention(*arguments)  # type: ignore[no-any-return]
 
 
@@ -176,13 +178,19 @@ def _resolve_offset(
     if isinstance(q_offset, torch.Tensor):
         _check.check_lengths("q_offset", q_offset, dims.batch, -(2**30), 2**30)
         return 0, q_offset
-    if isinstance(q_offset, bool) or not isinstance(q_offset, int):
+    return check_offset(q_offset, "batch"), None
+
+
+def check_offset(q_offset: object, requests: str) -> int:
+    """An offset that is one number. Raises InputError; requests: the dim of a tensor of them."""
+    if type(q_offset) is not int and (
+        isinstance(q_offset, bool) or not hasattr(q_offset, "__index__")
+    ):
         raise InputError(
-            f'q_offset must be an int, a tensor [batch] or "end", got {type(q_offset).__name__}'
+            f'q_offset must be an int, a tensor [{requests}] or "end", got '
+            f"{type(q_offset).__name__}"
         )
-    if abs(q_offset) > 2**30:
-        raise InputError(f"q_offset={q_offset} is outside of [-2**30, 2**30]")
-    return q_offset, None
+    return _check.check_int("q_offset", q_offset, -(2**30), 2**30, "is outside of [-2**30, 2**30]")
 
 
-__all__ = ["Offset", "attention", "run_dense"]
+__all__ = ["Offset", "attention", "check_offset", "run_dense"]

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import InputError, TorchInputError
 from ..variants.modes import on_host
+from ._check import check_readable
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block: not visited, visited with the mask, visited without it."""
@@ -243,6 +244,7 @@ def _one_list(
     for tensor, label in ((counts, f"{name}_num_blocks"), (indices, f"{name}_indices")):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int32, torch.int64):
             raise InputError(f"block_mask.{label} must be an int32 or int64 tensor")
+        check_readable(f"block_mask.{label}", tensor)
     if not 2 <= indices.dim() <= 4 or counts.shape != indices.shape[:-1]:
         raise InputError(
             f"block_mask.{name}_indices must be [batch, heads, q blocks, kv blocks] and "

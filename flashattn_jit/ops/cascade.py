@@ -84,7 +84,9 @@ class CascadeAttention(BatchBase):
             VariantError: a hook needs what shared keys do not have: the request they are of.
             ParamError, CompileError, LaunchError: as for `BatchAttention.plan`.
         """
-        levels = list(levels) if isinstance(levels, Iterable) else []
+        if isinstance(levels, torch.Tensor) or not isinstance(levels, Iterable):
+            levels = []
+        levels = list(levels)
         if not levels:
             raise InputError(
                 "levels must be a sequence of at least one fa.CascadeLevel, the requests' own last"

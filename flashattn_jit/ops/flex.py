@@ -76,6 +76,11 @@ def flex_attention(
             "Cannot specify both return_lse and return_aux; return_lse is the older of the two: "
             "pass return_aux=AuxRequest(lse=True)"
         )
+    if return_aux is not None and not hasattr(return_aux, "max_scores"):
+        raise InputError(
+            "return_aux must be a torch.nn.attention.flex_attention.AuxRequest or None, got "
+            f"{type(return_aux).__name__}"
+        )
     want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     want_max = return_aux is not None and bool(return_aux.max_scores)
     run: Callable[..., Any] = run_flex

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from ..errors import InputError
-from ._check import INT32_MAX
+from ._check import check_int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,7 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "max_pages" else 1
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(f"{field.name} must be an int, got {type(value).__name__}")
-            if not least <= value <= INT32_MAX:
-                raise InputError(f"{field.name}={value} must be {least} to {INT32_MAX}")
+            object.__setattr__(self, field.name, check_int(field.name, value, least))
 
     def native(self) -> tuple[int, int, int, int]:
         """As the scheduler takes them."""

@@ -69,6 +69,10 @@ def merge_states(
 
 
 def _states(name: str, states: object) -> list[torch.Tensor]:
+    if isinstance(states, torch.Tensor):  # states along its first dim
+        _check.check_readable(name, states)
+        if states.dim() == 0:
+            raise InputError(f"{name} must be a sequence of tensors, got a tensor without dims")
     if not isinstance(states, Iterable):
         raise InputError(f"{name} must be a sequence of tensors, got {type(states).__name__}")
     return list(states)
@@ -77,6 +81,7 @@ def _states(name: str, states: object) -> list[torch.Tensor]:
 def _check_state(name: str, tensor: torch.Tensor) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    _check.check_readable(name, tensor)
     if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "cuda"):
         raise InputError(
             f"{name} must be float32 on cpu or cuda (a partial state), got {tensor.dtype} on "

@@ -12,6 +12,8 @@ from .. import env
 from ..errors import InputError
 from . import _check
 
+PAGE_SIZE_RULE = "must be an int of at least 1 that fits 32 bits"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
@@ -66,9 +68,7 @@ def read_pages(paged: Paged, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Pa
     """
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
-    size = paged.page_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InputError(f"page_size={size!r} must be an int of at least 1")
+    size = _check.check_int("page_size", paged.page_size, 1, rule=PAGE_SIZE_RULE)
     for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
         if cache.shape[1] != size:
             raise InputError(f"{name} has page_size={cache.shape[1]}, but paged {size}")
@@ -78,8 +78,15 @@ def read_pages(paged: Paged, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Pa
         )
     indices, num_pages = paged.page_indices, k_pages.shape[0]
     indptr = _page_indptr(paged.page_indptr)
-    if not isinstance(indices, torch.Tensor) or indices.dim() != 1:
-        raise InputError("page_indices must be a tensor [number of pages in use]")
+    if not isinstance(indices, torch.Tensor):
+        raise InputError(
+            f"page_indices must be a tensor [number of pages in use], got {type(indices).__name__}"
+        )
+    _check.check_readable("page_indices", indices)
+    if indices.dim() != 1:
+        raise InputError(
+            f"page_indices must be a tensor [number of pages in use], got {list(indices.shape)}"
+        )
     if indices.dtype not in (torch.int32, torch.int64):
         raise InputError(f"page_indices must be int32 or int64, got {indices.dtype}")
     _check.check_devices({"k_pages": k_pages, "v_pages": v_pages, "page_indices": indices})
@@ -102,7 +109,7 @@ def read_pages(paged: Paged, k_pages: torch.Tensor, v_pages: torch.Tensor) -> Pa
     if max(kv_len, default=0) > _check.INT32_MAX or num_pages > _check.INT32_MAX:
         raise InputError("a request's kv_len or num_pages does not fit 32 bits")
     _check_indices(indices, indptr, num_pages)
-    indices = indices.to(torch.int32).contiguous()
+    indices = indices.to(torch.int32).resolve_neg().contiguous()
     return PageTable(indptr, tuple(kv_len), size, num_pages, indices)
 
 

@@ -8,6 +8,7 @@ from ..errors import InputError, TorchInputError
 from ..variants.library.masks import Causal, Full
 from ..variants.spec import Variant, tensor
 from . import _torch_inputs
+from ._check import check_readable, shown
 from ._direct import is_direct
 from ._traced import is_traced
 from .attention import run_dense
@@ -105,10 +106,10 @@ def run_sdpa(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` outside of the tracer."""
-    if dropout_p != 0.0:
+    if not isinstance(dropout_p, float | int) or dropout_p != 0.0:
         raise InputError(
-            f"dropout_p={dropout_p}: this engine is inference only; pass dropout_p=0.0, such as "
-            "`p if self.training else 0.0`"
+            f"dropout_p={shown(dropout_p)}: this engine is inference only; pass dropout_p=0.0, "
+            "such as `p if self.training else 0.0`"
         )
     if attn_mask is not None and is_causal:
         raise TorchInputError(
@@ -218,6 +219,7 @@ def _dense_mask(mask: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
     """The mask as [batch or 1, num_q_heads or 1, q_len or 1, kv_len or 1]."""
     if not isinstance(mask, torch.Tensor):
         raise InputError(f"attn_mask must be a torch.Tensor, got {type(mask).__name__}")
+    check_readable("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(
             f"attn_mask has dtype {mask.dtype}; it must be bool (True takes part) or float (added)"

@@ -15,8 +15,8 @@ import torch
 from .. import env
 from ..errors import InputError
 from ..variants.modes import need_values
-from ._check import INT32_MAX, check_host_integers
-from .paged import Paged
+from ._check import INT32_MAX, check_host_integers, check_int, check_readable
+from .paged import PAGE_SIZE_RULE, Paged
 
 Array = tuple[int, int, int]
 """A contiguous integer array of the host: address, entries, bytes of an entry."""
@@ -72,8 +72,8 @@ def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
     tensor = check_host_integers(name, value, "batches")
     if tensor.dim() != 1:
         raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.resolve_neg().contiguous()
     return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
 
 
@@ -92,11 +92,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
         raise InputError(
             f"{where}storage must be an fa.Paged or an fa.Ragged, got {type(storage).__name__}"
         )
-    size = storage.page_size
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= INT32_MAX:
-        raise InputError(
-            f"{where}page_size={size!r} must be an int of at least 1 that fits 32 bits"
-        )
+    size = check_int(f"{where}page_size", storage.page_size, 1, rule=PAGE_SIZE_RULE)
     indptr, held_indptr = host_array(f"{where}page_indptr", storage.page_indptr)
     last, held_last = host_array(f"{where}last_page_len", storage.last_page_len)
     given = _page_indices(storage.page_indices, device, where)
@@ -109,15 +105,24 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
             f"{'group' if where else 'request'} {owner_of(at, held_indptr)}, "
             f"{'is negative' if negative else 'does not fit 32 bits'}"
         )
-    indices = given.to(torch.int32).contiguous()
+    indices = given.to(torch.int32).resolve_neg().contiguous()
     native = (None, indptr, last, size, indices.shape[0])
     return Stored(native, size, indices, pages, (held_indptr, held_last))
 
 
 def _page_indices(indices: object, device: torch.device, where: str) -> torch.Tensor:
     need_values(f"{where}page_indices", "batches are planned from them", (indices,))
-    if not isinstance(indices, torch.Tensor) or indices.dim() != 1:
-        raise InputError(f"{where}page_indices must be a tensor [number of pages in use]")
+    if not isinstance(indices, torch.Tensor):
+        raise InputError(
+            f"{where}page_indices must be a tensor [number of pages in use], got "
+            f"{type(indices).__name__}"
+        )
+    check_readable(f"{where}page_indices", indices)
+    if indices.dim() != 1:
+        raise InputError(
+            f"{where}page_indices must be a tensor [number of pages in use], got "
+            f"{list(indices.shape)}"
+        )
     if indices.dtype not in _INTEGERS:
         raise InputError(f"{where}page_indices must be int32 or int64, got {indices.dtype}")
     if indices.device.type != device.type:
@@ -140,7 +145,7 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
     used = indices[: max(0, int(indptr[-1]))]
     if not used.shape[0]:
         return 0, -1
-    if used.is_cpu and used.dtype == torch.int32:
+    if used.is_cpu and used.dtype == torch.int32 and not used.is_neg():
         # One thread's vectors: torch would wake all of them, which takes longer than the reading.
         # Negative entries are the largest when read without their sign.
         values = used.numpy()

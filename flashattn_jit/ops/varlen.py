@@ -16,7 +16,7 @@ from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
 from ._traced import is_traced
-from .attention import Offset
+from .attention import Offset, check_offset
 
 
 def varlen_attention(
@@ -173,6 +173,8 @@ def request_lengths(
         if end < begin:
             raise InputError(f"{name} must not descend; request {i} has [{begin}, {end}]")
         lengths.append(end - begin)
+    if longest is not None:
+        longest = _check.check_int(longest_name, longest, 0, 2**63 - 1)
     if longest is not None and lengths and max(lengths) > longest:
         worst = lengths.index(max(lengths))
         raise InputError(
@@ -195,9 +197,5 @@ def resolve_offsets(
             )
         ends = [k - q for q, k in zip(q_lens, kv_lens, strict=True)]
         return torch.tensor(ends, dtype=torch.int64, device="cpu")
-    if isinstance(q_offset, bool) or not isinstance(q_offset, int) or abs(q_offset) > 2**30:
-        raise InputError(
-            f'q_offset must be "end", a tensor [num_requests] or an int in [-2**30, 2**30], got '
-            f"{q_offset!r}"
-        )
-    return torch.full((len(q_lens),), q_offset, dtype=torch.int64, device="cpu")
+    one = check_offset(q_offset, "num_requests")
+    return torch.full((len(q_lens),), one, dtype=torch.int64, device="cpu")

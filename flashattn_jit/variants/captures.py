@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashattn_jit.errors import TraceError
+from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import captures_objects
 from flashattn_jit.variants.captures_objects import Build, Values, is_opaque_module
+from flashattn_jit.variants.readable import PLAIN, refuse_unreadable
 from flashattn_jit.variants.trace_values import STAND_INS
 
 MAX_LOCATIONS = 256
@@ -76,7 +77,10 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(loaded), frozenset(every)
 
 
-_EXTRACTOR_SCOPE = {"Tensor": torch.Tensor, "pattern": stride_pattern, "LOST": _LOST}
+_EXTRACTOR_SCOPE = {
+    "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter, "pattern": stride_pattern,
+    "strided": torch.strided, "LOST": _LOST,
+}  # fmt: skip
 
 
 class Walk:
@@ -234,14 +238,19 @@ class Walk:
         return captures_objects.visit_object(self, value, self.var(expr), name)
 
     def _tensor(self, value: torch.Tensor, var: str, name: str) -> Build:
+        refuse_unreadable(name, value)
         index = len(self.tensors)
         self.tensors.append(value)
         self.tensor_names.append(self._unique(name))
         self._tensor_vars.append(var)
         if type(value) is torch.Tensor:
             self.guard(f"type({var}) is not Tensor")
+        elif type(value) in PLAIN:
+            self.guard(f"type({var}) is not Parameter")
         else:
-            self.guard(f"not isinstance({var}, Tensor)")
+            self.guard(f"type({var}) is not {self.const(type(value))}")
+        # Of another layout it is refused, by the visit that follows.
+        self.guard(f"{var}.layout is not strided or {var}.is_nested")
         self._keys += [
             f"{var}.dtype",
             f"{var}.dim() if {var}.is_contiguous() else pattern({var})",
@@ -266,9 +275,13 @@ class Walk:
     def _array(self, value: Any, var: str, name: str) -> Build:
         # As a tensor over the same memory, made anew at each call: writes to it are seen.
         self.guard(f"type({var}) is not {self.const(type(value))}")
-        return self._tensor(
-            torch.from_numpy(value), self.var(f"{self.const(torch.from_numpy)}({var})"), name
-        )
+        try:
+            tensor = torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise ParamError(
+                f"the variant's array {name!r} cannot be read as a tensor: {error}"
+            ) from None
+        return self._tensor(tensor, self.var(f"{self.const(torch.from_numpy)}({var})"), name)
 
     def _constant(self, value: Any, var: str, name: str) -> Build:
         if value is None or value is Ellipsis:

@@ -6,7 +6,8 @@ import copyreg
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +28,7 @@ from flashattn_jit.variants.params import (
     Declared,
     Dims,
     Param,
+    unknown_param,
 )
 
 if sys.version_info >= (3, 11):
@@ -72,7 +74,8 @@ def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
     ...                             reference=lambda s, b, h, q, k: s + 0.5 * (k - q)))
     """
     if not isinstance(text, str) or not text.strip():
-        raise VariantError(f"fa.cpp expects C++ text, got {text!r}")
+        got = repr(text) if isinstance(text, str) else type(text).__name__
+        raise VariantError(f"fa.cpp expects C++ text, got {got}")
     text = text.strip()
     return CppHook(text if "return" in text else f"return {text.rstrip(';')};", reference)
 
@@ -152,11 +155,8 @@ class Variant:
             if name in cls.__fajit_params__:
                 value = cls.__fajit_params__[name].check(name, value)
             elif name not in cls.__fajit_fields__:
-                known = ", ".join([*cls.__fajit_params__, *sorted(cls.__fajit_fields__)])
-                raise ParamError(
-                    f"{cls.__name__} has no param {name!r}; "
-                    + (f"its params are {known}" if known else "it has no params")
-                )
+                known = [*cls.__fajit_params__, *sorted(cls.__fajit_fields__)]
+                raise unknown_param(cls.__name__, name, known)
             self.__dict__[name] = value
         for name in cls.__fajit_fields__:
             if name not in self.__dict__ and not hasattr(cls, name):
@@ -281,17 +281,62 @@ class Variant:
         )  # fmt: skip
         return (out, lse) if return_lse else out
 
-    def verify(self, *args: Any, **kwargs: Any) -> Any:
-        """Compare the compiled kernel with the reference; see `flashattn_jit.inspect.verify`."""
+    def verify(
+        self,
+        dims: Dims | Mapping[str, int] | Sequence[int] | None = None,
+        *,
+        dtypes: Sequence[torch.dtype] | None = None,
+        target: str | None = None,
+        seed: int = 0,
+        raise_on_failure: bool = True,
+        **params: object,
+    ) -> Any:
+        """Compare the compiled kernels with the reference on about 40 inputs: a `VerifyReport`.
+
+        dims: sizes that the params fit; those left out are of the tensors that the variant holds,
+        else chosen. dtypes: of q, k and v; all that the target takes by default. target: the
+        host's best by default. seed: of the random inputs. raise_on_failure: raise
+        VerificationError, which holds the report, where a case fails. params: the variant's; a
+        function of `Dims` gives each case its own. See `flashattn_jit.inspect.verify`.
+
+        >>> print(fa.ALiBi(slopes=torch.rand(12)).verify())
+        """
         from flashattn_jit import inspect as inspection
 
-        return inspection.verify(self, *args, **kwargs)
+        return inspection.verify(
+            self, dims, dtypes=dtypes, target=target, seed=seed,
+            raise_on_failure=raise_on_failure, **params,
+        )  # fmt: skip
 
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """IR, tiles, the planner's choice and source; see `flashattn_jit.inspect.explain`."""
+    def explain(
+        self,
+        q: torch.Tensor | None = None,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+        *,
+        dims: Dims | Mapping[str, int] | Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        q_offset: int | torch.Tensor | str = 0,
+        kv_len: torch.Tensor | None = None,
+        plot: str | PathLike[str] | None = None,
+        target: str | None = None,
+        device: str | int | None = None,
+        **params: object,
+    ) -> Any:
+        """IR, tiles, the planner's choice and source of a call: an `Explanation`.
+
+        q, k, v: as for `fa.attention`, or dims and dtype instead of them. plot: a file to draw the
+        roofline and the tile map to. target, device: the host's best by default; a GPU by name
+        (``"H100"``) need not be there. See `flashattn_jit.inspect.explain`.
+
+        >>> print(fa.SlidingWindow(4096).explain(dims={"q_len": 65536, "kv_len": 65536}))
+        """
         from flashattn_jit import inspect as inspection
 
-        return inspection.explain(self, *args, **kwargs)
+        return inspection.explain(
+            self, q, k, v, dims=dims, dtype=dtype, q_offset=q_offset, kv_len=kv_len, plot=plot,
+            target=target, device=device, **params,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         shown = [f"{n}={self.__dict__[n]!r}" for n in type(self).__fajit_params__

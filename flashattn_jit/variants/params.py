@@ -14,6 +14,7 @@ import torch
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.variants.modes import is_quiet, outside_modes
 from flashattn_jit.variants.promotion import DTYPE_NAMES
+from flashattn_jit.variants.readable import PLAIN, refuse_unreadable, unreadable
 
 RESERVED = frozenset({
     "q", "k", "v", "variant", "scale", "q_offset", "kv_len", "q_len", "return_lse", "partial",
@@ -178,6 +179,8 @@ class Param:
                 f"param {name!r} expects a tensor of shape [{self._dims_text()}], got "
                 f"{_describe(value)}; pass a torch.Tensor"
             )
+        if type(value) not in PLAIN or value.is_nested:
+            refuse_unreadable(name, value)
         if value.dim() != len(self.dims):
             raise ParamError(
                 f"param {name!r} expects {len(self.dims)} dims [{self._dims_text()}], got shape "
@@ -249,8 +252,12 @@ def _memo_key(read: tuple[str, ...], dims: Dims) -> tuple[object, ...]:
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
+        if problem := unreadable(value):
+            return f"a tensor that {problem.partition('; ')[0]}"
         return f"a tensor of shape {list(value.shape)}"
-    return f"{type(value).__name__} {value!r}"
+    if isinstance(value, int | float | str | bytes | None):
+        return f"{type(value).__name__} {value!r}"
+    return type(value).__name__
 
 
 def scalar(default: Any = MISSING) -> Any:
@@ -278,7 +285,7 @@ def tensor(
     """
     for d in dims:
         if not isinstance(d, str | int):
-            raise VariantError(f"a dim of fa.tensor is a name or an int, got {d!r}")
+            raise VariantError(f"a dim of fa.tensor is a name or an int, got {type(d).__name__}")
     return Param("tensor", default, dims, dtype)
 
 
@@ -318,8 +325,36 @@ def resolve(
     if used != len(given):
         known = [d.name for d in declared]
         extra = [n for n in given if n not in known]
-        raise ParamError(
-            f"{what} has no param {extra[0]!r}; "
-            + (f"its params are {', '.join(known)}" if known else "it has no params")
-        )
+        raise unknown_param(what, extra[0], known, _OPTIONS)
     return values
+
+
+_OPTIONS = (
+    "scale", "q_offset", "kv_len", "return_lse", "partial", "out", "target", "max_q_len",
+    "max_kv_len", "sparsity",
+)  # fmt: skip
+"""What calls take beside params: which of them, each call's signature says."""
+
+
+def unknown_param(
+    what: str, name: str, known: Sequence[str], options: Sequence[str] = ()
+) -> ParamError:
+    """The error for a param that a variant does not have; names what was probably meant.
+
+    options: what may have been meant beside `known`.
+    """
+    import difflib  # where something went wrong already
+
+    text = f"{what} has no param {name!r}; "
+    text += f"its params are {', '.join(known)}" if known else "it has no params"
+    near = difflib.get_close_matches(name, [*known, *options], 1, 0.6)
+    if not near:  # short names: c for cc
+        near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
+    if name in ("lse", "lses"):
+        text += "; lse is a result: the call returns (out, lse) with return_lse=True"
+    elif name in options:
+        text += f"; {name} is an option of other calls, see this one's signature"
+    elif near:
+        kind = "the option " if near[0] in options else ""
+        text += f"; did you mean {kind}{near[0]}=?"
+    return ParamError(text)

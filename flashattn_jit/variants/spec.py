@@ -89,6 +89,8 @@ def variant(
     if not is_default(normalizer):
         normalizer_hooks(normalizer, object())
         hooks["normalizer"] = normalizer
+    if name is not None and not isinstance(name, str):
+        raise VariantError(f"name must be a string, got {type(name).__name__}")
     return FunctionVariant(hooks, name or _name_of(hooks))
 
 

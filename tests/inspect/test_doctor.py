@@ -92,6 +92,45 @@ def test_no_compiler_is_fine_where_nothing_may_be_compiled(
     assert next(iter(_check_tools.cxx())).status == "ok"
 
 
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "c++ --no-such-flag", "'"])
+def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    """A container without compiler, ninja or toolkit; or with ones that do not work."""
+    monkeypatch.setenv("FLASHATTN_JIT_CXX", compiler)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("flashattn_jit.jit.driver._ninja_dir", str)
+    monkeypatch.setattr(cuda_toolkit, "find_toolkit", lambda: None)
+    monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
+
+    def tools() -> list[Check]:
+        return [c for c in fa.doctor() if c.name in ("c++", "ninja", "cuda toolkit")]
+
+    assert [c.status for c in tools()] == ["error", "error", "warning"]
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    for check in tools():
+        assert (check.status, check.remedy) == ("ok", ""), check
+        assert check.detail.endswith("FLASHATTN_JIT_COMPILE=never asks for none")
+    done = subprocess.run(
+        [sys.executable, "-m", "flashattn_jit", "doctor"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("variable", ["CXX", "FLASHATTN_JIT_CXX"])
+@pytest.mark.parametrize("value", ["/no/such/g++", "no-such-g++", "false", "c++ --no-such-flag"])
+def test_the_variable_that_names_a_compiler_that_fails_is_named(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, value)
+    (check,) = _check_tools.cxx()
+    assert check.status == "error"
+    assert f"{variable}={value!r}" in check.detail
+    assert variable in check.remedy
+
+
 def test_a_cuda_torch_without_a_toolkit_is_told_what_to_install_or_to_unpack(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,13 @@
+// Keeps forked children out of OpenMP's parallel regions, which would never end there.
+#pragma once
+
+namespace fajit::runtime {
+
+// To be called before a parallel region of several threads is opened.
+//
+// libgomp keeps the threads of its regions for each thread that opens some. A fork copies that
+// record without the threads, so that the next region of the copied thread waits for them for ever.
+// Throws LaunchError in such a child; regions of threads that the child starts itself are sound.
+void before_parallel_region();
+
+}  // namespace fajit::runtime
