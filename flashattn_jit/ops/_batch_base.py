@@ -14,6 +14,7 @@ from .. import _C
 from ..errors import InputError, LaunchError
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
+from ..variants.queries import unscaled_integers
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check
 from ._batch_kernels import Kernels, Options, native_kinds
@@ -100,6 +101,8 @@ class BatchBase:
         if not on_cpu(where):
             stand_ins = [torch.empty(0, dtype=d) for d in (q_dtype, kv_dtype, kv_dtype)]
             check_matrix_dtypes(stand_ins, where)
+        if wrong := unscaled_integers(self._variant.hooks().__contains__, kv_dtype, kv_dtype):
+            raise InputError(wrong)
         self._kernels = Kernels(
             Options(
                 num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, own, where,
