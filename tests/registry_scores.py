@@ -426,6 +426,28 @@ def _mla_rope(shape: Shape, generator: torch.Generator):
     return mod
 
 
+def _long_dot(shape: Shape, generator: torch.Generator):
+    """A low-rank bias of 48 columns: a loop on every target."""
+    left, right = (_random(generator, shape.tokens, 48) for _ in range(2))
+    return lambda score, b, h, q, k: score + 0.1 * torch.dot(left[q], right[k])
+
+
+def _long_reductions(shape: Shape, generator: torch.Generator):
+    """Other reductions of long rows: of strided and half-precision tensors, slices, integers."""
+    strided = _random(generator, 40, shape.tokens).t()
+    halves = _random(generator, shape.tokens, 40).bfloat16()
+    counts = torch.randint(1, 50, (shape.num_q_heads, 40), generator=generator)
+    step, cap = 7, 3.0
+
+    def mod(score, b, h, q, k):
+        far = (strided[q] - halves[k]).abs()
+        whole = (counts[h] // step).sum() * 0.001 + (counts[h] / cap)[1::3].mean()
+        joined = torch.cat([strided[q][:2], halves[k][20:23]])  # parts differ: written out
+        return score + far.amax() - far[2::2].sum() * 0.1 + whole * (joined * joined).amin()
+
+    return mod
+
+
 def _t5_inline(shape: Shape, generator: torch.Generator):
     """T5's buckets computed for every pair, as HF writes them."""
     num_buckets, max_distance = 32, 128
@@ -495,7 +517,8 @@ _MADE = {
     "head_specific_gate": _head_gate, "distinct_biases": _distinct, "weird": _weird,
     "prelude": _prelude, "softcap": _softcap, "softcap_approx": _softcap_approx,
     "sandwich": _sandwich, "kerple": _kerple, "graphormer": _graphormer,
-    "mla_rope": _mla_rope, "t5_inline": _t5_inline, "forgetting": _forgetting,
+    "mla_rope": _mla_rope, "long_dot": _long_dot, "long_reductions": _long_reductions,
+    "t5_inline": _t5_inline, "forgetting": _forgetting,
     "cosine_temperature": _cosine_temperature, "odds_and_ends": _odds_and_ends,
 }  # fmt: skip
 _PLAIN = {

@@ -24,6 +24,7 @@ from ..variants import library
 from ..variants.binding import Bound, bind
 from ..variants.ir import VariantIR
 from ..variants.params import MISSING, Dims
+from ..variants.queries import unscaled_integers
 from ..variants.spec import Variant, as_variant
 from .compositions import compositions
 
@@ -77,6 +78,7 @@ def specs_of(
                 "max_scores is for what flex_attention makes of a score_mod and a mask_mod, tree "
                 "and block_bits are for masks that are no C++ text"
             )
+        before = len(found)
         for made in made_of:
             for head_dim, head_dim_v in head_dims:
                 dims = (head_dim, made.head_dim_v or head_dim_v)
@@ -90,6 +92,10 @@ def specs_of(
                         own = (of[0], of[1], of[0]) if kinds == ("max_scores",) else of
                         specs = reachable(ir, dims, own, target, kinds)
                         found += [replace(spec, name=chosen.name) for spec in specs]
+        if len(found) == before:  # targets take the dtypes: it is int8 that no hook scales
+            hooks = made_of[0].variant.hooks().__contains__
+            words = next(filter(None, (unscaled_integers(hooks, *of[1:]) for _, of in pairs)), "")
+            raise InputError(f"dtypes: {chosen.name}: {words}")
     for target, of in pairs:
         found += utilities(of[1:], target)
     return found

@@ -15,6 +15,7 @@ from ..errors import InputError, LaunchError
 from ..variants.modes import need_values
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
+from ..variants.queries import unscaled_integers
 from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites
@@ -109,6 +110,8 @@ class BatchBase:
                 torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
             ]
             check_matrix_dtypes(stand_ins, where)
+        if wrong := unscaled_integers(self._variant.hooks().__contains__, kv_dtype, kv_dtype):
+            raise InputError(wrong)
         self._kernels = Kernels(
             Options(
                 num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, own, where,

@@ -15,10 +15,12 @@ import torch
 from .. import _C
 from ..codegen.spec import KernelSpec
 from ..codegen.target import LANES
+from ..errors import InputError
 from ..jit.module import load_stepping
 from ..planner.problem import Problem
 from ..planner.requests import requests_of
 from ..planner.tiles import choose, item_rows
+from ..variants.queries import unscaled_integers
 from ._handles import Structure
 from ._recent import Recent
 
@@ -91,6 +93,7 @@ def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int])
     `addresses` are those of the params and their tables in this call; planning does not read them.
 
     Raises:
+        InputError: int8 keys or values, which no hook of the variant scales.
         CompileError: a new kernel was needed and the compiler failed.
     """
     planned = _calls.get(geometry)
@@ -101,6 +104,8 @@ def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int])
 
 def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
     features = ("block_mask",) if g.block_mask is not None else ()
+    if wrong := unscaled_integers(known.ir.has, *g.dtypes[1:]):
+        raise InputError(wrong)
     spec = choose(known.ir, planner_problem(g), g.target, features, known.name)
     _, module = load_stepping(requests_of(spec))
     call, schedule = native_call(

@@ -42,8 +42,8 @@ def attention(
             or float16 (sm_75: float16) on CUDA. Any strides with a contiguous last dim, as for k
             and v. All tensors of a call are on one device.
         k: [batch, num_kv_heads, kv_len, head_dim]; q's dtype on CUDA; on the CPU any of q's, int8
-            or float8_e4m3fn (give their scales as `key_mod` and `value_mod`). num_kv_heads divides
-            num_q_heads.
+            or float8_e4m3fn. `key_mod` and `value_mod` apply their scales; int8 needs them, and is
+            an error without. num_kv_heads divides num_q_heads.
         v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.

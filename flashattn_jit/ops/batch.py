@@ -21,7 +21,8 @@ class BatchAttention(BatchBase):
         num_q_heads, num_kv_heads: the second divides the first.
         head_dim, head_dim_v: of q and k, and of v (head_dim by default).
         q_dtype: float32, bfloat16 or float16 on the CPU, bfloat16 or float16 on CUDA.
-        kv_dtype: q_dtype by default; on the CPU also int8 or float8_e4m3fn.
+        kv_dtype: q_dtype by default; on the CPU also float8_e4m3fn, and int8 where the variant has
+            a `key_mod` and a `value_mod`, which scale it.
         device: of the tensors of runs.
         workspace: uint8 tensor on the device for partial states, at least `Plan.workspace_bytes`
             long; several objects may share one on one stream. Torch's allocator by default.

@@ -51,7 +51,8 @@ class CascadeAttention(BatchBase):
     Takes what `BatchAttention` takes. The tokens of a group pass over the group's keys together;
     their partial states merge with those of the requests' own keys. Hooks see each token's own
     request and logical positions, so any variant works whose keys do not depend on the request:
-    `key_mod` and `value_mod` may not read b.
+    `key_mod` and `value_mod` may read b for ``fa.kv_slot(b, kv_idx)`` alone, the slot of the key,
+    such as that of its scale in a quantised cache.
 
     Source: composable formats, Ye et al. 2025, arXiv 2501.01005, section 3.1.2; Hydragen, Juravsky
     et al. 2024, arXiv 2402.05099.
@@ -117,7 +118,8 @@ class CascadeAttention(BatchBase):
         if keys_read_request(ir):
             raise VariantError(
                 f"key_mod or value_mod of {name} reads the request b, but the keys of a cascade "
-                "are of several requests; use fa.BatchAttention, or hooks without b"
+                "are of several requests; use fa.BatchAttention, or hooks that take b for "
+                "fa.kv_slot(b, kv_idx) alone"
             )
 
 

@@ -202,7 +202,15 @@ def _as_dense(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
     while t.dim() < 3:
         t = t.unsqueeze(0)
     t = t.expand(*lead, *t.shape[-3:])
-    return t.unsqueeze(0) if not lead else t if len(lead) == 1 else t.reshape(-1, *t.shape[-3:])
+    return t if len(lead) == 1 else _one_lead(t)
+
+
+def _one_lead(t: torch.Tensor) -> torch.Tensor:
+    """[..., heads, length, dim] with any number of leading dims as [batch, heads, length, dim].
+
+    Not reshape(-1, ...), which is ambiguous where a length is 0.
+    """
+    return t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4)
 
 
 def _broadcast_heads(
@@ -237,4 +245,4 @@ def _dense_mask(mask: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
     lead = mask.shape[:-3]
     if all(size == 1 for size in lead):
         return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*wanted[: len(lead)], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    return _one_lead(mask.expand(*wanted[: len(lead)], *mask.shape[-3:]))

@@ -38,6 +38,7 @@ from ..codegen.target import compiled_target, is_cuda, sm_version
 from ..codegen.utility import UtilitySpec
 from ..errors import InputError
 from ..variants.ir import VariantIR
+from ..variants.queries import unscaled_integers
 from .problem import item_bytes
 from .tiles import placed
 
@@ -89,13 +90,14 @@ def reachable(
         variant: the variant's IR.
         head_dims: (head_dim, head_dim_v).
         dtypes: of q, k and v.
-        target: any target; where it does not take the dtypes there are no kernels.
+        target: any target; where it does not take the dtypes there are no kernels. Nor are there
+            where keys or values are int8 and the variant has no hook that scales them.
         formats: of `FORMATS`, all by default.
 
     Raises:
         InputError: a format is unknown.
     """
-    if not takes_dtypes(target, dtypes):
+    if not takes_dtypes(target, dtypes) or unscaled_integers(variant.has, *dtypes[1:]):
         return ()
     alone = ("ragged", "paged") if "cascade" in formats else ()  # of steps that share nothing
     features = [f for wanted in (*formats, *alone) for f in _features(wanted, target, head_dims)]
@@ -172,14 +174,15 @@ def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
     which have kernels of their own on CUDA: all of them. CPUs merge states and append to pages
     without kernels, so that CUDA's come with every CPU kernel.
 
-    Empty where the target does not take the dtypes, or has no such utility. The name stays.
+    Empty where the target does not take the dtypes, or has no such utility, and where no call is
+    let have int8 keys or values, as for `reachable`. The name stays.
     """
     if isinstance(spec, UtilitySpec):
         kind = (spec.kernel, spec.unit_bytes)
         return tuple(u for u in utilities((), target) if (u.kernel, u.unit_bytes) == kind)
     dims = (spec.head_dim, spec.head_dim_v)
     dtypes = (spec.q_dtype, spec.k_dtype, spec.v_dtype)
-    if not takes_dtypes(target, dtypes):
+    if not takes_dtypes(target, dtypes) or unscaled_integers(spec.variant.has, *dtypes[1:]):
         return ()
     features = [f for name in formats_of(spec) for f in _features(name, target, dims)]
     kernels = placed(spec.variant, dims, dtypes, target, tuple(dict.fromkeys(features)), spec.name)

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import partial
 
 from .ir import Graph, Node, TensorParam, VariantIR
 from .lower_expr import CPP_TYPE, TAG, literal, map_op
+from .lower_fold import JOIN, UNROLLED, Loop
 from .lower_uniform import Uniforms
 
 
@@ -71,6 +73,7 @@ class Block:
     uniforms: Uniforms | None = None
     statements: dict[str, Statement] = field(default_factory=dict)
     inputs: dict[str, Level] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)  # where rows begin, by node
     _texts: dict[str, str] = field(default_factory=dict)
 
     def level_of(self, name: str) -> Level:
@@ -122,8 +125,8 @@ def lower_graph(
     """All statements of a scalar hook, in order, and the name of its result."""
     block = Block(prefix, tensors, uniforms)
     values: list[list[str]] = []
-    for node in graph.nodes:
-        values.append(_lower_node(block, graph, node, values))
+    for number, node in enumerate(graph.nodes):
+        values.append(_lower_node(block, graph, number, node, values))
     (result,) = values[graph.output]
     want = {"mask_mod": "bool"}.get(_kind(graph), "float32")
     if graph.result.dtype != want:
@@ -136,7 +139,9 @@ def _kind(graph: Graph) -> str:
     return "mask_mod" if graph.inputs == ("b", "h", "q_idx", "kv_idx") else "other"
 
 
-def _lower_node(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> list[str]:
+def _lower_node(
+    block: Block, graph: Graph, number: int, node: Node, values: list[list[str]]
+) -> list[str]:
     """The names of the node's components: one for a scalar, n for a vector."""
     length = node.shape[0] if node.shape else 1
     args = [values[a] for a in node.args]
@@ -153,7 +158,7 @@ def _lower_node(block: Block, graph: Graph, node: Node, values: list[list[str]])
         text = f"c.{getter}({node.int_attr('slot')})"
         return [block.emit(text, (), CPP_TYPE[node.dtype], param=True)]
     if node.op == "gather":
-        return _lower_gather(block, node, [a[0] for a in args], length)
+        return _lower_gather(block, number, node, [a[0] for a in args], length)
     if node.op == "searchsorted":
         slot = node.int_attr("slot")
         tag = TAG[block.tensors[slot].dtype]
@@ -172,8 +177,8 @@ def _lower_node(block: Block, graph: Graph, node: Node, values: list[list[str]])
         return [a[i] for i in range(len(args[0])) for a in args]
     if node.op == "broadcast":
         return [args[0][0]] * length
-    if node.op in _REDUCE:
-        return [_reduce(block, _REDUCE[node.op], args[0])]
+    if node.op in JOIN:
+        return [_reduce(block, graph, node, values)]
     dtypes = [graph.nodes[a].dtype for a in node.args]
     out = []
     for i in range(length):
@@ -206,18 +211,24 @@ def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, l
 _DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
 
 
-_REDUCE = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or_",
-           "all": "and_"}  # fmt: skip
-
-
-def _reduce(block: Block, op: str, names: list[str]) -> str:
+def _reduce(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> str:
+    """A reduction: a loop where it is long, else written out."""
+    names = values[node.args[0]]
+    cuda = block.uniforms is not None
+    if len(names) > UNROLLED["cuda" if cuda else "cpu"]:
+        divide = partial(_cheap_division, block) if cuda else None
+        loop = Loop(graph, block.tensors, values, block.places, divide)
+        if text := loop.fold(node):
+            return block.emit(text, list(loop.uses))
     total = names[0]
     for name in names[1:]:
-        total = block.emit(f"ops::{op}({total}, {name})", [total, name])
+        total = block.emit(f"ops::{JOIN[node.op]}({total}, {name})", [total, name])
     return total
 
 
-def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> list[str]:
+def _lower_gather(
+    block: Block, number: int, node: Node, indices: list[str], length: int
+) -> list[str]:
     """A load: one offset a dim, added level by level so that rows and keys pay for their own.
 
     For CUDA a pointer is moved level by level: the last, narrow offset is one multiply-add.
@@ -251,6 +262,7 @@ def _lower_gather(block: Block, node: Node, indices: list[str], length: int) -> 
     if not node.shape:
         return [block.emit(f"ops::{load}<{tag}>({tensor}, {total})", uses)]
     dim = param.rank - 1
+    block.places[number] = total
     return [
         block.emit(f"ops::{load}_at<{tag}>({tensor}, {total}, {dim}, {i})", uses)
         for i in range(length)
@@ -262,8 +274,7 @@ def straight_line(
 ) -> tuple[list[str], str]:
     """A scalar hook as plain statements without levels; returns the lines and the result's name."""
     block, result = lower_graph(graph, tensors, prefix, uniforms)
-    statements = block.statements.values() if uniforms is None else _needed(block, [result])
-    return [block.line(s) for s in statements], result
+    return [block.line(s) for s in _needed(block, [result])], result
 
 
 # --- the row / key / pair split ----------------------------------------------------------------

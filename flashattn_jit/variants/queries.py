@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
-from .ir import VariantIR
+from collections.abc import Callable
+from typing import Any
+
+from .ir import Graph, VariantIR
 
 
 def keys_read_request(variant: VariantIR) -> bool:
     """Whether `key_mod` or `value_mod` reads its request b, `fa.kv_len(b)` included.
 
     Keys that several requests share are changed once for all of them, with b the number of the
-    group: a result that depends on b would be of no request.
+    group: a result that depends on b would be of no request. ``fa.kv_slot(b, kv_idx)`` does not:
+    the key lies in one place, whichever of the requests asks. That of another key may.
     """
     graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
-    return any(g is not None and g.uses("b") for g in graphs)
+    return any(g is not None and _reads_request(g) for g in graphs)
+
+
+def _reads_request(graph: Graph) -> bool:
+    inputs = {i: n.attr("name") for i, n in enumerate(graph.nodes) if n.op == "input"}
+    request = {i for i, name in inputs.items() if name == "b"}
+
+    def position(i: int) -> bool:
+        while graph.nodes[i].op == "cast" and graph.nodes[i].dtype in ("int32", "int64"):
+            (i,) = graph.nodes[i].args
+        return inputs.get(i) == "kv_idx"
+
+    return graph.output in request or any(
+        request.intersection(n.args)
+        and not (n.op == "kv_slot" and n.args[0] in request and position(n.args[1]))
+        for n in graph.nodes
+    )
+
+
+def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) -> str:
+    """What is wrong with keys or values of int8 that no hook turns into numbers; empty if nothing.
+
+    Integers of a quantised cache mean nothing without their scale. float8_e4m3fn are numbers as
+    they are: with a scale of 1, which is common, there is no hook.
+
+    has: whether the variant has a hook of a name. k_dtype, v_dtype: torch's, or their names.
+    """
+    for name, dtype, hook in (("k", k_dtype, "key_mod"), ("v", v_dtype, "value_mod")):
+        if str(dtype).removeprefix("torch.") == "int8" and not has(hook):
+            return (
+                f"{name} is int8, but the variant has no {hook}, so that raw integers would be "
+                f"taken for {'keys' if name == 'k' else 'values'}; give it one that scales the "
+                f"row, such as {hook}=lambda row, b, kv_h, kv_idx: row * scale[kv_h], or convert "
+                f"{name} to float32, bfloat16 or float16"
+            )
+    return ""

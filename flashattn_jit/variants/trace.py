@@ -33,7 +33,9 @@ from flashattn_jit.variants.trace_ops import HANDLERS, cast
 from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value
 
 SMALL_VECTOR = 32
-"""Elements of a vector in hooks of one score: it lives in registers."""
+"""Elements of a vector in masks, sinks and normalisers: it lives in registers."""
+SCORE_VECTOR = 128
+"""Elements of a vector in a score_mod: reductions of longer ones are loops."""
 LONG_VECTOR = 4096
 """Elements of a vector in row hooks."""
 
@@ -100,7 +102,10 @@ class Tracer:
         """The graph of the hook `fn`; row_length: elements of `row`. Slots are provisional."""
         inputs = ir.HOOK_INPUTS[kind]
         self.emitter = Emitter(inputs)
-        self.max_elements = LONG_VECTOR if kind in ROW_HOOKS else SMALL_VECTOR
+        self.max_elements = (
+            LONG_VECTOR if kind in ROW_HOOKS
+            else SCORE_VECTOR if kind == "score_mod" else SMALL_VECTOR
+        )  # fmt: skip
         self.where.begin(kind, fn)
         arguments = [self._input(name, row_length) for name in inputs]
         active, context = ACTIVE.set(self), CONTEXT.set(self)

@@ -187,11 +187,11 @@ def test_a_plan_asks_for_kernels_before_runs_bring_their_params() -> None:
 
 
 def test_row_maxima_are_wanted_with_values_in_the_dtype_of_queries() -> None:
-    sizes = {**HERE, "dtypes": "bf16/int8", "formats": ["max_scores"]}
+    sizes = {**HERE, "dtypes": "bf16/float8_e4m3fn", "formats": ["max_scores"]}
     for chosen in (fa.Full(), fa.variant(score_mod=lambda s, b, h, i, j: 2.0 * s)):
         specs = wanted_specs(chosen, **sizes)
         assert {(s.q_dtype, s.k_dtype, s.v_dtype) for s in specs} == {
-            ("bfloat16", "int8", "bfloat16")
+            ("bfloat16", "float8_e4m3fn", "bfloat16")
         }
         assert {s.head_dim_v for s in specs} == {1}
 

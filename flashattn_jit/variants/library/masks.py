@@ -145,7 +145,8 @@ class BlockDiffusion(Variant):
     * noised i, clean j: ``blk(i) > blk(j)`` (offset block causal),
     * clean i, clean j: ``blk(i) >= blk(j)`` (block causal).
 
-    length, block: runtime ints; length is half of q_len and of kv_len.
+    length, block: runtime ints; length is half of q_len and of kv_len. A negative position is a
+    noised one of no block that has keys, and sees none.
     Arriola et al. 2025, "Block Diffusion" (BD3-LM), section 3; LLaDA-style training.
     """
 

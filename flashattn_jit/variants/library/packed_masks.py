@@ -30,7 +30,8 @@ class DocumentMask(Variant):
 
     documents: int tensor ``[batch, tokens]``, the document of every position, in any order
     (`document_ids` makes it of lengths). Compose with `Causal` for decoders: in one sequence, order
-    within a document is order in the sequence.
+    within a document is order in the sequence. A query at a negative position is in no document
+    and sees no key; positions past the last token continue its document.
     Packed training and inference; sequence packing of BERT, NaViT and of vision towers.
 
     >>> fa.DocumentMask(documents) & fa.Causal()
@@ -39,8 +40,9 @@ class DocumentMask(Variant):
     documents: Tensor = tensor("batch", "tokens")
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """``documents[b, i] == documents[b, j]``."""
-        return self.documents[b, q_idx] == self.documents[b, kv_idx]
+        """``i >= 0 and documents[b, i] == documents[b, j]``."""
+        own = self.documents[b, torch.clamp(q_idx, min=0)]
+        return (own == self.documents[b, kv_idx]) & (q_idx >= 0)
 
 
 class PaddingMask(Variant):

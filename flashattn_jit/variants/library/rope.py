@@ -47,8 +47,9 @@ def rotate(
 class TableRope(Variant):
     """Rotation by tables of cos and sin, float ``[positions, pairs]``; `RoPE` makes it.
 
-    A position past the end of the tables takes their last row, which `RoPE` fills with NaN: such a
-    row of q or k never passes for a rotated one.
+    A query at position -p takes row p of the tables, with the sine negated. A position that far
+    past the end of the tables takes their last row, which `RoPE` fills with NaN: such a row of q or
+    k never passes for a rotated one.
     """
 
     cos: Tensor = tensor("positions", "pairs")
@@ -58,7 +59,10 @@ class TableRope(Variant):
 
     def query_mod(self, row: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
         """The rotated query row."""
-        return rotate(row, self.cos[q_idx], self.sin[q_idx], self.interleaved, self.start)
+        # Only queries can be before the first key. A sine is odd, a cosine even.
+        place = torch.abs(q_idx)
+        sin = self.sin[place] * torch.where(q_idx < 0, -1.0, 1.0)
+        return rotate(row, self.cos[place], sin, self.interleaved, self.start)
 
     def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
         """The rotated key row."""
@@ -210,9 +214,11 @@ def RoPE(
     tables True (default, but not for DynamicNTKScaling): cos and sin are read from float32 tables
     made once on the host from float64 angles; they hold `max_position` positions if given, else at
     least the call's. A longer call than `max_position` raises `InputError`; a position past the
-    tables, by an explicit q_offset, gives NaN, never a wrong angle. They are the params ``cos`` and
-    ``sin``, so that a call may give its own: ``[positions, rotary_dim / 2]``. tables False: angles
-    are computed in the kernel, with no limit of positions, from the param ``turns``.
+    tables, by an explicit q_offset, gives NaN, never a wrong angle. A query before the first key
+    (position -p) is turned back, by the angles of position p: ``p <= positions - 1`` as well. The
+    tables are the params ``cos`` and ``sin``, so that a call may give its own: ``[positions,
+    rotary_dim / 2]``. tables False: angles are computed in the kernel, with no limit of positions
+    on either side, from the param ``turns``.
 
     NeoX pairs: Llama, Mistral, Qwen, Gemma, gpt-oss. Interleaved: GPT-J, Cohere, GLM-4, Llama 4,
     DeepSeek. Partial: GPT-NeoX and Pythia (0.25), Phi, StableLM, GLM. Su et al. 2021, RoFormer.

@@ -9,7 +9,8 @@ from flashattn_jit.variants.spec import Variant, scalar
 
 
 class TemperatureTuning(Variant):
-    """``q * (1 + attn_scale * ln(1 + floor((i + shift) / floor_scale)))``.
+    """``q * (1 + attn_scale * ln(1 + max(0, floor((i + shift) / floor_scale))))``: negative
+    positions are not scaled.
 
     attn_scale, floor_scale: runtime floats. shift: runtime int, 1 in Llama 4, 0 in Ministral 3 and
     Mistral Large 3.
@@ -24,11 +25,11 @@ class TemperatureTuning(Variant):
     def query_mod(self, row: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
         """The formula of the class."""
         steps = torch.floor((q_idx + self.shift) / self.floor_scale)
-        return row * (torch.log1p(steps) * self.attn_scale + 1.0)
+        return row * (torch.log1p(torch.clamp(steps, min=0.0)) * self.attn_scale + 1.0)
 
 
 class LogN(Variant):
-    """``q * max(1, ln(i + 1) / ln(train_len))``.
+    """``q * max(1, ln(max(i, 0) + 1) / ln(train_len))``: negative positions are not scaled.
 
     train_len: runtime int, the length trained with.
     Qwen 1 (`use_logn_attn`). Su 2021, "Attention's scale from the invariance of entropy"; Chiang
@@ -40,4 +41,5 @@ class LogN(Variant):
     def query_mod(self, row: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
         """The formula of the class."""
         trained = torch.log(torch.tensor(self.train_len, device="cpu"))
-        return row * torch.clamp(torch.log(q_idx + 1.0) / trained, min=1.0)
+        reached = torch.log(torch.clamp(q_idx, min=0) + 1.0)
+        return row * torch.clamp(reached / trained, min=1.0)

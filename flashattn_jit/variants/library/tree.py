@@ -20,7 +20,9 @@ class TreeMask(Variant):
     prefix_len: int tensor ``[batch]``, keys before the tree. bits: int64 tensor
     ``[batch, tree_rows, words]``, for every tree token the set of tree tokens it sees, itself
     included (`tree_bits` and `pack_bits` make it); any number of words. The tree's keys follow the
-    prefix and its queries are at positions P, P + 1, ...: ``q_offset="end"``.
+    prefix and its queries are at positions P, P + 1, ...: ``q_offset="end"``. A query before the
+    tree (``r < 0``, negative positions as well) or past it (``r >= tree_rows``) sees the context
+    alone.
     Medusa, EAGLE 2 and 3, SpecInfer (Miao et al. 2023, section 4).
 
     >>> out = fa.attention(q, k, v, fa.TreeMask(prefix_len, fa.tree_bits(parents)), q_offset="end")
@@ -36,7 +38,8 @@ class TreeMask(Variant):
         token = torch.clamp(kv_idx - prefix, min=0)
         word = self.bits[b, row, token >> 6]
         seen = ((word >> (token & 63)) & 1) != 0
-        return (kv_idx < prefix) | (seen & (token < 64 * self.bits.shape[2]))
+        inside = (q_idx >= prefix) & (row < self.bits.shape[1])
+        return (kv_idx < prefix) | (seen & inside & (token < 64 * self.bits.shape[2]))
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@
 #include <fajit/cpu/fast_math.h>
 #include <fajit/cpu/load_row.h>
 #include <fajit/cpu/vec.h>
+#include <fajit/fold.h>
 
 namespace fajit {
 

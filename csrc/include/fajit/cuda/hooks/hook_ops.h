@@ -13,6 +13,7 @@
 #include <fajit/cuda/hooks/storage.h>
 #include <fajit/cuda/hooks/types.h>
 #include <fajit/divide.h>
+#include <fajit/fold.h>
 
 namespace fajit {
 namespace ops {

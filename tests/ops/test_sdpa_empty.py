@@ -1,0 +1,95 @@
+"""`fa.scaled_dot_product_attention` where a length, the batch or a leading dim is 0, as torch's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flashattn_jit as fa
+
+D, DV = 8, 12
+LEADS = [(), (2,), (0,), (2, 3), (0, 3), (2, 0), (2, 3, 2), (1, 0, 2)]
+HEADS: list[tuple[int, int] | None] = [(2, 2), (4, 2), None]  # None: q, k and v have two dims
+
+
+def qkv(
+    lead: tuple[int, ...], heads: tuple[int, int] | None, q_len: int, kv_len: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q_dims, kv_dims = ((), ()) if heads is None else ((heads[0],), (heads[1],))
+    return (
+        torch.randn(*lead, *q_dims, q_len, D),
+        torch.randn(*lead, *kv_dims, kv_len, D),
+        torch.randn(*lead, *kv_dims, kv_len, DV),
+    )
+
+
+def masks(full: tuple[int, ...]) -> Iterator[torch.Tensor]:
+    """Of every shape that can be broadcast to `full`, bool and float."""
+    sizes = {tuple(1 if one else n for one, n in zip(ones, full, strict=True))
+             for ones in itertools.product((False, True), repeat=len(full))}  # fmt: skip
+    sizes |= {full[i:] for i in range(len(full) - 1)}
+    for size in sorted(sizes):
+        yield torch.rand(size) < 0.6
+        yield torch.randn(size)
+
+
+def check(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype
+    torch.testing.assert_close(got, wanted.nan_to_num(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lead", "heads"), [(x, h) for x in LEADS for h in HEADS if h is not None or not x], ids=str
+)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (0, 7), (5, 0), (0, 0)])
+def test_every_mask(
+    lead: tuple[int, ...], heads: tuple[int, int] | None, q_len: int, kv_len: int
+) -> None:
+    q, k, v = qkv(lead, heads, q_len, kv_len)
+    options = {"enable_gqa": heads == (4, 2)}
+    check(
+        fa.scaled_dot_product_attention(q, k, v, **options),
+        F.scaled_dot_product_attention(q, k, v, **options),
+    )
+    for mask in masks((*q.shape[:-1], kv_len)):
+        check(
+            fa.scaled_dot_product_attention(q, k, v, mask, **options),
+            F.scaled_dot_product_attention(q, k, v, mask, **options),
+        )
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 7), (5, 0), (0, 0)])
+@pytest.mark.parametrize("lead", [(2, 3), (0, 3), (2, 0)], ids=str)
+def test_leading_dims_of_1_are_broadcast(lead: tuple[int, int], q_len: int, kv_len: int) -> None:
+    q, k, v = qkv(lead, (2, 2), q_len, kv_len)
+    # Not q: without elements torch does not broadcast its leading dims.
+    k = k[:, :1] if lead[1] else k[:1]
+    got, wanted = (f(q, k, v) for f in (fa.scaled_dot_product_attention,
+                                        F.scaled_dot_product_attention))  # fmt: skip
+    check(got, wanted)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("lead", "heads", "q_len", "kv_len"),
+    [((2, 3), (4, 2), 0, 7), ((2, 3), (2, 2), 5, 0), ((2, 0), (2, 2), 5, 7), ((), (2, 2), 0, 7),
+     ((), None, 0, 7), ((0,), (2, 2), 5, 7)],
+    ids=str,
+)  # fmt: skip
+def test_compiled(
+    lead: tuple[int, ...], heads: tuple[int, int] | None, q_len: int, kv_len: int, dynamic: bool
+) -> None:
+    q, k, v = qkv(lead, heads, q_len, kv_len)
+    gqa = heads == (4, 2)
+    keep = torch.rand(*q.shape[:-1], kv_len) < 0.6
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda q, k, v, mask: fa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa) * 2,
+        backend="aot_eager", fullgraph=True, dynamic=dynamic,
+    )  # fmt: skip
+    for mask in (keep, None):
+        check(run(q, k, v, mask), 2 * F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=gqa))
