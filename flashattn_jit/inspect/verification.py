@@ -119,8 +119,8 @@ def verify(
         dims: the sizes that params fit, as a `Dims`, a mapping of its names or a sequence in its
             order; sizes left out are chosen. Cases take other sizes where the params fit them too.
         dtypes: of q, k and v: float32, bfloat16, float16; by default all that the target takes.
-        target: the kernels' target; the host's best by default. ``"emulated:sm_80"`` verifies CUDA
-            kernels without a GPU, in a minute or two.
+        target: the kernels' target; by default that of calls on CPU tensors. ``"emulated:sm_80"``
+            verifies CUDA kernels without a GPU, in a minute or two.
         seed: of the random inputs.
         raise_on_failure: raise `VerificationError`, which holds the report, when a case fails.
         **params: the variant's params; a function of `Dims` gives each case its own.
