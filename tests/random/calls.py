@@ -37,7 +37,9 @@ KERNELS = 5
 FORMS = {
     "direct": ("dense", "dense", "packed", "ragged"),
     "indirect": ("paged", "paged", "block_sparse", "token_sparse", "cascade"),
-    "bits": ("tree", "block_sparse_bits"),
+    "tree": ("tree",),
+    "packed_tree": ("packed_tree",),
+    "block_bits": ("block_sparse_bits",),
 }
 """Forms of calls that need other kernels, with the calls of each."""
 
@@ -81,7 +83,7 @@ def choices(seed: int, part: int) -> list[Choice]:
     found = []
     for n, parts in enumerate(r.sample(VARIANTS, KERNELS)):
         dims = r.choice([d for d in HEAD_DIMS if rope not in parts or d[0] % 2 == 0])
-        form = r.choices(tuple(FORMS), (5, 4, 1))[0]
+        form = r.choices(tuple(FORMS), (15, 12, 1, 1, 2))[0]
         target = HOST_TARGETS[(seed + part + n) % len(HOST_TARGETS)]
         found.append(Choice(parts, r.choice(DTYPES), dims, form, target))
     return found
@@ -205,10 +207,10 @@ class Call:
         q_lens, kv_lens = self._many_lengths()
         if kind == "token_sparse":
             q_lens = [min(n, 7) for n in q_lens]
-        if kind == "tree":
+        if kind.endswith("tree"):
             q_lens = [min(n, 40) for n in q_lens]
             kv_lens = [max(n, m) for n, m in zip(q_lens, kv_lens, strict=True)]
-        packed = kind == "ragged" or kind not in ("paged", "cascade") and r.random() < 0.3
+        packed = kind in ("ragged", "packed_tree") or "sparse" in kind and r.random() < 0.3
         page = 0 if packed else r.choice((1, 4, 16))
         if kind == "cascade":
             kv_lens = [n + 16 for n in kv_lens]
@@ -219,7 +221,7 @@ class Call:
         )  # fmt: skip
         if kind == "cascade":
             share_prefix(batch, 16)
-        kinds = ("end",) if kind == "tree" else ("end", "end", "tensor")
+        kinds = ("end",) if kind.endswith("tree") else ("end", "end", "tensor")
         given, starts = self._offsets(q_lens, kv_lens, kinds)
         visited = self._visited(kind, batch)
         self._say(q_lens, kv_lens, given)
@@ -255,7 +257,7 @@ class Call:
             return blocks(batch, size, r.random(), per_head, kind.endswith("bits"), seed)
         if kind == "token_sparse":
             return tokens(batch, r.choice((1, 9, 40)), per_head, seed)
-        return trees(batch, seed) if kind == "tree" else None
+        return trees(batch, seed) if kind.endswith("tree") else None
 
     # --- what calls are made of -------------------------------------------------------------
 
