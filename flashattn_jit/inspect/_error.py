@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..variants.spec import Variant, variant
+from ..variants.reference import ScoreError
 
 EAGER_FACTOR = 1.5
 _ROW_FACTOR = 6.0
@@ -118,13 +118,12 @@ def compare_lse(
 
 
 def score_rounding(
-    exact: Sequence[Tensor], perturbed: Callable[[Variant], Sequence[Tensor]]
+    exact: Sequence[Tensor], perturbed: Callable[[ScoreError], Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
     """How far each value of `exact` moves when each score is off by up to an ulp of fp32.
 
-    perturbed: the results in fp64 where the score_mod of a variant, which is off by half an ulp, is
-    applied before the scores' own and after it. The largest of a few draws, the same in every
-    process.
+    perturbed: the results in fp64 with a `score_error`, which is half an ulp before score_mod and
+    as much after it. The largest of a few draws, the same ones every time.
     """
     moved = tuple(torch.zeros_like(x) for x in exact)
     for draw in range(_DRAWS):
@@ -134,12 +133,14 @@ def score_rounding(
     return moved
 
 
-def _off_by_half_an_ulp(draw: int) -> Variant:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        at = q_idx + 97.3 * kv_idx + 1013.7 * h + 31337.1 * b + 7.7 * draw
-        return score * (1 + _HALF_ULP * torch.frac(43758.5453 * torch.sin(at.to(score.dtype))))
+def _off_by_half_an_ulp(draw: int) -> ScoreError:
+    generator = torch.Generator().manual_seed(draw)
 
-    return variant(score_mod=score_mod, name="off by half an ulp")
+    def score_error(score: Tensor) -> Tensor:
+        random = torch.rand(score.shape, generator=generator, dtype=score.dtype, device="cpu")
+        return score * (1 + _HALF_ULP * (2 * random.to(score.device) - 1))
+
+    return score_error
 
 
 def _rms(x: Tensor, trim: float = 0.0) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.varlen import varlen_attention
 from ..variants.params import Dims
-from ..variants.reference import attention_reference, varlen_reference
+from ..variants.reference import ScoreError, attention_reference, varlen_reference
 from ..variants.spec import Variant
 from ..variants.spec import variant as variant_of
 from ._cases import Case
@@ -96,10 +96,12 @@ class Runner:
             results = _compared(got, wide, same, dtype, trim, moved)
         return results
 
-    def _off(self, case: Case, off: Variant, inputs: Inputs, params: Mapping[str, Any]) -> Results:
-        """The fp64 results with scores that are off, before the variant's hook and after it."""
-        variant = off & self._variant(case) & off
-        return self._reference(case, variant, inputs, params, torch.float64)
+    def _off(
+        self, case: Case, off: ScoreError, inputs: Inputs, params: Mapping[str, Any]
+    ) -> Results:
+        """The fp64 results with scores that are off."""
+        variant = self._variant(case)
+        return self._reference(case, variant, inputs, params, torch.float64, off)
 
     def _moves_scores(self, case: Case, params: Mapping[str, Any]) -> bool:
         """Whether q or k are rounded anew, so that large scores are no longer exact."""
@@ -116,18 +118,19 @@ class Runner:
         inputs: Inputs,
         params: Mapping[str, Any],
         dtype: torch.dtype,
+        score_error: ScoreError | None = None,
     ) -> Results:
         q, k, v = inputs.q, inputs.clean_k, inputs.clean_v
         if case.packed:
             q_lens, kv_lens = packed_lengths(case.dims)
             out, lse = varlen_reference(
                 _tokens(q, q_lens), _tokens(k, kv_lens), _tokens(v, kv_lens), _indptr(q_lens),
-                _indptr(kv_lens), variant, dtype=dtype, params=params,
+                _indptr(kv_lens), variant, dtype=dtype, params=params, score_error=score_error,
             )  # fmt: skip
             return _as_dense(out, lse)
         out, lse = attention_reference(
             q, k, v, variant, q_offset=inputs.q_offset, kv_len=inputs.kv_len, dtype=dtype,
-            params=params,
+            params=params, score_error=score_error,
         )  # fmt: skip
         return (out,) if lse is None else (out, lse)
 
