@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 
 import pytest
@@ -16,6 +17,15 @@ import torch
 
 # Kernels built by one test serve the others; a cache of the run's own keeps runs independent.
 os.environ.setdefault("FLASHATTN_JIT_CACHE_DIR", tempfile.mkdtemp(prefix="fajit-tests-"))
+
+# Workers inherit it: all collect the same tests.
+os.environ.setdefault("FAJIT_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_report_header():
+    from tests.rotation import words
+
+    return f"by turns: {words()}"
 
 
 def pytest_configure(config):

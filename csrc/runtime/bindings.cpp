@@ -142,6 +142,11 @@ PYBIND11_MODULE(_C, m) {
   m.attr("WORK_BYTES") = sizeof(fajit_work);
   m.attr("MERGE_WORK_BYTES") = sizeof(fajit_merge_work);
   m.def("cpu_isa", &rt::cpu_isa);
+  m.def("target_variable", []() -> py::object {
+    const char* value = rt::target_variable();
+    if (value == nullptr) return py::none();
+    return py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(value));
+  });
   m.def("begin_run_epoch", &rt::begin_run_epoch);
   m.def("cache_sizes", [] {
     const auto sizes = rt::cache_sizes();

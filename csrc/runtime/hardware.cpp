@@ -1,5 +1,6 @@
 #include "hardware.h"
 
+#include <cstdlib>
 #include <fstream>
 #include <string>
 
@@ -111,6 +112,8 @@ const char* cpu_isa() {
   static const char* const isa = detect_isa();
   return isa;
 }
+
+const char* target_variable() { return std::getenv("FLASHATTN_JIT_TARGET"); }
 
 std::array<int64_t, 3> cache_sizes() {
   static const std::array<int64_t, 3> sizes = detect_cache_sizes();

@@ -12,6 +12,11 @@ namespace fajit::runtime {
 // counts only where the operating system saves its registers (XCR0).
 const char* cpu_isa();
 
+// FLASHATTN_JIT_TARGET of the process environment, null where it is not set. Calls without a target
+// read it every time: os.environ.get takes 1.5 us, this 0.1 us with its binding. Needs the GIL,
+// under which os.environ writes.
+const char* target_variable();
+
 // Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown.
 std::array<int64_t, 3> cache_sizes();
 

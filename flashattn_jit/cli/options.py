@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import env
-from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS, host_target
+from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS, default_target
 from ..deploy.structures import library_names
 from ..planner.reachable import FORMATS
 from . import variant_names
@@ -48,7 +48,7 @@ class SizeType(_Type):
 
 
 class TargetType(_Type):
-    """A target's name; ``host`` is this machine's best CPU target.
+    """A target's name; ``host`` is what CPU tensors run on by default.
 
     groups: whether ``cpu``, ``cuda`` and ``all`` may stand for several, as `warm` takes them.
     """
@@ -62,7 +62,7 @@ class TargetType(_Type):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "host" and not self.groups:
-            return host_target()
+            return default_target()
         if value not in self.known:
             self.fail(f"{value!r} is not one of {', '.join(self.known)}", param, ctx)
         return str(value)

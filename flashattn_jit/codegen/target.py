@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from .. import _C
-from ..errors import TargetError
+from .. import _C, env
+from ..errors import EnvironmentVariableError, TargetError
 
 CPU_LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 """CPU instruction-set levels, ascending. x86-64 baseline; AVX2 + FMA + F16C; AVX-512 F/BW/DQ/VL;
@@ -43,6 +43,34 @@ _BF16_PRODUCTS = ("cpu:avx512_bf16", "cpu:amx_bf16")
 def host_target() -> str:
     """The highest CPU target that this machine runs, for example ``"cpu:avx512_bf16"``."""
     return f"cpu:{_C.cpu_isa()}"
+
+
+def default_target() -> str:
+    """The target of CPU tensors where a call names none.
+
+    `host_target`, or what FLASHATTN_JIT_TARGET names.
+
+    Raises:
+        EnvironmentVariableError: it names no CPU target, or one that this machine cannot run.
+    """
+    name = env.target()
+    return _forced(name) if name else host_target()
+
+
+@cache
+def _forced(name: str) -> str:
+    runs = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]
+    if name in runs:
+        return name
+    if name in CPU_TARGETS:
+        problem = f"needs instructions that this machine lacks; set it to one of {', '.join(runs)}"
+    else:
+        problem = f"must be a CPU target that this machine runs: {', '.join(runs)}"
+    if name in CUDA_TARGETS or name in EMULATED_TARGETS:
+        problem += f"; for {compiled_target(name)} pass target= to a call"
+    raise EnvironmentVariableError(
+        f"FLASHATTN_JIT_TARGET={name!r} {problem}; or unset it, which means {host_target()}"
+    )
 
 
 def is_cuda(target: str) -> bool:
@@ -82,13 +110,14 @@ def cuda_target(major: int, minor: int) -> str:
 
 
 def resolve_target(target: str | None) -> str:
-    """`target` checked, or the host's best when None.
+    """`target` checked, or `default_target` when None.
 
     Raises:
         TargetError: the name is unknown, or this machine cannot run it.
+        EnvironmentVariableError: as for `default_target`.
     """
     if target is None:
-        return host_target()
+        return default_target()
     if not isinstance(target, str):
         raise TargetError(
             f"unknown target <{type(target).__name__}>; a target is a name such as "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..codegen.requests import AnySpec
-from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target
+from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
 from ..errors import FlashAttnJitError, InputError, ParamError, TargetError
 from ..ops._batch_plan import _stand_in
 from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
@@ -270,7 +270,7 @@ def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
 
 
 def _host_targets() -> Iterable[str]:
-    yield host_target()
+    yield default_target()
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield device_target(index)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .. import env
+from ..codegen.target import default_target
 from ..errors import CacheError, EnvironmentVariableError, ManifestError
 from ..jit.store import CorruptEntryError, Store
 from ._file_systems import FileSystem, file_system
@@ -352,6 +353,7 @@ _READERS: tuple[Callable[[], object], ...] = (
     env.lock_wait_s,
     env.record_path,
     env.apply_log_level,
+    default_target,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 import torch
 
 from .. import _paths
-from ..codegen.target import cuda_target, host_target
-from ..errors import TargetError
+from ..codegen.target import cuda_target, default_target, host_target
+from ..errors import EnvironmentVariableError, TargetError
 from ..jit.fit import driver_version
 from ..planner import host_hardware
 from .doctor import Check
@@ -45,10 +46,12 @@ def torch_version() -> Iterator[Check]:
 
 
 def cpu() -> Iterator[Check]:
-    """Instruction set, cores and threads."""
-    machine, target = host_hardware(), host_target()
-    threads = torch.get_num_threads()
-    detail = f"{target}, {machine.cores} cores, {threads} threads"
+    """Instruction set, cores and threads, and what calls run on where that is another target."""
+    machine, threads = host_hardware(), torch.get_num_threads()
+    detail = f"{host_target()}, {machine.cores} cores, {threads} threads"
+    with contextlib.suppress(EnvironmentVariableError):  # what is wrong there is said of it there
+        if default_target() != host_target():
+            detail += f"; calls without target= run {default_target()} (FLASHATTN_JIT_TARGET)"
     if threads > machine.cores:
         yield Check(
             "cpu",

@@ -71,8 +71,9 @@ def _offset(case: Case) -> Offset:
 def _values(shape: tuple[int, ...], generator: torch.Generator, extreme: bool) -> Tensor:
     if not extreme:
         return torch.randn(shape, generator=generator, device="cpu")
-    # Scores up to some 1e4 that differ by 0 or by hundreds, and are exact in every dtype: such a
-    # softmax is well conditioned, so that an error in it is the kernel's.
+    # Dot products are exact in fp32, and scores up to some 1e4 differ by 0 or by hundreds: a row
+    # with one largest key is well conditioned, so that an error in it is the kernel's. Rows in
+    # which several tie are not (`_error`).
     steps = torch.randint(-1, 2, shape, generator=generator, device="cpu").float()
     return steps * 2.0**7
 

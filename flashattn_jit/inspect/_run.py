@@ -12,11 +12,11 @@ from torch import Tensor
 from ..ops.attention import attention
 from ..ops.varlen import varlen_attention
 from ..variants.params import Dims
-from ..variants.reference import attention_reference, varlen_reference
+from ..variants.reference import ScoreError, attention_reference, varlen_reference
 from ..variants.spec import Variant
 from ..variants.spec import variant as variant_of
 from ._cases import Case
-from ._error import Comparison, compare, compare_lse
+from ._error import Comparison, compare, compare_lse, score_rounding
 from ._inputs import Inputs, make_inputs, masked_key, masked_row
 
 _FLIPPED_ROWS = 0.05
@@ -90,10 +90,18 @@ class Runner:
             message = f"{type(error).__name__}: {first_line(error)}"
             raise KernelFailedError(message) from error
         trim = _FLIPPED_ROWS if case.extreme and self._moves_scores(case, params) else 0.0
-        results = [compare(got[0], wide[0], same[0], trim=trim)]
-        if len(wide) > 1:
-            results.append(compare_lse(got[1], wide[1], same[1], dtype, trim))
+        results = _compared(got, wide, same, dtype, trim, None)
+        if any(r.problem for r in results):
+            moved = score_rounding(wide, lambda off: self._off(case, off, inputs, params))
+            results = _compared(got, wide, same, dtype, trim, moved)
         return results
+
+    def _off(
+        self, case: Case, off: ScoreError, inputs: Inputs, params: Mapping[str, Any]
+    ) -> Results:
+        """The fp64 results with scores that are off."""
+        variant = self._variant(case)
+        return self._reference(case, variant, inputs, params, torch.float64, off)
 
     def _moves_scores(self, case: Case, params: Mapping[str, Any]) -> bool:
         """Whether q or k are rounded anew, so that large scores are no longer exact."""
@@ -110,18 +118,19 @@ class Runner:
         inputs: Inputs,
         params: Mapping[str, Any],
         dtype: torch.dtype,
+        score_error: ScoreError | None = None,
     ) -> Results:
         q, k, v = inputs.q, inputs.clean_k, inputs.clean_v
         if case.packed:
             q_lens, kv_lens = packed_lengths(case.dims)
             out, lse = varlen_reference(
                 _tokens(q, q_lens), _tokens(k, kv_lens), _tokens(v, kv_lens), _indptr(q_lens),
-                _indptr(kv_lens), variant, dtype=dtype, params=params,
+                _indptr(kv_lens), variant, dtype=dtype, params=params, score_error=score_error,
             )  # fmt: skip
             return _as_dense(out, lse)
         out, lse = attention_reference(
             q, k, v, variant, q_offset=inputs.q_offset, kv_len=inputs.kv_len, dtype=dtype,
-            params=params,
+            params=params, score_error=score_error,
         )  # fmt: skip
         return (out,) if lse is None else (out, lse)
 
@@ -160,6 +169,17 @@ class Runner:
             target=self.target, **params,
         )  # fmt: skip
         return _as_dense(*result) if isinstance(result, tuple) else _as_dense(result, None)
+
+
+def _compared(
+    got: Results, wide: Results, same: Results, dtype: torch.dtype, trim: float,
+    moved: Results | None,
+) -> list[Comparison]:  # fmt: skip
+    out_moved, lse_moved = (moved[0], moved[-1]) if moved else (None, None)
+    results = [compare(got[0], wide[0], same[0], trim=trim, moved=out_moved)]
+    if len(wide) > 1:
+        results.append(compare_lse(got[1], wide[1], same[1], dtype, trim, lse_moved))
+    return results
 
 
 def packed_lengths(dims: Dims) -> tuple[list[int], list[int]]:

@@ -188,7 +188,7 @@ def explain(
         dims: sizes instead of tensors: a `Dims`, a mapping of its names or a sequence in its order.
         dtype: of q, k and v when `dims` is given.
         q_offset, kv_len: as for `attention`.
-        target: a target; the host's best, or the device's, by default.
+        target: a target; the device's, or that of calls on CPU tensors, by default.
         device: a GPU by name (``"H100"``) or ordinal (``"cuda:0"``), which need not be there when
             named. A CUDA target alone stands for a typical device of it.
         plot: a file to draw the roofline and the tile map to, such as ``"out.png"``.

@@ -56,9 +56,9 @@ def attention(
         partial: return the unfinalised fp32 state, (out, lse) before sink and output_mod, for
             `merge_states`. Implies `return_lse` for softmax variants.
         out: result tensor to write to.
-        target: a target such as ``"cpu:avx2"``; the best of the tensors' device by default.
-            ``"emulated:sm_80"`` on CPU tensors runs the CUDA kernel of sm_80 in an emulator, which
-            checks every access: slow, and needs no GPU.
+        target: a target such as ``"cpu:avx2"``; by default the best of the tensors' device, on the
+            CPU what FLASHATTN_JIT_TARGET names. ``"emulated:sm_80"`` on CPU tensors runs the CUDA
+            kernel of sm_80 in an emulator, which checks every access: slow, and needs no GPU.
         **params: the variant's params by name.
 
     Returns:
@@ -70,6 +70,7 @@ def attention(
         TraceError: a hook cannot become a kernel.
         CompileError: the compiler is missing or failed.
         TargetError: `target` is unknown, or does not run on the tensors' device.
+        EnvironmentVariableError: FLASHATTN_JIT_TARGET names no CPU target of this machine.
         LaunchError: CUDA refused the kernel; or it was not planned before a CUDA graph's capture.
         EmulatorFault: on an emulated target, the kernel did what it must not.
         GradError: an input requires grad while grad mode is on.

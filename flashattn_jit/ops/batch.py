@@ -35,7 +35,7 @@ class BatchAttention(BatchBase):
             must outlive the graph.
         batch_invariant: tiles and cuts follow from each request alone, so that its bits do not
             depend on the rest of the batch.
-        target: as for `fa.attention`; the device's best by default.
+        target: as for `fa.attention`; the default is that of the time when the object is made.
 
     Raises:
         InputError, TargetError, VariantError: an argument is out of range or unknown.

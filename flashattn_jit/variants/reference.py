@@ -24,6 +24,7 @@ from flashattn_jit.variants.spec import CppHook, Variant, as_variant
 
 Offset = int | Tensor | Literal["end"]
 Result = tuple[Tensor, Tensor | None]
+ScoreError = Callable[[Tensor], Tensor]
 
 
 def attention_reference(
@@ -38,12 +39,15 @@ def attention_reference(
     dtype: torch.dtype = torch.float64,
     partial: bool = False,
     params: Mapping[str, object] | None = None,
+    score_error: ScoreError | None = None,
 ) -> Result:
     """(out, lse) of dense attention. q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv].
 
     variant: a Variant or a bare score_mod or mask_mod. scale: default 1/sqrt(D). q_offset: position
     of row 0, an int, [B] or "end" (kv_len - Sq). kv_len: [B], keys that exist; what is past them
     may be NaN. partial: the state before sink and output_mod. params: the variant's params.
+    score_error: applied to the scores [Hq, Sq, Skv] of a request before score_mod and after it, to
+    see what an error in them does.
 
     dtype: what is computed in. For float16 and bfloat16 the scores and the softmax are float32 and
     the weights are rounded before the second product, as matrix units want them. out is
@@ -60,7 +64,7 @@ def attention_reference(
         _each(batch, q_rows), lens, starts * q_rows, starts * kv_rows,
         _offsets(q_offset, lens, _each(batch, q_rows)),
     )  # fmt: skip
-    run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial)
+    run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial, score_error)
     with q.device:  # what hooks make themselves
         results = [run.request(b, q[b], k[b], v[b]) for b in range(batch)]
     outs, lses = [r[0] for r in results], [r[1] for r in results]
@@ -83,6 +87,7 @@ def varlen_reference(
     dtype: torch.dtype = torch.float64,
     partial: bool = False,
     params: Mapping[str, object] | None = None,
+    score_error: ScoreError | None = None,
 ) -> Result:
     """(out, lse) of packed attention: q [Nq, Hq, D], k [Nkv, Hkv, D], v [Nkv, Hkv, Dv].
 
@@ -98,7 +103,7 @@ def varlen_reference(
     lengths = _Lengths(
         q_lens, kv_lens, q_starts[:-1], kv_starts[:-1], _offsets(q_offset, kv_lens, q_lens)
     )
-    run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial)
+    run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial, score_error)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
     lse = run.empty_lse(q.shape[:2], q)
     for b in range(batch):
@@ -154,7 +159,7 @@ class _Run:
 
     def __init__(
         self, variant: Variant, dims: Dims, params: Mapping[str, object], lengths: _Lengths,
-        scale: float | None, dtype: torch.dtype, partial: bool,
+        scale: float | None, dtype: torch.dtype, partial: bool, score_error: ScoreError | None,
     ) -> None:  # fmt: skip
         values = resolve(variant._declared, dims, params, variant.name)
         owners: dict[int, dict[str, object]] = {}
@@ -166,6 +171,7 @@ class _Run:
         }
         self.pointwise = "pointwise" in self._hooks
         self._dims, self._lengths, self._partial = dims, lengths, partial
+        self._score_error = score_error or (lambda score: score)
         self._scale = 1 / math.sqrt(dims.head_dim) if scale is None else scale
         self._dtype = dtype
         self._work = torch.float32 if dtype.itemsize < 4 else dtype
@@ -225,10 +231,12 @@ class _Run:
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         # 2. scores, in natural units, at least float32
         score = (q.to(self._work) @ k.to(self._work).transpose(-1, -2)) * self._scale
+        score = self._score_error(score)
         # 3. score_mod, then 4. mask_mod
         grid = (heads, q_pos, kv_pos)
         if "score_mod" in hooks:
             score = self._pairs(hooks["score_mod"], (score,), request, *grid).to(score.dtype)
+            score = self._score_error(score)
         kept = torch.ones_like(score, dtype=torch.bool)
         if "mask_mod" in hooks:
             kept = self._pairs(hooks["mask_mod"], (), request, *grid).bool().expand_as(score)

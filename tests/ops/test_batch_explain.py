@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import host_target
+from flashattn_jit.codegen.target import default_target
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.planner.costs import merge_cost
 from flashattn_jit.planner.tiles import few_rows
@@ -27,7 +27,7 @@ def seconds(text: str) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_requests_up_to_the_planners_few_rows_are_few_row_work(dtype: str) -> None:
-    most = few_rows(host_target(), dtype)
+    most = few_rows(default_target(), dtype)
     batch = fa.BatchAttention(
         num_q_heads=most, num_kv_heads=1, head_dim=64, q_dtype=getattr(torch, dtype)
     )

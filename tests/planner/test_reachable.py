@@ -17,7 +17,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, host_target
+from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
 from flashattn_jit.deploy.compositions import compositions
 from flashattn_jit.deploy.structures import variant_ir
 from flashattn_jit.errors import InputError
@@ -78,7 +78,7 @@ def test_cpu_calls_ask_for_exactly_what_is_listed(asked: Asked, variant: str, na
         asked.requests.clear()
         getattr(Calls(chosen, dims, dtype), name)()
         text = str(dtype).removeprefix("torch.")
-        assert set(asked.documents) == listed(chosen, dims, text, host_target(), name)
+        assert set(asked.documents) == listed(chosen, dims, text, default_target(), name)
 
 
 @pytest.mark.parametrize("name", BATCHED)
@@ -115,7 +115,7 @@ def _biased(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 def test_flex_calls_ask_for_exactly_what_is_listed(asked: Asked, score: Any, mask: Any) -> None:
     chosen = fa.variant(score_mod=score, mask_mod=mask)
     Calls(None, (32, 32), torch.float32).flex(score, mask)
-    target = host_target()
+    target = default_target()
     own = listed(chosen, (32, 32), "float32", target, "block_mask" if mask else "dense")
     second = listed(chosen, (32, 32), "float32", target, "max_scores")
     documents = set(asked.documents)

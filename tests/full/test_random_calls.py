@@ -1,0 +1,17 @@
+"""20,000 random calls against the oracle, over 400 kernels: tests/random has 1,000 of others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import rotation
+from tests.random.calls import repeat
+
+PARTS, CALLS, FIRST = 40, 500, 100
+"""Parts after those of tests/random with the same seed."""
+
+
+@pytest.mark.parametrize("part", range(FIRST, FIRST + PARTS))
+def test_random_calls(part: int) -> None:
+    for number in range(CALLS):
+        repeat(rotation.seed(), part, number)

@@ -1,0 +1,78 @@
+"""A target below the host's, in turns: each library variant, the formats of batches, and `verify`.
+
+`tests/rotation.py` chooses it; a failure's name has it, and the run's header says how to take it
+again. tests/full has all variants on all targets.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.inspect import verification
+from flashattn_jit.inspect._cases import cases
+from flashattn_jit.inspect._dims import complete_dims
+from flashattn_jit.inspect._run import Runner
+from tests import rotation
+from tests.batch.formats import FORMATS, run_format
+from tests.ops.test_attention import DECODE, LIBRARY, SMALL, fitting, run
+from tests.registry_case import Case
+
+TARGET = rotation.other_target()
+TURN = rotation.seed()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HOOKS = ("mask", "score", "row", "normalizer", "sink", "pointwise")
+
+
+@pytest.mark.parametrize("target", [TARGET])
+@pytest.mark.parametrize("case", LIBRARY, ids=lambda c: c.name)
+def test_every_library_variant(case: Case, target: str) -> None:
+    """Many rows or few, and one dtype, in turns."""
+    turn = LIBRARY.index(case) + TURN
+    few = turn % 2 == 0 and case.fits(DECODE)
+    run(case, DECODE if few else fitting(case, SMALL), DTYPES[turn // 2 % 3], target)
+
+
+def of_each_hook() -> list[Case]:
+    """A case for each kind of hook, in turns."""
+    found = []
+    for hook in HOOKS:
+        having = [c for c in LIBRARY if hook in c.tags]
+        found.append(having[TURN % len(having)])
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("target", [TARGET])
+@pytest.mark.parametrize("case", of_each_hook(), ids=lambda c: c.name)
+def test_batches_in_every_format(case: Case, target: str) -> None:
+    shape = DECODE._replace(q_len=2)
+    if TURN % 2 or not case.fits(shape):
+        shape = fitting(case, SMALL)
+    for name in FORMATS:
+        if name != "token_sparse" or shape.q_len == 2:
+            run_format(case, shape, name, DTYPES[TURN % 3], target)
+
+
+@pytest.mark.parametrize("target", [TARGET])
+@pytest.mark.parametrize(
+    "variant", [fa.Causal(), fa.SoftCap(20.0) & fa.SlidingWindow(50)], ids=lambda v: v.name
+)
+def test_verify_passes(variant: fa.Variant, target: str) -> None:
+    dtype = DTYPES[TURN % 3]
+    assert variant.verify(target=target, dtypes=(dtype,), seed=TURN).ok
+
+
+@pytest.mark.parametrize("target", [TARGET])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_of_1e4_pass_with_any_seed(target: str, dtype: torch.dtype) -> None:
+    """Ties of such scores are off by a thousandth; which rows have one depends on the seed."""
+    base = complete_dims(None)
+    tile = verification._largest_tile(target, base, str(dtype).removeprefix("torch."))
+    extreme = [c for c in cases(base, *tile) if c.extreme]
+    assert len(extreme) == 2
+    for seed in range(TURN, TURN + 20):
+        runner = Runner(fa.Causal(), target, seed, {})
+        for case in extreme:
+            found = runner.compare(case, dtype)
+            assert not any(c.problem for c in found), (seed, case.name, found)
