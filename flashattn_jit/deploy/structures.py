@@ -22,6 +22,7 @@ from ..ops._placement import device_target
 from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind
+from ..variants.compose import present_hooks
 from ..variants.ir import VariantIR
 from ..variants.params import MISSING, Dims
 from ..variants.queries import unscaled_integers
@@ -93,7 +94,7 @@ def specs_of(
                         specs = reachable(ir, dims, own, target, kinds)
                         found += [replace(spec, name=chosen.name) for spec in specs]
         if len(found) == before:  # targets take the dtypes: it is int8 that no hook scales
-            hooks = made_of[0].variant.hooks().__contains__
+            hooks = present_hooks(made_of[0].variant).__contains__
             words = next(filter(None, (unscaled_integers(hooks, *of[1:]) for _, of in pairs)), "")
             raise InputError(f"dtypes: {chosen.name}: {words}")
     for target, of in pairs:

@@ -134,7 +134,7 @@ def score_rounding(
 
 
 def _off_by_half_an_ulp(draw: int) -> ScoreError:
-    generator = torch.Generator().manual_seed(draw)
+    generator = torch.Generator("cpu").manual_seed(draw)
 
     def score_error(score: Tensor) -> Tensor:
         random = torch.rand(score.shape, generator=generator, dtype=score.dtype, device="cpu")

@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from ..errors import InputError, LaunchError
+from ..variants.compose import present_hooks
 from ..variants.modes import need_values
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
@@ -110,7 +111,9 @@ class BatchBase:
                 torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
             ]
             check_matrix_dtypes(stand_ins, where)
-        if wrong := unscaled_integers(self._variant.hooks().__contains__, kv_dtype, kv_dtype):
+        if wrong := unscaled_integers(
+            present_hooks(self._variant).__contains__, kv_dtype, kv_dtype
+        ):
             raise InputError(wrong)
         self._kernels = Kernels(
             Options(

@@ -70,7 +70,7 @@ class ComposedVariant(Variant):
 
 def compose(operation: str, *parts: Variant) -> Variant:
     """The composed variant; VariantError where the parts do not go together."""
-    hooks = [_present(p) for p in parts]
+    hooks = [present_hooks(p) for p in parts]
     if operation != "and":
         symbol = {"or": "|", "not": "~"}[operation]
         for part, present in zip(parts, hooks, strict=True):
@@ -89,12 +89,12 @@ def compose(operation: str, *parts: Variant) -> Variant:
     return made
 
 
-def _present(part: Variant) -> set[str]:
+def present_hooks(part: Variant) -> set[str]:
     """Which hooks a variant has, without calling any method of its user."""
     if isinstance(part, ComposedVariant):
         names: set[str] = set()
         for p in part._parts:
-            names |= _present(p)
+            names |= present_hooks(p)
         return names
     found = {h for h in USER_HOOKS if getattr(part, h, None) is not None}
     normalizer = getattr(part, "normalizer", None)

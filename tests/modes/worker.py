@@ -43,7 +43,7 @@ class Zeroes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "flashattn_jit" in str(func) or not isinstance(result, Tensor):
             return result
-        return result.zero_() if result.is_floating_point() and result.numel() else result
+        return torch.zeros_like(result) if result.is_floating_point() else result
 
 
 @contextlib.contextmanager
