@@ -27,6 +27,7 @@ Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes]
 def cpu_isa() -> str:
     """The highest this CPU and its system run: "avx512_bf16", "avx512", "avx2" or "generic"."""
 
+def refuse_stranded() -> None: ...
 def target_variable() -> str | None:
     """FLASHATTN_JIT_TARGET of the process environment, which `os.environ` writes through to."""
 

@@ -11,6 +11,7 @@
 #include "batch_bindings.h"
 #include "call.h"
 #include "errors.h"
+#include "fork_guard.h"
 #include "hardware.h"
 #include "merge_states.h"
 #include "module.h"
@@ -142,6 +143,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("WORK_BYTES") = sizeof(fajit_work);
   m.attr("MERGE_WORK_BYTES") = sizeof(fajit_merge_work);
   m.def("cpu_isa", &rt::cpu_isa);
+  m.def("refuse_stranded", &rt::refuse_stranded);
   m.def("target_variable", []() -> py::object {
     const char* value = rt::target_variable();
     if (value == nullptr) return py::none();

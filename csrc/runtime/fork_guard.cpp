@@ -17,7 +17,7 @@ void after_fork_in_child() { stranded = opened; }
 
 }  // namespace
 
-void before_parallel_region() {
+void refuse_stranded() {
   if (stranded) {
     throw LaunchError(
         "this process was forked after kernels ran on several threads, and OpenMP's threads do not "
@@ -25,6 +25,10 @@ void before_parallel_region() {
         "call torch.set_num_threads(1) in the child, fork before the first call, or start "
         "processes with the start method \"spawn\"");
   }
+}
+
+void before_parallel_region() {
+  refuse_stranded();
   opened = true;
 }
 

@@ -10,4 +10,8 @@ namespace fajit::runtime {
 // Throws LaunchError in such a child; regions of threads that the child starts itself are sound.
 void before_parallel_region();
 
+// To be called before operations of torch that may run on several threads: throws LaunchError in a
+// child whose parent opened regions of ours in the thread that forked.
+void refuse_stranded();
+
 }  // namespace fajit::runtime

@@ -209,6 +209,7 @@ class BatchBase:
             for name, value in params.items():
                 if isinstance(value, torch.Tensor):
                     refuse_unreadable(name, value)
+            self.in_force().check_transforms(params)
             _check.check_grad([x for x in given if isinstance(x, torch.Tensor)])
             result, lse = run_by_op(
                 self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out

@@ -17,7 +17,7 @@ import torch
 from .. import _C
 from ..errors import FlashAttnJitError, InputError, ParamError
 from ..planner.tiles import ALL_ROWS
-from ..variants.binding import Bound, bind
+from ..variants.binding import Bound, bind_on_host
 from ..variants.params import MISSING, Dims, Param
 from ..variants.spec import Variant
 from . import _handles
@@ -192,7 +192,7 @@ def bind_plan(
         params[d.name] = _stand_in(d.param, dims, dtypes.get(d.name))
         missing.append(d.name)
     try:
-        bound = bind(variant, dims, params)
+        bound = bind_on_host(variant, dims, params)
     except FlashAttnJitError as error:
         if not missing:
             raise
@@ -325,7 +325,7 @@ def bound_kernels(
         for d in variant._declared
         if d.param.default is MISSING and d.param.name not in d.owner.__dict__
     }
-    bound = bind(variant, dims, params)
+    bound = bind_on_host(variant, dims, params)
     known = _handles.structure(_handles.remember(bound.handle, bound.ir, variant.name))
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
     needs = Needs(paged, sparse, mixed, unaligned, ALL_ROWS, True)

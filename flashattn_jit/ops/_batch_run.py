@@ -10,7 +10,7 @@ import torch
 
 from .. import _C
 from ..errors import InputError, LaunchError
-from ..variants.binding import Bound, bind
+from ..variants.binding import Bound, bind, bind_outside_modes
 from . import _check
 from ._batch_kernels import Options
 from ._batch_plan import Batch, Params, Ready, Variation, mask_values, refuse_mask_params, vary
@@ -141,6 +141,12 @@ class Planned:
             _batch_device.launch(variation.block, call, launched, scale)
         return result, lse
 
+    def check_transforms(self, params: Params) -> None:
+        """Raises GradError or InputError where the variant holds a tensor of a transform."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            batch = self.batch
+            bind_outside_modes(batch.variant, batch.dims, {**batch.params, **params})
+
     def _vary(self, bound: Bound, unaligned: bool, params: Params) -> Variation:
         """Another variation of the batch, planned now."""
         device = self.batch.options.device
@@ -270,6 +276,7 @@ def check_place(name: str, tensor: object, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     _check.check_readable(name, tensor)
+    _check.check_not_lazy(name, tensor)
     if tensor.device != device:
         raise InputError(
             f"{name} is on {tensor.device}, but the batch was made for {device}; move it with "

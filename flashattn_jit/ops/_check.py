@@ -10,17 +10,13 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import GradError, InputError
-from ..variants.modes import need_values
+from ..variants.modes import GRAD_MESSAGE, need_values
 from ..variants.params import Dims
 from ..variants.readable import PLAIN, unreadable
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
 MAX_HEAD_DIM = 256
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-GRAD_MESSAGE = (
-    "an input requires grad while grad mode is on, but this engine is inference only; call it "
-    "under torch.no_grad() (frozen parameters pass there) or detach the input"
-)
 INT32_MAX = 2**31 - 1
 
 
@@ -53,8 +49,7 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
                 f"{name}'s last dim (head_dim) must be contiguous, its stride is "
                 f"{tensor.stride(-1)}; pass {name}.contiguous()"
             )
-        if tensor.is_conj() or tensor.is_neg():
-            raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
+        check_not_lazy(name, tensor)
     check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now
 
 
@@ -62,6 +57,12 @@ def check_readable(name: str, tensor: torch.Tensor) -> None:
     """Raises InputError for a tensor whose entries are not dense at an address of its own."""
     if problem := unreadable(tensor):
         raise InputError(f"{name} {problem}")
+
+
+def check_not_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Raises InputError for a view whose memory holds other values than it shows."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
 
 
 def check_types(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -279,6 +280,7 @@ def check_out_layout(
     if not isinstance(out, torch.Tensor):
         raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
     check_readable("out", out)
+    check_not_lazy("out", out)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise InputError(
             f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "

@@ -15,16 +15,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ..errors import InputError
+from ..variants.modes import GRAD_MESSAGE
 from ..variants.spec import FULL, Variant
 from . import _sites
-from ._check import GRAD_MESSAGE
 from ._graph_ops import NUMBERS, split_params
 from ._sites import CELL, CELLS, ITEM, ROOT, Plan, Use
 from ._torch_inputs import autocast
-from ._traced import as_inputs, is_fake, refuse_functionalize
+from ._traced import as_inputs, is_fake, makes_graph, refuse_functionalize
 from .block_mask import lists_of
+from .paged import Paged
 
 _OPS = torch.ops.flashattn_jit
 
@@ -34,21 +37,24 @@ def _use(*tensors: Any) -> Use:
         return "exported"
     if torch.compiler.is_dynamo_compiling():
         return "compiled"
-    return "fake" if is_fake(tensors) else "exported"
+    return "fake" if is_fake(tensors) else "exported" if makes_graph() else "once"
 
 
-def _emit(op: Any, values: Sequence[Any]) -> Any:
-    """The op, as a node of the graph."""
+def _emit(op: Any, values: Sequence[Any], site: int = -1) -> Any:
+    """The op, as a node of the graph; site: the call's, where it has one."""
     if torch.compiler.is_dynamo_compiling():
         return op(*values)
-    return op(*as_inputs(values))
+    try:
+        return op(*as_inputs(values))
+    finally:
+        _sites.release(site)
 
 
-def _emit_out(op: Any, values: Sequence[Any], out: Any) -> Any:
+def _emit_out(op: Any, values: Sequence[Any], out: Any, site: int = -1) -> Any:
     """The op that writes to `out`."""
     if not torch.compiler.is_dynamo_compiling():
         refuse_functionalize("out", (out,))
-    return _emit(op, (*values, out))
+    return _emit(op, (*values, out), site)
 
 
 # Dynamo runs these as they are and takes their results for constants. It guards on the identity of
@@ -102,7 +108,10 @@ def dense(
 ) -> Any:
     """`attention` while it is traced."""
     plan, inputs = _inputs(variant, params, scale, _use(q, k, v))
-    problem = _problem(plan, (q, k, v), inputs, scale, q_offset, target, (kv_len, out))
+    problem = _problem(
+        plan, {"q": q, "k": k, "v": v}, inputs, scale, q_offset, target,
+        {"kv_len": kv_len, "out": out},
+    )  # fmt: skip
     with_lse = return_lse or (partial and not plan.pointwise)
     if problem is not None:
         result, lse = _refuse(q, v, problem)
@@ -113,9 +122,9 @@ def dense(
             with_lse,
         )  # fmt: skip
         if out is None:
-            result, lse = _emit(_OPS.call_attention, values)
+            result, lse = _emit(_OPS.call_attention, values, plan.number)
         else:
-            result, lse = out, _emit_out(_OPS.call_attention_out, values, out)
+            result, lse = out, _emit_out(_OPS.call_attention_out, values, out, plan.number)
     return (result, lse) if with_lse else result
 
 
@@ -138,8 +147,8 @@ def packed(
 ) -> Any:
     """`varlen_attention` while it is traced."""
     plan, inputs = _inputs(variant, params, scale, _use(q, k, v))
-    tensors = (q, k, v, q_indptr, kv_indptr)
-    problem = _problem(plan, tensors, inputs, scale, q_offset, target, (out,))
+    tensors = {"q": q, "k": k, "v": v, "q_indptr": q_indptr, "kv_indptr": kv_indptr}
+    problem = _problem(plan, tensors, inputs, scale, q_offset, target, {"out": out})
     with_lse = return_lse or (partial and not plan.pointwise)
     if problem is not None:
         result, lse = _refuse(q, v, problem)
@@ -150,9 +159,9 @@ def packed(
             target, return_lse, partial, with_lse,
         )  # fmt: skip
         if out is None:
-            result, lse = _emit(_OPS.call_varlen_attention, values)
+            result, lse = _emit(_OPS.call_varlen_attention, values, plan.number)
         else:
-            result, lse = out, _emit_out(_OPS.call_varlen_attention_out, values, out)
+            result, lse = out, _emit_out(_OPS.call_varlen_attention_out, values, out, plan.number)
     return (result, lse) if with_lse else result
 
 
@@ -174,7 +183,7 @@ def batch(
         [], given.tensors, _pack(given.scalars, scale), -1, given.tensor_names, given.scalar_names,
         given.fixed, scale is not None,
     )  # fmt: skip
-    problem = _problem(Plan(-1), (q, k, v), inputs, scale, 0, None, (out,))
+    problem = _problem(Plan(-1), {"q": q, "k": k, "v": v}, inputs, scale, 0, None, {"out": out})
     with_lse = return_lse or (partial and not owner._pointwise)
     if problem is not None:
         result, lse = _refuse(q, v, problem)
@@ -211,7 +220,9 @@ def flex(
     inputs = _Inputs(
         captured, [], _pack(numbers, scale), plan.number, [], [], "", scale is not None
     )
-    problem = _problem(plan, (query, key, value), inputs, scale, 0, None, ())
+    problem = _problem(
+        plan, {"query": query, "key": key, "value": value}, inputs, scale, 0, None, {}
+    )
     if problem is not None:
         out, lse = _refuse(query, value, problem)
         max_scores = lse
@@ -222,7 +233,7 @@ def flex(
         if block_mask is not None:
             lists, sizes = lists_of(block_mask), (block_mask.BLOCK_SIZE, block_mask.shape)
         values = (query, key, value, *inputs, *lists, *sizes, enable_gqa, want_lse, want_max)
-        out, lse, max_scores = _emit(_OPS.call_flex_attention, values)
+        out, lse, max_scores = _emit(_OPS.call_flex_attention, values, plan.number)
     return out, lse if want_lse else None, max_scores if want_max else None
 
 
@@ -238,11 +249,11 @@ def sdpa(
 ) -> Any:
     """`run_sdpa` while it is traced."""
     inputs = _Inputs([], [], _pack((), scale), -1, [], [], "", scale is not None)
-    tensors: tuple[Any, ...] = (query, key, value)
+    tensors = {"query": query, "key": key, "value": value}
     if attn_mask is not None:
         inputs.tensors.append(attn_mask)
-        tensors = (*tensors, attn_mask)
-    problem = _problem(Plan(-1), tensors, inputs, scale, 0, None, ())
+        tensors["attn_mask"] = attn_mask
+    problem = _problem(Plan(-1), tensors, inputs, scale, 0, None, {})
     if problem is not None:
         return _refuse(query, value, problem)[0]
     query, key, value = autocast(query, key, value)
@@ -259,6 +270,8 @@ def append(
     """`append_paged_kv` while it is traced."""
     if not torch.compiler.is_dynamo_compiling():
         refuse_functionalize("k_pages or v_pages", (k_pages, v_pages))
+    if not isinstance(paged, Paged):
+        raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
     tables = (paged.page_indptr, paged.page_indices, paged.last_page_len)
     values = (k, v, k_pages, v_pages, q_indptr, *tables, paged.page_size, target)
     _emit(_OPS.call_append_paged_kv, values)
@@ -322,31 +335,35 @@ def _offset(q_offset: Any) -> tuple[Any, Any, bool]:
     """(int, tensor or None, whether it is "end")."""
     if isinstance(q_offset, torch.Tensor):
         return 0, q_offset, False
+    if isinstance(q_offset, np.integer):
+        q_offset = int(q_offset)
     return (0, None, True) if isinstance(q_offset, str) else (q_offset, None, False)
 
 
 def _problem(
     plan: Plan,
-    tensors: Sequence[Any],
+    tensors: Mapping[str, Any],
     inputs: _Inputs,
     scale: Any,
     q_offset: Any,
     target: Any,
-    optional: Sequence[Any],
+    optional: Mapping[str, Any],
 ) -> _Problem | None:
     """What the op's schema cannot carry, and gradients, which only the tracer sees."""
     if plan.error is not None:
         return _Problem(*plan.error)
-    for tensor in tensors:
+    for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            return _Problem("InputError", f"expected a tensor, got {type(tensor).__name__}")
-    for tensor in optional:
+            got = type(tensor).__name__
+            return _Problem("InputError", f"{name} must be a torch.Tensor, got {got}")
+    for name, tensor in optional.items():
         if tensor is not None and not isinstance(tensor, torch.Tensor):
-            return _Problem("InputError", f"expected a tensor or None, got {type(tensor).__name__}")
+            got = type(tensor).__name__
+            return _Problem("InputError", f"{name} must be a torch.Tensor or None, got {got}")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, NUMBERS)):
         return _Problem("InputError", f"scale must be a float or None, got {type(scale).__name__}")
     if isinstance(q_offset, bool) or not (
-        isinstance(q_offset, (torch.Tensor, int, torch.SymInt)) or q_offset == "end"
+        isinstance(q_offset, (torch.Tensor, int, torch.SymInt, np.integer)) or q_offset == "end"
     ):
         got = type(q_offset).__name__
         message = f'q_offset must be an int, a tensor [batch] or "end", got {got}'
@@ -354,7 +371,7 @@ def _problem(
     if target is not None and not isinstance(target, str):
         return _Problem("TargetError", f"target must be a name, got {type(target).__name__}")
     if torch.is_grad_enabled():
-        for tensor in (*tensors, *inputs.captured, *inputs.tensors):
+        for tensor in (*tensors.values(), *inputs.captured, *inputs.tensors):
             if tensor.requires_grad:
                 return _Problem("GradError", GRAD_MESSAGE)
     return None

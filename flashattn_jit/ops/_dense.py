@@ -9,6 +9,7 @@ import torch
 
 from .. import _C
 from ..errors import InputError
+from ..variants.modes import need_values
 from . import _check, _handles
 from ._handles import Structure
 from ._launch import Geometry, PlannedCall, launch, planned_call
@@ -59,7 +60,32 @@ def dense(
     partial: bool,
     target: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate and compute (out, lse). lse is empty unless asked for."""
+    """The op: (out, lse), where lse is empty unless asked for."""
+    out, lse = attend(
+        q, k, v, tensors, scalars, handle, scale, q_offset, q_offsets, kv_len, block_states,
+        block_size, return_lse, partial, target,
+    )  # fmt: skip
+    return out, torch.empty(0, dtype=torch.float32, device=out.device) if lse is None else lse
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    scalars: torch.Tensor,
+    handle: int,
+    scale: float,
+    q_offset: int,
+    q_offsets: torch.Tensor | None,
+    kv_len: torch.Tensor | None,
+    block_states: torch.Tensor | None,
+    block_size: Sequence[int],
+    return_lse: bool,
+    partial: bool,
+    target: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Allocate and compute (out, lse); lse is None unless asked for."""
     # A constant takes 0.2 us less than asking a CPU tensor for its device.
     device = q.device if q.is_cuda else _CPU
     out = torch.empty_strided(
@@ -68,10 +94,10 @@ def dense(
         dtype=result_dtype(q, partial),
         device=device,
     )
-    lse = torch.empty(q.shape[:3] if return_lse else 0, dtype=torch.float32, device=device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=device) if return_lse else None
     dense_out(
         q, k, v, tensors, scalars, handle, scale, q_offset, q_offsets, kv_len,
-        block_states, block_size, partial, target, out, lse if return_lse else None,
+        block_states, block_size, partial, target, out, lse,
     )  # fmt: skip
     return out, lse
 
@@ -209,8 +235,11 @@ def bind_tensors(
         from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
 
         tensors = [*tensors, *build_tables(known.tables, tensors)]
+    addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
+    if 0 in addresses:
+        need_values("a tensor of the variant", "a kernel reads them", tensors)
     return (
-        tuple([t.data_ptr() if t.numel() else 0 for t in tensors]),
+        addresses,
         tuple([(tuple(t.shape), t.stride()) for t in tensors]),
         tensors,
     )

@@ -12,6 +12,7 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from .. import errors
@@ -109,6 +110,8 @@ def split_params(params: Mapping[str, Any]) -> Given:
     """Params by how an op takes them."""
     tensor_names, tensors, scalar_names, scalars, fixed = [], [], [], [], []
     for name, value in params.items():
+        if isinstance(value, np.number):
+            value = value.item()
         if isinstance(value, torch.Tensor):
             tensor_names.append(name)
             tensors.append(value)

@@ -1,4 +1,4 @@
-"""Calls inside ``torch.compile``: what is fixed while tracing, and how a run gets its values back.
+"""Calls that tracers see: what is fixed while tracing, and how a run gets its values back.
 
 A *site* is one call in a compiled graph. While the graph is traced, the site learns which tensors
 the variant captures and the paths that lead to them, so that the graph takes them as inputs; when
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import enum
+import itertools
 import secrets
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -76,13 +77,16 @@ class _Cells:
 
 
 CELLS = _Cells()
-_sites: list[Site] = []
-_exported: list[Any] = []
+_sites: dict[int, Site] = {}
+_numbers = itertools.count()
+_once: set[int] = set()
+_exported: dict[int, Any] = {}
 _lock = threading.Lock()
 
-Use = Literal["compiled", "exported", "fake"]
+Use = Literal["compiled", "exported", "once", "fake"]
 """What becomes of a traced call. compiled: a graph of ``torch.compile``, which guards on the
-variant. exported: a graph on its own, of torch.export or make_fx. fake: shapes, and no graph."""
+variant. exported: a graph on its own, of torch.export or make_fx, which keeps its site for the life
+of the process. once: it runs now and never again. fake: shapes, and no graph."""
 
 # An exported graph can be saved, and loaded by another process whose sites and batches have the
 # same numbers: its numbers are counted from here on, which is another number in each process.
@@ -108,7 +112,7 @@ def local_number(number: int) -> int:
 def exported_number(owner: Any) -> int:
     """The number of a batch in an exported graph, which keeps the batch alive."""
     with _lock:
-        _exported.append(owner)
+        _exported[owner._number] = owner
     return int(owner._number) + FIRST_EXPORTED
 
 
@@ -121,8 +125,19 @@ def _number(made: Site, use: Use) -> int:
     if use == "fake":
         return -1  # never run
     with _lock:
-        _sites.append(made)
-        return len(_sites) - 1 + (FIRST_EXPORTED if use == "exported" else 0)
+        number = next(_numbers)
+        _sites[number] = made
+        if use == "once":
+            _once.add(number)
+    return number + (FIRST_EXPORTED if use == "exported" else 0)
+
+
+def release(number: int) -> None:
+    """Let go of the site of a call that has run and will not run again."""
+    with _lock:
+        if number in _once:
+            _once.remove(number)
+            del _sites[number]
 
 
 def _cell_reader(cell: types.CellType) -> str:
@@ -153,48 +168,79 @@ def _refused(error: Exception) -> Plan:
 class _VariantSite(Site):
     """A `Variant` object: its numbers are read when the graph runs, its tensors are inputs.
 
-    numbers: those by index that stay as they are now. keep: the site keeps the variant alive.
+    frozen: of an exported graph, whose variant is kept alive and must stay what it was: only its
+    numbers and the values of its tensors may change, which the graph does not follow.
     """
 
     def __init__(
-        self, chosen: Variant, count: int, places: Sequence[int], numbers: Mapping[int, float],
-        keep: bool,
-    ) -> None:  # fmt: skip
+        self, chosen: Variant, count: int, places: Sequence[int], frozen: _Frozen | None
+    ) -> None:
         self._variant = weakref.ref(chosen)
-        self._kept = chosen if keep else None
+        self._kept = None if frozen is None else chosen
         self._count = count
         self._places = tuple(places)
-        self._numbers = dict(numbers)
+        self._frozen = frozen
 
     def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
         chosen = self._variant()
         if chosen is None:
             raise VariantError("the variant of a compiled graph is gone; keep it alive")
+        if self._frozen is not None:
+            self._frozen.check(chosen)
         return chosen
 
     def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
+        fixed = {} if self._frozen is None else self._frozen.numbers
+        again = "call torch.compiler.reset()" if self._frozen is None else "export the call again"
+
         def put(own: Tensors, own_numbers: Numbers) -> tuple[Tensors, Numbers]:
             if len(own) != self._count:
                 raise VariantError(
-                    f"the variant captured {self._count} tensors when torch.compile traced the "
-                    f"call and captures {len(own)} now; call torch.compiler.reset()"
+                    f"the variant captured {self._count} tensors when the call was traced, and "
+                    f"captures {len(own)} now; {again}"
                 )
             out = list(own)
             for place, tensor in zip(self._places, tensors, strict=True):
-                out[place] = _laid_out_as(tensor, own[place])
-            if not self._numbers:
+                out[place] = _laid_out_as(tensor, own[place], again)
+            if not fixed:
                 return tuple(out), own_numbers
-            return tuple(out), tuple(self._numbers.get(i, x) for i, x in enumerate(own_numbers))
+            return tuple(out), tuple(fixed.get(i, x) for i, x in enumerate(own_numbers))
 
         return put
 
 
-def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+class _Frozen:
+    """What an exported call was traced with: its numbers, and the structure that must stay."""
+
+    def __init__(self, chosen: Variant, walk: Walk, values: Sequence[Any], given: set[str]) -> None:
+        own = walk.param_numbers
+        self.numbers = {i: x for i, x in enumerate(walk.numbers) if own.get(i) not in given}
+        self._values, self._extract = tuple(values), walk.extractor()
+        self._key = self._seen(chosen)
+
+    def _seen(self, chosen: Variant) -> object:
+        """All of the variant but its numbers and tensors: code, flags, and which params are set."""
+        found = self._extract(chosen, self._values)
+        if found is None:
+            return None
+        is_set = tuple(d.param.name in d.owner.__dict__ for d in chosen._declared)
+        return found[0], len(found[2]), is_set
+
+    def check(self, chosen: Variant) -> None:
+        """Raises VariantError where the variant has become another one."""
+        if self._seen(chosen) != self._key:
+            raise VariantError(
+                f"{chosen.name} is not what it was when the call was exported: its hooks, flags or "
+                "the kinds of its params have changed; export the call again"
+            )
+
+
+def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor, again: str) -> torch.Tensor:
     """The tensor in the layout that the kernel is compiled for: that of the captured one."""
     if tensor.dtype != own.dtype or tensor.shape != own.shape:
         raise InputError(
-            f"a captured tensor is {list(own.shape)} of {own.dtype}, the compiled graph's "
-            f"{list(tensor.shape)} of {tensor.dtype}; call torch.compiler.reset()"
+            f"a captured tensor is {list(own.shape)} of {own.dtype}, the graph's "
+            f"{list(tensor.shape)} of {tensor.dtype}; {again}"
         )
     if tensor is own or stride_pattern(tensor) == stride_pattern(own):
         return tensor
@@ -227,11 +273,8 @@ def variant_site(
             if index is not None:
                 places.append(place)
                 tensors.append(index)
-        own = walk.param_numbers
-        fixed = {i: x for i, x in enumerate(walk.numbers) if own.get(i) not in given}
-        made = _VariantSite(
-            chosen, len(walk.tensors), places, fixed if use == "exported" else {}, use == "exported"
-        )
+        frozen = _Frozen(chosen, walk, values, given) if use == "exported" else None
+        made = _VariantSite(chosen, len(walk.tensors), places, frozen)
         return Plan(
             _number(made, use), tuple(paths.made), tuple(tensors), pointwise=_is_pointwise(chosen)
         )

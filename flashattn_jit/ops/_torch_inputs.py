@@ -10,14 +10,17 @@ from ._dense import like_q_strides
 
 
 def prepare(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, direct: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The inputs in autocast's dtype, with contiguous last dims, q's other dims in their order.
+
+    direct: `is_direct` says that they are plain tensors.
 
     Raises:
         InputError: one is no tensor with dense entries.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    named = () if direct else (("query", query), ("key", key), ("value", value))
+    for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         check_readable(name, tensor)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import InputError
-from ..variants.modes import has_no_values
+from ..variants.modes import VMAP_MESSAGE, has_no_values
 
 _KEYS = torch._C._TorchDispatchModeKey
 _active = torch._C._get_dispatch_mode
@@ -22,10 +22,12 @@ def is_traced(values: Iterable[object]) -> bool:
     """Whether a tracer or FakeTensorMode is on, or one of the values is a tensor of theirs.
 
     Raises:
-        InputError: one of the values is a tensor of `torch.vmap`.
+        InputError: one of the values is a tensor of `torch.vmap`, or torch.jit.trace is on.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
+    if torch._C._get_tracing_state() is not None:
+        raise InputError("torch.jit.trace is not followed; use torch.export or torch.compile")
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     if any(torch._C._functorch.is_batchedtensor(x) for x in tensors):
         refuse_vmap()
@@ -38,10 +40,7 @@ def is_traced(values: Iterable[object]) -> bool:
 
 def refuse_vmap(*args: object) -> NoReturn:
     """What the ops do under `torch.vmap`."""
-    raise InputError(
-        "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim "
-        "into batch, or loop over it"
-    )
+    raise InputError(VMAP_MESSAGE)
 
 
 def refuse_functionalize(what: str, values: Iterable[object]) -> None:

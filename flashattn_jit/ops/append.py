@@ -162,6 +162,8 @@ def _on_cpu(
     q_lens: Sequence[int],
     table: PageTable,
 ) -> None:
+    if torch.get_num_threads() > 1:
+        _C.refuse_stranded()  # torch writes the pages on several threads
     new = np.asarray(q_lens, np.int64)
     starts = np.cumsum(new) - new
     request = np.repeat(np.arange(len(new)), new)

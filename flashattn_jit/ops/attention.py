@@ -85,7 +85,7 @@ def attention(
     if kv_len is not None or isinstance(q_offset, torch.Tensor):
         given = (*given, *(x for x in (kv_len, q_offset) if isinstance(x, torch.Tensor)))
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced((*given, out)):
+    if not direct and is_traced((*given, out, *params.values())):
         from ._compiled import dense
 
         return dense(  # type: ignore[no-any-return]
@@ -141,18 +141,22 @@ def run_dense(
     scalars = pack_scalars(bound.scalars)
     lse: torch.Tensor | None
     if out is None:
-        run = _dense.dense if direct else _attention_op
+        run = _dense.attend if direct else _attention_op
         result, lse = run(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, with_lse, partial, target,
         )  # fmt: skip
     else:
         shape = (*q.shape[:3], dims.head_dim_v)
-        _check.check_types(q, k, v)
+        if not direct:
+            _check.check_types(q, k, v)
         _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
         result = out
         lse = q.new_empty(shape[:3], dtype=torch.float32) if with_lse else None
-        torch.ops.flashattn_jit.attention_out(
+        write: Callable[..., object] = torch.ops.flashattn_jit.attention_out
+        if direct and is_direct(out):
+            write = _dense.dense_out
+        write(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, partial, target, out, lse,
         )  # fmt: skip

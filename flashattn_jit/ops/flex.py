@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -83,13 +84,15 @@ def flex_attention(
         )
     want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     want_max = return_aux is not None and bool(return_aux.max_scores)
-    run: Callable[..., Any] = run_flex
+    run: Callable[..., Any]
     given = (query, key, value)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
     if not direct and is_traced(given):
         from ._compiled import flex
 
         run = flex
+    else:
+        run = functools.partial(run_flex, direct=direct)
     out, lse, max_scores = run(
         query, key, value, score_mod, block_mask, scale, enable_gqa, want_lse, want_max
     )
@@ -111,9 +114,10 @@ def run_flex(
     want_lse: bool,
     want_max: bool,
     swap: Swap | None = None,
+    direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(out, lse or None, max_scores or None) of `flex_attention`. swap: see `bind`."""
-    q, k, v = _torch_inputs.prepare(query, key, value)
+    """(out, lse or None, max_scores or None) of `flex_attention`. swap, direct: see `run_dense`."""
+    q, k, v = _torch_inputs.prepare(query, key, value, bool(direct))
     dims = _check_flex(q, k, v, block_mask, enable_gqa)
     _check_mod(score_mod)
     if k.shape[0] != dims.batch:
@@ -122,7 +126,7 @@ def run_flex(
     if block_mask is not None:
         check_mask_device(block_mask, q.device)
         blocks = read_block_mask(block_mask, dims.batch, dims.num_q_heads, dims.q_len, dims.kv_len)
-    out, lse = _run(q, k, v, score_mod, blocks, scale, want_lse, swap)
+    out, lse = _run(q, k, v, score_mod, blocks, scale, want_lse, swap, direct)
     max_scores = _max_scores(q, k, score_mod, blocks, scale, swap) if want_max else None
     return out, lse, max_scores
 
@@ -181,6 +185,7 @@ def _run(
     scale: float | None,
     want_lse: bool,
     swap: Swap | None,
+    direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     chosen: Variant = FULL
     if score_mod is not None or blocks.mask_mod is not None:
@@ -188,6 +193,7 @@ def _run(
     return run_dense(
         q, k, v, chosen, {}, scale=scale, return_lse=want_lse,
         block_states=blocks.states, block_size=blocks.size, swap=swap,
+        direct=direct,
     )  # fmt: skip
 
 

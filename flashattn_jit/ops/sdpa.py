@@ -92,7 +92,7 @@ def scaled_dot_product_attention(
         return sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
-    return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, direct)
 
 
 def run_sdpa(
@@ -104,8 +104,9 @@ def run_sdpa(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    direct: bool | None = None,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` outside of the tracer."""
+    """`scaled_dot_product_attention` outside of the tracer. direct: see `run_dense`."""
     if not isinstance(dropout_p, float | int) or dropout_p != 0.0:
         raise InputError(
             f"dropout_p={shown(dropout_p)}: this engine is inference only; pass dropout_p=0.0, "
@@ -116,25 +117,29 @@ def run_sdpa(
             "Explicit attn_mask should not be set when is_causal=True; put both into attn_mask, or "
             "use fa.attention with a variant of both"
         )
-    q, k, v, lead = as_dense_problem(query, key, value, enable_gqa)
+    q, k, v, lead = as_dense_problem(query, key, value, enable_gqa, bool(direct))
     chosen: Variant = _CAUSAL if is_causal else _FULL
     params: dict[str, object] = {}
     if attn_mask is not None:
         mask = _dense_mask(attn_mask, (*lead, q.shape[1], q.shape[2], k.shape[2]))
         chosen, params = (_KEEP if mask.dtype == torch.bool else _ADD), {"attn_mask": mask}
-    out, _ = run_dense(q, k, v, chosen, params, scale=scale)
+    out, _ = run_dense(q, k, v, chosen, params, scale=scale, direct=direct)
     return with_leading_dims(out, lead, query.dim())
 
 
 def as_dense_problem(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    enable_gqa: bool,
+    direct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """q, k, v [batch, heads, length, dim], and the leading dims that batch stands for.
 
     Raises:
         InputError: dims cannot be broadcast, or dtypes or devices differ.
     """
-    q, k, v = _torch_inputs.prepare(query, key, value)
+    q, k, v = _torch_inputs.prepare(query, key, value, direct)
     _check_ranks(q, k, v)
     if q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]:
         heads = q.shape[1], k.shape[1], v.shape[1]

@@ -10,7 +10,7 @@ import torch
 from ..errors import InputError
 from ..variants.binding import Swap, bind, bind_outside_modes
 from ..variants.spec import Dims, Variant, as_variant
-from . import _check, _handles
+from . import _check, _handles, _packed
 from ._dense import result_dtype
 from ._direct import is_direct
 from ._placement import place
@@ -62,9 +62,11 @@ def varlen_attention(
     Example:
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
-    given = (q, k, v, q_indptr, kv_indptr)
+    given = (q, k, v)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced((*given, q_offset, out)):
+    host = (q_indptr, kv_indptr)
+    direct = direct and type(q_indptr) is torch.Tensor and type(kv_indptr) is torch.Tensor
+    if not direct and is_traced((*given, *host, q_offset, out, *params.values())):
         from ._compiled import packed
 
         return packed(  # type: ignore[no-any-return]
@@ -139,7 +141,8 @@ def run_packed(
     with_lse = return_lse or (partial and not pointwise)
     scalars = pack_scalars(bound.scalars)
     if out is None:
-        result, lse = torch.ops.flashattn_jit.varlen_attention(
+        run = _packed.packed if direct else torch.ops.flashattn_jit.varlen_attention
+        result, lse = run(
             q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
             with_lse, partial, target,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from flashattn_jit.errors import ParamError
 from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Extractor, Walk
-from flashattn_jit.variants.modes import outside_modes
+from flashattn_jit.variants.modes import is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.params import Declared, Dims, resolve
 from flashattn_jit.variants.trace_host import Finish, Source
 from flashattn_jit.variants.trace_variant import Traced, trace_variant
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_PLANS = 64
 MAX_STRUCTURES = 4096
+_NONE: dict[Any, Any] = {}
 
 
 class Bound(NamedTuple):
@@ -104,7 +105,8 @@ class _Plan:
     groups: dict[Any, _Group] = field(default_factory=dict)
 
 
-_plans: dict[Any, list[_Plan]] = {}
+# By the default dtype, which decides what dtype the floats are that a hook makes, and by shape.
+_plans: dict[torch.dtype, dict[Any, list[_Plan]]] = {}
 # By text: -0.0 == 0.0 and nan != nan, so that equality would not do.
 _handles: dict[str, int] = {}
 _lock = threading.RLock()
@@ -118,7 +120,7 @@ def bind(
     values: Sequence[Any] = ()
     if declared or params:
         values = resolve(declared, dims, params, variant.name)
-    for plan in _plans.get(variant._shape, ()):
+    for plan in _plans.get(torch.get_default_dtype(), _NONE).get(variant._shape, ()):
         found = plan.extract(variant, values)
         if found is None:
             continue
@@ -139,9 +141,26 @@ def bind(
 def bind_outside_modes(
     variant: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None = None
 ) -> Bound:
-    """`bind` where a mode of torch may be on, which must not change what is remembered."""
+    """`bind` where a mode of torch may be on, which must not change what is remembered.
+
+    Raises GradError or InputError besides where a captured tensor or a param is a tensor of
+    `torch.func.grad` and the like, or of `torch.vmap`.
+    """
+
+    def checked(
+        tensors: tuple[torch.Tensor, ...], numbers: tuple[float, ...]
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[float, ...]]:
+        for tensor in tensors:
+            refuse_transforms(tensor)
+        return (tensors, numbers) if swap is None else swap(tensors, numbers)
+
     with outside_modes():
-        return bind(variant, dims, params, swap)
+        return bind(variant, dims, params, checked)
+
+
+def bind_on_host(variant: Variant, dims: Dims, params: Mapping[str, object]) -> Bound:
+    """`bind` for work that `on_host` took outside of modes, if any were on."""
+    return (bind_outside_modes if is_outside() else bind)(variant, dims, params)
 
 
 def _finish(
@@ -184,7 +203,8 @@ def _bind_new(
     values: Sequence[Any],
     swap: Swap | None,
 ) -> Bound:
-    with _lock:
+    # Autocast and inference mode do not make a call another one, but would change the prelude's.
+    with _lock, outside_modes():
         walk = Walk(variant, params=param_locations(declared, values))
         plan = _plan_for(variant, walk)
         found = plan.extract(variant, values)
@@ -219,9 +239,10 @@ def param_locations(
 
 
 def _plan_for(variant: Variant, walk: Walk) -> _Plan:
-    if len(_plans) >= MAX_STRUCTURES:
-        _plans.clear()
-    plans = _plans.setdefault(variant._shape, [])
+    shapes = _plans.setdefault(torch.get_default_dtype(), {})
+    if len(shapes) >= MAX_STRUCTURES:
+        shapes.clear()
+    plans = shapes.setdefault(variant._shape, [])
     extract = walk.extractor()
     for plan in plans:
         # Equal text uses equally many constants, named in the order of their first use.

@@ -1,8 +1,8 @@
 """Torch's modes: whether one is on, and how work on the host stays out of them.
 
-A default device, FakeTensorMode, a tracer, a functional transform and inference mode all change
-what torch's functions return. A tensor that is kept between calls must not be made under one, or it
-would change later calls.
+A default device, FakeTensorMode, a tracer, a functional transform, autocast and inference mode
+change what torch's functions return. A tensor that is kept between calls must not be made under
+one, or it would change later calls.
 """
 
 from __future__ import annotations
@@ -11,17 +11,30 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
-from flashattn_jit.errors import InputError
+from flashattn_jit.errors import GradError, InputError
+
+GRAD_MESSAGE = (
+    "an input requires grad while grad mode is on, but this engine is inference only; call it "
+    "under torch.no_grad() (frozen parameters pass there) or detach the input"
+)
+VMAP_MESSAGE = (
+    "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim into "
+    "batch, or loop over it"
+)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _function_modes = torch._C._len_torch_function_stack
+_pop_function_mode = torch._C._pop_torch_function_stack
+_push_function_mode = torch._C._push_on_torch_function_stack
 _included_keys = torch._C._dispatch_tls_local_include_set
 
 
@@ -32,30 +45,59 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-def _leave() -> None:
-    _inside.depth -= 1
+class outside_modes:  # named as the function that it is used as, like torch.no_grad
+    """Code inside makes ordinary CPU tensors, whatever modes are on around it.
 
+    >>> with outside_modes():
+    ...     kept = torch.ones(3, device="cpu")
+    """
 
-@contextlib.contextmanager
-def outside_modes() -> Iterator[None]:
-    """Code inside makes ordinary CPU tensors, whatever modes are on around it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.device("cpu"))
+    __slots__ = ("_functions", "_others")
+
+    def __enter__(self) -> None:
         _inside.depth += 1
-        stack.callback(_leave)
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))  # which enables gradients
-            stack.enter_context(torch.no_grad())
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+        self._functions = [_pop_function_mode() for _ in range(_function_modes())]
+        self._others: contextlib.ExitStack | None = None
+        try:
+            others = _leave_others()
+            if others:
+                self._others = contextlib.ExitStack()
+                for context in others:
+                    self._others.enter_context(context)
+        except BaseException:
+            self.__exit__()
+            raise
 
-            stack.enter_context(temporarily_clear_interpreter_stack())
-        if torch._C._len_torch_dispatch_stack() or _len_pre_dispatch():
-            # Imports tracers, which whoever pushed a mode has imported.
-            from torch.utils._python_dispatch import _disable_current_modes
+    def __exit__(self, *error: object) -> None:
+        if self._others is not None:
+            self._others.close()
+        for mode in reversed(self._functions):
+            _push_function_mode(mode)
+        _inside.depth -= 1
 
-            stack.enter_context(_disable_current_modes())
-        yield
+
+def is_outside() -> bool:
+    """Whether this thread is inside of `outside_modes`."""
+    return _inside.depth > 0
+
+
+def _leave_others() -> list[AbstractContextManager[Any]]:
+    """What leaves the modes and transforms that are on, but for those of functions."""
+    found: list[AbstractContextManager[Any]] = []
+    if torch.is_inference_mode_enabled():
+        found += [torch.inference_mode(False), torch.no_grad()]  # the first enables gradients
+    if torch._C._is_any_autocast_enabled():
+        found += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        found.append(temporarily_clear_interpreter_stack())
+    if torch._C._len_torch_dispatch_stack() or _len_pre_dispatch():
+        # Imports tracers, which whoever pushed a mode has imported.
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        found.append(_disable_current_modes())
+    return found
 
 
 def on_host(work: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -84,11 +126,12 @@ def _learn() -> frozenset[int]:
     return frozenset(found)
 
 
-_QUIET = _learn()  # the dispatch keys of a thread in which nothing listens
+_QUIET = _learn()  # the dispatch keys of a thread without modes and transforms
 
 
 def is_quiet() -> bool:
-    """Whether no mode and no transform is on in this thread; inference mode does not count."""
+    """Whether no mode and no transform is on in this thread; inference mode and autocast, which
+    leave plain calls what they are, do not count."""
     return not _function_modes() and _included_keys().raw_repr() in _QUIET
 
 
@@ -115,6 +158,16 @@ def need_values(what: str, why: str, tensors: Iterable[object]) -> None:
             )
 
 
+def refuse_transforms(tensor: torch.Tensor) -> None:
+    """Raises GradError or InputError for a tensor of a functional transform: `torch.func.grad` and
+    the like, or `torch.vmap`. Host work would drop what the transform follows."""
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise InputError(VMAP_MESSAGE)
+    follows = torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if follows and torch._C._functorch.is_gradtrackingtensor(tensor):
+        raise GradError(GRAD_MESSAGE)
+
+
 def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """`functools.lru_cache` for functions that make tensors: under a mode nothing is kept.
 
@@ -139,5 +192,6 @@ def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 __all__ = [
-    "has_no_values", "is_quiet", "need_values", "on_host", "outside_modes", "remembered",
+    "GRAD_MESSAGE", "VMAP_MESSAGE", "has_no_values", "is_outside", "is_quiet", "need_values", "on_host",
+    "outside_modes", "refuse_transforms", "remembered",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashattn_jit import _C
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.variants.modes import is_quiet, outside_modes
 from flashattn_jit.variants.promotion import DTYPE_NAMES
@@ -236,7 +237,10 @@ class Param:
 
 def _made(default: Default, dims: Any, device: torch.device) -> Any:
     """The value of a default, to be kept: an ordinary tensor on the device."""
-    plain = is_quiet() and not torch.is_inference_mode_enabled()
+    if torch.get_num_threads() > 1:
+        _C.refuse_stranded()  # torch may compute the default on several threads
+    autocast = torch._C._is_any_autocast_enabled()
+    plain = is_quiet() and not (autocast or torch.is_inference_mode_enabled())
     with contextlib.nullcontext() if plain else outside_modes():
         value = default(dims)
         moves = isinstance(value, torch.Tensor) and value.device != device
@@ -247,7 +251,7 @@ _KEPT_DEFAULTS = 64  # of one param; each is a tensor for one set of dims
 
 
 def _memo_key(read: tuple[str, ...], dims: Dims) -> tuple[object, ...]:
-    return (read, dims.device, *(getattr(dims, n) for n in read))
+    return (read, dims.device, torch.get_default_dtype(), *(getattr(dims, n) for n in read))
 
 
 def _describe(value: Any) -> str:

@@ -8,6 +8,7 @@ calls, whose results are kept while their inputs are the same tensors, unchanged
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from flashattn_jit.errors import ParamError
+from flashattn_jit.variants.modes import outside_modes
 
 Source = tuple[str, int] | tuple[str, int, int] | tuple[str, str]
 """What a trace may depend on: ("number", i), ("size", tensor i, dim), ("dim", name of a Dims)."""
@@ -174,8 +176,10 @@ class _Step:
                 return t[x.raw] if x.raw >= 0 else self._program.steps[x.step].value(t, n)
             return numbers[x.text] if isinstance(x, _TextRef) else x
 
+        autocast = torch._C._is_any_autocast_enabled()
         try:
-            result = self.func(*map_tree(self.args, real), **map_tree(self.kwargs, real))
+            with outside_modes() if autocast else contextlib.nullcontext():
+                result = self.func(*map_tree(self.args, real), **map_tree(self.kwargs, real))
             result = result if self.pick < 0 else result[self.pick]
         except (RuntimeError, LookupError, TypeError, ValueError) as error:
             name = getattr(self.func, "__name__", "a function")

@@ -62,14 +62,15 @@ Q_INDPTR, KV_INDPTR = (0, 7, 20), (0, 20, 50)
 PAGES = ((0, 3, 7), (5, 1, 0, 2, 7, 3, 6), (4, 6))
 
 
+def _ones(heads: int) -> Tensor:
+    return (torch.full((heads, 3), 1.001) @ torch.full((3, 1), 1 / 3.0)).flatten().float()
+
+
 class Gated(fa.Variant):
     """Every kind of param and hook: declared tensors and numbers, a prelude, a normaliser."""
 
     slopes: Tensor = fa.tensor("num_q_heads", default=fa.alibi_slopes)
-    ones: Tensor = fa.tensor(
-        "num_q_heads",
-        default=lambda dims: torch.full((dims.num_q_heads,), 1.0, dtype=torch.float32),
-    )
+    ones: Tensor = fa.tensor("num_q_heads", default=lambda dims: _ones(dims.num_q_heads))
     cap: float = fa.scalar(20.0)
     window: int = fa.scalar(18)
 
@@ -77,7 +78,9 @@ class Gated(fa.Variant):
 
     def score_mod(self, score, b, h, q_idx, kv_idx):
         steepness = torch.arange(1, 5, dtype=torch.float32)  # what a hook makes is host work
-        bias = (self.slopes * steepness)[h] * (kv_idx - q_idx)
+        # Autocast changes products of matrices, a default dtype what `full` makes.
+        mixed = torch.full((1, 1), 1.001) @ torch.reshape(self.slopes * steepness, (1, 4))
+        bias = mixed[0, h] * (kv_idx - q_idx)
         return self.cap * torch.tanh(score / self.cap) + bias
 
     def mask_mod(self, b, h, q_idx, kv_idx):

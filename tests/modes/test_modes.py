@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.modes.conftest import run_worker
 from tests.modes.worker import CHANGING, MODES
@@ -29,7 +28,3 @@ def check(outcomes: dict[str, list[str]], mode: str) -> None:
     looked_at = slice(2, 3) if mode in CHANGING else slice(0, 3)
     wrong = {n: seen for n, seen in outcomes.items() if set(seen[looked_at]) != {"equal"}}
     assert not wrong, "\n".join(f"{name}: {seen}" for name, seen in wrong.items())
-
-
-def test_every_mode_of_the_device_is_covered() -> None:
-    assert ("default device cuda" in MODES) == torch.cuda.is_available()

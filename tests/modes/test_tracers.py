@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -190,6 +191,62 @@ def test_an_exported_graph_keeps_what_it_was_exported_with() -> None:
     held.clear()
     assert_same([made(q, k, v)], [expected])
     assert_same([graph(q, k, v)], [expected])
+
+
+class Flagged(fa.Variant):
+    weights: Any
+    far: bool = fa.scalar(False)
+    cap: float = fa.scalar(9.0)
+
+    def score_mod(self, score, b, h, q_idx, kv_idx):
+        for weight in self.weights:
+            score = score * weight
+        return score + q_idx if self.far else score
+
+
+def test_an_exported_graph_refuses_a_variant_that_became_another() -> None:
+    q, k, v = by_name("attention").tensors
+    biased = fa.ALiBi()
+    for variant, change in (
+        (Flagged(weights=[2.0, 3.0]), lambda it: setattr(it, "weights", [1.5, 2.5, 0.5])),
+        (Flagged(weights=[2.0]), lambda it: setattr(it, "far", True)),
+        (biased, lambda it: setattr(it, "slopes", torch.ones(4))),
+    ):
+        held = [variant]
+        run = lambda *t, held=held: fa.attention(*t, held[0])  # noqa: E731
+        graph = make_fx(run)(q, k, v)
+        made = torch.export.export(_function(run), (q, k, v)).module()
+        expected = run(q, k, v)
+        assert_same([graph(q, k, v), made(q, k, v)], [expected, expected])
+        change(variant)
+        for exported in (graph, made):
+            with pytest.raises(fa.VariantError, match="export the call again"):
+                exported(q, k, v)
+
+
+def test_numpy_numbers_are_traced() -> None:
+    q, k, v = by_name("attention").tensors
+
+    def run(*t: Tensor) -> Any:
+        return fa.attention(*t, _WINDOW, q_offset=np.int64(3), window=np.int64(5))
+
+    assert_same([make_fx(run)(q, k, v)(q, k, v)], [run(q, k, v)])
+
+
+_WINDOW = fa.SlidingWindow(9)
+
+
+def test_fake_params_of_real_tensors_are_refused() -> None:
+    q, k, v = by_name("attention").tensors
+    with FakeTensorMode() as mode:
+        slopes, mask = mode.from_tensor(torch.ones(4)), mode.from_tensor(torch.ones(24, 40))
+    for call in (
+        lambda: fa.attention(q, k, v, fa.ALiBi(), slopes=slopes),
+        lambda: fa.attention(q, k, v, lambda s, b, h, i, j: s + slopes[h]),
+        lambda: fa.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
+    ):
+        with pytest.raises(fa.InputError, match="without values"):
+            call()
 
 
 def _function(run: Callable[..., Any]) -> torch.nn.Module:

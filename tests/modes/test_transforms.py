@@ -52,11 +52,11 @@ def test_subclasses_with_data(subject: Subject, kind: Any) -> None:
     assert_plain_again(subject, expected)
 
 
-@each_subject
+@pytest.mark.parametrize(
+    "subject", [s for s in SUBJECTS if not s.traits & (HOST | PLANS)], ids=lambda s: s.name
+)
 def test_vmap_is_refused(subject: Subject) -> None:
     expected = flat(subject.run())
-    if subject.traits & (HOST | PLANS):
-        return
     stacked = [torch.stack([t, t]) for t in subject.tensors]
     for _ in range(2):
         with pytest.raises(fa.InputError, match="vmap"):
@@ -78,12 +78,13 @@ def test_functionalized(subject: Subject) -> None:
     assert_plain_again(subject, expected)
 
 
-@each_subject
+@pytest.mark.parametrize(
+    "subject", [s for s in SUBJECTS if not s.traits & HOST and s.name != "append"],
+    ids=lambda s: s.name,
+)  # fmt: skip
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd])
 def test_derivatives_are_refused(subject: Subject, transform: Any) -> None:
     expected = flat(subject.run())
-    if subject.traits & HOST or subject.name in ("append",):
-        return
     for _ in range(2):
         with pytest.raises(fa.GradError):
             transform(lambda *t: flat(subject.run(*t))[0].sum())(*subject.tensors)
@@ -105,3 +106,69 @@ def test_autocast_is_torch_s(subject: Subject) -> None:
             elif not torch_s and not subject.traits & HOST:
                 assert torch.equal(a, b)
     assert_plain_again(subject, expected)
+
+
+# --- transforms of what the variant holds, with plain q, k and v ----------------------------------
+
+Q, K, V = SUBJECTS[0].tensors
+
+
+def _captured(w: Tensor) -> Tensor:
+    return fa.attention(Q, K, V, lambda s, b, h, i, j: s + (w * 2)[h] * j)
+
+
+def _declared(w: Tensor) -> Tensor:
+    return fa.attention(Q, K, V, fa.ALiBi(), slopes=w)
+
+
+def _held(w: Tensor) -> Tensor:
+    return fa.attention(Q, K, V, fa.ALiBi(slopes=w))
+
+
+def _packed(w: Tensor) -> Tensor:
+    named = {s.name: s for s in SUBJECTS}["varlen"]
+    hook = lambda s, b, h, i, j: s + (w * 2)[h] * j  # noqa: E731
+    return fa.varlen_attention(*named.tensors, *named.host, hook)
+
+
+def _planned(w: Tensor) -> Tensor:
+    named = {s.name: s for s in SUBJECTS}["varlen"]
+    batch = fa.BatchAttention(
+        fa.variant(score_mod=lambda s, b, h, i, j: s + (w * 2)[h] * j),
+        num_q_heads=4, num_kv_heads=2, head_dim=32, q_dtype=torch.float32,
+    )  # fmt: skip
+    batch.plan(named.host[0], fa.Ragged(named.host[1]))
+    return batch.run(*named.tensors)
+
+
+@pytest.mark.parametrize("run", [_captured, _declared, _held, _packed, _planned])
+def test_transforms_of_held_tensors_are_refused(run: Any) -> None:
+    w = torch.linspace(0.1, 0.4, 4)
+    expected = run(w)
+    for transform in (torch.func.grad, torch.func.jacfwd):
+        with pytest.raises(fa.GradError):
+            transform(lambda x: run(x).sum())(w)
+    with pytest.raises(fa.GradError):
+        torch.func.jvp(run, (w,), (w,))
+    with pytest.raises(fa.InputError, match="vmap"):
+        torch.vmap(run)(torch.stack([w, w]))
+    assert torch.equal(run(w), expected)
+
+
+def test_functionalized_calls_leave_nothing_behind() -> None:
+    from flashattn_jit.ops import _sites
+
+    run = torch.func.functionalize(lambda *t: SUBJECTS[1].run(*t))
+    run(*SUBJECTS[1].tensors)
+    before = len(_sites._sites)
+    for _ in range(3):
+        run(*SUBJECTS[1].tensors)
+    assert len(_sites._sites) == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_jit_trace_is_refused() -> None:
+    for name in ("attention gated", "varlen", "sdpa causal", "run"):
+        subject = {s.name: s for s in SUBJECTS}[name]
+        with pytest.raises(fa.InputError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(lambda *t, s=subject: tuple(flat(s.run(*t))), subject.tensors)

@@ -36,6 +36,16 @@ class Watches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class ZeroingFunctions(TorchFunctionMode):
+    """The same as a mode of functions."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if type(result) is not Tensor or not result.is_floating_point():
+            return result
+        return torch.zeros_like(result)
+
+
 class Zeroes(TorchDispatchMode):
     """A mode that changes the values of what it sees; nothing of that may stay."""
 
@@ -76,15 +86,18 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,
     "profiler": torch.profiler.profile,
-    "autocast float32": lambda: torch.autocast("cpu", torch.float32, enabled=False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "deterministic": lambda: _deterministic(),
+    # Where there is no CUDA, a tensor that is made without a device is an error.
+    "default device cuda": lambda: _default_device("cuda"),
     "zeroing mode": Zeroes,
+    "zeroing functions": ZeroingFunctions,
     "fake tensors": FakeTensorMode,
 }
-CHANGING = ("zeroing mode", "fake tensors")
+CHANGING = (
+    "zeroing mode", "zeroing functions", "fake tensors", "autocast", "default dtype float64",
+)  # fmt: skip
 """Modes under which results are not the plain ones."""
-if torch.cuda.is_available():
-    MODES["default device cuda"] = lambda: _default_device("cuda")
 
 
 @contextlib.contextmanager
