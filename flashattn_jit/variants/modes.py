@@ -192,6 +192,6 @@ def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 __all__ = [
-    "GRAD_MESSAGE", "VMAP_MESSAGE", "has_no_values", "is_outside", "is_quiet", "need_values", "on_host",
-    "outside_modes", "refuse_transforms", "remembered",
+    "GRAD_MESSAGE", "VMAP_MESSAGE", "has_no_values", "is_outside", "is_quiet", "need_values",
+    "on_host", "outside_modes", "refuse_transforms", "remembered",
 ]  # fmt: skip
