@@ -7,7 +7,6 @@ from typing import Any
 
 from .ir import Graph, VariantIR
 
-
 _OF_REQUEST = ("kv_len", "q_len", "q_row")
 
 
