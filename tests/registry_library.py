@@ -170,10 +170,6 @@ _MASKS: tuple[Case, ...] = (
     _lib("block_causal", "mask", lambda: lib.BlockCausal(16), interval="exact"),
     _sized("block_diffusion", "mask", _block_diffusion, interval="exact"),
     _lib("document", "mask", lib.DocumentMask, _documents, interval="exact"),
-    _lib(
-        "document_before_keys", "mask", lib.DocumentMask, _documents, interval="exact",
-        q_offset=-33,
-    ),
     _lib("document_unsorted", "mask", lib.DocumentMask, _unsorted, interval="sound"),
     _lib("padding", "mask", lib.PaddingMask, _padding, interval="exact"),
     _lib(
@@ -212,7 +208,6 @@ _ROWS: tuple[Case, ...] = (
     _lib("log_n", "row", lambda: lib.LogN(32)),
     _lib("rope", "row", lib.RoPE, fits=_even),
     _lib("rope_end", "row", lib.RoPE, fits=_even, q_offset="end"),
-    _lib("rope_before_keys", "row", lib.RoPE, fits=_even, q_offset=-33),
     _lib("rope_interleaved", "row", lambda: lib.RoPE(interleaved=True), fits=_even),
     _lib("rope_partial", "row", lambda: lib.RoPE(partial=0.25), fits=_quarters),
     _lib(
@@ -284,5 +279,15 @@ _COMPOSITIONS: tuple[Case, ...] = (
               interval="exact"),
 )  # fmt: skip
 
-LIBRARY_CASES: tuple[Case, ...] = (*_MASKS, *_SCORES, *_NORMALIZERS, *_ROWS, *_COMPOSITIONS)
+_NEGATIVE_POSITIONS = (
+    _lib(
+        "document_before_keys", "mask", lib.DocumentMask, _documents, interval="exact",
+        q_offset=-33,
+    ),
+    _lib("rope_before_keys", "row", lib.RoPE, fits=_even, q_offset=-33),
+)  # fmt: skip
+
+LIBRARY_CASES: tuple[Case, ...] = (
+    *_MASKS, *_SCORES, *_NORMALIZERS, *_ROWS, *_COMPOSITIONS, *_NEGATIVE_POSITIONS,
+)  # fmt: skip
 """Every library variant and the compositions."""

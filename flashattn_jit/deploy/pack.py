@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .. import env
@@ -18,7 +17,7 @@ from ..jit.layers import layers
 from ..jit.store import Store
 from ..planner.requests import requests_of
 from .entries import entries_of
-from .pack_writer import check_place, write_pack
+from .pack_writer import check_place, checked_path, write_pack
 from .report import kernel_words
 from .structures import parse_targets
 from .wanted import wanted_specs
@@ -68,13 +67,14 @@ def pack(
     Raises:
         PackError: a kernel of the manifest is in no layer, a key names none, an entry is corrupt,
             there is nothing to pack, or the folder of `path` does not exist.
+        InputError: `path` is no path.
         ManifestError, TargetError, CacheError, OSError: nothing was written.
 
     Example:
         >>> fa.pack("kernels.pack", manifest="m.jsonl", targets=("cpu:avx2", "sm_90"))
     """
     begin = time.perf_counter()
-    check_place(Path(path))
+    check_place(checked_path("path", path))
     if manifest is None:
         found = _of_folder(parse_targets(targets))
     else:

@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import PackError
+from ..errors import InputError, PackError
 from ..jit import zip_frame
 from ..jit.entry import META
 from ..jit.found import Found
@@ -35,7 +36,7 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     with the digest that its entry states. Raises PackError for one that differs or that a pack
     cannot hold, OSError where it cannot be written.
     """
-    path = Path(path)
+    path = checked_path("path", path)
     check_place(path)
     chosen = {(s.compiler_id, s.key): s for s in sources}
     ordered = [chosen[name] for name in sorted(chosen)]
@@ -59,15 +60,40 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     return size
 
 
+def checked_path(name: str, value: object) -> Path:
+    """A path that the caller gave, as a `Path`; name: of the argument.
+
+    Raises InputError where it is no text, PackError where no file can have that name.
+    """
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise InputError(f"{name} must be a str or an os.PathLike, got {type(value).__name__}")
+    if not text:
+        raise PackError(f"{name} is empty; give the name of a file or folder")
+    try:
+        if b"\0" not in os.fsencode(text):
+            return Path(text)
+    except UnicodeEncodeError:
+        pass
+    raise PackError(f"{name} {text!r} holds a character that no file name can have")
+
+
 def check_place(path: Path) -> None:
     """Raises PackError where no pack can be written: its folder is missing, or it is a folder."""
     folder = path.parent
     if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "does not exist"
-        raise PackError(
-            f"cannot write the pack {path}: its folder {folder} {what}; make it (mkdir -p "
-            f"{folder}), or correct the path"
-        )
+        nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+        if nearest == folder:
+            what = "is no folder; correct the path"
+        elif nearest.is_dir():
+            made = f"mkdir -p {shlex.quote(str(folder))}"
+            what = f"does not exist; make it ({made}), or correct the path"
+        else:
+            what = f"does not exist, and {nearest} is no folder; correct the path"
+        raise PackError(f"cannot write the pack {path}: its folder {folder} {what}")
     if path.is_dir():
         raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")
 

@@ -16,6 +16,7 @@ from ..errors import PackError
 from ..jit.entry import META, CorruptEntryError
 from ..jit.pack_file import PackedEntry, PackFile
 from ..jit.store import Store
+from .pack_writer import checked_path
 from .structures import parse_targets
 
 _THREADS = 2
@@ -59,8 +60,9 @@ def unpack(
 
     Raises:
         PackError: the pack is missing, damaged or unsafe; names the member. What came before it
-            stays.
+            stays. Or no file can have one of the names.
         UnsafeCacheError: the folder is not this user's own.
+        InputError: `path` or `directory` is no path.
         TargetError, OSError.
 
     Example:
@@ -68,7 +70,8 @@ def unpack(
     """
     begin = time.perf_counter()
     chosen = parse_targets(targets)
-    root = env.cache_dir() if directory is None else Path(directory).expanduser().absolute()
+    path = checked_path("path", path)
+    root = env.cache_dir() if directory is None else _folder(directory)
     store = Store(root)
     sizes: list[int] = []
     with _opened(path) as pack:
@@ -87,6 +90,16 @@ def unpack(
         os.fspath(path), str(root), len(added), len(sizes) - len(added), sum(added),
         time.perf_counter() - begin,
     )  # fmt: skip
+
+
+def _folder(directory: str | os.PathLike[str]) -> Path:
+    path = checked_path("directory", directory)
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:  # ~ of no user, or of one without a home
+        raise PackError(
+            f"directory {path} begins with a home folder that is not known; write it out"
+        ) from None
 
 
 def _opened(path: str | os.PathLike[str]) -> PackFile:

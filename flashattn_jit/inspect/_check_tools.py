@@ -25,6 +25,7 @@ _LEAST_GCC = 11
 _FULL_CUDA = (12, 8)  # compiles for every target
 _PROBE = '#include <stdint.h>\nextern "C" int32_t probe() { return 1; }\n'
 
+_UNCOMPILED = "kernels that no cache layer holds cannot be compiled"
 _WITHOUT = (
     "install one, or compile elsewhere: `flashattn-jit warm --target ...` and `pack` on a machine "
     "with a toolkit, `unpack` here"
@@ -40,9 +41,7 @@ def _cxx() -> Iterator[Check]:
     compiler = find_compiler()
     if compiler is None:
         why, _, remedy = missing_cxx().partition("; ")
-        yield Check(
-            "c++", "error", f"{why}: kernels that no cache layer holds cannot be compiled", remedy
-        )
+        yield Check("c++", "error", f"{why}, so {_UNCOMPILED}", remedy)
         return
     identity = ask_version(compiler)
     words = f"{' '.join(compiler.command)} ({identity.id})"
@@ -195,7 +194,7 @@ def _unless_never(checks: Iterator[Check]) -> Iterator[Check]:
         if check.status == "ok" and not check.remedy:
             yield check
         else:
-            detail = check.detail.partition(": kernels that no cache layer")[0]
+            detail = check.detail.removesuffix(f", so {_UNCOMPILED}")
             note = "FLASHATTN_JIT_COMPILE=never asks for none"
             yield Check(check.name, "ok", f"{detail}; {note}")
 

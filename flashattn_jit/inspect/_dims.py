@@ -54,7 +54,8 @@ def complete_dims(
         InputError: dims is of another kind, has an unknown name, a negative size, or head counts
             that do not divide; or it gives a size that a tensor of the variant has otherwise.
     """
-    if dims is not None and not isinstance(dims, Mapping | Sequence) or isinstance(dims, str):
+    text = isinstance(dims, str | bytes | bytearray | memoryview)  # sequences, but not of sizes
+    if text or dims is not None and not isinstance(dims, Mapping | Sequence):
         raise InputError(
             f"dims must be a Dims, a mapping of its names or a sequence, got {type(dims).__name__}"
         )

@@ -11,6 +11,7 @@ import torch
 
 from ..codegen.target import compiled_target, is_cuda, resolve_target
 from ..errors import InputError, VerificationError
+from ..ops._check import check_int, shown
 from ..ops._placement import matrix_dtypes
 from ..planner.tiles import placed, tile_kind
 from ..variants.ir import VariantIR
@@ -123,10 +124,11 @@ def verify(
             order; sizes left out are those of the variant's tensors (a `fa.tensor("num_q_heads")`
             of 12 entries means 12 heads), else chosen. Cases take other sizes where the params fit
             them too.
-        dtypes: of q, k and v: float32, bfloat16, float16; by default all that the target takes.
+        dtypes: a sequence of those of q, k and v: float32, bfloat16, float16; by default all that
+            the target takes.
         target: the kernels' target; by default that of calls on CPU tensors. ``"emulated:sm_80"``
             verifies CUDA kernels without a GPU, in a minute or two.
-        seed: of the random inputs.
+        seed: of the random inputs, an int of 64 bits.
         raise_on_failure: raise `VerificationError`, which holds the report, when a case fails.
         **params: the variant's params; a function of `Dims` gives each case its own.
 
@@ -134,15 +136,16 @@ def verify(
         VerificationError: a case failed, or none fits the params.
         ParamError, TraceError: the variant cannot be used with `dims` and `params` at all, or its
             tensors differ about a size.
-        InputError: `dims` is ill-formed, or gives a size other than that of a tensor it holds.
+        InputError: `dims` is ill-formed, or gives a size other than that of a tensor it holds;
+            `dtypes` is no sequence, empty or holds another dtype; `seed` is no int.
 
     Example:
         >>> print(fa.SlidingWindow(64).verify())
         >>> MyVariant().verify({"num_q_heads": 12}, slopes=torch.rand(12))
     """
-    for dtype in dtypes or ():
-        if dtype not in _NAMES:
-            raise InputError(f"dtypes may hold {', '.join(_NAMES.values())}; got {dtype}")
+    seed = check_int("seed", seed, -(2**63), 2**64 - 1)
+    if dtypes is not None:
+        _check_dtypes(dtypes)
     base = complete_dims(dims, held_dims(variant, params))
     runner = Runner(variant, resolve_target(target), seed, params)
     dtypes = _dtypes_of(runner.target) if dtypes is None else dtypes
@@ -155,8 +158,30 @@ def verify(
             rows += [_row(runner, case, base, dtype) for case in extra_kernels(base, *tile)]
     report = VerifyReport(variant.name, runner.target, seed, tuple(rows))
     if raise_on_failure and not report.ok:
-        raise VerificationError(f"the kernel disagrees with its reference\n{report}", report)
+        raise VerificationError(f"{_headline(report)}\n{report}", report)
     return report
+
+
+def _check_dtypes(dtypes: object) -> None:
+    names = ", ".join(_NAMES.values())
+    remedy = f"pass a sequence of {names}, such as dtypes=(torch.float32,), or leave dtypes out"
+    if not isinstance(dtypes, Sequence) or isinstance(dtypes, str | bytes | bytearray | memoryview):
+        got = dtypes if isinstance(dtypes, torch.dtype) else type(dtypes).__name__
+        raise InputError(f"dtypes must be a sequence of dtypes, got {got}; {remedy}")
+    if not dtypes:
+        raise InputError(f"dtypes is empty, so that nothing would be verified; {remedy}")
+    for dtype in dtypes:
+        if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
+            raise InputError(f"dtypes may hold {names}; got {shown(dtype)}")
+
+
+def _headline(report: VerifyReport) -> str:
+    if report.failures:
+        return "the kernel disagrees with its reference"
+    return (
+        "no case ran, so that nothing is verified: the params fit none of them (each row's note "
+        "says why); give dims that they fit, or functions of `Dims` as params"
+    )
 
 
 def _dtypes_of(target: str) -> tuple[torch.dtype, ...]:

@@ -77,11 +77,11 @@ def missing_cxx() -> str:
     if variable == "CXX":
         remedy = f"correct or unset CXX, {remedy}"
     if not variable:
-        return f"no C++ compiler was found: {value} is not on PATH; {remedy}"
+        return f"no C++ compiler was found, because {value} is not on PATH; {remedy}"
     try:
         program = (shlex.split(value) or [""])[0]
     except ValueError as error:
-        why = f"is no command line: {error}"
+        why = f"is no command line ({str(error).lower()})"
     else:
         found = shutil.which(program)
         if found is not None:
@@ -91,7 +91,7 @@ def missing_cxx() -> str:
         else:
             where = "does not exist" if os.sep in program else "is not on PATH"
             why = f"names {program}, which {where}"
-    return f"no C++ compiler was found: {variable}={value!r} {why}; {remedy}"
+    return f"no C++ compiler was found, because {variable}={value!r} {why}; {remedy}"
 
 
 def cxx_words() -> str:

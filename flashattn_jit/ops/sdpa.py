@@ -59,7 +59,8 @@ def scaled_dot_product_attention(
     """``torch.nn.functional.scaled_dot_product_attention`` as one fused kernel.
 
     Same arguments and results, head_dim_v != head_dim and any group size included; a row that
-    attn_mask empties is 0. Batch dims and heads of size 1 are broadcast.
+    attn_mask empties is 0. Batch dims and heads of size 1 are broadcast. num_q_heads may be 0,
+    which gives torch's empty result; num_kv_heads must be at least 1 for other num_q_heads.
 
     Args:
         query: [..., num_q_heads, q_len, head_dim] with any number of leading dims, or none;
@@ -123,6 +124,8 @@ def run_sdpa(
     if attn_mask is not None:
         mask = _dense_mask(attn_mask, (*lead, q.shape[1], q.shape[2], k.shape[2]))
         chosen, params = (_KEEP if mask.dtype == torch.bool else _ADD), {"attn_mask": mask}
+    if not q.shape[1]:
+        return with_leading_dims(_without_heads(q, k, v, scale), lead, query.dim())
     out, _ = run_dense(q, k, v, chosen, params, scale=scale, direct=direct)
     return with_leading_dims(out, lead, query.dim())
 
@@ -160,6 +163,15 @@ def with_leading_dims(out: torch.Tensor, lead: tuple[int, ...], rank: int) -> to
     return out[0] if rank == 2 and not lead and out.shape[0] == 1 else out
 
 
+def _without_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The output of no query heads, which has no entries, after the checks of a call with one."""
+    one, keys, values = (t[:0].reshape(0, 1, *t.shape[2:]) for t in (q, k, v))
+    out, _ = run_dense(one, keys, values, _FULL, {}, scale=scale)
+    return out.reshape(*q.shape[:3], v.shape[3])
+
+
 def _check_ranks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if min(q.dim(), k.dim(), v.dim()) < 2:
         raise InputError(
@@ -193,7 +205,7 @@ def _broadcast_lead(
             f"{list(v.shape)} cannot be broadcast to each other"
         )
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
-    most = max(heads)
+    most = max(heads) if heads[0] else 0  # as torch, which broadcasts 1 to 0 too
     if not enable_gqa and any(n not in (1, most) for n in heads):
         raise InputError(
             f"query has num_q_heads={heads[0]}, key {heads[1]} and value {heads[2]} heads; they "

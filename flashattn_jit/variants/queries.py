@@ -7,13 +7,16 @@ from typing import Any
 
 from .ir import Graph, VariantIR
 
+_OF_REQUEST = ("kv_len", "q_len", "q_row")
+
 
 def keys_read_request(variant: VariantIR) -> bool:
-    """Whether `key_mod` or `value_mod` reads its request b, `fa.kv_len(b)` included.
+    """Whether `key_mod` or `value_mod` reads its request b, or a built-in of any request.
 
     Keys that several requests share are changed once for all of them, with b the number of the
-    group: a result that depends on b would be of no request. ``fa.kv_slot(b, kv_idx)`` does not:
-    the key lies in one place, whichever of the requests asks. That of another key may.
+    group: a result that depends on b would be of no request, and a length or a slot of a number
+    that is not b would be that of a group. ``fa.kv_slot(b, kv_idx)`` alone is the same for all
+    requests of the group: the key lies in one place, whichever of them asks.
     """
     graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
     return any(g is not None and _reads_request(g) for g in graphs)
@@ -21,18 +24,21 @@ def keys_read_request(variant: VariantIR) -> bool:
 
 def _reads_request(graph: Graph) -> bool:
     inputs = {i: n.attr("name") for i, n in enumerate(graph.nodes) if n.op == "input"}
-    request = {i for i, name in inputs.items() if name == "b"}
 
-    def position(i: int) -> bool:
+    def is_input(i: int, name: str) -> bool:
         while graph.nodes[i].op == "cast" and graph.nodes[i].dtype in ("int32", "int64"):
             (i,) = graph.nodes[i].args
-        return inputs.get(i) == "kv_idx"
+        return inputs.get(i) == name
 
-    return graph.output in request or any(
-        request.intersection(n.args)
-        and not (n.op == "kv_slot" and n.args[0] in request and position(n.args[1]))
-        for n in graph.nodes
-    )
+    def reads(i: int) -> bool:
+        node = graph.nodes[i]
+        if node.op == "kv_slot":
+            return not (is_input(node.args[0], "b") and is_input(node.args[1], "kv_idx"))
+        if node.op in _OF_REQUEST:
+            return True
+        return not is_input(i, "b") and any(is_input(arg, "b") for arg in node.args)
+
+    return is_input(graph.output, "b") or any(reads(i) for i in range(len(graph.nodes)))
 
 
 def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) -> str:

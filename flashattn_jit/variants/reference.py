@@ -1,7 +1,8 @@
 """The specification: attention of a variant in eager torch, step by step.
 
-The user's hooks run unchanged through nested ``torch.vmap`` over 0-dim index tensors. Nothing here
-is shared with the tracer, so that comparing the two checks both. O(q_len * kv_len) memory.
+The user's hooks run unchanged through nested ``torch.vmap`` over 0-dim index tensors. Nothing of
+what is computed is shared with the tracer, so that comparing the two checks both.
+O(q_len * kv_len) memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.variants.builtins import CONTEXT
 from flashattn_jit.variants.modes import need_values
 from flashattn_jit.variants.params import Dims, resolve
+from flashattn_jit.variants.queries import unscaled_integers
 from flashattn_jit.variants.spec import CppHook, Variant, as_variant
 
 Offset = int | Tensor | Literal["end"]
@@ -53,6 +55,9 @@ def attention_reference(
     the weights are rounded before the second product, as matrix units want them. out is
     [B, Hq, Sq, Dv] in `dtype`; lse [B, Hq, Sq], float32 at least, or None for a pointwise
     normaliser.
+
+    Raises:
+        InputError: keys or values are int8 and no hook of the variant scales them.
     """
     need_values("q, k or v", "the reference computes them", (q, k, v))
     batch, num_q_heads, q_rows, _ = q.shape
@@ -64,7 +69,10 @@ def attention_reference(
         _each(batch, q_rows), lens, starts * q_rows, starts * kv_rows,
         _offsets(q_offset, lens, _each(batch, q_rows)),
     )  # fmt: skip
-    run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial, score_error)
+    run = _Run(
+        as_variant(variant), dims, (k.dtype, v.dtype), params or {}, lengths, scale, dtype, partial,
+        score_error,
+    )  # fmt: skip
     with q.device:  # what hooks make themselves
         results = [run.request(b, q[b], k[b], v[b]) for b in range(batch)]
     outs, lses = [r[0] for r in results], [r[1] for r in results]
@@ -103,7 +111,10 @@ def varlen_reference(
     lengths = _Lengths(
         q_lens, kv_lens, q_starts[:-1], kv_starts[:-1], _offsets(q_offset, kv_lens, q_lens)
     )
-    run = _Run(as_variant(variant), dims, params or {}, lengths, scale, dtype, partial, score_error)
+    run = _Run(
+        as_variant(variant), dims, (k.dtype, v.dtype), params or {}, lengths, scale, dtype, partial,
+        score_error,
+    )  # fmt: skip
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
     lse = run.empty_lse(q.shape[:2], q)
     for b in range(batch):
@@ -158,8 +169,10 @@ class _Run:
     """The variant with its params, for the requests of one call."""
 
     def __init__(
-        self, variant: Variant, dims: Dims, params: Mapping[str, object], lengths: _Lengths,
-        scale: float | None, dtype: torch.dtype, partial: bool, score_error: ScoreError | None,
+        self, variant: Variant, dims: Dims, kv_dtypes: tuple[torch.dtype, torch.dtype],
+        params: Mapping[str, object], lengths: _Lengths,
+        scale: float | None, dtype: torch.dtype, partial: bool,
+        score_error: ScoreError | None = None,
     ) -> None:  # fmt: skip
         values = resolve(variant._declared, dims, params, variant.name)
         owners: dict[int, dict[str, object]] = {}
@@ -169,6 +182,8 @@ class _Run:
             name: _callable(name, hook, variant.name)
             for name, hook in _with_values(variant, owners).hooks().items()
         }
+        if wrong := unscaled_integers(self._hooks.__contains__, *kv_dtypes):
+            raise InputError(wrong)
         self.pointwise = "pointwise" in self._hooks
         self._dims, self._lengths, self._partial = dims, lengths, partial
         self._score_error = score_error or (lambda score: score)

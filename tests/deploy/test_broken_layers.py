@@ -11,7 +11,7 @@ import pytest
 
 from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
-from flashattn_jit.errors import CompileError, MissingKernelError, PackError
+from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.store import Store
@@ -142,6 +142,50 @@ def test_pack_makes_no_missing_folders(store, tmp_path):
     assert done.returncode == 9, done.stderr
     assert "does not exist" in done.stderr.splitlines()[0]
     assert not (tmp_path / "missing").exists()
+
+
+@pytest.mark.parametrize("below", ["kernels.pack", "a/kernels.pack", "a/b/kernels.pack"])
+def test_no_folder_is_proposed_that_cannot_be_made(store, tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for name in ("file", "link"):
+        with pytest.raises(PackError, match=rf"{name} is no folder; correct the path") as caught:
+            pack(tmp_path / name / below)
+        assert "mkdir" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", [None, 3, b"kernels.pack", ["kernels.pack"]], ids=repr)
+def test_what_is_no_path_is_refused(store, tmp_path, path):
+    packed = tmp_path / "kernels.pack"
+    pack(packed)
+    with pytest.raises(InputError, match=r"^path must be a str or an os\.PathLike, got "):
+        pack(path)
+    with pytest.raises(InputError, match=r"^path must be a str or an os\.PathLike, got "):
+        unpack(path)
+    if path is not None:
+        with pytest.raises(InputError, match=r"^directory must be a str or an os\.PathLike, got "):
+            unpack(packed, path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"), [("", "empty"), ("x\0y", "no file name"), ("x\ud800", "no file name")]
+)
+def test_what_no_file_can_be_called_is_refused(store, tmp_path, path, words):
+    packed = tmp_path / "kernels.pack"
+    pack(packed)
+    with pytest.raises(PackError, match=f"^path .*{words}"):
+        pack(path)
+    with pytest.raises(PackError, match=f"^path .*{words}"):
+        unpack(path)
+    with pytest.raises(PackError, match=f"^directory .*{words}"):
+        unpack(packed, path)
+
+
+def test_a_home_that_is_not_known_is_refused(store, tmp_path):
+    packed = tmp_path / "kernels.pack"
+    pack(packed)
+    with pytest.raises(PackError, match="home folder"):
+        unpack(packed, "~no-such-user-here/kernels")
 
 
 def test_pack_into_what_is_no_folder(store, tmp_path):

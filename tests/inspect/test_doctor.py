@@ -118,6 +118,19 @@ def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
     assert done.returncode == 0, done.stdout
 
 
+def test_a_variable_that_is_no_command_line_is_told_in_one_sentence(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHATTN_JIT_CXX", raising=False)
+    monkeypatch.setenv("CXX", "'")
+    (check,) = _check_tools.cxx()
+    found = 'no C++ compiler was found, because CXX="\'" is no command line (no closing quotation)'
+    assert check.detail == f"{found}, so kernels that no cache layer holds cannot be compiled"
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    (check,) = _check_tools.cxx()
+    assert check.detail == f"{found}; FLASHATTN_JIT_COMPILE=never asks for none"
+
+
 @pytest.mark.parametrize("variable", ["CXX", "FLASHATTN_JIT_CXX"])
 @pytest.mark.parametrize("value", ["/no/such/g++", "no-such-g++", "false", "c++ --no-such-flag"])
 def test_the_variable_that_names_a_compiler_that_fails_is_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,8 +113,8 @@ def test_a_pointwise_normaliser_has_no_lse_to_compare(few_cases):
 def test_params_that_fit_nothing_are_the_callers_error():
     with pytest.raises(ParamError, match="slopes"):
         Decay().verify(dtypes=FP32)
-    with pytest.raises(ParamError, match="num_q_heads=4"):
-        Decay().verify(dtypes=FP32, slopes=torch.rand(5))
+    with pytest.raises(InputError, match="num_q_heads=4"):
+        Decay().verify({"num_q_heads": 4}, dtypes=FP32, slopes=torch.rand(5))
     with pytest.raises(ParamError, match="colour"):
         fa.Causal().verify(dtypes=FP32, colour=1)
 
@@ -126,6 +127,59 @@ def test_a_hook_in_cpp_needs_a_reference():
 def test_other_dtypes_are_refused():
     with pytest.raises(InputError, match="float64"):
         fa.Causal().verify(dtypes=(torch.float64,))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "words"),
+    [
+        (torch.float32, r"sequence of dtypes, got torch\.float32; pass .*\(torch\.float32,\)"),
+        ("float32", "sequence of dtypes, got str"),
+        (b"float32", "sequence of dtypes, got bytes"),
+        (3, "sequence of dtypes, got int"),
+        ({torch.float32}, "sequence of dtypes, got set"),
+        ([], "dtypes is empty"),
+        ((), "dtypes is empty"),
+        (("float32",), "got 'float32'"),
+        (([torch.float32],), "got <list>"),
+        ((None,), "got None"),
+    ],
+)
+def test_dtypes_that_are_no_sequence_of_dtypes_are_refused(dtypes, words):
+    with pytest.raises(InputError, match=words):
+        fa.Causal().verify(dtypes=dtypes)
+
+
+@pytest.mark.parametrize("seed", [True, None, "3", 1.0, torch.tensor(3), 2**64, -(2**63) - 1])
+def test_a_seed_that_is_no_int_is_refused(seed):
+    with pytest.raises(InputError, match="seed"):
+        fa.Causal().verify(dtypes=FP32, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), np.uint8(3), 2**64 - 1, -1])
+def test_a_seed_may_be_any_int_of_64_bits(few_cases, seed):
+    report = fa.Causal().verify(dtypes=FP32, seed=seed)
+    assert report.ok
+    assert type(report.seed) is int and report.seed == int(seed)
+
+
+@pytest.mark.parametrize("dims", ["12", b"12", bytearray(b"12"), memoryview(b"12")])
+def test_text_is_no_dims(dims):
+    with pytest.raises(InputError, match=f"got {type(dims).__name__}"):
+        fa.Causal().verify(dims, dtypes=FP32)
+
+
+def test_where_no_case_ran_nothing_is_said_of_the_kernel(monkeypatch):
+    def one(base, tile_q, tile_kv):
+        yield Case("group size 4", base._replace(num_q_heads=4, num_kv_heads=1), group=True)
+
+    monkeypatch.setattr(verification, "cases", one)
+    monkeypatch.setattr(verification, "extra_kernels", lambda base, tile_q, tile_kv: iter(()))
+    with pytest.raises(VerificationError) as info:
+        Decay().verify({"num_q_heads": 12}, dtypes=FP32, slopes=torch.rand(12))
+    headline = str(info.value).splitlines()[0]
+    assert headline.startswith("no case ran") and "params fit none" in headline
+    assert "disagrees" not in str(info.value)
+    assert [r.status for r in info.value.report.rows] == ["skip"]
 
 
 def test_a_kernel_that_raises_is_a_failure_not_a_skip(few_cases, monkeypatch):

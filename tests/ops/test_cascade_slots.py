@@ -155,6 +155,7 @@ GAIN = torch.ones(64)
 SERVED = {
     "the key's slot": lambda row, b, h, j: row * GAIN[fa.kv_slot(b, j)],
     "cast": lambda row, b, h, j: row * GAIN[fa.kv_slot(b, j.long())] * GAIN[h] * GAIN[j],
+    "the request, cast": lambda row, b, h, j: row * GAIN[fa.kv_slot(b.long(), j)],
 }
 REFUSED = {
     "the request": lambda row, b, h, j: row * GAIN[b],
@@ -164,6 +165,13 @@ REFUSED = {
     "a row of its queries": lambda row, b, h, j: row * GAIN[fa.q_row(b, j)],
     "the slot of another key": lambda row, b, h, j: row * GAIN[fa.kv_slot(b, j + 1)],
     "the slot of another request": lambda row, b, h, j: row * GAIN[fa.kv_slot(b + 1, j)],
+    "the slot of a constant": lambda row, b, h, j: row * GAIN[fa.kv_slot(torch.tensor(3), j)],
+    "the slot of a head": lambda row, b, h, j: row * GAIN[fa.kv_slot(h, j)],
+    "the slot of the first request": lambda row, b, h, j: row * GAIN[fa.kv_slot(b * 0, j)],
+    "the length of a head": lambda row, b, h, j: row * GAIN[fa.kv_len(h) - j],
+    "the queries of a constant": lambda row, b, h, j: row * GAIN[fa.q_len(torch.tensor(1))],
+    "a row of a head": lambda row, b, h, j: row * GAIN[fa.q_row(h, j)],
+    "the request, cast, and a number": lambda row, b, h, j: row * b.long(),
     "the slot and the request": lambda row, b, h, j: row * GAIN[fa.kv_slot(b, j)] * GAIN[b],
 }
 

@@ -18,6 +18,7 @@ from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import reachable, retarget
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.queries import unscaled_integers
+from flashattn_jit.variants.reference import attention_reference, varlen_reference
 
 HQ, HKV, D = 4, 2, 32
 INT8, FP8, FLOAT = torch.int8, torch.float8_e4m3fn, torch.float32
@@ -94,8 +95,20 @@ def compiled_packed(
     return run(q, k, v)  # type: ignore[no-any-return]
 
 
+def reference(variant: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attention_reference(q, k, v, variant)[0].to(q.dtype)
+
+
+def reference_packed(
+    variant: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    ends = torch.tensor([0, 6, 12]), torch.tensor([0, 9, 18])
+    return varlen_reference(q, k, v, *ends, variant)[0].to(q.dtype)
+
+
 CALLS: list[Callable[..., torch.Tensor]] = [
-    dense, few, empty, packed, out, compiled, compiled_packed,
+    dense, few, empty, packed, out, compiled, compiled_packed, reference, reference_packed,
 ]  # fmt: skip
 
 
@@ -131,7 +144,7 @@ def wanted(
 def test_served(variant: Any, k_dtype: torch.dtype, v_dtype: torch.dtype) -> None:
     q, k, v = tensors(k_dtype, v_dtype)
     close = {"rtol": 2e-4, "atol": 2e-4}
-    for call in (dense, out, compiled):
+    for call in (dense, out, compiled, reference):
         got = call(variant, q, k, v)
         torch.testing.assert_close(got.double(), wanted(variant, q, k, v), **close)
     got = packed(variant, q, k, v).unflatten(0, (2, 6)).transpose(1, 2)

@@ -192,6 +192,18 @@ def test_call_attention_out() -> None:
         opcheck(OPS.call_attention_out.default, args, kwargs)
 
 
+def test_call_append_paged_kv() -> None:
+    def call(k, v, k_pages, v_pages, *indices):
+        q_indptr, *tables = indices
+        fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, fa.Paged(*tables, 4))
+        return k_pages
+
+    new, pages = torch.randn(2, 5, 2, D), torch.randn(2, 3, 4, 2, D)
+    indices = [torch.tensor(x) for x in ([0, 3, 5], [0, 1, 3], [2, 0, 1], [4, 3])]
+    for args, kwargs in compiled_calls_of("call_append_paged_kv", call, *new, *pages, *indices):
+        opcheck(OPS.call_append_paged_kv.default, args, kwargs)
+
+
 def _packed_inputs() -> tuple[torch.Tensor, ...]:
     return (
         torch.randn(50, 4, D), torch.randn(60, 2, D), torch.randn(60, 2, D),

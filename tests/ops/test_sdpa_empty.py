@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import flashattn_jit as fa
+from flashattn_jit.errors import GradError, InputError
 
 D, DV = 8, 12
 LEADS = [(), (2,), (0,), (2, 3), (0, 3), (2, 0), (2, 3, 2), (1, 0, 2)]
@@ -73,11 +75,53 @@ def test_leading_dims_of_1_are_broadcast(lead: tuple[int, int], q_len: int, kv_l
     check(got, wanted)
 
 
+NO_HEADS = [((), 0), ((2,), 0), ((0,), 0), ((2, 3), 0), ((2,), 1), ((), 1)]  # num_kv_heads
+
+
+@pytest.mark.parametrize(("lead", "kv_heads"), NO_HEADS, ids=str)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 7), (0, 7), (5, 0)])
+def test_no_query_heads(lead: tuple[int, ...], kv_heads: int, q_len: int, kv_len: int) -> None:
+    q, k, v = qkv(lead, (0, kv_heads), q_len, kv_len)
+    for options in ({}, {"is_causal": True}, {"attn_mask": torch.randn(q_len, kv_len)},
+                    {"enable_gqa": True}):  # fmt: skip
+        got, wanted = (f(q, k, v, **options) for f in (fa.scaled_dot_product_attention,
+                                                       F.scaled_dot_product_attention))  # fmt: skip
+        check(got, wanted)
+        assert got.numel() == 0
+
+
+def test_no_query_heads_of_grouped_keys() -> None:
+    q, k, v = qkv((2,), (0, 3), 5, 7)
+    assert fa.scaled_dot_product_attention(q, k, v, enable_gqa=True).shape == (2, 0, 5, DV)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (lambda q, k, v: (q, k[..., :-1], v), "head_dim"),
+        (lambda q, k, v: (q, k[..., :-1, :], v), "kv_len"),
+        (lambda q, k, v: (q, k, v.double()), "dtype"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "dtype"),
+        (lambda q, k, v: (q, k.new_zeros(2, 3, 7, D), v.new_zeros(2, 3, 7, DV)), "num_q_heads=0"),
+        (lambda q, k, v: (q.new_zeros(2, 3, 5, D), k, v), "num_q_heads=3"),
+    ],
+)
+def test_no_heads_are_checked_like_others(bad: Callable[..., Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        fa.scaled_dot_product_attention(*bad(*qkv((2,), (0, 0), 5, 7)))
+
+
+def test_no_query_heads_that_require_grad() -> None:
+    q, k, v = qkv((2,), (0, 0), 5, 7)
+    with pytest.raises(GradError):
+        fa.scaled_dot_product_attention(q.requires_grad_(), k, v)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("lead", "heads", "q_len", "kv_len"),
     [((2, 3), (4, 2), 0, 7), ((2, 3), (2, 2), 5, 0), ((2, 0), (2, 2), 5, 7), ((), (2, 2), 0, 7),
-     ((), None, 0, 7), ((0,), (2, 2), 5, 7)],
+     ((), None, 0, 7), ((0,), (2, 2), 5, 7), ((2,), (0, 0), 5, 7), ((), (0, 0), 5, 7)],
     ids=str,
 )  # fmt: skip
 def test_compiled(

@@ -22,7 +22,6 @@ from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.sparse import Visited, blocks, tokens, trees
 from tests.ops.test_attention import EPS, HOST_TARGETS, rms
 from tests.random.meanings import (
-    NOT_NEGATIVE,
     POINTWISE,
     READS_REQUEST,
     VARIANTS,
@@ -276,24 +275,17 @@ class Call:
         self, q_lens: list[int], kv_lens: list[int], kinds: tuple[Any, ...]
     ) -> tuple[Any, list[int]]:
         """(q_offset as given, the position of each request's first row)."""
-        allowed = [n for n in OFFSETS if n >= 0] if self._not_negative else list(OFFSETS)
         kind = self.r.choice(kinds)
         ends = [m - n for n, m in zip(q_lens, kv_lens, strict=True)]
-        if kind == "end" and self._not_negative and min(ends) < 0:
-            kind = "tensor"
         if kind == "end":
             return kind, ends
         if kind == 0:
             return 0, [0] * len(q_lens)
         if kind == "int":
-            offset = self.r.choice(allowed)
+            offset = self.r.choice(OFFSETS)
             return offset, [offset] * len(q_lens)
-        starts = [self.r.choice(allowed) for _ in q_lens]
+        starts = [self.r.choice(OFFSETS) for _ in q_lens]
         return torch.tensor(starts, dtype=self.r.choice((torch.int32, torch.int64))), starts
-
-    @property
-    def _not_negative(self) -> bool:
-        return bool(NOT_NEGATIVE & {*self.choice.parts})
 
     def _variant(self, batch: int) -> tuple[Any, Meaning]:
         positions = 4800 if self.long else 480

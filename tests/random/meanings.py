@@ -286,8 +286,6 @@ def _generator(r: random.Random) -> torch.Generator:
 
 POINTWISE = {sigmoid, squared}
 READS_REQUEST = {documents, prefix, requests, lengths}
-NOT_NEGATIVE = {rope}
-"""Parts that say nothing of negative positions."""
 
 VARIANTS: tuple[tuple[Callable[[Sizes, random.Random], Part], ...], ...] = (
     (full,), (causal,), (window,), (band,), (softcap, causal), (alibi,), (alibi, window),

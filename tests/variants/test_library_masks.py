@@ -7,6 +7,7 @@ the weights of row i, which are not zero exactly where the mask keeps a pair.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -94,8 +95,44 @@ def test_document_mask_of_sorted_and_unsorted_ids() -> None:
 def test_document_ids_lays_documents_out_in_order() -> None:
     assert lib.document_ids([2, 0, 3]).tolist() == [0, 0, 2, 2, 2]
     assert lib.document_ids([]).shape == (0,)
-    with pytest.raises(InputError, match="0 or more"):
+    for lengths in (np.array([2, 1]), torch.tensor([2, 1]), (np.int64(2), torch.tensor(1))):
+        assert lib.document_ids(lengths).tolist() == [0, 0, 1]
+    with pytest.raises(InputError, match=r"0 or more, got lengths\[1\]=-1"):
         lib.document_ids([3, -1])
+
+
+NO_INTS: list[tuple[Any, str]] = [
+    ([1, 2.0], r"\[1\] must be an int, got float"), ([0, "1"], r"\[1\] must be an int, got str"),
+    ([None], r"\[0\] must be an int, got NoneType"), ([True], r"\[0\] must be an int, got bool"),
+    ([np.bool_(True)], r"\[0\] must be an int"), ([[1], [2]], r"\[0\] must be an int, got list"),
+    ([0, 10**5000], r"\[1\] does not fit 64 bits"), (torch.tensor([0.0]), r"\[0\] must be an int"),
+    (torch.tensor([True]), r"\[0\] must be an int"), (np.array([1.5]), r"\[0\] must be an int"),
+    (torch.zeros(2, 2, dtype=torch.int64), r" must have one dim, got shape \[2, 2\]"),
+    (torch.tensor(3), " must have one dim"), (np.array(3), " must have one dim"),
+    (None, " must be a sequence"), (3, " must be a sequence"), ("12", " must be a sequence"),
+    (b"12", " must be a sequence"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "words"), NO_INTS)
+def test_helpers_refuse_entries_that_are_no_ints(values: Any, words: str) -> None:
+    with pytest.raises(InputError, match=f"lengths{words}"):
+        lib.document_ids(values)
+    with pytest.raises(InputError, match=f"parents{words}"):
+        lib.tree_bits(values)
+
+
+def test_documents_that_fit_no_sequence_or_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lengths in ([2**31], [2**62, 2**62, 2**62], [2**31 - 1, 1]):
+        with pytest.raises(InputError, match=f"add up to {sum(lengths)}, but positions are int32"):
+            lib.document_ids(lengths)
+
+    def repeat(*given: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("flashattn_jit.variants.library.packed_masks.np.repeat", repeat)
+    with pytest.raises(InputError, match=r"add up to 5, .* do not fit the memory"):
+        lib.document_ids([2, 3])
 
 
 def test_padding_mask() -> None:
@@ -195,6 +232,8 @@ def test_pack_bits_and_tree_bits_agree() -> None:
         lib.pack_bits(torch.zeros(3, 3))
     with pytest.raises(InputError, match="every parent before its child"):
         lib.tree_bits([-1, 1])
+    for given in (np.array([-1, 0]), torch.tensor([-1, 0]), [np.int32(-1), torch.tensor(0)]):
+        assert lib.tree_bits(given).tolist() == [[[1], [3]]]
 
 
 # --- params ---------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def test_ir_equals_eager_hooks(case: Case) -> None:
     dims = Dims(*shape)
     bound = variant.bind(dims, params)
     assert ir.variant_from_json(ir.variant_to_json(bound.ir)) == bound.ir  # type: ignore[arg-type]
-    run = _Run(variant, dims, params, _lengths(shape), None, torch.float32, False)
+    dtypes = (torch.float32, torch.float32)
+    run = _Run(variant, dims, dtypes, params, _lengths(shape), None, torch.float32, False)
     for name, graph in bound.ir.hooks:
         group = shape.num_q_heads // shape.num_kv_heads
         inputs = grids(shape.batch, shape.num_q_heads, shape.q_len, shape.kv_len, group=group)

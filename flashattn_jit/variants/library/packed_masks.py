@@ -9,19 +9,41 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError
+from flashattn_jit.variants.library.int_lists import int_list
 from flashattn_jit.variants.spec import Variant, tensor
 
+_MOST = 2**31 - 1  # of the tokens of a sequence
 
-def document_ids(lengths: Sequence[int], device: torch.device | str | None = None) -> Tensor:
+
+def document_ids(
+    lengths: Sequence[int] | Tensor, device: torch.device | str | None = None
+) -> Tensor:
     """The ids 0, 1, 2, ... of documents of these lengths, laid out one after another: int32
-    ``[sum(lengths)]``. Raises `InputError` for a negative length.
+    ``[sum(lengths)]``. Raises `InputError` for a length that is no int or negative, and for more
+    than ``2**31 - 1`` tokens or than memory holds.
 
     >>> document_ids([2, 3])
     tensor([0, 0, 1, 1, 1], dtype=torch.int32)
     """
-    if any(n < 0 for n in lengths):
-        raise InputError(f"lengths of documents must be 0 or more, got {list(lengths)}")
-    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), list(lengths))
+    sizes = int_list("lengths", lengths, "documents are laid out by them")
+    for document, size in enumerate(sizes):
+        if size < 0:
+            raise InputError(
+                f"lengths of documents must be 0 or more, got lengths[{document}]={size}"
+            )
+    total = sum(sizes)
+    if total > _MOST:
+        raise InputError(
+            f"lengths of documents add up to {total}, but positions are int32: at most {_MOST} "
+            "tokens; divide them among several sequences"
+        )
+    try:
+        ids = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    except MemoryError:
+        raise InputError(
+            f"lengths of documents add up to {total}, whose ids, 4 bytes each, do not fit the "
+            "memory; divide them among several sequences"
+        ) from None
     return torch.tensor(ids, dtype=torch.int32, device=device or "cpu")
 
 

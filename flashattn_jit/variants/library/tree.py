@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError
-from flashattn_jit.variants.modes import need_values, on_host
+from flashattn_jit.variants.library.int_lists import int_list
+from flashattn_jit.variants.modes import on_host
 from flashattn_jit.variants.spec import Variant, tensor
 
 
@@ -67,14 +68,13 @@ def tree_bits(parents: Sequence[int] | Tensor) -> Tensor:
 
     parents: for each token its parent's index, -1 for a child of the context; parents come before
     their children. Returns int64 ``[1, tokens, words]`` on the CPU: stack trees of one batch with
-    `torch.cat`. Raises `InputError` when a parent does not come before its child.
+    `torch.cat`. Raises `InputError` when a parent is no int or does not come before its child.
 
     >>> tree_bits([-1, 0, 0])[0, :, 0]
     tensor([1, 3, 5])
     """
-    need_values("parents", "a tree is made of them", (parents,))
     sees: list[int] = []
-    for token, parent in enumerate(int(p) for p in parents):
+    for token, parent in enumerate(int_list("parents", parents, "a tree is made of them")):
         if not -1 <= parent < token:
             raise InputError(
                 f"expected every parent before its child (or -1), got parent {parent} for token "
