@@ -272,7 +272,8 @@ class BatchBase:
     ) -> Plan:
         """Plan a batch and put it in force; an error leaves the plan before it in force."""
         options = self._kernels.options
-        _check_values(sparsity, params)
+        if sparsity is not None or params:
+            _check_values(sparsity, params)
         if options.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise LaunchError(
                 "plan() while a CUDA graph is captured: plan before the capture, capture run(), "

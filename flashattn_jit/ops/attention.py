@@ -81,11 +81,10 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
-    given: tuple[Any, ...] = (q, k, v)
-    if kv_len is not None or isinstance(q_offset, torch.Tensor):
-        given = (*given, *(x for x in (kv_len, q_offset) if isinstance(x, torch.Tensor)))
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced((*given, out, *params.values())):
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(q, k, v)
+    for host in (kv_len, q_offset):
+        direct = direct and (type(host) is torch.Tensor or not isinstance(host, torch.Tensor))
+    if not direct and is_traced((q, k, v, kv_len, q_offset, out, *params.values())):
         from ._compiled import dense
 
         return dense(  # type: ignore[no-any-return]
