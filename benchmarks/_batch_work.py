@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import host_target
+from flashattn_jit.codegen.target import default_target
 from flashattn_jit.planner import Problem, choose
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
@@ -73,7 +73,7 @@ def visited_tiles(
     name = str(dtype).removeprefix("torch.")
     problem = Problem((q_len,), (kv_len,), group, 1, head_dim, head_dim, name, name, name)
     bound = variant.bind(Dims(1, group, 1, q_len, kv_len, head_dim, head_dim), {})
-    spec = choose(bound.ir, problem, host_target(), ("indirect",), variant.name)
+    spec = choose(bound.ir, problem, default_target(), ("indirect",), variant.name)
     packed = q_len * group
     total = 0
     for begin in range(0, packed, spec.tile_q):

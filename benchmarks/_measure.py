@@ -98,7 +98,7 @@ def arguments(
 
 def machine_name() -> str:
     """Such as ``amd-epyc-2c-avx512_bf16``."""
-    from flashattn_jit.codegen.target import host_target
+    from flashattn_jit.codegen.target import default_target
 
     model = platform.machine()
     try:
@@ -110,7 +110,7 @@ def machine_name() -> str:
         pass
     words = re.sub(r"\(.*?\)|CPU|Processor|@.*", " ", model).lower()
     name = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
-    return f"{name}-{len(os.sched_getaffinity(0))}c-{host_target().partition(':')[2]}"
+    return f"{name}-{len(os.sched_getaffinity(0))}c-{default_target().partition(':')[2]}"
 
 
 def report(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from benchmarks._cache_compile import front_end_rows, nvcc_rows
 from benchmarks._cache_folder import cache_in, variables
 from benchmarks._measure import Row, arguments, median, ratio, report
 from flashattn_jit.codegen.requests import Request
-from flashattn_jit.codegen.target import host_target
+from flashattn_jit.codegen.target import default_target
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import default, prepare_kernel
 from flashattn_jit.planner import Problem, choose
@@ -89,7 +89,7 @@ print(time.perf_counter() - begin, len(failed))
 def wanted(rows: int, dtype: str, target: str | None = None) -> tuple[Request, ...]:
     """The requests of unmasked attention of so many query rows, head dim 128."""
     problem = Problem((rows,), (1024,), 1, 1, 128, 128, *[dtype] * 3)
-    return requests_of(choose(VariantIR(()), problem, target or host_target()))
+    return requests_of(choose(VariantIR(()), problem, target or default_target()))
 
 
 def look_up_rows(options: argparse.Namespace) -> list[Row]:

@@ -17,7 +17,7 @@ import torch
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
-from flashattn_jit.codegen.target import LANES, host_target, matrix_dtype
+from flashattn_jit.codegen.target import LANES, default_target, matrix_dtype
 from flashattn_jit.ops import _dense, _launch
 from flashattn_jit.planner.cpu_tiles import few_rows, prefill_tile
 
@@ -75,7 +75,7 @@ def compare_tiles(
 
 def crossover_rows(rounds: int) -> list[Row]:
     """Few-row against prefill over packed rows: where the planner's `few_rows` should lie."""
-    target, rows = host_target(), []
+    target, rows = default_target(), []
     for dtype_name, dtype in _DTYPES.items():
         text = str(dtype).removeprefix("torch.")
         most = few_rows(target, text)
@@ -98,7 +98,7 @@ def crossover_rows(rounds: int) -> list[Row]:
 
 def tile_rows(rounds: int) -> list[Row]:
     """Tiles of the prefill kernel at S2048."""
-    lanes = LANES[host_target()]
+    lanes = LANES[default_target()]
     rows = []
     for dtype_name, dtype in _DTYPES.items():
         for head_dim in (64, 128, 256):

@@ -33,7 +33,7 @@ from benchmarks._batch_work import (
 )
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from flashattn_jit import _C
-from flashattn_jit.codegen.target import LANES, host_target, is_cuda
+from flashattn_jit.codegen.target import LANES, default_target, is_cuda
 from flashattn_jit.ops import _device
 from flashattn_jit.planner import Problem, choose
 from flashattn_jit.planner.costs import coefficients, least_part
@@ -184,7 +184,7 @@ def main() -> None:
     for heads in ((32, 32), (32, 8)):
         rows += balance_rows("sm_90", heads, _WORKERS, 1.08)
     for heads in ((32, 8), (8, 1)):
-        rows += balance_rows(host_target(), heads, 2, 1.05)
+        rows += balance_rows(default_target(), heads, 2, 1.05)
     report("plan", rows, options)
 
 

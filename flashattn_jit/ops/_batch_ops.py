@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ._batch_base import by_number
-from ._graph_ops import filled, params_of, register, split_params
+from ._dense import filled
+from ._graph_ops import params_of, register, split_params
 from ._shapes import packed_shapes
 
 _VALUES = (

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..variants.builtins import kv_len, q_len, q_row
 from ..variants.spec import Variant, scalar, tensor
-from ._check import check_readable
+from ._check import check_not_lazy, check_readable
 
 MAX_MAP_ENTRIES = 2**28
 """Of the map from block rows and key blocks to bits: 1 GiB of int32."""
@@ -78,8 +78,7 @@ def tree_words(
     if not isinstance(bits, Tensor):
         return _stacked(bits, q_lens, device)
     check_readable("Tree.bits", bits)
-    if bits.is_neg():
-        raise InputError("Tree.bits is a lazy neg view; pass bits.resolve_neg()")
+    check_not_lazy("Tree.bits", bits)
     if bits.device.type != device.type:
         raise InputError(f"Tree.bits are on {bits.device}, the batch on {device}; move them there")
     if bits.dim() != 3 or bits.shape[0] != count:

@@ -114,7 +114,7 @@ def dense(
     )  # fmt: skip
     with_lse = return_lse or (partial and not plan.pointwise)
     if problem is not None:
-        result, lse = _refuse(q, v, problem)
+        result, lse = _refuse(q, v, problem, plan.number)
     else:
         offset, offsets, at_end = _offset(q_offset)
         values = (
@@ -151,7 +151,7 @@ def packed(
     problem = _problem(plan, tensors, inputs, scale, q_offset, target, {"out": out})
     with_lse = return_lse or (partial and not plan.pointwise)
     if problem is not None:
-        result, lse = _refuse(q, v, problem)
+        result, lse = _refuse(q, v, problem, plan.number)
     else:
         offset, offsets, at_end = _offset(q_offset)
         values = (
@@ -224,7 +224,7 @@ def flex(
         plan, {"query": query, "key": key, "value": value}, inputs, scale, 0, None, {}
     )
     if problem is not None:
-        out, lse = _refuse(query, value, problem)
+        out, lse = _refuse(query, value, problem, plan.number)
         max_scores = lse
     else:
         query, key, value = autocast(query, key, value)
@@ -377,9 +377,9 @@ def _problem(
     return None
 
 
-def _refuse(q: Any, v: Any, problem: _Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def _refuse(q: Any, v: Any, problem: _Problem, site: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """Puts the error in the graph: it is raised, as what it is, when the graph runs."""
     q = q.detach() if isinstance(q, torch.Tensor) else torch.empty(1, 1, device="cpu")
     v = v.detach() if isinstance(v, torch.Tensor) else torch.empty(1, 1, device="cpu")
     values = (q, v, problem.kind, problem.message)
-    return _emit(_OPS.refuse, values)  # type: ignore[no-any-return]
+    return _emit(_OPS.refuse, values, site)  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -43,29 +44,15 @@ def result_dtype(q: torch.Tensor, partial: bool) -> torch.dtype:
     return torch.float32 if partial else q.dtype
 
 
-def dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    scalars: torch.Tensor,
-    handle: int,
-    scale: float,
-    q_offset: int,
-    q_offsets: torch.Tensor | None,
-    kv_len: torch.Tensor | None,
-    block_states: torch.Tensor | None,
-    block_size: Sequence[int],
-    return_lse: bool,
-    partial: bool,
-    target: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op: (out, lse), where lse is empty unless asked for."""
-    out, lse = attend(
-        q, k, v, tensors, scalars, handle, scale, q_offset, q_offsets, kv_len, block_states,
-        block_size, return_lse, partial, target,
-    )  # fmt: skip
-    return out, torch.empty(0, dtype=torch.float32, device=out.device) if lse is None else lse
+def dense(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op: `attend`, with an empty lse unless it is asked for."""
+    out, lse = attend(*arguments)
+    return out, filled(lse, out)
+
+
+def filled(lse: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """An op's lse: empty, on the device of `like`, where there is none."""
+    return like.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 def attend(

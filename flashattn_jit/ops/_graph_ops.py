@@ -19,6 +19,7 @@ from .. import errors
 from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
+from ._dense import filled
 from ._register import KEYS, LIBRARY, writes_only
 from ._shapes import Result, dense_shapes, lse_shape, packed_shapes, plain_shape
 from ._traced import refuse_vmap
@@ -141,11 +142,6 @@ def _fixed(text: str) -> dict[str, Any]:
 
 def _offset(q_offset: int, at_end: bool, q_offsets: torch.Tensor | None) -> Offset:
     return "end" if at_end else q_offset if q_offsets is None else q_offsets
-
-
-def filled(lse: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
-    """An op's lse: empty where there is none."""
-    return q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
 # --- implementations -----------------------------------------------------------------------------

@@ -139,8 +139,7 @@ def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
             raise InputError(
                 f"{label}'s last dim must be contiguous, its stride is {tensor.stride(-1)}"
             )
-        if tensor.is_neg() or tensor.is_conj():
-            raise InputError(f"{label} is a lazy conj/neg view; pass {label}.resolve_neg()")
+        _check.check_not_lazy(label, tensor)
     if new.dtype != cache.dtype:
         raise InputError(
             f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"

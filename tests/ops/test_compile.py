@@ -532,7 +532,11 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "dtype": (lambda q, k, v: fa.attention(q.double(), k, v), fa.InputError, "float64"),
     "scale": (lambda q, k, v: fa.attention(q, k, v, scale="1"), fa.InputError, "scale must be"),
     "offset": (lambda q, k, v: fa.attention(q, k, v, q_offset="x"), fa.InputError, "q_offset"),
-    "not_a_tensor": (lambda q, k, v: fa.attention(3, k, v), fa.InputError, "q must be a torch.Tensor"),
+    "not_a_tensor": (
+        lambda q, k, v: fa.attention(3, k, v),
+        fa.InputError,
+        "q must be a torch.Tensor",
+    ),
     "param": (lambda q, k, v: fa.attention(q, k, v, SHARED, cap=1.0), fa.ParamError, "cap"),
     "param_kind": (lambda q, k, v: fa.attention(q, k, v, SHARED, window=1.5), fa.ParamError, "int"),
     "param_shape": (
