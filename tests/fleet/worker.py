@@ -53,8 +53,10 @@ Json = dict[str, Any]
 def serve(path: str) -> None:
     """Answers requests until standard input ends."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
+    # Whoever finds the name may connect at once: it appears when the socket listens already.
+    listener.bind(f"{path}.new")
     listener.listen(128)
+    Path(f"{path}.new").rename(path)
     ended: dict[int, int] = {}
     while True:
         ready, _, _ = select.select([listener, 0], [], [])
