@@ -1,29 +1,47 @@
-"""Builds flashattn_jit._C and _emulator, and puts kernel templates and headers into the package."""
+"""Builds flashattn_jit._C, and puts what is compiled on demand into the package."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from pybind11.setup_helpers import build_ext as build_pybind11
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-DATA = {"templates": Path("templates"), "include": Path("csrc/include")}
-SOURCES = sorted(
-    str(path.relative_to(ROOT))
-    for folder in ("runtime", "scheduler")
-    for path in (ROOT / "csrc" / folder).glob("*.cpp")
-)
-EMULATOR = sorted(
-    str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "emulator").glob("*.cpp")
-)
+DATA = {
+    "templates": Path("templates"),
+    "include": Path("csrc/include"),
+    "emulator": Path("csrc/emulator"),
+}
+FOLDERS = ("runtime", "scheduler")
 HEADERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
+SOURCES = {
+    folder: sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / folder).glob("*.cpp"))
+    for folder in FOLDERS
+}
+
+
+class BuildInUnits(build_pybind11):
+    """Compiles each folder of sources as one unit: half of a unit's time is pybind11's headers."""
+
+    def build_extensions(self) -> None:
+        units = Path(self.build_temp)
+        units.mkdir(parents=True, exist_ok=True)
+        for extension in self.extensions:
+            extension.depends += map(str, (path for paths in SOURCES.values() for path in paths))
+            extension.sources = []
+            for folder, paths in SOURCES.items():
+                unit = units / f"unit_{folder}.cpp"
+                unit.write_text("".join(f'#include "{path.as_posix()}"\n' for path in paths))
+                extension.sources.append(str(unit))
+        super().build_extensions()
 
 
 class BuildWithData(build_py):
-    """Copies templates/ and csrc/include/ to flashattn_jit/_data, where a wheel looks for them.
+    """Copies templates, headers and the emulator to flashattn_jit/_data, where a wheel has them.
 
     An editable install copies nothing: there the package reads the checkout's own folders.
     """
@@ -35,7 +53,7 @@ class BuildWithData(build_py):
         for name, source in DATA.items():
             target = Path(self.build_lib) / "flashattn_jit" / "_data" / name
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns(".*", "*~"))
+            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns(".*", "*~", "*.o"))
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         outputs = list(super().get_outputs(include_bytecode))
@@ -52,8 +70,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "flashattn_jit._C",
-            SOURCES,
-            include_dirs=["csrc/include", "csrc/runtime"],
+            [str(path) for paths in SOURCES.values() for path in paths],
+            include_dirs=[".", "csrc/include", "csrc/runtime"],
             depends=HEADERS,
             cxx_std=17,
             extra_compile_args=["-O2", "-fopenmp", "-Wall", "-Wextra"],
@@ -62,24 +80,6 @@ setup(
             extra_link_args=["-fopenmp"],
             libraries=["dl"],
         ),
-        Pybind11Extension(
-            "flashattn_jit._emulator",
-            EMULATOR,
-            include_dirs=["csrc/emulator"],
-            depends=HEADERS,
-            cxx_std=17,
-            # Arithmetic is what the instructions say: no contraction to fused operations.
-            extra_compile_args=[
-                "-O3",
-                "-ffp-contract=off",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                "-Wall",
-                "-Wextra",
-                "-pthread",
-            ],
-            extra_link_args=["-pthread"],
-        ),
     ],
-    cmdclass={"build_ext": build_ext, "build_py": BuildWithData},
+    cmdclass={"build_ext": BuildInUnits, "build_py": BuildWithData},
 )

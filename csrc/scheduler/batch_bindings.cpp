@@ -151,11 +151,6 @@ PlanOptions read_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head
   return options;
 }
 
-template <class T>
-py::bytes to_bytes(const std::vector<T>& items) {
-  return py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
-}
-
 const KindPlan& kind_at(const BatchPlan& plan, int kind) {
   if (kind != 0 && kind != 1) throw py::value_error("kind is 0 (prefill) or 1 (few-row)");
   return plan.kinds[kind];

@@ -15,10 +15,6 @@ namespace {
 constexpr int32_t kLargestTile = 1 << 20;
 constexpr double kHighestCost = 1e9;
 
-[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
-
-std::string number(int64_t value) { return std::to_string(value); }
-
 // The first request at which the running sum of `lengths` is above `most`; -1 for none.
 int64_t first_above(const std::vector<int32_t>& lengths, int64_t most, int32_t count) {
   int64_t sum = 0;

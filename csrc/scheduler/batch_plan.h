@@ -15,17 +15,27 @@
 
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "../runtime/module.h"
 
 namespace fajit::scheduler {
 
+[[noreturn]] inline void fail(const std::string& message) { throw std::invalid_argument(message); }
+inline std::string number(int64_t value) { return std::to_string(value); }
+
 // A contiguous int32 or int64 array of the host.
 struct Array {
   const void* data = nullptr;
   int64_t size = 0;
   int item_bytes = 4;
+
+  int64_t at(int64_t i) const {
+    if (item_bytes == 8) return static_cast<const int64_t*>(data)[i];
+    return static_cast<const int32_t*>(data)[i];
+  }
 };
 
 // The keys of requests or groups: ragged (indptr of tokens) or paged (indptr of pages).

@@ -10,11 +10,6 @@ namespace py = pybind11;
 namespace fajit::scheduler {
 namespace {
 
-template <class T>
-py::bytes to_bytes(const std::vector<T>& items) {
-  return py::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
-}
-
 py::dict schedule_problem(const runtime::Module* module, const runtime::Problem& problem,
                           int32_t tile_q, int32_t row_granule, int32_t tile_kv, int32_t min_chunk,
                           int32_t num_workers, bool share_heads, bool classify, bool allow_splits,

@@ -6,7 +6,7 @@
 namespace fajit::scheduler {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div_64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Most of one kind: row tiles of all kv heads, packed rows in them, and cuts.
 struct Bound {
@@ -30,7 +30,7 @@ Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
     bound.cuts = o.num_workers[kind];  // a cut fills a worker
   } else if (o.split_keys[kind] > 0) {
     // Lists are of whole blocks, so of a few keys more than there are.
-    bound.splits = ceil_div(o.limits.max_kv_len, o.split_keys[kind]) + (q_block > 0 ? 1 : 0);
+    bound.splits = ceil_div_64(o.limits.max_kv_len, o.split_keys[kind]) + (q_block > 0 ? 1 : 0);
     bound.cuts = bound.units * (bound.splits - 1);
   }
   return bound;
@@ -41,7 +41,7 @@ Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
 int64_t workspace_bytes(int64_t partial_rows, int32_t head_dim_v) {
   if (partial_rows == 0) return 0;
   const int64_t out_bytes = partial_rows * head_dim_v * int64_t{sizeof(float)};
-  return ceil_div(out_bytes, 64) * 64 + partial_rows * int64_t{sizeof(float)};
+  return ceil_div_64(out_bytes, 64) * 64 + partial_rows * int64_t{sizeof(float)};
 }
 
 Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& o, int32_t q_block) {

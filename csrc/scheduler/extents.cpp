@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "rounding.h"
+
 namespace fajit::scheduler {
 namespace {
 
@@ -31,8 +33,6 @@ int32_t last_true(int32_t count, int32_t guess, const Holds& holds) {
   }
   return low;
 }
-
-int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
 }  // namespace
 

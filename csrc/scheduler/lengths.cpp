@@ -12,15 +12,6 @@ namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
-[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
-
-std::string number(int64_t value) { return std::to_string(value); }
-
-int64_t at(const Array& array, int64_t i) {
-  if (array.item_bytes == 8) return static_cast<const int64_t*>(array.data)[i];
-  return static_cast<const int32_t*>(array.data)[i];
-}
-
 // Whose arrays are read: the requests', or a level's, whose entries are groups.
 struct Owner {
   int64_t level = -1;
@@ -41,15 +32,15 @@ std::vector<int32_t> read_indptr(const Array& array, const char* name, const Own
          " entries; it needs one more than there are " +
          (owner.level < 0 ? "requests" : "groups") + ", and starts with 0");
   }
-  if (at(array, 0) != 0) {
-    fail(owner.array(name) + "[0]=" + number(at(array, 0)) +
+  if (array.at(0) != 0) {
+    fail(owner.array(name) + "[0]=" + number(array.at(0)) +
          " must be 0: pass the " + what + " from the first " +
          (owner.level < 0 ? "request" : "group") + " on");
   }
   std::vector<int32_t> out(static_cast<size_t>(array.size));
   int64_t before = 0;
   for (int64_t i = 1; i < array.size; ++i) {
-    const int64_t value = at(array, i);
+    const int64_t value = array.at(i);
     if (value < before) {
       fail(owner.array(name) + " descends at " + owner.entry(i - 1) + ", from " + number(before) +
            " to " + number(value) + ": it must be the running sum of the " + what);
@@ -154,7 +145,7 @@ class Reader {
     for (int64_t i = 0; i < count; ++i) {
       const size_t n = static_cast<size_t>(i);
       const int64_t pages = indptr[n + 1] - indptr[n];
-      const int64_t last = at(storage.last_page_len, i);
+      const int64_t last = storage.last_page_len.at(i);
       if (last < (pages > 0 ? 1 : 0) || last > storage.page_size) {
         fail(owner.array("last_page_len") + "[" + number(i) + "]=" + number(last) + ": " +
              owner.entry(i) + " has " + number(pages) + " pages, so it must be " +
@@ -202,7 +193,7 @@ class Groups {
       const int32_t keys = out_.kv_len[first_kv_len + g];
       int32_t before = 0, last_token = -1, last_request = -1;
       for (int32_t e = begin; e < end; ++e) {
-        const int64_t token = listed ? at(level.tokens, e) : e;
+        const int64_t token = listed ? level.tokens.at(e) : e;
         if (token < 0 || token >= out_.num_q_tokens) {
           fail(owner.array("tokens") + "[" + number(e) + "]=" + number(token) + " in " + name +
                " is none of the " + number(out_.num_q_tokens) + " packed tokens of q_indptr");
@@ -332,7 +323,7 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
   out.q_token0 = out.q_row0;
   for (size_t i = 0; i < all; ++i) {
     if (i < static_cast<size_t>(count)) {
-      const int64_t offset = q_offset.data != nullptr ? at(q_offset, static_cast<int64_t>(i))
+      const int64_t offset = q_offset.data != nullptr ? q_offset.at(static_cast<int64_t>(i))
                                                       : int64_t{out.kv_len[i]} - out.q_len[i];
       if (offset < -kMost || offset > kMost - out.q_len[i]) {
         fail("q_offset[" + number(static_cast<int64_t>(i)) + "]=" + number(offset) +

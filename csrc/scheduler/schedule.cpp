@@ -6,18 +6,17 @@
 #include <queue>
 #include <utility>
 
+#include "rounding.h"
+
 namespace fajit::scheduler {
 namespace {
 
 constexpr int32_t kCostTiles = 64;  // cells a row of tiles is divided into for its cost
 
-struct Unit {
+struct TileRow {
   fajit_work work;  // the whole key range
   int64_t cost;
 };
-
-int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
-int32_t round_up(int64_t a, int32_t b) { return ceil_div(a, b) * b; }
 
 // Row ranges of one request and head group: equal shares, multiples of the granule, never across a
 // block of a block mask. Equal shares waste less than full tiles and a short tail.
@@ -38,17 +37,17 @@ std::vector<std::pair<int32_t, int32_t>> row_ranges(const fajit_args& args, int3
   return out;
 }
 
-struct Extent {
+struct VisitedKeys {
   int32_t begin, end;  // hull of the visited keys
   int64_t visited;
 };
 
 // The keys that rows [row_begin, row_end) visit, from the mask's interval form over all heads.
-Extent visited_keys(const runtime::Module* module, const fajit_args& args, int32_t request,
+VisitedKeys visited_keys(const runtime::Module* module, const fajit_args& args, int32_t request,
                     int32_t first_query, int32_t last_query, const Options& o,
                     std::vector<uint8_t>& states) {
   const int32_t kv_len = args.kv_len[request];
-  Extent all{0, kv_len, kv_len};
+  VisitedKeys all{0, kv_len, kv_len};
   if (!o.classify || module == nullptr || kv_len == 0) return all;
   const int32_t cell = round_up(ceil_div(kv_len, kCostTiles), o.tile_kv);
   const int32_t cells = ceil_div(kv_len, cell);
@@ -64,7 +63,7 @@ Extent visited_keys(const runtime::Module* module, const fajit_args& args, int32
   c.tile_kv = cell;
   c.states = states.data();
   if (module->classify(c) != FAJIT_OK) return all;
-  Extent extent{kv_len, 0, 0};
+  VisitedKeys extent{kv_len, 0, 0};
   for (int32_t i = 0; i < cells; ++i) {
     if (states[static_cast<size_t>(i)] == FAJIT_TILE_EMPTY) continue;
     const int32_t begin = i * cell, end = std::min(kv_len, begin + cell);
@@ -76,16 +75,16 @@ Extent visited_keys(const runtime::Module* module, const fajit_args& args, int32
   return extent;
 }
 
-std::vector<Unit> make_units(const runtime::Module* module, const fajit_args& args,
+std::vector<TileRow> make_units(const runtime::Module* module, const fajit_args& args,
                              const Options& o) {
-  std::vector<Unit> units;
+  std::vector<TileRow> units;
   std::vector<uint8_t> states;
   const int32_t group = args.num_q_heads / args.num_kv_heads;
   const int32_t heads = o.share_heads ? group : 1;
   for (int32_t request = 0; request < args.num_requests; ++request) {
     const int32_t rows = args.q_len[request] * heads;
     for (const auto& [begin, end] : row_ranges(args, rows, heads, o)) {
-      const Extent extent =
+      const VisitedKeys extent =
           visited_keys(module, args, request, begin / heads, (end - 1) / heads, o, states);
       // Rows below the granule cost as much as the granule; +1: an item without keys still writes.
       const int64_t cost = int64_t{round_up(end - begin, o.row_granule)} * extent.visited + 1;
@@ -111,27 +110,27 @@ int64_t critical_cost(const std::vector<int64_t>& costs, int32_t num_workers) {
   return critical;
 }
 
-std::vector<int64_t> costs_of(const std::vector<Unit>& units) {
+std::vector<int64_t> costs_of(const std::vector<TileRow>& units) {
   std::vector<int64_t> costs;
   costs.reserve(units.size());
-  for (const Unit& unit : units) costs.push_back(unit.cost);
+  for (const TileRow& unit : units) costs.push_back(unit.cost);
   return costs;
 }
 
-void longest_first(std::vector<Unit>& units) {
+void longest_first(std::vector<TileRow>& units) {
   std::stable_sort(units.begin(), units.end(),
-                   [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
+                   [](const TileRow& a, const TileRow& b) { return a.cost > b.cost; });
 }
 
 // The least cost of an item such that no more than `most` items are cut: the search of FlashInfer's
 // scheduler (Ye et al. 2025, arXiv 2501.01005, algorithm 1), on costs.
-int64_t least_item_cost(const std::vector<Unit>& units, int64_t most) {
+int64_t least_item_cost(const std::vector<TileRow>& units, int64_t most) {
   int64_t low = 1, high = 1;
-  for (const Unit& unit : units) high = std::max(high, unit.cost);
+  for (const TileRow& unit : units) high = std::max(high, unit.cost);
   while (low < high) {
     const int64_t cost = low + (high - low) / 2;
     int64_t items = 0;
-    for (const Unit& unit : units) items += (unit.cost + cost - 1) / cost;
+    for (const TileRow& unit : units) items += (unit.cost + cost - 1) / cost;
     if (items <= most)
       high = cost;
     else
@@ -141,10 +140,10 @@ int64_t least_item_cost(const std::vector<Unit>& units, int64_t most) {
 }
 
 // The units, those of more than `item_cost` cut into chunks of about that cost and merged.
-Schedule cut(const std::vector<Unit>& units, int64_t item_cost, const Options& o) {
+Schedule cut(const std::vector<TileRow>& units, int64_t item_cost, const Options& o) {
   Schedule s;
-  std::vector<Unit> items;
-  for (const Unit& unit : units) {
+  std::vector<TileRow> items;
+  for (const TileRow& unit : units) {
     const fajit_work& w = unit.work;
     const int32_t keys = w.kv_end - w.kv_begin, rows = w.row_end - w.row_begin;
     int32_t chunk = keys;
@@ -162,7 +161,7 @@ Schedule cut(const std::vector<Unit>& units, int64_t item_cost, const Options& o
     // A partial row is written and read as fp32, which on a device takes as long as two keys.
     const int64_t state_cost = o.device ? 2 * int64_t{rows} * round_up(rows, o.row_granule) : 0;
     for (int32_t i = 0; i < splits; ++i) {
-      Unit part = unit;
+      TileRow part = unit;
       part.work.kv_begin = w.kv_begin + i * chunk;
       part.work.kv_end = std::min(w.kv_end, part.work.kv_begin + chunk);
       part.work.partial = s.partial_rows;
@@ -174,7 +173,7 @@ Schedule cut(const std::vector<Unit>& units, int64_t item_cost, const Options& o
   }
   if (!s.merge_work.empty()) longest_first(items);
   s.critical_cost = critical_cost(costs_of(items), o.num_workers);
-  for (const Unit& item : items) s.work.push_back(item.work);
+  for (const TileRow& item : items) s.work.push_back(item.work);
   return s;
 }
 
@@ -186,7 +185,7 @@ constexpr int64_t kMostWaves = 4;
 
 // Items for one wave of slots, or for up to four: 256 equal units fill 396 slots badly, whole or in
 // as many parts as the slots hold at once, but in thirds they fill them twice over.
-Schedule split_for_slots(const std::vector<Unit>& units, Schedule whole, const Options& o) {
+Schedule split_for_slots(const std::vector<TileRow>& units, Schedule whole, const Options& o) {
   const int64_t count = static_cast<int64_t>(units.size());
   const fajit_work& longest = units.front().work;
   const int64_t rows = round_up(longest.row_end - longest.row_begin, o.row_granule);
@@ -208,10 +207,10 @@ Schedule split_for_slots(const std::vector<Unit>& units, Schedule whole, const O
 }  // namespace
 
 Schedule schedule(const runtime::Module* module, const fajit_args& args, const Options& o) {
-  std::vector<Unit> units = make_units(module, args, o);
+  std::vector<TileRow> units = make_units(module, args, o);
   longest_first(units);
   int64_t total = 0;
-  for (const Unit& unit : units) total += unit.cost;
+  for (const TileRow& unit : units) total += unit.cost;
   const int64_t ideal = total / std::max(1, o.num_workers) + 1;
   Schedule s = cut(units, std::numeric_limits<int64_t>::max(), o);
   // Whole units leave a worker waiting: cut the long ones, for threads into a quarter of a fair

@@ -5,23 +5,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "rounding.h"
+
 namespace fajit::scheduler {
 namespace {
 
 // Rows of a request over which one hull is searched: a finer one would cost more than it tells.
 constexpr int32_t kHullsARequest = 32;
-
-[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
-
-std::string number(int64_t value) { return std::to_string(value); }
-
-int32_t ceil_div(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
-int32_t round_up(int64_t a, int32_t b) { return ceil_div(a, b) * b; }
-
-int64_t at(const Array& array, int64_t i) {
-  if (array.item_bytes == 8) return static_cast<const int64_t*>(array.data)[i];
-  return static_cast<const int32_t*>(array.data)[i];
-}
 
 class UnitMaker {
  public:
@@ -192,7 +182,7 @@ class UnitMaker {
   };
 
   KeyList list_at(int64_t i, int32_t request, int64_t block_row) const {
-    const KeyList list{at(lists_.begin, i), at(lists_.count, i)};
+    const KeyList list{lists_.begin.at(i), lists_.count.at(i)};
     if (list.begin < 0 || list.count < 0 || list.begin > lists_.num_key_blocks ||
         list.count > lists_.num_key_blocks - list.begin) {
       fail("key lists: block row " + number(block_row) + " of request " + number(request) +
