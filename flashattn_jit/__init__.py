@@ -12,7 +12,12 @@ from __future__ import annotations
 import gc
 import logging
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ._extension import require_extension
+
+require_extension(Path(__file__).parent)
 
 # Imports leave no garbage, but their many objects make the collector look through all of torch's
 # in their midst, for 0.1 s.

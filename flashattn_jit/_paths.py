@@ -20,6 +20,12 @@ def include_dir() -> Path:
     return _find("include", "csrc/include")
 
 
+@cache
+def emulator_dir() -> Path:
+    """The folder of the emulator's C++ sources. Raises FileNotFoundError."""
+    return _find("emulator", "csrc/emulator")
+
+
 def _find(installed: str, checkout: str) -> Path:
     # An installed package never sees the second place: beside it lie other packages.
     for folder in (PACKAGE_DIR / "_data" / installed, PACKAGE_DIR.parent / checkout):

@@ -29,6 +29,10 @@ def pytest_report_header():
 
 
 def pytest_configure(config):
+    try:
+        import flashattn_jit  # noqa: F401
+    except ImportError as error:
+        raise pytest.UsageError(str(error)) from None
     # Neighbouring tests need the same kernels and module fixtures: each worker takes a run of them,
     # and one that is done takes over half of what another has left.
     if config.getoption("dist", "no") == "load":

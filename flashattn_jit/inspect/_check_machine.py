@@ -17,8 +17,8 @@ from ..jit.fit import driver_version
 from ..planner import host_hardware
 from .doctor import Check
 
-TORCH_RANGE = ((2, 11), (2, 14))
-"""Versions of torch that the package is made for: from the first, below the second."""
+LEAST_TORCH = (2, 11)
+"""The oldest version of torch that the package is made for."""
 
 _OPENMP = re.compile(r"/(lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*)$")
 
@@ -27,16 +27,15 @@ def torch_version() -> Iterator[Check]:
     """Its version and build."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
-    first, end = TORCH_RANGE
     cuda = torch.version.cuda
     detail = (
         f"{torch.__version__}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}, "
         f"Python {platform.python_version()}"
     )
-    if first <= version < end:
+    if version >= LEAST_TORCH:
         yield Check("torch", "ok", detail)
     else:
-        wanted = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        wanted = ">={}.{}".format(*LEAST_TORCH)
         yield Check(
             "torch",
             "warning",

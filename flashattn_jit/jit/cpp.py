@@ -73,7 +73,7 @@ def job(
     ]
     cxx = write_wrapper(work / "cxx", compiler.command, log, commands)
     return Job(
-        source=source,
+        sources=(source,),
         work=work,
         compile_flags=[*_compile_flags(target), *map(quote, here)],
         link_flags=_LINK_FLAGS,

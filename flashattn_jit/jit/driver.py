@@ -52,13 +52,13 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One source to build into `work`/kernel.so, and what the compilers are told.
+    """Sources to build into `work`/kernel.so, and what the compilers are told.
 
     `settings` are environment variables, None for one that must not be set. `cuda_home` makes it a
     build of CUDA code.
     """
 
-    source: Path
+    sources: Sequence[Path]
     work: Path
     compile_flags: Sequence[str]
     link_flags: Sequence[str]
@@ -79,7 +79,7 @@ def drive(job: Job) -> Path:
     with _load_lock, _driver_state(cpp_extension, job):
         cpp_extension.load(
             name="kernel",
-            sources=[str(job.source)],
+            sources=[str(source) for source in job.sources],
             extra_cflags=[] if is_cuda else flags,
             extra_cuda_cflags=flags if is_cuda else [],
             extra_ldflags=[quote(f"-L{stubs}"), *job.link_flags],

@@ -101,7 +101,7 @@ def job(
     cxx = write_wrapper(work / "cxx", compiler.host.command, log, commands)
     libraries = toolkit.libraries
     return Job(
-        source=compiled,
+        sources=(compiled,),
         work=work,
         compile_flags=[*_compile_flags(target), *map(quote, here)],
         link_flags=[*([quote(f"-L{libraries}")] if libraries else []), *_LINK_FLAGS],

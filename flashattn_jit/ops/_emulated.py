@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .. import _C, env
 from ..jit.module import kernel_ptx
 from ._device_launch import DeviceMemory, LaunchTensors, launch_values
+
+if TYPE_CHECKING:
+    from ..jit.emulator import Allocation, Program
 
 _ALIGNMENT = 128  # torch's allocations on devices are aligned to more
 
@@ -36,7 +39,7 @@ class Recording:
             if 0 in grid:
                 continue
             merges = "merge" in kernel
-            allocations = []
+            allocations: list[Allocation] = []
             for name, tensor, writable in self.tensors:
                 if not tensor.numel():
                     continue
@@ -76,11 +79,11 @@ def _allocations(t: LaunchTensors) -> list[tuple[str, torch.Tensor, bool]]:
 
 
 @lru_cache(maxsize=64)
-def program(module: _C.Module) -> Any:
+def program(module: _C.Module) -> Program:
     """The emulator's program of a module's kernels."""
-    from .. import _emulator  # needed by nobody who has a device
+    from ..jit.emulator import Program  # needed by nobody who has a device
 
-    return _emulator.Program(kernel_ptx(module))
+    return Program(kernel_ptx(module))
 
 
 def extent(

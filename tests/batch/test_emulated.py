@@ -20,7 +20,6 @@ from tests.batch.runs import attend, engine
 from tests.registry import by_name
 from tests.registry_case import Shape
 
-pytest.importorskip("flashattn_jit._emulator")
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 TARGETS = tuple(f"emulated:sm_{n}" for n in (80, 75, 90, 100, 120))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_jit import _emulator
 from flashattn_jit._paths import include_dir
+from flashattn_jit.jit import emulator
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 
 TARGET = "sm_80"
@@ -43,7 +43,7 @@ class Unit:
         source = folder / "unit.cu"
         source.write_text(text)
         nvcc(source, "-ptx", "-lineinfo", "-o", "unit.ptx")
-        self.program = _emulator.Program((folder / "unit.ptx").read_text())
+        self.program = emulator.Program((folder / "unit.ptx").read_text())
 
     def run(
         self,

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import torch
 
-from flashattn_jit import _C, _emulator
+from flashattn_jit import _C
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.jit import emulator
 from flashattn_jit.jit.module import kernel_ptx, load_kernel
 from flashattn_jit.variants.binding import Bound
 
@@ -190,8 +191,8 @@ ptx_of_artifact: Callable[[KernelSpec, str], str] = lambda spec, text: text  # n
 
 
 @cache
-def _program(text: str) -> _emulator.Program:
-    return _emulator.Program(text)
+def _program(text: str) -> emulator.Program:
+    return emulator.Program(text)
 
 
 def _extent(name: str, tensor: torch.Tensor, writable: bool) -> tuple[str, int, int, bool, bool]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashattn_jit import _emulator
+from flashattn_jit.jit import emulator
 from flashattn_jit.jit.compiler import find_compiler
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 
@@ -61,7 +61,7 @@ def launch(
         (f"array{i}", array.ctypes.data, array.nbytes, i not in read_only, i not in unwritten)
         for i, array in enumerate(arrays)
     ]
-    _emulator.Program(ptx).run(name, grid, block, shared_bytes, params, allocations, **options)
+    emulator.Program(ptx).run(name, grid, block, shared_bytes, params, allocations, **options)
 
 
 @cache

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _emulator, _paths
+from flashattn_jit import _paths
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
+from flashattn_jit.jit import emulator
 from flashattn_jit.ops import _device, _emulated
 from tests.cuda.kernels import ptx_of
 from tests.emulator.harness import needs_nvcc
@@ -197,7 +198,7 @@ def test_the_mutant_is_found(
         if plan.spec not in built:
             with monkeypatch.context() as patch:
                 patch.setattr(_paths, "include_dir", lambda: include)
-                built[plan.spec] = _emulator.Program(ptx_of(plan.spec))
+                built[plan.spec] = emulator.Program(ptx_of(plan.spec))
         with monkeypatch.context() as patch:
             patch.setattr(_emulated, "program", lambda module: built[plan.spec])
             emulate(plan, *arguments)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flashattn_jit import _emulator
 from flashattn_jit.errors import EmulatorError
+from flashattn_jit.jit import emulator
 from tests.emulator import test_instructions
 from tests.emulator.harness import kernel, launch
 
-ROWS = _emulator.opcodes()
+ROWS = emulator.opcodes()
 CASES = [
     (name, case.strip())
     for name, _, _, vector in ROWS

@@ -13,7 +13,6 @@ from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.ops.test_attention import assert_close
 
-pytest.importorskip("flashattn_jit._emulator")
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 SM80 = "emulated:sm_80"

@@ -17,7 +17,6 @@ from flashattn_jit.variants.reference import varlen_reference
 from tests.ops.paged_calls import paged_attention
 from tests.ops.test_attention import assert_close
 
-pytest.importorskip("flashattn_jit._emulator")
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 SM80 = "emulated:sm_80"
