@@ -39,11 +39,6 @@ def pytest_configure(config):
         config.option.dist = "worksteal"
 
 
-def pytest_collection_modifyitems(items):
-    # What takes two minutes in one piece comes first: no worker waits for another's at the end.
-    items.sort(key=lambda item: item.path.name != "test_packaging.py")
-
-
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)

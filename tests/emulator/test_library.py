@@ -1,0 +1,109 @@
+"""The emulator's library is compiled once and kept. A small one stands in for it here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flashattn_jit import _paths
+from flashattn_jit.errors import CompileError, MissingKernelError
+from flashattn_jit.jit import emulator_library
+from tests.private_cache import private_environment
+
+__all__ = ["private_environment"]
+
+SMALL = 'extern "C" __attribute__((visibility("default"))) int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of sources in place of the emulator's."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    folder.joinpath("small.cpp").write_text(SMALL)
+    monkeypatch.setattr(_paths, "emulator_dir", lambda: folder)
+    emulator_library._document.cache_clear()
+    yield folder
+    emulator_library._document.cache_clear()
+
+
+def obtain() -> int:
+    return int(emulator_library._obtain().answer())
+
+
+def artifacts(tmp_path: Path) -> list[Path]:
+    return sorted(tmp_path.glob("cache/emulator/v1/[!.]*/??/*/artifact.so"))
+
+
+def test_it_is_compiled_once_and_found_by_its_sources(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert obtain() == 42
+    (artifact,) = artifacts(tmp_path)
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    monkeypatch.setenv("FLASHATTN_JIT_CXX", "/nowhere/c++")
+    assert obtain() == 42
+    sources.joinpath("small.cpp").write_text(SMALL.replace("42", "43"))
+    emulator_library._document.cache_clear()
+    with pytest.raises(MissingKernelError, match=r"emulator is not in .*COMPILE=never"):
+        obtain()
+    monkeypatch.delenv("FLASHATTN_JIT_COMPILE")
+    with pytest.raises(CompileError, match=r"emulator is compiled.*no C\+\+ compiler was found"):
+        obtain()
+    monkeypatch.delenv("FLASHATTN_JIT_CXX")
+    assert obtain() == 43
+    assert artifact in artifacts(tmp_path) and len(artifacts(tmp_path)) == 2
+
+
+def test_one_that_was_damaged_is_compiled_again(sources: Path, tmp_path: Path) -> None:
+    assert obtain() == 42
+    (artifact,) = artifacts(tmp_path)
+    sound = artifact.read_bytes()
+    artifact.unlink()  # the file that is mapped stays as it is
+    artifact.write_bytes(sound[:-1] + b"x")
+    artifact.chmod(0o700)
+    assert obtain() == 42
+    assert artifact.read_bytes() == sound
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(blocked / "cache"))
+    assert obtain() == 42
+    assert "the emulator is not kept" in caplog.text
+
+
+def test_a_mistake_in_it_is_named_with_its_place(sources: Path, tmp_path: Path) -> None:
+    sources.joinpath("small.cpp").write_text("int f() { return undeclared; }\n")
+    with pytest.raises(CompileError, match="'undeclared' was not declared") as caught:
+        obtain()
+    assert caught.value.location == (str(sources / "small.cpp"), 1)
+    assert "undeclared" in Path(caught.value.log_path).read_text()
+    assert not artifacts(tmp_path)
+
+
+def test_two_processes_compile_one(sources: Path, tmp_path: Path) -> None:
+    wrapper, calls = tmp_path / "c++", tmp_path / "calls"
+    wrapper.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec c++ "$@"\n')
+    wrapper.chmod(0o700)
+    program = (
+        "from pathlib import Path; from flashattn_jit import _paths; "
+        f"_paths.emulator_dir = lambda: Path({str(sources)!r}); "
+        "from flashattn_jit.jit import emulator_library; print(emulator_library._obtain().answer())"
+    )
+    variables = {**os.environ, "FLASHATTN_JIT_CXX": str(wrapper)}
+    command = [sys.executable, "-c", program]
+    both = [
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[0] for process in both] == ["42\n"] * 2
+    assert sum("small.cpp" in line for line in calls.read_text().splitlines()) == 1
