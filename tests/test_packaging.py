@@ -7,6 +7,7 @@ tests/full/test_clean_build.py from the sdist.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from flashattn_jit import _C
 
@@ -147,11 +149,30 @@ def files_below(folder: Path) -> set[str]:
     }
 
 
+def test_constraints_name_what_the_package_asks_for() -> None:
+    """Every pin is of a dependency and within its bounds; torch has none above."""
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    asked = [Requirement(found[1]) for line in lines if (found := re.match(r' +"([^":]+)",', line))]
+    extras = re.findall(r"^(?:dev|plot|examples) = \[(.*)\]", "\n".join(lines), re.MULTILINE)
+    asked += [Requirement(text) for extra in extras for text in re.findall(r'"([^"]+)"', extra)]
+    bounds = {requirement.name: requirement.specifier for requirement in asked}
+    assert str(bounds["torch"]) == ">=2.11"
+    pins = [
+        Requirement(line)
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    for pin in pins:
+        (exact,) = pin.specifier
+        assert exact.operator == "==" and exact.version in bounds[pin.name], pin
+    assert "torch" in {pin.name for pin in pins}
+
+
 def test_the_sdist_holds_all_that_is_built_and_tested(sdist: Path) -> None:
     for folder in ("flashattn_jit", "csrc", "templates", "tests", "examples", "benchmarks"):
         expected = {name for name in files_below(ROOT / folder) if not name.endswith(".o")}
         assert expected <= files_below(sdist / folder), folder
-    for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in"):
+    for name in ("setup.py", "pyproject.toml", "constraints.txt", "LICENSE", "MANIFEST.in"):
         assert (sdist / name).is_file()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,20 +88,14 @@ def test_a_mistake_in_it_is_named_with_its_place(sources: Path, tmp_path: Path) 
     assert not artifacts(tmp_path)
 
 
-def test_two_processes_compile_one(sources: Path, tmp_path: Path) -> None:
+def test_two_that_ask_at_once_compile_one(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a lock between processes, which parts threads as well."""
     wrapper, calls = tmp_path / "c++", tmp_path / "calls"
     wrapper.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec c++ "$@"\n')
     wrapper.chmod(0o700)
-    program = (
-        "from pathlib import Path; from flashattn_jit import _paths; "
-        f"_paths.emulator_dir = lambda: Path({str(sources)!r}); "
-        "from flashattn_jit.jit import emulator_library; print(emulator_library._obtain().answer())"
-    )
-    variables = {**os.environ, "FLASHATTN_JIT_CXX": str(wrapper)}
-    command = [sys.executable, "-c", program]
-    both = [
-        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [process.communicate()[0] for process in both] == ["42\n"] * 2
+    monkeypatch.setenv("FLASHATTN_JIT_CXX", str(wrapper))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: obtain(), range(2))) == [42, 42]
     assert sum("small.cpp" in line for line in calls.read_text().splitlines()) == 1
