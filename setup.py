@@ -53,14 +53,14 @@ class BuildWithData(build_py):
         for name, source in DATA.items():
             target = Path(self.build_lib) / "flashattn_jit" / "_data" / name
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns(".*", "*~", "*.o"))
+            shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns(".*", "*~"))
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         outputs = list(super().get_outputs(include_bytecode))
         if not self.editable_mode:
             for name, source in DATA.items():
                 target = Path(self.build_lib) / "flashattn_jit" / "_data" / name
-                files = (path for path in (ROOT / source).rglob("*") if path.is_file())
+                files = (path for path in (ROOT / source).rglob("[!.]*[!~]") if path.is_file())
                 outputs += [str(target / path.relative_to(ROOT / source)) for path in files]
         return outputs
 
