@@ -17,7 +17,7 @@ from ..jit.entry import META, CorruptEntryError
 from ..jit.pack_file import PackedEntry, PackFile
 from ..jit.store import Store
 from .pack_writer import checked_path
-from .structures import parse_targets
+from .targets import parse_targets
 
 _THREADS = 2
 
