@@ -36,11 +36,12 @@ def bench_command(
     import torch
 
     from ..inspect.bench import bench
-    from .variant_names import variant_of
+    from .variant_names import params_of, variant_of
 
+    made = variant_of(variant)
     report = bench(
-        variant_of(variant), dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
-        seconds=seconds, params=dict(params),
+        made, dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
+        seconds=seconds, params=params_of(made, params),
     )  # fmt: skip
     if not output.wants_json():
         output.lines(str(report))

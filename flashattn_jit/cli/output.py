@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
@@ -23,6 +23,7 @@ SCHEMA = 1
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "corrupt": "bold red"}
 _SPACE = re.compile(r"\s+")
+_GAP = 2  # between columns
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
@@ -72,11 +73,19 @@ def summary(text: str) -> None:
         click.echo(text)
 
 
-def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Prints a table on a terminal, aligned plain lines without a header in a pipe."""
+def rows(
+    header: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    narrower: Sequence[tuple[str, int]] = (),
+) -> None:
+    """Prints a table on a terminal, aligned plain lines without a header in a pipe.
+
+    narrower: what gives way, in order, until no row of the table is wider than the terminal: a
+    column, and the width that it is cut to at most, 0 to leave it out.
+    """
     clean = [[_SPACE.sub(" ", cell).strip() for cell in row] for row in cells]
     if is_terminal():
-        _rich_table(header, clean)
+        _rich_table(header, clean, narrower)
         return
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for row in clean:
@@ -92,17 +101,38 @@ def fields(pairs: Sequence[tuple[str, str]]) -> None:
         click.echo(f"{name.ljust(width)}  {value}".rstrip())
 
 
-def _rich_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+def _rich_table(
+    header: Sequence[str], cells: Sequence[Sequence[str]], narrower: Sequence[tuple[str, int]]
+) -> None:
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
+    out = console()
+    widths = {
+        name: max(map(cell_len, column))
+        for name, *column in zip(header, header, *cells, strict=True)
+    }
+    for name, least in narrower:
+        if name not in widths:
+            continue
+        over = sum(widths.values()) + _GAP * (len(widths) - 1) - out.width
+        if over > 0:
+            widths[name] = max(min(least, widths[name]), widths[name] - over) if least else 0
+            widths = {name: width for name, width in widths.items() if width}
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+    for name, width in widths.items():
+        if narrower:
+            # The beginning of a key is a key; that of anything else ends with dots.
+            cut: Literal["crop", "ellipsis"] = "crop" if name == "key" else "ellipsis"
+            table.add_column(name, no_wrap=True, overflow=cut, max_width=width)
+        else:
+            table.add_column(name, overflow="fold")
     for row in cells:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    console().print(table)
+        shown = [cell for name, cell in zip(header, row, strict=True) if name in widths]
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in shown))
+    out.print(table)
 
 
 @contextlib.contextmanager

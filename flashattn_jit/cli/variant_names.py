@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,17 @@ def param_value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def params_of(variant: Variant, given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Params by name. Raises ParamError for one that the variant does not have."""
+    from ..variants.params import unknown_param
+
+    params = dict(given)
+    for name in params:
+        if name not in variant.param_names:
+            raise unknown_param(variant.name, name, variant.param_names)
+    return params
 
 
 def _made(found: Any, text: str) -> Variant:

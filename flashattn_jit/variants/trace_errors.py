@@ -61,7 +61,10 @@ class Where:
         self._outside = None
 
     def _name(self) -> str:
-        return f"{self.owner}.{self.kind}" if self.owner else self.kind
+        if f"{self.kind}(" in self.owner:  # of plain functions: mask_mod(causal)
+            return next(n for n in self.owner.split(" & ") if n.startswith(f"{self.kind}("))
+        owner = f"({self.owner})" if " " in self.owner else self.owner
+        return f"{owner}.{self.kind}" if owner else self.kind
 
     def _line(self) -> tuple[str, int] | None:
         frame: types.FrameType | None = sys._getframe(1)
