@@ -7,6 +7,7 @@ ratio is the median of the ratios within rounds, with its quartiles.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from benchmarks._progress import hide, show, steps
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "benchmarks" / "results"
 PAIRS = 20
+_numbers = itertools.count(1)
 
 median = statistics.median
 
@@ -59,7 +61,7 @@ def interleave(
     candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
     """Wall times in seconds of each candidate over `rounds` rounds; warm-up calls do not count."""
-    what = ", ".join(candidates)
+    what = f"measurement {next(_numbers)}: {', '.join(candidates)}"
     show(f"{what}: first calls")
     for _ in range(warm_up):
         for run in candidates.values():

@@ -113,4 +113,4 @@ def test_nothing_is_shown_while_a_candidate_is_timed(
 
     _measure.interleave({"a": run, "b": run}, 3, warm_up=0)
     assert inside[0::2] == inside[1::2], "between the candidates of a round"
-    assert errors.getvalue().count("a, b, ") == 3
+    assert errors.getvalue().count(": a, b, ") == 3

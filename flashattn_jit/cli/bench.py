@@ -39,10 +39,11 @@ def bench_command(
     from .variant_names import params_of, variant_of
 
     made = variant_of(variant)
-    report = bench(
-        made, dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
-        seconds=seconds, params=params_of(made, params),
-    )  # fmt: skip
+    with output.activity(f"compiling {made.name}") as show:
+        report = bench(
+            made, dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
+            seconds=seconds, params=params_of(made, params), progress=show,
+        )  # fmt: skip
     if not output.wants_json():
         output.lines(str(report))
         return

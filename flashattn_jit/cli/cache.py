@@ -177,7 +177,11 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
         if (not wanted or entry.key in wanted)
         and (not targets or entry.document.get("target") in targets)
     ]
-    sent, had = remote.push(store, url, keys=tuple(chosen))
+    with output.activity("connecting") as show:
+        sent, had = remote.push(
+            store, url, keys=tuple(chosen),
+            progress=lambda done: show(f"sending: {done}/{len(chosen)} kernels"),
+        )  # fmt: skip
     if output.wants_json():
         output.emit_json("cache push", {"url": url, "sent": sent, "had": had})
     else:

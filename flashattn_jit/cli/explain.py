@@ -47,10 +47,11 @@ def explain_command(
 
     offset: int | str = int(q_offset) if q_offset.lstrip("-").isdigit() else q_offset
     made = variant_of(variant)
-    found = made.explain(
-        dims=complete_sizes(sizes), dtype=getattr(torch, dtype), q_offset=offset, target=target,
-        device=device, plot=plot, **params_of(made, params),
-    )  # fmt: skip
+    with output.activity(f"explaining {made.name}; a kernel that no layer has is compiled"):
+        found = made.explain(
+            dims=complete_sizes(sizes), dtype=getattr(torch, dtype), q_offset=offset,
+            target=target, device=device, plot=plot, **params_of(made, params),
+        )  # fmt: skip
     if output.wants_json():
         output.emit_json("explain", _document(found))
     else:

@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -24,6 +26,8 @@ SCHEMA = 1
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "corrupt": "bold red"}
 _SPACE = re.compile(r"\s+")
 _GAP = 2  # between columns
+_LINES_APART_S = 3.0
+_DRAWINGS_APART_S = 0.2
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
@@ -137,9 +141,20 @@ def _rich_table(
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on stderr, where that is a terminal. Yields what to call after each item."""
+    """What is done of long work, on stderr. Yields what to call after each item.
+
+    A bar on a terminal, elsewhere a line every few seconds.
+    """
     if not is_terminal(sys.stderr):
-        yield lambda: None
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            show(f"{what}: {done}/{total}")
+
+        with activity(what) as show:
+            yield count
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -147,6 +162,42 @@ def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
     with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextlib.contextmanager
+def activity(what: str) -> Iterator[Callable[[str], object]]:
+    """What is going on, on stderr. Yields what to call with other words for it.
+
+    One line on a terminal, gone in the end; elsewhere a line every few seconds. Nothing is written
+    but by these calls: a measurement between two of them is left alone.
+    """
+    terminal = is_terminal(sys.stderr)
+    last = float("-inf") if terminal else time.monotonic()
+    width = 0  # of the line that a terminal shows
+
+    def write(text: str) -> None:
+        nonlocal width
+        if sys.stderr is None:
+            return
+        if terminal:
+            text = text[: shutil.get_terminal_size().columns - 1]
+            text, width = f"{text.ljust(width)}\r", len(text)
+        sys.stderr.write(text if terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def show(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= (_DRAWINGS_APART_S if terminal else _LINES_APART_S):
+            last = now
+            write(text)
+
+    show(what)
+    try:
+        yield show
+    finally:
+        if terminal:
+            write("")
 
 
 def size(value: float) -> str:
