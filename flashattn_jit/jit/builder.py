@@ -33,6 +33,7 @@ from flashattn_jit.jit.found import Found, found_in_folder
 from flashattn_jit.jit.key import KernelKey
 from flashattn_jit.jit.store import CorruptEntryError, Entry, Store
 from flashattn_jit.jit.trust import may_be_swapped
+from flashattn_jit.variants.ir_check import fitting_name
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class Builder(Generic[T]):
         name: whose kernel it was when it was built. Another variant may have the same kernel.
         """
         meta["document"] = key.document
-        meta["name"] = name
+        meta["name"] = fitting_name(name)
         meta["created"] = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         if self.compiler is None:
             return None

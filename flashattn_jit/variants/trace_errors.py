@@ -28,6 +28,8 @@ _BOOL_REMEDIES = (
     (r"\b(if|while|assert)\b", "`if`", "use `torch.where(condition, a, b)`"),
 )
 
+_OF_A_FUNCTION = re.compile(r"\w+_mod\([^()|~]*\)")
+
 
 class Where:
     """Names the variant's hook and finds the user's line among the frames of a call.
@@ -61,8 +63,10 @@ class Where:
         self._outside = None
 
     def _name(self) -> str:
-        if f"{self.kind}(" in self.owner:  # of plain functions: mask_mod(causal)
-            return next(n for n in self.owner.split(" & ") if n.startswith(f"{self.kind}("))
+        parts = self.owner.split(" & ")
+        own = [part for part in parts if part.startswith(f"{self.kind}(")]
+        if len(own) == 1 and all(_OF_A_FUNCTION.fullmatch(part) for part in parts):
+            return own[0]  # of plain functions: score_mod(cap) & mask_mod(causal)
         owner = f"({self.owner})" if " " in self.owner else self.owner
         return f"{owner}.{self.kind}" if owner else self.kind
 
