@@ -228,6 +228,8 @@ def test_variants_are_named_as_they_were_when_they_were_built(run, run_json, ent
     lines = {line.split()[0]: line for line in run("cache", "ls").stdout.splitlines()}
     assert "  SlidingWindow & SoftCap  " in lines[entries[0].key[:16]]
     assert "  no hooks " in lines[entries[1].key[:16]], "kept by an earlier version"
+    explained = run("cache", "explain", entries[0].key).stdout
+    assert explained.startswith("SlidingWindow & SoftCap for cpu:generic, kernel ")
     shown = run("cache", "show", entries[0].key).stdout
     assert "\nvariant   SlidingWindow & SoftCap\nhooks     no hooks " in shown
 
