@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks._measure import Row, interleave, median, ratio
+from benchmarks._progress import show, steps
 from flashattn_jit import _paths
 
 _LINE = re.compile(r"^(\.+) (\S+)$")
@@ -63,11 +64,11 @@ def header_seconds(command: list[str], work: Path, rounds: int) -> dict[str, flo
         return time.perf_counter() - begin
 
     seconds: dict[str, list[float]] = {}
-    for name in sorted(set(_headers(command, work))):
+    for name in steps("headers", sorted(set(_headers(command, work)))):
         with contextlib.suppress(RuntimeError):
             parse(f"#include <{name}>\n")
             seconds[name] = []
-    for _ in range(max(3, rounds // 2)):
+    for _ in steps(f"{len(seconds)} headers alone", range(max(3, rounds // 2))):
         empty = parse("")
         for name, values in seconds.items():
             values.append(parse(f"#include <{name}>\n") - empty)
@@ -108,6 +109,7 @@ def nvcc_rows(entry: Path, what: str) -> list[Row]:
     work.joinpath("include").symlink_to(_paths.include_dir())
     source = work / "kernel.cu"
     source.write_bytes(entry.joinpath("kernel.cu").read_bytes())
+    show(f"nvcc's programs, {what}")
     line = entry.joinpath("command").read_text().splitlines()[0]
     # The compile as it was, but for the files that it would leave beside the object.
     command = [part for part in shlex.split(line) if part != "--keep"]

@@ -15,7 +15,9 @@ import torch
 import flashattn_jit as fa
 from benchmarks._cache_folder import cache_in
 from benchmarks._measure import Row, median
+from benchmarks._progress import show, steps
 from flashattn_jit.deploy.pack import pack
+from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.deploy.warm import warm
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
@@ -60,7 +62,7 @@ def variants() -> list[fa.Variant]:
 def warm_rows(options: argparse.Namespace) -> list[Row]:
     """One run on `JOBS` workers against its compilers' time, and against a run on one worker."""
     chosen = variants()
-    sizes = {"head_dims": 64, "dtypes": _DTYPES, "formats": ("dense",), "progress": False}
+    sizes = {"head_dims": 64, "dtypes": _DTYPES, "formats": ("dense",), "progress": _show}
     with _fresh_cache():
         warm(chosen[0], **sizes, jobs=JOBS)  # the compiler's files are in memory now
     walls: dict[int, float] = {}
@@ -88,11 +90,15 @@ def warm_rows(options: argparse.Namespace) -> list[Row]:
     ]  # fmt: skip
 
 
+def _show(event: WarmEvent) -> None:
+    show(f"warm: {', '.join(event.compiling)}", event.done, event.total)
+
+
 def pack_rows(options: argparse.Namespace) -> list[Row]:
     """Packing and unpacking many entries, all of them of real artifacts."""
     rows = []
     with _fresh_cache() as folder:
-        warm(fa.Causal(), head_dims=64, dtypes=_DTYPES, formats=("dense",), progress=False)
+        warm(fa.Causal(), head_dims=64, dtypes=_DTYPES, formats=("dense",), progress=_show)
         _multiply(Store(folder), CPU_ENTRIES)
         packing, unpacking, size = _times(folder)
         detail = f"{size / 1e6:.0f} MB"
@@ -106,7 +112,7 @@ def pack_rows(options: argparse.Namespace) -> list[Row]:
         return rows
     with _fresh_cache() as folder:
         warm(fa.Causal(), head_dims=128, dtypes="bf16", targets="sm_90", formats=("dense",),
-             progress=False)  # fmt: skip
+             progress=_show)  # fmt: skip
         store = Store(folder)
         kernels = [e for e in store.entries() if e.document["target"] == "sm_90"]
         mean = sum(e.bytes for e in kernels) / len(kernels)
@@ -124,7 +130,7 @@ def pack_rows(options: argparse.Namespace) -> list[Row]:
 def _times(folder: Path) -> tuple[float, float, int]:
     """Median seconds of packing and of unpacking to a new folder, synced; the pack's bytes."""
     packing, unpacking, size = [], [], 0
-    for _ in range(_ROUNDS):
+    for _ in steps("pack and unpack", range(_ROUNDS)):
         with tempfile.TemporaryDirectory(prefix="bench-", dir=folder.parent) as place:
             archive = Path(place) / "kernels.pack"
             report = pack(archive)
@@ -139,7 +145,7 @@ def _times(folder: Path) -> tuple[float, float, int]:
 def _multiply(store: Store, count: int) -> None:
     """Makes `count` entries of those that are there: artifacts of other keys, else the same."""
     made = list(store.entries())
-    for i in range(count - len(made)):
+    for i in steps("entries to pack", range(count - len(made))):
         _retitle(store, made[i % len(made)], i)
 
 

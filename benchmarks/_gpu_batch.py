@@ -13,6 +13,7 @@ import flashattn_jit as fa
 from benchmarks._batch_work import constant_lengths, indptr, page_table, zipf_lengths
 from benchmarks._gpu_measure import Clock, Flush, graph_of, host_seconds, interleave_on_device
 from benchmarks._measure import Row, ratio
+from benchmarks._progress import say
 
 HEADS, DIM, PAGE = (32, 8), 128, 16
 _BF16 = torch.bfloat16
@@ -30,7 +31,7 @@ def batch_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
     ):
         if clock.allows(name, seconds):
             for row in rows():
-                print(f"  {row.claim}: {row.measured:.3g} {row.unit} ({row.detail})", flush=True)
+                say(f"  {row.claim}: {row.measured:.3g} {row.unit} ({row.detail})")
                 yield row
 
 

@@ -20,6 +20,7 @@ from benchmarks._gpu_work import (
     pairs_window,
 )
 from benchmarks._measure import Row, ratio
+from benchmarks._progress import say
 
 _HIDDEN = 2048  # heads x head_dim, as in FlashAttention's own benchmark
 _TOKENS = 16384
@@ -122,5 +123,5 @@ def _against(
     else:
         value, spread = ratio(times[peer], times["ours"])
         row = Row(claim, goal, value, "x", "higher", spread, detail)
-    print(f"  {row.claim}: {row.measured:.3g} {row.unit} ({detail})", flush=True)
+    say(f"  {row.claim}: {row.measured:.3g} {row.unit} ({detail})")
     return row

@@ -12,6 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from benchmarks import _gpu_mods as mods
+from benchmarks._progress import say, steps
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner import Problem, choose
@@ -71,7 +72,8 @@ def compile_all(target: str) -> None:
     begin = time.perf_counter()
     workers = min(len(os.sched_getaffinity(0)), len(WANTS))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        failed = [f for f in pool.map(compile_one, WANTS, [target] * len(WANTS)) if f]
+        made = pool.map(compile_one, WANTS, [target] * len(WANTS))
+        failed = [f for _, f in zip(steps("compiling", WANTS), made, strict=True) if f]
     for text in failed:
-        print(f"  not compiled ahead: {text}")
-    print(f"  {len(WANTS)} kernels in {time.perf_counter() - begin:.0f} s", flush=True)
+        say(f"  not compiled ahead: {text}")
+    say(f"  {len(WANTS)} kernels in {time.perf_counter() - begin:.0f} s")

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks._progress import say, show, steps
+
 Run = Callable[[], object]
 _SPIN_CYCLES = 2_000_000  # about 1 ms
 
@@ -35,7 +37,7 @@ class Clock:
         if self.left() >= seconds:
             return True
         self.skipped.append(what)
-        print(f"  {what}: left out, {self.left():.0f} s are left", flush=True)
+        say(f"  {what}: left out, {self.left():.0f} s are left")
         return False
 
 
@@ -57,13 +59,15 @@ def interleave_on_device(
     warm_up: int = 3,
 ) -> dict[str, list[float]]:
     """Device seconds a call of each candidate, A B C A B C; `calls` of them between two events."""
+    what = ", ".join(candidates)
+    show(f"{what}: first calls")
     for _ in range(warm_up):
         for run in candidates.values():
             run()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in candidates}
     pending: list[tuple[str, Any, Any]] = []
-    for _ in range(rounds):
+    for _ in steps(what, range(rounds)):
         for name, run in candidates.items():
             if flush is not None:
                 flush()

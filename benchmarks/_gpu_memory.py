@@ -23,6 +23,7 @@ from benchmarks._gpu_measure import (
 )
 from benchmarks._gpu_work import batch_for_kv, copy_bytes, decode_bytes
 from benchmarks._measure import Row, ratio
+from benchmarks._progress import say
 from flashattn_jit import _C
 from flashattn_jit.jit.module import find_kernel
 from flashattn_jit.ops._device import _plans
@@ -81,7 +82,7 @@ def _bandwidth_row(name: str, times: dict[str, list[float]], moved: int) -> Row:
     )
     row = Row(f"{name}: share of copy bandwidth", 88.0, share, "%", "higher", spread,
               f"TB/s: {shown}")  # fmt: skip
-    print(f"  {row.claim}: {share:.1f} % ({row.detail})", flush=True)
+    say(f"  {row.claim}: {share:.1f} % ({row.detail})")
     return row
 
 
@@ -135,7 +136,7 @@ def launch_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounds: in
 def _time_row(claim: str, goal: float | None, micros: list[float], detail: str) -> Row:
     low, _, high = statistics.quantiles(micros, n=4)
     row = Row(claim, goal, statistics.median(micros), "us", "lower", (low, high), detail)
-    print(f"  {claim}: {row.measured:.2f} us ({detail})", flush=True)
+    say(f"  {claim}: {row.measured:.2f} us ({detail})")
     return row
 
 
@@ -162,7 +163,7 @@ def module_rows(clock: Clock) -> Iterator[Row]:
     detail = f"host {on_host:.2f} MiB each"
     row = Row(f"device memory of a loaded module, of {MODULES}", 1.0, on_device, "MiB", "lower",
               None, detail)  # fmt: skip
-    print(f"  {row.claim}: {on_device:.2f} MiB ({detail})", flush=True)
+    say(f"  {row.claim}: {on_device:.2f} MiB ({detail})")
     yield row
 
 

@@ -16,6 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks._progress import say
+
 Run = Callable[[], object]
 
 missing: dict[str, str] = {}
@@ -31,7 +33,7 @@ def that_work(peers: Mapping[str, Run]) -> dict[str, Run]:
             torch.cuda.synchronize()
         except Exception as error:  # a peer may fail in any way; it is left out, visibly
             missing[name] = f"{type(error).__name__}: {str(error)[:160]}"
-            print(f"  {name} does not run: {missing[name]}", flush=True)
+            say(f"  {name} does not run: {missing[name]}")
         else:
             working[name] = run
     return working

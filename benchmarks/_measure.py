@@ -7,6 +7,7 @@ ratio is the median of the ratios within rounds, with its quartiles.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,9 +23,12 @@ from typing import Literal
 
 import torch
 
+from benchmarks._progress import hide, show, steps
+
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "benchmarks" / "results"
 PAIRS = 20
+_numbers = itertools.count(1)
 
 median = statistics.median
 
@@ -57,11 +61,13 @@ def interleave(
     candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
     """Wall times in seconds of each candidate over `rounds` rounds; warm-up calls do not count."""
+    what = f"measurement {next(_numbers)}: {', '.join(candidates)}"
+    show(f"{what}: first calls")
     for _ in range(warm_up):
         for run in candidates.values():
             run()
     times: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
+    for _ in steps(what, range(rounds)):
         for name, run in candidates.items():
             begin = time.perf_counter()
             run()
@@ -115,6 +121,7 @@ def machine_name() -> str:
 
 def report(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Print the rows as a table and, when asked, save them by machine and date."""
+    hide()
     context = {
         "commit": commit(),
         "machine": machine_name(),

@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks._progress import say
+
 Run = Callable[[], object]
 
 
@@ -69,7 +71,7 @@ def _that_work(peers: dict[str, Run]) -> dict[str, Run]:
         try:
             run()
         except Exception as error:  # a peer may fail in any way; it is left out, visibly
-            print(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}")
+            say(f"{name} does not run here: {type(error).__name__}: {str(error)[:200]}")
         else:
             working[name] = run
     return working

@@ -25,6 +25,7 @@ from benchmarks._batch_work import (
     zipf_lengths,
 )
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._progress import say
 
 _DIM, _PAGE = 128, 16
 _BF16 = torch.bfloat16
@@ -199,7 +200,7 @@ def main() -> None:
     with torch.no_grad():
         for name in options.only:
             for row in _PARTS[name](options):
-                print(f"  {row.claim}: {row.measured:.3g} {row.unit} {row.detail}", flush=True)
+                say(f"  {row.claim}: {row.measured:.3g} {row.unit} {row.detail}")
                 rows.append(row)
     report("batch", rows, options)
 

@@ -24,6 +24,7 @@ import torch
 from benchmarks._cache_compile import front_end_rows, nvcc_rows
 from benchmarks._cache_folder import cache_in, variables
 from benchmarks._measure import Row, arguments, median, ratio, report
+from benchmarks._progress import say, steps
 from flashattn_jit.codegen.requests import Request
 from flashattn_jit.codegen.target import default_target
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
@@ -106,7 +107,7 @@ def look_up_rows(options: argparse.Namespace) -> list[Row]:
             arguments_ = (str(query_rows), dtype)
             _process(_DISK_HIT, Path(folder), *arguments_)
             times, digests = [], []
-            for _ in range(options.processes):
+            for _ in steps(f"disk hits, {what}", range(options.processes)):
                 whole, digest, compiles = _process(_DISK_HIT, Path(folder), *arguments_)
                 assert compiles == 0, "the kernel was not on disk"
                 times.append(whole * 1e3)
@@ -133,14 +134,15 @@ def _memory_row(
     options: argparse.Namespace,
 ) -> Row:
     run = look_up(requests)
-    times = [timeit.timeit(run, number=20_000) / 20_000 * 1e6 for _ in range(options.pairs)]
+    rounds = steps(claim, range(options.pairs))
+    times = [timeit.timeit(run, number=20_000) / 20_000 * 1e6 for _ in rounds]
     return Row(claim, 2.0, median(times), "us", "lower", _quartiles(times))
 
 
 def herd_rows(options: argparse.Namespace) -> list[Row]:
     """A cold start of many processes over that of one, in turn."""
     counts = {1: [], _HERD: []}  # type: dict[int, list[float]]
-    for _ in range(options.processes):
+    for _ in steps(f"{_HERD} cold processes, and one", range(options.processes)):
         for count, times in counts.items():
             with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
                 seconds, failed = _process(_COLD, Path(folder), "512", "bfloat16", str(count))
@@ -164,7 +166,7 @@ def compile_rows(options: argparse.Namespace) -> list[Row]:
             entry = prepare_kernel(wanted(query_rows, dtype)).path
             rows += front_end_rows(entry, what, rounds)
         if find_toolkit() is None:
-            print("no CUDA toolkit: the shares of nvcc's programs are left out")
+            say("no CUDA toolkit: the shares of nvcc's programs are left out")
             return rows
         entry = prepare_kernel(wanted(512, "bfloat16", _CUDA_TARGET)).path
         return rows + nvcc_rows(entry, f"prefill, bf16, {_CUDA_TARGET}")

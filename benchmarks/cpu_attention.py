@@ -16,6 +16,7 @@ from torch import Tensor
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from benchmarks._peers import decode_peers, prefill_peers
+from benchmarks._progress import say
 from benchmarks.peak import peak
 
 _HEADS = 8
@@ -61,7 +62,7 @@ def _against_peers(
     others = ", ".join(f"{name} {median(times[name]) * 1e3:.2f} ms" for name in peers)
     detail = f"ours {median(times['ours']) * 1e3:.2f} ms ({rate:.0f} GFLOP/s), {others}"
     row = Row(claim, goal, value, "x", "higher", spread, detail)
-    print(f"  {claim}: {value:.2f}x ({detail})", flush=True)
+    say(f"  {claim}: {value:.2f}x ({detail})")
     return row
 
 

@@ -18,6 +18,7 @@ import torch
 
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, median, report
+from benchmarks._progress import steps
 
 _IMPORT = """
 import time
@@ -70,7 +71,7 @@ def startup_rows(processes: int) -> list[Row]:
     imports: list[float] = []
     colds: list[float] = []
     warms: list[float] = []
-    for i in range(processes):
+    for i in steps("import, compile, first call", range(processes)):
         with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
             cache = Path(folder) / "cache"
             imports.append(float(_run(_IMPORT, cache)[0]))
@@ -103,7 +104,7 @@ def overhead_rows(repeats: int) -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _, run in runs.values():
         timeit.timeit(run, number=500)
-    for _ in range(repeats):
+    for _ in steps("a call's overhead", range(repeats)):
         for name, (_, run) in runs.items():
             times[name].append(timeit.timeit(run, number=1000) / 1000)
     return [

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._measure import PAIRS, RESULTS, Row, commit, save, table, versions
+from benchmarks._progress import hide, say, show
 
 SECTIONS = ("prefill", "hooks", "masks", "decode", "batch", "latency", "modules")
 NO_DEVICE = 2
@@ -59,7 +60,7 @@ def run_tests(limit_s: float) -> Row:
             out.decode() if isinstance(out, bytes) else out
         ) + f"\nstopped after {limit_s:.0f} s"
         code = 1
-    print(text[-8000:], flush=True)
+    say(text[-8000:])
     failed, last = failures(text, code)
     return Row("tests/gpu: failures", 0.0, failed, "tests", "lower", detail=last)
 
@@ -113,9 +114,11 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     clock, hardware = Clock(options.limit), device_hardware(0)
     torch.manual_seed(0)
     if options.tests:
-        print("tests/gpu", flush=True)
+        say("tests/gpu")
+        show("tests/gpu")
         yield run_tests(min(_TESTS_S, clock.left()))
-    print("compiling", flush=True)
+    say("compiling")
+    show("compiling")
     compile_all(hardware.target)
     copied = interleave_on_device({"copy": copy_run(memory.KV_BYTES)}, 10)["copy"]
     yield Row("copy bandwidth of this card", None,
@@ -132,13 +135,14 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     }  # in order of how much would be missed
     for name, section in sections.items():
         if name in options.only:
-            print(name, flush=True)
+            say(name)
+            show(name)
             try:
                 yield from section()
                 torch.cuda.empty_cache()
             except Exception as error:  # one section's failure is a row, not the end of the run
                 text = f"{type(error).__name__}: {str(error)[:300]}"
-                print(f"  {name} FAILED: {text}", flush=True)
+                say(f"  {name} FAILED: {text}")
                 yield Row(f"{name}: FAILED", 0.0, 1.0, "errors", "lower", detail=text)
     for what in clock.skipped:
         yield Row(f"{what}: left out, no time", None, 0.0, "")
@@ -156,6 +160,7 @@ def main(given: list[str] | None = None) -> int:
             rows.append(row)  # what is measured is kept, whatever comes next
     except Exception as error:
         rows.append(Row("FAILED", 0.0, 1.0, "errors", "lower", detail=f"{error}"[:300]))
+    hide()
     found = context(options)
     save("gpu", device_name(), found, rows, options.out)
     print(f"\ngpu on {found['machine']}, commit {found['commit']}, torch {torch.__version__}, "

@@ -32,6 +32,7 @@ from benchmarks._batch_work import (
     zipf_lengths,
 )
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._progress import say, steps
 from flashattn_jit import _C
 from flashattn_jit.codegen.target import LANES, default_target, is_cuda
 from flashattn_jit.ops import _device
@@ -86,7 +87,7 @@ def time_rows(options: argparse.Namespace, target: str | None) -> list[Row]:
             runs = {name: _planner(v, *mixed(), target) for name, v in variants().items()}
             times = interleave(runs, options.pairs * 10, warm_up=10)
         except fa.CompileError as error:
-            print(f"no figures of {what}: {error}")
+            say(f"no figures of {what}: {error}")
             return []
     rows = []
     for i, name in enumerate(runs):
@@ -159,7 +160,7 @@ def balance_rows(target: str, heads: tuple[int, int], workers: int, goal: float)
         ("constant", constant_lengths), ("uniform", uniform_lengths), ("Zipf", zipf_lengths),
     ):  # fmt: skip
         worst, detail = 0.0, []
-        for count in _COUNTS:
+        for count in steps(f"balance, {target}, {name}", _COUNTS):
             kv_len = lengths(count, 1024)
             load = loads(target, heads, workers, [1] * count, kv_len)
             value = max(load) * len(load) / sum(load)

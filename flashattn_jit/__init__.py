@@ -4,54 +4,47 @@
 >>> out = fa.attention(q, k, v, fa.Causal())
 
 The library's variants, the drop-in functions and the inspection tools are imported when they are
-first used: importing the package costs under 150 ms beyond torch's own import.
+first used: importing the package costs under 150 ms beyond torch's own import. The command line's
+own process imports nothing more, torch included, before something of it is used.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ._extension import require_extension
 
 require_extension(Path(__file__).parent)
 
-# Imports leave no garbage, but their many objects make the collector look through all of torch's
-# in their midst, for 0.1 s.
-_collects = gc.isenabled()
-gc.disable()
-try:
-    from . import env, variants
-    from .errors import (
-        AbiError,
-        CacheError,
-        CompileError,
-        EmulatorError,
-        EmulatorFault,
-        FlashAttnJitError,
-        GradError,
-        InputError,
-        LaunchError,
-        ManifestError,
-        MissingKernelError,
-        PackError,
-        ParamError,
-        TargetError,
-        TraceError,
-        UnsafeCacheError,
-        VariantError,
-        VerificationError,
-        WarmError,
-    )
-    from .ops import attention, merge_states, varlen_attention
-    from .variants.builtins import kv_len, kv_slot, q_len, q_row
-    from .variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
-finally:
-    if _collects:
-        gc.enable()
+from . import variants
+from .errors import (
+    AbiError,
+    CacheError,
+    CompileError,
+    EmulatorError,
+    EmulatorFault,
+    FlashAttnJitError,
+    GradError,
+    InputError,
+    LaunchError,
+    ManifestError,
+    MissingKernelError,
+    PackError,
+    ParamError,
+    TargetError,
+    TraceError,
+    UnsafeCacheError,
+    VariantError,
+    VerificationError,
+    WarmError,
+)
 
 if TYPE_CHECKING:
     from .deploy.pack import pack
@@ -61,19 +54,43 @@ if TYPE_CHECKING:
     from .inspect.cache import cache_info, last_kernel_source
     from .inspect.doctor import doctor
     from .ops.append import append_paged_kv
+    from .ops.attention import attention
     from .ops.batch import BatchAttention, Plan
     from .ops.cascade import CascadeAttention, CascadeLevel, cascade_levels
     from .ops.flex import flex_attention
     from .ops.limits import Limits
+    from .ops.merge import merge_states
     from .ops.paged import Paged
     from .ops.sdpa import scaled_dot_product_attention
     from .ops.sparsity import BlockSparse, TokenSparse, Tree
     from .ops.storage import Ragged
+    from .ops.varlen import varlen_attention
+    from .variants.builtins import kv_len, kv_slot, q_len, q_row
     from .variants.library import *  # noqa: F403
+    from .variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
 __version__ = "0.1.0"
 
+_CORE = {
+    "attention": "ops",
+    "merge_states": "ops",
+    "varlen_attention": "ops",
+    "kv_len": "variants.builtins",
+    "kv_slot": "variants.builtins",
+    "q_len": "variants.builtins",
+    "q_row": "variants.builtins",
+    "Pointwise": "variants.spec",
+    "Softmax": "variants.spec",
+    "Variant": "variants.spec",
+    "cpp": "variants.spec",
+    "scalar": "variants.spec",
+    "tensor": "variants.spec",
+    "variant": "variants.spec",
+}
+"""Names that are imported with the package, which registers its ops with torch."""
+
 _LAZY = {
+    **_CORE,
     "BatchAttention": "ops.batch",
     "BlockSparse": "ops.sparsity",
     "CascadeAttention": "ops.cascade",
@@ -159,7 +176,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    elif name.startswith("__"):
+    elif name.startswith("_") or find_spec(f"{__name__}.{name}") is not None:
+        # `from flashattn_jit import env` asks here before it imports the submodule.
         raise AttributeError(name)
     else:
         library = import_module(".variants.library", __name__)
@@ -174,8 +192,42 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *import_module(".variants.library", __name__).__all__})
 
 
+class _LazyExtension(ModuleType):
+    """Stands for `_C`, which needs the OpenMP runtime that torch brings: imported after torch."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch  # noqa: F401
+
+        extension = import_module(f"{__name__}._C")
+        self.__dict__.update(vars(extension))  # later uses cost what they cost of the module
+        return getattr(extension, name)
+
+
+def _is_command_line() -> bool:
+    """Whether the process is `flashattn-jit` or `python -m flashattn_jit`."""
+    arguments = getattr(sys, "argv", None) or [""]
+    if arguments[0] == "-m":  # so it is until Python has found the module that it is to run
+        return sys.orig_argv[-len(arguments)].removeprefix("-m") == __name__
+    return Path(arguments[0]).name == "flashattn-jit"
+
+
+def _import_core() -> None:
+    # Imports leave no garbage, but their many objects make the collector look through all of
+    # torch's in their midst, for 0.1 s.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for name in _CORE:
+            __getattr__(name)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _start() -> None:
     """Does what variables ask of the import. A service must not die of one that is wrong."""
+    from . import env
+
     log = logging.getLogger(__name__)
     try:
         env.apply_log_level()
@@ -190,4 +242,8 @@ def _start() -> None:
         log.error("FLASHATTN_JIT_RECORD: nothing is recorded: %s", error)
 
 
+if _is_command_line():
+    globals()["_C"] = _LazyExtension(f"{__name__}._C")
+else:
+    _import_core()
 _start()

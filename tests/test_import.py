@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import flashattn_jit as fa
 
 SLOW = ("sympy", "torch._dynamo", "torch._inductor", "jinja2", "matplotlib", "transformers")
@@ -58,6 +60,8 @@ def test_import_neither_writes_nor_reads_the_cache(tmp_path: Path) -> None:
 CALL = """
 import sys, torch
 before = set(sys.modules)
+import pytest
+
 import flashattn_jit as fa
 
 slopes = torch.linspace(0.1, 1.0, 4)
@@ -93,3 +97,36 @@ def test_tracing_imports_nothing_slow_and_a_miss_imports_jinja_only(tmp_path: Pa
     imported = python(CALL, FLASHATTN_JIT_CACHE_DIR=str(tmp_path)).split()
     slow = {m for m in imported if any(m == s or m.startswith(f"{s}.") for s in SLOW)}
     assert {m.split(".")[0] for m in slow} <= {"jinja2"}
+
+
+@pytest.mark.parametrize("program", ["python -m flashattn_jit", "flashattn-jit"])
+def test_the_command_line_has_every_name_when_it_is_used(tmp_path: Path, program: str) -> None:
+    """Nothing is imported before; then names, the extension and `dir()` are as elsewhere."""
+    code = (
+        "import sys; import flashattn_jit as fa; from flashattn_jit import _C, env\n"
+        "assert 'torch' not in sys.modules and 'flashattn_jit._C' not in sys.modules\n"
+        "assert _C.ABI_VERSION > 0 and 'torch' in sys.modules and env.target() == ''\n"
+        "for name in fa.__all__: getattr(fa, name)\n"
+        "assert {'attention', 'Causal'} <= set(dir(fa))\n"
+        "from flashattn_jit import *; assert attention is fa.attention\n"
+        "import torch; torch.ops.flashattn_jit\n"
+    )
+    start = {
+        "flashattn-jit": "import sys; sys.argv = ['/usr/bin/flashattn-jit']\n",
+        "python -m flashattn_jit": "import sys; sys.argv = ['-m', '--help']\n"
+        "sys.orig_argv = ['python', '-m', 'flashattn_jit', '--help']\n",
+    }
+    python(start[program] + code, FLASHATTN_JIT_TARGET="")
+
+
+def test_other_programs_import_the_ops_at_once() -> None:
+    """Also those run by `python -m`: an exported program needs the ops, and no name of ours."""
+    names = ["attention", "varlen_attention"]
+    for argv, original in ((["-m"], ["python", "-m", "service"]), (["serve.py"], []), ([], [])):
+        code = (
+            f"import sys; sys.argv = {argv}; sys.orig_argv = {original}\n"
+            "import flashattn_jit, torch\n"
+            f"assert set({names}) <= set(vars(flashattn_jit)), vars(flashattn_jit)\n"
+            "assert 'flashattn_jit._C' in sys.modules\n"
+        )
+        python(code)

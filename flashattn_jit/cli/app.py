@@ -13,6 +13,7 @@ import click
 from ..errors import FlashAttnJitError
 from . import output
 from .exit_codes import exit_code
+from .option_words import in_options
 
 _COMMANDS = {
     "doctor": "doctor",
@@ -124,6 +125,8 @@ def fail(error: BaseException, *, as_json: bool, debug: bool) -> int:
 def _message(error: BaseException) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
+    if isinstance(error, FlashAttnJitError):
+        return in_options(error) or type(error).__name__
     return str(error) or type(error).__name__
 
 

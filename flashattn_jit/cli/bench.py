@@ -36,12 +36,14 @@ def bench_command(
     import torch
 
     from ..inspect.bench import bench
-    from .variant_names import variant_of
+    from .variant_names import params_of, variant_of
 
-    report = bench(
-        variant_of(variant), dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
-        seconds=seconds, params=dict(params),
-    )  # fmt: skip
+    made = variant_of(variant)
+    with output.activity(f"compiling {made.name}") as show:
+        report = bench(
+            made, dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
+            seconds=seconds, params=params_of(made, params), progress=show,
+        )  # fmt: skip
     if not output.wants_json():
         output.lines(str(report))
         return

@@ -49,7 +49,9 @@ def ls(targets: tuple[str, ...], layer: str | None) -> None:
     output.rows(
         ["key", "target", "kernel", "variant", "size", "compiled", "compiler", "layer"],
         [_row(one) for one in found],
-    )
+        narrower=(("compiler", 0), ("compiled", 0), ("layer", 0), ("size", 0), ("key", 12),
+                  ("variant", 20), ("kernel", 12), ("variant", 8)),
+    )  # fmt: skip
     total = output.size(sum(one.size for one in found))
     output.summary(f"{len(found)} kernels, {total}; the user's folder is {env.cache_dir()}")
 
@@ -175,7 +177,11 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
         if (not wanted or entry.key in wanted)
         and (not targets or entry.document.get("target") in targets)
     ]
-    sent, had = remote.push(store, url, keys=tuple(chosen))
+    with output.activity("connecting") as show:
+        sent, had = remote.push(
+            store, url, keys=tuple(chosen),
+            progress=lambda done: show(f"sending: {done}/{len(chosen)} kernels"),
+        )  # fmt: skip
     if output.wants_json():
         output.emit_json("cache push", {"url": url, "sent": sent, "had": had})
     else:
@@ -247,7 +253,7 @@ def _row(one: Listed) -> list[str]:
         one.key[:SHOWN_KEY],
         document.get("target", ""),
         kernel_words(document) + stepped,
-        variant_words(document),
+        one.variant,
         output.size(one.size),
         str(one.meta.get("created", ""))[:19],
         one.entry.compiler_id,
@@ -264,6 +270,7 @@ def _brief(one: Listed) -> dict[str, Any]:
         "target": document.get("target", ""),
         "kernel": kernel_words(document) if document else "",
         "variant": variant_words(document),
+        "name": one.name,
         "compiler": one.entry.compiler_id,
         "created": one.meta.get("created", ""),
         "compile_s": one.meta.get("compile_s"),
@@ -295,7 +302,8 @@ def _show(one: Listed) -> None:
         ("layer", f"{one.layer}, {one.location}"),
         ("target", document.get("target", "")),
         ("kernel", kernel_words(document)),
-        ("variant", variant_words(document)),
+        ("variant", one.variant),
+        ("hooks", variant_words(document)),
         ("compiler", f"{one.entry.compiler_id} ({_line(meta['compiler'].get('version', ''))})"),
         ("compiled", f"{meta.get('created', '')[:19]} UTC, in {meta.get('compile_s', 0):.2f} s"),
         ("flags", document.get("flags", "").replace("\n", " ")),

@@ -20,7 +20,8 @@ def doctor_command(context: click.Context) -> None:
     """
     from ..inspect.doctor import doctor
 
-    checks = doctor()
+    with output.activity("checking"):
+        checks = doctor()
     if output.wants_json():
         output.emit_json("doctor", {
             "healthy": checks.healthy, "checks": [asdict(check) for check in checks],

@@ -43,6 +43,19 @@ class Listed:
         return {str(name): str(text) for name, text in self.meta.get("document", ())}
 
     @property
+    def name(self) -> str:
+        """Its variant's name when it was built; empty where that was not kept, and for utilities.
+
+        Other variants may have the same kernel. No key depends on it.
+        """
+        return str(self.meta.get("name", "")) if "variant" in spec_of(self.document) else ""
+
+    @property
+    def variant(self) -> str:
+        """The name, else what `variant_words` says."""
+        return self.name or variant_words(self.document)
+
+    @property
     def size(self) -> int:
         """What its files take."""
         return sum(int(f["bytes"]) for f in self.meta.get("files", {}).values())
@@ -104,7 +117,8 @@ def key_names(prefix: str) -> dict[str, str]:
     """Keys that begin with `prefix`, shortened, with what they are, for a shell to complete."""
     try:
         return {
-            one.key[:SHOWN_KEY]: f"{one.document.get('target', '')} {kernel_words(one.document)}"
+            one.key[:SHOWN_KEY]: f"{one.variant} {one.document.get('target', '')} "
+            + kernel_words(one.document)
             for one in listed()
             if one.key.startswith(prefix.lower())
         }

@@ -43,13 +43,15 @@ def explain_command(
     """
     import torch
 
-    from .variant_names import variant_of
+    from .variant_names import params_of, variant_of
 
     offset: int | str = int(q_offset) if q_offset.lstrip("-").isdigit() else q_offset
-    found = variant_of(variant).explain(
-        dims=complete_sizes(sizes), dtype=getattr(torch, dtype), q_offset=offset, target=target,
-        device=device, plot=plot, **dict(params),
-    )  # fmt: skip
+    made = variant_of(variant)
+    with output.activity(f"explaining {made.name}; a kernel that no layer has is compiled"):
+        found = made.explain(
+            dims=complete_sizes(sizes), dtype=getattr(torch, dtype), q_offset=offset,
+            target=target, device=device, plot=plot, **params_of(made, params),
+        )  # fmt: skip
     if output.wants_json():
         output.emit_json("explain", _document(found))
     else:

@@ -29,7 +29,11 @@ def show(path: str) -> None:
             "path": path, "lines": [dict(zip(names, row, strict=True)) for row in found],
         })  # fmt: skip
     else:
-        output.rows(["name", "target", "kernel", "variant"], found)
+        output.rows(
+            ["variant", "target", "kernel", "hooks"],
+            found,
+            narrower=(("hooks", 0), ("variant", 20), ("kernel", 12), ("variant", 8)),
+        )
         output.summary(f"{len(found)} kernels")
 
 

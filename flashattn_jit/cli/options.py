@@ -10,9 +10,7 @@ from click.shell_completion import CompletionItem
 
 from .. import env
 from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS, default_target
-from ..deploy.structures import library_names
-from ..planner.reachable import FORMATS
-from . import variant_names
+from . import library_index, variant_names
 
 if TYPE_CHECKING:
     _Type = click.ParamType[Any]
@@ -114,6 +112,8 @@ class FormatType(_Type):
     name = "format"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        from ..planner.reachable import FORMATS
+
         if value not in FORMATS:
             self.fail(f"{value!r} is not one of {', '.join(FORMATS)}", param, ctx)
         return str(value)
@@ -121,6 +121,8 @@ class FormatType(_Type):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        from ..planner.reachable import FORMATS
+
         return _beginning(incomplete, dict.fromkeys(FORMATS, ""))
 
 
@@ -134,8 +136,7 @@ class VariantType(_Type):
     ) -> list[CompletionItem]:
         if "/" in incomplete or "." in incomplete:
             return [CompletionItem(incomplete, type="file")]
-        names = {n: _first_line(n) for n in library_names()}
-        return _beginning(incomplete, names)
+        return _beginning(incomplete, library_index.variants())
 
 
 class ManifestOrVariantType(VariantType):
@@ -237,9 +238,3 @@ def _beginning(incomplete: str, choices: Mapping[str, str]) -> list[CompletionIt
         for name, text in choices.items()
         if name.lower().startswith(low)
     ]
-
-
-def _first_line(name: str) -> str:
-    from ..variants import library
-
-    return (getattr(library, name).__doc__ or "").strip().partition("\n")[0]

@@ -9,9 +9,11 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import click
 
@@ -23,6 +25,9 @@ SCHEMA = 1
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "corrupt": "bold red"}
 _SPACE = re.compile(r"\s+")
+_GAP = 2  # between columns
+_LINES_APART_S = 3.0
+_DRAWINGS_APART_S = 0.2
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
@@ -72,11 +77,19 @@ def summary(text: str) -> None:
         click.echo(text)
 
 
-def rows(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Prints a table on a terminal, aligned plain lines without a header in a pipe."""
+def rows(
+    header: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    narrower: Sequence[tuple[str, int]] = (),
+) -> None:
+    """Prints a table on a terminal, aligned plain lines without a header in a pipe.
+
+    narrower: what gives way, in order, until no row of the table is wider than the terminal: a
+    column, and the width that it is cut to at most, 0 to leave it out.
+    """
     clean = [[_SPACE.sub(" ", cell).strip() for cell in row] for row in cells]
     if is_terminal():
-        _rich_table(header, clean)
+        _rich_table(header, clean, narrower)
         return
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for row in clean:
@@ -92,24 +105,56 @@ def fields(pairs: Sequence[tuple[str, str]]) -> None:
         click.echo(f"{name.ljust(width)}  {value}".rstrip())
 
 
-def _rich_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+def _rich_table(
+    header: Sequence[str], cells: Sequence[Sequence[str]], narrower: Sequence[tuple[str, int]]
+) -> None:
     from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in header:
-        table.add_column(name, overflow="fold")
+    out = console()
+    widths = {
+        name: max(map(cell_len, column))
+        for name, *column in zip(header, header, *cells, strict=True)
+    }
+    for name, least in narrower:
+        if name not in widths:
+            continue
+        over = sum(widths.values()) + _GAP * (len(widths) - 1) - out.width
+        if over > 0:
+            widths[name] = max(min(least, widths[name]), widths[name] - over) if least else 0
+            widths = {name: width for name, width in widths.items() if width}
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+    for name, width in widths.items():
+        if narrower:
+            # The beginning of a key is a key; that of anything else ends with dots.
+            cut: Literal["crop", "ellipsis"] = "crop" if name == "key" else "ellipsis"
+            table.add_column(name, no_wrap=True, overflow=cut, max_width=width)
+        else:
+            table.add_column(name, overflow="fold")
     for row in cells:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    console().print(table)
+        shown = [cell for name, cell in zip(header, row, strict=True) if name in widths]
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in shown))
+    out.print(table)
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on stderr, where that is a terminal. Yields what to call after each item."""
+    """What is done of long work, on stderr. Yields what to call after each item.
+
+    A bar on a terminal, elsewhere a line every few seconds.
+    """
     if not is_terminal(sys.stderr):
-        yield lambda: None
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            show(f"{what}: {done}/{total}")
+
+        with activity(what) as show:
+            yield count
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -117,6 +162,42 @@ def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
     with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextlib.contextmanager
+def activity(what: str) -> Iterator[Callable[[str], object]]:
+    """What is going on, on stderr. Yields what to call with other words for it.
+
+    One line on a terminal, gone in the end; elsewhere a line every few seconds. Nothing is written
+    but by these calls: a measurement between two of them is left alone.
+    """
+    terminal = is_terminal(sys.stderr)
+    last = float("-inf") if terminal else time.monotonic()
+    width = 0  # of the line that a terminal shows
+
+    def write(text: str) -> None:
+        nonlocal width
+        if sys.stderr is None:
+            return
+        if terminal:
+            text = text[: shutil.get_terminal_size().columns - 1]
+            text, width = f"{text.ljust(width)}\r", len(text)
+        sys.stderr.write(text if terminal else f"{text}\n")
+        sys.stderr.flush()
+
+    def show(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= (_DRAWINGS_APART_S if terminal else _LINES_APART_S):
+            last = now
+            write(text)
+
+    show(what)
+    try:
+        yield show
+    finally:
+        if terminal:
+            write("")
 
 
 def size(value: float) -> str:

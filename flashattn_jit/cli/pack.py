@@ -43,7 +43,12 @@ def pack_command(
     from .entries import find
 
     full = [find(prefix)[0].key for prefix in keys]
-    _show("pack", pack(path, manifest=manifest, targets=targets, keys=full, allow_cpp=allow_cpp))
+    with output.activity("packing") as show:
+        report = pack(
+            path, manifest=manifest, targets=targets, keys=full, allow_cpp=allow_cpp,
+            progress=lambda done, total: show(f"packing: {done}/{total} kernels"),
+        )  # fmt: skip
+    _show("pack", report)
 
 
 @click.command("unpack", cls=Command, short_help="Put a pack's kernels into the cache.")
@@ -65,7 +70,12 @@ def unpack_command(path: str, directory: str | None, targets: tuple[str, ...]) -
     """
     from ..deploy.unpack import unpack
 
-    _show("unpack", unpack(path, directory, targets=targets))
+    with output.activity("unpacking") as show:
+        report = unpack(
+            path, directory, targets=targets,
+            progress=lambda done, total: show(f"unpacking: {done}/{total} kernels"),
+        )  # fmt: skip
+    _show("unpack", report)
 
 
 def _show(command: str, report: Any) -> None:

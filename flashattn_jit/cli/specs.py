@@ -13,6 +13,7 @@ from ..deploy.manifest import Line, read_lines, read_manifest
 from ..errors import InputError
 from ..jit.key import kernel_key
 from ..jit.toolchain import flags_for
+from ..variants.ir_check import fitting_name
 from .entries import find
 from .variant_names import is_file
 
@@ -47,7 +48,7 @@ def read(text: str) -> list[Named]:
     if not _PREFIX.fullmatch(text):
         raise InputError(f"{text!r} is no key, no manifest that exists, and no spec as JSON")
     one = find(text)[0]
-    spec = spec_from_document(one.document.get("spec", ""))
+    spec = spec_from_document(one.document.get("spec", ""), fitting_name(one.name or "variant"))
     return [Named(spec, one.key, tuple(one.document.items()))]
 
 

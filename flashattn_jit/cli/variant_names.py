@@ -17,13 +17,14 @@ import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..deploy.structures import library_names
 from ..errors import InputError
-from ..variants import library
-from ..variants.spec import Variant, as_variant
+
+if TYPE_CHECKING:
+    from ..variants.spec import Variant
 
 _PLACE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d, ]*)\]")
@@ -66,8 +67,21 @@ def param_value(text: str) -> Any:
         return text
 
 
+def params_of(variant: Variant, given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Params by name. Raises ParamError for one that the variant does not have."""
+    from ..variants.params import unknown_param
+
+    params = dict(given)
+    for name in params:
+        if name not in variant.param_names:
+            raise unknown_param(variant.name, name, variant.param_names)
+    return params
+
+
 def _made(found: Any, text: str) -> Variant:
     """A variant from a variant, a class without required arguments, or a bare mod."""
+    from ..variants.spec import as_variant
+
     if isinstance(found, type) or found in _makers():
         try:
             found = found()
@@ -77,10 +91,15 @@ def _made(found: Any, text: str) -> Variant:
 
 
 def _makers() -> tuple[Any, ...]:
+    from ..deploy.structures import library_names
+    from ..variants import library
+
     return tuple(getattr(library, n) for n in library_names())
 
 
 def _value(node: ast.expr, text: str) -> Any:
+    from ..variants.spec import Variant
+
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         if node.value.id in ("fa", "flashattn_jit"):
             return _library(node.attr)
@@ -110,6 +129,8 @@ def _value(node: ast.expr, text: str) -> Any:
 
 
 def _library(name: str) -> Any:
+    from ..variants import library
+
     names = {n.lower(): n for n in library.__all__}
     if name.lower() not in names:
         import difflib

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..planner.requests import requests_of
 from .entries import entries_of
 from .pack_writer import check_place, checked_path, write_pack
 from .report import kernel_words
-from .structures import parse_targets
+from .targets import parse_targets
 from .wanted import wanted_specs
 
 _SHOWN = 5
@@ -50,6 +50,7 @@ def pack(
     targets: str | Sequence[str] = (),
     keys: Sequence[str] = (),
     allow_cpp: bool = False,
+    progress: Callable[[int, int], object] | None = None,
 ) -> PackReport:
     """Writes kernels of the cache to one file, whole or not at all.
 
@@ -63,6 +64,7 @@ def pack(
         targets: only kernels of these; with `manifest` it is retargeted to them, as in `warm`.
         keys: only kernels of these keys or beginnings of keys.
         allow_cpp: see `read_manifest`.
+        progress: called with the number of entries that are written, and of all, after each.
 
     Raises:
         PackError: a kernel of the manifest is in no layer, a key names none, an entry is corrupt,
@@ -89,7 +91,7 @@ def pack(
             "there is nothing to pack: no such kernel is in the cache; build some with "
             "flashattn-jit warm"
         )
-    size = write_pack(path, chosen)
+    size = write_pack(path, chosen, progress)
     counts = Counter(_target(one) for one in chosen)
     return PackReport(
         os.fspath(path), len(chosen), size, tuple(sorted(counts.items())),

@@ -9,7 +9,7 @@ import os
 import shlex
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +29,11 @@ from ..jit.pack_index import (
 from ..jit.zip_frame import Member
 
 
-def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
+def write_pack(
+    path: str | os.PathLike[str],
+    sources: Sequence[Found],
+    progress: Callable[[int, int], object] | None = None,
+) -> int:
     """Writes a pack of some entries, whole or not at all; returns its size in bytes.
 
     Equal entries make equal bytes, in whatever order they come. Each file is read once and compared
@@ -43,7 +47,7 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            size = _write(file, ordered)
+            size = _write(file, ordered, progress)
             file.flush()
             os.fchmod(file.fileno(), 0o644 & ~_umask())
             os.fsync(file.fileno())
@@ -98,7 +102,9 @@ def check_place(path: Path) -> None:
         raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")
 
 
-def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
+def _write(
+    file: BinaryIO, sources: Sequence[Found], progress: Callable[[int, int], object] | None
+) -> int:
     # Digests have a fixed width, so the index's length is known before they are.
     metas = [_meta_text(source) for source in sources]
     blank = [
@@ -126,6 +132,8 @@ def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
             file.write(zip_frame.local_header(members[-1]))
             file.write(content)
         entries.append(listed._replace(files=digests))
+        if progress is not None:
+            progress(len(entries), len(sources))
     index = index_text(entries)
     assert len(index) == index_bytes
     members.insert(0, Member(INDEX, index_bytes, zlib.crc32(index)))

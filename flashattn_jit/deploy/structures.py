@@ -6,7 +6,7 @@ any will do; where one of them would, warming says which argument it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from ..codegen.requests import AnySpec
-from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
-from ..errors import FlashAttnJitError, InputError, ParamError, TargetError
+from ..errors import FlashAttnJitError, InputError, ParamError
 from ..ops._batch_plan import _stand_in
 from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
-from ..ops._placement import device_target
 from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind
@@ -181,33 +179,6 @@ def _bound(
     return bounds[0]
 
 
-def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Compiled targets by name: also ``host`` (this machine's), ``cpu``, ``cuda`` and ``all``.
-
-    Raises TargetError for a name that is none.
-    """
-    groups = {"cpu": CPU_TARGETS, "cuda": CUDA_TARGETS, "all": (*CPU_TARGETS, *CUDA_TARGETS)}
-    chosen: dict[str, None] = {}
-    if targets is None or (isinstance(targets, Sequence) and not targets):
-        return ()
-    if not isinstance(targets, Sequence) or not all(isinstance(n, str) for n in targets):
-        raise TargetError(
-            f"targets must be names, in a string or a sequence, got {type(targets).__name__}"
-        )
-    for name in _items(targets):
-        if name == "host":
-            chosen.update(dict.fromkeys(_host_targets()))
-            continue
-        for target in groups.get(name, (compiled_target(name),)):
-            if target not in groups["all"]:
-                raise TargetError(
-                    f"unknown target {name!r}; known: {', '.join(groups['all'])}, and host, "
-                    f"{', '.join(groups)} for several"
-                )
-            chosen[target] = None
-    return tuple(chosen)
-
-
 def parse_head_dims(head_dims: Any) -> tuple[HeadDims, ...]:
     """(head_dim, head_dim_v) of each of 64, "64", (576, 512) and "576/512". Raises InputError."""
     if isinstance(head_dims, int | str):
@@ -270,17 +241,6 @@ def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
     return "" if heads else "; give num_q_heads= and num_kv_heads="
 
 
-def _host_targets() -> Iterable[str]:
-    yield default_target()
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            yield device_target(index)
-
-
-def _items(names: str | Sequence[str]) -> Sequence[str]:
-    return [n.strip() for n in names.split(",")] if isinstance(names, str) else names
-
-
 def _head_dims(one: Any) -> HeadDims:
     parts = one.split("/") if isinstance(one, str) else one if isinstance(one, tuple) else (one,)
     try:
@@ -309,5 +269,5 @@ def _dtype_name(one: Any, allowed: Sequence[torch.dtype]) -> str:
     return name
 
 
-__all__ = ["library_names", "parse_dtypes", "parse_head_dims", "parse_targets", "parse_variant",
-           "specs_of", "variant_ir"]  # fmt: skip
+__all__ = ["library_names", "parse_dtypes", "parse_head_dims", "parse_variant", "specs_of",
+           "variant_ir"]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from ..jit.entry import META, CorruptEntryError
 from ..jit.pack_file import PackedEntry, PackFile
 from ..jit.store import Store
 from .pack_writer import checked_path
-from .structures import parse_targets
+from .targets import parse_targets
 
 _THREADS = 2
 
@@ -45,6 +45,7 @@ def unpack(
     directory: str | os.PathLike[str] | None = None,
     *,
     targets: str | Sequence[str] = (),
+    progress: Callable[[int, int], object] | None = None,
 ) -> UnpackReport:
     """Puts the kernels of a pack into a folder, each whole or not at all.
 
@@ -57,6 +58,7 @@ def unpack(
         directory: the user's cache folder by default. Another one is made where it is missing, and
             can be named in FLASHATTN_JIT_CACHE_PATH: a read-only layer.
         targets: only kernels of these; all by default.
+        progress: called with the number of entries that are done, and of all, after each.
 
     Raises:
         PackError: the pack is missing, damaged or unsafe; names the member. What came before it
@@ -79,7 +81,10 @@ def unpack(
         # Digests and writes leave the interpreter to another thread.
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
-                sizes += threads.map(partial(_unpack_one, store), wanted)
+                for one in threads.map(partial(_unpack_one, store), wanted):
+                    sizes.append(one)
+                    if progress is not None:
+                        progress(len(sizes), len(wanted))
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise

@@ -12,8 +12,8 @@ from ..codegen.requests import AnySpec
 from ..codegen.spec import KernelSpec
 from ..errors import InputError
 from ..planner.reachable import retarget
-from . import structures
 from .manifest import Line, read_lines, read_manifest
+from .targets import parse_targets
 
 _STDIN = "-"
 
@@ -43,8 +43,8 @@ def wanted_specs(
         elif isinstance(one, AnySpec):
             recorded.append(one)
         else:
-            variants.append(structures.parse_variant(one))
-    chosen = structures.parse_targets(targets) if targets else ()
+            variants.append(one)
+    chosen = parse_targets(targets) if targets else ()
     found: list[AnySpec] = []
     for spec in recorded:
         for target in chosen or (spec.target,):
@@ -55,15 +55,17 @@ def wanted_specs(
             "recorded; CUDA targets take bfloat16 and float16 (sm_75: float16)"
         )
     if variants:
+        from . import structures  # imports torch, which manifests need not
+
         if not head_dims or not dtypes:
             raise InputError(
                 "variants need head_dims= and dtypes=, such as head_dims=(64, 128), dtypes='bf16'"
             )
         found += structures.specs_of(
-            variants,
+            [structures.parse_variant(one) for one in variants],
             structures.parse_head_dims(head_dims),
             structures.parse_dtypes(dtypes),
-            chosen or structures.parse_targets("host"),
+            chosen or parse_targets("host"),
             formats,
             heads,
             params or {},

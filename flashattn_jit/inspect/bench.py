@@ -112,10 +112,12 @@ def bench(
     device: str = "cpu",
     seconds: float = 3.0,
     params: Mapping[str, object] | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> BenchReport:
     """Time `variant` on random tensors of `dims`, which lie on `device`.
 
     seconds: about how long to measure, the first call's compiling and the reference aside.
+    progress: called between measurements with what is done now.
     Raises InputError for tensors of more than 8 GiB or a device that is not there, and what
     `fa.attention` raises.
     """
@@ -131,7 +133,7 @@ def bench(
     q, k, v = _inputs(shape, dtype, device)
     candidates, skipped = _candidates(variant, q, k, v, given)
     finish = torch.cuda.synchronize if device != "cpu" else _nothing
-    times = _interleave(candidates, seconds, finish)
+    times = _interleave(candidates, seconds, finish, progress or _ignore)
     share = explanation.tiles.counts.visited_share
     return BenchReport(
         variant.name, explanation.target, shape, str(dtype).removeprefix("torch."),
@@ -192,15 +194,18 @@ def _interleave(
     candidates: Mapping[str, tuple[str, Callable[[], object]]],
     seconds: float,
     finish: Callable[[], object],
+    progress: Callable[[str], object],
 ) -> dict[str, list[float]]:
     """Wall times of each candidate in rounds; the slow reference takes part in the first few."""
     quick = [name for name in candidates if name != "eager reference"]
     for name in candidates:  # compiles, and fills caches
+        progress(f"first call: {name}")
         _time(candidates[name][1], finish)
     once = sum(_time(candidates[name][1], finish) for name in quick)
     rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(seconds / max(once, 1e-9))))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
         for name in candidates if number < _REFERENCE_ROUNDS else quick:
             times[name].append(_time(candidates[name][1], finish))
     return times
@@ -212,6 +217,10 @@ def _time(run: Callable[[], object], finish: Callable[[], object]) -> float:
     run()
     finish()
     return time.perf_counter() - begin
+
+
+def _ignore(text: str) -> None:
+    """The progress of a call that asked for none."""
 
 
 def _nothing() -> None:

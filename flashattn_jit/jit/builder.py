@@ -33,6 +33,7 @@ from flashattn_jit.jit.found import Found, found_in_folder
 from flashattn_jit.jit.key import KernelKey
 from flashattn_jit.jit.store import CorruptEntryError, Entry, Store
 from flashattn_jit.jit.trust import may_be_swapped
+from flashattn_jit.variants.ir_check import fitting_name
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +102,9 @@ class Builder(Generic[T]):
             reason = str(error)
         if self.must_keep:
             raise CacheError(
-                f"kernel {wanted.key.hex[:16]} cannot be kept in {self.store.root}: {reason}; set "
-                "FLASHATTN_JIT_CACHE_DIR to a folder that can be written"
+                f"kernel {wanted.key.hex[:16]} of {wanted.request.name} cannot be kept in "
+                f"{self.store.root}: {reason}; set FLASHATTN_JIT_CACHE_DIR to a folder that can be "
+                "written"
             )
         log.warning("kernels are not kept: cannot write to %s: %s", self.store.root, reason)
         with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as folder:
@@ -139,16 +141,17 @@ class Builder(Generic[T]):
             ) from failure
         self.counters.compiles += 1
         self.counters.compile_s += compile_s
-        log.info("compiled kernel %s in %.2f s", key.hex[:16], compile_s)
+        shown = f"{key.hex[:16]} of {request.name}"
+        log.info("compiled kernel %s in %.2f s", shown, compile_s)
         meta["compile_s"] = round(compile_s, 3)
         steps_down = bool(wanted.smaller and "complaints" in meta)
         if steps_down:
-            log.info("kernel %s takes a smaller tile: %s", key.hex[:16], meta["complaints"])
+            log.info("kernel %s takes a smaller tile: %s", shown, meta["complaints"])
             meta[STEPPED_DOWN] = {"key": wanted.smaller[0]}
             staging.joinpath(ARTIFACT).unlink()
         elif "complaints" in meta:
-            log.warning("kernel %s will be slow: %s", key.hex[:16], meta["complaints"])
-        identity = self._complete(meta, key, request.target)
+            log.warning("kernel %s will be slow: %s", shown, meta["complaints"])
+        identity = self._complete(meta, key, request.target, request.name)
         # Put to use before it is published: nothing that cannot be loaded enters the cache. The
         # file is mapped by now, so it may be moved or removed.
         own = None if steps_down else self._use_staged(wanted, identity, staging, meta)
@@ -157,13 +160,13 @@ class Builder(Generic[T]):
             return wanted.smaller[0]
         if entry is None or entry.stepped_down_to:
             if self.must_keep:
-                raise CacheError(f"kernel {key.hex[:16]} is not kept in {self.store.root}")
+                raise CacheError(f"kernel {shown} is not kept in {self.store.root}")
             return Obtained(*own, compile_s)
         kept = found_in_folder(entry, "compiler")
         try:
             return Obtained(self.use(kept), kept, compile_s)
         except OSError as error:
-            log.warning("kernel %s is kept, but cannot be loaded: %s", key.hex[:16], error)
+            log.warning("kernel %s is kept, but cannot be loaded: %s", shown, error)
             return Obtained(*own, compile_s)
 
     def _use_staged(
@@ -194,10 +197,14 @@ class Builder(Generic[T]):
         return self.use(staged), staged
 
     def _complete(
-        self, meta: dict[str, Any], key: KernelKey, target: str
+        self, meta: dict[str, Any], key: KernelKey, target: str, name: str
     ) -> CompilerIdentity | None:
-        """Adds what is known of the build to its meta. Returns the compiler's identity."""
+        """Adds what is known of the build to its meta. Returns the compiler's identity.
+
+        name: whose kernel it was when it was built. Another variant may have the same kernel.
+        """
         meta["document"] = key.document
+        meta["name"] = fitting_name(name)
         meta["created"] = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         if self.compiler is None:
             return None
@@ -227,7 +234,8 @@ class Builder(Generic[T]):
                 store.quarantine(error.path, error.inode)
                 entry = store.publish(staging, key, identity, meta)
         except OSError as error:
-            log.warning("kernel %s is not kept in %s: %s", key[:16], store.root, error)
+            shown = f"{key[:16]} of {wanted.request.name}"
+            log.warning("kernel %s is not kept in %s: %s", shown, store.root, error)
             return None
         _evict(store)
         return entry
@@ -289,7 +297,8 @@ def _compile_error(
         str(folder / toolchain.source_name(request.target)),
     )
     return CompileError(
-        f"a kernel for {request.target} does not compile: {where}{failure.first_error}{blame}\n"
+        f"a kernel of {request.name} for {request.target} does not compile: {where}"
+        f"{failure.first_error}{blame}\n"
         + (f"  compiler: {shlex.join(compiler.command)}" if compiler is not None else "")
         + (f" ({named})\n" if named else "\n" if compiler is not None else "")
         + f"  log:    {log_path}\n  source: {source_path}",

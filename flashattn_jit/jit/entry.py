@@ -16,6 +16,7 @@ from typing import Any
 from flashattn_jit.errors import CacheError
 from flashattn_jit.jit.key import document_digest
 from flashattn_jit.jit.trust import complaint
+from flashattn_jit.variants.ir_check import MAX_NAME
 
 ARTIFACT = "artifact.so"
 META = "meta.json"
@@ -153,7 +154,9 @@ def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
 def _check_facts(meta: Mapping[str, Any]) -> None:
     """What is told to people only: of the kind that it is printed and compared as."""
     created, complaints = meta.get("created", ""), meta.get("complaints", [])
+    name = meta.get("name", "")
     facts = {
+        "name": isinstance(name, str) and len(name) <= MAX_NAME and name.isprintable(),
         "created": isinstance(created, str) and len(created) <= 64 and created.isprintable(),
         "compiler": isinstance(meta["compiler"].get("version", ""), str),
         "complaints": isinstance(complaints, (list, tuple))

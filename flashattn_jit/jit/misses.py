@@ -136,7 +136,7 @@ def missing_kernel(
     cause = fault_of(searched)
     lines = [
         (f"{cause}\n" if cause else "")
-        + f"kernel {key.hex} for {target} is in no layer of the cache, and "
+        + f"kernel {key.hex} of {request.name} for {target} is in no layer of the cache, and "
         "FLASHATTN_JIT_COMPILE=never forbids to compile it",
         *(f"  {layer}" for layer in searched),
     ]

@@ -93,10 +93,17 @@ class RemoteLayer:
         return iter(())
 
 
-def push(store: Store, url: str, *, keys: tuple[str, ...] | None = None) -> tuple[int, int]:
+def push(
+    store: Store,
+    url: str,
+    *,
+    keys: tuple[str, ...] | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> tuple[int, int]:
     """Copies the entries of a store that a remote folder lacks, all or those of `keys`.
 
     Each is verified before it is sent, and its meta.json is sent last: it makes an entry whole.
+    progress: called with the number of entries that are done, before each.
     Returns how many were sent and how many it had. Raises CorruptEntryError, RemoteError.
     """
     sent = had = 0
@@ -105,6 +112,8 @@ def push(store: Store, url: str, *, keys: tuple[str, ...] | None = None) -> tupl
         for listed in store.entries():
             if keys is not None and listed.key not in keys:
                 continue
+            if progress is not None:
+                progress(sent + had)
             entry = store.verify(listed.path)
             folder = _entry_folder(root, entry.compiler_id, entry.key)
             if filesystem.exists(f"{folder}/{META}"):

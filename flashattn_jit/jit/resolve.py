@@ -192,7 +192,8 @@ class Resolver(Generic[T]):
                     return used
                 if isinstance(used, _Reason):
                     reason = reason or used.text
-                    log.info("kernel %s in %s: %s", wanted.key.hex[:16], layer.location, used.text)
+                    shown = f"{wanted.key.hex[:16]} of {wanted.request.name}"
+                    log.info("kernel %s in %s: %s", shown, layer.location, used.text)
                 else:
                     return used
             searched.append(Searched(layer.name, layer.location, reason, answer.fault))

@@ -200,7 +200,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What messages and file names call the variant."""
+        """What messages call the variant."""
         return str(self.__dict__.get("_name", type(self).__name__))
 
     @property

@@ -35,12 +35,13 @@ class ComposedVariant(Variant):
 
     @property
     def name(self) -> str:
-        """The parts' names joined by the operation."""
-        names = [p.name for p in self._parts]
-        joint = {"and": "_and_", "or": "_or_"}.get(self._operation)
+        """As its user writes it, without arguments: ``Causal & ~Chunked``."""
+        looser = {"and": ("or",), "not": ("and", "or")}.get(self._operation, ())
+        names = [f"({p.name})" if _joint(p) in looser else p.name for p in self._parts]
+        joint = {"and": " & ", "or": " | "}.get(self._operation)
         if joint is not None:
             return joint.join(names)
-        return f"not_{names[0]}" if self._operation == "not" else names[0]
+        return f"~{names[0]}" if self._operation == "not" else names[0]
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of the parts, combined."""
@@ -66,6 +67,13 @@ class ComposedVariant(Variant):
         if joint is not None:
             return f"({joint.join(texts)})"
         return f"~{texts[0]}" if self._operation == "not" else texts[0]
+
+
+def _joint(part: Variant) -> str:
+    """The operation that the name of a part shows; empty for a single variant."""
+    while isinstance(part, ComposedVariant) and part._operation == "renamed":
+        part = part._parts[0]
+    return part._operation if isinstance(part, ComposedVariant) else ""
 
 
 def compose(operation: str, *parts: Variant) -> Variant:

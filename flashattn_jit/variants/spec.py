@@ -95,11 +95,15 @@ def variant(
 
 
 def _name_of(hooks: Mapping[str, Any]) -> str:
-    for fn in hooks.values():
-        text = getattr(fn, "__name__", "")
-        if text and text.isidentifier():
-            return str(text)
-    return "variant"
+    """Such as ``score_mod(alibi) & mask_mod(window)``; hooks given as C++ text have no names."""
+    called = {h: _function_name(fn) for h, fn in hooks.items() if h != "normalizer"}
+    return " & ".join(f"{h}({name})" for h, name in called.items() if name) or "variant"
+
+
+def _function_name(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return "" if isinstance(fn, CppHook) else str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _check_hook(hook: str, fn: Any) -> None:
@@ -120,7 +124,7 @@ def _check_hook(hook: str, fn: Any) -> None:
         )
 
 
-FULL = FunctionVariant({}, "full")
+FULL = FunctionVariant({}, "Full")
 _BY_ARITY = {4: "mask_mod", 5: "score_mod"}
 
 
@@ -148,4 +152,4 @@ def as_variant(x: Any) -> Variant:
             f"a bare function must take 4 arguments (mask_mod: b, h, q_idx, kv_idx) or 5 "
             f"(score_mod: score first), got {positional_count(x)}"
         )
-    return FunctionVariant({hook: x}, getattr(x, "__name__", "variant").strip("<>"))
+    return FunctionVariant({hook: x}, _name_of({hook: x}))

@@ -28,6 +28,8 @@ _BOOL_REMEDIES = (
     (r"\b(if|while|assert)\b", "`if`", "use `torch.where(condition, a, b)`"),
 )
 
+_OF_A_FUNCTION = re.compile(r"\w+_mod\([^()|~]*\)")
+
 
 class Where:
     """Names the variant's hook and finds the user's line among the frames of a call.
@@ -61,7 +63,12 @@ class Where:
         self._outside = None
 
     def _name(self) -> str:
-        return f"{self.owner}.{self.kind}" if self.owner else self.kind
+        parts = self.owner.split(" & ")
+        own = [part for part in parts if part.startswith(f"{self.kind}(")]
+        if len(own) == 1 and all(_OF_A_FUNCTION.fullmatch(part) for part in parts):
+            return own[0]  # of plain functions: score_mod(cap) & mask_mod(causal)
+        owner = f"({self.owner})" if " " in self.owner else self.owner
+        return f"{owner}.{self.kind}" if owner else self.kind
 
     def _line(self) -> tuple[str, int] | None:
         frame: types.FrameType | None = sys._getframe(1)

@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import flashattn_jit as fa
 from flashattn_jit.deploy.manifest import line_of, line_text, write_manifest
+from flashattn_jit.jit.module import default
 from flashattn_jit.jit.store import ARTIFACT, META
 
 
@@ -210,3 +213,70 @@ def test_a_manifest_may_come_from_standard_input(run, entries, spec_of) -> None:
     wrong = run("manifest", "show", "-", input=f"{lines}nonsense\n")
     assert wrong.exit_code == 8
     assert "standard input, line 3" in wrong.stderr
+
+
+def _rename(entry, name: object) -> None:
+    """Writes the name that an entry's variant had when it was built."""
+    meta = json.loads(entry.path.joinpath(META).read_text())
+    entry.path.joinpath(META).write_text(json.dumps({**meta, "name": name}))
+
+
+def test_variants_are_named_as_they_were_when_they_were_built(run, run_json, entries) -> None:
+    _rename(entries[0], "SlidingWindow & SoftCap")
+    named = {one["key"]: one["name"] for one in run_json("cache", "ls")["kernels"]}
+    assert named == {e.key: "SlidingWindow & SoftCap" if e is entries[0] else "" for e in entries}
+    lines = {line.split()[0]: line for line in run("cache", "ls").stdout.splitlines()}
+    assert "  SlidingWindow & SoftCap  " in lines[entries[0].key[:16]]
+    assert "  no hooks " in lines[entries[1].key[:16]], "kept by an earlier version"
+    explained = run("cache", "explain", entries[0].key).stdout
+    assert explained.startswith("SlidingWindow & SoftCap for cpu:generic, kernel ")
+    shown = run("cache", "show", entries[0].key).stdout
+    assert "\nvariant   SlidingWindow & SoftCap\nhooks     no hooks " in shown
+
+
+@pytest.mark.parametrize("name", ["\x1b[2Jgone", "a\nb", "\u202eback", "x" * 999, 3, ["x"]])
+def test_an_entry_with_a_hostile_name_is_corrupt(run, entries, name: object) -> None:
+    _rename(entries[0], name)
+    listed = run("cache", "ls")
+    assert "corrupt: see cache verify" in listed.stdout
+    assert not any(not c.isprintable() for line in listed.stdout.splitlines() for c in line)
+    assert "has a wrong name" in run("cache", "verify").stdout
+
+
+def test_the_name_of_a_build_is_kept_and_part_of_no_key(
+    run_json, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first variant that asks for a kernel names it; another one finds the same."""
+    q = torch.randn(1, 1, 4, 8)
+
+    def never(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    fa.attention(q, q, q, never, target="cpu:generic")
+    (kept,) = run_json("cache", "ls")["kernels"]
+    assert kept["name"] == "mask_mod(never)"
+    calls = fa.cache_info().compiles
+    default.forget()
+    fa.attention(q, q, q, fa.Causal(), target="cpu:generic")
+    assert fa.cache_info().compiles == calls
+    (found,) = run_json("cache", "ls")["kernels"]
+    assert found == kept
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(160, "key target kernel variant size compiled compiler layer"),
+     (110, "key target kernel variant size layer"),
+     (80, "key target kernel variant")],
+)  # fmt: skip
+def test_rows_of_ls_are_never_wrapped(on_terminal, entries, width: int, columns: str) -> None:
+    for entry in entries:
+        _rename(entry, "SlidingWindow & SoftCap")
+    code, text = on_terminal("cache", "ls", COLUMNS=str(width), NO_COLOR="1")
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert code == 0 and lines[0].split() == columns.split()
+    assert max(map(len, lines[:5])) <= width
+    assert sorted(line.split()[0][:12] for line in lines[2:5]) == sorted(
+        e.key[:12] for e in entries
+    )
+    assert all("SlidingWindow & Soft" in line for line in lines[2:5])

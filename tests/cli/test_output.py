@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
 
+from flashattn_jit.cli import output
 from flashattn_jit.cli.app import Group, app
 
 ESCAPE = "\x1b"
@@ -106,3 +110,59 @@ def test_the_module_and_the_script_are_one_program(process) -> None:
     assert done.returncode == 0
     assert done.stdout.startswith("flashattn-jit, version ")
     assert "Usage: flashattn-jit" in process("--help").stdout
+
+
+class Stream(io.StringIO):
+    """Standard error: a terminal or not."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that progress goes by, which tests advance."""
+    time = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: time[0])
+    return time
+
+
+def test_a_pipe_is_told_of_long_work_in_lines_a_few_seconds_apart(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(terminal=False)
+    monkeypatch.setattr(output, "sys", SimpleNamespace(stderr=stream, stdout=None))
+    with output.progress("verifying", 10) as advance:
+        for _ in range(10):
+            now[0] += 1.0
+            advance()
+    assert stream.getvalue().splitlines() == [f"verifying: {done}/10" for done in (3, 6, 9)]
+
+
+def test_a_terminal_shows_one_line_of_what_is_going_on(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(output, "sys", SimpleNamespace(stderr=stream, stdout=None))
+    monkeypatch.setenv("COLUMNS", "12")
+    with output.activity("compiling") as show:
+        show("round 1")  # too soon after the last one
+        now[0] = 1.0
+        show("round 2 of many")
+    assert stream.getvalue() == f"compiling\rround 2 of \r{' ' * 11}\r"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [(("pack", "{folder}/k.pack"), "packing"), (("doctor",), "checking"),
+     (("cache", "push", "file://{folder}/remote"), "connecting"), (("cache", "verify"), "verify")],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)  # fmt: skip
+def test_long_commands_say_what_they_do(
+    on_terminal, process, entries, tmp_path: Path, args: tuple[str, ...], words: str
+) -> None:
+    given = [arg.format(folder=tmp_path) for arg in args]
+    environment = {"FLASHATTN_JIT_COMPILE": "never"}
+    assert words in on_terminal(*given, **environment)[1]
+    assert process(*given, **environment).stderr == "", "it took no three seconds"

@@ -304,7 +304,7 @@ def test_a_variable_records_the_life_of_a_process_and_its_children(
         )  # fmt: skip
         assert done.returncode in (0, 3), done.stderr
         assert recorded(path) == [
-            ("Causal", "few_row"), ("Causal", "prefill"), ("full", "few_row"),
+            ("Causal", "few_row"), ("Causal", "prefill"), ("Full", "few_row"),
         ]  # fmt: skip
     assert paths[0].read_bytes() == paths[1].read_bytes()
 

@@ -76,3 +76,13 @@ def test_tensors_beyond_memory_are_refused_before_they_are_made() -> None:
 def test_a_device_that_is_not_there_is_an_input_error(device: str) -> None:
     with pytest.raises(InputError):
         bench(fa.Causal(), dims=DIMS, device=device)
+
+
+def test_progress_is_told_between_measurements() -> None:
+    said: list[str] = []
+    report = bench(fa.Causal(), dims=DIMS, seconds=0.0, progress=said.append)
+    rounds = len(report.timings[0].times_s)
+    assert said == [
+        *(f"first call: {t.name}" for t in report.timings),
+        *(f"round {i} of {rounds}" for i in range(1, rounds + 1)),
+    ]

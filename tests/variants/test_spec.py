@@ -254,11 +254,29 @@ def test_names():
     def my_mask(b, h, q, k):
         return q >= k
 
-    assert Causal().name == "Causal" and as_variant(my_mask).name == "my_mask"
+    class Scorer:
+        def __call__(self, score, b, h, q, k):
+            return score
+
+    assert Causal().name == "Causal" and as_variant(my_mask).name == "mask_mod(my_mask)"
     assert variant(mask_mod=my_mask, name="other").name == "other"
-    assert as_variant(lambda b, h, q, k: q >= k).name.isidentifier()
-    assert (Causal() & Window()).name == "Causal_and_Window"
+    assert as_variant(lambda b, h, q, k: q >= k).name == "mask_mod(<lambda>)"
+    both = variant(mask_mod=functools.partial(my_mask), score_mod=Scorer())
+    assert both.name == "score_mod(Scorer) & mask_mod(my_mask)"
+    assert variant(score_mod=cpp("return score;")).name == "variant"
+    assert as_variant(None).name == "Full"
     assert repr(Causal() & ~Window(window=3)) == "(Causal() & ~Window(window=3))"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Causal & W0", "Causal | ~W0", "(Causal | W0) & ~(W1 & Causal)", "~(~Causal | W0)",
+     "Causal & W0 & W1", "~~Causal & (W0 | W1)"],
+)  # fmt: skip
+def test_names_of_composed_variants_are_what_their_user_writes(text: str):
+    """Precedence included; `.named`, which renames params, does not show."""
+    parts = {"Causal": Causal(), "W0": Window(3).named("near"), "W1": Window(9).named("far")}
+    assert eval(text, parts).name == text.replace("W0", "Window").replace("W1", "Window")
 
 
 def test_slots_follow_first_use_whatever_the_order_of_capture():

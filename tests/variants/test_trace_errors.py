@@ -17,6 +17,7 @@ from flashattn_jit.errors import FlashAttnJitError, TraceError
 from flashattn_jit.variants import builtins
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant, variant
+from tests.variants.small_variants import Causal
 
 DIMS = Dims(2, 3, 3, 5, 7, 16, 16)
 T = torch.randn(8, 8)
@@ -143,7 +144,28 @@ def test_the_line_is_where_it_happened_not_where_the_hook_starts():
         as_variant(hook).bind(DIMS)
     line = inspect.getsourcelines(helper)[1] + 2
     assert f"test_trace_errors.py:{line}: `return float(y)`" in str(error.value)
-    assert "hook.score_mod" in str(error.value)
+    assert "score_mod(hook) (" in str(error.value)
+
+
+def test_hooks_are_named_as_their_variant_is():
+    """By the function where one alone can be meant, else by the whole composition."""
+
+    def cap(s, b, h, q, k):
+        return s if s > 0 else -s
+
+    def low(b, h, q, k):
+        return q >= k
+
+    capped = variant(score_mod=cap)
+    for chosen, name in (
+        (variant(score_mod=cap, mask_mod=low), "score_mod(cap)"),
+        (as_variant(low) & capped, "score_mod(cap)"),
+        (Causal() & capped, "(Causal & score_mod(cap)).score_mod"),
+        (capped & capped, "(score_mod(cap) & score_mod(cap)).score_mod"),
+    ):
+        with pytest.raises(TraceError) as error:
+            chosen.bind(DIMS)
+        assert str(error.value).startswith(f"{name} (")
 
 
 def test_a_floating_mask_is_an_error():
