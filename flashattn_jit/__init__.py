@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .deploy.recording import record_manifest
     from .deploy.unpack import unpack
     from .deploy.warm import warm
+    from .deploy.wheel import pack_wheel
     from .inspect.cache import cache_info, last_kernel_source
     from .inspect.doctor import doctor
     from .ops.append import append_paged_kv
@@ -87,6 +88,7 @@ _LAZY = {
     "doctor": "inspect.doctor",
     "last_kernel_source": "inspect.cache",
     "pack": "deploy.pack",
+    "pack_wheel": "deploy.wheel",
     "record_manifest": "deploy.recording",
     "unpack": "deploy.unpack",
     "warm": "deploy.warm",
@@ -137,6 +139,7 @@ __all__ = [
     "last_kernel_source",
     "merge_states",
     "pack",
+    "pack_wheel",
     "q_len",
     "q_row",
     "record_manifest",

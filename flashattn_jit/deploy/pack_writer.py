@@ -9,7 +9,7 @@ import os
 import shlex
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,12 +38,17 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
     """
     path = checked_path("path", path)
     check_place(path)
-    chosen = {(s.compiler_id, s.key): s for s in sources}
-    ordered = [chosen[name] for name in sorted(chosen)]
+    with replacing(path) as file:
+        return write_entries(file, sources)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it was written whole, and else leaves nothing."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            size = _write(file, ordered)
+            yield file
             file.flush()
             os.fchmod(file.fileno(), 0o644 & ~_umask())
             os.fsync(file.fileno())
@@ -57,7 +62,6 @@ def write_pack(path: str | os.PathLike[str], sources: Sequence[Found]) -> int:
         os.fsync(folder)
     finally:
         os.close(folder)
-    return size
 
 
 def checked_path(name: str, value: object) -> Path:
@@ -98,7 +102,10 @@ def check_place(path: Path) -> None:
         raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")
 
 
-def _write(file: BinaryIO, sources: Sequence[Found]) -> int:
+def write_entries(file: BinaryIO, sources: Sequence[Found]) -> int:
+    """Writes a pack to an open file that is empty; returns its size. See `write_pack`."""
+    chosen = {(s.compiler_id, s.key): s for s in sources}
+    sources = [chosen[name] for name in sorted(chosen)]
     # Digests have a fixed width, so the index's length is known before they are.
     metas = [_meta_text(source) for source in sources]
     blank = [

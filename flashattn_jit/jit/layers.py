@@ -1,7 +1,8 @@
 """Where kernels are looked for before they are compiled: folders, packs, a remote folder.
 
     user        FLASHATTN_JIT_CACHE_DIR: the only one that is written
-    read_only   each folder or pack of FLASHATTN_JIT_CACHE_PATH, in order
+    read_only   each folder or pack of FLASHATTN_JIT_CACHE_PATH, in order; then the packs that
+                installed wheels brought, by the wheels' names (`installed.py`)
     remote      FLASHATTN_JIT_CACHE_REMOTE (`remote.py`)
 
 A layer that cannot serve says why; only a user's folder that is not safe is an error.
@@ -13,7 +14,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,7 +32,8 @@ from flashattn_jit.jit.trust import check_file
 if TYPE_CHECKING:
     from flashattn_jit.jit.pack_file import PackedEntry, PackFile
 
-__all__ = ["Answer", "FolderLayer", "Layer", "PackLayer", "Searched", "layers", "local_layers"]
+__all__ = ["Answer", "FolderLayer", "Layer", "PackLayer", "Searched", "layers", "local_layers",
+           "nearest_in", "remote_layers", "user_layer"]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -167,28 +169,45 @@ def _pack_reason(
     return _other_compiler(others, compiler_id) if others else "it has no such kernel"
 
 
-def local_layers() -> tuple[FolderLayer | PackLayer, ...]:
-    """The layers on this machine, in the order in which they are searched."""
-    further = (
-        PackLayer(path)
-        if _has_mode(path, stat.S_ISREG)
-        else FolderLayer("read_only", Store(path, read_only=True))
-        for path in env.cache_path()
-    )
-    return (FolderLayer("user", Store(env.cache_dir())), *further)
+def user_layer() -> FolderLayer:
+    """The layer that is written."""
+    return FolderLayer("user", Store(env.cache_dir()))
+
+
+def local_layers() -> Iterator[FolderLayer | PackLayer]:
+    """The layers on this machine, in the order in which they are searched.
+
+    What is installed is looked for only once the layers in front of it have been asked.
+    """
+    yield user_layer()
+    for path in env.cache_path():
+        if _has_mode(path, stat.S_ISREG):
+            yield PackLayer(path)
+        else:
+            yield FolderLayer("read_only", Store(path, read_only=True))
+    if env.cache_installed():
+        from flashattn_jit.jit.installed import installed_packs
+
+        for pack in installed_packs():
+            yield PackLayer(pack.path)
+
+
+def remote_layers() -> tuple[Layer, ...]:
+    """The remote layer, where it is set."""
+    url = env.cache_remote()
+    if url is None:
+        return ()
+    from flashattn_jit.jit.remote import RemoteLayer
+
+    return (RemoteLayer(url),)
 
 
 def layers() -> tuple[Layer, ...]:
-    """All layers, in the order in which they are searched; the remote one last, where it is set."""
-    url = env.cache_remote()
-    if url is None:
-        return local_layers()
-    from flashattn_jit.jit.remote import RemoteLayer
-
-    return (*local_layers(), RemoteLayer(url))
+    """All layers, in the order in which they are searched."""
+    return (*local_layers(), *remote_layers())
 
 
-def nearest_in(key: KernelKey, among: tuple[Layer, ...]) -> Nearest | None:
+def nearest_in(key: KernelKey, among: Iterable[Layer]) -> Nearest | None:
     """The entry of these layers that comes closest to a key that none of them has."""
     return nearest(key, (found for layer in among for found in _documents(layer)))
 
