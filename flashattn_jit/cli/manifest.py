@@ -55,11 +55,11 @@ def merge(paths: tuple[str, ...], out: str) -> None:
 @click.option("--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
               help="The file to write.")  # fmt: skip
 @click.option("--head-dim", "head_dims", type=HeadDimType(), multiple=True, default=("64", "128"),
-              show_default="64, 128", help="Head dims: 64, or 192/128 for q and k, and v.")  # fmt: skip
+              help="Head dims: 64, or 192/128 for q and k, and v; else 64 and 128.")  # fmt: skip
 @click.option("--dtype", "dtypes", type=DtypesType(), multiple=True, default=("fp32", "bf16"),
-              show_default="fp32, bf16", help="Dtypes of q, k and v.")  # fmt: skip
+              help="Dtypes of q, k and v; else fp32 and bf16.")  # fmt: skip
 @click.option("--target", "targets", type=TargetType(groups=True), multiple=True, default=("cpu",),
-              show_default="cpu", help="A target, host, cpu, cuda or all.")  # fmt: skip
+              help="A target, host, cpu, cuda or all; else cpu.")  # fmt: skip
 def library(
     out: str, head_dims: tuple[Any, ...], dtypes: tuple[str, ...], targets: tuple[str, ...]
 ) -> None:

@@ -147,8 +147,13 @@ def _read(source: Found, name: str, meta: bytes) -> tuple[bytes, str]:
     """A file of an entry, compared with its digest."""
     if name == META:
         return meta, hashlib.sha256(meta).hexdigest()
+    return read_file(source, name), str(source.meta["files"][name]["sha256"])
+
+
+def read_file(source: Found, name: str) -> bytes:
+    """A file of an entry. Raises PackError where it is not what its digest says."""
     try:
-        return source.read(name), str(source.meta["files"][name]["sha256"])
+        return source.read(name)
     except (ValueError, OSError) as error:
         raise PackError(
             f"{source.path} cannot be packed: {error}; run: flashattn-jit cache verify"

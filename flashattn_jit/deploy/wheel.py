@@ -25,7 +25,7 @@ from ..errors import InputError
 from ..jit.entry import ARTIFACT
 from ..jit.installed import GROUP, PACK
 from .pack import PackReport, chosen_entries, report_of, targets_words
-from .pack_writer import check_place, checked_path, replacing, write_entries
+from .pack_writer import check_place, checked_path, read_file, replacing, write_entries
 from .platform_tag import platform_tag
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
@@ -76,7 +76,9 @@ def pack_wheel(
     folder = checked_path("directory", directory)
     check_place(folder / f"{package}-{version}.whl")
     chosen = chosen_entries(manifest, targets, keys, allow_cpp)
-    platform = platform_tag(one.read(ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"])
+    platform = platform_tag(
+        read_file(one, ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"]
+    )
     path = folder / f"{package}-{version}-py3-none-{platform}.whl"
     info = f"{package}-{version}.dist-info"
     texts = {
