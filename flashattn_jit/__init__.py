@@ -20,6 +20,7 @@ _collects = gc.isenabled()
 gc.disable()
 try:
     from . import env, variants
+    from ._version import __version__ as __version__
     from .errors import (
         AbiError,
         CacheError,
@@ -66,8 +67,6 @@ if TYPE_CHECKING:
     from .ops.sparsity import BlockSparse, TokenSparse, Tree
     from .ops.storage import Ragged
     from .variants.library import *  # noqa: F403
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "BatchAttention": "ops.batch",

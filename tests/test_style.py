@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashattn_jit"
 
 LAYERS = (
-    ("errors", "env", "_paths", "_C", "_emulator"),
+    ("errors", "env", "_paths", "_version", "_C", "_emulator"),
     ("variants",),
     ("codegen",),
     ("planner", "jit"),

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Sequence
 from typing import IO, Any
 
-from .. import __version__
+from .._version import __version__
 from ..errors import InputError
 from ..jit.entry import ARTIFACT
 from ..jit.installed import GROUP, PACK

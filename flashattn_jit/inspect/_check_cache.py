@@ -238,7 +238,7 @@ def _system_problems(
 
 def _pack(name: str, path: Path, of: str = "") -> Iterator[Check]:
     try:
-        with PackFile(path) as pack:
+        with PackFile(path, installed=bool(of)) as pack:
             count, stale = len(pack), bool(of) and _is_stale(pack)
     except (CacheError, OSError) as error:
         yield Check(name, "error", str(error), _pack_remedy(path))

@@ -117,9 +117,10 @@ class FolderLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """A pack file, read in place."""
+    """A pack file, read in place. installed: by pip, see `trust.others_write`."""
 
     path: Path
+    installed: bool = False
     name: LayerName = "read_only"
 
     @property
@@ -127,12 +128,16 @@ class PackLayer:
         """The file."""
         return str(self.path)
 
+    def pack(self) -> PackFile:
+        """The open pack. Raises PackError, UnsafeCacheError, OSError."""
+        return _open_pack(self.path, self.installed)
+
     def search(self, key: str, compiler_id: str | None) -> Answer:
         """See `Layer`."""
         found: list[Found] = []
         wrong: list[CorruptEntryError] = []
         try:
-            pack = _open_pack(self.path)
+            pack = self.pack()
             for packed in pack.find(key, compiler_id):
                 try:
                     found.append(self._found(packed))
@@ -147,7 +152,7 @@ class PackLayer:
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""
         try:
-            for packed in _open_pack(self.path).entries():
+            for packed in self.pack().entries():
                 yield packed.key, str(self.path), dict(packed.meta["document"])
         except (PackError, UnsafeCacheError, OSError, ValueError, KeyError, TypeError):
             return
@@ -189,7 +194,7 @@ def local_layers() -> Iterator[FolderLayer | PackLayer]:
         from flashattn_jit.jit.installed import installed_packs
 
         for pack in installed_packs():
-            yield PackLayer(pack.path)
+            yield PackLayer(pack.path, installed=True)
 
 
 def remote_layers() -> tuple[Layer, ...]:
@@ -238,7 +243,7 @@ _packs: dict[Path, tuple[tuple[int, int, int], PackFile]] = {}
 _packs_lock = threading.Lock()
 
 
-def _open_pack(path: Path) -> PackFile:
+def _open_pack(path: Path, installed: bool) -> PackFile:
     from flashattn_jit.jit.pack_file import PackFile
 
     status = path.stat()
@@ -246,8 +251,8 @@ def _open_pack(path: Path) -> PackFile:
     with _packs_lock:
         kept = _packs.get(path)
         if kept is None or kept[0] != version:
-            check_file(path)
-            kept = version, PackFile(path)
+            check_file(path, installed=installed)
+            kept = version, PackFile(path, installed=installed)
             # The one before stays open: kernels found in it read their other files from it.
             _packs[path] = kept
     return kept[1]

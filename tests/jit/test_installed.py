@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
+from flashattn_jit import _C
 from flashattn_jit.cli.entries import listed
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.inspect.doctor import Check
@@ -159,6 +161,10 @@ def elsewhere(path: Path) -> None:
     path.symlink_to(place)
 
 
+def of_a_group(path: Path) -> None:
+    path.chmod(0o664)
+
+
 def removed(path: Path) -> None:
     path.unlink()
 
@@ -167,6 +173,7 @@ def removed(path: Path) -> None:
     ("damage", "words"),
     [
         (world_writable, "others may write to it"),
+        (of_a_group, "others may write to it"),
         (torn, "cut short"),
         (elsewhere, "others may write to"),
         (removed, "No such file"),
@@ -181,6 +188,26 @@ def test_a_pack_that_is_unsafe_or_damaged_is_refused(
     assert not refused.found
     assert refused.fault
     assert words in refused.reason
+
+
+def test_a_pack_may_be_writable_to_the_group_that_may_write_to_this_package(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = install(site, "a-kernels", "a")
+    key = key_of("a", Store(tmp_path / "elsewhere"))
+    own = tmp_path / "_C.so"
+    own.touch()
+    monkeypatch.setattr(_C, "__file__", str(own))
+    for mode, of_package, is_taken in (
+        (0o664, 0o664, True),
+        (0o664, 0o644, False),
+        (0o666, 0o666, False),
+    ):
+        own.chmod(of_package)
+        path.chmod(mode)
+        os.utime(path, ns=(mode * 10**9 + of_package,) * 2)  # opened anew
+        assert bool(answer(path, key).found) == is_taken
+        assert (check_of_doctor().status == "error") != is_taken
 
 
 def test_a_kernel_that_is_not_what_its_digest_says_is_refused(site: Path, tmp_path: Path) -> None:
