@@ -18,11 +18,14 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 from .._version import __version__
 from ..errors import InputError
+from ..jit import cpp, nvcc, toolchain
 from ..jit.entry import ARTIFACT
+from ..jit.found import Found
 from ..jit.installed import GROUP, PACK
 from .pack import PackReport, chosen_entries, report_of, targets_words
 from .pack_writer import check_place, checked_path, read_file, replacing, write_entries
@@ -31,6 +34,7 @@ from .platform_tag import platform_tag
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
 _OWN = "flashattn_jit"
+_FOR_PEOPLE = frozenset({cpp.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
 _CHUNK_BYTES = 1 << 20
 
@@ -48,9 +52,10 @@ def pack_wheel(
     """Writes kernels of the cache to a wheel, ``NAME-VERSION-py3-none-PLATFORM.whl``.
 
     Where it is installed with pip, its pack is a read-only layer of the cache. It holds no code but
-    the kernels, and requires this version of flashattn_jit, as others ask for other kernels. The
-    platform is manylinux with the glibc that the kernels need, or linux where they need more than
-    that and OpenMP. Equal entries make equal wheels, byte for byte.
+    the kernels, without their sources and build logs, and requires this version of flashattn_jit,
+    as others ask for other kernels. The platform is manylinux with the glibc that the kernels need,
+    or linux where they need more than that and OpenMP. Equal entries make equal wheels, byte for
+    byte.
 
     Args:
         name: of the distribution: letters, digits, ``-``, ``_`` and ``.``, a letter first.
@@ -75,7 +80,7 @@ def pack_wheel(
         )
     folder = checked_path("directory", directory)
     check_place(folder / f"{package}-{version}.whl")
-    chosen = chosen_entries(manifest, targets, keys, allow_cpp)
+    chosen = [_lean(one) for one in chosen_entries(manifest, targets, keys, allow_cpp)]
     platform = platform_tag(
         read_file(one, ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"]
     )
@@ -101,6 +106,12 @@ def pack_wheel(
             wheel.add(f"{info}/{member}", io.BytesIO(text.encode()))
         wheel.close(f"{info}/RECORD")
     return report_of(path, chosen, path.stat().st_size, begin)
+
+
+def _lean(one: Found) -> Found:
+    """An entry without what only people read, a sixth of a wheel."""
+    files = {name: said for name, said in one.meta["files"].items() if name not in _FOR_PEOPLE}
+    return replace(one, meta={**one.meta, "files": files})
 
 
 def _package(name: object) -> str:

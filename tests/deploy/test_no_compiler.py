@@ -63,7 +63,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_its_variants_run_and_others_say_what_is_missing(site: Path, tmp_path: Path) -> None:
+def run_without_compiler(python: Path | str, tmp_path: Path, *folders: Path) -> str:
+    """What `PROGRAM` prints, run by an interpreter that sees these folders and no compiler."""
     program = tmp_path / "run.py"
     program.write_text(PROGRAM)
     variables = {
@@ -71,15 +72,19 @@ def test_its_variants_run_and_others_say_what_is_missing(site: Path, tmp_path: P
         for name, value in os.environ.items()
         if not name.startswith("FLASHATTN_JIT_") and name != "CXX"
     }
-    (tmp_path / "bin").mkdir()
     variables |= {
-        "PATH": str(tmp_path / "bin"),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{site}",
+        "PATH": "",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "FLASHATTN_JIT_CACHE_DIR": str(tmp_path / "cache"),
     }
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, env=variables, capture_output=True, text=True,
+        [str(python), str(program)], cwd=tmp_path, env=variables, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout == f"{site / 'acme_kernels' / 'kernels.pack'}\n"
+    return done.stdout
+
+
+def test_its_variants_run_and_others_say_what_is_missing(site: Path, tmp_path: Path) -> None:
+    printed = run_without_compiler(sys.executable, tmp_path, ROOT, site)
+    assert printed == f"{site / 'acme_kernels' / 'kernels.pack'}\n"
