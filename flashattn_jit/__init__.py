@@ -24,6 +24,7 @@ from ._extension import require_extension
 require_extension(Path(__file__).parent)
 
 from . import variants
+from ._version import __version__ as __version__
 from .errors import (
     AbiError,
     CacheError,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .deploy.recording import record_manifest
     from .deploy.unpack import unpack
     from .deploy.warm import warm
+    from .deploy.wheel import pack_wheel
     from .inspect.cache import cache_info, last_kernel_source
     from .inspect.doctor import doctor
     from .ops.append import append_paged_kv
@@ -68,8 +70,6 @@ if TYPE_CHECKING:
     from .variants.builtins import kv_len, kv_slot, q_len, q_row
     from .variants.library import *  # noqa: F403
     from .variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
-
-__version__ = "0.1.0"
 
 _CORE = {
     "attention": "ops",
@@ -109,6 +109,7 @@ _LAZY = {
     "doctor": "inspect.doctor",
     "last_kernel_source": "inspect.cache",
     "pack": "deploy.pack",
+    "pack_wheel": "deploy.wheel",
     "record_manifest": "deploy.recording",
     "unpack": "deploy.unpack",
     "warm": "deploy.warm",
@@ -159,6 +160,7 @@ __all__ = [
     "last_kernel_source",
     "merge_states",
     "pack",
+    "pack_wheel",
     "q_len",
     "q_row",
     "record_manifest",

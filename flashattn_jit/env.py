@@ -3,6 +3,7 @@
 | variable                  | meaning                                           | default        |
 | ------------------------- | ------------------------------------------------- | -------------- |
 | FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
+| FLASHATTN_JIT_CACHE_INSTALLED | `0`: kernels of installed wheels are no layers | `1`           |
 | FLASHATTN_JIT_CACHE_MAX_BYTES | the folder's size, such as `500M` or `2G`: when a | no limit   |
 |                           | kernel is added the least recently used ones go   |                |
 | FLASHATTN_JIT_CACHE_PATH  | further folders and pack files, searched in order | none           |
@@ -52,9 +53,9 @@ _PREFIX = "FLASHATTN_JIT_"
 VARIABLES = tuple(
     _PREFIX + name
     for name in (
-        "BUILD_JOBS CACHE_DIR CACHE_MAX_BYTES CACHE_PATH CACHE_REMOTE CACHE_REMOTE_TIMEOUT_S "
-        "CHECK_PAGES COMPILE CUDA_HOME CXX EMULATOR_COPIES LOCK_DIR LOCK_WAIT_S LOG RECORD "
-        "TARGET"
+        "BUILD_JOBS CACHE_DIR CACHE_INSTALLED CACHE_MAX_BYTES CACHE_PATH CACHE_REMOTE "
+        "CACHE_REMOTE_TIMEOUT_S CHECK_PAGES COMPILE CUDA_HOME CXX EMULATOR_COPIES LOCK_DIR "
+        "LOCK_WAIT_S LOG RECORD TARGET"
     ).split()
 )
 """The variables that have a meaning; setup.py reads BUILD_JOBS."""
@@ -79,6 +80,14 @@ def cache_dir() -> Path:
         if folder.is_absolute():
             return folder
     return Path(os.devnull) / "flashattn_jit"
+
+
+def cache_installed() -> bool:
+    """Whether kernels of installed wheels are layers.
+
+    Raises EnvironmentVariableError for anything but 0 and 1.
+    """
+    return _switch("CACHE_INSTALLED") is not False
 
 
 def cache_max_bytes() -> int | None:
@@ -124,10 +133,7 @@ def check_pages() -> bool | None:
 
     Raises EnvironmentVariableError for anything but 0 and 1.
     """
-    value = _read("CHECK_PAGES")
-    if value not in ("", "0", "1"):
-        raise EnvironmentVariableError(f"{_PREFIX}CHECK_PAGES={value!r} must be 0 or 1")
-    return value == "1" if value else None
+    return _switch("CHECK_PAGES")
 
 
 def compile_mode() -> CompileMode:
@@ -215,6 +221,13 @@ def apply_log_level() -> None:
         raise EnvironmentVariableError(
             f"{_PREFIX}LOG={value!r} must be a level: debug, info, warning, error"
         ) from None
+
+
+def _switch(name: str) -> bool | None:
+    value = _read(name)
+    if value not in ("", "0", "1"):
+        raise EnvironmentVariableError(f"{_PREFIX}{name}={value!r} must be 0 or 1")
+    return value == "1" if value else None
 
 
 def _seconds(name: str, default: str) -> float:

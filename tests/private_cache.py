@@ -16,3 +16,4 @@ def private_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", str(tmp_path / "locks"))
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_INSTALLED", "0")

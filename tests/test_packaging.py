@@ -21,6 +21,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from flashattn_jit import _C
+from tests.deploy import test_no_compiler
+from tests.deploy.test_no_compiler import run_without_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 NOT_SOURCES = (
@@ -142,6 +144,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+kernels = test_no_compiler.site
+
+
 def files_below(folder: Path) -> set[str]:
     return {
         path.relative_to(folder).as_posix()
@@ -229,3 +234,10 @@ def test_a_wheel_brings_the_command_line(environment: Path, tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert '"command": "cache ls"' in done.stdout
+
+
+def test_a_wheel_and_one_of_kernels_need_no_compiler(
+    environment: Path, kernels: Path, tmp_path: Path
+) -> None:
+    printed = run_without_compiler(environment / "bin" / "python", tmp_path, kernels)
+    assert printed == f"{kernels / 'acme_kernels' / 'kernels.pack'}\n"

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashattn_jit"
 
 LAYERS = (
-    ("errors", "env", "_paths", "_extension", "_C"),
+    ("errors", "env", "_paths", "_version", "_extension", "_C"),
     ("variants",),
     ("codegen",),
     ("planner", "jit"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..jit.layers import FolderLayer, local_layers
-from ..jit.pack_file import PackedEntry, PackFile
+from ..jit.pack_file import PackedEntry
 from ..jit.store import META, Entry, Store
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -85,12 +85,8 @@ class Listed:
 def listed() -> Iterator[Listed]:
     """Every entry of the user's folder, then of each read-only layer. Raises CacheError."""
     for layer in local_layers():
-        found: Iterator[Entry | PackedEntry]
-        if isinstance(layer, FolderLayer):
-            found = layer.store.entries()
-        else:
-            found = PackFile(layer.path).entries()
-        for entry in found:
+        held = layer.store if isinstance(layer, FolderLayer) else layer.pack()
+        for entry in held.entries():
             yield Listed(layer.name, Path(layer.location), entry)
 
 

@@ -1,12 +1,15 @@
-"""`flashattn-jit manifest`: look into manifests and merge them."""
+"""`flashattn-jit manifest`: look into manifests, merge them, write the library's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import click
 
 from . import output
 from .app import Group
 from .entries import kernel_words, variant_words
+from .options import DtypesType, HeadDimType, TargetType
 from .specs import manifest_lines
 
 
@@ -48,5 +51,32 @@ def merge(paths: tuple[str, ...], out: str) -> None:
     count = len(merge_manifests(paths, out))
     if output.wants_json():
         output.emit_json("manifest merge", {"path": out, "lines": count})
+    else:
+        output.lines(f"{out}: {count} kernels")
+
+
+@manifest_command.command("library")
+@click.option("--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
+              help="The file to write.")  # fmt: skip
+@click.option("--head-dim", "head_dims", type=HeadDimType(), multiple=True, default=("64", "128"),
+              help="Head dims: 64, or 192/128 for q and k, and v; else 64 and 128.")  # fmt: skip
+@click.option("--dtype", "dtypes", type=DtypesType(), multiple=True, default=("fp32", "bf16"),
+              help="Dtypes of q, k and v; else fp32 and bf16.")  # fmt: skip
+@click.option("--target", "targets", type=TargetType(groups=True), multiple=True, default=("cpu",),
+              help="A target, host, cpu, cuda or all; else cpu.")  # fmt: skip
+def library(
+    out: str, head_dims: tuple[Any, ...], dtypes: tuple[str, ...], targets: tuple[str, ...]
+) -> None:
+    """Write a manifest of all variants of the library, for calls of the format dense.
+
+    What --output held before is replaced. `warm` compiles it, `pack --wheel` ships it.
+    """
+    from ..deploy.library import library_lines
+    from ..deploy.manifest import write_manifest
+
+    lines = library_lines(head_dims=head_dims, dtypes=dtypes, targets=targets)
+    count = len(write_manifest(out, lines, merge=False))
+    if output.wants_json():
+        output.emit_json("manifest library", {"path": out, "lines": count})
     else:
         output.lines(f"{out}: {count} kernels")

@@ -12,8 +12,12 @@ from .app import Command
 from .options import KeyType, TargetType, allow_cpp_option
 
 
-@click.command("pack", cls=Command, short_help="Write kernels to one file.")
-@click.argument("path", type=click.Path(dir_okay=False))
+@click.command("pack", cls=Command, short_help="Write kernels to one file, or to a wheel.")
+@click.argument("path", type=click.Path(), required=False)
+@click.option(
+    "--wheel", metavar="NAME", help="Write a wheel of this name, for pip, into the folder PATH."
+)
+@click.option("--wheel-version", metavar="VERSION", help="The wheel's; else flashattn_jit's.")
 @click.option(
     "--manifest",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
@@ -29,7 +33,9 @@ from .options import KeyType, TargetType, allow_cpp_option
 @click.option("--key", "keys", type=KeyType(), multiple=True, help="Only these kernels.")
 @allow_cpp_option
 def pack_command(
-    path: str,
+    path: str | None,
+    wheel: str | None,
+    wheel_version: str | None,
     manifest: str | None,
     targets: tuple[str, ...],
     keys: tuple[str, ...],
@@ -38,16 +44,27 @@ def pack_command(
     """Write the cache's kernels to the file PATH, every file with its digest.
 
     The file can be unpacked, or named in FLASHATTN_JIT_CACHE_PATH as it is.
+
+    With --wheel it is a wheel in the folder PATH, here by default. Once pip has installed it, its
+    kernels are found without further settings.
     """
     from ..deploy.pack import pack
+    from ..deploy.wheel import pack_wheel
     from .entries import find
 
-    full = [find(prefix)[0].key for prefix in keys]
+    if wheel is None and path is None:
+        raise click.UsageError("give the PATH of the file, or --wheel NAME")
+    if wheel is None and wheel_version is not None:
+        raise click.UsageError("--wheel-version is for --wheel NAME")
+    what: dict[str, Any] = {"manifest": manifest, "targets": targets, "allow_cpp": allow_cpp}
+    what["keys"] = [find(prefix)[0].key for prefix in keys]
+    if wheel_version is not None:
+        what["version"] = wheel_version
     with output.activity("packing") as show:
-        report = pack(
-            path, manifest=manifest, targets=targets, keys=full, allow_cpp=allow_cpp,
-            progress=lambda done, total: show(f"packing: {done}/{total} kernels"),
-        )  # fmt: skip
+        what["progress"] = lambda done, total: show(f"packing: {done}/{total} kernels")
+        report = (
+            pack(str(path), **what) if wheel is None else pack_wheel(wheel, path or ".", **what)
+        )
     _show("pack", report)
 
 

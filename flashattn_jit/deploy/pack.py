@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..planner.requests import requests_of
 from .entries import entries_of
 from .pack_writer import check_place, checked_path, write_pack
 from .report import kernel_words
-from .targets import parse_targets
+from .structures import parse_targets
 from .wanted import wanted_specs
 
 _SHOWN = 5
@@ -36,10 +36,9 @@ class PackReport:
     wall_s: float
 
     def __str__(self) -> str:
-        of = ", ".join(f"{count} for {target}" for target, count in self.targets)
         return (
-            f"{self.path}: {self.entries} kernels ({of or 'none'}), {self.bytes / 1e6:.1f} MB in "
-            f"{self.wall_s:.2f} s"
+            f"{self.path}: {self.entries} kernels ({_words(self.targets)}), "
+            f"{self.bytes / 1e6:.1f} MB in {self.wall_s:.2f} s"
         )
 
 
@@ -77,6 +76,14 @@ def pack(
     """
     begin = time.perf_counter()
     check_place(checked_path("path", path))
+    chosen = chosen_entries(manifest, targets, keys, allow_cpp)
+    return report_of(path, chosen, write_pack(path, chosen, progress), begin)
+
+
+def chosen_entries(
+    manifest: Any, targets: str | Sequence[str], keys: Sequence[str], allow_cpp: bool
+) -> list[Found]:
+    """The kernels that `pack` is asked for; raises what it does."""
     if manifest is None:
         found = _of_folder(parse_targets(targets))
     else:
@@ -91,12 +98,29 @@ def pack(
             "there is nothing to pack: no such kernel is in the cache; build some with "
             "flashattn-jit warm"
         )
-    size = write_pack(path, chosen, progress)
-    counts = Counter(_target(one) for one in chosen)
+    return chosen
+
+
+def report_of(
+    path: str | os.PathLike[str], chosen: Sequence[Found], size: int, begin: float
+) -> PackReport:
+    """What was written, since `begin` of `time.perf_counter`."""
     return PackReport(
-        os.fspath(path), len(chosen), size, tuple(sorted(counts.items())),
-        time.perf_counter() - begin,
-    )  # fmt: skip
+        os.fspath(path), len(chosen), size, _counts(chosen), time.perf_counter() - begin
+    )
+
+
+def targets_words(chosen: Sequence[Found]) -> str:
+    """How many kernels there are of each target, as a report says it."""
+    return _words(_counts(chosen))
+
+
+def _counts(chosen: Sequence[Found]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(Counter(_target(one) for one in chosen).items()))
+
+
+def _words(counts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{count} for {target}" for target, count in counts) or "none"
 
 
 def _of_folder(targets: Sequence[str]) -> list[Found]:

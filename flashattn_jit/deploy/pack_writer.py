@@ -9,7 +9,7 @@ import os
 import shlex
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,12 +42,17 @@ def write_pack(
     """
     path = checked_path("path", path)
     check_place(path)
-    chosen = {(s.compiler_id, s.key): s for s in sources}
-    ordered = [chosen[name] for name in sorted(chosen)]
+    with replacing(path) as file:
+        return write_entries(file, sources, progress)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it was written whole, and else leaves nothing."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            size = _write(file, ordered, progress)
+            yield file
             file.flush()
             os.fchmod(file.fileno(), 0o644 & ~_umask())
             os.fsync(file.fileno())
@@ -61,7 +66,6 @@ def write_pack(
         os.fsync(folder)
     finally:
         os.close(folder)
-    return size
 
 
 def checked_path(name: str, value: object) -> Path:
@@ -102,9 +106,14 @@ def check_place(path: Path) -> None:
         raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")
 
 
-def _write(
-    file: BinaryIO, sources: Sequence[Found], progress: Callable[[int, int], object] | None
+def write_entries(
+    file: BinaryIO,
+    sources: Sequence[Found],
+    progress: Callable[[int, int], object] | None = None,
 ) -> int:
+    """Writes a pack to an open file that is empty; returns its size. See `write_pack`."""
+    chosen = {(s.compiler_id, s.key): s for s in sources}
+    sources = [chosen[name] for name in sorted(chosen)]
     # Digests have a fixed width, so the index's length is known before they are.
     metas = [_meta_text(source) for source in sources]
     blank = [
@@ -148,8 +157,13 @@ def _read(source: Found, name: str, meta: bytes) -> tuple[bytes, str]:
     """A file of an entry, compared with its digest."""
     if name == META:
         return meta, hashlib.sha256(meta).hexdigest()
+    return read_file(source, name), str(source.meta["files"][name]["sha256"])
+
+
+def read_file(source: Found, name: str) -> bytes:
+    """A file of an entry. Raises PackError where it is not what its digest says."""
     try:
-        return source.read(name), str(source.meta["files"][name]["sha256"])
+        return source.read(name)
     except (ValueError, OSError) as error:
         raise PackError(
             f"{source.path} cannot be packed: {error}; run: flashattn-jit cache verify"

@@ -8,11 +8,16 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from .. import env
+from ..codegen.document import spec_from_document
+from ..codegen.requests import request_of
 from ..codegen.target import default_target
-from ..errors import CacheError, EnvironmentVariableError, ManifestError
+from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
+from ..jit.installed import installed_packs
+from ..jit.pack_file import PackFile
 from ..jit.store import CorruptEntryError, Store
 from ._file_systems import FileSystem, file_system
 from ._table import kib
@@ -27,10 +32,11 @@ _STALE_S = 24 * 3600.0
 
 
 def layers() -> Iterator[Check]:
-    """Every layer: the user's folder, the read-only ones, the remote one."""
+    """Every layer: the user's folder, the read-only ones, installed wheels', the remote one."""
     yield from _guarded("cache", env.cache_dir(), _user)
     for path in env.cache_path():
         yield from _guarded("cache, read-only", path, _read_only)
+    yield from _installed()
     if remote := env.cache_remote():
         yield from _remote(remote)
 
@@ -56,6 +62,29 @@ def _user(name: str, path: Path) -> Iterator[Check]:
 
 def _read_only(name: str, path: Path) -> Iterator[Check]:
     return _pack(name, path) if path.is_file() else _folder(name, path, writable=False)
+
+
+def _installed() -> Iterator[Check]:
+    """What wheels brought, and whether it is taken."""
+    packs = installed_packs()
+    if not env.cache_installed():
+        names = ", ".join(pack.distribution for pack in packs)
+        if names:
+            detail = f"kernels of {names} are left alone: {_PREFIX}CACHE_INSTALLED=0"
+            yield Check("cache, installed", "ok", detail)
+        return
+    for pack in packs:
+        name = f"{pack.distribution} {pack.version}"
+        if pack.path.is_file():
+            yield from _guarded("cache, installed", pack.path, partial(_pack, of=name))
+        else:
+            yield Check(
+                "cache, installed",
+                "error",
+                f"{name} announces the pack {pack.path}, which is no file",
+                f"pip install --force-reinstall --no-deps {pack.distribution}: not editable, and "
+                f"not inside an archive; or pip uninstall {pack.distribution}",
+            )
 
 
 def _folder(name: str, root: Path, *, writable: bool) -> Iterator[Check]:
@@ -207,15 +236,39 @@ def _system_problems(
         )
 
 
-def _pack(name: str, path: Path) -> Iterator[Check]:
-    from ..jit.pack_file import PackFile
-
+def _pack(name: str, path: Path, of: str = "") -> Iterator[Check]:
     try:
-        count = sum(1 for _ in PackFile(path).entries())
+        with PackFile(path, installed=bool(of)) as pack:
+            count, stale = len(pack), bool(of) and _is_stale(pack)
     except (CacheError, OSError) as error:
         yield Check(name, "error", str(error), _pack_remedy(path))
+        return
+    if stale:
+        yield Check(
+            name,
+            "warning",
+            f"{path}: the {count} kernels of {of} are of another version of flashattn_jit, so that "
+            "calls do not find them",
+            "install the wheel for this version, or make it again: flashattn-jit warm, then "
+            "flashattn-jit pack --wheel",
+        )
     else:
-        yield Check(name, "ok", f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}")
+        detail = f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}"
+        detail += f", of {of}" if of else ""
+        yield Check(name, "ok", detail)
+
+
+def _is_stale(pack: PackFile) -> bool:
+    """Whether this version would not look for a pack's first kernel by the key that it has."""
+    from ..deploy.entries import key_of
+
+    for entry in pack.entries():
+        spec = dict(entry.meta["document"]).get("spec", "")
+        try:
+            return key_of(request_of(spec_from_document(spec))) != entry.key
+        except FlashAttnJitError:
+            return True
+    return False
 
 
 def _pack_remedy(path: Path) -> str:
@@ -343,6 +396,7 @@ def environment() -> Iterator[Check]:
 
 _READERS: tuple[Callable[[], object], ...] = (
     env.cache_dir,
+    env.cache_installed,
     env.cache_max_bytes,
     env.cache_path,
     env.cache_remote_timeout_s,

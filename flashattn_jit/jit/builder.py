@@ -31,6 +31,7 @@ from flashattn_jit.jit.entry import ARTIFACT, STEPPED_DOWN
 from flashattn_jit.jit.failure import BuildFailure, SpillError
 from flashattn_jit.jit.found import Found, found_in_folder
 from flashattn_jit.jit.key import KernelKey
+from flashattn_jit.jit.misses import SHIP
 from flashattn_jit.jit.store import CorruptEntryError, Entry, Store
 from flashattn_jit.jit.trust import may_be_swapped
 from flashattn_jit.variants.ir_check import fitting_name
@@ -296,9 +297,12 @@ def _compile_error(
         str(folder / toolchain.LOG),
         str(folder / toolchain.source_name(request.target)),
     )
+    what = f"a kernel of {request.name} for {request.target} does not compile"
+    if compiler is None:
+        what = f"{request.name} needs a kernel for {request.target} that no layer of the cache has"
+        blame = f"; or {SHIP}"
     return CompileError(
-        f"a kernel of {request.name} for {request.target} does not compile: {where}"
-        f"{failure.first_error}{blame}\n"
+        f"{what}: {where}{failure.first_error}{blame}\n"
         + (f"  compiler: {shlex.join(compiler.command)}" if compiler is not None else "")
         + (f" ({named})\n" if named else "\n" if compiler is not None else "")
         + f"  log:    {log_path}\n  source: {source_path}",

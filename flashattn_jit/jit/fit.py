@@ -30,7 +30,7 @@ def unfit_machine(head: bytes) -> str:
     own = _own_head()
     if not head.startswith(_MAGIC) or not own or _kind(head) == _kind(own):
         return ""
-    return f"it is code for {_machine(head)}, and this machine is {_machine(own)}"
+    return f"it is code for {machine_name(head)}, and this machine is {machine_name(own)}"
 
 
 def unfit_driver(target: str, needed: object) -> str:
@@ -86,6 +86,7 @@ def _kind(head: bytes) -> tuple[bytes, bytes]:
     return head[4:6], head[18:20]
 
 
-def _machine(head: bytes) -> str:
+def machine_name(head: bytes) -> str:
+    """The machine that an ELF file is for, by its first 20 bytes or more, such as "x86_64"."""
     number = int.from_bytes(head[18:20], "big" if head[5:6] == b"\x02" else "little")
     return _MACHINES.get(number, f"machine {number}")

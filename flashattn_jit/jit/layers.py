@@ -1,7 +1,8 @@
 """Where kernels are looked for before they are compiled: folders, packs, a remote folder.
 
     user        FLASHATTN_JIT_CACHE_DIR: the only one that is written
-    read_only   each folder or pack of FLASHATTN_JIT_CACHE_PATH, in order
+    read_only   each folder or pack of FLASHATTN_JIT_CACHE_PATH, in order; then the packs that
+                installed wheels brought, by the wheels' names (`installed.py`)
     remote      FLASHATTN_JIT_CACHE_REMOTE (`remote.py`)
 
 A layer that cannot serve says why; only a user's folder that is not safe is an error.
@@ -13,7 +14,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -31,7 +32,8 @@ from flashattn_jit.jit.trust import check_file
 if TYPE_CHECKING:
     from flashattn_jit.jit.pack_file import PackedEntry, PackFile
 
-__all__ = ["Answer", "FolderLayer", "Layer", "PackLayer", "Searched", "layers", "local_layers"]
+__all__ = ["Answer", "FolderLayer", "Layer", "PackLayer", "Searched", "layers", "local_layers",
+           "nearest_in", "remote_layers", "user_layer"]  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +117,10 @@ class FolderLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """A pack file, read in place."""
+    """A pack file, read in place. installed: by pip, see `trust.others_write`."""
 
     path: Path
+    installed: bool = False
     name: LayerName = "read_only"
 
     @property
@@ -125,12 +128,16 @@ class PackLayer:
         """The file."""
         return str(self.path)
 
+    def pack(self) -> PackFile:
+        """The open pack. Raises PackError, UnsafeCacheError, OSError."""
+        return _open_pack(self.path, self.installed)
+
     def search(self, key: str, compiler_id: str | None) -> Answer:
         """See `Layer`."""
         found: list[Found] = []
         wrong: list[CorruptEntryError] = []
         try:
-            pack = _open_pack(self.path)
+            pack = self.pack()
             for packed in pack.find(key, compiler_id):
                 try:
                     found.append(self._found(packed))
@@ -145,7 +152,7 @@ class PackLayer:
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""
         try:
-            for packed in _open_pack(self.path).entries():
+            for packed in self.pack().entries():
                 yield packed.key, str(self.path), dict(packed.meta["document"])
         except (PackError, UnsafeCacheError, OSError, ValueError, KeyError, TypeError):
             return
@@ -167,28 +174,45 @@ def _pack_reason(
     return _other_compiler(others, compiler_id) if others else "it has no such kernel"
 
 
-def local_layers() -> tuple[FolderLayer | PackLayer, ...]:
-    """The layers on this machine, in the order in which they are searched."""
-    further = (
-        PackLayer(path)
-        if _has_mode(path, stat.S_ISREG)
-        else FolderLayer("read_only", Store(path, read_only=True))
-        for path in env.cache_path()
-    )
-    return (FolderLayer("user", Store(env.cache_dir())), *further)
+def user_layer() -> FolderLayer:
+    """The layer that is written."""
+    return FolderLayer("user", Store(env.cache_dir()))
+
+
+def local_layers() -> Iterator[FolderLayer | PackLayer]:
+    """The layers on this machine, in the order in which they are searched.
+
+    What is installed is looked for only once the layers in front of it have been asked.
+    """
+    yield user_layer()
+    for path in env.cache_path():
+        if _has_mode(path, stat.S_ISREG):
+            yield PackLayer(path)
+        else:
+            yield FolderLayer("read_only", Store(path, read_only=True))
+    if env.cache_installed():
+        from flashattn_jit.jit.installed import installed_packs
+
+        for pack in installed_packs():
+            yield PackLayer(pack.path, installed=True)
+
+
+def remote_layers() -> tuple[Layer, ...]:
+    """The remote layer, where it is set."""
+    url = env.cache_remote()
+    if url is None:
+        return ()
+    from flashattn_jit.jit.remote import RemoteLayer
+
+    return (RemoteLayer(url),)
 
 
 def layers() -> tuple[Layer, ...]:
-    """All layers, in the order in which they are searched; the remote one last, where it is set."""
-    url = env.cache_remote()
-    if url is None:
-        return local_layers()
-    from flashattn_jit.jit.remote import RemoteLayer
-
-    return (*local_layers(), RemoteLayer(url))
+    """All layers, in the order in which they are searched."""
+    return (*local_layers(), *remote_layers())
 
 
-def nearest_in(key: KernelKey, among: tuple[Layer, ...]) -> Nearest | None:
+def nearest_in(key: KernelKey, among: Iterable[Layer]) -> Nearest | None:
     """The entry of these layers that comes closest to a key that none of them has."""
     return nearest(key, (found for layer in among for found in _documents(layer)))
 
@@ -219,7 +243,7 @@ _packs: dict[Path, tuple[tuple[int, int, int], PackFile]] = {}
 _packs_lock = threading.Lock()
 
 
-def _open_pack(path: Path) -> PackFile:
+def _open_pack(path: Path, installed: bool) -> PackFile:
     from flashattn_jit.jit.pack_file import PackFile
 
     status = path.stat()
@@ -227,8 +251,8 @@ def _open_pack(path: Path) -> PackFile:
     with _packs_lock:
         kept = _packs.get(path)
         if kept is None or kept[0] != version:
-            check_file(path)
-            kept = version, PackFile(path)
+            check_file(path, installed=installed)
+            kept = version, PackFile(path, installed=installed)
             # The one before stays open: kernels found in it read their other files from it.
             _packs[path] = kept
     return kept[1]

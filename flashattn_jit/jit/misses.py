@@ -17,6 +17,12 @@ _MOST_TEXT = 120
 _MOST_COMPARED = 20_000
 _ABSENT = object()
 
+SHIP = (
+    "make a wheel of it on a machine with a compiler (flashattn-jit warm, then flashattn-jit pack "
+    "--wheel NAME) and install that here with pip"
+)
+"""How a machine without a compiler gets a kernel."""
+
 # What makes two kernels different things, before what makes them builds of one thing.
 _WEIGHTS = {
     "target": 4,
@@ -147,7 +153,10 @@ def missing_kernel(
         if len(closest.differences) > len(shown):
             lines.append(f"    and {len(closest.differences) - len(shown)} more")
     if command:
-        lines.append(f"compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR:\n{command}")
+        lines.append(
+            f"{SHIP[0].upper()}{SHIP[1:]}; or compile it ahead, with the same "
+            f"FLASHATTN_JIT_CACHE_DIR:\n{command}"
+        )
     else:
         lines.append(f"  spec: {spec}")
         lines.append(

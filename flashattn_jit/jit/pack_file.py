@@ -32,6 +32,7 @@ from flashattn_jit.jit.pack_index import (
     member_name,
     parse_index,
 )
+from flashattn_jit.jit.trust import others_write
 from flashattn_jit.jit.zip_frame import Member
 
 
@@ -97,14 +98,15 @@ class PackFile:
 
     Opening reads the index and the directory, not the entries. Safe in threads and after a fork.
     Raises PackError, naming the member, for anything but a pack, for one of a foreign owner and for
-    one that others may write to; OSError where it cannot be read.
+    one that others may write to (installed: see `trust.others_write`); OSError where it cannot be
+    read.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, installed: bool = False) -> None:
         self.path = Path(path)
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self.bytes = _check_owner(self._descriptor, self.path)
+            self.bytes = _check_owner(self._descriptor, self.path, installed)
             self._entries = self._read_index()
         except BaseException:
             self.close()
@@ -210,7 +212,7 @@ class PackFile:
         raise self.error(zip_frame.complaint(members, found))
 
 
-def _check_owner(descriptor: int, path: Path) -> int:
+def _check_owner(descriptor: int, path: Path, installed: bool) -> int:
     """The size of a pack that only this user or root can have written."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -220,7 +222,7 @@ def _check_owner(descriptor: int, path: Path) -> int:
             f"pack {path} belongs to user {status.st_uid}, not to user {os.geteuid()}, and kernels "
             "of it would run as this user; if you trust it, take a copy of your own"
         )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if others_write(status, installed=installed):
         raise PackError(
             f"pack {path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, and "
             f"kernels of it would run as this user; if you trust it, run: chmod go-w {path}"

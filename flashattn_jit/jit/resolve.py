@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -27,7 +27,14 @@ from flashattn_jit.jit.counters import Counters
 from flashattn_jit.jit.entry import CorruptEntryError
 from flashattn_jit.jit.fit import unfit_driver, unfit_machine, unfit_target
 from flashattn_jit.jit.found import Found, found_in_folder
-from flashattn_jit.jit.layers import Layer, Searched, layers, local_layers, nearest_in
+from flashattn_jit.jit.layers import (
+    Layer,
+    Searched,
+    local_layers,
+    nearest_in,
+    remote_layers,
+    user_layer,
+)
 from flashattn_jit.jit.locks import build_lock
 from flashattn_jit.jit.misses import fault_of, missing_kernel
 from flashattn_jit.jit.store import Store
@@ -113,36 +120,33 @@ class Resolver(Generic[T]):
             with self._lock(wanted):
                 return self._built(wanted)
         searched: list[Searched] = []
-        everything = layers()
-        local = tuple(layer for layer in everything if layer.name != "remote")
-        remote = tuple(layer for layer in everything if layer.name == "remote")
         # A compiler that nobody remembers is asked under the lock, by one process of many: where no
         # compiler's build is there, its identity is of no interest yet.
         is_unknown = self.compiler is not None and self.identity is None
-        if not is_unknown or any(_has_any(layer, wanted) for layer in local):
+        if not is_unknown or any(_has_any(layer, wanted) for layer in local_layers()):
             self._identify()
-            found = self._search(wanted, local, searched)
+            found = self._search(wanted, local_layers(), searched)
             if found is not None:
                 return found
         if self.mode == "never" and self.store.is_being_collected():
             # It may be aside for a moment, while somebody looks whether it is in use.
             time.sleep(_COLLECTING_S)
-            found = self._search(wanted, local[:1], [])
+            found = self._search(wanted, [user_layer()], [])
             if found is not None:
                 return found
         self.counters.misses += 1
         if self.mode == "never":
-            found = self._search(wanted, remote, searched)
+            found = self._search(wanted, remote_layers(), searched)
             if found is not None:
                 return found
             raise missing_kernel(
-                wanted.request, wanted.key, searched, nearest_in(wanted.key, local)
+                wanted.request, wanted.key, searched, nearest_in(wanted.key, local_layers())
             )
         with self._lock(wanted):
             self._identify()
-            found = self._search(wanted, local, [])
+            found = self._search(wanted, local_layers(), [])
             if found is None:
-                found = self._search(wanted, remote, [])
+                found = self._search(wanted, remote_layers(), [])
             return self._built(wanted, searched) if found is None else found
 
     def _identify(self) -> None:
@@ -177,7 +181,7 @@ class Resolver(Generic[T]):
             yield
 
     def _search(
-        self, wanted: Wanted, among: Sequence[Layer], searched: list[Searched]
+        self, wanted: Wanted, among: Iterable[Layer], searched: list[Searched]
     ) -> Obtained[T] | str | None:
         """What the first layer that can serve has; adds to `searched` why the others cannot."""
         for layer in among:

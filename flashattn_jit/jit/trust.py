@@ -10,6 +10,7 @@ import stat
 from collections import deque
 from pathlib import Path
 
+from flashattn_jit import _C
 from flashattn_jit.errors import UnsafeCacheError
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -33,15 +34,29 @@ def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
     return True
 
 
-def check_file(path: Path) -> None:
+def check_file(path: Path, *, installed: bool = False) -> None:
     """Raises UnsafeCacheError where others can write to a file of a read-only layer.
 
-    Raises OSError where it is missing.
+    installed: see `others_write`. Raises OSError where it is missing.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeCacheError(f"{path} is no regular file; {_remedy(True)}")
-    _check(status, path, f"the pack {path}", read_only=True)
+    _check(status, path, f"the pack {path}", read_only=True, installed=installed)
+
+
+def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
+    """Whether others may write to something that is loaded.
+
+    installed: pip brought it, as it brought this package. Under a umask of 002 both are writable to
+    their group: whoever is in that may change the code that runs here already.
+    """
+    bits = status.st_mode & _OTHERS_WRITE
+    if installed and bits:
+        own = os.stat(_C.__file__)  # noqa: PTH116
+        if own.st_gid == status.st_gid:
+            bits &= ~own.st_mode | stat.S_IWOTH
+    return bits != 0
 
 
 def complaint(status: os.stat_result, *, read_only: bool) -> str:
@@ -71,14 +86,16 @@ def may_be_swapped(folder: Path) -> bool:
     return False
 
 
-def _check(status: os.stat_result, path: Path, name: str, read_only: bool) -> None:
+def _check(
+    status: os.stat_result, path: Path, name: str, read_only: bool, installed: bool = False
+) -> None:
     user = os.geteuid()
     if status.st_uid != user and not (read_only and status.st_uid == _ROOT):
         raise UnsafeCacheError(
             f"{name} belongs to user {status.st_uid}, not to user {user}, and loading kernels from "
             f"it would run their code; {_remedy(read_only)}"
         )
-    if status.st_mode & _OTHERS_WRITE:
+    if others_write(status, installed=installed):
         raise UnsafeCacheError(
             f"{name} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, and "
             "loading kernels from it would run their code; check what is in it, then run: "

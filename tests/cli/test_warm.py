@@ -127,3 +127,42 @@ def test_usage_errors_name_what_is_wrong(run, cache: Path, args: tuple, words: s
     result = run(*args)
     assert result.exit_code == 2, result.output
     assert words in result.stderr
+
+
+def test_a_wheel_is_written_to_a_folder_with_its_version(
+    run, run_json, built: Path, tmp_path: Path
+) -> None:
+    packed = run_json("pack", tmp_path, "--wheel", "Acme-Kernels", "--wheel-version", "1.2")
+    assert packed["entries"] == 2
+    path = Path(packed["path"])
+    assert path.parent == tmp_path
+    assert path.name.startswith("acme_kernels-1.2-py3-none-")
+    assert path.stat().st_size == packed["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "give the PATH of the file, or --wheel NAME"),
+        (["k.pack", "--wheel-version", "1.2"], "--wheel-version is for --wheel NAME"),
+        (["--wheel", "a b"], "'a b' is no name of a wheel"),
+        (["--wheel", "a", "--wheel-version", "x"], "version 'x' of a wheel"),
+    ],
+)
+def test_wrong_options_of_a_wheel_are_named(run, built: Path, options, words: str) -> None:
+    done = run("pack", *options)
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.split())
+
+
+def test_the_librarys_manifest_is_narrowed(run_json, tmp_path: Path) -> None:
+    path = tmp_path / "library.jsonl"
+    written = run_json(
+        "manifest", "library", "--output", path, "--head-dim", "80", "--dtype", "fp16",
+        "--target", "cpu:avx2",
+    )  # fmt: skip
+    shown = run_json("manifest", "show", path)["lines"]
+    assert written["lines"] == len(shown) == 78
+    assert {(one["target"], *one["kernel"].split()[2:]) for one in shown} == {
+        ("cpu:avx2", "d80", "fp16")
+    }

@@ -1,0 +1,164 @@
+"""`fa.pack_wheel`: a pack as a wheel of data, which pip installs and the cache finds by itself.
+
+    NAME/kernels.pack                          the pack
+    NAME-VERSION.dist-info/entry_points.txt    announces it: see `jit.installed`
+    NAME-VERSION.dist-info/METADATA, WHEEL, RECORD
+
+There is no Python in it: nothing of it is imported or run but the kernels.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import re
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import IO, Any
+
+from .._version import __version__
+from ..errors import InputError
+from ..jit import cpp, nvcc, toolchain
+from ..jit.entry import ARTIFACT
+from ..jit.found import Found
+from ..jit.installed import GROUP, PACK
+from .pack import PackReport, chosen_entries, report_of, targets_words
+from .pack_writer import check_place, checked_path, read_file, replacing, write_entries
+from .platform_tag import platform_tag
+
+_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
+_VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
+_OWN = "flashattn_jit"
+_FOR_PEOPLE = frozenset({cpp.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
+_EARLIEST = (1980, 1, 1, 0, 0, 0)
+_CHUNK_BYTES = 1 << 20
+
+
+def pack_wheel(
+    name: str,
+    directory: str | os.PathLike[str] = ".",
+    *,
+    version: str = __version__,
+    manifest: Any = None,
+    targets: str | Sequence[str] = (),
+    keys: Sequence[str] = (),
+    allow_cpp: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> PackReport:
+    """Writes kernels of the cache to a wheel, ``NAME-VERSION-py3-none-PLATFORM.whl``.
+
+    Where it is installed with pip, its pack is a read-only layer of the cache. It holds no code but
+    the kernels, without their sources and build logs, and requires this version of flashattn_jit,
+    as others ask for other kernels. The platform is manylinux with the glibc that the kernels need,
+    or linux where they need more than that and OpenMP. Equal entries make equal wheels, byte for
+    byte.
+
+    Args:
+        name: of the distribution: letters, digits, ``-``, ``_`` and ``.``, a letter first.
+        directory: where the wheel is written, a folder that is there.
+        version: of the distribution, such as 1.2 or 1.2rc1; by default flashattn_jit's.
+        manifest, targets, keys, allow_cpp: what goes in, as for `pack`.
+        progress: as for `pack`.
+
+    Raises:
+        InputError: the name or the version is none.
+        PackError: as for `pack`; also where kernels are for several kinds of machine.
+        ManifestError, TargetError, CacheError, OSError: nothing was written.
+
+    Example:
+        >>> fa.pack_wheel("acme-kernels", "dist", version="1.2", manifest="service.jsonl")
+    """
+    begin = time.perf_counter()
+    package = _package(name)
+    if not isinstance(version, str) or not _VERSION.fullmatch(version):
+        raise InputError(
+            f"version {version!r} of a wheel must be numbers with dots between them, such as 1.2, "
+            "1.2rc1, 1.2.post1 or 1.2.dev3"
+        )
+    folder = checked_path("directory", directory)
+    check_place(folder / f"{package}-{version}.whl")
+    chosen = [_lean(one) for one in chosen_entries(manifest, targets, keys, allow_cpp)]
+    platform = platform_tag(
+        read_file(one, ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"]
+    )
+    path = folder / f"{package}-{version}-py3-none-{platform}.whl"
+    info = f"{package}-{version}.dist-info"
+    texts = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        f"Summary: Kernels of {_OWN} {__version__}: {targets_words(chosen)}\n"
+        f"Requires-Dist: {_OWN}=={__version__}\n",
+        "WHEEL": f"Wheel-Version: 1.0\nGenerator: {_OWN} {__version__}\n"
+        f"Root-Is-Purelib: false\nTag: py3-none-{platform}\n",
+        "entry_points.txt": f"[{GROUP}]\nkernels = {package}\n",
+    }
+    with (
+        replacing(path) as file,
+        tempfile.TemporaryFile() as packed,
+        zipfile.ZipFile(file, "w", compresslevel=9) as archive,
+    ):
+        write_entries(packed, chosen, progress)
+        wheel = _Wheel(archive)
+        wheel.add(f"{package}/{PACK}", packed)
+        for member, text in texts.items():
+            wheel.add(f"{info}/{member}", io.BytesIO(text.encode()))
+        wheel.close(f"{info}/RECORD")
+    return report_of(path, chosen, path.stat().st_size, begin)
+
+
+def _lean(one: Found) -> Found:
+    """An entry without what only people read, a sixth of a wheel."""
+    files = {name: said for name, said in one.meta["files"].items() if name not in _FOR_PEOPLE}
+    return replace(one, meta={**one.meta, "files": files})
+
+
+def _package(name: object) -> str:
+    """The folder of a distribution's data, and its name in file names. Raises InputError."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InputError(
+            f"{name!r} is no name of a wheel: letters, digits, -, _ and . are allowed, a letter "
+            "first, a letter or digit last"
+        )
+    package = re.sub(r"[-_.]+", "_", name).lower()
+    if package == _OWN:
+        raise InputError(
+            f"a wheel named {name} would replace this package; choose another name, such as "
+            f"{name}-kernels"
+        )
+    return package
+
+
+class _Wheel:
+    """The members of a wheel, and what its RECORD must say of them."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive = archive
+        self._record = ""
+
+    def add(self, name: str, content: IO[bytes]) -> None:
+        """Adds a file."""
+        digest, size = hashlib.sha256(), content.seek(0, os.SEEK_END)
+        content.seek(0)
+        with self._archive.open(_member(name, size), "w") as member:
+            while part := content.read(_CHUNK_BYTES):
+                digest.update(part)
+                member.write(part)
+        text = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+        self._record += f"{name},sha256={text},{size}\n"
+
+    def close(self, record: str) -> None:
+        """Adds the RECORD, under this name."""
+        text = f"{self._record}{record},,\n"
+        self._archive.writestr(_member(record, len(text)), text)
+
+
+def _member(name: str, size: int) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name, _EARLIEST)
+    info.file_size = size  # from 2 GiB on the header has 64 bits for it
+    info.compress_type = zipfile.ZIP_DEFLATED
+    info.external_attr = 0o100644 << 16
+    return info
