@@ -1,7 +1,8 @@
 """Plants mistakes in a private copy of the checkout, and asks the tests there to notice them.
 
 A mistake counts as caught when the tests that it names fail (pytest's exit code 1) in the call of a
-test, not while tests are collected or set up, and the test that failed passes in the copy as it is.
+test, not while tests are collected or set up, and that test passes in the copy as it is: the tests
+that failed are run there once more, all together.
 
 The copy has the extensions of the package that is imported here; a mistake in csrc/runtime,
 csrc/scheduler or csrc/emulator has its own compiled, the one file anew. Kernels come from
@@ -23,6 +24,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pybind11
 
@@ -31,7 +33,7 @@ from tests.full.planted_mistakes import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
-EXTENSIONS = {
+EXTENSIONS: dict[ModuleType, tuple[tuple[str, ...], str, str]] = {
     _C: (("csrc/runtime", "csrc/scheduler"), "-O1 -fopenmp", "-fopenmp -ldl"),
     _emulator: (("csrc/emulator",), "-O2 -ffp-contract=off -fno-math-errno -pthread", "-pthread"),
 }
@@ -43,12 +45,11 @@ LONGEST_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run of tests said. test: the first that failed in its call; problem: why that does
-    not count."""
+    """What a run of tests said. failed: (id, message) of the tests that failed in their call.
+    problem: why that does not count."""
 
     seconds: float
-    test: str = ""
-    message: str = ""
+    failed: tuple[tuple[str, str], ...] = ()
     problem: str = ""
 
 
@@ -61,71 +62,61 @@ class Copy:
         self._report = folder / "report.xml"
         self._cache = folder / "cache"
         self._kernels = kernels
-        self._is_built = False
         shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
         self._put_extensions()
 
     def caught(self, mistake: Mistake) -> Result:
-        """Runs the tests of a mistake with it, and the one that fails without it."""
+        """Runs the tests of a mistake with it, until one fails."""
         begin = time.monotonic()
         path = self.root / mistake.file
         text = path.read_text()
-        if text.count(mistake.old) != 1:
-            return Result(0.0, problem=f"the list is out of date: {mistake.file} has the text "
-                                       f"{text.count(mistake.old)} times")  # fmt: skip
-        is_compiled = path.suffix == ".cpp" or "csrc/runtime" in mistake.file
+        count = text.count(mistake.old)
+        if count != 1:
+            return Result(0.0, problem=f"{mistake.file} has its text {count} times: correct it")
+        compiled = [m for m in EXTENSIONS if mistake.file.startswith(EXTENSIONS[m][0])]
         path.write_text(text.replace(mistake.old, mistake.new))
         try:
-            if is_compiled:
-                self._build()
-            result = self.test(mistake.tests)
+            for module in compiled:
+                self._build(module)
+            result = self.test(mistake.tests, "-x")
         except subprocess.CalledProcessError as error:
             result = Result(0.0, problem=f"it does not compile: {error.stdout[-2000:]}")
         finally:
             path.write_text(text)
-            if is_compiled:
+            if compiled:
                 self._put_extensions()
-        if result.test:
-            again = self.test(result.test)
-            if again.test or again.problem:
-                problem = f"{result.test} fails without the mistake: {again.message}{again.problem}"
-                result = Result(0.0, problem=problem)
-        elif not result.problem:
-            result = Result(0.0, problem="not caught")
-        seconds = time.monotonic() - begin
-        return Result(seconds, result.test, result.message, result.problem)
+        problem = result.problem or ("" if result.failed else "not caught")
+        return Result(time.monotonic() - begin, result.failed, problem)
 
-    def test(self, *tests: str, stop: bool = True) -> Result:
-        """Runs tests of the copy; with `stop` until the first one fails."""
+    def test(self, *arguments: str) -> Result:
+        """Runs tests of the copy."""
         begin = time.monotonic()
         shutil.rmtree(self._cache, ignore_errors=True)
         self._report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", *tests, "-q", f"--junitxml={self._report}"]
-        command += ["-p", "no:cacheprovider", *(["-x"] if stop else [])]
+        command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
         try:
             ended = subprocess.run(
-                command, cwd=self.root, env=self._environment(), timeout=LONGEST_S, check=False,
+                [*command, f"--junitxml={self._report}"],
+                cwd=self.root, env=self._environment(), timeout=LONGEST_S, check=False,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return Result(LONGEST_S, problem=f"the tests take more than {LONGEST_S:.0f} s")
         seconds = time.monotonic() - begin
-        if ended.returncode == 0:
-            return Result(seconds)
-        for test, message in self._failures():
-            if ended.returncode == 1:
-                return Result(seconds, test, message)
+        failed = tuple(self._failures())
+        if ended.returncode == 0 or (ended.returncode == 1 and failed):
+            return Result(seconds, failed)
         last = "\n".join(ended.stdout.splitlines()[-15:])
         return Result(seconds, problem=f"pytest ended with {ended.returncode}:\n{last}")
 
     def _failures(self) -> Iterator[tuple[str, str]]:
-        """(id, first line of the message) of tests that failed in their call."""
+        """Tests that failed in their call; what fails before it is an error in the report."""
         if not self._report.exists():
             return
         for case in ET.parse(self._report).iter("testcase"):
             failure = case.find("failure")
             if failure is not None:
-                # Of a class in a file there is none here: `classname` is the file's module.
+                # The file's module: tests are in no classes here.
                 place = case.get("classname", "").replace(".", "/") + ".py"
                 lines = failure.get("message", "").splitlines() or [""]
                 yield f"{place}::{case.get('name')}", lines[0]
@@ -144,20 +135,23 @@ class Copy:
     def _put_extensions(self) -> None:
         """The extensions of the package that is imported here, which has no mistake."""
         for module in EXTENSIONS:
-            place = self.root / "flashattn_jit" / Path(module.__file__).name
+            place = self._place(module)
             place.unlink(missing_ok=True)  # a new file: the old one may still be mapped
-            shutil.copy2(module.__file__, place)
+            shutil.copy2(str(module.__file__), place)
 
-    def _build(self) -> None:
-        """Compiles what changed, and links it. Raises CalledProcessError."""
+    def _build(self, module: ModuleType) -> None:
+        """Compiles what changed of an extension. Raises CalledProcessError."""
         self._objects.mkdir(exist_ok=True)
         script = self._objects / "build.ninja"
         if not script.exists():
             script.write_text("".join(_ninja(self.root, self._objects)))
         subprocess.run(
-            ["ninja", "-C", str(self._objects), "-j", str(os.cpu_count())],
+            ["ninja", "-C", str(self._objects), str(self._place(module))],
             check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
+
+    def _place(self, module: ModuleType) -> Path:
+        return self.root / "flashattn_jit" / Path(str(module.__file__)).name
 
 
 def _ninja(root: Path, objects: Path) -> Iterator[str]:
@@ -174,7 +168,7 @@ def _ninja(root: Path, objects: Path) -> Iterator[str]:
                 made.append(f"{objects / folder.replace('/', '_')}_{source.stem}.o")
                 yield f"build {made[-1]}: cxx {source}\n"
                 yield f"  flags = {compile_flags} -I{root / folder} -I{root}/{folders[0]}\n"
-        library = root / "flashattn_jit" / Path(module.__file__).name
+        library = root / "flashattn_jit" / Path(str(module.__file__)).name
         yield f"build {library}: link {' '.join(made)}\n  flags = {link_flags}\n"
 
 
@@ -185,21 +179,31 @@ def chosen(names: Sequence[str]) -> tuple[Mistake, ...]:
     return tuple(m for m in MISTAKES if any(name in m.name for name in names))
 
 
-def plant(mistakes: Iterable[Mistake]) -> dict[str, Result]:
-    """Plants mistakes one by one, and prints a line of each. By their names."""
+def plant(mistakes: Iterable[Mistake]) -> dict[str, str]:
+    """Plants mistakes one by one, and prints a line of each. Returns what is wrong, by name."""
     kernels = os.environ.get("FLASHATTN_JIT_CACHE_DIR")
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory(prefix="fajit-mistakes-") as folder:
         copy = Copy(Path(folder), Path(kernels).absolute() if kernels else None)
         for mistake in mistakes:
             result = results[mistake.name] = copy.caught(mistake)
-            words = result.problem or f"{result.test}  [{result.message[:80]}]"
+            words = result.problem or "{}  [{:.80}]".format(*result.failed[0])
             print(f"{mistake.name:36} {mistake.tests:38} {result.seconds:6.1f} s  {words}",
                   flush=True)  # fmt: skip
-    caught = sum(not result.problem for result in results.values())
-    total = sum(result.seconds for result in results.values())
-    print(f"{caught} of {len(results)} mistakes are caught, in {total / 60:.1f} minutes")
-    return results
+        wrong = {name: result.problem for name, result in results.items() if result.problem}
+        caught = {name: result.failed[0][0] for name, result in results.items() if result.failed}
+        # What failed with a mistake must pass without.
+        clean = copy.test(*sorted(set(caught.values()))) if caught else Result(0.0)
+    for test, message in clean.failed:
+        wrong |= {n: f"{test} fails without it: {message}" for n in caught if caught[n] == test}
+    if clean.problem:
+        wrong["no mistake"] = clean.problem
+    for name, problem in wrong.items():
+        print(f"{name}: {problem}")
+    total = sum(result.seconds for result in results.values()) + clean.seconds
+    good = sum(name not in wrong for name in results)
+    print(f"{good} of {len(results)} mistakes are caught, in {total / 60:.1f} minutes")
+    return wrong
 
 
 def main() -> None:
@@ -212,5 +216,4 @@ def main() -> None:
     if options.clean:
         tests = sorted({mistake.tests for mistake in mistakes})
         sys.exit(subprocess.call([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT))
-    results = plant(mistakes)
-    sys.exit(any(result.problem for result in results.values()))
+    sys.exit(bool(plant(mistakes)))

@@ -10,5 +10,4 @@ from tests.full.planting import plant
 
 @pytest.mark.timeout(3 * 3600)
 def test_every_mistake_is_caught() -> None:
-    problems = {name: r.problem for name, r in plant(MISTAKES).items() if r.problem}
-    assert not problems
+    assert not plant(MISTAKES)
