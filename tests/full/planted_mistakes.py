@@ -144,7 +144,7 @@ RUNTIME = (
             "unit.origin + ((int64_t{part.kv_begin} - unit.origin) / split + 1) * split;",
             "int64_t{part.kv_begin} + split;",
             "Batch-invariant splits depend on the first key that the mask shows.",
-            "tests/planner/test_batch_plan.py"),
+            "tests/planner/test_batch_masks.py"),
     Mistake("states of the first row", "csrc/scheduler/merges.cpp",
             "first + cover.first_row + i * units[u].rows()", "first + i * units[u].rows()",
             "Every request of a shared level merges the states of the first one.",
