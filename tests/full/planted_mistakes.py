@@ -193,7 +193,7 @@ KERNELS = (
     Mistake("slots of the next page", f"{CPU}/key_rows.h",
             "      slot = 0;\n", "",
             "Keys after the first page of a tile are read from the middle of their pages.",
-            "tests/ops/test_paged.py"),
+            "tests/batch/test_edges.py"),
     Mistake("a sink above all scores", f"{CPU}/state.h",
             "return {n.factor * kept, n.lse};", "return {n.factor, n.lse};",
             "A sink larger than every score does not shrink the output.",
