@@ -230,17 +230,17 @@ EMULATOR = (
             "for (uint32_t other = 0; races_ && other < warps_; ++other) {",
             "for (uint32_t other = 0; races_ && other < warp; ++other) {",
             "A write is no race with a read of a warp of a higher number.",
-            "tests/emulator"),
+            "tests/emulator/test_checks.py"),
     Mistake("one copy too many", "csrc/emulator/copies.cpp",
             "copy.group + pending < warp.committed[copy.lane]",
             "copy.group + pending <= warp.committed[copy.lane]",
             "A wait performs the copies of a group that it does not wait for.",
-            "tests/emulator"),
+            "tests/emulator/test_checks.py"),
     Mistake("shifts by the width", "csrc/emulator/ops_bits.cpp",
             "return n >= 8 * sizeof(T) ? T{0} : static_cast<T>(a << n);",
             "return static_cast<T>(a << (n & (8 * sizeof(T) - 1)));",
             "A shift by 32 leaves the value as it is.",
-            "tests/emulator"),
+            "tests/emulator/test_instructions.py"),
 )  # fmt: skip
 
 MISTAKES = (*PYTHON, *RUNTIME, *KERNELS, *EMULATOR)
