@@ -1,4 +1,4 @@
-"""Forty mistakes that a tired engineer could make, and the tests that must notice each of them.
+"""Mistakes that a tired engineer could make, and the tests that must notice each of them.
 
 `python -m tests.full.planted_mistakes` plants them, one at a time, in a private copy of the
 checkout (`planting.py`), and prints a table of what caught them; names or parts of names choose
