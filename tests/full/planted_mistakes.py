@@ -240,7 +240,7 @@ EMULATOR = (
             "return n >= 8 * sizeof(T) ? T{0} : static_cast<T>(a << n);",
             "return static_cast<T>(a << (n & (8 * sizeof(T) - 1)));",
             "A shift by 32 leaves the value as it is.",
-            "tests/emulator/test_instructions.py"),
+            "tests/emulator/test_arithmetic.py"),
 )  # fmt: skip
 
 MISTAKES = (*PYTHON, *RUNTIME, *KERNELS, *EMULATOR)
