@@ -19,11 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ._extension import require_extension
-
-require_extension(Path(__file__).parent)
-
 from . import variants
+from ._extension import require_extension
 from ._version import __version__ as __version__
 from .errors import (
     AbiError,
@@ -244,6 +241,7 @@ def _start() -> None:
         log.error("FLASHATTN_JIT_RECORD: nothing is recorded: %s", error)
 
 
+require_extension(Path(__file__).parent)
 if _is_command_line():
     globals()["_C"] = _LazyExtension(f"{__name__}._C")
 else:

@@ -78,6 +78,17 @@ def test_a_part_of_split_keys_without_any_kept_one() -> None:
         check(batch, what, *made.run(batch.q, batch.k, batch.v, return_lse=True))
 
 
+def test_split_keys_of_which_every_other_row_sees_none() -> None:
+    batch = Batch((4,), (6000,), (2, 1), 64)
+    made = engine(batch, lambda b, h, q_idx, kv_idx: q_idx % 2 == 0, batch_invariant=True)
+    made.plan(batch.q_indptr, batch.storage)
+    out, lse = made.run(batch.q, batch.k, batch.v, return_lse=True)
+    assert (out[1::2] == 0).all() and (lse[1::2] == -torch.inf).all()
+    expected, expected_lse = attend(batch, fa.Full())
+    torch.testing.assert_close(out[::2], expected[::2])
+    torch.testing.assert_close(lse[::2], expected_lse[::2])
+
+
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_one_valid_key_gives_its_value(q_len: int) -> None:
     """FlashInfer's one_valid_key: every other score is -524288."""

@@ -19,7 +19,7 @@ from flashattn_jit import _C, variants
 from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.requests import AnySpec, Render, request_of
-from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.codegen.spec import FEATURES, KernelSpec
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
@@ -227,6 +227,13 @@ def test_names_cannot_leave_their_line_directive(name: str) -> None:
 def test_errors_name_the_field(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         spec_from_document(edited(rich(), *path, value=value))
+
+
+def test_features_of_cuda_kernels_that_exclude_each_other() -> None:
+    for other in ("block_mask", "mixed_rows"):
+        features = sorted([other, "sparse"], key=FEATURES.index)
+        with pytest.raises(ManifestError, match="do not go together"):
+            spec_from_document(edited(rich("sm_80"), "features", value=features))
 
 
 def test_cpp_text_is_taken_for_the_hooks_that_may_have_it() -> None:

@@ -195,6 +195,7 @@ def test_work_that_touches_nothing_needs_no_tensors(minimal_module: _C.Module) -
         ((0, 1, 2, 0, 1, 0, 1, -1), "not of one kv head"),
         ((0, 0, 2**31 - 1, 0, 1, 0, 1, -1), "heads"),
         ((0, 0, 2, 0, 7, 0, 1, -1), r"rows \[0, 7\) of 6 packed rows"),
+        ((0, 0, 1, 0, 4, 0, 1, -1), r"rows \[0, 4\) of 3 packed rows"),  # one of two heads
         ((0, 0, 2, 3, 2, 0, 1, -1), r"rows \[3, 2\)"),
         ((0, 0, 2, -1, 2, 0, 1, -1), r"rows \[-1, 2\)"),
         ((0, 0, 1, 0, 3, 0, 6, -1), r"keys \[0, 6\) of kv_len=5"),

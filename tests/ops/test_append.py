@@ -76,6 +76,22 @@ def test_caches_and_rows_have_any_strides(target) -> None:
     assert int((both != 0).any(-1).sum()) == 4 * 2 * 3
 
 
+@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+@pytest.mark.parametrize("wild", [-1, 12, 2**31 - 1])
+def test_an_unchecked_page_that_is_not_there_is_left_out(wild, monkeypatch) -> None:
+    """As on devices, where page indices are not checked."""
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    paged = pages()
+    paged.page_indices[1] = wild  # of keys 4 and 5 of request 0
+    k = torch.randn(4, 2, 8)
+    k_pages, v_pages = torch.zeros(2, 12, 4, 2, 8)
+    indptr = torch.tensor([0, 3, 3, 4])
+    fa.append_paged_kv(k, -k, k_pages, v_pages, indptr, paged, target="emulated:sm_80")
+    expected = torch.zeros_like(k_pages)
+    expected[5, 3], expected[7, 0] = k[0], k[3]
+    assert torch.equal(k_pages, expected) and torch.equal(v_pages, -expected)
+
+
 @every_target
 def test_no_new_token_writes_nothing(target) -> None:
     cache = torch.zeros(12, 4, 2, 8)

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashattn_jit as fa
 from flashattn_jit.jit import module as jit_module
-from flashattn_jit.ops import _launch
+from flashattn_jit.ops import _check, _launch
 
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 8, 12, 16
 
@@ -315,6 +315,15 @@ def test_attention(name: str) -> None:
     with pytest.raises(error, match=words):
         arguments, keywords = make()
         fa.attention(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_strides_are_checked_where_the_shapes_are_known(which: int) -> None:
+    tensors = [zeros(B, HQ, D, D) for _ in range(3)]
+    _check.check_dense(*tensors)
+    tensors[which] = tensors[which].transpose(2, 3)
+    with pytest.raises(fa.InputError, match=f"{'qkv'[which]}'s last dim .*stride"):
+        _check.check_dense(*tensors)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v", "param", "capture"])

@@ -161,6 +161,20 @@ def test_a_request_is_costed_alike_in_any_batch(masks, name):
         assert parts == {tuple(i[f] for f in fields) for i in alone.items}
 
 
+@pytest.mark.parametrize("name", ["sink and window", "documents"])
+def test_batch_invariant_cuts_are_at_positions_wherever_the_keys_begin(masks, name):
+    kinds, options, _held = masks[name]
+    options = {**options, "batch_invariant": True, "split_keys": (64, 64), "kinds": kinds}
+    planned = make([1, 130], Ragged([700, 890]), heads=(1, 1), **options)
+    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for item in planned.items:
+        rows = (item["request"], item["row_begin"])
+        parts.setdefault(rows, []).append((item["kv_begin"], item["kv_end"]))
+    cuts = [end for part in parts.values() for _, end in sorted(part)[:-1]]
+    assert cuts and all(cut % 64 == 0 for cut in cuts)
+    assert name != "documents" or min(begin for begin, _ in parts[(0, 0)]) % 64
+
+
 def test_the_longest_request_that_there_can_be(masks):
     """Cells of a mask reach beyond the largest int32, its keys do not."""
     most = 2**31 - 1

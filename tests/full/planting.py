@@ -1,0 +1,219 @@
+"""Plants mistakes in a private copy of the checkout, and asks the tests there to notice them.
+
+A mistake counts as caught when the tests that it names fail (pytest's exit code 1) in the call of a
+test, not while tests are collected or set up, and that test passes in the copy as it is: the tests
+that failed are run there once more, all together.
+
+The copy has the extensions of the package that is imported here; a mistake in csrc/runtime,
+csrc/scheduler or csrc/emulator has its own compiled, the one file anew. Kernels come from
+FLASHATTN_JIT_CACHE_DIR, where it is set, as a read-only layer; what it lacks is compiled for each
+mistake anew, so warm it first: `--clean` runs the tests of all mistakes without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pybind11
+
+from flashattn_jit import _C, _emulator
+from tests.full.planted_mistakes import MISTAKES, Mistake
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+EXTENSIONS: dict[ModuleType, tuple[tuple[str, ...], str, str]] = {
+    _C: (("csrc/runtime", "csrc/scheduler"), "-O1 -fopenmp", "-fopenmp -ldl"),
+    _emulator: (("csrc/emulator",), "-O2 -ffp-contract=off -fno-math-errno -pthread", "-pthread"),
+}
+"""Folders of sources, flags of the compiler and of the linker of each extension."""
+
+LONGEST_S = 1800.0
+"""Of one run of tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run of tests said. failed: (id, message) of the tests that failed in their call.
+    problem: why that does not count."""
+
+    seconds: float
+    failed: tuple[tuple[str, str], ...] = ()
+    problem: str = ""
+
+
+class Copy:
+    """A checkout to plant mistakes in. kernels: the warm cache, None for none."""
+
+    def __init__(self, folder: Path, kernels: Path | None) -> None:
+        self.root = folder / "checkout"
+        self._objects = folder / "objects"
+        self._report = folder / "report.xml"
+        self._cache = folder / "cache"
+        self._kernels = kernels
+        shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
+        self._put_extensions()
+
+    def caught(self, mistake: Mistake) -> Result:
+        """Runs the tests of a mistake with it, until one fails."""
+        begin = time.monotonic()
+        path = self.root / mistake.file
+        text = path.read_text()
+        count = text.count(mistake.old)
+        if count != 1:
+            return Result(0.0, problem=f"{mistake.file} has its text {count} times: correct it")
+        compiled = [m for m in EXTENSIONS if mistake.file.startswith(EXTENSIONS[m][0])]
+        path.write_text(text.replace(mistake.old, mistake.new))
+        try:
+            for module in compiled:
+                self._build(module)
+            result = self.test(mistake.tests, "-x")
+        except subprocess.CalledProcessError as error:
+            result = Result(0.0, problem=f"it does not compile: {error.stdout[-2000:]}")
+        finally:
+            path.write_text(text)
+            if compiled:
+                self._put_extensions()
+        problem = result.problem or ("" if result.failed else "not caught")
+        return Result(time.monotonic() - begin, result.failed, problem)
+
+    def test(self, *arguments: str) -> Result:
+        """Runs tests of the copy."""
+        begin = time.monotonic()
+        shutil.rmtree(self._cache, ignore_errors=True)
+        self._report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
+        try:
+            ended = subprocess.run(
+                [*command, f"--junitxml={self._report}"],
+                cwd=self.root, env=self._environment(), timeout=LONGEST_S, check=False,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Result(LONGEST_S, problem=f"the tests take more than {LONGEST_S:.0f} s")
+        seconds = time.monotonic() - begin
+        failed = tuple(self._failures())
+        if ended.returncode == 0 or (ended.returncode == 1 and failed):
+            return Result(seconds, failed)
+        last = "\n".join(ended.stdout.splitlines()[-15:])
+        return Result(seconds, problem=f"pytest ended with {ended.returncode}:\n{last}")
+
+    def _failures(self) -> Iterator[tuple[str, str]]:
+        """Tests that failed in their call; what fails before it is an error in the report."""
+        if not self._report.exists():
+            return
+        for case in ET.parse(self._report).iter("testcase"):
+            failure = case.find("failure")
+            if failure is not None:
+                # The file's module: tests are in no classes here.
+                place = case.get("classname", "").replace(".", "/") + ".py"
+                lines = failure.get("message", "").splitlines() or [""]
+                yield f"{place}::{case.get('name')}", lines[0]
+
+    def _environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("FLASHATTN_JIT_")}
+        layers = {"FLASHATTN_JIT_CACHE_PATH": str(self._kernels)} if self._kernels else {}
+        return {
+            "FAJIT_TEST_SEED": "13",
+            **kept,
+            **layers,
+            "FLASHATTN_JIT_CACHE_DIR": str(self._cache),
+            "PYTHONPATH": str(self.root),
+        }
+
+    def _put_extensions(self) -> None:
+        """The extensions of the package that is imported here, which has no mistake."""
+        for module in EXTENSIONS:
+            place = self._place(module)
+            place.unlink(missing_ok=True)  # a new file: the old one may still be mapped
+            shutil.copy2(str(module.__file__), place)
+
+    def _build(self, module: ModuleType) -> None:
+        """Compiles what changed of an extension. Raises CalledProcessError."""
+        self._objects.mkdir(exist_ok=True)
+        script = self._objects / "build.ninja"
+        if not script.exists():
+            script.write_text("".join(_ninja(self.root, self._objects)))
+        subprocess.run(
+            ["ninja", "-C", str(self._objects), str(self._place(module))],
+            check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def _place(self, module: ModuleType) -> Path:
+        return self.root / "flashattn_jit" / Path(str(module.__file__)).name
+
+
+def _ninja(root: Path, objects: Path) -> Iterator[str]:
+    """A build script for the extensions: only what changed is compiled."""
+    include = [root / "csrc/include", pybind11.get_include(), sysconfig.get_path("include")]
+    flags = " ".join(f"-I{folder}" for folder in include)
+    yield "rule cxx\n  deps = gcc\n  depfile = $out.d\n"
+    yield f"  command = c++ -std=c++17 -fPIC -fvisibility=hidden $flags {flags} -MMD -MF $out.d "
+    yield "-c $in -o $out\nrule link\n  command = c++ -shared $in $flags -o $out\n"
+    for module, (folders, compile_flags, link_flags) in EXTENSIONS.items():
+        made = []
+        for folder in folders:
+            for source in sorted((root / folder).glob("*.cpp")):
+                made.append(f"{objects / folder.replace('/', '_')}_{source.stem}.o")
+                yield f"build {made[-1]}: cxx {source}\n"
+                yield f"  flags = {compile_flags} -I{root / folder} -I{root}/{folders[0]}\n"
+        library = root / "flashattn_jit" / Path(str(module.__file__)).name
+        yield f"build {library}: link {' '.join(made)}\n  flags = {link_flags}\n"
+
+
+def chosen(names: Sequence[str]) -> tuple[Mistake, ...]:
+    """The mistakes whose names hold one of `names`; all for none."""
+    if not names:
+        return MISTAKES
+    return tuple(m for m in MISTAKES if any(name in m.name for name in names))
+
+
+def plant(mistakes: Iterable[Mistake]) -> dict[str, str]:
+    """Plants mistakes one by one, and prints a line of each. Returns what is wrong, by name."""
+    kernels = os.environ.get("FLASHATTN_JIT_CACHE_DIR")
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory(prefix="fajit-mistakes-") as folder:
+        copy = Copy(Path(folder), Path(kernels).absolute() if kernels else None)
+        for mistake in mistakes:
+            result = results[mistake.name] = copy.caught(mistake)
+            words = result.problem or "{}  [{:.80}]".format(*result.failed[0])
+            print(f"{mistake.name:36} {mistake.tests:38} {result.seconds:6.1f} s  {words}",
+                  flush=True)  # fmt: skip
+        wrong = {name: result.problem for name, result in results.items() if result.problem}
+        caught = {name: result.failed[0][0] for name, result in results.items() if result.failed}
+        # What failed with a mistake must pass without.
+        clean = copy.test(*sorted(set(caught.values()))) if caught else Result(0.0)
+    for test, message in clean.failed:
+        wrong |= {n: f"{test} fails without it: {message}" for n in caught if caught[n] == test}
+    if clean.problem:
+        wrong["no mistake"] = clean.problem
+    for name, problem in wrong.items():
+        print(f"{name}: {problem}")
+    total = sum(result.seconds for result in results.values()) + clean.seconds
+    good = sum(name not in wrong for name in results)
+    print(f"{good} of {len(results)} mistakes are caught, in {total / 60:.1f} minutes")
+    return wrong
+
+
+def main() -> None:
+    """The command line; ends with 1 where a mistake is not caught."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("names", nargs="*", help="parts of the names of mistakes; all by default")
+    parser.add_argument("--clean", action="store_true", help="run their tests without a mistake")
+    options = parser.parse_args()
+    mistakes = chosen(options.names)
+    if options.clean:
+        tests = sorted({mistake.tests for mistake in mistakes})
+        sys.exit(subprocess.call([sys.executable, "-m", "pytest", "-q", *tests], cwd=ROOT))
+    sys.exit(bool(plant(mistakes)))
