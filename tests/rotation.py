@@ -1,8 +1,8 @@
 """What a run of the tests takes by turns: second axes of matrices, random calls, another target.
 
 tests/conftest.py chooses a seed, which every worker of a run shares, and prints it in the header of
-the run. `FAJIT_TEST_SEED=123456` repeats a run's choices, `FAJIT_TEST_TARGET=cpu:avx2` takes another
-target, and `FAJIT_TEST_TURNS=all` leaves nothing out, as `.ci/full` does.
+the run. `FAJIT_TEST_SEED=123456` repeats a run's choices, `FAJIT_TEST_TARGET=cpu:avx2` takes
+another target, and `FAJIT_TEST_TURNS=all` leaves nothing out, as `.ci/full` does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels compile for every target within the budgets that their tiles declare.
 
-Each target has tiles, features and variants by turns: `tests/rotation.py`. tests/full and `.ci/full`
-have every one of them.
+Each target has tiles, features and variants by turns: `tests/rotation.py`. `.ci/full` has every one
+of them.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import TileKind
 from flashattn_jit.codegen.target import EMULATED as PREFIX
 from flashattn_jit.planner.tiles import choose_rows
-from tests.cuda.kernels import EMULATED, IN_TURN, dtype_of, ir_of, rotating, spec_of
 from tests import rotation
+from tests.cuda.kernels import EMULATED, IN_TURN, dtype_of, ir_of, rotating, spec_of
 from tests.ops.test_attention import DECODE, SMALL, fitting, run
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape

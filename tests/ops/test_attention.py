@@ -90,7 +90,9 @@ KINDS = [(s, d) for d in (torch.float32, torch.bfloat16) for s in (SMALL, DECODE
 
 
 def in_turns() -> list[tuple[Case, Shape, torch.dtype]]:
-    """Each library variant with many rows or few, in one dtype; some closures. tests/full has all."""
+    """Library variants, with many rows or few and in one dtype, and some closures.
+
+    tests/full has all of them in every way."""
     cases = LIBRARY + rotation.chosen(CLOSURES, 10, lambda c: c.tags)
     return [
         (case, shape if case.fits(shape) else fitting(case, SMALL), dtype)

@@ -1,7 +1,7 @@
 """`fa.flex_attention` computes what FlexAttention does, for the forward cases of torch's own tests.
 
-Mods of the registry at their shapes, by turns; then shapes, strides, GQA, block masks and outputs with few
-mods, so that few kernels are compiled.
+Mods of the registry at their shapes, by turns; then shapes, strides, GQA, block masks and outputs
+with few mods, so that few kernels are compiled.
 """
 
 from __future__ import annotations
