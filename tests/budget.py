@@ -1,7 +1,7 @@
 """What the tests of each folder take, beside what they may take.
 
-A budget is in seconds of one worker, set-up of fixtures included, with no kernel kept of an earlier
-run, on two cores of a server of 2024 that nothing else uses. Nothing fails for being slow on another
+A budget is in seconds of one worker, set-up of fixtures included, with no kernel of an earlier run,
+on two cores of a server of 2024 that nothing else uses. Nothing fails for being slow on another
 machine: the table at the end of a run marks what is over its budget.
 """
 

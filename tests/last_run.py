@@ -1,9 +1,9 @@
 """The kernel cache of a run of the tests: it begins with the kernels of the last run.
 
 A kernel's key has all that it is made of, so that those of the last run serve this one exactly
-where nothing changed. `FAJIT_TEST_KERNELS=/a/folder` keeps them there instead of in the user's cache
-folder; `FAJIT_TEST_KERNELS=cold` keeps none and takes none. A run over a `FLASHATTN_JIT_CACHE_DIR`
-that is set uses that one as it is.
+where nothing changed. `FAJIT_TEST_KERNELS=/a/folder` keeps them there instead of in the user's
+cache folder; `FAJIT_TEST_KERNELS=cold` keeps none and takes none. A run over a
+`FLASHATTN_JIT_CACHE_DIR` that is set uses that one as it is.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 All formats but packed keys share one kernel a variant and kind of tile, except bits and trees: each
 is one more mask beside the variant's own, and with it another kernel. Variants with a mask meet
-both; the others, whose hooks no mask touches, meet them in turns, each hook both. A share of each
-kind of variant is run, by turns, with few rows or many: `tests/rotation.py`; tests/full has all
-variants in all formats.
+both; the others, whose hooks no mask touches, meet them in turns. A variant with each hook is run
+with few rows, another with many, by turns: `tests/rotation.py`; tests/full has all variants in all
+formats.
 """
 
 from __future__ import annotations
@@ -23,39 +23,50 @@ MANY_ROWS = [name for name in FORMATS if name != "token_sparse"]
 """A list for each token makes few rows of any number of tokens."""
 MASKED = ("block_sparse_bits", "tree")
 HOOKS = ("mask", "score", "row", "normalizer", "pointwise", "sink")
+LIBRARY = [c for c in CASES if "library" in c.tags]
 
 
-def hooks_of(case: Case) -> frozenset[str]:
-    """The tags that say which hooks a case has."""
-    return case.tags.intersection(HOOKS)
+def of_each_hook(cases: list[Case], left_out: list[Case]) -> list[Case]:
+    """One case that has it for each hook, by turns; all where nothing is left to other runs."""
+    if rotation.takes_all():
+        return cases
+    found: list[Case] = []
+    for hook in HOOKS:
+        having = [c for c in cases if hook in c.tags and c not in found]
+        having = [c for c in having if c not in left_out] or having
+        if not any(hook in c.tags for c in found):
+            found.append(having[rotation.seed() % len(having)])
+    return found
 
 
-FEW = rotation.chosen([c for c in CASES if c.fits(FEW_ROWS)], 8, hooks_of)
-MANY = rotation.chosen([c for c in CASES if c not in FEW], 12, hooks_of)
+FEW = of_each_hook([c for c in LIBRARY if c.fits(FEW_ROWS)], [])
+MANY = of_each_hook(LIBRARY, FEW)
 
 
-def formats_of(case: Case, cases: list[Case], among: list[str]) -> list[str]:
-    """All of them; one of MASKED, in turns, where there is no mask and no lack of such cases."""
-    alike = [c for c in cases if hooks_of(c) == hooks_of(case)]
-    if "mask" in case.tags or len(alike) == 1 or rotation.takes_all():
+def formats_of(case: Case, among: list[str]) -> list[str]:
+    """All of them; one of MASKED, by turns, where there is no mask and the hook is a common one."""
+    if case.tags & {"mask", "pointwise", "sink"} or rotation.takes_all():
         return among
-    left_out = MASKED[alike.index(case) % 2]
+    left_out = MASKED[(HOOKS.index(min(case.tags & {*HOOKS})) + rotation.seed()) % 2]
     return [name for name in among if name != left_out]
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda c: c.name)
 def test_every_format_with_few_rows(case: Case) -> None:
-    for name in formats_of(case, FEW, list(FORMATS)):
+    for name in formats_of(case, list(FORMATS)):
         run_format(case, FEW_ROWS, name)
 
 
 @pytest.mark.parametrize("case", MANY, ids=lambda c: c.name)
 def test_every_format_with_many_rows(case: Case) -> None:
-    for name in formats_of(case, MANY, MANY_ROWS):
+    for name in formats_of(case, MANY_ROWS):
         run_format(case, fitting(case, SMALL), name)
 
 
 def test_each_hook_meets_each_format() -> None:
     for cases, among in ((FEW, list(FORMATS)), (MANY, MANY_ROWS)):
-        met = {(tag, n) for c in cases for tag in c.tags for n in formats_of(c, cases, among)}
-        assert met >= {(tag, name) for tag in HOOKS for name in among}
+        assert {tag for c in cases for tag in c.tags} >= {*HOOKS}
+        met = {(hook, n) for c in cases for hook in c.tags & {*HOOKS} for n in formats_of(c, among)}
+        rare = [(hook, n) for hook in ("mask", "pointwise", "sink") for n in among]
+        common = [(hook, n) for hook in HOOKS for n in among if n not in MASKED]
+        assert met >= {*rare, *common}

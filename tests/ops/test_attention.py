@@ -93,7 +93,7 @@ def in_turns() -> list[tuple[Case, Shape, torch.dtype]]:
     """Library variants, with many rows or few and in one dtype, and some closures.
 
     tests/full has all of them in every way."""
-    cases = LIBRARY + rotation.chosen(CLOSURES, 10, lambda c: c.tags)
+    cases = rotation.chosen(LIBRARY, 2, lambda c: c.tags) + rotation.chosen(CLOSURES, 24)
     return [
         (case, shape if case.fits(shape) else fitting(case, SMALL), dtype)
         for number, case in enumerate(cases)

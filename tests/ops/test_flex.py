@@ -68,7 +68,7 @@ def alibi(score, b, h, q, k):
 # --- every mod -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", rotation.chosen(SCORE_CASES, 6), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", rotation.chosen(SCORE_CASES, 10), ids=lambda c: c.name)
 def test_score_mods(case: Case) -> None:
     shape = SMALL if case.fits(SMALL) else case.shape
     q, k, v = inputs(shape)
