@@ -46,7 +46,7 @@ def embed(model, batch):
 
 def milliseconds(run):
     """Median wall time of `run`."""
-    return statistics.median(timeit.repeat(run, number=1, repeat=10)) * 1e3
+    return statistics.median(timeit.repeat(run, number=1, repeat=5)) * 1e3
 
 
 def main():

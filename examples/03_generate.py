@@ -1,8 +1,10 @@
 """Continuous batching over a paged KV cache: requests come and go, prompts share a prefix.
 
 python examples/03_generate.py     (trains a small character model first, in less than a minute)
+python examples/03_generate.py 80  (trains it for 80 steps)
 """
 
+import sys
 import time
 
 import char_model as net
@@ -60,7 +62,7 @@ def serve(model, requests):
 
 
 torch.manual_seed(0)
-model = net.train()
+model = net.train(steps=int(sys.argv[1]) if len(sys.argv) > 1 else 500)
 requests = [Request(net.encode(SYSTEM + topic), NEW) for topic in TOPICS]
 serve(model, [Request(r.prompt, 2) for r in requests[:2]])  # compiles the kernels
 times = [time.perf_counter()]

@@ -113,7 +113,7 @@ def train(limit_s: float = 55.0, steps: int = 500, length: int = 128, batch: int
         optimizer.step()
         schedule.step()
         spent_s = time.perf_counter() - begin
-        if step % 100 == 0 or spent_s > limit_s:
+        if step % 100 == 0 or step == steps or spent_s > limit_s:
             print(f"step {step}: {loss / 0.6931:.2f} bits a character, {spent_s:.0f} s", flush=True)
         if spent_s > limit_s:
             break

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 
 import pytest
 
@@ -15,8 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-# Kernels built by one test serve the others; a cache of the run's own keeps runs independent.
-os.environ.setdefault("FLASHATTN_JIT_CACHE_DIR", tempfile.mkdtemp(prefix="fajit-tests-"))
+from tests import budget, last_run
+
+# Kernels built by one test serve the others. Workers inherit the folder.
+last_run.begin()
 
 # Wheels of kernels that this environment has would hide what a test means to compile.
 os.environ["FLASHATTN_JIT_CACHE_INSTALLED"] = "0"
@@ -28,7 +29,22 @@ os.environ.setdefault("FAJIT_TEST_SEED", str(random.SystemRandom().randrange(10*
 def pytest_report_header():
     from tests.rotation import words
 
-    return f"by turns: {words()}"
+    return [f"by turns: {words()}", last_run.words()]
+
+
+def pytest_runtest_logreport(report):
+    budget.add(report)
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("seconds of workers")
+    for line in budget.table():
+        terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        last_run.end()
 
 
 def pytest_configure(config):

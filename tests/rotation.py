@@ -1,17 +1,23 @@
-"""What a run of the tests takes by turns: the seed of random calls, and a target beside the host's.
+"""What a run of the tests takes by turns: second axes of matrices, random calls, another target.
 
-tests/conftest.py chooses a seed, which every worker of a run shares, and prints both in the header
-of the run. `FAJIT_TEST_SEED=123456` takes one again; `FAJIT_TEST_TARGET=cpu:avx2` another target.
+tests/conftest.py chooses a seed, which every worker of a run shares, and prints it in the header of
+the run. `FAJIT_TEST_SEED=123456` repeats a run's choices, `FAJIT_TEST_TARGET=cpu:avx2` takes
+another target, and `FAJIT_TEST_TURNS=all` leaves nothing out, as `.ci/full` does.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 from flashattn_jit.codegen.target import CPU_TARGETS, host_target
 
 SEED_VARIABLE = "FAJIT_TEST_SEED"
 TARGET_VARIABLE = "FAJIT_TEST_TARGET"
+TURNS_VARIABLE = "FAJIT_TEST_TURNS"
+
+T = TypeVar("T")
 
 
 def seed() -> int:
@@ -19,14 +25,42 @@ def seed() -> int:
     return int(os.environ[SEED_VARIABLE])
 
 
+def takes_all() -> bool:
+    """Whether nothing is left to another run."""
+    return os.environ.get(TURNS_VARIABLE) == "all"
+
+
+def chosen(
+    items: Sequence[T], share: int, kind: Callable[[T], Hashable] = lambda item: None
+) -> list[T]:
+    """One in `share` of the items of each kind, by turns, and at least one of each; in order."""
+    if takes_all():
+        return list(items)
+    by_kind: dict[Hashable, list[int]] = {}
+    for place, item in enumerate(items):
+        by_kind.setdefault(kind(item), []).append(place)
+    places = [
+        place
+        for group in by_kind.values()
+        for place in group[seed() % min(share, len(group)) :: share]
+    ]
+    return [items[place] for place in sorted(places)]
+
+
+def turn(number: int, among: Sequence[T]) -> list[T]:
+    """The one of `among` that a numbered test takes in this run; all where nothing is left out."""
+    return list(among) if takes_all() else [among[(number + seed()) % len(among)]]
+
+
 def other_target() -> str:
     """A target below the host's, in turns; the host's own where there is none below it."""
-    if chosen := os.environ.get(TARGET_VARIABLE):
-        return chosen
+    if named := os.environ.get(TARGET_VARIABLE):
+        return named
     lower = CPU_TARGETS[: CPU_TARGETS.index(host_target())]
     return lower[seed() % len(lower)] if lower else host_target()
 
 
 def words() -> str:
-    """Both, as the environment variables that repeat them."""
-    return f"{SEED_VARIABLE}={seed()} {TARGET_VARIABLE}={other_target()}"
+    """What repeats this run's choices."""
+    turns = f" {TURNS_VARIABLE}=all" if takes_all() else ""
+    return f"{SEED_VARIABLE}={seed()} {TARGET_VARIABLE}={other_target()}{turns}"

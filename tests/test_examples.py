@@ -16,10 +16,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(name: str, tmp_path: Path) -> str:
+def run(name: str, tmp_path: Path, *arguments: str) -> str:
     """The output of an example, started in an empty folder."""
     result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)],
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"},
         capture_output=True,
@@ -67,7 +67,7 @@ def test_real_model_equals_the_stock_one(tmp_path: Path) -> None:
     importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra: test)"
 )
 def test_generation_equals_recomputation(tmp_path: Path) -> None:
-    output = run("03_generate.py", tmp_path)
+    output = run("03_generate.py", tmp_path, "80")  # the tokens need not be words
     assert re.search(r"step \d+: [\d.]+ bits a character", output)
     assert "the tokens of all 7 requests equal those of recomputation" in output
     assert re.search(r"with the KV cache \d+ tokens/s, without \d+", output)

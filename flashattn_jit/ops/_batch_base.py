@@ -12,6 +12,7 @@ import torch
 
 from .. import _C
 from ..errors import InputError, LaunchError
+from ..variants.binding import Bound
 from ..variants.compose import present_hooks
 from ..variants.modes import need_values
 from ..variants.normalizers import Pointwise
@@ -307,9 +308,9 @@ class BatchBase:
         keys = _keys(stored, levels)
         bound = bind_plan(variant, dims, given, self._habits.dtypes)
         batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, num_levels)
+        self._check_variant(batch, bound)
         unaligned = self._habits.unaligned
         first = _batch_plan.vary(batch, bound, unaligned)
-        self._check_variant(first)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and self._planned is not None:
             check_replayable(self._planned.latest, first)
@@ -321,8 +322,8 @@ class BatchBase:
         self._planned = Planned(batch, first, unaligned, self._state, self._workspace, self._habits)
         return Plan(self._planned)
 
-    def _check_variant(self, planned: _batch_plan.Variation) -> None:
-        """Raises for what the kind of plan cannot compute."""
+    def _check_variant(self, batch: Batch, bound: Bound) -> None:
+        """Raises for what the kind of plan cannot compute, before anything is compiled for it."""
 
     def _sparse(
         self, sparsity: Sparsity, lengths: _C.BatchLengths, q_offset: Offset

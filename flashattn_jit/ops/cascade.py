@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import InputError, VariantError
+from ..variants.binding import Bound
 from ..variants.modes import on_host
 from ..variants.queries import keys_read_request
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
-from ._batch_plan import Variation
+from ._batch_plan import Batch
 from ._level_pages import in_cache_pages
 from ._prefixes import shared_prefixes
 from .attention import Offset
@@ -111,15 +112,12 @@ class CascadeAttention(BatchBase):
         ]
         return self._plan(own.q_indptr, own_storage, read, None, q_offset, mask_params)
 
-    def _check_variant(self, planned: Variation) -> None:
-        if not planned.batch.num_levels:
-            return
-        ir, name = planned.known.ir, planned.batch.variant.name
-        if keys_read_request(ir):
+    def _check_variant(self, batch: Batch, bound: Bound) -> None:
+        if batch.num_levels and keys_read_request(bound.ir):
             raise VariantError(
-                f"key_mod or value_mod of {name} reads the request b, but the keys of a cascade "
-                "are of several requests; use fa.BatchAttention, or hooks that take b for "
-                "fa.kv_slot(b, kv_idx) alone"
+                f"key_mod or value_mod of {batch.variant.name} reads the request b, but the keys "
+                "of a cascade are of several requests; use fa.BatchAttention, or hooks that take b "
+                "for fa.kv_slot(b, kv_idx) alone"
             )
 
 

@@ -12,6 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from tests import rotation
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.formats import FORMATS, run_format
 from tests.batch.lists import ENTRIES, Entry
@@ -45,7 +46,7 @@ def reduced(entry: Entry) -> None:
     check(batch, small.what, *attend(batch, small.what.variant(batch.heads[0]), target=target))
 
 
-@pytest.mark.parametrize("entry", ENTRIES[::4], ids=lambda e: e.name)
+@pytest.mark.parametrize("entry", rotation.chosen(ENTRIES, 8), ids=lambda e: e.name)
 def test_lists_at_reduced_sizes(entry: Entry) -> None:
     reduced(entry)
 

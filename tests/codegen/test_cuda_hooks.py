@@ -6,43 +6,35 @@ nvcc starts once.
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass
-
 import pytest
 import torch
 
-from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.lower import lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import Variant, as_variant, cpp, scalar, tensor, variant
 from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
-from tests.registry import CASES, Case, Shape
-from tests.variants.ir_eval import evaluate
+from tests.codegen.registry_hooks import (
+    CALL_STRUCT,
+    PAIRED,
+    ROW_COUNT,
+    ROW_HOOKS,
+    ROWS,
+    Built,
+    Pairs,
+    Rows,
+    call_of,
+    lengths_of,
+)
+from tests.registry import CASES, Shape
 
 pytestmark = needs_nvcc
-
-ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
-ROW_DIMS = (64, 80, 20)  # whole warps, a tail, less than a warp
-Q_STEP = 9
-MAX_TENSORS, MAX_SCALARS = 16, 16
 
 _HEAD = f"""
 #include <fajit/cuda/hooks/row_hooks.h>
 #include <fajit/interval.h>
 using namespace fajit;
 
-struct Call {{
-  fajit_tensor tensors[{MAX_TENSORS}];
-  uint64_t scalars[{MAX_SCALARS}];
-  const int32_t *q_len, *kv_len, *q_offset, *q_token0, *kv_token0;
-  const float* in;   // scores, or rows
-  float* out;
-  uint8_t* mask;
-  float* sink;
-  int32_t num_requests, q_step, num_keys, group;
-}};
-
+{CALL_STRUCT}
 // The context of a call whose scalars this thread digests itself.
 template <class Hooks>
 struct CallContext {{
@@ -102,70 +94,6 @@ __device__ __forceinline__ void each_row(const Call& p, F f) {{
 """
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [("ptr", ctypes.c_void_p), ("sizes", ctypes.c_int64 * 8),
-                ("strides", ctypes.c_int64 * 8)]  # fmt: skip
-
-
-class _Call(ctypes.Structure):
-    _fields_ = [
-        ("tensors", _Tensor * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
-        *((n, ctypes.c_void_p) for n in ("q_len", "kv_len", "q_offset", "q_token0", "kv_token0")),
-        *((n, ctypes.c_void_p) for n in ("in_", "out", "mask", "sink")),
-        *((n, ctypes.c_int32) for n in ("num_requests", "q_step", "num_keys", "group")),
-    ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Built:
-    """A case bound to the params of a call on a shape."""
-
-    case: Case
-    shape: Shape
-    ir: VariantIR
-    tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[float, ...]
-
-    @property
-    def id(self) -> str:
-        return f"{self.case.name}-{self.shape.head_dim}"
-
-    def value(self, hook: str, inputs, lengths) -> torch.Tensor:
-        """What the hook's IR gives on inputs that broadcast."""
-        graph = self.ir.hook(hook)
-        assert graph is not None
-
-        def builtin(op, args):
-            b = args[0].long()
-            if op in ("q_len", "kv_len"):
-                return lengths[op][b]
-            base = lengths["q_token0"][b] - lengths["q_offset"][b]
-            return args[1] + (base if op == "q_row" else lengths["kv_token0"][b])
-
-        return evaluate(graph, inputs, self.tensors, self.scalars, builtin)
-
-
-def build(case: Case, shape: Shape) -> Built:
-    variant, params = case.build(shape)
-    call = as_variant(variant).bind(Dims(*shape), params)
-    return Built(case, shape, call.ir, tuple(call.tensors), tuple(call.scalars))
-
-
-def graphs(ir: VariantIR, hooks) -> bool:
-    return any(ir.hook(h) is not None for h in hooks)
-
-
-BUILT = [build(case, case.shape) for case in CASES]
-PAIRED = [x for x in BUILT if graphs(x.ir, ("score_mod", "mask_mod", "pointwise", "sink"))]
-ROWS = [
-    build(x.case, x.shape._replace(head_dim=d, head_dim_v=d))
-    for x in BUILT
-    if graphs(x.ir, ROW_HOOKS)
-    for d in ROW_DIMS
-    if x.case.fits(x.shape._replace(head_dim=d, head_dim_v=d))
-]
-
-
 def source(names: dict[int, Built], kernels) -> str:
     parts = [_HEAD]
     for number, built in names.items():
@@ -208,104 +136,23 @@ def row_unit(tmp_path_factory):
     return Unit(source(dict(enumerate(ROWS)), row_kernels), tmp_path_factory.mktemp("rows"))
 
 
-def lengths_of(shape: Shape) -> dict[str, torch.Tensor]:
-    """Lengths and packed positions that differ between requests."""
-    b = torch.arange(shape.batch, dtype=torch.int32)
-    return {
-        "q_len": shape.q_len - 3 * b, "kv_len": shape.kv_len - 5 * b,
-        "q_offset": torch.zeros_like(b), "q_token0": b * shape.q_len,
-        "kv_token0": b * shape.kv_len,
-    }  # fmt: skip
-
-
-def call_of(built: Built, lengths, **fields) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """The kernel's param, and all memory that it points to."""
-    call = _Call(
-        num_requests=built.shape.batch, **{k: v for k, v in fields.items() if type(v) is int}
-    )
-    memory = {**lengths, **{k: v for k, v in fields.items() if type(v) is not int}}
-    for name, t in memory.items():
-        setattr(call, name, t.data_ptr())
-    for i, t in enumerate(built.tensors):
-        memory[f"param{i}"] = t
-        call.tensors[i].ptr = t.data_ptr() if t.numel() else None
-        call.tensors[i].sizes[: t.ndim], call.tensors[i].strides[: t.ndim] = t.shape, t.stride()
-    for i, (param, value) in enumerate(zip(built.ir.scalars, built.scalars, strict=True)):
-        kind = ctypes.c_int64 if param.dtype == "int64" else ctypes.c_double
-        call.scalars[i] = ctypes.c_uint64.from_buffer_copy(
-            kind(int(value) if param.dtype == "int64" else value)
-        ).value
-    return bytes(call), memory
-
-
 @pytest.mark.parametrize("number", range(len(PAIRED)), ids=[x.case.name for x in PAIRED])
 def test_pairs(pair_unit, number):
-    built = PAIRED[number]
-    shape, ir = built.shape, built.ir
-    lengths = lengths_of(shape)
-    rows = -(-shape.q_len // Q_STEP)
-    size = (shape.batch, shape.num_q_heads, rows, shape.kv_len)
-    scores = torch.randn(size, generator=torch.Generator().manual_seed(number)) * 3
-    out, sink = torch.empty(size), torch.empty(size[:3])
-    mask = torch.empty(size, dtype=torch.uint8)
-    params, memory = call_of(
-        built, lengths, in_=scores, out=out, mask=mask, sink=sink, q_step=Q_STEP,
-        num_keys=shape.kv_len, group=shape.num_q_heads // shape.num_kv_heads,
-    )  # fmt: skip
-    written = ("out", "mask", "sink")
-    pair_unit.run(f"pairs_{number}", params, memory, written,
-                  blocks=(rows, *size[1::-1]), threads=64)  # fmt: skip
-
-    def index(n: int, dim: int, step: int = 1) -> torch.Tensor:
-        view = [1, 1, 1, 1]
-        view[dim] = n
-        return (torch.arange(n, dtype=torch.int32) * step).view(view)
-
-    inputs = {"b": index(size[0], 0), "h": index(size[1], 1), "q_idx": index(rows, 2, Q_STEP),
-              "kv_idx": index(size[3], 3), "score": scores}  # fmt: skip
-
-    def value(hook: str, default: torch.Tensor) -> torch.Tensor:
-        graph = built.ir.hook(hook)
-        return default if graph is None else built.value(hook, inputs, lengths)
-
-    inputs["score"] = value("score_mod", scores).float()
-    expected = value("pointwise", inputs["score"]).float().expand(size)
-    torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6, equal_nan=True)
-    keep = value("mask_mod", torch.tensor(True)).expand(size)
-    assert torch.equal(mask.bool(), keep)
-    if ir.hook("sink") is not None or ir.hook("pointwise_scale") is not None:
-        total = value("sink", torch.tensor(0.0)) + value("pointwise_scale", torch.tensor(1.0))
-        torch.testing.assert_close(
-            sink, total.float().expand(*size[:3], 1)[..., 0], rtol=3e-6, atol=3e-6
-        )
+    pairs = Pairs(PAIRED[number], number)
+    batch, heads = pairs.size[:2]
+    pair_unit.run(f"pairs_{number}", bytes(pairs.call), pairs.memory, ("out", "mask", "sink"),
+                  blocks=(pairs.rows, heads, batch), threads=64)  # fmt: skip
+    pairs.check()
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[x.id for x in ROWS])
 def test_rows(row_unit, number):
-    built = ROWS[number]
-    shape, lengths = built.shape, lengths_of(built.shape)
-    count = 12
     for hook in ROW_HOOKS:
-        if built.ir.hook(hook) is None:
-            continue
-        kv = hook in ("key_mod", "value_mod")
-        heads = shape.num_kv_heads if kv else shape.num_q_heads
-        size = (shape.batch, heads, count, shape.head_dim)
-        rows = torch.randn(size, generator=torch.Generator().manual_seed(number))
-        out = torch.empty(size)
-        params, memory = call_of(built, lengths, in_=rows, out=out)
-        row_unit.run(f"{hook}_{number}", params, memory, ("out",),
-                     blocks=(count // 2, heads, shape.batch), threads=64)  # fmt: skip
-        position = torch.arange(count, dtype=torch.int32).view(1, 1, -1)
-        inputs = {
-            "b": torch.arange(shape.batch, dtype=torch.int32).view(-1, 1, 1),
-            "kv_h" if kv else "h": torch.arange(heads, dtype=torch.int32).view(1, -1, 1),
-            "kv_idx" if kv else "q_idx": position, "row": rows, "lse": 0.25 * position.float(),
-        }  # fmt: skip
-        expected = built.value(hook, inputs, lengths)
-        if expected.ndim == 3:
-            expected = expected[..., None]
-        torch.testing.assert_close(out, expected.float().expand(size), rtol=1e-5, atol=1e-5)
+        if ROWS[number].ir.hook(hook) is not None:
+            rows = Rows(ROWS[number], hook, number)
+            row_unit.run(f"{hook}_{number}", bytes(rows.call), rows.memory, ("out",),
+                         blocks=(ROW_COUNT // 2, rows.heads, rows.size[0]), threads=64)  # fmt: skip
+            rows.check()
 
 
 class Text(Variant):
@@ -327,9 +174,9 @@ def test_text(tmp_path):
     size = (2, 4, 40, 40)
     scores, out, sink = torch.randn(size), torch.empty(size), torch.empty(size[:3])
     mask = torch.empty(size, dtype=torch.uint8)
-    params, memory = call_of(built, lengths_of(shape), in_=scores, out=out, mask=mask, sink=sink,
-                             q_step=1, num_keys=40, group=2)  # fmt: skip
-    unit.run("pairs_0", params, memory, ("out", "mask", "sink"), blocks=(40, 4, 2), threads=64)
+    call, memory = call_of(built, lengths_of(shape), in_=scores, out=out, mask=mask, sink=sink,
+                           q_step=1, num_keys=40, group=2)  # fmt: skip
+    unit.run("pairs_0", bytes(call), memory, ("out", "mask", "sink"), blocks=(40, 4, 2), threads=64)
     distance = torch.arange(40)[:, None] - torch.arange(40)
     expected = 3 * torch.tanh(scores / 3) - slopes[:, None, None] * distance
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)

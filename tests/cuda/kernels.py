@@ -23,7 +23,8 @@ from flashattn_jit.jit.module import Request, load_stepping
 from flashattn_jit.jit.resources import Report, load_report
 from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.spec import Dims, as_variant
-from tests.registry import by_name
+from tests import rotation
+from tests.registry import CASES, by_name
 from tests.registry_case import Case
 
 KINDS: tuple[TileKind, ...] = ("prefill", "few_row")
@@ -54,6 +55,11 @@ EMULATED = ("sm_75", "sm_80", "sm_86", "sm_100", "sm_120")
 needs_nvcc = pytest.mark.skipif(
     find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
 )
+
+
+IN_TURN = rotation.chosen(CASES, 6, lambda case: case.tags)
+"""The cases that this run compiles and runs in the emulator. The hooks of all of them run in
+tests/codegen/test_cuda_hooks.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""Every kernel compiles for every target within the budget that its tile declares."""
+"""Kernels compile for every target within the budgets that their tiles declare.
+
+Each target has tiles, features and variants by turns: `tests/rotation.py`. `.ci/full` has every one
+of them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ from flashattn_jit.codegen.target import CUDA_TARGETS
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.jit.resources import load_report
+from tests import rotation
 from tests.cuda.kernels import (
     FEATURE_SETS,
+    IN_TURN,
     KINDS,
     Compiled,
     compiled,
@@ -48,8 +54,15 @@ def assert_clean(kernel: Compiled) -> None:
     assert meta["min_driver"] >= 525
 
 
-@pytest.mark.parametrize("target", CUDA_TARGETS)
-@pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=lambda d: f"d{d[0]}x{d[1]}")
+TILES = [(t, d) for i, t in enumerate(CUDA_TARGETS) for d in rotation.turn(i, HEAD_DIMS)]
+FEATURES = [
+    (target, features)
+    for i, target in enumerate(CUDA_TARGETS)
+    for features in rotation.chosen(FEATURE_SETS[i:] + FEATURE_SETS[:i], 4)
+]
+
+
+@pytest.mark.parametrize(("target", "head_dims"), TILES, ids=str)
 def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> None:
     tiles = specs("plain", target, head_dims)
     assert {spec.tile_kind for spec in tiles} == set(KINDS)
@@ -59,11 +72,9 @@ def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> 
         assert_clean(kernel)
 
 
-@pytest.mark.parametrize("target", CUDA_TARGETS)
-@pytest.mark.parametrize("features", FEATURE_SETS, ids="+".join)
+@pytest.mark.parametrize(("target", "features"), FEATURES, ids=str)
 def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -> None:
-    # Each target has each feature; tile kinds and head dims take turns.
-    turn = CUDA_TARGETS.index(target) + FEATURE_SETS.index(features)
+    turn = CUDA_TARGETS.index(target) + FEATURE_SETS.index(features) + rotation.seed()
     head_dims = HEAD_DIMS[turn % len(HEAD_DIMS)] if "unaligned" not in features else (40, 24)
     kind = KINDS[turn % len(KINDS)]
     tiles = specs("causal", target, head_dims, features)
@@ -85,8 +96,8 @@ def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
         assert report.complaints() == []
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_variant_on_one_rotating_target(case: Case) -> None:
+@pytest.mark.parametrize("case", IN_TURN, ids=lambda case: case.name)
+def test_variants_on_one_rotating_target(case: Case) -> None:
     target, kind = rotating(case.name)
     assert_clean(compiled(spec_of(case.name, target, kind)))
 
@@ -96,7 +107,7 @@ def test_targets_and_kinds_take_turns() -> None:
     assert turns == {(target, kind) for target in CUDA_TARGETS for kind in KINDS}
 
 
-@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86"])
+@pytest.mark.parametrize("target", rotation.turn(0, ["sm_75", "sm_80", "sm_86"]))
 def test_smaller_tiles_that_a_kernel_may_step_down_to_compile_as_well(target: str) -> None:
     spec = next(s for s in specs("plain", target, (128, 128)) if s.tile_q >= 64)
     steps = planner.fallbacks(spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,42 @@ def run_worker(mode: str, folder: Path) -> dict[str, list[str]]:
     return torch.load(place)  # type: ignore[no-any-return]
 
 
+class Server:
+    """Forks a process for each mode from one that has imported the package and called nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.errors = folder, folder / "errors"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.modes.worker"], cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+
+    def run(self, mode: str) -> dict[str, list[str]]:
+        """As `run_worker`."""
+        place = self.folder / "outcomes.pt"
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{mode}\t{place}\n")
+        self.process.stdin.flush()
+        code = self.process.stdout.readline().strip()
+        assert code == "0", f"exit code {code}: {self.errors.read_text()[-3000:]}"
+        return torch.load(place)  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        """Ends the process."""
+        self.process.communicate(timeout=60)
+
+
 @pytest.fixture(scope="session")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the results of plain calls."""
-    folder = tmp_path_factory.mktemp("modes")
-    outcomes = run_worker("plain", folder)
-    assert all(seen == ["equal"] * 3 for seen in outcomes.values()), outcomes
-    return folder
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of processes; in its folder are the results of plain calls."""
+    made = Server(tmp_path_factory.mktemp("modes"))
+    try:
+        outcomes = made.run("plain")
+        assert all(seen == ["equal"] * 3 for seen in outcomes.values()), outcomes
+        yield made
+    finally:
+        made.end()
 
 
 @pytest.fixture(autouse=True)

@@ -5,22 +5,20 @@ Each mode has a process of its own, which remembers nothing when the mode begins
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.modes.conftest import run_worker
+from tests.modes.conftest import Server, run_worker
 from tests.modes.worker import CHANGING, MODES
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "plain"])
-def test_a_mode_changes_nothing(mode: str, plain: Path) -> None:
-    check(run_worker(mode, plain), mode)
+def test_a_mode_changes_nothing(mode: str, server: Server) -> None:
+    check(server.run(mode), mode)
 
 
 @pytest.mark.parametrize("mode", ["device meta", "fake tensors"])
-def test_the_package_may_be_imported_under_a_mode(mode: str, plain: Path) -> None:
-    check(run_worker(f"import under {mode}", plain), mode)
+def test_the_package_may_be_imported_under_a_mode(mode: str, server: Server) -> None:
+    check(run_worker(f"import under {mode}", server.folder), mode)
 
 
 def check(outcomes: dict[str, list[str]], mode: str) -> None:

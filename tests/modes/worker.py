@@ -1,16 +1,20 @@
 """A process of its own for one mode: every subject twice under it, then once without.
 
-    python -m tests.modes.worker MODE FILE
+    python -m tests.modes.worker
 
-writes {subject: outcome} to FILE. A fresh process remembers nothing, so that whatever the mode
-leaves behind is seen by the plain calls after it. Results are compared with those of a process that
-knew no mode at all (`plain`).
+reads lines `MODE<tab>FILE`, forks a process for each, which writes {subject: outcome} to FILE, and
+answers with its exit code. A process that has imported torch and the package and called nothing
+remembers nothing, so that whatever the mode leaves behind is seen by the plain calls after it; one
+that imports the package under a mode is started afresh: `python -m tests.modes.worker MODE FILE`.
+Results are compared with those of a process that knew no mode at all (`plain`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,7 +145,29 @@ def outcome(run: Callable[[], Any], expected: Any) -> str:
 
 
 def main() -> None:
-    mode, place = sys.argv[1], Path(sys.argv[2])
+    if len(sys.argv) == 3:
+        attempt(sys.argv[1], Path(sys.argv[2]))
+        return
+    from tests.modes import subjects  # noqa: F401  before the forks
+
+    for line in sys.stdin:
+        mode, place = line.rstrip("\n").split("\t")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                attempt(mode, Path(place))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+def attempt(mode: str, place: Path) -> None:
+    """Runs every subject under a mode."""
     before = None
     if mode != "plain":
         before = torch.load(place.with_name("plain.pt"))

@@ -16,6 +16,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.target import CPU_TARGETS, host_target
 from flashattn_jit.variants.reference import attention_reference
+from tests import rotation
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape
 
@@ -82,28 +83,31 @@ def fitting(case: Case, shape: Shape) -> Shape:
 
 
 LIBRARY = [c for c in CASES if "library" in c.tags]
-# Closures differ from the library in how they are traced, not in how they are lowered: each meets
-# one kind of tile, a third of them keys on lanes; tests/full has both kinds of all.
+# The hooks of all closures run in tests/codegen/test_cpu_hooks.py, many to a compiled unit: what a
+# whole kernel adds to them is the same for all, so that a few make do here, by turns.
 CLOSURES = [c for c in CASES if "library" not in c.tags]
-FEW_ROW_CASES = LIBRARY + [c for c in CLOSURES[::3] if c.fits(DECODE)]
-PREFILL_CASES = LIBRARY + [c for c in CLOSURES if c not in FEW_ROW_CASES]
+KINDS = [(s, d) for d in (torch.float32, torch.bfloat16) for s in (SMALL, DECODE)]
 
 
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda c: c.name)
-def test_every_variant_prefill(case):
-    run(case, fitting(case, SMALL), torch.float32)
+def in_turns() -> list[tuple[Case, Shape, torch.dtype]]:
+    """Library variants, with many rows or few and in one dtype, and some closures.
+
+    tests/full has all of them in every way."""
+    cases = rotation.chosen(LIBRARY, 2, lambda c: c.tags) + rotation.chosen(CLOSURES, 24)
+    return [
+        (case, shape if case.fits(shape) else fitting(case, SMALL), dtype)
+        for number, case in enumerate(cases)
+        for shape, dtype in rotation.turn(number, KINDS)
+    ]
 
 
-@pytest.mark.parametrize("case", FEW_ROW_CASES, ids=lambda c: c.name)
-def test_every_variant_with_few_rows(case):
-    if not case.fits(DECODE):
-        pytest.skip("the variant's tensors do not fit a single query row")
-    run(case, DECODE, torch.float32)
-
-
-@pytest.mark.parametrize("case", LIBRARY, ids=lambda c: c.name)
-def test_every_library_variant_in_bfloat16(case):
-    run(case, fitting(case, SMALL), torch.bfloat16)
+@pytest.mark.parametrize(
+    ("case", "shape", "dtype"),
+    in_turns(),
+    ids=lambda x: getattr(x, "name", None) or getattr(x, "id", None) or str(x),
+)
+def test_every_variant(case, shape, dtype):
+    run(case, shape, dtype)
 
 
 def plain(kind: str):

@@ -185,5 +185,7 @@ def test_what_reads_the_request(name: str, hook: str) -> None:
         cascade = fa.CascadeAttention(
             variant, **options(torch.float32, torch.float32, host_target())
         )
+        before = fa.cache_info().misses
         with pytest.raises(VariantError, match=r"reads the request b.*fa\.kv_slot\(b, kv_idx\)"):
             cascade.plan(fa.cascade_levels(indptr(FEW), paged()))
+        assert fa.cache_info().misses == before, "no kernel is compiled for what is refused"

@@ -1,7 +1,7 @@
 """`fa.flex_attention` computes what FlexAttention does, for the forward cases of torch's own tests.
 
-Every mod of the registry at its shape; then shapes, strides, GQA, block masks and outputs with few
-mods, so that few kernels are compiled.
+Mods of the registry at their shapes, by turns; then shapes, strides, GQA, block masks and outputs
+with few mods, so that few kernels are compiled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import flashattn_jit as fa
+from tests import rotation
 from tests.ops.flex_oracle import check_against_oracle, literal_mask, oracle, uncompiled
 from tests.registry_case import Case, Shape
 from tests.registry_masks import MASK_CASES
@@ -67,7 +68,7 @@ def alibi(score, b, h, q, k):
 # --- every mod -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", SCORE_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", rotation.chosen(SCORE_CASES, 10), ids=lambda c: c.name)
 def test_score_mods(case: Case) -> None:
     shape = SMALL if case.fits(SMALL) else case.shape
     q, k, v = inputs(shape)
@@ -90,7 +91,9 @@ BLOCKED = (
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in MASK_CASES if c.name.removeprefix("flex_") in BLOCKED], ids=lambda c: c.name
+    "case",
+    rotation.chosen([c for c in MASK_CASES if c.name.removeprefix("flex_") in BLOCKED], 3),
+    ids=lambda c: c.name,
 )
 def test_mask_mods_through_a_block_mask(case: Case) -> None:
     shape = SMALL if case.fits(SMALL) else case.shape

@@ -23,6 +23,7 @@ import flashattn_jit.variants.library as lib
 from flashattn_jit.variants.bounds import EMPTY, FULL, Grid, classify_grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
+from tests import rotation
 from tests.variants.bounds_oracle import bound
 
 HEADS = (4, 2)
@@ -336,13 +337,13 @@ def check_dense(name: str, q_len: int, q_offset: Any, offsets: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("how", DENSE_OFFSETS)
-@pytest.mark.parametrize("name", MEANINGS)
+@pytest.mark.parametrize("name", rotation.chosen(list(MEANINGS), 2))
 def test_dense(name: str, how: str) -> None:
     check_dense(name, *DENSE_OFFSETS[how])
 
 
 @pytest.mark.parametrize("how", FEW_ROWS)
-@pytest.mark.parametrize("name", BY_TENSOR)
+@pytest.mark.parametrize("name", rotation.chosen(list(BY_TENSOR), 2))
 def test_few_rows(name: str, how: str) -> None:
     check_dense(name, *FEW_ROWS[how])
 
@@ -371,7 +372,7 @@ def packed_inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", PACKED_OFFSETS)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", rotation.chosen(list(PACKED), 2))
 def test_packed(name: str, how: str) -> None:
     meaning, (q_offset, offsets) = MEANINGS[name], PACKED_OFFSETS[how]
     q, k, v = packed_inputs()
@@ -384,7 +385,7 @@ def test_packed(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", PACKED_OFFSETS)
-@pytest.mark.parametrize("name", BY_TENSOR)
+@pytest.mark.parametrize("name", rotation.chosen(list(BY_TENSOR), 2))
 def test_batches_over_pages(name: str, how: str) -> None:
     meaning, (q_offset, offsets) = MEANINGS[name], PACKED_OFFSETS[how]
     q, k, v = packed_inputs()

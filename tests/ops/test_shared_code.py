@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import attention_reference
+from tests import rotation
 
 HQ, HKV, D = 4, 2, 16
 
@@ -72,14 +73,14 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", rotation.chosen(list(SCORES), 2))
 def test_scores_chain(name: str) -> None:
     variant, score = SCORES[name]
     q, k, v = qkv()
     close(fa.attention(q, k, v, variant), plain(q, k, v, score))
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", rotation.chosen(list(MASKS), 2))
 def test_masks_combine(name: str) -> None:
     variant, keep = MASKS[name]
     q, k, v = qkv()
@@ -137,7 +138,7 @@ SINKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SINKS)
+@pytest.mark.parametrize("name", rotation.chosen(list(SINKS), 2))
 def test_sinks(name: str) -> None:
     variant, sink = SINKS[name]
     q, k, v = qkv()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import rotation
+
 
 def run(body: str) -> str:
     """Run Python code in a process of its own; what it prints."""
@@ -32,7 +34,7 @@ def test_the_process_has_one_openmp_runtime():
     assert len(runtimes) == 1, runtimes
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", rotation.turn(0, [1, 2, 3]))
 def test_kernels_run_on_torchs_own_threads(threads):
     body = f"""
         import os, torch

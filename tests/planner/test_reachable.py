@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from flashattn_jit.planner.reachable import (
 )
 from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.ir import VariantIR
+from tests import rotation
 from tests.planner.asked import Asked, intercept, nothing_module
 from tests.planner.calls import BATCHED, Calls
 
@@ -70,8 +71,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", BATCHED)
-@pytest.mark.parametrize("variant", VARIANTS)
+def in_turns(others: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Some of the kinds of batch for each of `others`, by turns, all of them for some."""
+    pairs = [(other, name) for other in others for name in BATCHED]
+    return rotation.chosen(pairs, 3)
+
+
+@pytest.mark.parametrize(("variant", "name"), in_turns(list(VARIANTS)), ids=str)
 def test_cpu_calls_ask_for_exactly_what_is_listed(asked: Asked, variant: str, name: str) -> None:
     chosen = VARIANTS[variant]()
     for dtype, dims in ((torch.float32, (32, 32)), (torch.bfloat16, (40, 16))):
@@ -81,21 +87,21 @@ def test_cpu_calls_ask_for_exactly_what_is_listed(asked: Asked, variant: str, na
         assert set(asked.documents) == listed(chosen, dims, text, default_target(), name)
 
 
-@pytest.mark.parametrize("name", BATCHED)
-@pytest.mark.parametrize(
-    ("variant", "target", "dims"),
-    [
-        ("causal", "sm_80", (64, 64)),
-        ("plain", "sm_90", (128, 128)),
-        ("alibi", "sm_86", (64, 128)),
-        ("rope", "sm_120", (32, 32)),
-        ("sigmoid", "sm_75", (256, 256)),
-        ("causal", "sm_100", (20, 64)),  # rows that are never aligned
-    ],
-)
+CUDA_CALLS = [
+    ("causal", "sm_80", (64, 64)),
+    ("plain", "sm_90", (128, 128)),
+    ("alibi", "sm_86", (64, 128)),
+    ("rope", "sm_120", (32, 32)),
+    ("sigmoid", "sm_75", (256, 256)),
+    ("causal", "sm_100", (20, 64)),  # rows that are never aligned
+]
+
+
+@pytest.mark.parametrize(("call", "name"), in_turns(CUDA_CALLS), ids=str)
 def test_cuda_calls_ask_for_exactly_what_is_listed(
-    asked: Asked, variant: str, target: str, dims: tuple[int, int], name: str
+    asked: Asked, call: tuple[str, str, tuple[int, int]], name: str
 ) -> None:
+    variant, target, dims = call
     chosen = VARIANTS[variant]()
     for unaligned in (False, True):
         getattr(Calls(chosen, dims, torch.float16, f"emulated:{target}", unaligned), name)()
