@@ -113,7 +113,7 @@ def test_hooks_given_as_text_are_refused_unless_they_are_trusted(
     ("args", "words"),
     [
         (("warm", "absent.jsonl"), "there is no manifest"),
-        (("warm", "Full"), "head_dims"),
+        (("warm", "Full"), "--head-dim and --dtype"),
         ((*WARM, "--format", "odd"), "is not one of dense"),
         ((*WARM, "--target", "sm_12"), "is not one of"),
         ((*WARM, "--dtype", "fp12"), "is not one of"),
