@@ -10,7 +10,8 @@ import torch
 from ..variants import library as lib
 from ..variants.spec import Variant
 from .manifest import Line, line_of, merged
-from .structures import parse_dtypes, parse_head_dims, parse_targets, specs_of
+from .structures import parse_dtypes, parse_head_dims, specs_of
+from .targets import parse_targets
 
 _Q_HEADS, _TOKENS = 2, 4
 

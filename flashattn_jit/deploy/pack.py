@@ -19,7 +19,7 @@ from ..planner.requests import requests_of
 from .entries import entries_of
 from .pack_writer import check_place, checked_path, write_pack
 from .report import kernel_words
-from .structures import parse_targets
+from .targets import parse_targets
 from .wanted import wanted_specs
 
 _SHOWN = 5

@@ -4,9 +4,9 @@ A mistake counts as caught when the tests that it names fail (pytest's exit code
 test, not while tests are collected or set up, and that test passes in the copy as it is: the tests
 that failed are run there once more, all together.
 
-The copy has the extensions of the package that is imported here; a mistake in csrc/runtime,
-csrc/scheduler or csrc/emulator has its own compiled, the one file anew. Kernels come from
-FLASHATTN_JIT_CACHE_DIR, where it is set, as a read-only layer; what it lacks is compiled for each
+The copy has the extension of the package that is imported here; a mistake in csrc/runtime or
+csrc/scheduler has its own compiled, the one file anew. Kernels come from FLASHATTN_JIT_CACHE_DIR,
+where it is set, as a read-only layer, and so does the emulator; what it lacks is compiled for each
 mistake anew, so warm it first: `--clean` runs the tests of all mistakes without any.
 """
 
@@ -24,20 +24,17 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pybind11
 
-from flashattn_jit import _C, _emulator
+from flashattn_jit import _C
 from tests.full.planted_mistakes import MISTAKES, Mistake
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
-EXTENSIONS: dict[ModuleType, tuple[tuple[str, ...], str, str]] = {
-    _C: (("csrc/runtime", "csrc/scheduler"), "-O1 -fopenmp", "-fopenmp -ldl"),
-    _emulator: (("csrc/emulator",), "-O2 -ffp-contract=off -fno-math-errno -pthread", "-pthread"),
-}
-"""Folders of sources, flags of the compiler and of the linker of each extension."""
+EXTENSION = Path(str(_C.__file__))
+SOURCES = ("csrc/runtime", "csrc/scheduler")
+"""The extension's folders."""
 
 LONGEST_S = 1800.0
 """Of one run of tests."""
@@ -63,7 +60,7 @@ class Copy:
         self._cache = folder / "cache"
         self._kernels = kernels
         shutil.copytree(ROOT, self.root, ignore=LEFT_OUT)
-        self._put_extensions()
+        self._put_extension()
 
     def caught(self, mistake: Mistake) -> Result:
         """Runs the tests of a mistake with it, until one fails."""
@@ -73,18 +70,18 @@ class Copy:
         count = text.count(mistake.old)
         if count != 1:
             return Result(0.0, problem=f"{mistake.file} has its text {count} times: correct it")
-        compiled = [m for m in EXTENSIONS if mistake.file.startswith(EXTENSIONS[m][0])]
+        compiled = mistake.file.startswith(SOURCES)
         path.write_text(text.replace(mistake.old, mistake.new))
         try:
-            for module in compiled:
-                self._build(module)
+            if compiled:
+                self._build()
             result = self.test(mistake.tests, "-x")
         except subprocess.CalledProcessError as error:
             result = Result(0.0, problem=f"it does not compile: {error.stdout[-2000:]}")
         finally:
             path.write_text(text)
             if compiled:
-                self._put_extensions()
+                self._put_extension()
         problem = result.problem or ("" if result.failed else "not caught")
         return Result(time.monotonic() - begin, result.failed, problem)
 
@@ -92,6 +89,8 @@ class Copy:
         """Runs tests of the copy."""
         begin = time.monotonic()
         shutil.rmtree(self._cache, ignore_errors=True)
+        if self._kernels and (emulator := self._kernels / "emulator").is_dir():
+            shutil.copytree(emulator, self._cache / "emulator", symlinks=True)
         self._report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider"]
         try:
@@ -132,44 +131,39 @@ class Copy:
             "PYTHONPATH": str(self.root),
         }
 
-    def _put_extensions(self) -> None:
-        """The extensions of the package that is imported here, which has no mistake."""
-        for module in EXTENSIONS:
-            place = self._place(module)
-            place.unlink(missing_ok=True)  # a new file: the old one may still be mapped
-            shutil.copy2(str(module.__file__), place)
+    def _put_extension(self) -> None:
+        """The extension of the package that is imported here, which has no mistake."""
+        place = self.root / "flashattn_jit" / EXTENSION.name
+        place.unlink(missing_ok=True)  # a new file: the old one may still be mapped
+        shutil.copy2(EXTENSION, place)
 
-    def _build(self, module: ModuleType) -> None:
-        """Compiles what changed of an extension. Raises CalledProcessError."""
+    def _build(self) -> None:
+        """Compiles what changed of the extension. Raises CalledProcessError."""
         self._objects.mkdir(exist_ok=True)
         script = self._objects / "build.ninja"
         if not script.exists():
             script.write_text("".join(_ninja(self.root, self._objects)))
         subprocess.run(
-            ["ninja", "-C", str(self._objects), str(self._place(module))],
+            ["ninja", "-C", str(self._objects)],
             check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def _place(self, module: ModuleType) -> Path:
-        return self.root / "flashattn_jit" / Path(str(module.__file__)).name
-
 
 def _ninja(root: Path, objects: Path) -> Iterator[str]:
-    """A build script for the extensions: only what changed is compiled."""
+    """A build script for the extension: only what changed is compiled."""
     include = [root / "csrc/include", pybind11.get_include(), sysconfig.get_path("include")]
     flags = " ".join(f"-I{folder}" for folder in include)
     yield "rule cxx\n  deps = gcc\n  depfile = $out.d\n"
     yield f"  command = c++ -std=c++17 -fPIC -fvisibility=hidden $flags {flags} -MMD -MF $out.d "
     yield "-c $in -o $out\nrule link\n  command = c++ -shared $in $flags -o $out\n"
-    for module, (folders, compile_flags, link_flags) in EXTENSIONS.items():
-        made = []
-        for folder in folders:
-            for source in sorted((root / folder).glob("*.cpp")):
-                made.append(f"{objects / folder.replace('/', '_')}_{source.stem}.o")
-                yield f"build {made[-1]}: cxx {source}\n"
-                yield f"  flags = {compile_flags} -I{root / folder} -I{root}/{folders[0]}\n"
-        library = root / "flashattn_jit" / Path(str(module.__file__)).name
-        yield f"build {library}: link {' '.join(made)}\n  flags = {link_flags}\n"
+    made = []
+    for folder in SOURCES:
+        for source in sorted((root / folder).glob("*.cpp")):
+            made.append(f"{objects / folder.replace('/', '_')}_{source.stem}.o")
+            yield f"build {made[-1]}: cxx {source}\n"
+            yield f"  flags = -O1 -fopenmp -I{root / folder} -I{root}/{SOURCES[0]}\n"
+    library = root / "flashattn_jit" / EXTENSION.name
+    yield f"build {library}: link {' '.join(made)}\n  flags = -fopenmp -ldl\n"
 
 
 def chosen(names: Sequence[str]) -> tuple[Mistake, ...]:
