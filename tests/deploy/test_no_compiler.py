@@ -38,7 +38,7 @@ for mode, error in (("missing", fa.CompileError), ("never", fa.MissingKernelErro
         words = str(what)
     assert "flashattn-jit pack --wheel NAME" in words, words
     if mode == "missing":
-        assert "mine needs a kernel for" in words, words
+        assert "score_mod(mine) needs a kernel for" in words, words
         assert "no C++ compiler was found, because c++ is not on PATH" in words, words
     else:
         assert "FLASHATTN_JIT_COMPILE=never forbids to compile it" in words, words
