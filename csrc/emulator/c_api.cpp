@@ -36,8 +36,7 @@ std::string fault_fields(const Fault& fault) {
 }
 
 // Calls `body`; what it throws, as fields; null for nothing.
-template <class Body>
-char* guarded(const Body& body) {
+template <class Body> char* guarded(const Body& body) {
   try {
     body();
     return nullptr;
