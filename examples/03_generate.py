@@ -1,7 +1,6 @@
 """Continuous batching over a paged KV cache: requests come and go, prompts share a prefix.
 
-python examples/03_generate.py     (trains a small character model first, in less than a minute)
-python examples/03_generate.py 80  (trains it for 80 steps)
+python examples/03_generate.py    (trains a small character model first: 500 steps, or as given)
 """
 
 import sys

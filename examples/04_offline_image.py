@@ -41,7 +41,7 @@ def image():
     try:
         fa.attention(*torch.randn(3, 1, 2, 8, 48).half())
     except fa.MissingKernelError as error:
-        print(*(f"  {line[:110]}" for line in str(error).splitlines()), sep="\n")
+        print(*(f"  {line[:140]}" for line in str(error).splitlines()), sep="\n")
 
 
 def run_image(layer):

@@ -57,7 +57,8 @@ def test_a_broken_installation_is_to_be_reinstalled(checkout: Path) -> None:
 
 def test_pytest_says_it_in_one_block(checkout: Path) -> None:
     checkout.joinpath("tests").mkdir()
-    shutil.copyfile(ROOT / "tests" / "conftest.py", checkout / "tests" / "conftest.py")
+    for name in ("conftest.py", "budget.py", "last_run.py"):
+        shutil.copyfile(ROOT / "tests" / name, checkout / "tests" / name)
     done = run(checkout, "-m", "pytest", "-p", "no:cacheprovider", "tests")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: flashattn_jit was imported from the source folder" in done.stderr

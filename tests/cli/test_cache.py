@@ -249,15 +249,19 @@ def test_the_name_of_a_build_is_kept_and_part_of_no_key(
     """The first variant that asks for a kernel names it; another one finds the same."""
     q = torch.randn(1, 1, 4, 8)
 
+    # A mask of this test's own: a process names what one variant stands for once.
     def never(b, h, q_idx, kv_idx):
-        return q_idx >= kv_idx
+        return q_idx >= kv_idx + 12347
+
+    def rarely(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx + 12347
 
     fa.attention(q, q, q, never, target="cpu:generic")
     (kept,) = run_json("cache", "ls")["kernels"]
     assert kept["name"] == "mask_mod(never)"
     calls = fa.cache_info().compiles
     default.forget()
-    fa.attention(q, q, q, fa.Causal(), target="cpu:generic")
+    fa.attention(q, q, q, rarely, target="cpu:generic")
     assert fa.cache_info().compiles == calls
     (found,) = run_json("cache", "ls")["kernels"]
     assert found == kept

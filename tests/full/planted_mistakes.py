@@ -119,9 +119,10 @@ PYTHON = (
             "A full cache removes the kernels that were built first, used or not.",
             "tests/jit/test_eviction.py"),
     Mistake("no second look under the lock", f"{JIT}/resolve.py",
-            "            found = self._search(wanted, local, [])\n            if found is None:\n"
-            "                found = self._search(wanted, remote, [])",
-            "            found = self._search(wanted, remote, [])",
+            "            found = self._search(wanted, local_layers(), [])\n"
+            "            if found is None:\n"
+            "                found = self._search(wanted, remote_layers(), [])",
+            "            found = self._search(wanted, remote_layers(), [])",
             "Threads that wait for a build make the kernel again when it is done.",
             "tests/jit/test_module.py"),
     # Deployment, inspection, integrations
