@@ -16,10 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout in which nothing was built."""
-    for name in ("__init__.py", "_extension.py"):
-        target = tmp_path / "flashattn_jit" / name
-        target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / "flashattn_jit" / name, target)
+    shutil.copytree(
+        ROOT / "flashattn_jit", tmp_path / "flashattn_jit", ignore=shutil.ignore_patterns("_C.*so")
+    )
     tmp_path.joinpath("setup.py").touch()
     return tmp_path
 
