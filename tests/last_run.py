@@ -47,24 +47,27 @@ def begin() -> None:
 
 def end() -> None:
     """Keeps this run's kernels for the next one, those used last if there are too many."""
+    last = _last()
+    if _own is not None and last is not None and _own.parent == last.parent and any(_own.iterdir()):
+        _keep(_own, last)
+    if _own is not None:
+        shutil.rmtree(_own, ignore_errors=True)
+
+
+def _keep(own: Path, last: Path) -> None:
     from flashattn_jit.errors import CacheError
     from flashattn_jit.jit.eviction import collect
     from flashattn_jit.jit.store import Store
 
-    if _own is None:
-        return
-    last = _last()
     try:
-        if last is not None and _own.parent == last.parent and Store(_own).root.is_dir():
-            collect(Store(_own), MOST_BYTES)
-            old = last.with_name(f"old-{os.getpid()}")
-            if last.exists():
-                last.rename(old)
-            _own.rename(last)
-            shutil.rmtree(old, ignore_errors=True)
+        collect(Store(own), MOST_BYTES)
+        old = last.with_name(f"old-{os.getpid()}")
+        if last.exists():
+            last.rename(old)
+        own.rename(last)
+        shutil.rmtree(old, ignore_errors=True)
     except (OSError, CacheError) as error:
         print(f"this run's kernels are not kept: {error}")
-    shutil.rmtree(_own, ignore_errors=True)
 
 
 def words() -> str:
