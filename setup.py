@@ -35,7 +35,9 @@ class BuildInUnits(build_pybind11):
             extension.sources = []
             for folder, paths in SOURCES.items():
                 unit = units / f"unit_{folder}.cpp"
-                unit.write_text("".join(f'#include "{path.as_posix()}"\n' for path in paths))
+                text = "".join(f'#include "{path.as_posix()}"\n' for path in paths)
+                if not unit.exists() or unit.read_text() != text:  # its time decides on a rebuild
+                    unit.write_text(text)
                 extension.sources.append(str(unit))
         super().build_extensions()
 

@@ -206,7 +206,8 @@ def _is_command_line() -> bool:
     """Whether the process is `flashattn-jit` or `python -m flashattn_jit`."""
     arguments = getattr(sys, "argv", None) or [""]
     if arguments[0] == "-m":  # so it is until Python has found the module that it is to run
-        return sys.orig_argv[-len(arguments)].removeprefix("-m") == __name__
+        given = sys.orig_argv[-len(arguments) :]
+        return len(given) == len(arguments) and given[0].removeprefix("-m") == __name__
     return Path(arguments[0]).name == "flashattn-jit"
 
 

@@ -37,11 +37,15 @@ def begin() -> None:
     except OSError:
         last, _own = None, Path(tempfile.mkdtemp(prefix="fajit-tests-"))
     if last is not None and last.is_dir():
-        # Entries are never written again: links to their files will do.
-        shutil.copytree(
-            last, _own, symlinks=True, dirs_exist_ok=True, copy_function=_link,
-            ignore=shutil.ignore_patterns(".staging", ".quarantine", ".failed"),
-        )  # fmt: skip
+        try:
+            shutil.copytree(
+                last, _own, symlinks=True, dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns(".staging", ".quarantine", ".failed"),
+            )  # fmt: skip
+        except OSError as error:  # another run has just put its own there
+            print(f"the kernels of the last run are left: {str(error)[:200]}")
+            shutil.rmtree(_own, ignore_errors=True)
+            _own.mkdir(mode=0o700, exist_ok=True)
     os.environ["FLASHATTN_JIT_CACHE_DIR"] = str(_own)
 
 
@@ -61,9 +65,9 @@ def _keep(own: Path, last: Path) -> None:
 
     try:
         collect(Store(own), MOST_BYTES)
-        old = last.with_name(f"old-{os.getpid()}")
+        old = Path(tempfile.mkdtemp(prefix="run-", dir=last.parent))
         if last.exists():
-            last.rename(old)
+            last.rename(old / "kernels")
         own.rename(last)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, CacheError) as error:
@@ -89,11 +93,7 @@ def _last() -> Path | None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Folders of runs that were killed."""
+    """Folders of runs that were killed: no run takes three days."""
     for path in parent.glob("run-*"):
-        if time.time() - path.stat().st_mtime > 86400:
+        if time.time() - path.stat().st_mtime > 3 * 86400:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _link(source: str, target: str) -> None:
-    os.link(source, target, follow_symlinks=False)

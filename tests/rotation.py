@@ -8,6 +8,7 @@ another target, and `FAJIT_TEST_TURNS=all` leaves nothing out, as `.ci/full` doe
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
@@ -42,14 +43,19 @@ def chosen(
     places = [
         place
         for group in by_kind.values()
-        for place in group[seed() % min(share, len(group)) :: share]
+        for place in _dice("chosen", group[0], share).sample(group, -(-len(group) // share))
     ]
     return [items[place] for place in sorted(places)]
 
 
 def turn(number: int, among: Sequence[T]) -> list[T]:
     """The one of `among` that a numbered test takes in this run; all where nothing is left out."""
-    return list(among) if takes_all() else [among[(number + seed()) % len(among)]]
+    return list(among) if takes_all() else [_dice("turn", number, len(among)).choice(among)]
+
+
+def _dice(*choice: object) -> random.Random:
+    """Of one choice: whatever else a run chooses says nothing of this one."""
+    return random.Random(f"{seed()} {choice}")
 
 
 def other_target() -> str:
@@ -57,7 +63,7 @@ def other_target() -> str:
     if named := os.environ.get(TARGET_VARIABLE):
         return named
     lower = CPU_TARGETS[: CPU_TARGETS.index(host_target())]
-    return lower[seed() % len(lower)] if lower else host_target()
+    return _dice("target").choice(lower) if lower else host_target()
 
 
 def words() -> str:

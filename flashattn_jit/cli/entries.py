@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+import click
+
+from ..errors import CacheError, InputError
 from ..jit.layers import FolderLayer, local_layers
 from ..jit.pack_file import PackedEntry
 from ..jit.store import META, Entry, Store
@@ -83,9 +85,18 @@ class Listed:
 
 
 def listed() -> Iterator[Listed]:
-    """Every entry of the user's folder, then of each read-only layer. Raises CacheError."""
+    """Every entry of the user's folder, then of each read-only layer. Raises CacheError.
+
+    An installed pack that cannot be read is named on stderr and left: calls do without it as well.
+    """
     for layer in local_layers():
-        held = layer.store if isinstance(layer, FolderLayer) else layer.pack()
+        try:
+            held = layer.store if isinstance(layer, FolderLayer) else layer.pack()
+        except (CacheError, OSError) as error:
+            if isinstance(layer, FolderLayer) or not layer.installed:
+                raise
+            click.echo(f"left: the installed kernels {layer.location}: {error}", err=True)
+            continue
         for entry in held.entries():
             yield Listed(layer.name, Path(layer.location), entry)
 

@@ -25,10 +25,12 @@ class Program:
     """A PTX module. Raises EmulatorError for text that it cannot read, and as `library` does."""
 
     def __init__(self, ptx: str) -> None:
+        _check_text("ptx", ptx)
         self._library = library()
         self._handle = ctypes.c_void_p()
         _check(self._library.fajit_emulator_open(ptx.encode(), ctypes.byref(self._handle)))
-        weakref.finalize(self, self._library.fajit_emulator_close, self._handle)
+        closing = weakref.finalize(self, self._library.fajit_emulator_close, self._handle)
+        closing.atexit = False  # a thread may still be running it
 
     @property
     def kernels(self) -> list[str]:
@@ -79,10 +81,17 @@ class Program:
         """
         if async_copies not in ("late", "early"):
             raise ValueError(f"async_copies is 'late' or 'early', not {async_copies!r}")
+        _check_numbers("grid", grid, 3)
+        _check_numbers("block", block, 3)
+        _check_numbers("shared_bytes, num_threads", (shared_bytes, num_threads), 2)
+        _check_text("kernel", kernel)
         given = (_Allocation * len(allocations))()
         for place, (name, begin, num_bytes, writable, *initialised) in zip(
             given, allocations, strict=True
         ):
+            _check_text("an allocation's name", name)
+            if begin < 0 or num_bytes < 0 or len(initialised) > 1:
+                raise EmulatorError(f"allocation {name}: {num_bytes} bytes from {begin} are none")
             place.name, place.begin, place.bytes = name.encode(), begin, num_bytes
             place.writable, place.initialised = writable, all(initialised)
         launch = Launch(
@@ -98,6 +107,20 @@ class Program:
         )
         _check(described)
         return local_bytes.value, instructions.value
+
+
+def _check_numbers(name: str, values: Sequence[int], count: int) -> None:
+    """Raises EmulatorError for what would be cut to 32 bits."""
+    if len(values) != count or not all(
+        isinstance(value, int) and 0 <= value < 1 << 31 for value in values
+    ):
+        raise EmulatorError(f"{name} must be {count} ints from 0 to 2**31 - 1, got {values!r}")
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raises EmulatorError for characters that end or separate texts in the library."""
+    if "\0" in text or _BETWEEN in text:
+        raise EmulatorError(f"{name} holds a character that no PTX has")
 
 
 def opcodes() -> list[tuple[str, str, str, str]]:

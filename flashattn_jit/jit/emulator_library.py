@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -17,13 +18,15 @@ from functools import cache
 from pathlib import Path
 
 from flashattn_jit import _paths, env
-from flashattn_jit.errors import CompileError, MissingKernelError
+from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
 from flashattn_jit.jit.compiler import ask_version, find_compiler, missing_cxx
 from flashattn_jit.jit.entry import ARTIFACT, CorruptEntryError
 from flashattn_jit.jit.failure import failure
+from flashattn_jit.jit.found import found_in_folder
 from flashattn_jit.jit.key import document_digest
 from flashattn_jit.jit.locks import build_lock
 from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.trust import is_safe_root
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +47,14 @@ _LINK_FLAGS = ("-pthread", "-Wl,--as-needed", "-Wl,-s")
 
 _lock = threading.Lock()
 _loaded: list[ctypes.CDLL] = []
+
+
+def _reset_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class Allocation(ctypes.Structure):
@@ -81,8 +92,9 @@ class Launch(ctypes.Structure):
 def library() -> ctypes.CDLL:
     """The emulator's library, loaded once a process; half a minute where it must be compiled.
 
-    Raises CompileError without a compiler or where it fails, MissingKernelError where it is not
-    there and FLASHATTN_JIT_COMPILE=never, UnsafeCacheError.
+    Raises CompileError without a compiler or where it fails, EmulatorError where what was compiled
+    cannot be loaded, MissingKernelError where it is not there and FLASHATTN_JIT_COMPILE=never,
+    UnsafeCacheError.
     """
     if not _loaded:
         with _lock:
@@ -107,37 +119,56 @@ def _sources() -> Path:
 
 
 def _obtain() -> ctypes.CDLL:
+    is_safe_root(env.cache_dir())
     store = Store(env.cache_dir() / FOLDER)
     key = document_digest(_document())
-    entry = store.find(key, None)
-    if entry is None:
-        mode = env.compile_mode()
-        if mode == "never":
+    loaded = _kept(store, key)
+    if loaded is None:
+        if env.compile_mode() == "never":
             raise MissingKernelError(
-                f"the emulator is not in {store.root}, and FLASHATTN_JIT_COMPILE=never forbids to "
-                "compile it; run a call with target='emulated:...' once without that variable",
+                f"the emulator is not in {store.root}, or cannot be loaded from there, and "
+                "FLASHATTN_JIT_COMPILE=never forbids to compile it; run a call with "
+                "target='emulated:...' once without that variable",
                 key=key,
             )
         with build_lock(key, env.lock_wait_s()):
-            entry = store.find(key, None)
-            if entry is None:
-                return _build(store, key)
-    return ctypes.CDLL(str(entry.artifact))
+            loaded = _kept(store, key) or _build(store, key)
+    return loaded
+
+
+def _kept(store: Store, key: str) -> ctypes.CDLL | None:
+    """The library that an earlier process kept, where it can be loaded."""
+    entry = store.find(key, None)
+    if entry is None:
+        return None
+    try:
+        with found_in_folder(entry, "user").loadable() as path:
+            return ctypes.CDLL(str(path))
+    except (OSError, ValueError) as error:
+        log.warning("the emulator in %s cannot be loaded: %s", entry.path, error)
+        return None
 
 
 def _build(store: Store, key: str) -> ctypes.CDLL:
     """Compiles and loads the library, and keeps it in `store` where that can be written."""
-    try:
-        with store.staging() as staging:
-            _compile(staging, key)
-            loaded = ctypes.CDLL(str(staging / ARTIFACT))
-            _publish(store, staging, key)
-            return loaded
-    except OSError as error:
-        log.warning("the emulator is not kept: cannot write to %s: %s", store.root, error)
-    with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as folder:
-        _compile(Path(folder), key)
-        return ctypes.CDLL(str(Path(folder, ARTIFACT)))
+    with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as name:
+        folder = Path(name)
+        _compile(folder, key)
+        try:
+            loaded = ctypes.CDLL(str(folder / ARTIFACT))
+        except OSError as error:
+            raise EmulatorError(
+                f"the emulator cannot be loaded from {folder}: {error}; set TMPDIR to a folder "
+                "whose files may be executed"
+            ) from error
+        try:
+            with store.staging() as staging:
+                for path in folder.iterdir():
+                    shutil.copyfile(path, staging / path.name)
+                _publish(store, staging, key)
+        except OSError as error:
+            log.warning("the emulator is not kept: cannot write to %s: %s", store.root, error)
+        return loaded
 
 
 def _compile(staging: Path, key: str) -> None:

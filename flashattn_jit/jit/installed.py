@@ -38,7 +38,7 @@ def installed_packs() -> tuple[InstalledPack, ...]:
     Of distributions of one name the first on `sys.path` counts, as for an import. Looked for once
     a process and value of `sys.path`: 1 to 10 ms for a hundred distributions.
     """
-    return _installed(tuple(sys.path))
+    return _installed(tuple(p for p in sys.path if isinstance(p, str) and "\0" not in p))
 
 
 @lru_cache(maxsize=4)

@@ -239,7 +239,7 @@ def _other_compiler(others: list[str], compiler_id: str | None) -> str:
 
 
 # Opening a pack reads its index; a file that was replaced is opened anew.
-_packs: dict[Path, tuple[tuple[int, int, int], PackFile]] = {}
+_packs: dict[tuple[Path, bool], tuple[tuple[int, int, int], PackFile]] = {}
 _packs_lock = threading.Lock()
 
 
@@ -249,12 +249,12 @@ def _open_pack(path: Path, installed: bool) -> PackFile:
     status = path.stat()
     version = status.st_ino, status.st_size, status.st_mtime_ns
     with _packs_lock:
-        kept = _packs.get(path)
+        kept = _packs.get((path, installed))
         if kept is None or kept[0] != version:
             check_file(path, installed=installed)
             kept = version, PackFile(path, installed=installed)
             # The one before stays open: kernels found in it read their other files from it.
-            _packs[path] = kept
+            _packs[path, installed] = kept
     return kept[1]
 
 

@@ -35,7 +35,7 @@ def of_each_hook(cases: list[Case], left_out: list[Case]) -> list[Case]:
         having = [c for c in cases if hook in c.tags and c not in found]
         having = [c for c in having if c not in left_out] or having
         if not any(hook in c.tags for c in found):
-            found.append(having[rotation.seed() % len(having)])
+            found += rotation.turn(HOOKS.index(hook) + len(left_out), having)
     return found
 
 
@@ -47,7 +47,8 @@ def formats_of(case: Case, among: list[str]) -> list[str]:
     """All of them; one of MASKED, by turns, where there is no mask and the hook is a common one."""
     if case.tags & {"mask", "pointwise", "sink"} or rotation.takes_all():
         return among
-    left_out = MASKED[(HOOKS.index(min(case.tags & {*HOOKS})) + rotation.seed()) % 2]
+    first_hook = next(hook for hook in HOOKS if hook in case.tags)
+    (left_out,) = rotation.turn(HOOKS.index(first_hook), MASKED)
     return [name for name in among if name != left_out]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _paths
-from flashattn_jit.errors import CompileError, MissingKernelError
+from flashattn_jit.errors import CompileError, MissingKernelError, UnsafeCacheError
 from flashattn_jit.jit import emulator_library
 from tests.private_cache import private_environment
 
@@ -99,3 +100,50 @@ def test_two_that_ask_at_once_compile_one(
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: obtain(), range(2))) == [42, 42]
     assert sum("small.cpp" in line for line in calls.read_text().splitlines()) == 1
+
+
+def test_one_that_cannot_be_loaded_is_compiled_again(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(self: object, path: str, *more: object) -> None:
+        raise OSError("libstdc++.so.9: cannot open shared object file")
+
+    assert obtain() == 42
+    with monkeypatch.context() as patch:
+        patch.setenv("FLASHATTN_JIT_COMPILE", "never")
+        patch.setattr(emulator_library.ctypes.CDLL, "__init__", refuses)
+        with pytest.raises(MissingKernelError, match="cannot be loaded from there"):
+            obtain()
+    assert obtain() == 42
+
+
+def test_a_cache_that_others_can_write_to_is_refused(sources: Path, tmp_path: Path) -> None:
+    assert obtain() == 42
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(UnsafeCacheError):
+        obtain()
+
+
+def test_a_library_that_may_be_swapped_is_loaded_from_memory(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert obtain() == 42
+    loaded: list[str] = []
+    real = emulator_library.ctypes.CDLL
+    monkeypatch.setattr(
+        emulator_library.ctypes, "CDLL", lambda path: loaded.append(path) or real(path)
+    )
+    tmp_path.chmod(0o777)
+    try:
+        assert obtain() == 42
+    finally:
+        tmp_path.chmod(0o700)
+    assert not loaded[-1].startswith(str(tmp_path))
+
+
+def test_a_child_does_not_wait_for_a_lock_of_its_parent() -> None:
+    with emulator_library._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if emulator_library._lock.acquire(timeout=5) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -20,8 +20,8 @@ from tests.ops.test_attention import DECODE, LIBRARY, SMALL, fitting, run
 from tests.registry_case import Case
 
 TARGET = rotation.other_target()
-TURN = rotation.seed()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WAYS = [(shape, dtype) for shape in (SMALL, DECODE) for dtype in DTYPES]
 HOOKS = ("mask", "score", "row", "normalizer", "sink", "pointwise")
 
 
@@ -31,29 +31,28 @@ HOOKS = ("mask", "score", "row", "normalizer", "sink", "pointwise")
 )
 def test_library_variants(case: Case, target: str) -> None:
     """Many rows or few, and one dtype, in turns."""
-    turn = LIBRARY.index(case) + TURN
-    few = turn % 2 == 0 and case.fits(DECODE)
-    run(case, DECODE if few else fitting(case, SMALL), DTYPES[turn // 2 % 3], target)
+    for shape, dtype in rotation.turn(LIBRARY.index(case), WAYS):
+        run(case, shape if case.fits(shape) else fitting(case, SMALL), dtype, target)
 
 
 def of_two_hooks() -> list[Case]:
     """A case for each of two kinds of hook, in turns."""
     found = []
-    for place in (TURN % len(HOOKS), (TURN + 3) % len(HOOKS)):
-        having = [c for c in LIBRARY if HOOKS[place] in c.tags]
-        found.append(having[TURN % len(having)])
+    for hook in rotation.chosen(HOOKS, 3):
+        having = [c for c in LIBRARY if hook in c.tags]
+        found += rotation.turn(HOOKS.index(hook), having)
     return list(dict.fromkeys(found))
 
 
 @pytest.mark.parametrize("target", [TARGET])
 @pytest.mark.parametrize("case", of_two_hooks(), ids=lambda c: c.name)
 def test_batches_in_every_format(case: Case, target: str) -> None:
-    shape = DECODE._replace(q_len=2)
-    if TURN % 2 or not case.fits(shape):
-        shape = fitting(case, SMALL)
-    for name in FORMATS:
-        if name != "token_sparse" or shape.q_len == 2:
-            run_format(case, shape, name, DTYPES[TURN % 3], target)
+    for shape, dtype in rotation.turn(LIBRARY.index(case), WAYS):
+        few = DECODE._replace(q_len=2)
+        shape = few if shape == DECODE and case.fits(few) else fitting(case, SMALL)
+        for name in FORMATS:
+            if name != "token_sparse" or shape.q_len == 2:
+                run_format(case, shape, name, dtype, target)
 
 
 @pytest.mark.parametrize("target", [TARGET])
@@ -61,8 +60,8 @@ def test_batches_in_every_format(case: Case, target: str) -> None:
     "variant", [fa.Causal(), fa.SoftCap(20.0) & fa.SlidingWindow(50)], ids=lambda v: v.name
 )
 def test_verify_passes(variant: fa.Variant, target: str) -> None:
-    dtype = DTYPES[TURN % 3]
-    assert variant.verify(target=target, dtypes=(dtype,), seed=TURN).ok
+    dtypes = rotation.turn(0, DTYPES)
+    assert variant.verify(target=target, dtypes=dtypes, seed=rotation.seed()).ok
 
 
 @pytest.mark.parametrize("target", [TARGET])
@@ -73,7 +72,7 @@ def test_scores_of_1e4_pass_with_any_seed(target: str, dtype: torch.dtype) -> No
     tile = verification._largest_tile(target, base, str(dtype).removeprefix("torch."))
     extreme = [c for c in cases(base, *tile) if c.extreme]
     assert len(extreme) == 2
-    for seed in range(TURN, TURN + 20):
+    for seed in range(rotation.seed(), rotation.seed() + 20):
         runner = Runner(fa.Causal(), target, seed, {})
         for case in extreme:
             found = runner.compare(case, dtype)
