@@ -15,9 +15,13 @@ namespace {
 
 constexpr char kBetween = '\x1f';  // fields of a text
 
+// What is said where there is no memory to say anything else; not from malloc.
+char no_memory[] = "memory\x1fout of memory\x1f";
+
 char* copy(const std::string& text) {
   char* result = static_cast<char*>(std::malloc(text.size() + 1));
-  if (result != nullptr) std::memcpy(result, text.c_str(), text.size() + 1);
+  if (result == nullptr) return no_memory;
+  std::memcpy(result, text.c_str(), text.size() + 1);
   return result;
 }
 
@@ -38,14 +42,18 @@ std::string fault_fields(const Fault& fault) {
 // Calls `body`; what it throws, as fields; null for nothing.
 template <class Body> char* guarded(const Body& body) {
   try {
-    body();
-    return nullptr;
-  } catch (const Fault& fault) {
-    return copy(fault_fields(fault));
-  } catch (const std::bad_alloc&) {
-    return copy(joined({"memory", "out of memory"}));
-  } catch (const std::exception& error) {
-    return copy(joined({"error", error.what()}));
+    try {
+      body();
+      return nullptr;
+    } catch (const Fault& fault) {
+      return copy(fault_fields(fault));
+    } catch (const std::bad_alloc&) {
+      return no_memory;
+    } catch (const std::exception& error) {
+      return copy(joined({"error", error.what()}));
+    }
+  } catch (...) {  // no memory for the words
+    return no_memory;
   }
 }
 
@@ -62,7 +70,9 @@ char* fajit_emulator_open(const char* ptx, void** program) {
 
 void fajit_emulator_close(void* program) { delete static_cast<Program*>(program); }
 
-void fajit_emulator_free(char* text) { std::free(text); }
+void fajit_emulator_free(char* text) {
+  if (text != no_memory) std::free(text);
+}
 
 char* fajit_emulator_kernels(void* program) {
   std::string names;

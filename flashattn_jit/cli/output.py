@@ -87,7 +87,7 @@ def rows(
     narrower: what gives way, in order, until no row of the table is wider than the terminal: a
     column, and the width that it is cut to at most, 0 to leave it out.
     """
-    clean = [[_SPACE.sub(" ", cell).strip() for cell in row] for row in cells]
+    clean = [[_printable(_SPACE.sub(" ", cell).strip()) for cell in row] for row in cells]
     if is_terminal():
         _rich_table(header, clean, narrower)
         return
@@ -102,7 +102,12 @@ def fields(pairs: Sequence[tuple[str, str]]) -> None:
     """Prints names and values, one pair a line."""
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
-        click.echo(f"{name.ljust(width)}  {value}".rstrip())
+        click.echo(f"{name.ljust(width)}  {_printable(value)}".rstrip())
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey: names and notes may come from others' files."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _rich_table(

@@ -166,3 +166,10 @@ def test_long_commands_say_what_they_do(
     environment = {"FLASHATTN_JIT_COMPILE": "never"}
     assert words in on_terminal(*given, **environment)[1]
     assert process(*given, **environment).stderr == "", "it took no three seconds"
+
+
+def test_no_cell_reaches_the_terminal_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    output.rows(["key", "variant"], [["abc", "evil\x1b]0;title\x07\x1b[2J"]])
+    output.fields([("name", "x\x1b[2J")])
+    assert "\x1b" not in (shown := capsys.readouterr().out)
+    assert "\\x1b[2J" in shown

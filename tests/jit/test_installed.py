@@ -16,7 +16,7 @@ from flashattn_jit.cli.entries import listed
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.inspect.doctor import Check
 from flashattn_jit.jit import installed
-from flashattn_jit.jit.layers import Answer, layers
+from flashattn_jit.jit.layers import Answer, PackLayer, layers
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.store import Store
 from tests.deploy.caches import COMPILER, add_entry
@@ -276,3 +276,26 @@ def test_a_refused_pack_is_warned_of_and_the_kernel_is_compiled(
     with caplog.at_level(logging.WARNING):
         new_cache().load_stepping([wanted()])
     assert f"{path} is not searched for kernels" in caplog.text
+
+
+def test_a_broken_one_is_named_and_left_by_lists(
+    site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = install(site, "acme-kernels", "k")
+    missing = install(site, "broken-kernels", None)
+    assert [str(one.location) for one in listed() if one.layer != "user"] == [str(sound)]
+    assert f"left: the installed kernels {missing}" in capsys.readouterr().err
+
+
+def test_trust_of_a_pack_does_not_depend_on_who_opened_it_first(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = install(site, "acme-kernels", "k")
+    opened = []
+    monkeypatch.setattr(
+        "flashattn_jit.jit.layers.check_file",
+        lambda path, *, installed=False: opened.append(installed),
+    )
+    PackLayer(path, installed=True).pack()
+    PackLayer(path).pack()
+    assert opened == [True, False]
