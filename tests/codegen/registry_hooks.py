@@ -7,11 +7,13 @@ all cases in one source: a case costs no compiler run of its own there.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.lower import Backend, lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 from tests.registry import CASES, Case, Shape
@@ -105,6 +107,17 @@ ROWS = [
     for d in ROW_DIMS
     if x.case.fits(x.shape._replace(head_dim=d, head_dim_v=d))
 ]
+
+
+def unit_source(
+    head: str, cases: Sequence[Built], functions: Callable[[int, Built], str], backend: Backend
+) -> str:
+    """One source with the hooks of all cases, case n in namespace case_n; `functions` call them."""
+    parts = [head]
+    for number, built in enumerate(cases):
+        hooks = lower_hooks(built.ir, built.case.name, backend)
+        parts.append(f"namespace fajit::case_{number} {{\n{hooks}}}\n{functions(number, built)}")
+    return "\n".join(parts)
 
 
 def lengths_of(shape: Shape) -> dict[str, torch.Tensor]:

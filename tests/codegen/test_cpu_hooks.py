@@ -16,16 +16,15 @@ import pytest
 from flashattn_jit._paths import include_dir
 from flashattn_jit.codegen.target import host_target
 from flashattn_jit.jit.toolchain import flags_for
-from flashattn_jit.variants.lower import lower_hooks
 from tests.codegen.registry_hooks import (
     CALL_STRUCT,
     PAIRED,
     ROW_HOOKS,
     ROWS,
     Built,
-    Call,
     Pairs,
     Rows,
+    unit_source,
 )
 
 ORIENTATIONS = ("keys", "rows", "requests")
@@ -138,12 +137,8 @@ def _row_functions(number: int, built: Built) -> str:
 
 
 def _library(built: list[Built], functions, folder: Path) -> ctypes.CDLL:
-    parts = [_HEAD]
-    for number, one in enumerate(built):
-        hooks = lower_hooks(one.ir, one.case.name)
-        parts.append(f"namespace fajit::case_{number} {{\n{hooks}}}\n{functions(number, one)}")
     source = folder / "unit.cpp"
-    source.write_text("\n".join(parts))
+    source.write_text(unit_source(_HEAD, built, functions, "cpu"))
     flags = [f for f in flags_for(host_target()) if not f.startswith(("-O", "-fvisibility"))]
     command = ["g++", *flags, "-O1", "-shared", "-fPIC", "-w", f"-I{include_dir()}", str(source)]
     subprocess.run([*command, "-o", str(folder / "unit.so")], check=True)
@@ -160,15 +155,11 @@ def row_library(tmp_path_factory):
     return _library(ROWS, _row_functions, tmp_path_factory.mktemp("rows"))
 
 
-def _run(function, call: Call) -> None:
-    function(ctypes.byref(call))
-
-
 @pytest.mark.parametrize("number", range(len(PAIRED)), ids=[x.case.name for x in PAIRED])
 def test_pairs(pair_library, number):
     for on in ORIENTATIONS:
         pairs = Pairs(PAIRED[number], number)
-        _run(pair_library[f"pairs_{number}_{on}"], pairs.call)
+        pair_library[f"pairs_{number}_{on}"](ctypes.byref(pairs.call))
         pairs.check()
 
 
@@ -177,5 +168,5 @@ def test_rows(row_library, number):
     for hook in ROW_HOOKS:
         if ROWS[number].ir.hook(hook) is not None:
             rows = Rows(ROWS[number], hook, number)
-            _run(row_library[f"{hook}_{number}"], rows.call)
+            row_library[f"{hook}_{number}"](ctypes.byref(rows.call))
             rows.check()

@@ -6,6 +6,8 @@ nvcc starts once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from tests.codegen.registry_hooks import (
     Rows,
     call_of,
     lengths_of,
+    unit_source,
 )
 from tests.registry import CASES, Shape
 
@@ -94,12 +97,8 @@ __device__ __forceinline__ void each_row(const Call& p, F f) {{
 """
 
 
-def source(names: dict[int, Built], kernels) -> str:
-    parts = [_HEAD]
-    for number, built in names.items():
-        hooks = lower_hooks(built.ir, built.case.name, "cuda")
-        parts.append(f"namespace fajit::case_{number} {{\n{hooks}}}\n{kernels(number, built)}")
-    return "\n".join(parts)
+def source(cases: Sequence[Built], kernels: Callable[[int, Built], str]) -> str:
+    return unit_source(_HEAD, cases, kernels, "cuda")
 
 
 def pair_kernel(number: int, built: Built) -> str:
@@ -128,12 +127,12 @@ def row_kernels(number: int, built: Built) -> str:
 
 @pytest.fixture(scope="module")
 def pair_unit(tmp_path_factory):
-    return Unit(source(dict(enumerate(PAIRED)), pair_kernel), tmp_path_factory.mktemp("pairs"))
+    return Unit(source(PAIRED, pair_kernel), tmp_path_factory.mktemp("pairs"))
 
 
 @pytest.fixture(scope="module")
 def row_unit(tmp_path_factory):
-    return Unit(source(dict(enumerate(ROWS)), row_kernels), tmp_path_factory.mktemp("rows"))
+    return Unit(source(ROWS, row_kernels), tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.parametrize("number", range(len(PAIRED)), ids=[x.case.name for x in PAIRED])
@@ -170,7 +169,7 @@ def test_text(tmp_path):
     slopes = torch.tensor([0.5, 0.25, -0.125, 1.0])
     call = Text().bind(Dims(*shape), {"slopes": slopes})
     built = Built(CASES[0], shape, call.ir, tuple(call.tensors), tuple(call.scalars))
-    unit = Unit(source({0: built}, pair_kernel), tmp_path)
+    unit = Unit(source([built], pair_kernel), tmp_path)
     size = (2, 4, 40, 40)
     scores, out, sink = torch.randn(size), torch.empty(size), torch.empty(size[:3])
     mask = torch.empty(size, dtype=torch.uint8)
@@ -195,7 +194,7 @@ def test_an_error_in_text_names_the_hook(tmp_path):
 
 
 def test_no_hook_uses_local_memory_or_spills(tmp_path):
-    (tmp_path / "unit.cu").write_text(source(dict(enumerate(PAIRED)), pair_kernel))
+    (tmp_path / "unit.cu").write_text(source(PAIRED, pair_kernel))
     words = nvcc(tmp_path / "unit.cu", "-cubin", "--ptxas-options=-v", "-o", "unit.cubin")
     assert words.count("bytes stack frame") == len(PAIRED)
     assert words.count("0 bytes stack frame, 0 bytes spill stores") == len(PAIRED)
