@@ -40,6 +40,7 @@ def begin() -> None:
         try:
             shutil.copytree(
                 last, _own, symlinks=True, dirs_exist_ok=True,
+                copy_function=os.link,  # no file of a cache is written twice
                 ignore=shutil.ignore_patterns(".staging", ".quarantine", ".failed"),
             )  # fmt: skip
         except OSError as error:  # another run has just put its own there

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from flashattn_jit import env
 from flashattn_jit.errors import EnvironmentVariableError
+from tests import processes
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +36,7 @@ def test_platformdirs_is_not_imported_when_a_folder_is_set() -> None:
         "import os, sys; os.environ['FLASHATTN_JIT_CACHE_DIR'] = '/x'\n"
         "from flashattn_jit import env; env.cache_dir(); print('platformdirs' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = processes.run(["-c", program], check=True)
     assert done.stdout == "False\n"
 
 

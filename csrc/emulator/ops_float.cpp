@@ -10,10 +10,13 @@
 namespace fajit::emulator {
 namespace {
 
-enum Operation : uint8_t { kMul, kDiv, kAdd, kSub };
+enum FloatOperation : uint8_t { kFloatMul, kFloatDiv, kFloatAdd, kFloatSub };
 
 template <int operation, class T> T compute(T x, T y) {
-  return operation == kMul ? x * y : operation == kDiv ? x / y : operation == kAdd ? x + y : x - y;
+  return operation == kFloatMul   ? x * y
+         : operation == kFloatDiv ? x / y
+         : operation == kFloatAdd ? x + y
+                                  : x - y;
 }
 
 template <int operation, bool ftz, bool sat>
@@ -51,9 +54,9 @@ template <class T> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
     {
       const HostRounding mode(insn.round);
       if (fma) r = std::fma(T(x), T(y), T(z));
-      else if (insn.mode == kMul) r = x * y;
-      else if (insn.mode == kDiv) r = x / y;
-      else if (insn.mode == kAdd) r = x + y;
+      else if (insn.mode == kFloatMul) r = x * y;
+      else if (insn.mode == kFloatDiv) r = x / y;
+      else if (insn.mode == kFloatAdd) r = x + y;
       else r = x - y;
     }
     T result = canonical(T(r));
@@ -110,7 +113,7 @@ bool decode_directed(Decoder& d, Type type) {
 template <int operation> void decode_arithmetic(Decoder& d) {
   take_flags(d);
   // The correctly rounded quotient is within the error that .approx and .full allow.
-  if (operation == kDiv) d.accept_one({"approx", "full"});
+  if (operation == kFloatDiv) d.accept_one({"approx", "full"});
   d.insn.mode = operation;
   const Type type = d.type();
   decode_operands(d, type, {type, type});
@@ -166,11 +169,11 @@ template <class T> void extremes(Warp& warp, const Insn& insn, uint32_t mask) {
 }  // namespace
 
 void decode_float_add(Decoder& d, bool subtract) {
-  subtract ? decode_arithmetic<kSub>(d) : decode_arithmetic<kAdd>(d);
+  subtract ? decode_arithmetic<kFloatSub>(d) : decode_arithmetic<kFloatAdd>(d);
 }
 
 void decode_float_product(Decoder& d, bool divide) {
-  divide ? decode_arithmetic<kDiv>(d) : decode_arithmetic<kMul>(d);
+  divide ? decode_arithmetic<kFloatDiv>(d) : decode_arithmetic<kFloatMul>(d);
 }
 
 void decode_fma(Decoder& d) {

@@ -72,7 +72,7 @@ void vote(Warp& warp, const Insn& insn, uint32_t mask) {
   set_bits(warp.predicate(insn.slots[1]), mask, value ? ~0u : 0u);
 }
 
-enum Reduction : uint8_t { kAdd, kMin, kMax, kAnd, kOr, kXor };
+enum Reduction : uint8_t { kReduceAdd, kReduceMin, kReduceMax, kReduceAnd, kReduceOr, kReduceXor };
 
 // slots: members, d, a. type: of the comparison.
 void reduce(Warp& warp, const Insn& insn, uint32_t mask) {
@@ -84,11 +84,11 @@ void reduce(Warp& warp, const Insn& insn, uint32_t mask) {
   for (uint32_t rest = mask & (mask - 1); rest != 0; rest &= rest - 1) {
     const uint32_t value = a[__builtin_ctz(rest)];
     switch (insn.mode) {
-      case kAdd: total += value; break;
-      case kMin: total = less(value, total) ? value : total; break;
-      case kMax: total = less(total, value) ? value : total; break;
-      case kAnd: total &= value; break;
-      case kOr: total |= value; break;
+      case kReduceAdd: total += value; break;
+      case kReduceMin: total = less(value, total) ? value : total; break;
+      case kReduceMax: total = less(total, value) ? value : total; break;
+      case kReduceAnd: total &= value; break;
+      case kReduceOr: total |= value; break;
       default: total ^= value; break;
     }
   }

@@ -46,7 +46,7 @@ def reduced(entry: Entry) -> None:
     check(batch, small.what, *attend(batch, small.what.variant(batch.heads[0]), target=target))
 
 
-@pytest.mark.parametrize("entry", rotation.chosen(ENTRIES, 8), ids=lambda e: e.name)
+@pytest.mark.parametrize("entry", rotation.chosen(ENTRIES, 12), ids=lambda e: e.name)
 def test_lists_at_reduced_sizes(entry: Entry) -> None:
     reduced(entry)
 
@@ -59,7 +59,7 @@ CASES = {
 """A library variant for each format: every hook is among them."""
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", rotation.chosen(list(FORMATS), 2))
 def test_formats(name: str) -> None:
     case, target = by_name(CASES[name]), TARGETS[list(FORMATS).index(name) % len(TARGETS)]
     shape = FEW if name == "token_sparse" or list(FORMATS).index(name) % 2 else MANY

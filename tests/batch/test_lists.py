@@ -12,7 +12,7 @@ from tests.ops.test_attention import HOST_TARGETS
 
 
 @pytest.mark.parametrize(
-    "entry", rotation.chosen(ENTRIES, 2, lambda e: e.what.name), ids=lambda e: e.name
+    "entry", rotation.chosen(ENTRIES, 6, lambda e: e.what.name), ids=lambda e: e.name
 )
 def test_full_size(entry: Entry) -> None:
     batch = entry.batch()

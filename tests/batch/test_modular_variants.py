@@ -12,6 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import varlen_reference
+from tests import rotation
 from tests.batch.batches import Batch, indptr
 from tests.batch.runs import engine
 from tests.ops.test_attention import assert_close
@@ -43,7 +44,7 @@ VARIANTS: dict[str, tuple[Any, tuple[int, int, int], int]] = {
 """(variant, (requests, q_len, kv_len), page size)."""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", rotation.chosen(list(VARIANTS), 2))
 def test_full_size(name: str) -> None:
     make, (count, q_len, kv_len), page_size = VARIANTS[name]
     batch = Batch((q_len,) * count, (kv_len,) * count, (8, 8), 128, torch.bfloat16, page_size)

@@ -21,6 +21,7 @@ from flashattn_jit.jit.key import kernel_key
 from flashattn_jit.jit.store import ARTIFACT, Entry, Store
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.variants.ir import VariantIR
+from tests import processes
 
 COMPILER = CompilerIdentity("gcc-1.2.3-00000000", "a compiler")
 
@@ -107,14 +108,8 @@ def _on_terminal(cache: Path) -> Callable[..., tuple[int, str]]:
 
 def process(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a command in a process of its own, its output in pipes."""
-    return subprocess.run(
-        [sys.executable, "-m", "flashattn_jit", *map(str, args)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-        check=False,
+    return processes.run(
+        ["-m", "flashattn_jit", *map(str, args)], env={**os.environ, **environment}, timeout=120
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import rotation
 from tests.cuda.by_hand import ByHand
 from tests.cuda.requests import GROUP, KV_HEADS, PADDING, Batch, Item, Request
 
@@ -194,9 +195,15 @@ def sharing(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand, Callabl
     return batch, launch, keys_of
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
+SHARING = [
+    (kind, target, paged)
+    for kind, target in (("prefill", "sm_80"), ("few_row", "sm_90"), ("few_row", "sm_75"))
+    for paged in (False, True)
+]
+
+
 @pytest.mark.parametrize(
-    ("kind", "target"), [("prefill", "sm_80"), ("few_row", "sm_90"), ("few_row", "sm_75")]
+    ("kind", "target", "paged"), rotation.chosen(SHARING, 2, lambda case: case[0])
 )
 def test_tokens_of_several_requests_in_any_order_share_keys(
     kind: str, target: str, paged: bool

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from flashattn_jit.errors import CompileError, InputError, MissingKernelError, P
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.store import Store
+from tests import processes
 
 SOURCE = (Path(__file__).parents[1] / "jit" / "minimal_artifact.cpp").read_text()
 
@@ -104,10 +103,9 @@ def test_unpack_says_the_same(damage, packed, tmp_path):
         assert "No such file or directory" in headline
         return
     assert cause in headline
-    done = subprocess.run(
-        [sys.executable, "-m", "flashattn_jit", "unpack", str(packed), "-d", str(tmp_path / "o")],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    done = processes.run(
+        ["-m", "flashattn_jit", "unpack", str(packed), "-d", str(tmp_path / "o")], timeout=60
+    )
     assert done.returncode == 9
     assert cause in done.stderr.splitlines()[0]
 
@@ -135,10 +133,7 @@ def test_pack_makes_no_missing_folders(store, tmp_path):
     words = str(caught.value)
     assert f"its folder {path.parent} does not exist" in words
     assert f"mkdir -p {path.parent}" in words
-    done = subprocess.run(
-        [sys.executable, "-m", "flashattn_jit", "pack", str(path)],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    done = processes.run(["-m", "flashattn_jit", "pack", str(path)], timeout=60)
     assert done.returncode == 9, done.stderr
     assert "does not exist" in done.stderr.splitlines()[0]
     assert not (tmp_path / "missing").exists()

@@ -6,8 +6,6 @@ import json
 import os
 import stat
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from flashattn_jit.jit import zip_frame
 from flashattn_jit.jit.pack_file import PackFile
 from flashattn_jit.jit.store import Store
 from flashattn_jit.jit.zip_frame import Member
+from tests import processes
 from tests.deploy.caches import COMPILER, add_entry, contents
 
 
@@ -133,7 +132,7 @@ def test_a_pack_is_written_whole_or_not_at_all(packed: Path, tmp_path: Path) -> 
         "w.index_text = index_text\n"
         "pack(sys.argv[1])\n"
     )
-    process = subprocess.run([sys.executable, "-c", script, str(packed)], check=False)
+    process = processes.run(["-c", script, str(packed)])
     assert process.returncode == -9
     assert packed.read_bytes() == before
 

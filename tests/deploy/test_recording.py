@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.ops import _batch_kernels, _dense, _handles, _launch
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.variants.params import Dims
+from tests import processes
 from tests.planner.asked import Asked, nothing_module
 
 ROWS = 20
@@ -287,10 +287,7 @@ if __name__ == "__main__":
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True,
-        text=True, check=False, timeout=300,
-    )  # fmt: skip
+    return processes.run(["-c", code], env={**os.environ, **environment}, timeout=300)
 
 
 def test_a_variable_records_the_life_of_a_process_and_its_children(

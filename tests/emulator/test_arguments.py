@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from flashattn_jit.errors import EmulatorError
 from flashattn_jit.jit import emulator
+from tests import processes
 
 PTX = """
 .version 8.0
@@ -55,4 +54,4 @@ run = lambda: program.run("spin", (1, 1, 1), (32, 1, 1), 0, b"", [], num_threads
 threading.Thread(target=run, daemon=True).start()
 time.sleep(0.5)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert processes.run(["-c", code]).returncode == 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+
+from tests import processes
 
 CODE = """
 import torch
@@ -24,11 +24,9 @@ print(info)
 
 def run(cache):
     """What a new process prints, by line."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env=os.environ | {"FLASHATTN_JIT_CACHE_DIR": str(cache)},
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+    done = processes.run(
+        ["-c", CODE], env=os.environ | {"FLASHATTN_JIT_CACHE_DIR": str(cache)}, check=True
+    )
     return done.stdout.splitlines()
 
 

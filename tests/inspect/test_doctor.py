@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from flashattn_jit.inspect._file_systems import FileSystem, file_system
 from flashattn_jit.inspect.doctor import Check
 from flashattn_jit.jit import cuda_toolkit
 from flashattn_jit.jit.store import Store
+from tests import processes
 
 
 @pytest.fixture
@@ -111,10 +110,7 @@ def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
     for check in tools():
         assert (check.status, check.remedy) == ("ok", ""), check
         assert check.detail.endswith("FLASHATTN_JIT_COMPILE=never asks for none")
-    done = subprocess.run(
-        [sys.executable, "-m", "flashattn_jit", "doctor"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = processes.run(["-m", "flashattn_jit", "doctor"], timeout=120)
     assert done.returncode == 0, done.stdout
 
 
@@ -249,11 +245,11 @@ def test_a_typo_in_a_variables_name_is_named(cache: Path, monkeypatch: pytest.Mo
 
 
 def test_a_recording_that_cannot_be_written_is_an_error_and_stops_nothing(cache: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "flashattn_jit", "doctor"],
+    done = processes.run(
+        ["-m", "flashattn_jit", "doctor"],
         env={**os.environ, "FLASHATTN_JIT_RECORD": "/no/such/folder/m.jsonl"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        timeout=120,
+    )
     assert done.returncode == 12, done.stderr
     assert "nothing is recorded" in done.stdout
     assert "Traceback" not in done.stderr
@@ -291,10 +287,7 @@ def test_nothing_stops_it(tmp_path: Path) -> None:
         "PATH": "",
     }
     kept = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME")}
-    done = subprocess.run(
-        [sys.executable, "-m", "flashattn_jit", "doctor"],
-        env={**kept, **wrong}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = processes.run(["-m", "flashattn_jit", "doctor"], env={**kept, **wrong}, timeout=120)
     assert done.returncode == 12, done.stderr
     assert "Traceback" not in done.stderr
     assert "report this as a bug" not in done.stdout, done.stdout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import subprocess
-import sys
 from contextlib import redirect_stdout
 
 import pytest
@@ -15,6 +13,7 @@ import flashattn_jit as fa
 from flashattn_jit.errors import InputError, ParamError
 from flashattn_jit.inspect import explain, verify
 from flashattn_jit.inspect._dims import DEFAULT, complete_dims, held_dims
+from tests import processes, rotation
 
 
 class Tables(fa.Variant):
@@ -51,11 +50,14 @@ def test_what_is_left_out_follows():
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        fa.ALiBi(slopes=torch.linspace(0.01, 0.1, 12)),
-        Tables(slopes=torch.ones(3), bias=torch.linspace(-1, 1, 27).view(1, 3, 9)),
-    ],
-    ids=["ALiBi", "Tables"],
+    rotation.turn(
+        0,
+        [
+            fa.ALiBi(slopes=torch.linspace(0.01, 0.1, 12)),
+            Tables(slopes=torch.ones(3), bias=torch.linspace(-1, 1, 27).view(1, 3, 9)),
+        ],
+    ),
+    ids=lambda v: v.name,
 )
 def test_verify_without_dims(variant):
     heads = len(variant.slopes)
@@ -108,4 +110,4 @@ def test_making_a_variant_imports_nothing_of_the_inspection():
         "assert 'flashattn_jit.inspect.verification' not in sys.modules\n"
         "assert 'flashattn_jit.inspect.explanation' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    processes.run(["-c", code], check=True, timeout=60)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from flashattn_jit.jit import fit, locks, resolve
 from flashattn_jit.jit.failure import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.jit.store import Store
+from tests import processes
 
 from .entries import tree
 
@@ -204,10 +203,7 @@ def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) ->
     staging = tmp_path / "staging"
     staging.mkdir()
     source = Path(__file__).with_name("minimal_artifact.cpp")
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(source), str(staging)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = processes.run(["-c", program, str(source), str(staging)], check=True)
     assert done.stdout == "False False\n"
 
 

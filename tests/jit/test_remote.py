@@ -9,8 +9,6 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from flashattn_jit.jit import remote
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.remote import RemoteError, RemoteLayer, public_url, push
 from flashattn_jit.jit.store import CorruptEntryError, Store
+from tests import processes
 
 from .entries import CLANG, GCC, adopt, key_of, make, tree
 
@@ -334,16 +333,17 @@ print(time.monotonic() - start < 20)
 def test_a_server_that_never_answers_keeps_no_process_from_ending(cache_root: Path) -> None:
     pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        done = subprocess.run(
-            [sys.executable, "-c", SILENT],
+        done = processes.run(
+            ["-c", SILENT],
             env={
                 **os.environ,
                 "FLASHATTN_JIT_COMPILE": "never",
                 "FLASHATTN_JIT_CACHE_REMOTE": f"http://127.0.0.1:{server.getsockname()[1]}",
                 "FLASHATTN_JIT_CACHE_REMOTE_TIMEOUT_S": "1",
             },
-            capture_output=True, text=True, timeout=100, check=True,
-        )  # fmt: skip
+            timeout=100,
+            check=True,
+        )
     assert "did not answer within 1 s" in done.stdout
     assert done.stdout.endswith("True\n")
     assert not cache_root.exists()
@@ -358,8 +358,6 @@ def test_hits_import_no_fsspec(new_cache, cache_root: Path, monkeypatch) -> None
         f"assert layers()[0].search({KEY!r}, None).found\n"
         "print([name for name in ('fsspec', 'aiohttp', 'jinja2') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = processes.run(["-c", program], check=True)
     assert done.stdout == "[]\n"
     assert tree(cache_root) == before

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.compiler import ask_version, find_compiler
 from flashattn_jit.jit.failure import BuildFailure
 from flashattn_jit.jit.module import KernelCache
+from tests import processes
 
 SOURCE = Path(__file__).with_name("minimal_artifact.cpp").read_text()
 KEY = "0123456789abcdef" * 4
@@ -304,9 +304,7 @@ def test_a_hit_in_a_new_process_writes_and_starts_nothing(
     cache: KernelCache, sources: Path
 ) -> None:
     load(cache)
-    hit = subprocess.run(
-        [sys.executable, "-c", HIT, str(sources)], capture_output=True, text=True, check=False
-    )
+    hit = processes.run(["-c", HIT, str(sources)])
     assert hit.stderr == ""
     assert hit.stdout == "[] []\n"
 
@@ -318,10 +316,5 @@ def test_the_processs_one_openmp_runtime_is_torchs(tmp_path: Path) -> None:
         "_C.Module(sys.argv[1])\n"
         "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libgomp' in l}))\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "a" / "artifact.so")],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    printed = processes.run(["-c", program, str(tmp_path / "a" / "artifact.so")], check=True).stdout
     assert printed == "1\n"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.modes.subjects import subjects
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -60,6 +62,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield made
     finally:
         made.end()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _prepared():
+    for subject in subjects():
+        subject.prepare()
 
 
 @pytest.fixture(autouse=True)

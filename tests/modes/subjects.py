@@ -6,12 +6,12 @@ engine on them. What it returns in a plain process is what it must return under 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn_jit as fa
 
@@ -28,9 +28,29 @@ class Subject(NamedTuple):
     call: Callable[..., Any]
     traits: frozenset[str] = frozenset()
 
+    def prepare(self) -> None:
+        """Makes what the call needs; outside of every mode."""
+        if isinstance(self.call, _Prepared):
+            self.call.prepare()
+
     def run(self, *tensors: Tensor) -> Any:
         """The call on other tensors, or on its own."""
         return self.call(*(tensors or self.tensors), *self.host)
+
+
+class _Prepared:
+    """A call that something is made for first: not when tests are collected, and in no mode."""
+
+    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
+        self._make = make
+        self._made: Callable[..., Any] | None = None
+
+    def prepare(self) -> None:
+        self._made = self._made or self._make()
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        assert self._made is not None, "its subject was not prepared"
+        return self._made(*tensors)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -134,6 +154,8 @@ def _causal_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def _flex_blocks() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import create_block_mask  # takes a second
+
     mask = create_block_mask(_causal_mod, None, None, 24, 40, device="cpu", BLOCK_SIZE=16)
     return lambda q, k, v: fa.flex_attention(q, k, v, None, mask, enable_gqa=True)
 
@@ -251,8 +273,9 @@ _CAUSAL, _GATED, _CAUSAL_CAP = fa.Causal(), Gated(), fa.Causal() & fa.SoftCap(15
 PLANS, HOST, INSIDE = (frozenset({name}) for name in ("plans", "host", "inside"))
 
 
+@functools.cache
 def subjects() -> list[Subject]:
-    """All of them."""
+    """All of them, the same ones each time."""
     dense, packed, paged = _dense(), _packed(), _pages()
     indptrs = (_ints(*Q_INDPTR), _ints(*KV_INDPTR))
     tables = (_ints(*Q_INDPTR), *(_ints(*x) for x in PAGES))
@@ -270,7 +293,7 @@ def subjects() -> list[Subject]:
         Subject("varlen", packed, indptrs, _varlen),
         Subject("varlen offset", packed, indptrs, _varlen_offset),
         Subject("flex", dense, (), _flex),
-        Subject("flex block mask", dense, (), _flex_blocks()),
+        Subject("flex block mask", dense, (), _Prepared(_flex_blocks)),
         Subject("sdpa mask", (*dense, _random(2, 1, 24, 40)), (), _sdpa),
         Subject("sdpa causal", dense, (), _sdpa_causal),
         Subject("merge states", dense, (), _merge),
@@ -283,8 +306,8 @@ def subjects() -> list[Subject]:
                 PLANS),
         Subject("batch tree", paged, (*tables, *trees), _tree, PLANS),
         Subject("cascade", paged, shared, _cascade, PLANS),
-        Subject("run", packed, (), _planned("run")),
-        Subject("run out", packed, (), _planned("out")),
+        Subject("run", packed, (), _Prepared(lambda: _planned("run"))),
+        Subject("run out", packed, (), _Prepared(lambda: _planned("out"))),
         Subject("reference", dense, (), _reference, HOST),
         Subject("helpers", (_random(3),), (_ints(-1, 0, 0, 1),), _helpers, HOST),
     ]  # fmt: skip

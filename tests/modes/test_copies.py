@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from tests import rotation
 from tests.modes.subjects import Gated, subjects
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -48,7 +49,7 @@ VARIANTS: dict[str, fa.Variant] = {
 
 
 @each_copy
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", rotation.chosen(list(VARIANTS), 2))
 def test_variants(name: str, copied: Callable[[Any], Any]) -> None:
     variant = VARIANTS[name]
     expected = fa.attention(q, k, v, variant)

@@ -6,8 +6,6 @@ error; and the plain call after it is the plain call before it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashattn_jit as fa
+from tests import processes, rotation
 from tests.modes.subjects import HOST, INSIDE, PLANS, Subject, subjects
 from tests.modes.worker import flat
 
@@ -133,7 +132,7 @@ def test_make_fx(subject: Subject, tracing: str) -> None:
 
 
 @each_subject
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("strict", rotation.turn(0, [False, True]), ids="strict={}".format)
 def test_export(subject: Subject, strict: bool) -> None:
     cannot = refused(subject, HOST, PLANS, INSIDE) if strict else subject.name == "reference"
     with twice_and_plain(subject) as (expected, rounds):
@@ -158,7 +157,7 @@ UNTRACEABLE = (
 
 
 @each_subject
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", rotation.turn(1, [False, True]), ids="dynamic={}".format)
 def test_compile(subject: Subject, dynamic: bool) -> None:
     with twice_and_plain(subject) as (expected, rounds):
         torch._dynamo.reset()
@@ -303,10 +302,7 @@ def test_a_saved_graph_says_that_its_variant_is_elsewhere(tmp_path: Path, strict
         Module(by_name("attention out")), (q, k[:, :, :24], k[:, :, :24]), strict=strict
     )
     torch.export.save(made, tmp_path / "graph.pt2")
-    said = subprocess.run(
-        [sys.executable, "-c", LOADS, str(tmp_path / "graph.pt2")],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    said = processes.run(["-c", LOADS, str(tmp_path / "graph.pt2")], check=True)
     assert "exported by another process" in said.stdout
 
 

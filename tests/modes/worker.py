@@ -148,7 +148,11 @@ def main() -> None:
     if len(sys.argv) == 3:
         attempt(sys.argv[1], Path(sys.argv[2]))
         return
-    from tests.modes import subjects  # noqa: F401  before the forks
+    # Before the forks: each child would take a second for them.
+    from torch import _dynamo  # noqa: F401
+    from torch.nn.attention import flex_attention  # noqa: F401
+
+    from tests.modes import subjects  # noqa: F401
 
     for line in sys.stdin:
         mode, place = line.rstrip("\n").split("\t")
@@ -176,6 +180,7 @@ def attempt(mode: str, place: Path) -> None:
         from tests.modes.subjects import subjects
     outcomes, results = {}, {}
     for subject in subjects():
+        subject.prepare()
         wanted = None if before is None else before[subject.name]
         with MODES[mode.removeprefix("import under ")]():
             seen = [outcome(subject.run, wanted) for _ in range(2)]

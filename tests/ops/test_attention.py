@@ -93,7 +93,7 @@ def in_turns() -> list[tuple[Case, Shape, torch.dtype]]:
     """Library variants, with many rows or few and in one dtype, and some closures.
 
     tests/full has all of them in every way."""
-    cases = rotation.chosen(LIBRARY, 2, lambda c: c.tags) + rotation.chosen(CLOSURES, 24)
+    cases = rotation.chosen(LIBRARY, 3, lambda c: c.tags) + rotation.chosen(CLOSURES, 40)
     return [
         (case, shape if case.fits(shape) else fitting(case, SMALL), dtype)
         for number, case in enumerate(cases)
@@ -114,22 +114,26 @@ def plain(kind: str):
     return {"full": None, "causal": fa.Causal()}[kind]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.id)
-def test_every_shape(shape, dtype):
-    # Full for one dtype and causal for the other, in turns: each shape meets both.
-    kind = ("full", "causal")[(SHAPES.index(shape) + (dtype == torch.float32)) % 2]
-    case = Case(kind, lambda s, g: plain(kind))
-    run(case, shape, dtype)
+PLAIN_KINDS = list(itertools.product(("full", "causal"), (torch.float32, torch.bfloat16)))
 
 
-LEVEL_SHAPES = (SMALL, DECODE, Shape(1, 5, 1, 33, 200, 24, 40))
+@pytest.mark.parametrize("shape", rotation.chosen(SHAPES, 2), ids=lambda s: s.id)
+def test_every_shape(shape):
+    for kind, dtype in rotation.turn(SHAPES.index(shape), PLAIN_KINDS):
+        run(Case(kind, lambda s, g, kind=kind: plain(kind)), shape, dtype)
 
 
-@pytest.mark.parametrize("target", HOST_TARGETS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+LEVELS = itertools.product(
+    HOST_TARGETS,
+    (torch.float32, torch.bfloat16, torch.float16),
+    (SMALL, DECODE, Shape(1, 5, 1, 33, 200, 24, 40)),
+)
+
+
 @pytest.mark.parametrize(
-    "shape", [SMALL, DECODE, Shape(1, 5, 1, 33, 200, 24, 40)], ids=lambda s: s.id
+    ("target", "dtype", "shape"),
+    rotation.chosen(list(LEVELS), 3, lambda level: level[:2]),
+    ids=lambda x: getattr(x, "id", None) or str(x),
 )
 def test_every_level_of_this_machine(target, dtype, shape):
     def mod(score, b, h, q_idx, kv_idx):

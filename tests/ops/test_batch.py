@@ -6,6 +6,7 @@ The lists of shapes at full size, and every variant through every format, are in
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
+from tests import rotation
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.oracle import Math, check
 from tests.batch.sparse import Visited, blocks, tokens, trees
@@ -45,10 +47,20 @@ def mixed(target: str = "cpu", page_size: int = 0, dim: int = 64, **options: Any
     return Batch(*MIXED, (4, 2), dim, dtype, page_size, **options)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("name", SPARSITIES)
-def test_any_storage_with_any_sparsity(name: str, page_size: int, target: str) -> None:
+@pytest.mark.parametrize(("name", "page_size"), list(itertools.product(SPARSITIES, (0, 16))))
+def test_any_storage_with_any_sparsity(name: str, page_size: int) -> None:
+    any_storage_with_any_sparsity(name, page_size, "cpu")
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("name", "page_size"), rotation.chosen(list(itertools.product(SPARSITIES, (0, 16))), 3)
+)
+def test_any_storage_with_any_sparsity_on_cuda(name: str, page_size: int) -> None:
+    any_storage_with_any_sparsity(name, page_size, "emulated:sm_80")
+
+
+def any_storage_with_any_sparsity(name: str, page_size: int, target: str) -> None:
     b = mixed(target, page_size)
     visited: Visited | None = SPARSITIES[name](b)
     what = Math(causal=name != "tree")
@@ -112,7 +124,7 @@ class OnDevice(torch.Tensor):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
+@pytest.mark.parametrize("name", rotation.chosen([*SPARSITIES, "cascade"], 2))
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_plans_read_nothing_of_a_device(
     name: str, cuda_graph: bool, monkeypatch: pytest.MonkeyPatch

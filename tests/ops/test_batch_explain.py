@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from flashattn_jit.codegen.target import default_target
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.planner.costs import merge_cost
 from flashattn_jit.planner.tiles import few_rows
+from tests import processes
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
 from tests.ops.test_batch import made_for, mixed
@@ -127,5 +126,5 @@ def test_planning_imports_no_plots() -> None:
         "slow = {'matplotlib', 'sympy', 'torch._dynamo', 'jinja2'} & set(sys.modules)\n"
         "assert not slow - {'jinja2'}, slow\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    processes.run(["-c", code], check=True, timeout=300)
     assert torch.get_num_threads() >= 1

@@ -18,6 +18,7 @@ from flashattn_jit.errors import VariantError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.queries import keys_read_request
+from tests import rotation
 
 HOST_TARGETS = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]
 HQ, HKV, D, PAGE = 4, 2, 32, 4
@@ -108,7 +109,7 @@ def check(
         torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("target", HOST_TARGETS)
+@pytest.mark.parametrize("target", rotation.chosen(HOST_TARGETS, 2))
 @pytest.mark.parametrize("q_lens", [FEW, MANY], ids=["few", "many"])
 def test_int8_cache(target: str, q_lens: list[int]) -> None:
     check(q_lens, torch.float32, torch.int8, target, 2e-5)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from tests import processes
 
 TIMEOUT_S = 240
 """For the whole script: compiling is in it; its children wait at most ten seconds each."""
@@ -68,9 +68,7 @@ PRELUDE = """
 def run(body: str) -> list[str]:
     """The lines that a process of its own prints."""
     code = textwrap.dedent(PRELUDE) + textwrap.dedent(body)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
-    )
+    done = processes.run(["-c", code], timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

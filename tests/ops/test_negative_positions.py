@@ -337,7 +337,7 @@ def check_dense(name: str, q_len: int, q_offset: Any, offsets: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("how", DENSE_OFFSETS)
-@pytest.mark.parametrize("name", rotation.chosen(list(MEANINGS), 2))
+@pytest.mark.parametrize("name", rotation.chosen(list(MEANINGS), 3))
 def test_dense(name: str, how: str) -> None:
     check_dense(name, *DENSE_OFFSETS[how])
 
@@ -385,7 +385,7 @@ def test_packed(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", PACKED_OFFSETS)
-@pytest.mark.parametrize("name", rotation.chosen(list(BY_TENSOR), 2))
+@pytest.mark.parametrize("name", rotation.chosen(list(BY_TENSOR), 4))
 def test_batches_over_pages(name: str, how: str) -> None:
     meaning, (q_offset, offsets) = MEANINGS[name], PACKED_OFFSETS[how]
     q, k, v = packed_inputs()

@@ -27,7 +27,7 @@ HOOKS = ("mask", "score", "row", "normalizer", "sink", "pointwise")
 
 @pytest.mark.parametrize("target", [TARGET])
 @pytest.mark.parametrize(
-    "case", rotation.chosen(LIBRARY, 3, lambda c: c.tags), ids=lambda c: c.name
+    "case", rotation.chosen(LIBRARY, 6, lambda c: c.tags), ids=lambda c: c.name
 )
 def test_library_variants(case: Case, target: str) -> None:
     """Many rows or few, and one dtype, in turns."""
@@ -57,7 +57,9 @@ def test_batches_in_every_format(case: Case, target: str) -> None:
 
 @pytest.mark.parametrize("target", [TARGET])
 @pytest.mark.parametrize(
-    "variant", [fa.Causal(), fa.SoftCap(20.0) & fa.SlidingWindow(50)], ids=lambda v: v.name
+    "variant",
+    rotation.turn(1, [fa.Causal(), fa.SoftCap(20.0) & fa.SlidingWindow(50)]),
+    ids=lambda v: v.name,
 )
 def test_verify_passes(variant: fa.Variant, target: str) -> None:
     dtypes = rotation.turn(0, DTYPES)

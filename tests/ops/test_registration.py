@@ -12,6 +12,7 @@ from torch.library import opcheck
 import flashattn_jit as fa
 from flashattn_jit.ops import _register
 from flashattn_jit.ops.batch import BatchAttention
+from tests import processes
 
 # The compiler's own modules warn when they are first imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -278,8 +279,6 @@ def _registered() -> list[str]:
 
 def test_plain_calls_import_nothing_of_the_compiler_stack() -> None:
     """A call must not pay for torch._dynamo, sympy or FlexAttention's module."""
-    import subprocess
-    import sys
 
     heavy = (
         "['sympy', 'torch._dynamo', 'torch._inductor', 'torch.nn.attention.flex_attention', "
@@ -294,10 +293,7 @@ def test_plain_calls_import_nothing_of_the_compiler_stack() -> None:
     )
 
     def loaded(source: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", f"import sys, torch\n{source}{report}"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        done = processes.run(["-c", f"import sys, torch\n{source}{report}"], check=True)
         return done.stdout.strip().splitlines()[-1]
 
     assert loaded(f"import flashattn_jit as fa\n{calls}") == loaded("")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from flashattn_jit.codegen.target import CPU_TARGETS, default_target, host_targe
 from flashattn_jit.deploy.targets import parse_targets
 from flashattn_jit.errors import EnvironmentVariableError
 from flashattn_jit.inspect import _check_cache, _check_machine
+from tests import processes
 from tests.ops.test_attention import HOST_TARGETS
 
 NAME = "FLASHATTN_JIT_TARGET"
@@ -103,10 +102,7 @@ def test_a_process_is_started_with_it(target: str) -> None:
         "fa.attention(x, x, x, fa.Causal())\n"
         "print(fa.Causal().explain(x, x, x).target)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, NAME: target}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+    done = processes.run(["-c", program], env={**os.environ, NAME: target}, check=True)
     assert done.stdout == f"{target}\n"
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests import rotation
+from tests import processes, rotation
 
 
 def run(body: str) -> str:
     """Run Python code in a process of its own; what it prints."""
     code = textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = processes.run(["-c", code])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

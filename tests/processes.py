@@ -1,0 +1,147 @@
+"""Processes of Python for tests, forked from one that has imported torch.
+
+Importing torch takes two seconds of CPU and more, and many tests need a process that has called
+nothing yet. `run` forks theirs from a server that has torch, one a worker of the tests, which knows
+nothing of the package. What depends on how an interpreter starts (its flags, the seed of its
+hashes, which modules it imports, variables that torch or a shared library reads when it is loaded)
+needs `subprocess`; for such variables `run` takes it by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Read by the interpreter, torch, OpenMP, BLAS or the dynamic linker when they start.
+_READ_AT_START = ("PYTHON", "TORCH", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_")
+
+_AT_IMPORT = dict(os.environ)
+"""The server's variables: no test has changed them yet."""
+
+_lock = threading.Lock()
+_server: subprocess.Popen[str] | None = None
+
+
+def run(
+    arguments: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    check: bool = False,
+    timeout: float = 300.0,
+) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`.
+
+    `arguments` begin with `-c`, `-m` or a script; the process reads nothing from its input.
+    """
+    words = [str(argument) for argument in arguments]
+    environment = dict(os.environ if env is None else env)
+    if words[0] not in ("-c", "-m") and words[0].startswith("-"):
+        raise ValueError(f"a forked process takes no option {words[0]} of the interpreter")
+    if _at_start(environment) != _at_start(_AT_IMPORT):
+        done = subprocess.run(
+            [sys.executable, *words], env=environment, cwd=cwd, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+    else:
+        done = _fork(words, environment, str(cwd or Path.cwd()), timeout)
+    if check:
+        assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr[-3000:]}"
+    return done
+
+
+def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(_READ_AT_START)}
+
+
+def _fork(
+    words: list[str], environment: dict[str, str], cwd: str, timeout: float
+) -> subprocess.CompletedProcess[str]:
+    with _lock, tempfile.TemporaryDirectory() as folder:
+        server = _running()
+        assert server.stdin is not None and server.stdout is not None
+        request = {"arguments": words, "env": environment, "cwd": cwd, "folder": folder}
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        child = int(server.stdout.readline())
+        late = not select.select([server.stdout], [], [], timeout)[0]
+        if late:
+            os.kill(child, signal.SIGKILL)
+        code = int(server.stdout.readline())
+        output, errors = (Path(folder, name).read_text() for name in ("output", "errors"))
+    if late:
+        raise subprocess.TimeoutExpired(words, timeout, output, errors)
+    return subprocess.CompletedProcess([sys.executable, *words], code, output, errors)
+
+
+def _running() -> subprocess.Popen[str]:
+    global _server
+    if _server is None:
+        _server = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=_AT_IMPORT,
+        )  # fmt: skip
+        atexit.register(_end, _server)
+    return _server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    server.communicate()
+
+
+def _serve() -> dict[str, Any] | None:
+    """Forks a process for each line of the input: its request in that process, None at the end."""
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            return json.loads(line)  # type: ignore[no-any-return]
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return None
+
+
+def _become(request: dict[str, Any]) -> None:
+    """What the interpreter does with its command line."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    folder = Path(request["folder"])
+    for number, path in enumerate((Path(os.devnull), folder / "output", folder / "errors")):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
+        os.dup2(opened, number)
+        os.close(opened)
+    kind, *rest = request["arguments"]
+    sys.orig_argv = [sys.executable, kind, *rest]
+    sys.argv = [kind, *rest]
+    if kind == "-c":
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.argv, sys.path[0] = ["-m", *rest[1:]], request["cwd"]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(kind).resolve().parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import torch  # noqa: F401  what all that is forked begins with
+
+    gc.freeze()
+    if (asked := _serve()) is not None:
+        _become(asked)

@@ -1,0 +1,50 @@
+"""The processes that tests fork are like those that an interpreter starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+
+STATE = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ.get("PROCESS_TEST"), sys.stdin.read() == "")
+print(sorted(m for m in sys.modules if m.startswith(("flashattn_jit", "tests"))))
+print(len(os.listdir("/proc/self/task")), __name__)
+sys.stderr.write("told")
+sys.exit(3)
+"""
+
+
+def test_it_knows_torch_and_nothing_of_the_package(tmp_path: Path) -> None:
+    environment = {**os.environ, "PROCESS_TEST": "x"}
+    done = processes.run(["-c", STATE, "a", "b"], cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (3, "told")
+    assert done.stdout.splitlines() == [f"['a', 'b'] {tmp_path} x True", "[]", "1 __main__"]
+    assert processes.run(["-c", "import os; os.kill(os.getpid(), 9)"]).returncode == -9
+
+
+def test_a_variable_that_is_read_at_the_start_takes_a_new_interpreter() -> None:
+    told = "import sys; print('torch' in sys.modules)"
+    assert processes.run(["-c", told], check=True).stdout == "True\n"
+    environment = {**os.environ, "OMP_NUM_THREADS": "7"}
+    assert processes.run(["-c", told], env=environment, check=True).stdout == "False\n"
+
+
+def test_one_that_hangs_is_killed_and_the_next_one_runs() -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        processes.run(["-c", "import time; time.sleep(60)"], timeout=0.5)
+    assert processes.run(["-c", "print(1)"], check=True).stdout == "1\n"
+
+
+def test_scripts_and_modules_see_what_they_see_elsewhere(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, neighbour; print(__name__, sys.argv[1:])")
+    tmp_path.joinpath("neighbour.py").touch()
+    assert processes.run([script, "x"], check=True).stdout == "__main__ ['x']\n"
+    done = processes.run(["-m", "script", "y"], cwd=tmp_path, check=True)
+    assert done.stdout == "__main__ ['y']\n"
