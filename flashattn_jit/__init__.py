@@ -175,9 +175,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
-    elif name.startswith("_") or find_spec(f"{__name__}.{name}") is not None:
-        # `from flashattn_jit import env` asks here before it imports the submodule.
+    elif name.startswith("_"):
         raise AttributeError(name)
+    elif find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f".{name}", __name__)
     else:
         library = import_module(".variants.library", __name__)
         if name not in library.__all__:

@@ -99,6 +99,7 @@ def test_the_command_line_has_every_name_when_it_is_used(tmp_path: Path, program
     code = (
         "import sys; import flashattn_jit as fa; from flashattn_jit import _C, env\n"
         "assert 'torch' not in sys.modules and 'flashattn_jit._C' not in sys.modules\n"
+        "assert fa.deploy.__name__ == 'flashattn_jit.deploy' and not hasattr(fa, 'nothing')\n"
         "assert _C.ABI_VERSION > 0 and 'torch' in sys.modules and env.target() == ''\n"
         "for name in fa.__all__: getattr(fa, name)\n"
         "assert {'attention', 'Causal'} <= set(dir(fa))\n"

@@ -143,7 +143,8 @@ def gc(max_bytes: int | None, dry_run: bool) -> None:
 @cache_command.command("clear", short_help="Remove all kernels.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def clear(yes: bool) -> None:
-    """Remove every kernel of the user's folder that no process has loaded."""
+    """Remove every kernel of the user's folder that no process has loaded, and the emulator."""
+    from ..jit.emulator_library import FOLDER
     from ..jit.eviction import collect
 
     store = Store(env.cache_dir())
@@ -152,6 +153,7 @@ def clear(yes: bool) -> None:
         if not sys.stdin.isatty():
             raise click.UsageError(f"this removes {count} kernels from {store.root}: add --yes")
         click.confirm(f"Remove {count} kernels from {store.root}?", abort=True, err=True)
+    collect(Store(env.cache_dir() / FOLDER), 0, grace_s=0.0)
     _collected("cache clear", collect(store, 0, grace_s=0.0))
 
 

@@ -138,12 +138,14 @@ def test_gc_takes_the_limit_from_the_environment(
     assert run_json("cache", "gc")["kept"] == 3
 
 
-def test_clear_asks_first(run, run_json, entries) -> None:
+def test_clear_asks_first(run, run_json, entries, cache, add_entry, spec_of) -> None:
+    emulator = add_entry(cache / "emulator", spec_of())
     refused = run("cache", "clear")
     assert refused.exit_code == 2
     assert "--yes" in refused.stderr
-    assert all(e.path.exists() for e in entries)
+    assert all(e.path.exists() for e in [*entries, emulator])
     assert run_json("cache", "clear", "--yes")["removed"] == 3
+    assert not emulator.path.exists()
     assert run_json("cache", "ls")["kernels"] == []
 
 
