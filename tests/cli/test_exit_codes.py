@@ -92,7 +92,7 @@ def test_a_miss_that_must_not_compile_names_layers_spec_and_command(process, cac
 
 def test_a_compiler_that_fails_is_code_4(process, cache: Path) -> None:
     done = process(
-        "warm", "Full", "--head-dim", 16, "--dtype", "fp32", "--target", "cpu:generic",
+        "warm", "Full", "--head-dim", 16, "--dtype", "fp32", "--target", "cpu:generic", "--jobs", 1,
         FLASHATTN_JIT_CXX="/bin/false",
     )  # fmt: skip
     assert done.returncode == 4, done.stderr

@@ -22,7 +22,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("FLASHATTN_JIT_CACHE_DIR", str(folder))
         patch.delenv("FLASHATTN_JIT_CACHE_PATH", raising=False)
         fa.warm(fa.Full(), head_dims=16, dtypes="fp32", targets="cpu:generic", formats=["dense"],
-                progress=False)  # fmt: skip
+                progress=False, jobs=1)  # fmt: skip
     return folder
 
 
@@ -54,7 +54,7 @@ def test_under_never_warm_checks_a_cache(run, built: Path, monkeypatch) -> None:
 
 
 def test_a_bar_on_a_terminal_names_what_is_compiling(on_terminal, cache: Path) -> None:
-    code, text = on_terminal(*WARM)
+    code, text = on_terminal(*WARM, "--jobs", 1)
     assert code == 0
     assert "Full" in text
     assert "0/2" in text

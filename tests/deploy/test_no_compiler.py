@@ -55,7 +55,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specs = wanted_specs(
         fa.Causal(), head_dims=64, dtypes="fp32", formats=("dense",), targets="host"
     )
-    fa.warm(specs, progress=False)
+    fa.warm(specs, progress=False, jobs=1)
     report = fa.pack_wheel("acme-kernels", folder, manifest=specs)
     # As pip does; `tests/deploy/test_wheel.py` has pip do it.
     with zipfile.ZipFile(report.path) as wheel:
