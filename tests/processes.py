@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 # Read by the interpreter, torch, OpenMP, BLAS or the dynamic linker when they start.
-_READ_AT_START = ("PYTHON", "TORCH_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_")
+_READ_AT_START = (
+    "PYTHON", "TORCH_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_",
+)  # fmt: skip
 
 _AT_IMPORT = dict(os.environ)
 """The server's variables: no test has changed them yet."""
