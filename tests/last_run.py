@@ -40,7 +40,7 @@ def begin() -> None:
         try:
             shutil.copytree(
                 last, _own, symlinks=True, dirs_exist_ok=True,
-                copy_function=os.link,  # no file of a cache is written twice
+                copy_function=_link,
                 ignore=shutil.ignore_patterns(".staging", ".quarantine", ".failed"),
             )  # fmt: skip
         except OSError as error:  # another run has just put its own there
@@ -81,6 +81,14 @@ def words() -> str:
         return f"kernels: {os.environ['FLASHATTN_JIT_CACHE_DIR']}"
     count = sum(1 for _ in _own.glob("v1/*/??/*/meta.json"))
     return f"kernels: {count} of the last run" if count else "kernels: none of an earlier run"
+
+
+def _link(source: str, target: str) -> None:
+    """A second name where the file system has them: no file of a cache is written twice."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _last() -> Path | None:

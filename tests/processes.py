@@ -25,9 +25,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Read by the interpreter, torch, OpenMP, BLAS or the dynamic linker when they start.
+# Read by the interpreter, torch, OpenMP, BLAS, libc or the dynamic linker when they start.
 _READ_AT_START = (
-    "PYTHON", "TORCH_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_",
+    "PYTHON", "TORCH_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_",
+    "CUDA_", "LD_", "MALLOC_", "GLIBC_", "LANG", "LC_",
 )  # fmt: skip
 
 _AT_IMPORT = dict(os.environ)
@@ -35,6 +36,15 @@ _AT_IMPORT = dict(os.environ)
 
 _lock = threading.Lock()
 _server: subprocess.Popen[str] | None = None
+
+
+def _forget() -> None:
+    """In a child of this process: the server is its parent's."""
+    global _lock, _server
+    _lock, _server = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def run(
@@ -47,7 +57,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`.
 
-    `arguments` begin with `-c`, `-m` or a script; the process reads nothing from its input.
+    `arguments` begin with `-c`, `-m` or a script. The process reads nothing from its input; what
+    its own children write after its end is lost.
     """
     words = [str(argument) for argument in arguments]
     environment = dict(os.environ if env is None else env)
@@ -72,17 +83,25 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 def _fork(
     words: list[str], environment: dict[str, str], cwd: str, timeout: float
 ) -> subprocess.CompletedProcess[str]:
+    global _server
+    umask = os.umask(0o77)
+    os.umask(umask)
     with _lock, tempfile.TemporaryDirectory() as folder:
+        request = {
+            "arguments": words, "env": environment, "cwd": cwd, "umask": umask, "folder": folder,
+            "timeout": timeout,
+        }  # fmt: skip
         server = _running()
         assert server.stdin is not None and server.stdout is not None
-        request = {"arguments": words, "env": environment, "cwd": cwd, "folder": folder}
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        child = int(server.stdout.readline())
-        late = not select.select([server.stdout], [], [], timeout)[0]
-        if late:
-            os.kill(child, signal.SIGKILL)
-        code = int(server.stdout.readline())
+        try:
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            code, late = json.loads(server.stdout.readline())
+        except BaseException:  # nobody will read its answer
+            server.kill()
+            server.wait()
+            _server = None
+            raise
         output, errors = (Path(folder, name).read_text() for name in ("output", "errors"))
     if late:
         raise subprocess.TimeoutExpired(words, timeout, output, errors)
@@ -91,57 +110,73 @@ def _fork(
 
 def _running() -> subprocess.Popen[str]:
     global _server
-    if _server is None:
+    if _server is None or _server.poll() is not None:
         _server = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=_AT_IMPORT,
         )  # fmt: skip
-        atexit.register(_end, _server)
+        atexit.register(_end, _server, os.getpid())
     return _server
 
 
-def _end(server: subprocess.Popen[str]) -> None:
-    server.communicate()
+def _end(server: subprocess.Popen[str], owner: int) -> None:
+    if os.getpid() == owner:
+        assert server.stdin is not None
+        server.stdin.close()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def _serve() -> dict[str, Any] | None:
     """Forks a process for each line of the input: its request in that process, None at the end."""
     for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
         child = os.fork()
         if child == 0:
-            return json.loads(line)  # type: ignore[no-any-return]
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            return request
+        ended = os.pidfd_open(child)
+        late = not select.select([ended], [], [], request["timeout"])[0]
+        os.close(ended)
+        if late:
+            os.kill(child, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps([code, late]), flush=True)
     return None
 
 
 def _become(request: dict[str, Any]) -> None:
     """What the interpreter does with its command line."""
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["env"])
     folder = Path(request["folder"])
     for number, path in enumerate((Path(os.devnull), folder / "output", folder / "errors")):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
         os.dup2(opened, number)
         os.close(opened)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.umask(request["umask"])
+    os.chdir(request["cwd"])
     kind, *rest = request["arguments"]
     sys.orig_argv = [sys.executable, kind, *rest]
     sys.argv = [kind, *rest]
     if kind == "-c":
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
-        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
-        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec", dont_inherit=True), main.__dict__)
     elif kind == "-m":
-        sys.argv, sys.path[0] = ["-m", *rest[1:]], request["cwd"]
+        sys.argv = ["-m", *rest[1:]]
+        sys.path.insert(0, request["cwd"])
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(kind).resolve().parent)
+        sys.path.insert(0, str(Path(kind).resolve().parent))
         runpy.run_path(kind, run_name="__main__")
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # the folder of the tests, whose names are not for others
     import torch  # noqa: F401  what all that is forked begins with
 
     gc.freeze()

@@ -112,7 +112,11 @@ def test_the_command_line_has_every_name_when_it_is_used(tmp_path: Path, program
         "sys.orig_argv = ['python', '-m', 'flashattn_jit', '--help']\n",
     }
     new_interpreter = [sys.executable, "-c", start[program] + code]
-    subprocess.run(new_interpreter, env={**os.environ, "FLASHATTN_JIT_TARGET": ""}, check=True)
+    done = subprocess.run(
+        new_interpreter, env={**os.environ, "FLASHATTN_JIT_TARGET": ""}, cwd=sys.prefix,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_other_programs_import_the_ops_at_once() -> None:

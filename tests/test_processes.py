@@ -35,6 +35,46 @@ def test_a_variable_that_is_read_at_the_start_takes_a_new_interpreter() -> None:
     assert processes.run(["-c", told], env=environment, check=True).stdout == "False\n"
 
 
+def test_programs_are_compiled_as_the_interpreter_does() -> None:
+    """Without the `from __future__` of the module that runs them."""
+    done = processes.run(["-c", "class A:\n    x: int\nprint(A.__annotations__)"], check=True)
+    assert done.stdout == "{'x': <class 'int'>}\n"
+    assert processes.run(["-c", "def f(x: undefined): pass"]).returncode == 1
+
+
+def test_processes_that_end_at_once_are_answered() -> None:
+    for _ in range(50):
+        assert processes.run(["-c", "import os; os._exit(7)"], timeout=30.0).returncode == 7
+
+
+def test_an_interrupted_run_or_a_dead_server_leaves_the_next_run_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    processes.run(["-c", "pass"], check=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(processes.json, "loads", interrupted)
+        processes.run(["-c", "print(1)"])
+    assert processes.run(["-c", "print(2)"], check=True).stdout == "2\n"
+    assert processes._server is not None
+    processes._server.kill()
+    processes._server.wait()
+    assert processes.run(["-c", "print(3)"], check=True).stdout == "3\n"
+
+
+def test_the_umask_is_that_of_the_caller(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        told = processes.run(["-c", "import os; print(oct(os.umask(0)))"], check=True).stdout
+    finally:
+        os.umask(before)
+    assert told == "0o27\n"
+    gone = processes.run(["-c", "pass"], cwd=tmp_path / "absent")
+    assert gone.returncode == 1 and "absent" in gone.stderr
+
+
 def test_one_that_hangs_is_killed_and_the_next_one_runs() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         processes.run(["-c", "import time; time.sleep(60)"], timeout=0.5)

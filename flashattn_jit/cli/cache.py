@@ -140,7 +140,7 @@ def gc(max_bytes: int | None, dry_run: bool) -> None:
     _collected("cache gc", collect(Store(env.cache_dir()), limit, dry_run=dry_run))
 
 
-@cache_command.command("clear", short_help="Remove all kernels.")
+@cache_command.command("clear", short_help="Remove all kernels and the emulator.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def clear(yes: bool) -> None:
     """Remove every kernel of the user's folder that no process has loaded, and the emulator."""
@@ -151,10 +151,13 @@ def clear(yes: bool) -> None:
     count = sum(1 for _ in store.entries())
     if not yes:
         if not sys.stdin.isatty():
-            raise click.UsageError(f"this removes {count} kernels from {store.root}: add --yes")
-        click.confirm(f"Remove {count} kernels from {store.root}?", abort=True, err=True)
-    collect(Store(env.cache_dir() / FOLDER), 0, grace_s=0.0)
+            raise click.UsageError(
+                f"this removes {count} kernels and the emulator from {store.root}: add --yes"
+            )
+        question = f"Remove {count} kernels and the emulator from {store.root}?"
+        click.confirm(question, abort=True, err=True)
     _collected("cache clear", collect(store, 0, grace_s=0.0))
+    collect(Store(env.cache_dir() / FOLDER), 0, grace_s=0.0)
 
 
 @cache_command.command("push", short_help="Copy kernels to a remote folder.")

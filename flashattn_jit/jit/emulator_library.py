@@ -112,6 +112,7 @@ def _document() -> tuple[tuple[str, str], ...]:
     return (
         ("library", "emulator"),
         ("flags", "\n".join((*_COMPILE_FLAGS, *_LINK_FLAGS))),
+        ("units", str(_UNITS)),
         ("sources", document_digest((path.name, path.read_text()) for path in files)),
     )
 

@@ -2,9 +2,8 @@
 
 All formats but packed keys share one kernel a variant and kind of tile, except bits and trees: each
 is one more mask beside the variant's own, and with it another kernel, which variants meet in turns.
-A variant with each hook is run,
-with few rows or with many, by turns: `tests/rotation.py`; tests/full has all variants in all
-formats.
+A variant with each hook is run with few rows or with many, by turns: `tests/rotation.py`;
+tests/full has all variants in all formats.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ FEW = of_each_hook([c for c in LIBRARY if c.fits(FEW_ROWS)], WITH_FEW)
 MANY = of_each_hook(LIBRARY, [hook for hook in HOOKS if hook not in WITH_FEW])
 
 
-FIRST_OUT = rotation.turn(0, (0, 1))[0]
+FIRST_OUT = rotation.turn(20, (0, 1))[0]
 
 
 def formats_of(number: int, among: list[str]) -> list[str]:

@@ -39,6 +39,7 @@ from flashattn_jit.errors import (
 from flashattn_jit.jit.misses import build_command
 from flashattn_jit.jit.module import default
 from flashattn_jit.jit.store import Store
+from flashattn_jit.planner.reachable import FORMATS
 
 TARGET = "cpu:generic"
 HERE = {"head_dims": 16, "dtypes": "fp32", "formats": ["dense"], "targets": TARGET}
@@ -232,6 +233,16 @@ def test_warming_then_never_compiling(
     with pytest.raises(WarmError, match="forbids to compile") as caught:
         warm("Full", **HERE)
     assert [r.error_type for r in caught.value.report.failures] == ["MissingKernelError"] * 2
+
+
+def test_every_format_is_wanted_by_default() -> None:
+    sizes = {**HERE, "formats": None}
+    wanted = {spec.document() for spec in wanted_specs("Causal", **sizes)}
+    found = set()
+    for name in FORMATS:
+        with contextlib.suppress(InputError):  # calls that this variant has not
+            found |= {s.document() for s in wanted_specs("Causal", **{**HERE, "formats": [name]})}
+    assert found == wanted
 
 
 def test_names_that_calls_accept_are_built() -> None:

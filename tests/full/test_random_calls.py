@@ -1,4 +1,4 @@
-"""20,000 random calls against the oracle, over 400 kernels: tests/random has 1,000 of others."""
+"""20,000 random calls against the oracle, over 400 kernels: tests/random has 250 of others."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_what_is_left_out_follows():
 @pytest.mark.parametrize(
     "variant",
     rotation.turn(
-        0,
+        23,
         [
             fa.ALiBi(slopes=torch.linspace(0.01, 0.1, 12)),
             Tables(slopes=torch.ones(3), bias=torch.linspace(-1, 1, 27).view(1, 3, 9)),

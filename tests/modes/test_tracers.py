@@ -132,7 +132,7 @@ def test_make_fx(subject: Subject, tracing: str) -> None:
 
 
 @each_subject
-@pytest.mark.parametrize("strict", rotation.turn(0, [False, True]), ids="strict={}".format)
+@pytest.mark.parametrize("strict", rotation.turn(21, [False, True]), ids="strict={}".format)
 def test_export(subject: Subject, strict: bool) -> None:
     cannot = refused(subject, HOST, PLANS, INSIDE) if strict else subject.name == "reference"
     with twice_and_plain(subject) as (expected, rounds):
@@ -157,7 +157,7 @@ UNTRACEABLE = (
 
 
 @each_subject
-@pytest.mark.parametrize("dynamic", rotation.turn(1, [False, True]), ids="dynamic={}".format)
+@pytest.mark.parametrize("dynamic", rotation.turn(22, [False, True]), ids="dynamic={}".format)
 def test_compile(subject: Subject, dynamic: bool) -> None:
     with twice_and_plain(subject) as (expected, rounds):
         torch._dynamo.reset()

@@ -39,6 +39,7 @@ def op_arguments(batch: fa.BatchAttention, b: Batch, **options: bool) -> tuple[A
     )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.12
 def test_the_op_is_the_run() -> None:
     b = mixed(page_size=16)
     batch = planned(b, Windowed(), width=WIDTH)

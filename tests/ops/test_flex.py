@@ -7,6 +7,7 @@ with few mods, so that few kernels are compiled.
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -328,6 +329,10 @@ def test_masks_that_vary_by_head_or_batch(mod, dims, kv_heads: int) -> None:
     check_against_oracle(out, q, k, v, alibi, mod)
 
 
+@pytest.mark.skipif(
+    "separate_full_blocks" not in inspect.signature(create_block_mask).parameters,
+    reason="this torch always separates full blocks",
+)
 @pytest.mark.parametrize("separate", [True, False])
 def test_with_and_without_full_blocks(separate: bool) -> None:
     q, k, v = dense(q_len=200)
@@ -427,6 +432,8 @@ def test_sliced_heads_with_their_mask_mod() -> None:
 
 def test_an_adjusted_mask() -> None:
     mask = create_block_mask(causal, None, None, 256, 256, "cpu", BLOCK_SIZE=64)._adjust(100, 180)
+    if mask.shape[-2:] != (100, 180):
+        pytest.skip("this torch rounds the lengths of an adjusted mask up to whole blocks")
     q, k, v = dense(q_len=100, kv_len=180)
     check_against_oracle(fa.flex_attention(q, k, v, None, mask), q, k, v, None, causal)
 

@@ -74,7 +74,7 @@ VARIANTS = {
 def in_turns(others: Sequence[Any]) -> list[tuple[Any, str]]:
     """Some of the kinds of batch for each of `others`, by turns, all of them for some."""
     pairs = [(other, name) for other in others for name in BATCHED]
-    return rotation.chosen(pairs, 6)
+    return rotation.chosen(pairs, 6, lambda pair: pair[1])
 
 
 @pytest.mark.parametrize(("variant", "name"), in_turns(list(VARIANTS)), ids=str)

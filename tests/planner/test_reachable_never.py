@@ -40,7 +40,7 @@ def test_nothing_is_missed_after_warming(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CXXFLAGS", "")
     options = {"head_dims": 16, "dtypes": "fp32", "targets": "host", "progress": False}
     formats = rotation.chosen(BATCHED, 3)
-    fa.warm(fa.Causal(), **options, formats=formats)
+    fa.warm(fa.Causal(), **options, formats=None if rotation.takes_all() else formats)
     fa.warm(fa.variant(mask_mod=keep), **options, formats=("block_mask", "max_scores"))
     (tmp_path / "bin").mkdir()
     clean = {k: v for k, v in os.environ.items() if k not in ("CXX", "CC", "FLASHATTN_JIT_CXX")}
