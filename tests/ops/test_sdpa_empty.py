@@ -84,6 +84,8 @@ def test_no_query_heads(lead: tuple[int, ...], kv_heads: int, q_len: int, kv_len
     q, k, v = qkv(lead, (0, kv_heads), q_len, kv_len)
     for options in ({}, {"is_causal": True}, {"attn_mask": torch.randn(q_len, kv_len)},
                     {"enable_gqa": True}):  # fmt: skip
+        if "enable_gqa" in options and torch.__version__ < (2, 12):
+            continue  # torch divides by the number of heads, and the process dies
         got, wanted = (f(q, k, v, **options) for f in (fa.scaled_dot_product_attention,
                                                        F.scaled_dot_product_attention))  # fmt: skip
         check(got, wanted)
