@@ -99,7 +99,7 @@ def _fork(
             code, late = json.loads(server.stdout.readline())
         except BaseException:  # nobody will read its answer
             server.kill()
-            server.wait()
+            server.communicate()
             _server = None
             raise
         output, errors = (Path(folder, name).read_text() for name in ("output", "errors"))
@@ -121,12 +121,11 @@ def _running() -> subprocess.Popen[str]:
 
 def _end(server: subprocess.Popen[str], owner: int) -> None:
     if os.getpid() == owner:
-        assert server.stdin is not None
-        server.stdin.close()
         try:
-            server.wait(10)
+            server.communicate(timeout=10)  # closes its input: it ends
         except subprocess.TimeoutExpired:
             server.kill()
+            server.communicate()
 
 
 def _serve() -> dict[str, Any] | None:
