@@ -35,6 +35,18 @@ NAME = "attn_jit"
 
 _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 
+_WITHOUT_EFFECT = frozenset({
+    # What a model hands from its own call through every layer; none of it is attention's.
+    "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "use_cache",
+    # Said by the mask already.
+    "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx", "sliding_window",
+    # Which of FlashAttention's kernels runs.
+    "deterministic",
+})  # fmt: skip
+"""Keyword arguments that change nothing in what attention computes."""
+
 
 class DenseMask(Variant):
     """Keep ``keep[b, h, row, j]``: a mask that a model or its user gives as a 4-D bool tensor.
@@ -138,16 +150,19 @@ def attention_forward(
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: attention sinks [num_q_heads].
         position_bias: added to scores, [batch or 1, num_q_heads or 1, q_len, kv_len].
-        **kwargs: ignored, but for what cannot be served. `sliding_window` is in the mask already.
+        **kwargs: what a model hands through every layer and attention has no use for, such as
+            `position_ids`; `sliding_window` and `cu_seq_lens_q` are in the mask already. Others
+            may be None or False.
 
     Returns:
         (output [batch, q_len, num_q_heads, head_dim_v], contiguous, and None for the weights).
 
     Raises:
-        InputError: dropout, attention weights or a paged cache are asked for.
+        InputError: dropout, attention weights or a paged cache are asked for, or a keyword argument
+            is unknown: it may ask for what the engine does not compute.
         TraceError: a mask function of the model cannot become a kernel.
     """
-    _refuse(dropout, kwargs)
+    _refuse(module, dropout, kwargs)
     kv_len = key.shape[2]
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     params: dict[str, Any] = {}
@@ -183,7 +198,7 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Raises for what would otherwise be computed wrongly in silence."""
     if dropout:
         raise InputError(
@@ -199,6 +214,12 @@ def _refuse(dropout: float, kwargs: dict[str, Any]) -> None:
             "continuous batching (generate_batch) passes a paged cache, which this integration "
             "does not serve; use attn_implementation='sdpa' for it"
         )
+    for name, value in kwargs.items():
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
+            raise InputError(
+                f"{type(module).__name__} passes {name}=, which this integration does not know and "
+                "may not leave out; use attn_implementation='sdpa' or 'eager' for this model"
+            )
 
 
 def _expand(values: Tensor, query: Tensor, kv_len: int) -> Tensor:

@@ -344,6 +344,18 @@ def test_what_is_not_served_is_an_error() -> None:
         forward(layer(), q.requires_grad_(), q, q, None)
 
 
+@pytest.mark.parametrize("name", ["block_indices", "indices", "sinks", "head_mask"])
+def test_keyword_arguments_that_it_does_not_know_are_refused_by_name(name: str) -> None:
+    q = torch.randn(1, 2, 4, 8)
+    given = {name: torch.ones(2)}
+    with pytest.raises(InputError, match=f"Module passes {name}=, which this integration does not"):
+        integration.attention_forward(layer(), q, q, q, None, **given)
+    expected, _ = integration.attention_forward(layer(), q, q, q, None)
+    unused = {name: None, "position_ids": torch.arange(4), "use_cache": True, "sliding_window": 3,
+              "output_attentions": False, "output_router_logits": True}  # fmt: skip
+    assert torch.equal(integration.attention_forward(layer(), q, q, q, None, **unused)[0], expected)
+
+
 @pytest.mark.parametrize("name", ["flash_jit", "my_sdpa", "paged|x", "user/repository", ""])
 def test_names_that_transformers_treats_specially_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="of their own"):
