@@ -28,7 +28,7 @@ from typing import Any
 # Read by the interpreter, torch, OpenMP, BLAS, libc or the dynamic linker when they start.
 _READ_AT_START = (
     "PYTHON", "TORCH_", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_",
-    "CUDA_", "LD_", "MALLOC_", "GLIBC_", "LANG", "LC_",
+    "CUDA_VISIBLE_", "LD_", "MALLOC_", "GLIBC_", "LANG", "LC_",
 )  # fmt: skip
 
 _AT_IMPORT = dict(os.environ)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "torch" not in sys.modules:  # a process of its own; where torch is loaded, it is too late
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def compile_one(want: object, target: str) -> str:
