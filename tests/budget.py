@@ -2,8 +2,7 @@
 
 A budget is in seconds of one worker, set-up of fixtures included, with no kernel of an earlier run,
 on two cores of a server of 2024 that nothing else uses: 1,180 s in all, ten minutes of two workers.
-Nothing fails for being slow on another
-machine: the table at the end of a run marks what is over its budget.
+Nothing fails for being slow: the table at the end of a run marks what is over its budget.
 """
 
 from __future__ import annotations
