@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = frozenset({
     "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
     "use_cache",
-    # Said by the mask already.
+    # What FlashAttention takes in place of a mask; eager attention leaves it to the mask as well.
     "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx", "sliding_window",
     # Which of FlashAttention's kernels runs.
     "deterministic",
@@ -151,8 +151,8 @@ def attention_forward(
         s_aux: attention sinks [num_q_heads].
         position_bias: added to scores, [batch or 1, num_q_heads or 1, q_len, kv_len].
         **kwargs: what a model hands through every layer and attention has no use for, such as
-            `position_ids`; `sliding_window` and `cu_seq_lens_q` are in the mask already. Others
-            may be None or False.
+            `position_ids`; `sliding_window` and `cu_seq_lens_q` are left to the mask, as eager
+            attention does. Others may be None or False.
 
     Returns:
         (output [batch, q_len, num_q_heads, head_dim_v], contiguous, and None for the weights).

@@ -34,7 +34,7 @@ FOLDER = "emulator"
 _LOG = "build.log"
 _KEY_SOURCE = "key.cpp"
 _UNITS = 3
-"""Compiled units, with several files in each: headers that all include take half of the time."""
+"""Compiled units, with several files in each: they share the headers that all include."""
 _COMPILE_FLAGS = (
     "-std=c++17",
     "-O3",
