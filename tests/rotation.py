@@ -48,6 +48,14 @@ def chosen(
     return [items[place] for place in sorted(places)]
 
 
+def some(items: Sequence[T], count: int) -> list[T]:
+    """`count` of the items by turns, in order; all where nothing is left out."""
+    if takes_all() or count >= len(items):
+        return list(items)
+    places = _dice("some", len(items), count).sample(range(len(items)), count)
+    return [items[place] for place in sorted(places)]
+
+
 def turn(number: int, among: Sequence[T]) -> list[T]:
     """The one of `among` that a numbered test takes in this run; all where nothing is left out."""
     return list(among) if takes_all() else [_dice("turn", number, len(among)).choice(among)]

@@ -19,6 +19,10 @@ from flashattn_jit.variants.spec import Variant, variant
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+class MaskTakenApartError(InputError, AttributeError):
+    """A model computes with its mask as if it were a tensor."""
+
+
 class LazyMask(BlockMask):
     """A mask of shape [batch, 1, q_len, kv_len] that no one has computed.
 
@@ -66,19 +70,20 @@ class LazyMask(BlockMask):
             made = self._variants[key] = extend(variant(mask_mod=self._mask_mod))
         return made
 
-    def to_dense(self) -> Tensor:
-        """The mask as a bool tensor [batch, 1, q_len, kv_len], for looking at small ones."""
+    def to_dense(self, device: torch.device | str = "cpu") -> Tensor:
+        """The mask as a bool tensor [batch, 1, q_len, kv_len], for small ones."""
         batch, _, q_len, kv_len = self._sizes
+        keys = torch.arange(kv_len, device=device)
         mask = self.mask_function(
-            torch.arange(batch, device="cpu")[:, None, None, None],
-            torch.zeros(1, 1, 1, 1, dtype=torch.int64, device="cpu"),
-            (torch.arange(q_len, device="cpu") + self.q_offset + self.kv_offset)[:, None],
-            torch.arange(kv_len, device="cpu") + self.kv_offset,
-        ).expand(self._sizes)
+            torch.arange(batch, device=device)[:, None, None, None],
+            torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device),
+            (torch.arange(q_len, device=device) + self.q_offset + self.kv_offset)[:, None],
+            keys + self.kv_offset,
+        )
+        mask = mask.to(device).expand(self._sizes)
         if self.key_len is not None:
-            kept = torch.arange(kv_len, device="cpu") < self.key_len[:, None, None, None]
-            mask = mask & kept
-        return mask if self.keep is None else mask & self.keep[:, None, None, :kv_len]
+            mask = mask & (keys < self.key_len.to(device)[:, None, None, None])
+        return mask if self.keep is None else mask & self.keep.to(device)[:, None, None, :kv_len]
 
     def contiguous(self) -> LazyMask:
         """Itself: there is nothing to lay out."""
@@ -103,6 +108,30 @@ class LazyMask(BlockMask):
             "tensor; use attn_implementation='sdpa' for it"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        raise MaskTakenApartError(
+            f"this model asks its attention mask for {name!r}, which a formula does not have; use "
+            "attn_implementation='sdpa' for it"
+        )
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise MaskTakenApartError(
+            "this model computes with its attention mask, which is a formula here and no tensor; "
+            "use attn_implementation='sdpa' for it"
+        )
+
+    @classmethod
+    def __torch_function__(cls, function: object, *_: object, **__: object) -> NoReturn:
+        raise MaskTakenApartError(
+            f"this model gives its attention mask to {getattr(function, '__name__', function)}, "
+            "which takes tensors, and the mask is a formula here; use "
+            "attn_implementation='sdpa' for it"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __invert__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+
     def as_tuple(self, flatten: bool = True) -> NoReturn:
         """Raises `InputError`: there are no blocks."""
         raise InputError("this mask is a formula without blocks; use to_dense() to see it")
@@ -118,6 +147,15 @@ class LazyMask(BlockMask):
         return f"LazyMask({', '.join(parts)})"
 
     __str__ = __repr__
+
+
+class UnmergedMask(LazyMask):
+    """A mask that says it is no matrix: Falcon adds its ALiBi to masks of four dimensions."""
+
+    @property
+    def ndim(self) -> int:
+        """0: the mask has no entries to add to."""
+        return 0
 
 
 def _split_padding(

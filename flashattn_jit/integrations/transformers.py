@@ -5,23 +5,31 @@
     model = AutoModel.from_pretrained(..., attn_implementation="attn_jit")   # or
     model.set_attn_implementation("attn_jit")
 
-Masks stay formulas: no [q_len, kv_len] tensor is ever made, and tiles that a mask leaves empty are
-skipped. Soft caps, sinks, relative position biases and grouped heads run inside the one kernel.
-Families with attention code of their own (BLOOM, MPT, Falcon, GPT-J, XLNet, ...) do not call the
-interface; transformers says so in a warning and keeps their code. Under torch.compile a model's
-graph breaks at each mask and attention layer.
+Every model type either equals its eager code, is refused by name, or keeps its own code, which a
+warning says; docs/transformers.md has the table. `served` lists a model's layers.
+
+Masks stay formulas: no [q_len, kv_len] tensor is made but for the few families that compute with
+their masks, and tiles that a mask leaves empty are skipped. Soft caps, sinks, relative position
+biases, ALiBi and grouped heads run inside the one kernel. Under torch.compile a model's graph
+breaks at each mask and attention layer. Query rows that may attend to nothing, as padding in front
+does, give zeros, where eager attention gives the mean of all values.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError, TraceError
-from flashattn_jit.integrations._lazy_mask import LazyMask, MaskFunction
+from flashattn_jit.integrations import _own_attention
+from flashattn_jit.integrations._lazy_mask import LazyMask, MaskFunction, UnmergedMask
+from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.integrations._served import Served, layers_of
 from flashattn_jit.ops.attention import attention
 from flashattn_jit.variants.builtins import q_len as q_len_of
 from flashattn_jit.variants.builtins import q_row
@@ -37,7 +45,7 @@ _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 
 _WITHOUT_EFFECT = frozenset({
     # What a model hands from its own call through every layer; none of it is attention's.
-    "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "cache_position", "input_ids", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
     "use_cache",
     # What FlashAttention takes in place of a mask; eager attention leaves it to the mask as well.
@@ -46,6 +54,12 @@ _WITHOUT_EFFECT = frozenset({
     "deterministic",
 })  # fmt: skip
 """Keyword arguments that change nothing in what attention computes."""
+
+_KNOWN = _WITHOUT_EFFECT | {
+    "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal",
+    "softcap", "s_aux", "position_bias", "output_attentions",
+}  # fmt: skip
+"""Keyword arguments of `attention_forward` that it computes with, or refuses by their values."""
 
 
 class DenseMask(Variant):
@@ -65,13 +79,43 @@ def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return kv_idx <= q_idx
 
 
+TESTED = ("5.23",)
+"""Versions of transformers of which every model type was held to its eager code."""
+
+
+def _check_version(version: str) -> None:
+    """Raises for versions before the tested ones, and warns of later ones."""
+    found, first, last = (
+        tuple(int(part) for part in text.split(".")[:2])
+        for text in (version, TESTED[0], TESTED[-1])
+    )
+    if found < first:
+        raise ImportError(f"{_needs()}; this is {version}")
+    if found > last:
+        warnings.warn(
+            f"this integration was tested with transformers {', '.join(TESTED)}, and this is "
+            f"{version}: a model family may have changed since; compare one forward pass with "
+            "attn_implementation='eager'",
+            stacklevel=3,
+        )
+
+
+def _needs() -> str:
+    return (
+        f"register() needs Hugging Face transformers {TESTED[0]} or later; install it with "
+        f"pip install 'transformers>={TESTED[0]}'"
+    )
+
+
 def register(name: str = NAME) -> str:
     """Makes `name` an attention implementation of every transformers model; returns it.
 
-    Calling it again changes nothing.
+    Calling it again changes nothing. From then on transformers' models tell this module when they
+    are made or change their implementation; layers of BLOOM, MPT, Falcon, GPT-J and CodeGen, which
+    have attention code of their own, call the engine for masks of this integration.
 
     Raises:
-        ImportError: transformers is missing, or older than its attention and mask interfaces.
+        ImportError: transformers is missing, or older than the versions of `TESTED`.
         InputError: transformers treats `name` specially and would not call this engine.
 
     Example:
@@ -84,16 +128,92 @@ def register(name: str = NAME) -> str:
             f"of their own and would not call this engine; use {NAME!r}"
         )
     try:
+        import transformers
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
-        raise ImportError(
-            "register() needs Hugging Face transformers 5.23 or later; install it with "
-            "pip install 'transformers>=5.23'"
-        ) from error
+        raise ImportError(_needs()) from error
+    _check_version(transformers.__version__)
     # Under torch.compile both run as they are: masks are Python objects, which no graph can hold.
     AttentionInterface.register(name, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
+    IMPLEMENTATIONS.add(name)
+    _own_attention.prepare_imported(name, _attend)
+    _look_at_models()
     return name
+
+
+def _look_at_models() -> None:
+    """Makes transformers tell of models that are made or change their implementation; once.
+
+    It is where families with attention code of their own are prepared, before a layer of theirs
+    exists, and where a user learns that a family's layers never call the engine.
+    """
+    from transformers import PreTrainedModel
+
+    check, change = (
+        PreTrainedModel.get_correct_attn_implementation,
+        PreTrainedModel.set_attn_implementation,
+    )
+    if getattr(check, "_looks_at_models", False):
+        return
+
+    @functools.wraps(check)
+    def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        for name in IMPLEMENTATIONS:
+            _own_attention.prepare(type(self), name, _attend)
+        chosen: str = check(self, requested_attention, is_init_check)
+        _warn_if_not_called(type(self), chosen)
+        return chosen
+
+    @functools.wraps(change)
+    def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        back = attn_implementation == "eager" and _is_ours(self.config._attn_implementation)
+        ours = isinstance(attn_implementation, str) and _is_ours(attn_implementation)
+        if _own_attention.is_served(type(self)) and (ours or back):
+            # transformers changes families without the interface only as they are made.
+            self.config._attn_implementation = attn_implementation
+            return
+        _warn_if_not_called(type(self), attn_implementation)
+        change(self, attn_implementation, *args, **kwargs)
+
+    checked._looks_at_models = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+    PreTrainedModel.set_attn_implementation = changed  # type: ignore[method-assign]
+
+
+def _is_ours(implementation: object) -> bool:
+    """Whether an implementation, or a dict of them by part of a model, is this engine."""
+    if isinstance(implementation, dict):
+        return any(map(_is_ours, implementation.values()))
+    return implementation in IMPLEMENTATIONS
+
+
+def _warn_if_not_called(model_class: type, implementation: object) -> None:
+    modeling = sys.modules.get(model_class.__module__)
+    if modeling is None or not _is_ours(implementation):
+        return
+    if _own_attention.keeps_its_own_code(modeling):
+        warnings.warn(
+            f"{model_class.__name__} has attention code of its own, which does not call "
+            "transformers' attention interface: it runs unchanged, and this engine is not called",
+            stacklevel=3,
+        )
+
+
+def _attend(
+    layer: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: LazyMask, **parts: Any
+) -> Tensor:
+    return attention_forward(layer, query, key, value, mask, **parts)[0]
+
+
+def served(model: torch.nn.Module) -> Served:
+    """Which attention layers of a model the engine serves, and why not the others.
+
+    Example:
+        >>> print(served(model))
+        served  model.layers.0.self_attn  LlamaAttention
+    """
+    return layers_of(model, IMPLEMENTATIONS, _KNOWN)
 
 
 def lazy_mask(
@@ -110,15 +230,41 @@ def lazy_mask(
 
     attention_mask: bool [batch, positions], True for real tokens. q_offset: a tensor for static
     caches. A mask that was made before, as ``generate`` does, comes back as it is. The arguments
-    that ask for skipped or materialised masks do not apply.
+    that ask for skipped or materialised masks do not apply. Families that compute with their masks
+    get eager attention's, [batch, 1, q_len, kv_len].
     """
     if isinstance(attention_mask, LazyMask):
         return attention_mask
+    config = kwargs.get("config")
+    if _takes_masks_apart(config):
+        from transformers.masking_utils import eager_mask
+
+        dense: Any = eager_mask  # its annotations know no q_offset of a static cache
+        return dense(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            **kwargs,
+        )  # fmt: skip
     if isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
-    return LazyMask(
+    kind = LazyMask if getattr(config, "model_type", None) != "falcon" else UnmergedMask
+    return kind(
         batch_size, q_length, kv_length, q_offset, int(kv_offset), mask_function, attention_mask
     )
+
+
+_MERGES_MASKS = frozenset({
+    "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "git", "lasr_encoder",
+    "t5gemma2_decoder",
+})  # fmt: skip
+"""Model types whose layers compute with their masks and then call the attention interface."""
+
+
+def _takes_masks_apart(config: Any) -> bool:
+    """Whether the models of a config compute with their masks, as tensors."""
+    if getattr(config, "model_type", None) in _MERGES_MASKS:
+        return True
+    modeling = _own_attention.modeling_of(config)
+    return modeling is not None and _own_attention.keeps_its_own_code(modeling)
 
 
 def attention_forward(
@@ -138,13 +284,13 @@ def attention_forward(
     """What transformers calls in every attention layer.
 
     Args:
-        module: the layer; `is_causal` comes from it where the call does not say.
+        module: the layer.
         query: [batch, num_q_heads, q_len, head_dim], RoPE applied.
         key: [batch, num_kv_heads, kv_len, head_dim], the cache's, heads not repeated.
         value: [batch, num_kv_heads, kv_len, head_dim_v].
         attention_mask: of `lazy_mask`; a 4-D tensor of the user's, bool or additive; or None, which
-            means causal (aligned to the upper left, as a static cache's prefill needs) if
-            `is_causal`, and everything else or for one query row.
+            means everything, or causal (aligned to the upper left, as a static cache's prefill
+            needs) with ``is_causal=True``.
         dropout: 0; anything else raises.
         scaling: 1/sqrt(head_dim) by default.
         softcap: scores become ``softcap * tanh(score / softcap)``.
@@ -158,12 +304,17 @@ def attention_forward(
         (output [batch, q_len, num_q_heads, head_dim_v], contiguous, and None for the weights).
 
     Raises:
-        InputError: dropout, attention weights or a paged cache are asked for, or a keyword argument
-            is unknown: it may ask for what the engine does not compute.
+        InputError: dropout, attention weights or a paged cache are asked for; a keyword argument is
+            unknown, which may ask for what the engine does not compute; the mask is of another
+            type or size; or there is none and `module` is causal, where eager and sdpa differ.
         TraceError: a mask function of the model cannot become a kernel.
     """
     _refuse(module, dropout, kwargs)
+    query, key, value = (_rows(tensor) for tensor in (query, key, value))
     kv_len = key.shape[2]
+    if isinstance(attention_mask, LazyMask) and attention_mask.shape[2] == 1 < query.shape[2]:
+        # One row of a mask for all queries, as bidirectional layers make it.
+        attention_mask = attention_mask.to_dense(query.device)
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     params: dict[str, Any] = {}
     if softcap is not None:
@@ -181,10 +332,14 @@ def attention_forward(
         as_bool = attention_mask.dtype == torch.bool
         chosen = _dense_variant(as_bool, parts)
         params["keep" if as_bool else "mask_bias"] = _expand(attention_mask, query, kv_len)
+    elif attention_mask is not None:
+        raise InputError(
+            f"attention_mask is of type {type(attention_mask).__name__}; it must be a tensor "
+            "[batch, heads or 1, q_len, kv_len], a mask of this integration, or None"
+        )
     else:
-        if is_causal is None:
-            is_causal = bool(getattr(module, "is_causal", True))
-        chosen = _plain_variant(is_causal and query.shape[2] > 1, parts)
+        causal = _causal_without_a_mask(module, query.shape[2], kv_len, is_causal)
+        chosen = _plain_variant(causal, parts)
     try:
         out = attention(
             query, key, value, chosen, scale=scaling, q_offset=q_offset, kv_len=key_len, **params
@@ -204,11 +359,8 @@ def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> 
         raise InputError(
             f"dropout={dropout}: this engine is inference only; call model.eval() first"
         )
-    if kwargs.get("output_attentions"):
-        raise InputError(
-            "output_attentions=True asks for attention weights, which a fused kernel never holds; "
-            "use attn_implementation='eager' to see them"
-        )
+    if kwargs.get("output_attentions") or _weights_are_collected():
+        raise InputError(_own_attention.NO_WEIGHTS)
     if kwargs.get("cache") is not None:
         raise InputError(
             "continuous batching (generate_batch) passes a paged cache, which this integration "
@@ -220,6 +372,36 @@ def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> 
                 f"{type(module).__name__} passes {name}=, which this integration does not know and "
                 "may not leave out; use attn_implementation='sdpa' or 'eager' for this model"
             )
+
+
+def _weights_are_collected() -> bool:
+    """Whether the model that is running collects the weights that its layers return.
+
+    Most families leave output_attentions to a decorator of transformers, which layers never see.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    collected = collector.get() if collector is not None else None
+    return any(key.endswith("attentions") for key in collected or ())
+
+
+def _causal_without_a_mask(
+    module: torch.nn.Module, q_len: int, kv_len: int, is_causal: bool | None
+) -> bool:
+    """Whether a layer without a mask is causal; raises where eager and sdpa attention differ."""
+    if is_causal is None and q_len > 1 and kv_len > 1 and getattr(module, "is_causal", True):
+        raise InputError(
+            f"{type(module).__name__} has no mask and is_causal="
+            f"{getattr(module, 'is_causal', 'unset')}: eager attention attends to everything and "
+            "sdpa is causal; pass is_causal= or a mask, or use one of them for this model"
+        )
+    return bool(is_causal) and q_len > 1
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`tensor` with each row in one piece, as kernels read it; a few families hand over keys
+    transposed."""
+    return tensor if tensor.stride(-1) == 1 or tensor.numel() == 0 else tensor.contiguous()
 
 
 def _expand(values: Tensor, query: Tensor, kv_len: int) -> Tensor:
@@ -261,4 +443,13 @@ def _dense_variant(as_bool: bool, parts: _Parts) -> Variant:
     return _extend(DenseMask() if as_bool else AdditiveBias().named("mask"), parts)
 
 
-__all__ = ["NAME", "DenseMask", "LazyMask", "attention_forward", "lazy_mask", "register"]
+__all__ = [
+    "NAME",
+    "TESTED",
+    "DenseMask",
+    "LazyMask",
+    "attention_forward",
+    "lazy_mask",
+    "register",
+    "served",
+]

@@ -39,6 +39,7 @@ class Family:
     model: str
     values: dict[str, Any]
     static_cache: bool = True
+    reference: str = "eager"
 
 
 DECODERS = {
@@ -75,18 +76,34 @@ DECODERS = {
                     "n_positions": 128, "bos_token_id": 1, "eos_token_id": None,
                     "pad_token_id": 0}),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES),
-    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM",
-                      {**DECODER, "no_rope_layers": [1, 0]}),
-}  # fmt: skip
+    "bloom": Family("BloomConfig", "BloomForCausalLM",
+                    {"vocab_size": VOCABULARY, "hidden_size": 96, "n_layer": 2, "n_head": 6,
+                     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}),
+    "mpt": Family("MptConfig", "MptForCausalLM",
+                  {"vocab_size": VOCABULARY, "d_model": 96, "n_layers": 2, "n_heads": 6,
+                   "max_seq_len": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}),
+    "falcon": Family("FalconConfig", "FalconForCausalLM",
+                     {**{k: v for k, v in SIZES.items() if k != "intermediate_size"},
+                      "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_alibi": Family("FalconConfig", "FalconForCausalLM",
+                           {**{k: v for k, v in SIZES.items() if k != "intermediate_size"},
+                            "alibi": True, "multi_query": False, "bias": True},
+# Its eager code adds ALiBi to scores and to the mask; its SDPA code, once. static_cache=False,
+reference="sdpa"), "gptj": Family("GPTJConfig", "GPTJForCausalLM", {"vocab_size": VOCABULARY,
+"n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 128, "rotary_dim": 8, "pad_token_id": 0,
+"bos_token_id": 1, "eos_token_id": None}), "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM",
+{**DECODER, "no_rope_layers": [1, 0]}), }  # fmt: skip
 
 
 def build(family: Family) -> tuple[Any, Any]:
-    """(eager model, the same weights on the engine), with weights large enough to show errors."""
+    """(the reference model, the same weights on the engine), with weights large enough to show
+    errors."""
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.values)
     config.initializer_range = 0.2
     cls = getattr(transformers, family.model)
-    eager = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    eager = cls._from_config(copy.deepcopy(config), attn_implementation=family.reference)
+    eager.eval()
     for name, parameter in eager.named_parameters():
         if "sinks" in name or "norm" in name.lower():
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -131,7 +148,8 @@ def assert_close(ours: torch.Tensor, eager: torch.Tensor, keep: torch.Tensor | N
     assert (ours - eager).abs().max() <= 2e-5 * eager.abs().max()
 
 
-IN_TURN = rotation.chosen(list(DECODERS), 2)
+ALIBI = ("bloom", "mpt", "falcon_alibi")
+IN_TURN = [*rotation.chosen([name for name in DECODERS if name not in ALIBI], 2), *ALIBI]
 
 
 @pytest.mark.parametrize("name", IN_TURN)
@@ -152,6 +170,8 @@ def test_decoder_equals_eager(name: str, calls: list[str]) -> None:
 @pytest.mark.parametrize("name", IN_TURN)
 @torch.no_grad()
 def test_decoder_generates_what_eager_does(name: str, cache: str, calls: list[str]) -> None:
+    if cache == "static" and not DECODERS[name].static_cache:
+        pytest.skip("ALiBi of this family takes no static cache in transformers")
     eager, ours = build(DECODERS[name])
     ids, mask = tokens()[:, :14], padding("left")[:, :14]
     mask[2] = 1
@@ -258,8 +278,8 @@ def layer(**values: Any) -> torch.nn.Module:
     return module
 
 
-def test_layer_without_a_mask_is_causal_from_the_upper_left() -> None:
-    """A static cache is longer than the prompt that fills it."""
+def test_layer_without_a_mask_attends_to_everything_or_says_that_it_is_causal() -> None:
+    """A static cache is longer than the prompt that fills it: causal means from the upper left."""
     q, k, v = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 33, 16), torch.randn(2, 2, 33, 8)
     bias = torch.randn(1, 4, 9, 33)
 
@@ -280,10 +300,13 @@ def test_layer_without_a_mask_is_causal_from_the_upper_left() -> None:
         assert out.is_contiguous()
         return out
 
-    torch.testing.assert_close(ours(layer()), expected(9, causal=True))
     torch.testing.assert_close(ours(layer(is_causal=False)), expected(33, causal=False))
     torch.testing.assert_close(ours(layer(is_causal=False), is_causal=True), expected(9, True))
+    torch.testing.assert_close(ours(layer(), is_causal=False), expected(33, causal=False))
     torch.testing.assert_close(ours(layer(), queries=1), expected(33, False, queries=1))
+    for module in (layer(), layer(is_causal=True)):
+        with pytest.raises(InputError, match="eager attention attends to everything and sdpa is"):
+            ours(module)
 
 
 def lazy(mask_function: Callable[..., Any], **changes: Any) -> LazyMask:
@@ -304,6 +327,14 @@ def test_lazy_mask_looks_like_a_mask_and_materialises_on_request() -> None:
     assert integration.lazy_mask(1, 4, 6, attention_mask=mask) is mask
     with pytest.raises(InputError, match="slices its attention mask"):
         mask[:, :, :2]
+    for taken_apart in (
+        lambda: mask + 1, lambda: 1.0 - mask, lambda: torch.randn(4, 6) + mask, lambda: ~mask,
+        lambda: mask < 0, lambda: torch.cat([mask, mask]), lambda: torch.where(mask, 0.0, 1.0),
+        lambda: mask.dtype, lambda: mask.masked_fill(mask, 0.0),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=r"attention mask.*'sdpa'"):
+            taken_apart()
+    assert not hasattr(mask, "dtype")
 
 
 @torch.no_grad()
@@ -338,10 +369,12 @@ def test_what_is_not_served_is_an_error() -> None:
         forward(layer(), q, q, q, None, output_attentions=True)
     with pytest.raises(InputError, match="paged cache"):
         forward(layer(), q, q, q, None, cache=object())
+    with pytest.raises(InputError, match="attention_mask is of type list; it must be a tensor"):
+        forward(layer(), q, q, q, [[True]])
     with pytest.raises(InputError, match="the mask was made for"):
         forward(layer(), q, q, q, lazy(lambda b, h, i, j: j <= i))
     with pytest.raises(GradError, match="no_grad"):
-        forward(layer(), q.requires_grad_(), q, q, None)
+        forward(layer(is_causal=False), q.requires_grad_(), q, q, None)
 
 
 @pytest.mark.parametrize("name", ["block_indices", "indices", "sinks", "head_mask"])
@@ -350,13 +383,36 @@ def test_keyword_arguments_that_it_does_not_know_are_refused_by_name(name: str) 
     given = {name: torch.ones(2)}
     with pytest.raises(InputError, match=f"Module passes {name}=, which this integration does not"):
         integration.attention_forward(layer(), q, q, q, None, **given)
-    expected, _ = integration.attention_forward(layer(), q, q, q, None)
+    module = layer(is_causal=False)
+    expected, _ = integration.attention_forward(module, q, q, q, None)
     unused = {name: None, "position_ids": torch.arange(4), "use_cache": True, "sliding_window": 3,
               "output_attentions": False, "output_router_logits": True}  # fmt: skip
-    assert torch.equal(integration.attention_forward(layer(), q, q, q, None, **unused)[0], expected)
+    assert torch.equal(integration.attention_forward(module, q, q, q, None, **unused)[0], expected)
 
 
 @pytest.mark.parametrize("name", ["flash_jit", "my_sdpa", "paged|x", "user/repository", ""])
 def test_names_that_transformers_treats_specially_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="of their own"):
         integration.register(name)
+
+
+@torch.no_grad()
+def test_keys_whose_head_dim_is_not_contiguous() -> None:
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 8, 6).transpose(2, 3)
+    module = layer(is_causal=False)
+    out, _ = integration.attention_forward(module, q, k, k, None)
+    expected, _ = integration.attention_forward(module, q, k.contiguous(), k.contiguous(), None)
+    assert torch.equal(out, expected)
+
+
+@torch.no_grad()
+def test_one_row_of_a_mask_is_every_rows() -> None:
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 7, 8)
+    padded = torch.tensor([[True] * 7, [False, True, True, False, True, True, True]])
+    mask = integration.lazy_mask(
+        2, 1, 7, mask_function=lambda b, h, i, j: j >= 0, attention_mask=padded
+    )
+    out, _ = integration.attention_forward(layer(), q, k, k, mask)
+    keep = padded[:, None, None, :]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, keep).transpose(1, 2)
+    torch.testing.assert_close(out, expected)

@@ -1,0 +1,162 @@
+"""Which attention layers of a transformers model call the engine, read from their classes."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator, Set
+
+import torch
+
+from flashattn_jit.integrations import _own_attention
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServedLayer:
+    """One attention layer.
+
+    name: as `named_modules` has it. layer: its class. reason: why it is not served, or "".
+    """
+
+    name: str
+    layer: str
+    reason: str
+
+    @property
+    def served(self) -> bool:
+        """Whether the engine computes this layer's attention."""
+        return not self.reason
+
+
+class Served(tuple[ServedLayer, ...]):
+    """The attention layers of a model, in order. `str()` gives one line a layer."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        if not self:
+            return "no attention layer was found"
+        width = max(len(layer.name) for layer in self)
+        return "\n".join(
+            f"{'served' if layer.served else 'stock ':<6}  {layer.name:<{width}}  {layer.layer}"
+            + (f": {layer.reason}" if layer.reason else "")
+            for layer in self
+        )
+
+
+def layers_of(model: torch.nn.Module, names: Set[str], known: Set[str]) -> Served:
+    """See `flashattn_jit.integrations.transformers.served`.
+
+    names: implementations that are this engine. known: keyword arguments that it takes.
+    """
+    return Served(
+        ServedLayer(
+            name or type(model).__name__,
+            type(module).__name__,
+            _reason(model, name, module, names, known),
+        )
+        for name, module in model.named_modules()
+        if _is_attention(module)
+    )
+
+
+def _is_attention(module: torch.nn.Module) -> bool:
+    """Whether `module` computes attention itself, rather than holding a module that does."""
+    if _calls_the_interface(_class(module)):
+        return True
+    if not _names_attention(module):
+        return False
+    return not any(
+        _names_attention(part) or _calls_the_interface(_class(part)) for part in _below(module)
+    )
+
+
+def _class(module: torch.nn.Module) -> type:
+    return type(module)
+
+
+def _below(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    parts = module.modules()
+    next(parts)
+    return parts
+
+
+def _names_attention(module: torch.nn.Module) -> bool:
+    return "Attention" in type(module).__name__ or isinstance(module, torch.nn.MultiheadAttention)
+
+
+def _reason(
+    model: torch.nn.Module, name: str, module: torch.nn.Module, names: Set[str], known: Set[str]
+) -> str:
+    config = getattr(module, "config", None) or _config_above(model, name)
+    implementation = getattr(config, "_attn_implementation", None)
+    patched = _own_attention.serves(type(module).forward) or _own_attention.serves(
+        getattr(type(module), "_attn", type(module).forward)
+    )
+    if not patched and not _calls_the_interface(_class(module)):
+        return (
+            "has attention code of its own, which does not call transformers' attention interface"
+        )
+    if implementation not in names:
+        return f"attn_implementation is {implementation!r}"
+    unknown = sorted(_keywords(_class(module)) - known)
+    if unknown:
+        return f"passes {'=, '.join(unknown)}=, which is refused unless it is None"
+    return ""
+
+
+def _config_above(model: torch.nn.Module, name: str) -> object:
+    """The config of the nearest module around `name` that has one."""
+    while name:
+        name = name.rpartition(".")[0]
+        config = getattr(model.get_submodule(name), "config", None)
+        if config is not None:
+            return config
+    return None
+
+
+@functools.cache
+def _tree(layer_class: type) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(layer_class)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+@functools.cache
+def _calls_the_interface(layer_class: type) -> bool:
+    """Whether a class, or a base of it, asks transformers for its attention function."""
+    return any(
+        isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
+        for base in _bases(layer_class)
+        for node in ast.walk(_tree(base) or ast.Module([], []))
+    )
+
+
+@functools.cache
+def _keywords(layer_class: type) -> frozenset[str]:
+    """The keyword arguments that a class passes to its attention function by name."""
+    return frozenset(
+        keyword.arg
+        for base in _bases(layer_class)
+        for node in ast.walk(_tree(base) or ast.Module([], []))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
+        for keyword in node.keywords
+        if keyword.arg is not None
+    )
+
+
+def _bases(layer_class: type) -> list[type]:
+    """The classes of a layer that are a family's own: not torch's, nor all of transformers'."""
+    return [
+        base
+        for base in layer_class.__mro__
+        if base.__module__.partition(".")[0] not in ("torch", "builtins")
+        and (
+            not base.__module__.startswith("transformers.")
+            or base.__module__.startswith("transformers.models.")
+        )
+    ]

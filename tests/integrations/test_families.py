@@ -1,0 +1,219 @@
+"""Families of transformers: twelve of all model types by turns, and how a user comes to each kind
+of family."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip(
+    "transformers",
+    minversion="5.23",
+    reason="needs the extra [examples]",
+)
+
+from flashattn_jit.errors import InputError  # noqa: E402
+from flashattn_jit.integrations import transformers as integration  # noqa: E402
+from tests import rotation  # noqa: E402
+from tests.integrations import table, tiny_models, walk  # noqa: E402
+
+NAME = integration.register()
+SERVED = ("bloom", "codegen", "falcon", "gptj", "mpt")
+"""Families with attention code of their own that the engine serves."""
+
+BY_TYPE = {row.model_type: row for row in table.read()}
+IN_TURN = rotation.some([row.model_type for row in table.read() if row.outcome != "not built"], 12)
+
+
+@pytest.mark.parametrize("model_type", IN_TURN)
+def test_a_model_type_does_what_the_table_says(model_type: str) -> None:
+    outcome = walk.outcome(model_type)
+    assert outcome.row() == BY_TYPE[model_type], outcome.checks
+
+
+def test_no_type_of_the_table_differs_or_fails() -> None:
+    assert len(BY_TYPE) > 700
+    assert not [row for row in BY_TYPE.values() if row.outcome in ("differs", "fails")]
+    for model_type in (*SERVED, "llama", "gemma3", "gpt_oss", "doge", "bert", "t5"):
+        assert BY_TYPE[model_type].outcome == "equal", model_type
+    for model_type in ("minimax_m3_vl", "inkling2", "deepseek_v32"):
+        assert BY_TYPE[model_type].outcome == "refused", model_type
+
+
+@pytest.mark.parametrize(
+    ("model_type", "argument"),
+    [("minimax_m3_vl", "block_indices"), ("inkling2", "sinks"), ("deepseek_v32", "indices")],
+)
+def test_what_a_family_asks_for_and_the_engine_lacks_is_named(
+    model_type: str, argument: str
+) -> None:
+    model = tiny(model_type, NAME)
+    assert any(f"passes {argument}=" in layer.reason for layer in integration.served(model))
+    with torch.no_grad(), pytest.raises(InputError, match=f"{argument}=|slices its attention mask"):
+        model(input_ids=ids())
+
+
+def tiny(model_type: str, implementation: str) -> Any:
+    return next(tiny_models.candidates(model_type)).build(implementation)
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(tiny_models.FIRST_WORD, tiny_models.VOCABULARY, (2, 12))
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens).logits
+
+
+@pytest.mark.parametrize("model_type", ["llama", *SERVED])
+def test_every_way_to_choose_the_engine_has_the_same_outcome(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    inner = integration.attention_forward
+
+    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        served.append(type(module).__name__)
+        return inner(module, *args, **kwargs)
+
+    monkeypatch.setattr(integration, "attention_forward", counted)
+    integration.register()
+    eager, tokens = tiny(model_type, "eager"), ids()
+    eager.save_pretrained(tmp_path)
+    config = copy.deepcopy(eager.config)
+    loaded = type(eager).from_pretrained(tmp_path, attn_implementation=NAME).eval()
+    configured = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    configured.load_state_dict(eager.state_dict())
+    changed = copy.deepcopy(eager)
+    changed.set_attn_implementation(NAME)
+    results = [logits(model.eval(), tokens) for model in (loaded, configured, changed)]
+    assert len(served) == 3 * eager.config.num_hidden_layers
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    torch.testing.assert_close(results[0], logits(eager, tokens), rtol=1e-4, atol=1e-4)
+    assert all(layer.served for layer in integration.served(changed))
+    changed.set_attn_implementation("eager")
+    assert not any(layer.served for layer in integration.served(changed))
+    assert torch.equal(logits(changed, tokens), logits(eager, tokens))
+    monkeypatch.undo()
+    integration.register()
+
+
+def test_a_family_of_eager_code_alone_is_not_set_to_sdpa() -> None:
+    model = tiny("bloom", NAME)
+    expected, tokens = logits(model, ids()), ids()
+    expected = logits(model, tokens)
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == NAME
+    assert torch.equal(logits(model, tokens), expected)
+
+
+@pytest.mark.parametrize("model_type", ["xlnet", "gpt_neo", "git"])
+def test_a_family_that_keeps_its_code_says_so_however_it_is_chosen(model_type: str) -> None:
+    eager, tokens = tiny(model_type, "eager"), ids()
+    built = tiny_class_warns(lambda: tiny(model_type, NAME), model_type)
+    assert torch.equal(logits(built, tokens), logits(eager, tokens))
+    changed = copy.deepcopy(eager)
+    tiny_class_warns(lambda: changed.set_attn_implementation(NAME), model_type)
+    assert torch.equal(logits(changed, tokens), logits(eager, tokens))
+    assert any("code of its own" in layer.reason for layer in integration.served(built))
+
+
+def tiny_class_warns(make: Any, model_type: str) -> Any:
+    """`make()`, which must warn; GIT's vision tower is served, its text layers are not."""
+    if model_type == "git":
+        return make()
+    with pytest.warns(UserWarning, match="this engine is not called"):
+        return make()
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_attention_weights_of_served_families_are_refused(model_type: str) -> None:
+    model = tiny(model_type, NAME)
+    with torch.no_grad(), pytest.raises(InputError, match="output_attentions=True asks"):
+        model(input_ids=ids(), output_attentions=True)
+    weights = tiny(model_type, "eager")(input_ids=ids(), output_attentions=True).attentions
+    assert all(each is not None for each in weights)
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_dropout_in_training_is_refused(model_type: str) -> None:
+    family = next(tiny_models.candidates(model_type))
+    names = ("attention_dropout", "attn_pdrop")
+    for part in (family.config, getattr(family.config, "attn_config", None)):
+        for name in names:
+            if hasattr(part, name):
+                setattr(part, name, 1 if model_type == "mpt" else 0.1)
+    if model_type == "falcon":
+        family.config.alibi = True  # its rotary layers drop nothing
+    model = family.build(NAME).train()
+    with torch.no_grad(), pytest.raises(InputError, match=r"dropout=.*this engine is inference"):
+        model(input_ids=ids())
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_served_families_in_bfloat16_are_as_near_to_fp32_as_their_own_code(model_type: str) -> None:
+    tokens = ids()
+    exact = logits(tiny(model_type, "eager"), tokens)
+    errors = [
+        float((logits(tiny(model_type, name).bfloat16(), tokens).float() - exact).pow(2).mean())
+        for name in (NAME, "eager")
+    ]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+def test_mpt_beyond_its_alibi_is_refused() -> None:
+    model = tiny("mpt", NAME)
+    tokens = torch.randint(tiny_models.FIRST_WORD, 256, (1, model.config.max_seq_len + 1))
+    with torch.no_grad(), pytest.raises(InputError, match=r"more than MptConfig\.max_seq_len=128"):
+        model(input_ids=tokens)
+
+
+def test_bloom_with_the_rounding_of_tensor_parallel_layouts_is_refused() -> None:
+    family = next(tiny_models.candidates("bloom"))
+    family.config.pretraining_tp, family.config.slow_but_exact = 2, True
+    with torch.no_grad(), pytest.raises(InputError, match="slow_but_exact"):
+        family.build(NAME)(input_ids=ids())
+
+
+def test_served_lists_layers_with_reasons() -> None:
+    assert str(integration.served(tiny("llama", NAME))).splitlines() == [
+        "served  model.layers.0.self_attn  LlamaAttention",
+        "served  model.layers.1.self_attn  LlamaAttention",
+    ]
+    lines = str(integration.served(tiny("llama", "sdpa"))).splitlines()
+    assert (
+        lines[0]
+        == "stock   model.layers.0.self_attn  LlamaAttention: attn_implementation is 'sdpa'"
+    )
+    assert str(integration.served(torch.nn.Linear(2, 2))) == "no attention layer was found"
+
+
+def test_register_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ".".join(transformers.__version__.split(".")[:2])
+    monkeypatch.setattr(integration, "TESTED", ("99.1",))
+    with pytest.raises(
+        ImportError, match=rf"needs Hugging Face transformers 99\.1 or later.*{found}"
+    ):
+        integration.register()
+    monkeypatch.setattr(integration, "TESTED", ("5.1", "5.2"))
+    with pytest.warns(
+        UserWarning, match=rf"tested with transformers 5\.1, 5\.2, and this is {found}"
+    ):
+        integration.register()
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        integration.register()
+
+
+def test_registering_twice_changes_nothing() -> None:
+    before = transformers.PreTrainedModel.set_attn_implementation
+    integration.register()
+    assert transformers.PreTrainedModel.set_attn_implementation is before
