@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
 from flashattn_jit.codegen.target import CPU_TARGETS, host_target
@@ -48,10 +48,13 @@ def chosen(
     return [items[place] for place in sorted(places)]
 
 
-def some(items: Sequence[T], count: int) -> list[T]:
-    """`count` of the items by turns, in order; all where nothing is left out."""
-    if takes_all() or count >= len(items):
+def some(items: Sequence[T], count: int, but_not: Collection[T] = ()) -> list[T]:
+    """`count` of the items by turns, in order, none of `but_not`; all where nothing is left out."""
+    if takes_all():
         return list(items)
+    items = [item for item in items if item not in but_not]
+    if count >= len(items):
+        return items
     places = _dice("some", len(items), count).sample(range(len(items)), count)
     return [items[place] for place in sorted(places)]
 

@@ -13,6 +13,8 @@ import torch
 
 from flashattn_jit.integrations import _own_attention
 
+OWN_CODE = "has attention code of its own, which does not call transformers' attention interface"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServedLayer:
@@ -97,9 +99,7 @@ def _reason(
         getattr(type(module), "_attn", type(module).forward)
     )
     if not patched and not _calls_the_interface(_class(module)):
-        return (
-            "has attention code of its own, which does not call transformers' attention interface"
-        )
+        return OWN_CODE
     if implementation not in names:
         return f"attn_implementation is {implementation!r}"
     unknown = sorted(_keywords(_class(module)) - known)

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError, TraceError
-from flashattn_jit.integrations import _own_attention
+from flashattn_jit.integrations import _own_attention, _registration
 from flashattn_jit.integrations._lazy_mask import LazyMask, MaskFunction, UnmergedMask
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
+from flashattn_jit.integrations._registration import TESTED
 from flashattn_jit.integrations._served import Served, layers_of
 from flashattn_jit.ops.attention import attention
 from flashattn_jit.variants.builtins import q_len as q_len_of
@@ -79,34 +79,6 @@ def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
     return kv_idx <= q_idx
 
 
-TESTED = ("5.23",)
-"""Versions of transformers of which every model type was held to its eager code."""
-
-
-def _check_version(version: str) -> None:
-    """Raises for versions before the tested ones, and warns of later ones."""
-    found, first, last = (
-        tuple(int(part) for part in text.split(".")[:2])
-        for text in (version, TESTED[0], TESTED[-1])
-    )
-    if found < first:
-        raise ImportError(f"{_needs()}; this is {version}")
-    if found > last:
-        warnings.warn(
-            f"this integration was tested with transformers {', '.join(TESTED)}, and this is "
-            f"{version}: a model family may have changed since; compare one forward pass with "
-            "attn_implementation='eager'",
-            stacklevel=3,
-        )
-
-
-def _needs() -> str:
-    return (
-        f"register() needs Hugging Face transformers {TESTED[0]} or later; install it with "
-        f"pip install 'transformers>={TESTED[0]}'"
-    )
-
-
 def register(name: str = NAME) -> str:
     """Makes `name` an attention implementation of every transformers model; returns it.
 
@@ -127,77 +99,15 @@ def register(name: str = NAME) -> str:
             f"name={name!r}: transformers gives names with one of {', '.join(reserved)} a meaning "
             f"of their own and would not call this engine; use {NAME!r}"
         )
-    try:
-        import transformers
-        from transformers import AttentionInterface, AttentionMaskInterface
-    except ImportError as error:
-        raise ImportError(_needs()) from error
-    _check_version(transformers.__version__)
+    _registration.check_version()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     # Under torch.compile both run as they are: masks are Python objects, which no graph can hold.
     AttentionInterface.register(name, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
     IMPLEMENTATIONS.add(name)
-    _own_attention.prepare_imported(name, _attend)
-    _look_at_models()
+    _registration.look_at_models(_attend, served)
     return name
-
-
-def _look_at_models() -> None:
-    """Makes transformers tell of models that are made or change their implementation; once.
-
-    It is where families with attention code of their own are prepared, before a layer of theirs
-    exists, and where a user learns that a family's layers never call the engine.
-    """
-    from transformers import PreTrainedModel
-
-    check, change = (
-        PreTrainedModel.get_correct_attn_implementation,
-        PreTrainedModel.set_attn_implementation,
-    )
-    if getattr(check, "_looks_at_models", False):
-        return
-
-    @functools.wraps(check)
-    def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
-        for name in IMPLEMENTATIONS:
-            _own_attention.prepare(type(self), name, _attend)
-        chosen: str = check(self, requested_attention, is_init_check)
-        _warn_if_not_called(type(self), chosen)
-        return chosen
-
-    @functools.wraps(change)
-    def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        back = attn_implementation == "eager" and _is_ours(self.config._attn_implementation)
-        ours = isinstance(attn_implementation, str) and _is_ours(attn_implementation)
-        if _own_attention.is_served(type(self)) and (ours or back):
-            # transformers changes families without the interface only as they are made.
-            self.config._attn_implementation = attn_implementation
-            return
-        _warn_if_not_called(type(self), attn_implementation)
-        change(self, attn_implementation, *args, **kwargs)
-
-    checked._looks_at_models = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
-    PreTrainedModel.set_attn_implementation = changed  # type: ignore[method-assign]
-
-
-def _is_ours(implementation: object) -> bool:
-    """Whether an implementation, or a dict of them by part of a model, is this engine."""
-    if isinstance(implementation, dict):
-        return any(map(_is_ours, implementation.values()))
-    return implementation in IMPLEMENTATIONS
-
-
-def _warn_if_not_called(model_class: type, implementation: object) -> None:
-    modeling = sys.modules.get(model_class.__module__)
-    if modeling is None or not _is_ours(implementation):
-        return
-    if _own_attention.keeps_its_own_code(modeling):
-        warnings.warn(
-            f"{model_class.__name__} has attention code of its own, which does not call "
-            "transformers' attention interface: it runs unchanged, and this engine is not called",
-            stacklevel=3,
-        )
 
 
 def _attend(

@@ -58,7 +58,7 @@ class Outcome:
                 return worst
         if "refused" in kinds:
             return "refused" if "equal" not in kinds else "equal or refused"
-        return "equal" if self.calls else "not called"
+        return "equal" if self.calls else "not called" if self.warned else "no attention"
 
     def row(self) -> Row:
         """The row of the table."""
@@ -116,7 +116,7 @@ def outcome(model_type: str) -> Outcome:
             result.checks[check] = _compared(eager, ours, run)
         result.calls = len(served)
         result.warned = any("this engine is not called" in str(each.message) for each in caught)
-        wrong = _wrongly_listed(ours, served)
+        wrong = _wrongly_listed(ours, served, result.warned)
         if wrong:
             result.checks["served()"] = f"fails: {wrong}"
         again = tiny.build("eager")
@@ -131,14 +131,16 @@ def outcome(model_type: str) -> Outcome:
     return result
 
 
-def _wrongly_listed(model: PreTrainedModel, called: list[torch.nn.Module]) -> str:
-    """What `served` says otherwise than the calls of the engine, or ""."""
+def _wrongly_listed(model: PreTrainedModel, called: list[torch.nn.Module], warned: bool) -> str:
+    """What `served` or the warning says otherwise than the calls of the engine, or ""."""
     reasons = {layer.name: layer.reason for layer in integration.served(model)}
     # A layer that passes what is refused may pass None.
     possible = {name for name, why in reasons.items() if not why or why.startswith("passes")}
     calling = {name for name, part in model.named_modules() if any(part is each for each in called)}
     if calling - possible:
         return f"the engine was called by {', '.join(sorted(calling - possible))}"
+    if warned != any("code of its own" in why for why in reasons.values()):
+        return f"warned: {warned}, and listed: {sorted(set(reasons.values()))}"
     return ""
 
 

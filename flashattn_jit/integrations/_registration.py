@@ -1,0 +1,110 @@
+"""What `register` does to transformers: its version is checked, and its models are looked at."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from flashattn_jit.integrations import _own_attention
+from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS, Attend
+from flashattn_jit.integrations._served import OWN_CODE, Served
+
+TESTED = ("5.23",)
+"""Versions of transformers of which every model type was held to its eager code."""
+
+
+def check_version() -> None:
+    """Raises ImportError without transformers or before the tested versions; warns after them."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(_needs()) from error
+    version = transformers.__version__
+    found, first, last = (
+        tuple(int(part) for part in text.split(".")[:2])
+        for text in (version, TESTED[0], TESTED[-1])
+    )
+    if found < first:
+        raise ImportError(f"{_needs()}; this is {version}")
+    if found > last:
+        warnings.warn(
+            f"this integration was tested with transformers {', '.join(TESTED)}, and this is "
+            f"{version}: a model family may have changed since; compare one forward pass with "
+            "attn_implementation='eager'",
+            stacklevel=4,
+        )
+
+
+def _needs() -> str:
+    return (
+        f"register() needs Hugging Face transformers {TESTED[0]} or later; install it with "
+        f"pip install 'transformers>={TESTED[0]}'"
+    )
+
+
+def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> None:
+    """Makes transformers tell of models that are made or change their implementation; once.
+
+    It is where families with attention code of their own are prepared, before a layer of theirs
+    exists, and where a user learns which layers never call the engine. layers: what `served` says.
+    """
+    from transformers import PreTrainedModel
+
+    for name in sorted(IMPLEMENTATIONS):
+        _own_attention.prepare_imported(name, attend)
+    check: Any = PreTrainedModel.get_correct_attn_implementation
+    change: Any = PreTrainedModel.set_attn_implementation
+    end: Any = PreTrainedModel.post_init
+    if getattr(check, "_looks_at_models", False):
+        return
+
+    @functools.wraps(check)
+    def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        for name in sorted(IMPLEMENTATIONS):
+            _own_attention.prepare(type(self), name, attend)
+        chosen: str = check(self, requested_attention, is_init_check)
+        return chosen
+
+    @functools.wraps(end)
+    def made(self: Any) -> None:
+        end(self)
+        if _is_ours(self.config._attn_implementation):
+            _warn_of_own_code(layers(self))
+
+    @functools.wraps(change)
+    def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        back = attn_implementation == "eager" and _is_ours(self.config._attn_implementation)
+        ours = isinstance(attn_implementation, str) and _is_ours(attn_implementation)
+        if _own_attention.is_served(type(self)) and (ours or back):
+            # transformers changes families without the interface only as they are made.
+            self.config._attn_implementation = attn_implementation
+        else:
+            change(self, attn_implementation, *args, **kwargs)
+        if _is_ours(attn_implementation):
+            _warn_of_own_code(layers(self))
+
+    checked._looks_at_models = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+    PreTrainedModel.set_attn_implementation = changed  # type: ignore[method-assign]
+    PreTrainedModel.post_init = made  # type: ignore[method-assign]
+
+
+def _is_ours(implementation: object) -> bool:
+    """Whether an implementation, or a dict of them by part of a model, is this engine."""
+    if isinstance(implementation, dict):
+        return any(map(_is_ours, implementation.values()))
+    return implementation in IMPLEMENTATIONS
+
+
+def _warn_of_own_code(layers: Served) -> None:
+    classes = sorted({layer.layer for layer in layers if layer.reason == OWN_CODE})
+    if classes:
+        warnings.warn(
+            f"{', '.join(classes)}: {OWN_CODE}; these layers run unchanged, and this engine is "
+            "not called for them",
+            stacklevel=3,
+        )
