@@ -105,19 +105,19 @@ class LazyMask(BlockMask):
     def __getitem__(self, index: object) -> NoReturn:
         raise InputError(
             f"this model slices its attention mask ({index!r}), which is a formula here and no "
-            "tensor; use attn_implementation='sdpa' for it"
+            "tensor; use attn_implementation='eager' for it"
         )
 
     def __getattr__(self, name: str) -> NoReturn:
         raise MaskTakenApartError(
             f"this model asks its attention mask for {name!r}, which a formula does not have; use "
-            "attn_implementation='sdpa' for it"
+            "attn_implementation='eager' for it"
         )
 
     def _refuse(self, *_: object) -> NoReturn:
         raise MaskTakenApartError(
             "this model computes with its attention mask, which is a formula here and no tensor; "
-            "use attn_implementation='sdpa' for it"
+            "use attn_implementation='eager' for it"
         )
 
     @classmethod
@@ -125,12 +125,15 @@ class LazyMask(BlockMask):
         raise MaskTakenApartError(
             f"this model gives its attention mask to {getattr(function, '__name__', function)}, "
             "which takes tensors, and the mask is a formula here; use "
-            "attn_implementation='sdpa' for it"
+            "attn_implementation='eager' for it"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __invert__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
+    __neg__ = __pos__ = __abs__ = __invert__ = __float__ = __int__ = __iter__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __rmatmul__ = _refuse
+    __hash__ = object.__hash__
 
     def as_tuple(self, flatten: bool = True) -> NoReturn:
         """Raises `InputError`: there are no blocks."""

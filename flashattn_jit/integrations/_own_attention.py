@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from flashattn_jit.errors import InputError
 from flashattn_jit.integrations._lazy_mask import LazyMask
+from flashattn_jit.integrations._sources import calls_the_interface
 
 IMPLEMENTATIONS: set[str] = set()
 """The names under which the engine is registered as an attention implementation."""
@@ -63,16 +64,19 @@ def _mpt(attend: Attend, layer: Any, arguments: dict[str, Any]) -> tuple[Tensor,
         part.unflatten(2, (layer.n_heads, layer.head_dim)).transpose(1, 2)
         for part in qkv.chunk(3, dim=2)
     )
-    if arguments["past_key_values"] is not None:
-        key, value = arguments["past_key_values"].update(key, value, layer.layer_idx)
-    bias, kv_len = arguments["position_bias"], key.shape[2]
+    cache, kv_len = arguments["past_key_values"], key.shape[2]
+    bias = arguments["position_bias"]
+    if cache is not None:
+        kv_len = cache.get_mask_sizes(kv_len, layer.layer_idx)[0]
+    if bias is not None and bias.shape[-1] < kv_len:
+        raise InputError(
+            f"kv_len={kv_len} is more than MptConfig.max_seq_len={bias.shape[-1]}, which bounds "
+            "the ALiBi of this model; raise max_seq_len"
+        )
+    if cache is not None:
+        key, value = cache.update(key, value, layer.layer_idx)
     if bias is not None:
-        if bias.shape[-1] < kv_len:
-            raise InputError(
-                f"kv_len={kv_len} is more than MptConfig.max_seq_len={bias.shape[-1]}, which "
-                "bounds the ALiBi of this model; raise max_seq_len"
-            )
-        bias = bias[None, :, -1:, bias.shape[-1] - kv_len :]
+        bias = bias[None, :, -1:, bias.shape[-1] - key.shape[2] :]
     out = attend(
         layer, query, key, value, arguments["attention_mask"],
         scaling=layer.softmax_scale, position_bias=bias,
@@ -213,17 +217,46 @@ def serves(method: Callable[..., Any]) -> bool:
 
 
 def is_served(model_class: type) -> bool:
-    """Whether a model class is of a family in `_SERVED`."""
-    module = model_class.__module__
-    return (
-        module.startswith("transformers.models.") and module.rpartition("modeling_")[2] in _SERVED
+    """Whether a model class is of a family in `_SERVED`, or made from one."""
+    return any(
+        base.__module__.startswith("transformers.models.")
+        and base.__module__.rpartition("modeling_")[2] in _SERVED
+        for base in model_class.__mro__
     )
 
 
-def modeling_of(config: object) -> ModuleType | None:
-    """The module with the models of a config's family, if the process has imported it."""
-    name = type(config).__module__.replace("configuration_", "modeling_")
-    return sys.modules.get(name)
+def model_types(config: object) -> set[str]:
+    """The model types of a config's class and of those that it is made from."""
+    found = (vars(base).get("model_type") for base in type(config).__mro__)
+    return {name for name in found if isinstance(name, str) and name}
+
+
+def computes_with_masks(config: object) -> bool:
+    """Whether models of a config may read their masks as tensors, in attention code of their own.
+
+    Of transformers' families the module tells. Of anybody else's code only attention classes that
+    call the interface are known not to, or models of a config made from a family's.
+    """
+    if config is None:
+        return False
+    known = False
+    for base in type(config).__mro__:
+        if base.__module__.startswith("transformers.models."):
+            family = _modeling_of(base)
+            return family is not None and keeps_its_own_code(family)
+        if base.__module__.startswith("transformers."):
+            break
+        modeling = _modeling_of(base)
+        layers = [] if modeling is None else attention_classes(modeling)
+        if not all(map(calls_the_interface, layers)):
+            return True
+        known = known or bool(layers)
+    return not known
+
+
+def _modeling_of(config_class: type) -> ModuleType | None:
+    """The module with the models of a config class, if the process has imported it."""
+    return sys.modules.get(config_class.__module__.replace("configuration_", "modeling_"))
 
 
 @functools.cache
@@ -231,8 +264,16 @@ def keeps_its_own_code(modeling: ModuleType) -> bool:
     """Whether the attention layers of a family's module never call the engine."""
     if hasattr(modeling, "ALL_ATTENTION_FUNCTIONS") or family_of(modeling) in _SERVED:
         return False
-    return any(
-        "Attention" in name and isinstance(value, type) and issubclass(value, nn.Module)
-        and value.__module__ == modeling.__name__
+    return bool(attention_classes(modeling))
+
+
+def attention_classes(modeling: ModuleType) -> list[type]:
+    """The layer classes that a module defines and that are attention by their names."""
+    return [
+        value
         for name, value in vars(modeling).items()
-    )  # fmt: skip
+        if "Attention" in name
+        and isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__ == modeling.__name__
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 from flashattn_jit.integrations import _own_attention
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS, Attend
 from flashattn_jit.integrations._served import OWN_CODE, Served
+
+NAME = "attn_jit"
+"""The registered name. transformers takes any name with "flash" in it for its own loader's."""
 
 TESTED = ("5.23",)
 """Versions of transformers of which every model type was held to its eager code."""
@@ -24,10 +28,7 @@ def check_version() -> None:
     except ImportError as error:
         raise ImportError(_needs()) from error
     version = transformers.__version__
-    found, first, last = (
-        tuple(int(part) for part in text.split(".")[:2])
-        for text in (version, TESTED[0], TESTED[-1])
-    )
+    found, first, last = map(_release, (version, TESTED[0], TESTED[-1]))
     if found < first:
         raise ImportError(f"{_needs()}; this is {version}")
     if found > last:
@@ -37,6 +38,11 @@ def check_version() -> None:
             "attn_implementation='eager'",
             stacklevel=4,
         )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, which may end in letters, as in "6.0rc1"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _needs() -> str:
@@ -56,18 +62,38 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
 
     for name in sorted(IMPLEMENTATIONS):
         _own_attention.prepare_imported(name, attend)
-    check: Any = PreTrainedModel.get_correct_attn_implementation
+    choose: Any = PreTrainedModel.get_correct_attn_implementation
+    may_change: Any = vars(PreTrainedModel)["_can_set_attn_implementation"].__func__
     change: Any = PreTrainedModel.set_attn_implementation
     end: Any = PreTrainedModel.post_init
-    if getattr(check, "_looks_at_models", False):
+    if getattr(choose, "_looks_at_models", False):
         return
 
-    @functools.wraps(check)
-    def checked(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+    @functools.wraps(choose)
+    def chosen(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         for name in sorted(IMPLEMENTATIONS):
             _own_attention.prepare(type(self), name, attend)
-        chosen: str = check(self, requested_attention, is_init_check)
-        return chosen
+        now = self.config._attn_implementation
+        if is_init_check or not _own_attention.is_served(type(self)):
+            return str(choose(self, requested_attention, is_init_check))
+        if _is_ours(requested_attention) or requested_attention in ("eager", now):
+            return str(requested_attention)
+        warnings.warn(
+            f"{type(self).__name__} has attention code of its own and stays with {now!r}: made "
+            f"models change to {NAME!r} and 'eager' only",
+            stacklevel=3,
+        )
+        return str(now)
+
+    @functools.wraps(may_change)
+    def may_be_changed(cls: type) -> bool:
+        return _own_attention.is_served(cls) or bool(may_change(cls))
+
+    @functools.wraps(change)
+    def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        change(self, attn_implementation, *args, **kwargs)
+        if _is_ours(attn_implementation):
+            _warn_of_own_code(layers(self))
 
     @functools.wraps(end)
     def made(self: Any) -> None:
@@ -75,20 +101,9 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
         if _is_ours(self.config._attn_implementation):
             _warn_of_own_code(layers(self))
 
-    @functools.wraps(change)
-    def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        back = attn_implementation == "eager" and _is_ours(self.config._attn_implementation)
-        ours = isinstance(attn_implementation, str) and _is_ours(attn_implementation)
-        if _own_attention.is_served(type(self)) and (ours or back):
-            # transformers changes families without the interface only as they are made.
-            self.config._attn_implementation = attn_implementation
-        else:
-            change(self, attn_implementation, *args, **kwargs)
-        if _is_ours(attn_implementation):
-            _warn_of_own_code(layers(self))
-
-    checked._looks_at_models = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+    chosen._looks_at_models = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = chosen  # type: ignore[method-assign]
+    PreTrainedModel._can_set_attn_implementation = classmethod(may_be_changed)  # type: ignore
     PreTrainedModel.set_attn_implementation = changed  # type: ignore[method-assign]
     PreTrainedModel.post_init = made  # type: ignore[method-assign]
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import inspect
-import textwrap
 from collections.abc import Iterator, Set
 
 import torch
 
 from flashattn_jit.integrations import _own_attention
+from flashattn_jit.integrations._sources import calls_the_interface, keywords
 
 OWN_CODE = "has attention code of its own, which does not call transformers' attention interface"
 
@@ -67,12 +64,12 @@ def layers_of(model: torch.nn.Module, names: Set[str], known: Set[str]) -> Serve
 
 def _is_attention(module: torch.nn.Module) -> bool:
     """Whether `module` computes attention itself, rather than holding a module that does."""
-    if _calls_the_interface(_class(module)):
+    if calls_the_interface(_class(module)):
         return True
     if not _names_attention(module):
         return False
     return not any(
-        _names_attention(part) or _calls_the_interface(_class(part)) for part in _below(module)
+        _names_attention(part) or calls_the_interface(_class(part)) for part in _below(module)
     )
 
 
@@ -98,11 +95,11 @@ def _reason(
     patched = _own_attention.serves(type(module).forward) or _own_attention.serves(
         getattr(type(module), "_attn", type(module).forward)
     )
-    if not patched and not _calls_the_interface(_class(module)):
+    if not patched and not calls_the_interface(_class(module)):
         return OWN_CODE
     if implementation not in names:
         return f"attn_implementation is {implementation!r}"
-    unknown = sorted(_keywords(_class(module)) - known)
+    unknown = sorted(keywords(_class(module)) - known)
     if unknown:
         return f"passes {'=, '.join(unknown)}=, which is refused unless it is None"
     return ""
@@ -116,47 +113,3 @@ def _config_above(model: torch.nn.Module, name: str) -> object:
         if config is not None:
             return config
     return None
-
-
-@functools.cache
-def _tree(layer_class: type) -> ast.AST | None:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(layer_class)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-
-
-@functools.cache
-def _calls_the_interface(layer_class: type) -> bool:
-    """Whether a class, or a base of it, asks transformers for its attention function."""
-    return any(
-        isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
-        for base in _bases(layer_class)
-        for node in ast.walk(_tree(base) or ast.Module([], []))
-    )
-
-
-@functools.cache
-def _keywords(layer_class: type) -> frozenset[str]:
-    """The keyword arguments that a class passes to its attention function by name."""
-    return frozenset(
-        keyword.arg
-        for base in _bases(layer_class)
-        for node in ast.walk(_tree(base) or ast.Module([], []))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
-        for keyword in node.keywords
-        if keyword.arg is not None
-    )
-
-
-def _bases(layer_class: type) -> list[type]:
-    """The classes of a layer that are a family's own: not torch's, nor all of transformers'."""
-    return [
-        base
-        for base in layer_class.__mro__
-        if base.__module__.partition(".")[0] not in ("torch", "builtins")
-        and (
-            not base.__module__.startswith("transformers.")
-            or base.__module__.startswith("transformers.models.")
-        )
-    ]

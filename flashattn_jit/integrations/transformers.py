@@ -10,9 +10,10 @@ warning says; docs/transformers.md has the table. `served` lists a model's layer
 
 Masks stay formulas: no [q_len, kv_len] tensor is made but for the few families that compute with
 their masks, and tiles that a mask leaves empty are skipped. Soft caps, sinks, relative position
-biases, ALiBi and grouped heads run inside the one kernel. Under torch.compile a model's graph
-breaks at each mask and attention layer. Query rows that may attend to nothing, as padding in front
-does, give zeros, where eager attention gives the mean of all values.
+biases, ALiBi (Falcon's once, as its SDPA code adds it) and grouped heads run inside the one kernel.
+Under torch.compile a model's graph breaks at each mask and attention layer. Query rows that may
+attend to nothing, as padding in front does, give zeros, where eager attention gives the mean of all
+values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from flashattn_jit.errors import InputError, TraceError
 from flashattn_jit.integrations import _own_attention, _registration
 from flashattn_jit.integrations._lazy_mask import LazyMask, MaskFunction, UnmergedMask
 from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS
-from flashattn_jit.integrations._registration import TESTED
+from flashattn_jit.integrations._registration import NAME, TESTED
 from flashattn_jit.integrations._served import Served, layers_of
 from flashattn_jit.ops.attention import attention
 from flashattn_jit.variants.builtins import q_len as q_len_of
@@ -37,9 +38,6 @@ from flashattn_jit.variants.library.biases import AdditiveBias, SoftCap
 from flashattn_jit.variants.library.masks import Causal, Full
 from flashattn_jit.variants.library.normalizers import Sink
 from flashattn_jit.variants.spec import Variant, tensor
-
-NAME = "attn_jit"
-"""The registered name. transformers takes any name with "flash" in it for its own loader's."""
 
 _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 
@@ -106,7 +104,7 @@ def register(name: str = NAME) -> str:
     AttentionInterface.register(name, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
     IMPLEMENTATIONS.add(name)
-    _registration.look_at_models(_attend, served)
+    _registration.look_at_models(torch.compiler.disable(_attend), served)
     return name
 
 
@@ -118,6 +116,9 @@ def _attend(
 
 def served(model: torch.nn.Module) -> Served:
     """Which attention layers of a model the engine serves, and why not the others.
+
+    Read from the classes of the layers; nothing is computed. Layers of BLOOM, MPT, Falcon, GPT-J
+    and CodeGen run their own code where a user passes a 4-D mask.
 
     Example:
         >>> print(served(model))
@@ -146,7 +147,8 @@ def lazy_mask(
     if isinstance(attention_mask, LazyMask):
         return attention_mask
     config = kwargs.get("config")
-    if _takes_masks_apart(config):
+    types = _own_attention.model_types(config)
+    if types & _MERGES_MASKS or _own_attention.computes_with_masks(config):
         from transformers.masking_utils import eager_mask
 
         dense: Any = eager_mask  # its annotations know no q_offset of a static cache
@@ -154,9 +156,11 @@ def lazy_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
+    if _weights_are_collected():
+        raise InputError(_own_attention.NO_WEIGHTS)
     if isinstance(q_offset, Tensor):
         q_offset = int(q_offset)
-    kind = LazyMask if getattr(config, "model_type", None) != "falcon" else UnmergedMask
+    kind = UnmergedMask if "falcon" in types else LazyMask
     return kind(
         batch_size, q_length, kv_length, q_offset, int(kv_offset), mask_function, attention_mask
     )
@@ -167,14 +171,6 @@ _MERGES_MASKS = frozenset({
     "t5gemma2_decoder",
 })  # fmt: skip
 """Model types whose layers compute with their masks and then call the attention interface."""
-
-
-def _takes_masks_apart(config: Any) -> bool:
-    """Whether the models of a config compute with their masks, as tensors."""
-    if getattr(config, "model_type", None) in _MERGES_MASKS:
-        return True
-    modeling = _own_attention.modeling_of(config)
-    return modeling is not None and _own_attention.keeps_its_own_code(modeling)
 
 
 def attention_forward(
@@ -222,26 +218,28 @@ def attention_forward(
     _refuse(module, dropout, kwargs)
     query, key, value = (_rows(tensor) for tensor in (query, key, value))
     kv_len = key.shape[2]
-    if isinstance(attention_mask, LazyMask) and attention_mask.shape[2] == 1 < query.shape[2]:
-        # One row of a mask for all queries, as bidirectional layers make it.
-        attention_mask = attention_mask.to_dense(query.device)
+    if isinstance(attention_mask, LazyMask):
+        _check_sizes(attention_mask, query, kv_len)
+        if attention_mask.shape[2] == 1 < query.shape[2]:
+            # One row of a mask for all queries, as bidirectional layers make it.
+            attention_mask = attention_mask.to_dense(query.device)
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     params: dict[str, Any] = {}
     if softcap is not None:
         params["cap"] = softcap
     if position_bias is not None:
-        params["bias"] = _expand(position_bias, query, kv_len)
+        params["bias"] = _expand("position_bias", position_bias, query, kv_len)
     if s_aux is not None:
         params["sink"] = s_aux
     q_offset, key_len = 0, None
     if isinstance(attention_mask, LazyMask):
-        _check_sizes(attention_mask, query, kv_len)
         chosen = attention_mask.variant(functools.partial(_extend, parts=parts), parts)
         q_offset, key_len = attention_mask.q_offset, attention_mask.key_len
     elif isinstance(attention_mask, Tensor):
         as_bool = attention_mask.dtype == torch.bool
         chosen = _dense_variant(as_bool, parts)
-        params["keep" if as_bool else "mask_bias"] = _expand(attention_mask, query, kv_len)
+        expanded = _expand("attention_mask", attention_mask, query, kv_len)
+        params["keep" if as_bool else "mask_bias"] = expanded
     elif attention_mask is not None:
         raise InputError(
             f"attention_mask is of type {type(attention_mask).__name__}; it must be a tensor "
@@ -257,7 +255,7 @@ def attention_forward(
     except TraceError as error:
         raise TraceError(
             f"{type(module).__name__}: this model's mask cannot become a kernel, and nothing else "
-            f"was run in its place; use attn_implementation='sdpa' for it. {error}"
+            f"was run in its place; use attn_implementation='eager' for it. {error}"
         ) from error
     assert isinstance(out, Tensor)
     return out.transpose(1, 2).contiguous(), None
@@ -274,13 +272,13 @@ def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> 
     if kwargs.get("cache") is not None:
         raise InputError(
             "continuous batching (generate_batch) passes a paged cache, which this integration "
-            "does not serve; use attn_implementation='sdpa' for it"
+            "does not serve; use attn_implementation='eager' for it"
         )
     for name, value in kwargs.items():
         if name not in _WITHOUT_EFFECT and value is not None and value is not False:
             raise InputError(
                 f"{type(module).__name__} passes {name}=, which this integration does not know and "
-                "may not leave out; use attn_implementation='sdpa' or 'eager' for this model"
+                "may not leave out; use attn_implementation='eager' for this model"
             )
 
 
@@ -314,17 +312,29 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.numel() == 0 else tensor.contiguous()
 
 
-def _expand(values: Tensor, query: Tensor, kv_len: int) -> Tensor:
-    """[batch or 1, num_q_heads or 1, q_len, keys] as [batch, num_q_heads, q_len, kv_len]."""
-    return values[..., :kv_len].expand(*query.shape[:3], kv_len)
+def _expand(name: str, values: Tensor, query: Tensor, kv_len: int) -> Tensor:
+    """[batch or 1, num_q_heads or 1, q_len or 1, keys] as [batch, num_q_heads, q_len, kv_len]."""
+    batch, heads, q_len = query.shape[:3]
+    fits = values.ndim == 4 and values.shape[3] >= kv_len
+    if not fits or any(
+        size not in (1, wanted)
+        for size, wanted in zip(values.shape[:3], (batch, heads, q_len), strict=True)
+    ):
+        raise InputError(
+            f"{name} has shape {list(values.shape)}; it must be [batch={batch} or 1, num_q_heads="
+            f"{heads} or 1, q_len={q_len} or 1, kv_len={kv_len} or more]"
+        )
+    return values[..., :kv_len].expand(batch, heads, q_len, kv_len)
 
 
 def _check_sizes(mask: LazyMask, query: Tensor, kv_len: int) -> None:
-    if mask.shape[0] not in (1, query.shape[0]) or mask.shape[2:] != (query.shape[2], kv_len):
+    batch, q_len = query.shape[0], query.shape[2]
+    fits = mask.shape[0] in (1, batch) and mask.shape[2] in (1, q_len) and mask.shape[3] == kv_len
+    if not fits:
         raise InputError(
             f"the mask was made for [batch, 1, q_len, kv_len] = {list(mask.shape)}, but the layer "
-            f"has batch={query.shape[0]}, q_len={query.shape[2]}, kv_len={kv_len}; use "
-            "attn_implementation='sdpa' for this model"
+            f"has batch={batch}, q_len={q_len}, kv_len={kv_len}; use attn_implementation='eager' "
+            "for this model"
         )
 
 

@@ -118,13 +118,128 @@ def test_every_way_to_choose_the_engine_has_the_same_outcome(
     integration.register()
 
 
-def test_a_family_of_eager_code_alone_is_not_set_to_sdpa() -> None:
-    model = tiny("bloom", NAME)
-    expected, tokens = logits(model, ids()), ids()
+@pytest.mark.parametrize("model_type", SERVED)
+def test_a_served_family_stays_where_an_implementation_is_none_of_its(model_type: str) -> None:
+    model, tokens = tiny(model_type, NAME), ids()
     expected = logits(model, tokens)
-    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match="stays with 'attn_jit': made models change to"):
+        model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == NAME
     assert torch.equal(logits(model, tokens), expected)
+
+
+def test_dicts_of_implementations_and_parts_of_models() -> None:
+    model, tokens = tiny("bloom", "eager"), ids()
+    expected = logits(model, tokens)
+    model.set_attn_implementation({"": NAME})
+    assert all(layer.served for layer in integration.served(model))
+    torch.testing.assert_close(logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
+    both = tiny("llava", "eager")
+    both.set_attn_implementation({"text_config": NAME})
+    by_part = {layer.name.split(".")[1]: layer.served for layer in integration.served(both)}
+    assert by_part == {"vision_tower": False, "language_model": True}
+
+
+class OwnConfig(transformers.DogeConfig):
+    model_type = "doge_of_my_own"
+
+
+def test_a_config_made_from_a_family_is_of_the_family() -> None:
+    """Doge computes with its masks, whatever a config made from its own is called."""
+    family = next(tiny_models.candidates("doge"))
+    values = family.config.to_dict()
+    values.pop("model_type")
+    tokens, models = ids(), []
+    for name in ("eager", NAME):
+        made = family.model_class._from_config(OwnConfig(**values), attn_implementation=name)
+        models.append(tiny_models.enlarge(made.eval()))
+    models[1].load_state_dict(models[0].state_dict())
+    torch.testing.assert_close(
+        logits(models[1], tokens), logits(models[0], tokens), rtol=1e-4, atol=1e-4
+    )
+
+
+class PlainConfig(transformers.PreTrainedConfig):
+    model_type = "plain_of_my_own"
+
+
+class PlainAttention(torch.nn.Module):
+    """Reads its mask if it is a tensor, as code from before the interface does."""
+
+    def forward(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
+        scores = x @ x.transpose(1, 2)
+        if isinstance(mask, torch.Tensor):
+            scores = scores + mask[:, 0]
+        return scores.softmax(-1) @ x
+
+
+class PlainModel(transformers.PreTrainedModel):
+    config_class = PlainConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = PlainAttention()
+        self.post_init()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = transformers.masking_utils.create_causal_mask(
+            config=self.config, inputs_embeds=x, attention_mask=None, past_key_values=None
+        )
+        return self.inner(x, mask)
+
+
+def test_code_of_a_users_own_gets_a_mask_that_it_can_read() -> None:
+    x = torch.randn(2, 7, 8)
+    with pytest.warns(UserWarning, match="PlainAttention: has attention code of its own"):
+        ours = PlainModel._from_config(PlainConfig(), attn_implementation=NAME)
+    eager = PlainModel._from_config(PlainConfig(), attn_implementation="eager")
+    assert torch.equal(ours(x), eager(x))
+    assert not torch.equal(ours(x), ours.inner(x, None))
+
+
+class MyBloom(transformers.BloomForCausalLM):
+    """A user's class of a served family."""
+
+
+def test_a_model_class_made_from_a_served_family_is_served() -> None:
+    config, tokens = next(tiny_models.candidates("bloom")).config, ids()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = MyBloom._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+        expected = logits(model, tokens)
+        model.set_attn_implementation(NAME)
+    assert all(layer.served for layer in integration.served(model))
+    torch.testing.assert_close(logits(model, tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's
+@pytest.mark.parametrize("model_type", rotation.some(SERVED, 2))
+def test_compiled_models_break_their_graph_and_keep_their_results(model_type: str) -> None:
+    model, tokens = tiny(model_type, NAME), ids()
+    expected = logits(model, tokens)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_call_that_asks_for_weights_leaves_the_cache_as_it_was() -> None:
+    for model_type in ("llama", "bloom", "gpt2"):
+        model, tokens = tiny(model_type, NAME), ids()
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=tokens, past_key_values=cache)
+            with pytest.raises(InputError, match="output_attentions"):
+                model(input_ids=tokens[:, :3], past_key_values=cache, output_attentions=True)
+        lengths = [cache.get_seq_length(layer) for layer in range(2)]
+        assert lengths == [tokens.shape[1]] * 2, model_type
+
+
+def test_the_walk_sees_what_is_not_a_number() -> None:
+    eager = tiny("llama", "eager")
+
+    def run(model: Any) -> torch.Tensor:
+        return torch.tensor([1.0, float("nan") if model is not eager else 2.0])
+
+    assert walk._compared(eager, object(), run).startswith("differs")
 
 
 @pytest.mark.parametrize("model_type", ["xlnet", "gpt_neo", "git"])
@@ -187,11 +302,13 @@ def test_served_families_in_bfloat16_are_as_near_to_fp32_as_their_own_code(model
     assert errors[0] <= 1.5 * errors[1]
 
 
-def test_mpt_beyond_its_alibi_is_refused() -> None:
+def test_mpt_beyond_its_alibi_is_refused_before_its_cache_changes() -> None:
     model = tiny("mpt", NAME)
     tokens = torch.randint(tiny_models.FIRST_WORD, 256, (1, model.config.max_seq_len + 1))
+    cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad(), pytest.raises(InputError, match=r"more than MptConfig\.max_seq_len=128"):
-        model(input_ids=tokens)
+        model(input_ids=tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 0
 
 
 def test_bloom_with_the_rounding_of_tensor_parallel_layouts_is_refused() -> None:
@@ -230,6 +347,8 @@ def test_register_checks_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         integration.register()
+    assert _registration._release("6.0rc1") == (6, 0)
+    assert _registration._release("5.23.0.dev0") == (5, 23)
 
 
 def test_registering_twice_changes_nothing() -> None:

@@ -88,11 +88,15 @@ DECODERS = {
     "falcon_alibi": Family("FalconConfig", "FalconForCausalLM",
                            {**{k: v for k, v in SIZES.items() if k != "intermediate_size"},
                             "alibi": True, "multi_query": False, "bias": True},
-# Its eager code adds ALiBi to scores and to the mask; its SDPA code, once. static_cache=False,
-reference="sdpa"), "gptj": Family("GPTJConfig", "GPTJForCausalLM", {"vocab_size": VOCABULARY,
-"n_embd": 96, "n_layer": 2, "n_head": 6, "n_positions": 128, "rotary_dim": 8, "pad_token_id": 0,
-"bos_token_id": 1, "eos_token_id": None}), "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM",
-{**DECODER, "no_rope_layers": [1, 0]}), }  # fmt: skip
+                           # Its eager code adds ALiBi to scores and to the mask; its SDPA, once.
+                           static_cache=False, reference="sdpa"),
+    "gptj": Family("GPTJConfig", "GPTJForCausalLM",
+                   {"vocab_size": VOCABULARY, "n_embd": 96, "n_layer": 2, "n_head": 6,
+                    "n_positions": 128, "rotary_dim": 8, "pad_token_id": 0, "bos_token_id": 1,
+                    "eos_token_id": None}),
+    "smollm3": Family("SmolLM3Config", "SmolLM3ForCausalLM",
+                      {**DECODER, "no_rope_layers": [1, 0]}),
+}  # fmt: skip
 
 
 def build(family: Family) -> tuple[Any, Any]:
@@ -330,9 +334,10 @@ def test_lazy_mask_looks_like_a_mask_and_materialises_on_request() -> None:
     for taken_apart in (
         lambda: mask + 1, lambda: 1.0 - mask, lambda: torch.randn(4, 6) + mask, lambda: ~mask,
         lambda: mask < 0, lambda: torch.cat([mask, mask]), lambda: torch.where(mask, 0.0, 1.0),
-        lambda: mask.dtype, lambda: mask.masked_fill(mask, 0.0),
+        lambda: mask.dtype, lambda: mask.masked_fill(mask, 0.0), lambda: mask == 0,
+        lambda: mask != 0, lambda: -mask, lambda: mask**2, lambda: list(mask),
     ):  # fmt: skip
-        with pytest.raises(InputError, match=r"attention mask.*'sdpa'"):
+        with pytest.raises(InputError, match=r"attention mask.*'eager'"):
             taken_apart()
     assert not hasattr(mask, "dtype")
 
@@ -371,6 +376,13 @@ def test_what_is_not_served_is_an_error() -> None:
         forward(layer(), q, q, q, None, cache=object())
     with pytest.raises(InputError, match="attention_mask is of type list; it must be a tensor"):
         forward(layer(), q, q, q, [[True]])
+    for shape in ((2, 1, 4, 6), (1, 3, 4, 6), (1, 1, 3, 6), (1, 1, 4, 3), (4, 6)):
+        with pytest.raises(InputError, match=r"attention_mask has shape .* must be \[batch=1 or 1"):
+            forward(layer(), q, q, q, torch.zeros(shape))
+        with pytest.raises(InputError, match="position_bias has shape"):
+            forward(layer(is_causal=False), q, q, q, None, position_bias=torch.zeros(shape))
+    with pytest.raises(InputError, match="the mask was made for"):
+        forward(layer(), q, q, q, lazy(lambda b, h, i, j: j <= i, q_length=1))
     with pytest.raises(InputError, match="the mask was made for"):
         forward(layer(), q, q, q, lazy(lambda b, h, i, j: j <= i))
     with pytest.raises(GradError, match="no_grad"):

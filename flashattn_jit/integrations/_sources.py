@@ -1,0 +1,52 @@
+"""What the classes of transformers' layers do, read from their sources."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+
+
+@functools.cache
+def _tree(layer_class: type) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(layer_class)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+@functools.cache
+def calls_the_interface(layer_class: type) -> bool:
+    """Whether a class, or a base of it, asks transformers for its attention function."""
+    return any(
+        isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
+        for base in _bases(layer_class)
+        for node in ast.walk(_tree(base) or ast.Module([], []))
+    )
+
+
+@functools.cache
+def keywords(layer_class: type) -> frozenset[str]:
+    """The keyword arguments that a class passes to its attention function by name."""
+    return frozenset(
+        keyword.arg
+        for base in _bases(layer_class)
+        for node in ast.walk(_tree(base) or ast.Module([], []))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
+        for keyword in node.keywords
+        if keyword.arg is not None
+    )
+
+
+def _bases(layer_class: type) -> list[type]:
+    """The classes of a layer that are a family's own: not torch's, nor all of transformers'."""
+    return [
+        base
+        for base in layer_class.__mro__
+        if base.__module__.partition(".")[0] not in ("torch", "builtins")
+        and (
+            not base.__module__.startswith("transformers.")
+            or base.__module__.startswith("transformers.models.")
+        )
+    ]
