@@ -213,6 +213,7 @@ def _possible_inputs(tiny: Tiny) -> dict[str, torch.Tensor]:
         for part in (
             config,
             getattr(config, "vision_config", None),
+            getattr(config, "text_config", None),
             getattr(config, "audio_config", None),
         ):
             if getattr(part, name, None) is not None:
@@ -224,8 +225,12 @@ def _possible_inputs(tiny: Tiny) -> dict[str, torch.Tensor]:
     bins = size_of("num_mel_bins", None) or size_of("feature_size", 80)
     frames = 2 * size_of("max_source_positions", 64)
     pixels = torch.randn(BATCH, size_of("num_channels", 3), height, width, generator=generator)
+    ids = _tokens()
+    end = size_of("eos_token_id", None)
+    if isinstance(end, int) and not tiny.model_class.can_generate():
+        ids[:, -1] = end  # what CLIP's text models look for, and pool
     return {
-        "input_ids": _tokens(),
+        "input_ids": ids,
         "pixel_values": pixels,
         "bbox": torch.arange(4).expand(BATCH, LENGTH, 4).contiguous(),
         "input_values": torch.randn(BATCH, 4000, generator=generator),
@@ -358,6 +363,8 @@ def _compared(eager: PreTrainedModel, ours: PreTrainedModel, run: Run) -> str:
         # Wide or discontinuous models: as near to fp64 as eager is.
         torch.manual_seed(4)
         exact = run(copy.deepcopy(eager).double())
+        # Its masks overflow fp64 where a row attends to nothing; there eager itself is the measure.
+        exact = torch.where(torch.isfinite(exact), exact, expected.double())
         error, eagers = _error(got, exact), _error(expected, exact)
         if not error <= 4 * eagers:
             return f"differs by {error:.1e} (eager by {eagers:.1e})"
