@@ -59,7 +59,7 @@ def decode(model: Any) -> Callable[[], torch.Tensor]:
 
     def step() -> torch.Tensor:
         out = model(inputs_embeds=hidden[:, -1:], past_key_values=cache).last_hidden_state
-        cache.crop(_LENGTH)
+        cache.crop(-1)
         return out
 
     return step
