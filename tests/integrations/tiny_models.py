@@ -347,7 +347,8 @@ def candidates(model_type: str) -> Iterator[Tiny]:
 
 
 def line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    text = re.sub(r"/\S+/", "", " ".join(str(error).split()))  # no paths of one machine
+    return f"{type(error).__name__}: {text[:200]}"
 
 
 def parameters(tiny: Tiny) -> int:
