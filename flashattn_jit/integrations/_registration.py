@@ -76,7 +76,11 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
         now = self.config._attn_implementation
         if is_init_check or not _own_attention.is_served(type(self)):
             return str(choose(self, requested_attention, is_init_check))
-        if _is_ours(requested_attention) or requested_attention in ("eager", now):
+        # A model made for FlashAttention has layers of other classes.
+        free = now in ("eager", "sdpa") or _is_ours(now)
+        if requested_attention == now:
+            return str(now)
+        if free and (requested_attention == "eager" or _is_ours(requested_attention)):
             return str(requested_attention)
         warnings.warn(
             f"{type(self).__name__} has attention code of its own and stays with {now!r}: made "

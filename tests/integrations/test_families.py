@@ -128,6 +128,14 @@ def test_a_served_family_stays_where_an_implementation_is_none_of_its(model_type
     assert torch.equal(logits(model, tokens), expected)
 
 
+def test_a_model_made_for_flash_attention_is_not_changed() -> None:
+    """Its layers are of other classes, which serve nothing but FlashAttention."""
+    model = tiny("falcon", "eager")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.warns(UserWarning, match="stays with 'flash_attention_2'"):
+        assert model.get_correct_attn_implementation(NAME) == "flash_attention_2"
+
+
 def test_dicts_of_implementations_and_parts_of_models() -> None:
     model, tokens = tiny("bloom", "eager"), ids()
     expected = logits(model, tokens)
