@@ -70,6 +70,11 @@ class LazyMask(BlockMask):
             made = self._variants[key] = extend(variant(mask_mod=self._mask_mod))
         return made
 
+    def is_shared(self, batch: int, q_len: int) -> bool:
+        """Whether one row, or one request's padding, stands for several of the call's."""
+        padded = self.key_len is not None or self.keep is not None
+        return self.shape[2] == 1 < q_len or (padded and self.shape[0] == 1 < batch)
+
     def to_dense(self, device: torch.device | str = "cpu") -> Tensor:
         """The mask as a bool tensor [batch, 1, q_len, kv_len], for small ones."""
         batch, _, q_len, kv_len = self._sizes
@@ -132,8 +137,13 @@ class LazyMask(BlockMask):
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
     __pow__ = __rpow__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
     __neg__ = __pos__ = __abs__ = __invert__ = __float__ = __int__ = __iter__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __rmatmul__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __rmatmul__ = _refuse
     __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if other is not None and not isinstance(other, LazyMask):
+            self._refuse()
+        return self is other
 
     def as_tuple(self, flatten: bool = True) -> NoReturn:
         """Raises `InputError`: there are no blocks."""

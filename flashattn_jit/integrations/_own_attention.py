@@ -234,24 +234,22 @@ def model_types(config: object) -> set[str]:
 def computes_with_masks(config: object) -> bool:
     """Whether models of a config may read their masks as tensors, in attention code of their own.
 
-    Of transformers' families the module tells. Of anybody else's code only attention classes that
-    call the interface are known not to, or models of a config made from a family's.
+    Of transformers' families the module tells. Anybody else's code may, whatever family its config
+    is made from, unless it has attention classes and all of them call the interface.
     """
-    if config is None:
-        return False
-    known = False
+    theirs: list[type] = []
     for base in type(config).__mro__:
-        if base.__module__.startswith("transformers.models."):
-            family = _modeling_of(base)
-            return family is not None and keeps_its_own_code(family)
         if base.__module__.startswith("transformers."):
             break
         modeling = _modeling_of(base)
-        layers = [] if modeling is None else attention_classes(modeling)
-        if not all(map(calls_the_interface, layers)):
-            return True
-        known = known or bool(layers)
-    return not known
+        if modeling is not None and base is not object:
+            theirs += attention_classes(modeling, imported=True)
+    else:
+        return False  # no config of transformers
+    if base is not type(config):
+        return not theirs or not all(map(calls_the_interface, theirs))
+    family = _modeling_of(base)
+    return family is not None and keeps_its_own_code(family)
 
 
 def _modeling_of(config_class: type) -> ModuleType | None:
@@ -267,13 +265,13 @@ def keeps_its_own_code(modeling: ModuleType) -> bool:
     return bool(attention_classes(modeling))
 
 
-def attention_classes(modeling: ModuleType) -> list[type]:
-    """The layer classes that a module defines and that are attention by their names."""
+def attention_classes(modeling: ModuleType, imported: bool = False) -> list[type]:
+    """The layer classes that a module defines, or imports too, and that are attention by name."""
     return [
         value
         for name, value in vars(modeling).items()
         if "Attention" in name
         and isinstance(value, type)
         and issubclass(value, nn.Module)
-        and value.__module__ == modeling.__name__
+        and (imported or value.__module__ == modeling.__name__)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,15 @@ def _needs() -> str:
     )
 
 
+class _Changing(threading.local):
+    """Of a thread: whether made models of the served families may change just now."""
+
+    served = False
+
+
+_changing = _Changing()
+
+
 def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> None:
     """Makes transformers tell of models that are made or change their implementation; once.
 
@@ -73,29 +83,24 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
     def chosen(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         for name in sorted(IMPLEMENTATIONS):
             _own_attention.prepare(type(self), name, attend)
-        now = self.config._attn_implementation
-        if is_init_check or not _own_attention.is_served(type(self)):
-            return str(choose(self, requested_attention, is_init_check))
-        # A model made for FlashAttention has layers of other classes.
-        free = now in ("eager", "sdpa") or _is_ours(now)
-        if requested_attention == now:
-            return str(now)
-        if free and (requested_attention == "eager" or _is_ours(requested_attention)):
-            return str(requested_attention)
-        warnings.warn(
-            f"{type(self).__name__} has attention code of its own and stays with {now!r}: made "
-            f"models change to {NAME!r} and 'eager' only",
-            stacklevel=3,
-        )
-        return str(now)
+        return str(choose(self, requested_attention, is_init_check))
 
     @functools.wraps(may_change)
     def may_be_changed(cls: type) -> bool:
-        return _own_attention.is_served(cls) or bool(may_change(cls))
+        return (_changing.served and _own_attention.is_served(cls)) or bool(may_change(cls))
 
     @functools.wraps(change)
     def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        change(self, attn_implementation, *args, **kwargs)
+        # transformers changes made models of the served families never. Where this engine is not
+        # asked for, that stays so; layers made for FlashAttention are of other classes.
+        now = str(self.config._attn_implementation)
+        _changing.served = (_is_ours(attn_implementation) and "flash" not in now) or (
+            attn_implementation == "eager" and now in IMPLEMENTATIONS
+        )
+        try:
+            change(self, attn_implementation, *args, **kwargs)
+        finally:
+            _changing.served = False
         if _is_ours(attn_implementation):
             _warn_of_own_code(layers(self))
 

@@ -18,10 +18,10 @@ def _tree(layer_class: type) -> ast.AST | None:
 
 @functools.cache
 def calls_the_interface(layer_class: type) -> bool:
-    """Whether a class, or a base of it, asks transformers for its attention function."""
+    """Whether the code of a class that runs asks transformers for its attention function."""
     return any(
         isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
-        for base in _bases(layer_class)
+        for base in _running(layer_class)
         for node in ast.walk(_tree(base) or ast.Module([], []))
     )
 
@@ -31,12 +31,27 @@ def keywords(layer_class: type) -> frozenset[str]:
     """The keyword arguments that a class passes to its attention function by name."""
     return frozenset(
         keyword.arg
-        for base in _bases(layer_class)
+        for base in _running(layer_class)
         for node in ast.walk(_tree(base) or ast.Module([], []))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface"
         for keyword in node.keywords
         if keyword.arg is not None
     )
+
+
+def _running(layer_class: type) -> list[type]:
+    """The classes of a layer down to the one whose `forward` runs, or the last that it calls."""
+    found = []
+    for base in _bases(layer_class):
+        found.append(base)
+        if "forward" in vars(base) and not _calls_super(base):
+            break
+    return found
+
+
+def _calls_super(layer_class: type) -> bool:
+    tree = _tree(layer_class)
+    return tree is not None and "super().forward" in ast.unparse(tree)
 
 
 def _bases(layer_class: type) -> list[type]:

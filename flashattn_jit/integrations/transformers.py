@@ -220,8 +220,8 @@ def attention_forward(
     kv_len = key.shape[2]
     if isinstance(attention_mask, LazyMask):
         _check_sizes(attention_mask, query, kv_len)
-        if attention_mask.shape[2] == 1 < query.shape[2]:
-            # One row of a mask for all queries, as bidirectional layers make it.
+        if attention_mask.is_shared(query.shape[0], query.shape[2]):
+            # One row of a mask for all queries, as bidirectional layers make it, or one request's.
             attention_mask = attention_mask.to_dense(query.device)
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     params: dict[str, Any] = {}
@@ -315,7 +315,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def _expand(name: str, values: Tensor, query: Tensor, kv_len: int) -> Tensor:
     """[batch or 1, num_q_heads or 1, q_len or 1, keys] as [batch, num_q_heads, q_len, kv_len]."""
     batch, heads, q_len = query.shape[:3]
-    fits = values.ndim == 4 and values.shape[3] >= kv_len
+    fits = values.ndim == 4 and (values.shape[3] == 1 or values.shape[3] >= kv_len)
     if not fits or any(
         size not in (1, wanted)
         for size, wanted in zip(values.shape[:3], (batch, heads, q_len), strict=True)

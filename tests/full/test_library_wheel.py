@@ -46,7 +46,7 @@ def test_every_variant_of_the_library_runs(tmp_path: Path) -> None:
     fa.warm(lines, progress=False)
     report = fa.pack_wheel("flashattn-jit-kernels-cpu", tmp_path, manifest=lines)
     assert report.entries == len(lines)
-    assert report.bytes < 30e6 / 5  # there are five targets
+    assert report.bytes < 6.5e6  # kernels with AVX-512 are the largest; all five targets: 28.8e6
     with zipfile.ZipFile(report.path) as wheel:
         wheel.extractall(tmp_path / "site")
     program = tmp_path / "run.py"

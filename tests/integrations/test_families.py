@@ -18,7 +18,7 @@ transformers = pytest.importorskip(
 )
 
 from flashattn_jit.errors import InputError  # noqa: E402
-from flashattn_jit.integrations import _registration  # noqa: E402
+from flashattn_jit.integrations import _own_attention, _registration, _sources  # noqa: E402
 from flashattn_jit.integrations import transformers as integration  # noqa: E402
 from tests import rotation  # noqa: E402
 from tests.integrations import table, tiny_models, walk  # noqa: E402
@@ -118,22 +118,25 @@ def test_every_way_to_choose_the_engine_has_the_same_outcome(
     integration.register()
 
 
+@pytest.mark.parametrize("now", ["eager", NAME])
 @pytest.mark.parametrize("model_type", SERVED)
-def test_a_served_family_stays_where_an_implementation_is_none_of_its(model_type: str) -> None:
-    model, tokens = tiny(model_type, NAME), ids()
+def test_a_served_family_stays_where_transformers_lets_it(model_type: str, now: str) -> None:
+    """Made models of these families never change their implementation but to and from ours."""
+    model, tokens = tiny(model_type, now), ids()
     expected = logits(model, tokens)
-    with pytest.warns(UserWarning, match="stays with 'attn_jit': made models change to"):
-        model.set_attn_implementation("sdpa")
-    assert model.config._attn_implementation == NAME
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == now
     assert torch.equal(logits(model, tokens), expected)
 
 
-def test_a_model_made_for_flash_attention_is_not_changed() -> None:
-    """Its layers are of other classes, which serve nothing but FlashAttention."""
+def test_stock_models_and_models_made_for_flash_attention_are_not_changed() -> None:
+    stock = next(tiny_models.candidates("falcon")).build("sdpa")
+    stock.set_attn_implementation("eager")
+    assert stock.config._attn_implementation == "sdpa"
     model = tiny("falcon", "eager")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.warns(UserWarning, match="stays with 'flash_attention_2'"):
-        assert model.get_correct_attn_implementation(NAME) == "flash_attention_2"
+    model.config._attn_implementation_internal = "flash_attention_2"
+    model.set_attn_implementation(NAME)
+    assert model.config._attn_implementation == "flash_attention_2"
 
 
 def test_dicts_of_implementations_and_parts_of_models() -> None:
@@ -203,6 +206,32 @@ def test_code_of_a_users_own_gets_a_mask_that_it_can_read() -> None:
     eager = PlainModel._from_config(PlainConfig(), attn_implementation="eager")
     assert torch.equal(ours(x), eager(x))
     assert not torch.equal(ours(x), ours.inner(x, None))
+
+
+class Overriding(transformers.models.llama.modeling_llama.LlamaAttention):
+    """A family's attention with a `forward` of a user's own."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        return hidden_states, None
+
+
+class Calling(transformers.models.llama.modeling_llama.LlamaAttention):
+    """The same, which ends in the family's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class DerivedConfig(transformers.LlamaConfig):
+    model_type = "llama_of_my_own"
+
+
+def test_code_that_runs_is_judged_and_not_what_it_is_made_from() -> None:
+    assert _sources.calls_the_interface(Calling)
+    assert not _sources.calls_the_interface(Overriding)
+    assert _own_attention.computes_with_masks(DerivedConfig())
+    assert not _own_attention.computes_with_masks(transformers.LlamaConfig())
+    assert not _own_attention.computes_with_masks(None)
 
 
 class MyBloom(transformers.BloomForCausalLM):

@@ -428,3 +428,18 @@ def test_one_row_of_a_mask_is_every_rows() -> None:
     keep = padded[:, None, None, :]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, keep).transpose(1, 2)
     torch.testing.assert_close(out, expected)
+
+
+@torch.no_grad()
+def test_one_requests_padding_is_every_requests() -> None:
+    q, k = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
+    padded = torch.tensor([[False, True, True, True, False]])
+    mask = integration.lazy_mask(
+        1, 5, 5, attention_mask=padded, mask_function=lambda b, h, i, j: j >= 0
+    )
+    out, _ = integration.attention_forward(layer(), q, k, k, mask)
+    keep = padded[:, None, None, :]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, keep).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert mask in [None, mask]
+    assert mask != lazy(lambda b, h, i, j: j >= 0)
