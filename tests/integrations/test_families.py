@@ -86,17 +86,8 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("model_type", ["llama", *SERVED])
 def test_every_way_to_choose_the_engine_has_the_same_outcome(
-    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path
 ) -> None:
-    served: list[str] = []
-    inner = integration.attention_forward
-
-    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        served.append(type(module).__name__)
-        return inner(module, *args, **kwargs)
-
-    monkeypatch.setattr(integration, "attention_forward", counted)
-    integration.register()
     eager, tokens = tiny(model_type, "eager"), ids()
     eager.save_pretrained(tmp_path)
     config = copy.deepcopy(eager.config)
@@ -105,7 +96,8 @@ def test_every_way_to_choose_the_engine_has_the_same_outcome(
     configured.load_state_dict(eager.state_dict())
     changed = copy.deepcopy(eager)
     changed.set_attn_implementation(NAME)
-    results = [logits(model.eval(), tokens) for model in (loaded, configured, changed)]
+    with walk.engine_calls() as served:
+        results = [logits(model.eval(), tokens) for model in (loaded, configured, changed)]
     assert len(served) == 3 * eager.config.num_hidden_layers
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -114,8 +106,6 @@ def test_every_way_to_choose_the_engine_has_the_same_outcome(
     changed.set_attn_implementation("eager")
     assert not any(layer.served for layer in integration.served(changed))
     assert torch.equal(logits(changed, tokens), logits(eager, tokens))
-    monkeypatch.undo()
-    integration.register()
 
 
 @pytest.mark.parametrize("now", ["eager", NAME])

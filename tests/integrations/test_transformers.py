@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from flashattn_jit.integrations import transformers as integration  # noqa: E402
 from flashattn_jit.integrations._lazy_mask import LazyMask  # noqa: E402
 from flashattn_jit.jit.module import default as kernels  # noqa: E402
 from tests import rotation  # noqa: E402
+from tests.integrations import walk  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH = 96, 40, 3
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 96, "num_hidden_layers": 2,
@@ -118,17 +119,10 @@ def build(family: Family) -> tuple[Any, Any]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the layers that the engine served."""
-    served: list[str] = []
-    inner = integration.attention_forward
-
-    def counted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        served.append(type(module).__name__)
-        return inner(module, *args, **kwargs)
-
-    monkeypatch.setattr(integration, "attention_forward", counted)
-    return served
+def calls() -> Iterator[list[torch.nn.Module]]:
+    """The layers that the engine served."""
+    with walk.engine_calls() as served:
+        yield served
 
 
 def tokens() -> torch.Tensor:
@@ -158,7 +152,7 @@ IN_TURN = [*rotation.chosen([name for name in DECODERS if name not in ALIBI], 2)
 
 @pytest.mark.parametrize("name", IN_TURN)
 @torch.no_grad()
-def test_decoder_equals_eager(name: str, calls: list[str]) -> None:
+def test_decoder_equals_eager(name: str, calls: list[torch.nn.Module]) -> None:
     eager, ours = build(DECODERS[name])
     ids = tokens()
     assert_close(ours(ids).logits, eager(ids).logits)
@@ -173,7 +167,9 @@ def test_decoder_equals_eager(name: str, calls: list[str]) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", IN_TURN)
 @torch.no_grad()
-def test_decoder_generates_what_eager_does(name: str, cache: str, calls: list[str]) -> None:
+def test_decoder_generates_what_eager_does(
+    name: str, cache: str, calls: list[torch.nn.Module]
+) -> None:
     if cache == "static" and not DECODERS[name].static_cache:
         pytest.skip("ALiBi of this family takes no static cache in transformers")
     eager, ours = build(DECODERS[name])
@@ -208,7 +204,7 @@ ENCODERS = {
 
 @pytest.mark.parametrize("name", ENCODERS)
 @torch.no_grad()
-def test_encoder_equals_eager(name: str, calls: list[str]) -> None:
+def test_encoder_equals_eager(name: str, calls: list[torch.nn.Module]) -> None:
     eager, ours = build(ENCODERS[name])
     ids = tokens()
     assert_close(ours(ids).last_hidden_state, eager(ids).last_hidden_state)
@@ -234,7 +230,9 @@ def test_a_compiled_model_breaks_its_graph_and_keeps_its_results() -> None:
     [("T5Config", "T5ForConditionalGeneration"), ("BartConfig", "BartForConditionalGeneration")],
 )
 @torch.no_grad()
-def test_encoder_decoder_equals_eager(config: str, model: str, calls: list[str]) -> None:
+def test_encoder_decoder_equals_eager(
+    config: str, model: str, calls: list[torch.nn.Module]
+) -> None:
     values = {"vocab_size": VOCABULARY, "d_model": 96, "d_kv": 16, "d_ff": 64, "num_layers": 2,
               "num_heads": 6, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64,
               "decoder_ffn_dim": 64, "encoder_attention_heads": 6, "decoder_attention_heads": 6,
@@ -252,7 +250,7 @@ def test_encoder_decoder_equals_eager(config: str, model: str, calls: list[str])
 
 
 @torch.no_grad()
-def test_vision_encoder_without_a_mask_equals_eager(calls: list[str]) -> None:
+def test_vision_encoder_without_a_mask_equals_eager(calls: list[torch.nn.Module]) -> None:
     values = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
               "intermediate_size": 64, "image_size": 24, "patch_size": 4}  # fmt: skip
     eager, ours = build(Family("ViTConfig", "ViTModel", values))

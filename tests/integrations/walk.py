@@ -13,7 +13,8 @@ import copy
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,13 +87,9 @@ class Outcome:
         return Row(self.model_type, self.model, self.verdict, remark)
 
 
-def outcome(model_type: str) -> Outcome:
-    """Builds and calls one type; raises nothing that the type may raise."""
-    try:
-        tiny, eager, inputs = _first_that_runs(model_type)
-    except CannotBuildError as error:
-        return Outcome(model_type, not_built=str(error))
-    result = Outcome(model_type, tiny.model_class.__name__, tiny.width)
+@contextmanager
+def engine_calls() -> Iterator[list[torch.nn.Module]]:
+    """The layers whose attention the engine computes, a call an entry, as they end."""
     served: list[torch.nn.Module] = []
     inner = integration.attention_forward
 
@@ -102,8 +99,23 @@ def outcome(model_type: str) -> Outcome:
         return out
 
     integration.attention_forward = counted
+    integration.register()
     try:
-        name = integration.register()
+        yield served
+    finally:
+        integration.attention_forward = inner
+        integration.register()
+
+
+def outcome(model_type: str) -> Outcome:
+    """Builds and calls one type; raises nothing that the type may raise."""
+    try:
+        tiny, eager, inputs = _first_that_runs(model_type)
+    except CannotBuildError as error:
+        return Outcome(model_type, not_built=str(error))
+    result = Outcome(model_type, tiny.model_class.__name__, tiny.width)
+    with engine_calls() as served:
+        name = integration.NAME
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -128,9 +140,6 @@ def outcome(model_type: str) -> Outcome:
             again.set_attn_implementation(name)
         prefill = next(iter(_checks(tiny, inputs).values()))
         result.checks["set_attn_implementation"] = _compared(eager, again, prefill)
-    finally:
-        integration.attention_forward = inner
-        integration.register()
     return result
 
 
