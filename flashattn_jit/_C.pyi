@@ -5,7 +5,7 @@ make a kernel read or write outside its tensors raises `ValueError` (`TypeError`
 """
 
 from collections.abc import Sequence
-from typing import Final, TypedDict
+from typing import Final
 
 from typing_extensions import Buffer
 
@@ -15,8 +15,6 @@ PARTIAL: Final[int]
 WORK_BYTES: Final[int]
 MERGE_WORK_BYTES: Final[int]
 
-# The same value for every request, one int a request, or an int32 buffer of num_requests entries.
-_PerRequest = int | list[int] | tuple[int, ...] | Buffer
 _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
 _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
@@ -36,40 +34,6 @@ def begin_run_epoch() -> int:
 
 def cache_sizes() -> tuple[int, int, int]:
     """Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown."""
-
-class Schedule(TypedDict):
-    """What `schedule` decided; costs are rows x visited keys."""
-
-    work: bytes
-    merge_work: bytes
-    num_work: int
-    partial_rows: int
-    total_cost: int
-    critical_cost: int
-    most_splits: int
-
-def schedule(
-    module: Module | None,
-    problem: Problem,
-    *,
-    tile_q: int,
-    row_granule: int,
-    tile_kv: int,
-    min_chunk: int,
-    num_workers: int,
-    share_heads: bool = True,
-    classify: bool = False,
-    allow_splits: bool = True,
-    device: bool = False,
-    tensors: Sequence[int] = (),
-    scalars: Sequence[int | float] = (),
-) -> Schedule:
-    """Who does which part of a problem; see csrc/scheduler/schedule.h.
-
-    With `device` the workers are a device's slots, which it fills with as few splits as it can.
-
-    Raises ValueError for options below 1, or params that do not match the problem's.
-    """
 
 def merge_states(
     outs: Sequence[int],
@@ -121,7 +85,8 @@ class Module:
 
     def classify(
         self,
-        problem: Problem,
+        lengths: BatchLengths,
+        heads: tuple[int, int],
         request: int,
         head_begin: int,
         head_end: int,
@@ -133,57 +98,225 @@ class Module:
         tile_kv: int,
         states: Buffer,
         tensors: Sequence[int],
+        layouts: Sequence[_Layout],
         scalars: Sequence[int | float],
+        scalar_kinds: str,
     ) -> None:
-        """Writes 0 empty, 1 partial, 2 full for every tile into `states` (uint8, row-major)."""
+        """Writes 0 empty, 1 partial, 2 full for every tile into `states` (uint8, row-major).
 
-class Problem:
-    """The shapes and lengths of one call, before planning. Immutable; copies what it is given.
+        heads: (num_q_heads, num_kv_heads)."""
 
-    `tensors` holds (sizes, strides) of every param tensor, in slot order; `scalar_kinds` one "i"
-    (int64) or "f" (float64) a scalar slot; `block_mask` is (sizes, strides, q_block, kv_block) with
-    4 sizes and strides: request, head, q block, kv block. `q_token0` and `kv_token0` default to
-    `q_row0` and `kv_row0`. With `page_indptr` [num_requests + 1], key rows are found through pages
-    of `page_size` slots, out of `num_pages`. With `row_request`, the request of every packed token,
-    the rows of an item may be of several requests.
+_Array = tuple[int, int, int]
+"""A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
+_Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
+"""kv_indptr (ragged), page_indptr, last_page_len (paged), page_size (0: ragged), page indices."""
+_Level = tuple[_Array, _Array | None, _Storage]
+"""q_indptr of groups, tokens of their entries, storage of the groups' keys."""
+
+class BatchLengths:
+    """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
+
+    Raises ValueError that names the array and the request.
     """
 
     def __init__(
         self,
-        *,
+        q_indptr: _Array,
+        storage: _Storage,
+        q_offset: _Array | None = None,
+        levels: Sequence[_Level] = (),
+    ) -> None: ...
+    @staticmethod
+    def dense(
         num_requests: int,
+        q_len: int,
+        kv_rows: int,
+        kv_len: tuple[int, ...] | None = None,
+        q_offset: int | tuple[int, ...] = 0,
+    ) -> BatchLengths:
+        """Requests that are a dim of their tensors, with kv_len of kv_rows keys each."""
+
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def num_q_tokens(self) -> int: ...
+    @property
+    def num_kv_tokens(self) -> int: ...
+    @property
+    def num_page_indices(self) -> int: ...
+    @property
+    def max_q_len(self) -> int: ...
+    @property
+    def max_kv_len(self) -> int: ...
+    @property
+    def q_len(self) -> list[int]: ...
+    @property
+    def kv_len(self) -> list[int]: ...
+    @property
+    def q_offset(self) -> list[int]: ...
+    @property
+    def kv_first(self) -> list[int]:
+        """Keys of outer levels, of every request and then of every group."""
+
+    def block_rows(self, q_block: int) -> int:
+        """Block rows of all requests, q_block query rows each."""
+
+    def tile_kinds(self, group_size: int, few_rows: int, q_block: int = 0) -> tuple[int, int, int]:
+        """(prefill requests, few-row requests, most packed rows of one), groups included."""
+
+class BatchPlan:
+    """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
+
+    kinds: for prefill and few-row, (module, tile_q, row_granule, tile_kv, min_chunk, item_ns,
+    load_ns, pair_ns, state_ns) or None; module may be None where masks are not classified.
+    split_keys of 0 are never cut. merge_ns: what a merge's launch costs. num_levels: levels of
+    shared keys that plans within the limits may have. lists: (q_block, key_block, per_head,
+    begin, count, num_key_blocks) or None. tensors, scalars: of the mask, with their layouts,
+    for its interval form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
+    row_block: no item has query rows of two blocks of so many. Raises ValueError for a batch beyond
+    the limits.
+    """
+
+    def __init__(
+        self,
+        lengths: BatchLengths,
+        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_v: int,
+        few_rows: int,
+        num_workers: tuple[int, int],
+        share_workers: bool = False,
+        lists: tuple[int, int, bool, _Array, _Array, int] | None = None,
+        batch_invariant: bool = False,
+        split_keys: tuple[int, int] = (0, 0),
+        classify: bool = False,
+        mask_is_contiguous: bool = False,
+        mask_reads_request: bool = True,
+        merge_ns: float = 0.0,
+        tensors: Sequence[int] = (),
+        layouts: Sequence[_Layout] = (),
+        scalars: Sequence[int | float] = (),
+        scalar_kinds: str = "",
+        limits: tuple[int, int, int, int] | None = None,
+        num_levels: int = 0,
+        row_block: int = 0,
+    ) -> None: ...
+    @staticmethod
+    def of_work(
+        work: Buffer,
+        *,
+        kind: int = 0,
+        merge_work: Buffer = b"",
+        merge_sources: Sequence[int] = (),
+        partial_rows: int = 0,
+    ) -> BatchPlan:
+        """A plan of work that somebody else made, as buffers of packed `fajit_work` and
+        `fajit_merge_work`, 8 int32 each. `BatchCall` checks it."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that runs need for partial states; under limits, for any batch within them."""
+
+    @property
+    def partial_rows(self) -> int: ...
+    @property
+    def most_splits(self) -> int: ...
+    @property
+    def num_work(self) -> int: ...
+    @property
+    def num_merges(self) -> int: ...
+    @property
+    def total_ns(self) -> float: ...
+    @property
+    def critical_ns(self) -> float: ...
+    def work(self, kind: int) -> bytes:
+        """fajit_work items of a kind (0 prefill, 1 few-row), by worker, 8 int32 each."""
+
+    def worker_indptr(self, kind: int) -> list[int]: ...
+    def cost_ns(self, kind: int) -> list[float]:
+        """Predicted, of every item of a kind."""
+
+    def load_ns(self, kind: int) -> list[float]:
+        """Predicted, of every worker of a kind."""
+
+    @property
+    def merge_work(self) -> bytes:
+        """fajit_merge_work items, 8 int32 each."""
+
+    @property
+    def merge_sources(self) -> list[int]: ...
+    @property
+    def capacity(self) -> dict[str, int | tuple[int, int]]:
+        """Entries that every plan within the limits has room for; without limits, what this has."""
+
+    @staticmethod
+    def workspace_bound(
+        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
+        limits: tuple[int, int, int, int],
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim_v: int,
+        few_rows: int,
+        num_workers: tuple[int, int],
+        share_workers: bool = False,
+        batch_invariant: bool = False,
+        split_keys: tuple[int, int] = (0, 0),
+        num_levels: int = 0,
+        q_block: int = 0,
+    ) -> int:
+        """workspace_bytes of any plan within the limits; options as for the constructor, q_block as
+        in its lists."""
+
+class BatchCall:
+    """A plan with the modules that run it. Immutable: threads may share it.
+
+    modules: of prefill and few-row work, None where the plan has no such work. With limits, what a
+    module is given for is launched whether or not this plan has work for it. The plan is checked
+    against the lengths. `bind` gives the call that launches. Addresses that are not used are 0. On
+    CPUs one team of threads works through the lists of both kinds; a thread that is done with its
+    own takes from the others'.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        lengths: BatchLengths,
+        modules: tuple[Module | None, Module | None],
+        *,
         num_q_heads: int,
         num_kv_heads: int,
         head_dim: int,
         head_dim_v: int,
-        q_len: _PerRequest,
-        kv_len: _PerRequest,
-        q_row0: _PerRequest = 0,
-        kv_row0: _PerRequest = 0,
-        q_offset: _PerRequest = 0,
-        q_token0: _PerRequest | None = None,
-        kv_token0: _PerRequest | None = None,
-        q_stride: _Strides = (0, 0, 0),
-        k_stride: _Strides = (0, 0, 0),
-        v_stride: _Strides = (0, 0, 0),
-        out_stride: _Strides = (0, 0, 0),
-        lse_stride: _Strides = (0, 0, 0),
-        tensors: Sequence[_Layout] = (),
-        scalar_kinds: str = "",
-        block_mask: _BlockMaskLayout | None = None,
-        page_indptr: _PerRequest | None = None,
-        page_size: int = 0,
-        num_pages: int = 0,
-        row_request: _PerRequest | None = None,
+        key_block: int = 0,
+        num_key_blocks: int = 0,
     ) -> None: ...
+    def bind(
+        self,
+        *,
+        strides: tuple[_Strides, _Strides, _Strides, _Strides, _Strides],
+        layouts: Sequence[_Layout] = (),
+        scalar_kinds: str = "",
+        num_pages: int = 0,
+        flags: int = 0,
+        block_mask: _BlockMaskLayout | None = None,
+    ) -> BatchCall:
+        """The same work on tensors with these strides: q, k, v, out, lse, each (request, head, row)
+        in elements, with pages (page, head, slot). block_mask: (sizes, strides, q_block, kv_block)
+        with 4 sizes and strides: request, head, q block, kv block."""
+
     @property
-    def num_requests(self) -> int: ...
+    def is_cuda(self) -> bool: ...
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the device block; under limits, the same for every plan."""
 
-class _Launches:
-    """What `Call` and `BatchCall` have in common (a name of this file, not of the module).
-
-    Addresses that are not used are 0.
-    """
+    def write_block(self, address: int, bytes: int) -> None:
+        """Writes the device block to host memory of at least `block_bytes` bytes."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -242,205 +375,3 @@ class _Launches:
     ) -> list[tuple[Module, Launch]]:
         """What `launch` would launch, as data, each with its module; needs no driver. CUDA
         artifacts only."""
-
-class Call(_Launches):
-    """A problem, the module that computes it and the work list. Immutable: threads may share it.
-
-    `work` and `merge_work` are buffers of packed `fajit_work` and `fajit_merge_work`, 8 int32 each.
-    """
-
-    def __init__(
-        self,
-        module: Module,
-        problem: Problem,
-        work: Buffer,
-        merge_work: Buffer = b"",
-        partial_rows: int = 0,
-        flags: int = 0,
-    ) -> None: ...
-
-# --- batches: plan() and run() --------------------------------------------------------------------
-
-_Array = tuple[int, int, int]
-"""A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
-_Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
-"""kv_indptr (ragged), page_indptr, last_page_len (paged), page_size (0: ragged), page indices."""
-_Level = tuple[_Array, _Array | None, _Storage]
-"""q_indptr of groups, tokens of their entries, storage of the groups' keys."""
-
-class BatchLengths:
-    """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
-
-    Raises ValueError that names the array and the request.
-    """
-
-    def __init__(
-        self,
-        q_indptr: _Array,
-        storage: _Storage,
-        q_offset: _Array | None = None,
-        levels: Sequence[_Level] = (),
-    ) -> None: ...
-    @property
-    def num_requests(self) -> int: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def num_q_tokens(self) -> int: ...
-    @property
-    def num_kv_tokens(self) -> int: ...
-    @property
-    def num_page_indices(self) -> int: ...
-    @property
-    def max_q_len(self) -> int: ...
-    @property
-    def max_kv_len(self) -> int: ...
-    @property
-    def q_len(self) -> list[int]: ...
-    @property
-    def kv_len(self) -> list[int]: ...
-    @property
-    def q_offset(self) -> list[int]: ...
-    @property
-    def kv_first(self) -> list[int]:
-        """Keys of outer levels, of every request and then of every group."""
-
-    def block_rows(self, q_block: int) -> int:
-        """Block rows of all requests, q_block query rows each."""
-
-    def tile_kinds(self, group_size: int, few_rows: int, q_block: int = 0) -> tuple[int, int, int]:
-        """(prefill requests, few-row requests, most packed rows of one), groups included."""
-
-class BatchPlan:
-    """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
-
-    kinds: for prefill and few-row, (module, tile_q, row_granule, tile_kv, min_chunk, item_ns,
-    load_ns, pair_ns, state_ns) or None; module may be None where masks are not classified.
-    split_keys of 0 are never cut. merge_ns: what a merge's launch costs. num_levels: levels of
-    shared keys that plans within the limits may have. lists: (q_block, key_block, per_head,
-    begin, count, num_key_blocks) or None. tensors, scalars: of the mask, with their layouts,
-    for its interval form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
-    Raises ValueError for a batch beyond the limits.
-    """
-
-    def __init__(
-        self,
-        lengths: BatchLengths,
-        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
-        *,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim_v: int,
-        few_rows: int,
-        num_workers: tuple[int, int],
-        share_workers: bool = False,
-        lists: tuple[int, int, bool, _Array, _Array, int] | None = None,
-        batch_invariant: bool = False,
-        split_keys: tuple[int, int] = (0, 0),
-        classify: bool = False,
-        mask_is_contiguous: bool = False,
-        mask_reads_request: bool = True,
-        merge_ns: float = 0.0,
-        tensors: Sequence[int] = (),
-        layouts: Sequence[_Layout] = (),
-        scalars: Sequence[int | float] = (),
-        scalar_kinds: str = "",
-        limits: tuple[int, int, int, int] | None = None,
-        num_levels: int = 0,
-    ) -> None: ...
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes that runs need for partial states; under limits, for any batch within them."""
-
-    @property
-    def partial_rows(self) -> int: ...
-    @property
-    def most_splits(self) -> int: ...
-    @property
-    def num_merges(self) -> int: ...
-    @property
-    def total_ns(self) -> float: ...
-    @property
-    def critical_ns(self) -> float: ...
-    def work(self, kind: int) -> bytes:
-        """fajit_work items of a kind (0 prefill, 1 few-row), by worker, 8 int32 each."""
-
-    def worker_indptr(self, kind: int) -> list[int]: ...
-    def cost_ns(self, kind: int) -> list[float]:
-        """Predicted, of every item of a kind."""
-
-    def load_ns(self, kind: int) -> list[float]:
-        """Predicted, of every worker of a kind."""
-
-    @property
-    def merge_work(self) -> bytes:
-        """fajit_merge_work items, 8 int32 each."""
-
-    @property
-    def merge_sources(self) -> list[int]: ...
-    @property
-    def capacity(self) -> dict[str, int | tuple[int, int]]:
-        """Entries that every plan within the limits has room for; without limits, what this has."""
-
-    @staticmethod
-    def workspace_bound(
-        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
-        limits: tuple[int, int, int, int],
-        *,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim_v: int,
-        few_rows: int,
-        num_workers: tuple[int, int],
-        share_workers: bool = False,
-        batch_invariant: bool = False,
-        split_keys: tuple[int, int] = (0, 0),
-        num_levels: int = 0,
-        q_block: int = 0,
-    ) -> int:
-        """workspace_bytes of any plan within the limits; options as for the constructor, q_block as
-        in its lists."""
-
-class BatchCall(_Launches):
-    """A plan with the modules that run it. Immutable: threads may share it.
-
-    modules: of prefill and few-row work, None where the plan has no such work. With limits, what a
-    module is given for is launched whether or not this plan has work for it. The plan is checked
-    against the lengths as `Call` checks its work. `bind` gives the call that launches. On CPUs one
-    team of threads works through the lists of both kinds; a thread that is done with its own takes
-    from the others'.
-    """
-
-    def __init__(
-        self,
-        plan: BatchPlan,
-        lengths: BatchLengths,
-        modules: tuple[Module | None, Module | None],
-        *,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        head_dim_v: int,
-        key_block: int = 0,
-        num_key_blocks: int = 0,
-    ) -> None: ...
-    def bind(
-        self,
-        *,
-        strides: tuple[_Strides, _Strides, _Strides, _Strides, _Strides],
-        layouts: Sequence[_Layout] = (),
-        scalar_kinds: str = "",
-        num_pages: int = 0,
-        flags: int = 0,
-    ) -> BatchCall:
-        """The same work on tensors with these strides: q, k, v, out, lse, each (request, head, row)
-        in elements, with pages (page, head, slot)."""
-
-    @property
-    def is_cuda(self) -> bool: ...
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the device block; under limits, the same for every plan."""
-
-    def write_block(self, address: int, bytes: int) -> None:
-        """Writes the device block to host memory of at least `block_bytes` bytes."""

@@ -11,6 +11,39 @@ namespace {
 
 constexpr double kRegionNs = 4000.0;  // twice what opening a parallel region costs
 
+// The layout of a block mask: (sizes, strides, q_block, kv_block), the first two of request, head,
+// q block and kv block. Its blocks cover the rows and keys of every request.
+void read_block_mask(py::handle source, const scheduler::Lengths& lengths, fajit_args& args) {
+  const Items items(source, "block_mask");
+  if (items.size() != 4) {
+    throw py::value_error("block_mask must be (sizes, strides, q_block, kv_block)");
+  }
+  fajit_block_mask& mask = args.block_mask;
+  int64_t sizes[4];
+  to_int64s(items[0], 4, sizes, "block_mask sizes");
+  to_int64s(items[1], 4, mask.strides, "block_mask strides");
+  mask.q_block = narrow(to_int64(items[2], "q_block"), "q_block");
+  mask.kv_block = narrow(to_int64(items[3], "kv_block"), "kv_block");
+  if (mask.q_block < 1 || mask.kv_block < 1) {
+    throw py::value_error("q_block and kv_block must be positive");
+  }
+  const int64_t needed[2] = {args.num_requests, args.num_q_heads};
+  for (int i = 0; i < 4; ++i) {
+    if (sizes[i] < 0) throw py::value_error("block_mask sizes must not be negative");
+    if (i < 2 && mask.strides[i] != 0 && sizes[i] < needed[i]) {
+      throw py::value_error(std::string("block_mask has ") + std::to_string(sizes[i]) +
+                            (i == 0 ? " requests, the call " : " heads, the call ") +
+                            std::to_string(needed[i]) + ": a broadcast dim has stride 0");
+    }
+  }
+  if (lengths.max_q_len > sizes[2] * mask.q_block || lengths.max_kv_len > sizes[3] * mask.kv_block) {
+    throw py::value_error("the block mask covers " + std::to_string(sizes[2] * mask.q_block) +
+                          " query rows and " + std::to_string(sizes[3] * mask.kv_block) +
+                          " keys, but requests have up to " + std::to_string(lengths.max_q_len) +
+                          " and " + std::to_string(lengths.max_kv_len));
+  }
+}
+
 }  // namespace
 
 BatchCall::BatchCall(std::shared_ptr<const scheduler::BatchPlan> plan,
@@ -25,13 +58,14 @@ BatchCall::BatchCall(std::shared_ptr<const scheduler::BatchPlan> plan,
   }
   if (work_->merges() && !merger()) throw py::value_error("the plan has merges, but no module");
   work_->fill(args_);
+  accesses_ = work_->accesses();
 }
 
 bool BatchCall::is_cuda() const { return merger() && merger()->is_cuda(); }
 
 std::shared_ptr<BatchCall> BatchCall::bind(py::handle strides, py::handle layouts,
                                            const std::string& scalar_kinds, int32_t num_pages,
-                                           int32_t flags) const {
+                                           int32_t flags, py::handle block_mask) const {
   checked_flags(flags);
   if (num_pages < 0) throw py::value_error("num_pages must not be negative");
   auto call = std::make_shared<BatchCall>(*this);
@@ -50,6 +84,10 @@ std::shared_ptr<BatchCall> BatchCall::bind(py::handle strides, py::handle layout
   to_int64s(items[2], 3, args.v_stride, "strides of v");
   to_int64s(items[3], 3, args.out_stride, "strides of out");
   to_int64s(items[4], 3, args.lse_stride, "strides of lse");
+  if (!block_mask.is_none()) {
+    read_block_mask(block_mask, work_->lengths(), args);
+    call->accesses_.states = true;
+  }
   return call;
 }
 
@@ -83,7 +121,7 @@ void BatchCall::launch_on_cpu(const fajit_args& args) const {
 void BatchCall::fill_on_device(const LaunchValues& values, const Params& params,
                                OnDevice& on) const {
   fajit_args& args = on.shared = args_;
-  fill_values(values, params, work_->accesses(), args);
+  fill_values(values, params, accesses_, args);
   if (!work_->launches(0) && !work_->launches(1) && !work_->merges()) return;
   const char* const block = checked_block(values.device_block);
   work_->point(block, args);
@@ -105,7 +143,7 @@ void BatchCall::launch(const LaunchValues& values) const {
   const Params params(params_, values.tensors, values.scalars);
   if (!is_cuda()) {
     fajit_args args = args_;
-    fill_values(values, params, work_->accesses(), args);
+    fill_values(values, params, accesses_, args);
     launch_on_cpu(args);
     return;
   }

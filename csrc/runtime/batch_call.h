@@ -31,15 +31,15 @@ class BatchCall {
             const BatchShape& shape);
 
   // The same work with strides (q, k, v, out, lse; each request, head, row, with pages page, head,
-  // slot; elements), params and flags.
+  // slot; elements), params, flags and a block mask (sizes, strides, q_block, kv_block; or None).
   std::shared_ptr<BatchCall> bind(pybind11::handle strides, pybind11::handle layouts,
                                   const std::string& scalar_kinds, int32_t num_pages,
-                                  int32_t flags) const;
+                                  int32_t flags, pybind11::handle block_mask) const;
 
   const BatchWork& work() const { return *work_; }
   bool is_cuda() const;
 
-  // Throws as Call::launch does.
+  // With the GIL released. On CUDA enqueued on a stream. Throws LaunchError.
   void launch(const LaunchValues& values) const;
   // What `launch` would launch, as data: see Launches::as_data.
   pybind11::list plan_launches(const LaunchValues& values) const;
@@ -58,6 +58,7 @@ class BatchCall {
   std::shared_ptr<const BatchWork> work_;
   Modules modules_;
   ParamLayouts params_;
+  Accesses accesses_;
   fajit_args args_{};
 };
 

@@ -36,6 +36,7 @@ class BatchWork {
   bool launches(int kind) const { return launches_[kind]; }
   bool merges() const { return sizes_.merge_work > 0; }
   const Accesses& accesses() const { return accesses_; }
+  const scheduler::Lengths& lengths() const { return *lengths_; }
   // Nanoseconds that all workers save over one, as predicted; negative where nothing is known.
   double parallel_gain_ns() const;
 

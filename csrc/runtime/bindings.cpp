@@ -9,14 +9,14 @@
 
 #include "../scheduler/bindings.h"
 #include "batch_bindings.h"
-#include "call.h"
 #include "errors.h"
 #include "fork_guard.h"
 #include "hardware.h"
 #include "merge_states.h"
 #include "module.h"
-#include "problem.h"
+#include "params.h"
 #include "python_values.h"
+#include "work_checks.h"
 
 namespace py = pybind11;
 
@@ -81,6 +81,59 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
   merge_states(states, merged, dims, head_dim_v, num_threads);
 }
 
+// States of a grid of tiles into `states`, a writable uint8 buffer: see fajit_classify_args.
+void classify(const Module& module, const scheduler::Lengths& lengths, py::handle heads,
+              int32_t request, int32_t head_begin, int32_t head_end, int32_t q_begin,
+              int32_t q_end, int32_t tile_q, int32_t kv_begin, int32_t kv_end, int32_t tile_kv,
+              const py::buffer& states, py::handle tensors, py::handle layouts,
+              py::handle scalars, const std::string& scalar_kinds) {
+  const ParamLayouts param_layouts(layouts, scalar_kinds);
+  const Params params(param_layouts, tensors, scalars);
+  int64_t counts[2];
+  to_int64s(heads, 2, counts, "heads (num_q_heads, num_kv_heads)");
+  fajit_args args{};
+  args.abi_version = FAJIT_ABI_VERSION;
+  args.args_bytes = sizeof(args);
+  args.num_requests = lengths.num_requests;
+  args.num_q_heads = narrow(counts[0], "num_q_heads");
+  args.num_kv_heads = narrow(counts[1], "num_kv_heads");
+  check_dims(args.num_q_heads, args.num_kv_heads, 1, 1);
+  lengths.fill(args);
+  param_layouts.fill_counts(args);
+  params.fill(args);
+  if (request < 0 || request >= args.num_requests) {
+    throw py::value_error("request " + std::to_string(request) +
+                          " of num_requests=" + std::to_string(args.num_requests));
+  }
+  if (head_begin < 0 || head_end <= head_begin || head_end > args.num_q_heads) {
+    throw py::value_error(range("heads", head_begin, head_end) +
+                          " of num_q_heads=" + std::to_string(args.num_q_heads));
+  }
+  if (q_end < q_begin || kv_begin < 0 || kv_end < kv_begin || tile_q < 1 || tile_kv < 1) {
+    throw py::value_error("classify needs " + range("q_idx", q_begin, q_end) + " and " +
+                          range("kv_idx", kv_begin, kv_end) + " in order, and positive tiles");
+  }
+  const auto tiles = [](int64_t begin, int64_t end, int64_t tile) {
+    return (end - begin + tile - 1) / tile;
+  };
+  const int64_t count = tiles(q_begin, q_end, tile_q) * tiles(kv_begin, kv_end, tile_kv);
+  const py::buffer_info info = states.request(/*writable=*/true);
+  if (info.itemsize != 1 || info.size < count ||
+      (info.ndim == 1 && info.size > 1 && info.strides[0] != 1) || info.ndim != 1) {
+    throw py::value_error("states must be a contiguous 1-d uint8 buffer of at least " +
+                          std::to_string(count) + " entries");
+  }
+  const fajit_classify_args classify_args{&args,    request, head_begin, head_end,
+                                          q_begin,  q_end,   tile_q,     kv_begin,
+                                          kv_end,   tile_kv, static_cast<uint8_t*>(info.ptr)};
+  int status = FAJIT_OK;
+  if (count > 0) {
+    py::gil_scoped_release no_gil;
+    status = module.classify(classify_args);
+  }
+  check_status(status, "fajit_classify", module.path());
+}
+
 void bind_module(py::module_& m) {
   py::class_<Module, std::shared_ptr<Module>>(m, "Module")
       .def(py::init<const std::string&>(), py::arg("path"),
@@ -91,43 +144,11 @@ void bind_module(py::module_& m) {
       .def_property_readonly("last_run", &Module::last_run)
       .def("note_run", &Module::note_run)
       .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
-      .def("classify", &classify, py::arg("problem"), py::arg("request"), py::arg("head_begin"),
-           py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"), py::arg("tile_q"),
-           py::arg("kv_begin"), py::arg("kv_end"), py::arg("tile_kv"), py::arg("states"),
-           py::arg("tensors"), py::arg("scalars"));
-}
-
-void bind_problem(py::module_& m) {
-  const py::tuple none = py::make_tuple();
-  const py::tuple zeros = py::make_tuple(0, 0, 0);
-  py::class_<Problem, std::shared_ptr<Problem>>(m, "Problem")
-      .def(py::init<int32_t, int32_t, int32_t, int32_t, int32_t, py::handle, py::handle, py::handle,
-                    py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
-                    py::handle, py::handle, py::handle, py::handle, const std::string&, py::handle,
-                    py::handle, int32_t, int32_t, py::handle>(),
-           py::kw_only(), py::arg("num_requests"), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-           py::arg("head_dim"), py::arg("head_dim_v"), py::arg("q_len"), py::arg("kv_len"),
-           py::arg("q_row0") = 0, py::arg("kv_row0") = 0, py::arg("q_offset") = 0,
-           py::arg("q_token0") = py::none(), py::arg("kv_token0") = py::none(),
-           py::arg("q_stride") = zeros, py::arg("k_stride") = zeros, py::arg("v_stride") = zeros,
-           py::arg("out_stride") = zeros, py::arg("lse_stride") = zeros, py::arg("tensors") = none,
-           py::arg("scalar_kinds") = "", py::arg("block_mask") = py::none(),
-           py::arg("page_indptr") = py::none(), py::arg("page_size") = 0, py::arg("num_pages") = 0,
-           py::arg("row_request") = py::none())
-      .def_property_readonly("num_requests",
-                             [](const Problem& self) { return self.args().num_requests; });
-}
-
-void bind_call(py::module_& m) {
-  py::class_<Call> call(m, "Call");
-  call.def(py::init<std::shared_ptr<const Module>, std::shared_ptr<const Problem>,
-                    const py::buffer&, const py::buffer&, int64_t, int32_t>(),
-           py::arg("module"), py::arg("problem"), py::arg("work"),
-           py::arg("merge_work") = py::bytes(""), py::arg("partial_rows") = 0, py::arg("flags") = 0)
-      .def_property_readonly("workspace_bytes", &Call::workspace_bytes)
-      .def("device_block", &Call::device_block);
-  def_launch(call, "launch", &Call::launch);
-  def_launch(call, "plan_launches", &Call::plan_launches);
+      .def("classify", &classify, py::arg("lengths"), py::arg("heads"), py::arg("request"),
+           py::arg("head_begin"), py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"),
+           py::arg("tile_q"), py::arg("kv_begin"), py::arg("kv_end"), py::arg("tile_kv"),
+           py::arg("states"), py::arg("tensors"), py::arg("layouts"), py::arg("scalars"),
+           py::arg("scalar_kinds"));
 }
 
 }  // namespace
@@ -159,8 +180,6 @@ PYBIND11_MODULE(_C, m) {
         py::arg("out"), py::arg("out_stride"), py::arg("lse"), py::arg("lse_stride"),
         py::arg("num_threads"));
   rt::bind_module(m);
-  rt::bind_problem(m);
-  rt::bind_call(m);
   fajit::scheduler::bind_scheduler(m);
   rt::bind_batch(m);
 }

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cstring>
 #include <string>
 
 #include "../runtime/params.h"
@@ -151,8 +152,10 @@ PlanOptions read_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head
   return options;
 }
 
+constexpr const char* kKindRule = "kind is 0 (prefill) or 1 (few-row)";
+
 const KindPlan& kind_at(const BatchPlan& plan, int kind) {
-  if (kind != 0 && kind != 1) throw py::value_error("kind is 0 (prefill) or 1 (few-row)");
+  if (kind != 0 && kind != 1) throw py::value_error(kKindRule);
   return plan.kinds[kind];
 }
 
@@ -167,10 +170,32 @@ py::tuple count_kinds(const Lengths& lengths, int32_t group_size, int32_t few_ro
   return py::make_tuple(counts[0], counts[1], most);
 }
 
+// An int for every request, or a tuple or list of as many.
+std::vector<int32_t> read_each(py::handle source, int32_t count, const char* name) {
+  if (PyLong_Check(source.ptr())) {
+    return std::vector<int32_t>(static_cast<size_t>(count), to_int32(source, name));
+  }
+  const Items items = exactly(source, static_cast<size_t>(count), name);
+  std::vector<int32_t> out;
+  for (size_t i = 0; i < items.size(); ++i) out.push_back(to_int32(items[i], name));
+  return out;
+}
+
+std::shared_ptr<Lengths> make_dense_lengths(int32_t num_requests, int32_t q_len, int32_t kv_rows,
+                                            py::handle kv_len, py::handle q_offset) {
+  if (num_requests < 0) throw py::value_error("num_requests must not be negative");
+  std::vector<int32_t> lengths(static_cast<size_t>(num_requests), kv_rows);
+  if (!kv_len.is_none()) lengths = read_each(kv_len, num_requests, "kv_len");
+  return std::make_shared<Lengths>(dense_lengths(
+      q_len, kv_rows, std::move(lengths), read_each(q_offset, num_requests, "q_offset")));
+}
+
 void bind_lengths(py::module_& m) {
   py::class_<Lengths, std::shared_ptr<Lengths>>(m, "BatchLengths")
       .def(py::init(&make_lengths), py::arg("q_indptr"), py::arg("storage"),
            py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple())
+      .def_static("dense", &make_dense_lengths, py::arg("num_requests"), py::arg("q_len"),
+                  py::arg("kv_rows"), py::arg("kv_len") = py::none(), py::arg("q_offset") = 0)
       .def_readonly("num_requests", &Lengths::num_requests)
       .def_readonly("num_groups", &Lengths::num_groups)
       .def_readonly("num_q_tokens", &Lengths::num_q_tokens)
@@ -203,7 +228,7 @@ std::shared_ptr<BatchPlan> make_plan(
     bool batch_invariant, std::array<int32_t, 2> split_keys, bool classify,
     bool mask_is_contiguous, bool mask_reads_request, double merge_ns, py::handle tensors,
     py::handle layouts, py::handle scalars, const std::string& scalar_kinds, py::handle limits,
-    int32_t num_levels) {
+    int32_t num_levels, int32_t row_block) {
   Kind kinds[2];
   read_kinds(kinds_source, kinds);
   PlanOptions options =
@@ -213,6 +238,8 @@ std::shared_ptr<BatchPlan> make_plan(
   options.mask_is_contiguous = mask_is_contiguous;
   options.mask_reads_request = mask_reads_request;
   options.merge_ns = merge_ns;
+  if (row_block < 0) throw py::value_error("row_block must not be negative");
+  options.row_block = row_block;
   const KeyLists lists = read_lists(lists_source);
   const runtime::ParamLayouts param_layouts(layouts, scalar_kinds);
   const runtime::Params params(param_layouts, tensors, scalars);
@@ -223,6 +250,38 @@ std::shared_ptr<BatchPlan> make_plan(
   params.fill(args);
   const py::gil_scoped_release no_gil;
   return std::make_shared<BatchPlan>(plan_batch(*lengths, lists, kinds, options, args));
+}
+
+// A copy of a contiguous buffer seen as items of type T, whatever its item type is.
+template <class T>
+std::vector<T> read_items(const py::buffer& source, const char* name) {
+  const py::buffer_info info = source.request();
+  int64_t expected_stride = info.itemsize;
+  for (py::ssize_t i = info.ndim - 1; i >= 0; --i) {
+    if (info.shape[i] > 1 && info.strides[i] != expected_stride) {
+      throw py::value_error(std::string(name) + " must be contiguous");
+    }
+    expected_stride *= info.shape[i];
+  }
+  const size_t bytes = static_cast<size_t>(info.size) * static_cast<size_t>(info.itemsize);
+  if (bytes % sizeof(T) != 0) {
+    throw py::value_error(std::string(name) + " has " + std::to_string(bytes) +
+                          " bytes, which is no multiple of the item's " +
+                          std::to_string(sizeof(T)));
+  }
+  std::vector<T> items(bytes / sizeof(T));
+  if (bytes > 0) std::memcpy(items.data(), info.ptr, bytes);
+  return items;
+}
+
+std::shared_ptr<BatchPlan> make_plan_of_work(const py::buffer& work, int kind,
+                                             const py::buffer& merge_work,
+                                             const std::vector<int32_t>& merge_sources,
+                                             int64_t partial_rows) {
+  if (kind != 0 && kind != 1) throw py::value_error(kKindRule);
+  return std::make_shared<BatchPlan>(plan_of_work(
+      kind, read_items<fajit_work>(work, "work"),
+      read_items<fajit_merge_work>(merge_work, "merge_work"), merge_sources, partial_rows));
 }
 
 int64_t workspace_bound(py::handle kinds_source, py::handle limits, int32_t num_q_heads,
@@ -250,10 +309,18 @@ void bind_plan(py::module_& m) {
            py::arg("mask_is_contiguous") = false, py::arg("mask_reads_request") = true,
            py::arg("merge_ns") = 0.0, py::arg("tensors") = none, py::arg("layouts") = none,
            py::arg("scalars") = none, py::arg("scalar_kinds") = "",
-           py::arg("limits") = py::none(), py::arg("num_levels") = 0)
+           py::arg("limits") = py::none(), py::arg("num_levels") = 0, py::arg("row_block") = 0)
+      .def_static("of_work", &make_plan_of_work, py::arg("work"), py::kw_only(),
+                  py::arg("kind") = 0, py::arg("merge_work") = py::bytes(""),
+                  py::arg("merge_sources") = std::vector<int32_t>{}, py::arg("partial_rows") = 0)
       .def_readonly("workspace_bytes", &BatchPlan::workspace_bytes)
       .def_readonly("partial_rows", &BatchPlan::partial_rows)
       .def_readonly("most_splits", &BatchPlan::most_splits)
+      .def_property_readonly(
+          "num_work",
+          [](const BatchPlan& self) {
+            return self.kinds[0].work.size() + self.kinds[1].work.size();
+          })
       .def_property_readonly("num_merges",
                              [](const BatchPlan& self) { return self.merge_work.size(); })
       .def_readonly("total_ns", &BatchPlan::total_ns)
@@ -295,7 +362,7 @@ void bind_plan(py::module_& m) {
 
 }  // namespace
 
-void bind_batch_plans(py::module_& m) {
+void bind_scheduler(py::module_& m) {
   bind_lengths(m);
   bind_plan(m);
 }

@@ -1,6 +1,7 @@
 #include "batch_plan.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -250,6 +251,24 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
     c.max_merge_rows = plan.max_merge_rows;
   }
   plan.workspace_bytes = workspace_bytes(plan.capacity.partial_rows, options.head_dim_v);
+  return plan;
+}
+
+BatchPlan plan_of_work(int kind, std::vector<fajit_work> work,
+                       std::vector<fajit_merge_work> merge_work,
+                       std::vector<int32_t> merge_sources, int64_t partial_rows) {
+  BatchPlan plan;
+  KindPlan& planned = plan.kinds[kind];
+  planned.work = std::move(work);
+  planned.worker_indptr.resize(planned.work.size() + 1);
+  std::iota(planned.worker_indptr.begin(), planned.worker_indptr.end(), 0);
+  plan.merge_work = std::move(merge_work);
+  plan.merge_sources = std::move(merge_sources);
+  plan.partial_rows = partial_rows;
+  for (const fajit_merge_work& item : plan.merge_work) {
+    plan.max_merge_rows = std::max(plan.max_merge_rows, item.row_end - item.row_begin);
+    plan.most_splits = std::max(plan.most_splits, item.num_splits);
+  }
   return plan;
 }
 

@@ -86,6 +86,11 @@ struct Lengths {
 Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
                      const std::vector<LevelArrays>& levels);
 
+// Requests that are a dim of their tensors: each has `q_len` rows of q and `kv_rows` of k and v, of
+// which it sees kv_len[b]. Throws std::invalid_argument that names the request.
+Lengths dense_lengths(int32_t q_len, int32_t kv_rows, std::vector<int32_t> kv_len,
+                      std::vector<int32_t> q_offset);
+
 // The key lists of block rows. Block row i of request b and list head s is at
 //   s * (sum of block rows of all requests) + (block rows of requests before b) + i,
 // and covers query rows [i * q_block, (i + 1) * q_block) of the request.
@@ -122,6 +127,7 @@ struct PlanOptions {
   bool mask_is_contiguous = false;  // rows keep one run of keys: bounds are searched, not tiles
   bool mask_reads_request = true;   // else equal lengths have equal costs, and groups are costed
   double merge_ns = 0;              // what a merge costs apart from its states: its launch
+  int32_t row_block = 0;            // no item has query rows of two blocks of so many; 0: no blocks
   Limits limits;
   int32_t num_levels = 0;           // levels of shared keys that a plan within the limits may have
 };
@@ -166,5 +172,10 @@ Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& options, int32_t
 // Throws std::invalid_argument for a batch beyond the limits (naming both sizes).
 BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
                      const PlanOptions& options, const fajit_args& mask_args);
+
+// A plan of work that somebody else made, each item for a worker of its own.
+BatchPlan plan_of_work(int kind, std::vector<fajit_work> work,
+                       std::vector<fajit_merge_work> merge_work,
+                       std::vector<int32_t> merge_sources, int64_t partial_rows);
 
 }  // namespace fajit::scheduler

@@ -12,7 +12,6 @@ inline pybind11::bytes to_bytes(const std::vector<T>& items) {
   return pybind11::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
 }
 
-void bind_scheduler(pybind11::module_& m);
-void bind_batch_plans(pybind11::module_& m);  // after the runtime's Module
+void bind_scheduler(pybind11::module_& m);  // after the runtime's Module
 
 }  // namespace fajit::scheduler

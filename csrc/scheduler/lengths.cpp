@@ -12,6 +12,11 @@ namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
+uint64_t next_id() {
+  static std::atomic<uint64_t> made{0};
+  return ++made;
+}
+
 // Whose arrays are read: the requests', or a level's, whose entries are groups.
 struct Owner {
   int64_t level = -1;
@@ -335,8 +340,42 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
     }
     if (out.page_size == 0) out.kv_token0[i] = out.kv_row0[i] - out.kv_first[i];
   }
-  static std::atomic<uint64_t> made{0};
-  out.id = ++made;
+  out.id = next_id();
+  return out;
+}
+
+Lengths dense_lengths(int32_t q_len, int32_t kv_rows, std::vector<int32_t> kv_len,
+                      std::vector<int32_t> q_offset) {
+  const size_t count = kv_len.size();
+  Lengths out;
+  out.num_requests = static_cast<int32_t>(count);
+  out.num_q_tokens = int64_t{q_len} * out.num_requests;
+  out.num_kv_tokens = int64_t{kv_rows} * out.num_requests;
+  if (q_len < 0 || kv_rows < 0 || std::max(out.num_q_tokens, out.num_kv_tokens) > kMost) {
+    fail(number(out.num_requests) + " requests of q_len=" + number(q_len) + " and " +
+         number(kv_rows) + " keys are more rows than 32 bits number");
+  }
+  for (size_t b = 0; b < count; ++b) {
+    const std::string name = "[" + number(static_cast<int64_t>(b)) + "]=";
+    if (kv_len[b] < 0 || kv_len[b] > kv_rows) {
+      fail("kv_len" + name + number(kv_len[b]) + " is outside of [0, " + number(kv_rows) + "]");
+    }
+    if (q_offset[b] < -kMost || q_offset[b] > kMost - q_len) {
+      fail("q_offset" + name + number(q_offset[b]) + ": the positions of its " + number(q_len) +
+           " queries do not fit 32 bits");
+    }
+    out.max_kv_len = std::max(out.max_kv_len, kv_len[b]);
+    out.q_token0.push_back(static_cast<int32_t>(b) * q_len);
+    out.kv_token0.push_back(static_cast<int32_t>(b) * kv_rows);
+  }
+  out.max_q_len = count > 0 ? q_len : 0;
+  out.q_len.assign(count, q_len);
+  for (std::vector<int32_t>* zeros : {&out.q_row0, &out.kv_row0, &out.kv_first}) {
+    zeros->assign(count, 0);
+  }
+  out.kv_len = std::move(kv_len);
+  out.q_offset = std::move(q_offset);
+  out.id = next_id();
   return out;
 }
 

@@ -107,7 +107,8 @@ class UnitMaker {
     const size_t e = static_cast<size_t>(entity);
     if (queries_len != known_.q_len) know(queries_len);
     const int32_t rows = queries_len * group_size_;
-    if (rows <= kinds_[known_.kind].tile_q) {
+    const int32_t block = options_.row_block > 0 ? options_.row_block : queries_len;
+    if (rows <= kinds_[known_.kind].tile_q && queries_len <= block) {
       // Decoding: hundreds of requests of equal rows. Divided and copied like others, 256 mixed
       // requests took 7 us longer (of 40).
       const auto [q_first, q_last] = queries(entity, 0, queries_len - 1);
@@ -127,7 +128,11 @@ class UnitMaker {
     unit.head = -1;
     unit.kind = known_.kind;
     const size_t first = units_.size();
-    add_rows(unit, 0, q_len(entity) * group_size_);
+    for (int64_t row = 0; row < queries_len; row += block) {
+      const int64_t next = std::min<int64_t>(row + block, queries_len);
+      add_rows(unit, static_cast<int32_t>(row) * group_size_,
+               static_cast<int32_t>(next) * group_size_);
+    }
     const int32_t tile_kv = kinds_[unit.kind].tile_kv;
     const int32_t span = std::max(tile_kv, q_len(entity) / kHullsARequest) * group_size_;
     for (size_t i = first; i < units_.size();) {

@@ -16,7 +16,7 @@ import torch
 from ..codegen.requests import AnySpec
 from ..errors import FlashAttnJitError, InputError, ParamError
 from ..ops._batch_plan import _stand_in
-from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
+from ..ops._check import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ..errors import CompileError, InputError
+from .. import _C
+from ..errors import CompileError
 from ..jit.module import find_kernel
-from ..ops import _handles
-from ..ops._dense import _geometry, bind_tensors, like_q_strides
-from ..ops._launch import DTYPE_NAMES, planned_call
+from ..ops._attend import plan_call
+from ..ops._batch_kernels import Options
+from ..ops._batch_plan import Variation
+from ..ops._call import Requests, dense_lengths, read_lengths
+from ..ops._check import DTYPE_NAMES
 from ..planner import Problem
 from ..variants.bounds import MaskParams
 from ..variants.params import Dims
@@ -25,8 +27,17 @@ class Layout:
     q: Tensor
     k: Tensor
     v: Tensor
-    kv_len: tuple[int, ...]
-    q_offset: tuple[int, ...]
+    lengths: _C.BatchLengths
+
+    @property
+    def kv_len(self) -> tuple[int, ...]:
+        """Of each request."""
+        return tuple(self.lengths.kv_len)
+
+    @property
+    def q_offset(self) -> tuple[int, ...]:
+        """Of each request."""
+        return tuple(self.lengths.q_offset)
 
     @property
     def dims(self) -> Dims:
@@ -56,49 +67,23 @@ class Layout:
 def layout_of(
     q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None, q_offset: int | Tensor | str
 ) -> Layout:
-    """The layout of a dense call's checked arguments."""
+    """The layout of a dense call. Raises InputError where kv_len or q_offset is wrong."""
     batch, q_len, rows = q.shape[0], q.shape[2], k.shape[2]
-    lengths = (rows,) * batch if kv_len is None else tuple(kv_len.tolist())
-    if isinstance(q_offset, Tensor):
-        offsets = tuple(q_offset.tolist())
-    elif isinstance(q_offset, str):
-        offsets = tuple(n - q_len for n in lengths)
-    else:
-        offsets = (q_offset,) * batch
-    for name, values in (("kv_len", lengths), ("q_offset", offsets)):
-        if len(values) != batch:
-            raise InputError(f"{name} must be [batch={batch}], it has {len(values)} entries")
-    return Layout(q, k, v, lengths, offsets)
+    read = read_lengths(batch, q_len, rows, kv_len, q_offset)
+    return Layout(q, k, v, dense_lengths(batch, q_len, rows, *read))
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The figures of a planned call."""
-
-    num_work: int
-    most_splits: int
-    workspace_bytes: int
-    total_cost: int
-    critical_cost: int
-
-
-def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule | CompileError:
-    """The schedule of the call, whose kernel is compiled if need be; or why it does not compile."""
-    handle = _handles.remember(bound.handle, bound.ir, name)
-    known = _handles.structure(handle)
-    addresses, layouts = bind_tensors(known, bound.tensors)[:2]
-    q, k, v = layout.q, layout.k, layout.v
-    signature = (
-        handle, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        like_q_strides(q, v.shape[3]), None, q.dtype, k.dtype, v.dtype, layout.kv_len,
-        layout.q_offset, layouts, False, torch.get_num_threads(), target, None,
-        bound.scalars if known.schedule_reads_scalars else None,
+def plan(layout: Layout, bound: Bound, name: str, target: str) -> Variation | CompileError:
+    """The call's plan, whose kernel is compiled if need be; or why it does not compile."""
+    d = layout.dims
+    options = Options(
+        d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, layout.q.dtype, layout.k.dtype,
+        layout.v.dtype, d.device, target,
     )  # fmt: skip
     try:
-        call = planned_call(_geometry(*signature), known, addresses)
+        return plan_call(options, Requests(layout.lengths, d), bound, name)
     except CompileError as error:
         return error
-    return Schedule(**{f.name: getattr(call, f.name) for f in fields(Schedule)})
 
 
 def artifact_path(document: str) -> str | None:

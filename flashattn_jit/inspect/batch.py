@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..ops._batch_kernels import KINDS, Kernel
 from ..ops._batch_plan import Variation
 from ..ops._batch_run import Planned
-from ..ops._launch import DTYPE_NAMES
+from ..ops._check import DTYPE_NAMES
 from ..planner import Problem, candidates
 from ..planner.costs import merge_cost
 from ._table import kib, table
@@ -77,7 +77,7 @@ def _head(planned: Planned) -> str:
         )
     o = batch.options
     text = (
-        f"plan of {batch.variant.name} on {o.target}: {o.num_q_heads} query heads over "
+        f"plan of {batch.name} on {o.target}: {o.num_q_heads} query heads over "
         f"{o.num_kv_heads} kv heads, head_dim {o.head_dim}, {DTYPE_NAMES[o.q_dtype]}"
     )
     return "\n  ".join([text, *parts])
@@ -179,7 +179,7 @@ def _problem(planned: Variation, launch: Launch) -> Problem:
     q_len, kv_len = lengths.q_len, lengths.kv_len
     # The longest request decides the class of rows.
     longest = max(members, key=q_len.__getitem__)
-    names = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.kv_dtype], DTYPE_NAMES[o.kv_dtype]
+    names = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
     return Problem(
         (q_len[longest],), (kv_len[longest],), o.num_q_heads, o.num_kv_heads, o.head_dim,
         o.head_dim_v, *names,

@@ -10,6 +10,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
 from ..errors import InputError
 from ..jit.key import KernelKey
+from ..ops._batch_kernels import native_kind
 from ..planner import (
     Device,
     Hardware,
@@ -18,12 +19,13 @@ from ..planner import (
     TileChoice,
     device_hardware,
     host_hardware,
-    min_chunk,
     named_hardware,
     slots,
     typical_hardware,
 )
+from ..planner.costs import merge_cost
 from ..planner.cuda_tiles import in_flight_bytes
+from ..planner.tiles import few_rows
 from ._table import kib, table
 
 
@@ -111,27 +113,22 @@ def device_plan(
 ) -> DevicePlan:
     """The plan of a problem on a device, from its lengths."""
     found = slots(spec, device)
-    scheduled = _C.schedule(
-        None,
-        _C.Problem(
-            num_requests=len(problem.q_len),
-            num_q_heads=problem.num_q_heads,
-            num_kv_heads=problem.num_kv_heads,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim_v,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
+    workers = max(1, found.total)
+    kind = native_kind(spec, device.target)
+    native = _C.BatchPlan(
+        _C.BatchLengths.dense(
+            len(problem.q_len), max(problem.q_len, default=0), max(problem.kv_len, default=0),
+            problem.kv_len,
         ),
-        tile_q=spec.tile_q,
-        row_granule=spec.tile_q,
-        tile_kv=spec.tile_kv,
-        min_chunk=min_chunk(spec),
-        num_workers=max(1, found.total),
-        device=True,
-    )
-    return DevicePlan(
-        candidates, spec, key, device, found, scheduled["num_work"], scheduled["most_splits"]
-    )
+        (kind, None) if spec.tile_kind == "prefill" else (None, kind),
+        num_q_heads=problem.num_q_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim_v=problem.head_dim_v,
+        few_rows=few_rows(device.target, problem.q_dtype),
+        num_workers=(workers, workers),
+        merge_ns=merge_cost(device.target),
+    )  # fmt: skip
+    return DevicePlan(candidates, spec, key, device, found, native.num_work, native.most_splits)
 
 
 __all__ = ["DevicePlan", "device_plan", "machine"]

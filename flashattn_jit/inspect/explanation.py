@@ -10,13 +10,14 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from .. import _C
 from ..codegen.render import render
 from ..codegen.spec import KernelSpec
 from ..codegen.target import matrix_dtype
 from ..errors import CompileError, InputError
 from ..jit.key import KernelKey, kernel_key
 from ..jit.toolchain import flags_for
-from ..ops._check import check_dense, check_lengths
+from ..ops._check import check_dense
 from ..planner import (
     Device,
     Hardware,
@@ -31,7 +32,7 @@ from ..variants.ir import VariantIR, format_graph
 from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
 from ._dims import complete_dims
-from ._plan import Layout, Schedule, artifact_path, layout_of, plan
+from ._plan import Layout, artifact_path, layout_of, plan
 from ._table import kib, si, table
 from .device_plan import DevicePlan, device_plan, machine
 from .plots import draw, require_matplotlib
@@ -44,13 +45,14 @@ _SHOWN_ENTRIES = 6
 class Plan:
     """What the planner chose for a problem. `str()` gives the candidates and the schedule.
 
-    call: the schedule; None where the kernel does not compile, and then `error` says why.
+    call: the schedule, with predicted nanoseconds; None where the kernel does not compile, and then
+    `error` says why.
     """
 
     candidates: tuple[TileChoice, ...]
     spec: KernelSpec
     key: KernelKey
-    call: Schedule | None
+    call: _C.BatchPlan | None
     error: CompileError | None
     num_threads: int
 
@@ -62,9 +64,9 @@ class Plan:
     @property
     def balance(self) -> float:
         """The most loaded thread's cost over the mean; 1.0 is even, 0.0 is no work."""
-        if self.call is None or not self.call.total_cost:
+        if self.call is None or not self.call.total_ns:
             return 0.0
-        return self.call.critical_cost * self.num_threads / self.call.total_cost
+        return self.call.critical_ns * self.num_threads / self.call.total_ns
 
     def __str__(self) -> str:
         header = ["", "tile kind", "tile", "scratch", "for or against"]
@@ -247,8 +249,9 @@ def _plan(
     if isinstance(hardware, Device):
         return device_plan(options, spec, key, hardware, problem)
     planned = plan(layout, bound, name, spec.target)
-    call, error = (None, planned) if isinstance(planned, CompileError) else (planned, None)
-    return Plan(options, spec, key, call, error, torch.get_num_threads())
+    if isinstance(planned, CompileError):
+        return Plan(options, spec, key, None, planned, torch.get_num_threads())
+    return Plan(options, spec, key, planned.native, None, torch.get_num_threads())
 
 
 def _layout(
@@ -270,12 +273,6 @@ def _layout(
         v = torch.empty(d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v, dtype=dtype, device="meta")
     else:
         check_dense(q, k, v)
-    if kv_len is not None:
-        check_lengths("kv_len", kv_len, q.shape[0], 0, k.shape[2])
-    if isinstance(q_offset, Tensor):
-        check_lengths("q_offset", q_offset, q.shape[0], -(2**30), 2**30)
-    elif isinstance(q_offset, str) and q_offset != "end":
-        raise InputError(f'q_offset must be an int, a tensor [batch] or "end", got {q_offset!r}')
     return layout_of(q, k, v, kv_len, q_offset)
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..errors import InputError, LaunchError
+from ..errors import InputError
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
-from ..variants.modes import need_values
+from ..variants.modes import PLAN_FIRST, need_values, refuse_capture
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
 from ..variants.queries import unscaled_integers
@@ -25,24 +25,23 @@ from ._batch_kernels import Kernels, Options, native_kinds
 from ._batch_plan import Batch, Keys, bind_plan
 from ._batch_run import Habits, Planned
 from ._bits import BlockBits, TreeBits, tree_words
+from ._call import Array, Offset, host_array, offset_array
+from ._check import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
-from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._replays import check_replayable, padded, with_room
 from ._traced import is_traced
 from ._workspace import Workspace
-from .attention import Offset, check_offset
 from .limits import Limits
 from .plan import Plan
 from .sparsity import BlockSparse, Sparsity, TokenSparse, Tree
-from .storage import Array, NativeStorage, Storage, Stored, host_array, read_storage
+from .storage import NativeStorage, Storage, Stored, read_storage
 
 Params = Mapping[str, object]
 
 _objects: weakref.WeakValueDictionary[int, BatchBase] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_LARGEST_OFFSET = 2**30
 _MOST = 10**30
 
 
@@ -118,8 +117,8 @@ class BatchBase:
             raise InputError(wrong)
         self._kernels = Kernels(
             Options(
-                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, own, where,
-                limits, cuda_graph, batch_invariant,
+                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_dtype, own,
+                where, limits, cuda_graph, batch_invariant,
             )
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)
@@ -138,7 +137,7 @@ class BatchBase:
         made = {
             "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
             "head_dim": options.head_dim, "head_dim_v": options.head_dim_v,
-            "q_dtype": options.q_dtype, "kv_dtype": options.kv_dtype, "device": options.device,
+            "q_dtype": options.q_dtype, "kv_dtype": options.k_dtype, "device": options.device,
             "workspace": self._workspace.given, "limits": options.limits,
             "cuda_graph": options.cuda_graph, "batch_invariant": options.batch_invariant,
             "target": self._target,
@@ -275,14 +274,10 @@ class BatchBase:
         options = self._kernels.options
         if sparsity is not None or params:
             _check_values(sparsity, params)
-        if options.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise LaunchError(
-                "plan() while a CUDA graph is captured: plan before the capture, capture run(), "
-                "and plan again between replays"
-            )
+        refuse_capture(options.device, "plan() was called", PLAN_FIRST)
         rows, _rows_held = host_array("q_indptr", q_indptr)
         stored = read_storage(storage, options.device)
-        offset, _offset_held = _offsets(q_offset, rows[1] - 1)
+        offset, _offset_held = offset_array(q_offset, rows[1] - 1)
         try:
             lengths = _C.BatchLengths(
                 rows, stored.native, offset, tuple(level.native() for level in levels)
@@ -299,15 +294,16 @@ class BatchBase:
             variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
         num_levels = len(levels)
         if options.cuda_graph:
-            before = None if self._planned is None else self._planned.batch
-            lists = with_room(lists, sparsity, options, None if before is None else before.lists)
+            before = self._planned
+            room = None if before is None else before.batch.lists
+            lists = with_room(lists, sparsity, options, room)
             if before is not None:
                 bits = padded(bits, before.params)
-                num_levels = max(num_levels, before.num_levels)
+                num_levels = max(num_levels, before.batch.num_levels)
         given = {**params, **bits}
         keys = _keys(stored, levels)
         bound = bind_plan(variant, dims, given, self._habits.dtypes)
-        batch = Batch(self._kernels, variant, lengths, dims, keys, lists, given, num_levels)
+        batch = Batch(self._kernels, variant.name, lengths, dims, keys, lists, num_levels)
         self._check_variant(batch, bound)
         unaligned = self._habits.unaligned
         first = _batch_plan.vary(batch, bound, unaligned)
@@ -319,7 +315,9 @@ class BatchBase:
 
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)
-        self._planned = Planned(batch, first, unaligned, self._state, self._workspace, self._habits)
+        self._planned = Planned(
+            batch, variant, given, first, unaligned, self._state, self._workspace, self._habits
+        )
         return Plan(self._planned)
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
@@ -423,28 +421,6 @@ def _cuda_device(device: torch.device) -> torch.device:
 
 def _with_limits(options: Options, limits: Limits) -> Options:
     return replace(options, limits=limits)
-
-
-def _offsets(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor | None]:
-    """The positions of first tokens as an array; None for "end"."""
-    if isinstance(q_offset, str):
-        if q_offset != "end":
-            raise InputError(
-                f'q_offset must be an int, a tensor [num_requests] or "end", got {q_offset!r}'
-            )
-        return None, None
-    if isinstance(q_offset, torch.Tensor):
-        array, held = host_array("q_offset", q_offset)
-        values = held.numpy()
-        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-        worst = high if high > -low else low
-    else:
-        worst = check_offset(q_offset, "num_requests")
-        held = torch.full((max(0, count),), worst, device="cpu")
-        array = host_array("q_offset", held)[0]
-    if abs(worst) > _LARGEST_OFFSET:
-        raise InputError(f"q_offset={worst} is outside of [-2**30, 2**30]")
-    return array, held
 
 
 def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:

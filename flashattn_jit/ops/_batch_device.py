@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
@@ -25,9 +26,9 @@ import torch
 
 from .. import _C
 from ..codegen.target import is_emulated
-from ..errors import InputError, LaunchError
-from . import _driver
-from ._device_launch import DeviceMemory, LaunchTensors, enqueue, is_capturing, ordinal
+from ..errors import InputError
+from ..variants.modes import PLAN_FIRST, refuse_capture
+from ._device import DeviceMemory, LaunchTensors, check_driver, enqueue, ordinal
 from ._emulated import aligned_empty, record
 
 
@@ -119,7 +120,7 @@ class DeviceState:
             LaunchError: the driver is too old, or the kernels cannot be loaded.
         """
         if not self.emulated:
-            _driver.check(module)
+            check_driver(module)
             module.load(ordinal(self.device))
 
     def upload(self, core: _C.BatchCall) -> DeviceBlock:
@@ -129,7 +130,7 @@ class DeviceState:
             LaunchError: the current stream is being captured in a graph.
             InputError: under `fixed`, a plan of other limits.
         """
-        _refuse_capture(self.device)
+        refuse_capture(self.device, "a plan was made", PLAN_FIRST)
         size = core.block_bytes
         with self._lock:
             memory = self._memory
@@ -162,7 +163,7 @@ class DeviceState:
         Raises:
             InputError: the tensor has more entries than there is room for, or another dtype.
         """
-        _refuse_capture(self.device)
+        refuse_capture(self.device, "a plan was made", PLAN_FIRST)
         if not self.fixed:
             return self._moved(tensor)
         with self._lock:
@@ -226,12 +227,10 @@ def _copy(host: torch.Tensor, source: torch.Tensor) -> None:
     host.copy_(source)
 
 
-def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and is_capturing():
-        raise LaunchError(
-            "plan() was called while a CUDA graph is being captured: plan before the capture, then "
-            "capture run(), and plan again before each replay"
-        )
+@lru_cache(maxsize=64)
+def state_of(device: torch.device, target: str) -> DeviceState:
+    """The memory of all plans of dense and packed calls on a device, one block a plan."""
+    return DeviceState(device, target, fixed=False)
 
 
 def launch(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: float) -> None:

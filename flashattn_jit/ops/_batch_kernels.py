@@ -17,8 +17,8 @@ from ..planner.cuda_tiles import row_class
 from ..planner.requests import requests_of
 from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows
 from ..variants.ir import VariantIR
+from ._check import DTYPE_NAMES
 from ._handles import Structure
-from ._launch import DTYPE_NAMES
 from .limits import Limits
 
 PREFILL, FEW_ROW = 0, 1
@@ -34,19 +34,20 @@ _KEPT_PAIRS = 256
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a BatchAttention is made for."""
+    """What kernels are chosen for: of a `BatchAttention`, or of dense and packed calls alike."""
 
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     head_dim_v: int
     q_dtype: torch.dtype
-    kv_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
     device: torch.device
     target: str
-    limits: Limits | None
-    cuda_graph: bool
-    batch_invariant: bool
+    limits: Limits | None = None
+    cuda_graph: bool = False
+    batch_invariant: bool = False
 
     @property
     def group_size(self) -> int:
@@ -75,27 +76,28 @@ Pair = tuple[Kernel | None, Kernel | None]
 class Needs(NamedTuple):
     """What of a batch decides its kernels: storage and rows. `prefill_rows`: of the longest."""
 
-    paged: bool
-    sparse: bool
-    mixed: bool
-    unaligned: bool
     prefill_rows: int
     few: bool
+    paged: bool = False
+    sparse: bool = False
+    mixed: bool = False
+    block_mask: bool = False
+    unaligned: bool = False
 
     def features(self, cpu: bool) -> tuple[str, ...]:
         """Of the kernels."""
-        if cpu:
-            return ("indirect",) if self.paged or self.sparse or self.mixed else ()
+        if cpu and (self.paged or self.sparse or self.mixed):
+            return ("indirect",)
         wanted = {
-            "paged": self.paged, "mixed_rows": self.mixed, "sparse": self.sparse,
-            "unaligned": self.unaligned,
+            "block_mask": self.block_mask, "paged": self.paged, "mixed_rows": self.mixed,
+            "sparse": self.sparse, "unaligned": self.unaligned and not cpu,
         }  # fmt: skip
         return tuple(name for name, needed in wanted.items() if needed)
 
 
 @dataclass(slots=True)
 class Kernels:
-    """The kernels of one object, by structure."""
+    """The kernels of one object, or of calls of one kind, by structure."""
 
     options: Options
     _known: dict[tuple[object, ...], Kernel] = field(default_factory=dict)
@@ -108,19 +110,21 @@ class Kernels:
         return few_rows(self.options.target, DTYPE_NAMES[self.options.q_dtype])
 
     def needs(
-        self, lengths: _C.BatchLengths, paged: bool, q_block: int, mixed: bool, unaligned: bool
+        self, lengths: _C.BatchLengths, group_size: int, q_block: int = 0, **form: bool
     ) -> Needs:
-        """The needs of a batch; under limits, of every batch."""
-        prefill, few, rows = lengths.tile_kinds(self.options.group_size, self.few_rows, q_block)
+        """The needs of a batch; under limits, of every batch.
+
+        group_size: query heads that share a tile. form: the other fields of `Needs`.
+        """
+        prefill, few, rows = lengths.tile_kinds(group_size, self.few_rows, q_block)
         always = self.options.limits is not None
         if always or self.options.batch_invariant or self.options.cpu:
             rows = ALL_ROWS
         elif prefill:
             rows = row_class(rows)
         return Needs(
-            paged, q_block > 0, mixed, unaligned, rows if prefill or always else 0,
-            bool(few) or always,
-        )  # fmt: skip
+            rows if prefill or always else 0, bool(few) or always, sparse=q_block > 0, **form
+        )
 
     def pair(self, handle: int, known: Structure, needs: Needs) -> Pair:
         """The kernels, from memory or loaded now.
@@ -145,10 +149,10 @@ class Kernels:
     def unloaded(self, known: Structure, needs: Needs) -> Pair:
         """The kernels of a CPU target as `_C.BatchPlan.workspace_bound` takes them: no modules."""
         features = needs.features(self.options.cpu)
-        prefill, few = (
-            self._cpu_costs(self.spec(known.ir, rows, features, known.name), None)
-            for rows in (needs.prefill_rows, 1)
+        specs = (
+            self.spec(known.ir, rows, features, known.name) for rows in (needs.prefill_rows, 1)
         )
+        prefill, few = (Kernel(s, None, native_kind(s, self.options.target), 0) for s in specs)
         return prefill, few
 
     def spec(
@@ -156,11 +160,10 @@ class Kernels:
     ) -> KernelSpec:
         """The first choice for some rows."""
         o = self.options
-        kv = DTYPE_NAMES[o.kv_dtype]
+        dtypes = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
         return choose_rows(
-            ir, (o.head_dim, o.head_dim_v), (DTYPE_NAMES[o.q_dtype], kv, kv), o.target,
-            packed_rows, features, name,
-        )  # fmt: skip
+            ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name
+        )
 
     def _kernel(
         self, handle: int, known: Structure, packed_rows: int, features: tuple[str, ...]
@@ -170,27 +173,18 @@ class Kernels:
         kernel = self._known.get(key)
         if kernel is None:
             spec = self.spec(known.ir, packed_rows, features, known.name)
-            make = self._cpu_kernel if self.options.cpu else self._device_kernel
-            kernel = self._known[key] = make(spec)
+            kernel = self._known[key] = self._load(spec)
         return kernel
 
-    def _cpu_kernel(self, spec: KernelSpec) -> Kernel:
-        return self._cpu_costs(spec, load_stepping(requests_of(spec))[1])
-
-    def _cpu_costs(self, spec: KernelSpec, module: _C.Module | None) -> Kernel:
-        granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
-        costs = (least_part(spec), *coefficients(spec, self.options.target))
-        native = (module, item_rows(spec, _L2_BYTES), granule, spec.tile_kv, *costs)
-        return Kernel(spec, module, native, 0)
-
-    def _device_kernel(self, spec: KernelSpec) -> Kernel:
+    def _load(self, spec: KernelSpec) -> Kernel:
+        if self.options.cpu:
+            module = load_stepping(requests_of(spec))[1]
+            return Kernel(spec, module, native_kind(spec, self.options.target, module), 0)
         from . import _device  # a process without a device need not have it
 
         spec, module = _device.load_spec(spec)
-        costs = coefficients(spec, self.options.target)
-        native = (module, spec.tile_q, spec.tile_q, spec.tile_kv, least_part(spec), *costs)
         workers = _device.workers(spec, self.options.device, module)
-        return Kernel(spec, module, native, workers)
+        return Kernel(spec, module, native_kind(spec, self.options.target, module), workers)
 
     def plan_options(self, kernels: Pair) -> dict[str, Any]:
         """What `_C.BatchPlan` and its `workspace_bound` are told of the machine and the object."""
@@ -221,10 +215,22 @@ class Kernels:
         }
 
 
+def native_kind(
+    spec: KernelSpec, target: str, module: _C.Module | None = None
+) -> tuple[object, ...]:
+    """A kernel as `_C.BatchPlan` takes a kind: its module, its tile and what its work costs."""
+    rows = granule = spec.tile_q  # on devices a tile that is not full takes as long as a full one
+    if target in CPU_TARGETS:
+        rows = item_rows(spec, _L2_BYTES)
+        granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
+    costs = coefficients(spec, target)
+    return module, rows, granule, spec.tile_kv, least_part(spec), *costs
+
+
 def native_kinds(kernels: Sequence[Kernel | None]) -> Any:
     """As `_C.BatchPlan` takes them."""
     return tuple(None if k is None else k.native for k in kernels)
 
 
 __all__ = ["FEW_ROW", "KINDS", "PREFILL", "Kernel", "Kernels", "Needs", "Options", "Pair",
-           "native_kinds"]  # fmt: skip
+           "native_kind", "native_kinds"]  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ._batch_base import by_number
-from ._dense import filled
 from ._graph_ops import params_of, register, split_params
+from ._launch import filled
 from ._shapes import packed_shapes
 
 _VALUES = (

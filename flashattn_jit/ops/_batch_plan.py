@@ -1,9 +1,9 @@
-"""From a batch to a plan: what `BatchAttention.plan` does after its arguments were read.
+"""From a batch to a plan, for `plan()` and for dense and packed calls alike.
 
-A `Batch` is what one plan() was told. A `Variation` is that batch planned for one structure of its
-variant and one alignment of its tensors: the first is made by plan(), another one by a run whose
-params or tensors turn out to need other kernels. Making one has no effect on a device until
-`commit`.
+A `Batch` is what is planned: requests, where their keys lie, which of them are visited. A
+`Variation` is that batch planned for one structure of its variant and one alignment of its tensors:
+the first is made by plan(), another one by a run whose params or tensors turn out to need other
+kernels. Making one has no effect on a device until `commit`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from ..variants.params import MISSING, Dims, Param
 from ..variants.spec import Variant
 from . import _handles
 from ._batch_kernels import Kernels, Needs, Options, Pair, native_kinds
-from ._dense import bind_tensors
+from ._call import BlockMaskLayout, Call
 from ._handles import Structure
 from ._key_lists import KeyLists
+from ._launch import Launch, bind_tensors
 
 Params = Mapping[str, object]
 
@@ -43,18 +44,35 @@ class Keys(NamedTuple):
     page_indptrs: Sequence[torch.Tensor] = ()
 
 
+_RAGGED = Keys(0, None, None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one plan() was told. params: those of the mask. num_levels: of shared keys."""
+    """What is planned.
+
+    name: of the variant. num_levels: of shared keys. keeps_mask: the plan is for the params of the
+    mask that it is made with, which stay; else for any, and a mask that reads tensors is costed by
+    length.
+    """
 
     kernels: Kernels
-    variant: Variant
+    name: str
     lengths: _C.BatchLengths
     dims: Dims
-    keys: Keys
-    lists: KeyLists | None
-    params: Params
+    keys: Keys = _RAGGED
+    lists: KeyLists | None = None
     num_levels: int = 0
+    block_mask: BlockMaskLayout | None = None
+    keeps_mask: bool = True
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Groups of query heads that share a tile: those of one key head, unless they visit
+        different blocks of a block mask."""
+        if self.block_mask is not None and self.block_mask[1][1] != 0:
+            return self.options.num_q_heads
+        return self.options.num_kv_heads
 
     @property
     def options(self) -> Options:
@@ -62,27 +80,12 @@ class Batch:
         return self.kernels.options
 
 
-class Ready(NamedTuple):
-    """What follows from the signature of a run's tensors: worked out at the first of them.
-
-    call: bound to strides. shape, dtype: of the result. out_bytes, input_bytes: extents of a given
-    out and of q, k, v and params, which tell whether they overlap. Working these out at every run
-    was half of its time: 17.9 us a run before, 10.4 after (one token, one head, given out).
-    """
-
-    call: _C.BatchCall
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    out_bytes: int
-    input_bytes: tuple[int, ...]
-
-
 @dataclass(slots=True, eq=False)
 class Variation:
     """A planned batch for one structure and one alignment.
 
     mask_tensors, mask_scalars: (slot, value) of what the mask reads, which a run does not change.
-    block: the plan in device memory. ready: what runs launch, by signature.
+    block: the plan in device memory. launches: what runs of it launch.
     """
 
     batch: Batch
@@ -97,7 +100,7 @@ class Variation:
     key_blocks: torch.Tensor | None
     classified: bool
     block: Any = None
-    ready: dict[tuple[object, ...], Ready] = field(default_factory=dict)
+    launches: dict[Call, Launch] = field(default_factory=dict)
     pointers: tuple[int, int] = (0, 0)  # of page_indices and key_blocks
 
     def commit(self, state: Any) -> None:
@@ -256,7 +259,11 @@ def vary(
         CompileError: a kernel was needed that no cache has, and the compiler failed.
     """
     options, kernels, lists = batch.options, batch.kernels, batch.lists
-    known = _handles.structure(_handles.remember(bound.handle, bound.ir, batch.variant.name))
+    known = _handles.structure_of(bound, batch.name)
+    if not options.cpu:
+        from ._device import check_params  # a process without a device need not have it
+
+        check_params(known)
     mask = known.ir.hook("mask_mod")
     slots = known.mask_slots
     tensors, scalars = list(bound.tensors), list(bound.scalars)
@@ -267,15 +274,12 @@ def vary(
             for slot in which:
                 values[slot] = mask_values.get(params[slot].name, values[slot])  # type: ignore
     needs = kernels.needs(
-        batch.lengths, batch.keys.page_size > 0, lists.q_block if lists else 0,
-        batch.num_levels > 0, unaligned,
+        batch.lengths, options.num_q_heads // batch.num_kv_heads, lists.q_block if lists else 0,
+        paged=batch.keys.page_size > 0, mixed=batch.num_levels > 0,
+        block_mask=batch.block_mask is not None, unaligned=unaligned,
     )  # fmt: skip
     pair = kernels.pair(bound.handle, known, needs)
-    classify = (
-        mask is not None
-        and lists is None
-        and all(tensors[slot].device.type == "cpu" for slot in slots[0])
-    )
+    classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)
     mask_args: dict[str, Any] = {}
     if classify:
         addresses, layouts, _held = bind_tensors(known, tensors)
@@ -292,7 +296,8 @@ def vary(
             classify=classify,
             limits=None if options.limits is None else options.limits.native(),
             num_levels=batch.num_levels,
-            **kernels.plan_options(pair),
+            row_block=0 if batch.block_mask is None else batch.block_mask[2],
+            **{**kernels.plan_options(pair), "num_kv_heads": batch.num_kv_heads},
             **mask_args,
         )
     except ValueError as error:
@@ -308,12 +313,26 @@ def vary(
         key_block=lists.key_block if lists else 0,
         num_key_blocks=lists.entries if lists else 0,
     )
+    kept = slots if batch.keeps_mask else ((), ())
     return Variation(
         batch, known, pair, native, core, bound.mask_params,
-        tuple((slot, tensors[slot]) for slot in slots[0]),
-        tuple((slot, scalars[slot]) for slot in slots[1]),
+        tuple((slot, tensors[slot]) for slot in kept[0]),
+        tuple((slot, scalars[slot]) for slot in kept[1]),
         batch.keys.page_indices, lists.key_blocks if lists else None, classify,
     )  # fmt: skip
+
+
+def _can_be_costed(batch: Batch, known: Structure, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the interval form of the mask may say what the work costs.
+
+    It says nothing of the blocks of a block mask, whose full ones are visited whatever the mask
+    says. Tensors on a device are not read.
+    """
+    if batch.block_mask is not None:
+        return False
+    if not batch.keeps_mask:
+        return known.costed_by_mask
+    return all(tensors[slot].device.type == "cpu" for slot in known.mask_slots[0])
 
 
 def bound_kernels(
@@ -326,9 +345,9 @@ def bound_kernels(
         if d.param.default is MISSING and d.param.name not in d.owner.__dict__
     }
     bound = bind_on_host(variant, dims, params)
-    known = _handles.structure(_handles.remember(bound.handle, bound.ir, variant.name))
+    known = _handles.structure_of(bound, variant.name)
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
-    needs = Needs(paged, sparse, mixed, unaligned, ALL_ROWS, True)
+    needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned)
     if kernels.options.cpu:
         return kernels.unloaded(known, needs)
     pair = kernels.pair(bound.handle, known, needs)
@@ -346,5 +365,5 @@ def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:
     return found
 
 
-__all__ = ["Batch", "Keys", "Ready", "Variation", "bind_plan", "bound_kernels",
+__all__ = ["Batch", "Keys", "Variation", "bind_plan", "bound_kernels",
            "mask_values", "refuse_mask_params", "vary"]  # fmt: skip

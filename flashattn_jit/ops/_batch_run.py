@@ -1,26 +1,26 @@
-"""What `BatchAttention.run` does: checks once a signature, then a look-up and a launch."""
+"""What `BatchAttention.run` does: checks once a call of its kind, then a look-up and a launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .. import _C
-from ..errors import InputError, LaunchError
+from ..errors import InputError
 from ..variants.binding import Bound, bind, bind_outside_modes
+from ..variants.modes import refuse_capture
+from ..variants.spec import Variant
 from . import _check
 from ._batch_kernels import Options
-from ._batch_plan import Batch, Params, Ready, Variation, mask_values, refuse_mask_params, vary
-from ._dense import bind_tensors, result_dtype
-from ._launch import DTYPE_NAMES
+from ._batch_plan import Batch, Params, Variation, mask_values, refuse_mask_params, vary
+from ._call import Call, Form, is_aligned, packed_form, paged_form
+from ._check import DTYPE_NAMES
+from ._launch import bind_tensors, check_out, launch, make_launch
 from ._workspace import Workspace
-from .storage import owner_of
+from .storage import check_pages
 
 _RAGGED = "[num_kv_tokens, num_kv_heads, {}]"
-_CPU = torch.device("cpu")
 _PAGED = "[num_pages, page_size, num_kv_heads, {}]"
 
 
@@ -38,18 +38,22 @@ class Habits:
 class Planned:
     """A plan in force: the first variation of a batch, and those that runs needed since.
 
+    variant, params: what was planned, and the params of its mask.
+
     Immutable but for `variations`, which only grow: runs of several threads may share it. With a
     CUDA graph there is one at a time, as there is one place for it.
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "habits", "pointwise", "scale", "state", "variations",
-        "workspace",
+        "batch", "cpu", "first", "habits", "params", "pointwise", "scale", "state", "variant",
+        "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
         self,
         batch: Batch,
+        variant: Variant,
+        params: Params,
         first: Variation,
         unaligned: bool,
         state: Any,
@@ -57,6 +61,7 @@ class Planned:
         habits: Habits,
     ) -> None:
         self.batch, self.first, self.state, self.workspace = batch, first, state, workspace
+        self.variant, self.params = variant, params
         self.cpu = batch.options.cpu
         self.habits = habits
         self.pointwise = first.known.pointwise
@@ -81,81 +86,62 @@ class Planned:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(out, lse) of a batch; lse is None unless asked for."""
         batch = self.batch
-        options = batch.options
         if params:
-            refuse_mask_params(batch.variant, params, self.first.mask_params)
-        bound = bind(
-            batch.variant, batch.dims, {**batch.params, **params} if params else batch.params
-        )
-        unaligned = not self.cpu and not _aligned(q, k, v, out, options)
+            refuse_mask_params(self.variant, params, self.first.mask_params)
+        bound = bind(self.variant, batch.dims, {**self.params, **params} if params else self.params)
+        form = self._form(q, k, v)
+        unaligned = not self.cpu and not is_aligned(form, q, k, v, out)
         variation = self.variations.get((bound.handle, unaligned))
         if variation is None:
             _check_call(self, q, k, v)
-            refuse_mask_params(batch.variant, params, bound.mask_params)
+            refuse_mask_params(self.variant, params, bound.mask_params)
             variation = self._vary(bound, unaligned, params)
         tensors, scalars = variation.values(bound)
-        inputs = (q, k, v, *tensors)
-        _check.check_grad(inputs)
+        _check.check_grad((q, k, v, *tensors))
         addresses, layouts, held = bind_tensors(variation.known, tensors)
         with_lse = return_lse or (partial and not self.pointwise)
-        signature = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
-            v.dtype, q.device, k.device, v.device, layouts, with_lse, return_lse, partial,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        call = Call(
+            form, batch.lengths, bound.handle, layouts,
+            None if out is None else (out.shape, out.stride(), out.dtype, out.device), with_lse,
+            partial, batch.options.target, int(self.cpu), not unaligned,
         )  # fmt: skip
-        ready = variation.ready.get(signature)
+        ready = variation.launches.get(call)
+        if return_lse:
+            _check.check_lse(return_lse, self.pointwise)
         if ready is None:
             _check_call(self, q, k, v)
-            _check.check_lse(return_lse, self.pointwise)
-            ready = self._ready(variation, inputs, layouts, with_lse, partial, out)
-            if len(variation.ready) >= _KEPT_SIGNATURES:
-                variation.ready.clear()
-            variation.ready[signature] = ready
-        call, shape, dtype = ready.call, ready.shape, ready.dtype
-        scale = self.scale if scale is None else _check.check_scale(scale, options.head_dim)
-        device = _CPU if self.cpu else q.device
-        if out is None:
-            result = torch.empty(shape, dtype=dtype, device=device)
-        else:
-            _check.check_out_grad(out)
-            _check.check_apart(out, ready.out_bytes, inputs, ready.input_bytes)
-            result = out
-        lse = torch.empty(shape[:2], dtype=torch.float32, device=device) if with_lse else None
-        space, place = self.workspace.take(variation.native.workspace_bytes)
-        if self.cpu:
-            address = q.data_ptr()
-            call.launch(
-                address, k.data_ptr() or address, v.data_ptr() or address, result.data_ptr(),
-                0 if lse is None else lse.data_ptr(), scale, torch.get_num_threads(), addresses,
-                scalars, place, 0, *variation.pointers,
-            )  # fmt: skip
-        else:
-            from . import _batch_device, _device_launch  # a process without a device need not
+            if out is not None:
+                check_out(out, form, partial, (q, k, v, *tensors))
+            ready = make_launch(variation, call, out, tensors)
+            if len(variation.launches) >= _KEPT_LAUNCHES:
+                variation.launches.clear()
+            variation.launches[call] = ready
+        scale = self.scale if scale is None else _check.check_scale(scale, form.head_dim)
+        return launch(
+            variation, ready, q, k, v, out, scale, held, addresses, scalars, self.workspace
+        )
 
-            known = variation.known
-            launched = _device_launch.LaunchTensors(
-                q, k, v, result, lse, held, addresses, tuple(scalars), space,
-                page_indices=variation.page_indices, key_blocks=variation.key_blocks,
-                names=known.tensor_names, num_params=len(known.ir.tensors),
-            )  # fmt: skip
-            _batch_device.launch(variation.block, call, launched, scale)
-        return result, lse
+    def _form(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Form:
+        try:
+            return (paged_form if self.batch.keys.page_size else packed_form)(q, k, v, True)
+        except InputError:
+            _check_call(self, q, k, v)
+            raise
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError where the variant holds a tensor of a transform."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             batch = self.batch
-            bind_outside_modes(batch.variant, batch.dims, {**batch.params, **params})
+            bind_outside_modes(self.variant, batch.dims, {**self.params, **params})
 
     def _vary(self, bound: Bound, unaligned: bool, params: Params) -> Variation:
         """Another variation of the batch, planned now."""
-        device = self.batch.options.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise LaunchError(
-                "a run that needs other kernels than planned is being captured in a CUDA graph: "
-                "its params have other dtypes or strides, or its tensors are not aligned to 16 "
-                "bytes; make the same run once before the capture"
-            )
+        refuse_capture(
+            self.batch.options.device,
+            "a run needs other kernels than planned",
+            "its params have other dtypes or strides, or its tensors are not aligned to 16 bytes; "
+            "make the same run once before the capture",
+        )
         made = vary(self.batch, bound, unaligned, mask_values(self.first))
         self.workspace.check(made.native.workspace_bytes)
         made.commit(self.state)
@@ -167,63 +153,8 @@ class Planned:
             self.variations = {}
         return self.variations.setdefault((bound.handle, unaligned), made)
 
-    def _ready(
-        self,
-        variation: Variation,
-        inputs: Sequence[torch.Tensor],
-        layouts: Sequence[Any],
-        with_lse: bool,
-        partial: bool,
-        out: torch.Tensor | None,
-    ) -> Ready:
-        options = self.batch.options
-        q, k, v = inputs[:3]
-        heads, head_dim_v = options.num_q_heads, options.head_dim_v
-        own = (0, head_dim_v, heads * head_dim_v)
-        shape, dtype = (q.shape[0], heads, head_dim_v), result_dtype(q, partial)
-        if out is not None:
-            _check.check_out_layout(out, shape, dtype, q.device)
-            own = (0, out.stride(1), out.stride(0))
-        try:
-            call = variation.core.bind(
-                strides=(
-                    (0, q.stride(1), q.stride(0)), _key_strides(k), _key_strides(v), own,
-                    (0, 1, heads) if with_lse else (0, 0, 0),
-                ),
-                layouts=layouts,
-                scalar_kinds=variation.known.scalar_kinds,
-                num_pages=k.shape[0] if self.batch.keys.page_size else 0,
-                flags=(_C.WRITE_LSE if with_lse else 0) | (_C.PARTIAL if partial else 0),
-            )  # fmt: skip
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        return Ready(
-            call, shape, dtype, 0 if out is None else _check.extent(out),
-            tuple(_check.extent(t) for t in inputs),
-        )  # fmt: skip
 
-
-_KEPT_SIGNATURES = 256
-
-
-def _key_strides(keys: torch.Tensor) -> tuple[int, int, int]:
-    """(page, head, slot) of pages, (0, head, token) of ragged keys."""
-    if keys.dim() == 4:
-        return keys.stride(0), keys.stride(2), keys.stride(1)
-    return 0, keys.stride(1), keys.stride(0)
-
-
-def _aligned(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: Options
-) -> bool:
-    """Whether every row of q, k, v and out starts at a multiple of 16 bytes and ends at one."""
-    if options.head_dim % 8 or options.head_dim_v % 8:
-        return False
-    for tensor in (q, k, v) if out is None else (q, k, v, out):
-        item = tensor.element_size()
-        if tensor.data_ptr() % 16 or any(stride * item % 16 for stride in tensor.stride()[:-1]):
-            return False
-    return True
+_KEPT_LAUNCHES = 256
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -233,16 +164,16 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     """q, k and v are what the object was made for and what the batch needs."""
     batch = planned.batch
     options, paged = batch.options, batch.keys.page_size > 0
-    keys = _PAGED if paged else _RAGGED
     _check_kind(planned, k, v)
+    keys = _PAGED if paged else _RAGGED
     _check.check_tensors(
         q, k, v,
         ("[num_q_tokens, num_q_heads, head_dim]", keys.format("head_dim"),
          keys.format("head_dim_v")),
     )  # fmt: skip
     check_place("q", q, options.device)
-    for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.kv_dtype),
-                                ("v", v, options.kv_dtype)):  # fmt: skip
+    for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.k_dtype),
+                                ("v", v, options.v_dtype)):  # fmt: skip
         if tensor.dtype != dtype:
             raise InputError(
                 f"{name} is {DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}, but the batch was made "
@@ -317,29 +248,7 @@ def _check_pages(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"{name} has page_size={tensor.shape[1]}, but the plan's storage has "
                 f"page_size={keys.page_size}"
             )
-    if k.shape[0] != v.shape[0]:
-        raise InputError(f"v has num_pages={v.shape[0]}, but k has num_pages={k.shape[0]}")
-    num_pages = k.shape[0]
-    if num_pages > _check.INT32_MAX:
-        raise InputError(f"num_pages={num_pages} does not fit 32 bits")
-    if keys.pages is None or keys.pages[1] < num_pages or keys.page_indices is None:
-        return
-    indices = keys.page_indices
-    at = int((indices >= num_pages).nonzero()[0, 0])
-    raise InputError(
-        f"{_named_entry(at, int(indices[at]), keys.page_indptrs)} is outside of "
-        f"num_pages={num_pages} of k and v; plan with the pages of this cache"
-    )
-
-
-def _named_entry(at: int, page: int, page_indptrs: Sequence[torch.Tensor]) -> str:
-    """An entry of the page tables of requests and levels, which follow one another."""
-    for level, indptr in enumerate(page_indptrs, -1):
-        if at < int(indptr[-1]):
-            where, owner = (f"level {level}: ", "group") if level >= 0 else ("", "request")
-            return f"{where}page_indices[{at}]={page}, a page of {owner} {owner_of(at, indptr)},"
-        at -= int(indptr[-1])
-    return f"page_indices[{at}]={page}"
+    check_pages(keys.pages, keys.page_indices, k.shape[0], keys.page_indptrs)
 
 
 __all__ = ["Habits", "Planned", "check_place"]

@@ -11,10 +11,19 @@ from torch.autograd import forward_ad
 
 from ..errors import GradError, InputError
 from ..variants.modes import GRAD_MESSAGE, need_values
-from ..variants.params import Dims
 from ..variants.readable import PLAIN, unreadable
-from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
+DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+}
+"""Dtypes of q, k and v with their names in kernel specs."""
+
+Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = tuple(DTYPE_NAMES)
 MAX_HEAD_DIM = 256
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
@@ -63,13 +72,6 @@ def check_not_lazy(name: str, tensor: torch.Tensor) -> None:
     """Raises InputError for a view whose memory holds other values than it shows."""
     if tensor.is_conj() or tensor.is_neg():
         raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
-
-
-def check_types(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The one check of q, k and v that a remembered signature does not stand for: subclasses."""
-    for name, tensor in zip("qkv", (q, k, v), strict=True):
-        if type(tensor) not in PLAIN:
-            check_readable(name, tensor)
 
 
 def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: str = "") -> int:
@@ -143,34 +145,8 @@ def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
         )
 
 
-_checked: dict[tuple[object, ...], Dims] = {}
-_KEPT_SIGNATURES = 4096
-
-
-def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
-    """Checks [B, Hq, Sq, D], [B, Hkv, Skv, D], [B, Hkv, Skv, Dv]; returns the dims.
-
-    What the checks look at is remembered, so a repeated call pays for one look-up.
-    """
-    try:
-        signature = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype,
-            v.dtype, q.device, k.device, v.device, q.is_neg(), k.is_neg(), v.is_neg(),
-        )  # fmt: skip
-        dims = _checked.get(signature)
-    except (AttributeError, RuntimeError, TypeError):
-        # Not tensors, or tensors without strides: the checks say so. Symbolic sizes of a traced
-        # call cannot be hashed, and are checked each time.
-        return _check_dense(q, k, v)
-    if dims is None:
-        dims = _check_dense(q, k, v)
-        if len(_checked) >= _KEPT_SIGNATURES:
-            _checked.clear()
-        _checked[signature] = dims
-    return dims
-
-
-def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
+def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv] are what kernels take."""
     check_tensors(
         q, k, v,
         ("[batch, num_q_heads, q_len, head_dim]", "[batch, num_kv_heads, kv_len, head_dim]",
@@ -196,7 +172,36 @@ def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dims:
             f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
             "32 bits; split the batch or the sequence"
         )
-    return Dims(batch, num_q_heads, num_kv_heads, q_len, kv_len, head_dim, head_dim_v, q.device)
+
+
+def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q [Nq, Hq, D], k [Nk, Hkv, D] and v [Nk, Hkv, Dv] are what kernels take."""
+    check_tensors(
+        q, k, v,
+        ("[num_q_tokens, num_q_heads, head_dim]", "[num_kv_tokens, num_kv_heads, head_dim]",
+         "[num_kv_tokens, num_kv_heads, head_dim_v]"),
+    )  # fmt: skip
+    check_heads(q.shape[1], k.shape[1], v.shape[1])
+    check_head_dims(q.shape[2], k.shape[2], v.shape[2])
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v has num_kv_tokens={v.shape[0]}, but k has num_kv_tokens={k.shape[0]}")
+
+
+def check_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv] are what kernels take."""
+    check_tensors(
+        q, k, v,
+        ("[num_q_tokens, num_q_heads, head_dim]", "[num_pages, page_size, num_kv_heads, head_dim]",
+         "[num_pages, page_size, num_kv_heads, head_dim_v]"),
+    )  # fmt: skip
+    check_heads(q.shape[1], k.shape[2], v.shape[2])
+    check_head_dims(q.shape[2], k.shape[3], v.shape[3])
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v has num_pages={v.shape[0]}, but k has num_pages={k.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise InputError(f"v has page_size={v.shape[1]}, but k has page_size={k.shape[1]}")
+    if k.shape[0] > INT32_MAX:
+        raise InputError(f"num_pages={k.shape[0]} does not fit 32 bits")
 
 
 def check_grad(tensors: Sequence[torch.Tensor]) -> None:
@@ -264,19 +269,11 @@ def check_lengths(
     return entries
 
 
-def check_out(
-    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, inputs: Sequence[torch.Tensor]
-) -> None:
-    """`out` has the result's shape and dtype, a contiguous last dim, and overlaps no input."""
-    check_out_layout(out, shape, dtype, inputs[0].device)
-    check_out_grad(out)
-    check_apart(out, extent(out), inputs, [extent(t) for t in inputs])
-
-
 def check_out_layout(
     out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """What of `check_out` does not depend on where tensors lie."""
+    """`out` has the result's shape and dtype and a contiguous last dim: what does not depend on
+    where tensors lie."""
     if not isinstance(out, torch.Tensor):
         raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
     check_readable("out", out)

@@ -1,35 +1,34 @@
-"""Planned calls of CUDA kernels: on a device, or in the emulator on CPU tensors.
+"""Kernels on devices: loading them, and one launch of them on torch's current stream.
 
-A plan's arrays (lengths, work) are put into device memory once, when the call is planned. A launch
-then allocates only its workspace, from torch's allocator.
+Calls, batches and utilities launch alike: nothing is read back or waited for, so a launch can be
+captured in a CUDA graph.
+
+Memory of ours that a kernel reads must not be reused too early. It is made on one stream: another
+one waits for it once and is recorded as a user. What a captured launch reads is kept for good, also
+params, which may be defaults that nobody else holds: the graph may be replayed at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _C
 from ..codegen.spec import KernelSpec
-from ..codegen.target import is_emulated
 from ..errors import InputError, LaunchError
 from ..jit import toolchain
-from ..jit.module import load_stepping
-from ..planner import choose, fallbacks, min_chunk, slots
+from ..jit.fit import too_old
+from ..jit.module import load_stepping, min_driver
+from ..planner import fallbacks, slots
 from ..planner.devices import Device, device_hardware
 from ..planner.requests import requests_of
-from . import _driver
-from ._device_launch import DeviceMemory, LaunchTensors, enqueue, is_capturing, ordinal
-from ._direct import learn_device
-from ._emulated import aligned_empty, record
+from ..variants.modes import is_capturing
 from ._handles import Structure
-from ._launch import Geometry, native_call, planner_problem
-from ._recent import Recent
 
 EMULATED_SLOTS = 8
 """Workers that emulated work is planned for: enough that long keys are split."""
@@ -41,132 +40,24 @@ _TENSOR_BYTES = 136
 _SCALAR_BYTES = 32  # with what the host works out of it
 
 
-@dataclass(slots=True, eq=False)
-class DevicePlan:
-    """A planned problem whose arrays lie where its kernels run.
-
-    spec: None for kernels that are of no variant.
-    """
-
-    spec: KernelSpec | None
-    call: _C.Call
-    device: torch.device
-    block: DeviceMemory
-    emulated: bool = False
-    workspace_bytes: int = 0
-    schedule: _C.Schedule | None = None
+# --- kernels --------------------------------------------------------------------------------------
 
 
-_plans: Recent[Geometry, DevicePlan] = Recent(1024)
-
-
-def planned(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan:
-    """The plan of a geometry, from memory or made now.
-
-    Raises:
-        CompileError: a new kernel was needed and the compiler failed.
-        LaunchError: the kernels cannot be loaded, or a stream is being captured in a graph.
-        InputError: a dimension or the number of params is more than a kernel takes.
-    """
-    plan = _plans.get(geometry)
-    if plan is None:
-        plan = _plans.keep(geometry, _plan(geometry, known, addresses))
-    return plan
-
-
-def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> DevicePlan:
-    assert g.device is not None
-    refuse_capture(g.device)
-    if g.device.type == "cuda":
-        learn_device(g.device)
-    scalars = len(known.integer_scalars)
-    if _TENSOR_BYTES * len(g.params) + _SCALAR_BYTES * scalars > _PARAM_BYTES:
+def check_params(known: Structure) -> None:
+    """Raises InputError for a variant with more params than a kernel takes."""
+    tensors, scalars = len(known.tensor_names), len(known.integer_scalars)
+    if _TENSOR_BYTES * tensors + _SCALAR_BYTES * scalars > _PARAM_BYTES:
         raise InputError(
-            f"the variant reads {len(g.params)} tensors, range tables included, and {scalars} "
-            f"numbers; the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} "
-            f"tensors or {_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
+            f"the variant reads {tensors} tensors, range tables included, and {scalars} numbers; "
+            f"the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} tensors or "
+            f"{_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
         )
-    spec = choose(known.ir, planner_problem(g), g.target, features_of(g), known.name)
-    spec, module = load_spec(spec)
-    call, schedule = native_call(
-        g, known, spec, module, addresses,
-        tile_q=spec.tile_q,
-        # A tile that is not full takes as long as a full one.
-        row_granule=spec.tile_q,
-        min_chunk=min_chunk(spec),
-        num_workers=workers(spec, g.device, module),
-        device=True,
-    )  # fmt: skip
-    plan = make_plan(call, module, g.target, g.device, spec)
-    plan.schedule = schedule
-    return plan
 
 
 def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
     """A spec's module; the spec is that of a smaller tile where its kernel would spill."""
     place, module = load_stepping(requests_of(spec))
     return (spec, *fallbacks(spec))[place], module
-
-
-def make_plan(
-    call: _C.Call,
-    module: _C.Module,
-    target: str,
-    device: torch.device,
-    spec: KernelSpec | None = None,
-) -> DevicePlan:
-    """A call with its arrays on `device` and its kernels loaded there."""
-    content = call.device_block() or b"\0"
-    if is_emulated(target):
-        block = DeviceMemory(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        return DevicePlan(spec, call, device, block, True, call.workspace_bytes)
-    _driver.check(module)
-    index = ordinal(device)
-    module.load(index)
-    with torch.cuda.device(index):
-        block = DeviceMemory(_upload(content, device))
-        block.copied(index)
-    return DevicePlan(spec, call, device, block, False, call.workspace_bytes)
-
-
-def _upload(data: bytes, device: torch.device) -> torch.Tensor:
-    """The bytes on a device, by an asynchronous copy on its current stream."""
-    # Torch's allocator of pinned memory reuses it once the copy is done.
-    pinned = torch.empty(len(data), dtype=torch.uint8, device="cpu", pin_memory=True)
-    pinned.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return pinned.to(device, non_blocking=True)
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Nothing is planned, compiled or loaded while a CUDA graph is captured."""
-    if device.type == "cuda" and is_capturing():
-        raise LaunchError(
-            "a call that was not planned yet is being captured in a CUDA graph; make the same call "
-            "once before the capture, with the same shapes, strides, dtypes and lengths"
-        )
-
-
-def features_of(g: Geometry) -> tuple[str, ...]:
-    """The features of the kernel that a geometry needs."""
-    wanted = {
-        "block_mask": g.block_mask is not None,
-        "unaligned": not _rows_are_aligned(g),
-    }
-    return tuple(name for name, needed in wanted.items() if needed)
-
-
-def _rows_are_aligned(g: Geometry) -> bool:
-    """Whether every row of q, k, v and out starts at a multiple of 16 bytes and ends at one."""
-    if not g.aligned or g.head_dim % 8 or g.head_dim_v % 8:
-        return False
-    item = g.dtypes[0].itemsize
-    out_item = 4 if g.flags & _C.PARTIAL else item
-    sizes = (item, item, item, out_item)
-    return all(
-        stride * size % 16 == 0
-        for strides, size in zip(g.strides[:4], sizes, strict=True)
-        for stride in strides
-    )
 
 
 def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
@@ -192,60 +83,149 @@ def _hardware(index: int) -> Device:
     return device_hardware(index)
 
 
-def bases_are_aligned(t: LaunchTensors) -> bool:
-    """Whether q, k, v and out start at multiples of 16 bytes."""
-    return (t.q.data_ptr() | t.k.data_ptr() | t.v.data_ptr() | t.out.data_ptr()) % 16 == 0
+_driver_runs: set[str] = set()
 
 
-_by_signature: dict[tuple[object, ...], DevicePlan] = {}
-_KEPT_SIGNATURES = 4096
-
-
-def run_signature(
-    signature: tuple[Any, ...],
-    geometry: Callable[..., Geometry],
-    known: Structure,
-    t: LaunchTensors,
-    scale: float,
-) -> None:
-    """As `run` of ``geometry(*signature)``; a signature seen before makes no geometry."""
-    device, aligned = t.q.device, bases_are_aligned(t)
-    place = (signature, device, aligned)
-    plan = _by_signature.get(place)
-    if plan is None:
-        g = geometry(*signature)._replace(device=device, aligned=aligned)
-        plan = planned(g, known, t.addresses)
-        if len(_by_signature) >= _KEPT_SIGNATURES:
-            _by_signature.clear()
-        _by_signature[place] = plan
-    launch(plan, t, scale)
-
-
-def run(g: Geometry, known: Structure, t: LaunchTensors, scale: float) -> None:
-    """Plan, or find the plan of, a geometry whose device and alignment are still to be set."""
-    g = g._replace(device=t.q.device, aligned=bases_are_aligned(t))
-    launch(planned(g, known, t.addresses), t, scale)
+def check_driver(module: _C.Module) -> None:
+    """Raises LaunchError where the driver is older than the artifact's compiler needs."""
+    if module.path in _driver_runs:
+        return
+    needed = min_driver(module)
+    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    if needed is not None and too_old(version, needed):
+        raise LaunchError(
+            f"this machine's driver supports CUDA {version // 1000}.{version % 1000 // 10}, but "
+            f"the kernel needs driver {needed} or newer: update the driver, or compile with an "
+            f"older toolkit (FLASHATTN_JIT_CUDA_HOME)\n  artifact: {module.path}"
+        )
+    _driver_runs.add(module.path)
 
 
 # --- launches -------------------------------------------------------------------------------------
 
 
-def launch(plan: DevicePlan, t: LaunchTensors, scale: float) -> None:
-    """Run a plan on the tensors that it was made for: on torch's current stream, or emulated.
+class LaunchTensors(NamedTuple):
+    """The tensors of one launch.
+
+    params: the variant's (num_params), then its range tables, named by `names`. workspace: uint8,
+    at least the call's workspace_bytes, at a multiple of 16 bytes. states: of a block mask.
+    allocations: what the emulator lets the kernels touch, as (name, tensor, writable); by default
+    what the other fields say.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    params: Sequence[torch.Tensor] = ()
+    addresses: tuple[int, ...] = ()
+    scalars: tuple[int | float, ...] = ()
+    workspace: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    page_indices: torch.Tensor | None = None
+    key_blocks: torch.Tensor | None = None
+    names: Sequence[str] = ()
+    num_params: int = 0
+    allocations: Sequence[tuple[str, torch.Tensor, bool]] = ()
+
+
+@dataclass(slots=True, eq=False)
+class DeviceMemory:
+    """A plan's arrays where its kernels run, uint8.
+
+    ready: event after their copy, None on emulated targets. streams: those that are ordered after
+    it.
+    """
+
+    memory: torch.Tensor
+    ready: Any = None
+    streams: set[int] = field(default_factory=set)
+
+    def copied(self, index: int) -> None:
+        """Called once the copy is on its way, on the current stream of device `index`."""
+        stream = torch.cuda.current_stream(index)
+        self.ready = torch.cuda.Event()
+        self.ready.record(stream)
+        self.streams.add(stream.cuda_stream)
+
+    def join(self, stream: int, index: int) -> None:
+        """Order a stream after the copy, and the memory's release after the stream's work."""
+        if stream not in self.streams:
+            current = torch.cuda.current_stream(index)
+            self.ready.wait(current)
+            self.memory.record_stream(current)
+            self.streams.add(stream)
+
+
+_captured: dict[int, object] = {}  # what graphs use, by identity
+
+
+def keep_for_graphs(used: object) -> None:
+    """Holds for good what a captured launch reads."""
+    _captured[id(used)] = used
+
+
+def ordinal(device: torch.device) -> int:
+    """A CUDA device's number."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def enqueue(
+    call: _C.BatchCall,
+    block: DeviceMemory,
+    t: LaunchTensors,
+    scale: float,
+    device: torch.device,
+    used: Sequence[object],
+) -> int | None:
+    """Launch a call; returns the stream, None where it is being captured.
+
+    used: what the launch reads, to be kept where it is captured; params are kept as well. (Range
+    tables and the workspace belong to the graph itself, or to the caller.)
 
     Raises:
         LaunchError: CUDA refused the launch.
-        EmulatorFault: a kernel did what it must not.
     """
-    if plan.emulated:
-        _emulate(plan, t, scale)
-        return
-    if plan.workspace_bytes:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=plan.device)
-        t = t._replace(workspace=workspace)
-    enqueue(plan.call, plan.block, t, scale, plan.device, (plan,))
+    index = ordinal(device)
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    capturing = is_capturing(device)
+    if capturing:
+        for kept in (*used, *t.params[: t.num_params]):
+            keep_for_graphs(kept)
+    else:
+        block.join(stream, index)
+    call.launch(*launch_values(block.memory, t, scale), stream=stream, device=index)
+    return None if capturing else stream
 
 
-def _emulate(plan: DevicePlan, t: LaunchTensors, scale: float) -> None:
-    workspace = aligned_empty(plan.workspace_bytes)
-    record(plan.block, plan.call, t._replace(workspace=workspace), scale).replay()
+LaunchValues = tuple[
+    int, int, int, int, int, float, int, tuple[int, ...], tuple[int | float, ...],
+    int, int, int, int, int,
+]  # fmt: skip
+
+
+def launch_values(block: torch.Tensor, t: LaunchTensors, scale: float) -> LaunchValues:
+    """What a native launch takes, in order, up to the stream."""
+    # Tensors without entries have the address 0, which kernels refuse; they will not use this one.
+    address = t.q.data_ptr() or block.data_ptr()
+    return (
+        address,
+        t.k.data_ptr() or address,
+        t.v.data_ptr() or address,
+        t.out.data_ptr(),
+        0 if t.lse is None else t.lse.data_ptr() or address,
+        scale,
+        1,  # num_threads
+        t.addresses,
+        t.scalars,
+        _address(t.workspace),
+        _address(t.states),
+        _address(t.page_indices),
+        _address(t.key_blocks),
+        block.data_ptr(),
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

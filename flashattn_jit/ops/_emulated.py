@@ -10,7 +10,7 @@ import torch
 
 from .. import _C, env
 from ..jit.module import kernel_ptx
-from ._device_launch import DeviceMemory, LaunchTensors, launch_values
+from ._device import DeviceMemory, LaunchTensors, launch_values
 
 if TYPE_CHECKING:
     from ..jit.emulator import Allocation, Program
@@ -56,9 +56,7 @@ class Recording:
 _RESULTS = ("out", "lse")  # kernels read of them what they wrote themselves at most
 
 
-def record(
-    block: DeviceMemory, call: _C.Call | _C.BatchCall, t: LaunchTensors, scale: float
-) -> Recording:
+def record(block: DeviceMemory, call: _C.BatchCall, t: LaunchTensors, scale: float) -> Recording:
     """The launches of a call on an emulated target, as a CUDA graph would capture them."""
     launches = call.plan_launches(*launch_values(block.memory, t, scale))
     own = [("plan", block.memory, False)]

@@ -19,7 +19,7 @@ from .. import errors
 from ..variants.binding import Swap
 from ..variants.spec import Variant
 from . import _sites
-from ._dense import filled
+from ._launch import filled
 from ._register import KEYS, LIBRARY, writes_only
 from ._shapes import Result, dense_shapes, lse_shape, packed_shapes, plain_shape
 from ._traced import refuse_vmap

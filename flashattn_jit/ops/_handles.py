@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import InputError
+from ..variants.binding import Bound
 from ..variants.bounds_lower import RangeTableSpec, range_tables
 from ..variants.bounds_simplify import simplify
 from ..variants.ir import Graph, VariantIR
@@ -35,8 +36,13 @@ class Structure:
 _structures: dict[int, Structure] = {}
 
 
-def remember(handle: int, ir: VariantIR, name: str) -> int:
-    """Make `handle` resolvable; returns it."""
+def structure_of(bound: Bound, name: str) -> Structure:
+    """The structure that a variant of this name was bound to; its handle is resolvable from now."""
+    found = _structures.get(bound.handle)
+    return _remember(bound.handle, bound.ir, name) if found is None else found
+
+
+def _remember(handle: int, ir: VariantIR, name: str) -> Structure:
     if handle not in _structures:
         mask = ir.hook("mask_mod")
         costed_by_mask = mask is not None and not mask.tensor_slots()
@@ -60,7 +66,7 @@ def remember(handle: int, ir: VariantIR, name: str) -> int:
                 f"{side} table of {names[table.slot]}" for table in tables for side in ("lo", "hi")
             ),
         )
-    return handle
+    return _structures[handle]
 
 
 def _is_contiguous(mask: Graph) -> bool:

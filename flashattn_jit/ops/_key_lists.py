@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from .. import env
 from ..errors import InputError
 from ._bits import MAX_MAP_ENTRIES, block_words
+from ._call import Array, host_array
 from ._check import INT32_MAX, check_int, check_readable, shown
 from .sparsity import BlockSparse, TokenSparse
-from .storage import Array, host_array
 
 Ints = NDArray[Any]
 

@@ -1,241 +1,251 @@
-"""From checked tensors to a launched kernel: problem, plan, module, call; remembered by structure.
-
-`Geometry` is everything that a plan depends on. The first call with a geometry plans and, where
-needed, compiles; a later one is a dictionary look-up and a launch.
-"""
+"""Launching: a planned batch on tensors of given strides, on the host, a device or the emulator."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _C
-from ..codegen.spec import KernelSpec
-from ..codegen.target import LANES
-from ..errors import InputError
-from ..jit.module import load_stepping
-from ..planner.problem import Problem
-from ..planner.requests import requests_of
-from ..planner.tiles import choose, item_rows
-from ..variants.queries import unscaled_integers
+from ..errors import InputError, ParamError
+from ..variants.modes import need_values
+from . import _check
+from ._call import Call, Form, Layouts, Strides
 from ._handles import Structure
-from ._recent import Recent
+from ._workspace import Workspace
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-}
-"""Dtypes of q, k and v with their names in kernel specs."""
+if TYPE_CHECKING:
+    from ._batch_plan import Variation
 
-Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KV_DTYPES = tuple(DTYPE_NAMES)
-
-_MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
-_L2_BYTES = _C.cache_sizes()[1]
+_CPU = torch.device("cpu")
+_EMPTY = ((), (), ())
+_EXACT = 2**53  # float64 holds every integer up to here
 
 
-class Geometry(NamedTuple):
-    """All that a plan depends on. Strides are (request, head, row) in elements."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """What follows from a `Call`: worked out at the first of its kind.
 
-    handle: int
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    q_len: int | tuple[int, ...]
-    kv_len: int | tuple[int, ...]
-    q_offset: int | tuple[int, ...]
-    num_requests: int
-    q_row0: int | tuple[int, ...]  # first rows of packed tensors; 0 when dense
-    kv_row0: int | tuple[int, ...]
-    q_token0: int | tuple[int, ...]
-    kv_token0: int | tuple[int, ...]
-    strides: tuple[tuple[int, int, int], ...]  # q, k, v, out, lse
-    params: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]  # sizes, strides; then tables
-    flags: int
-    num_threads: int
-    target: str
-    # (strides, q block, kv block, number of blocks) of a block mask
-    block_mask: tuple[tuple[int, ...], tuple[int, ...], int, int] | None
-    scalars: tuple[int | float, ...] | None  # only where the schedule depends on them
-    # Of CUDA and emulated targets. aligned: the base addresses are multiples of 16 bytes.
-    device: torch.device | None = None
-    aligned: bool = True
+    call: bound to strides. shape, strides, dtype: of the result. out_bytes, input_bytes: extents of
+    a given out and of q, k, v and params, which tell whether they overlap. Working these out at
+    every run was half of its time: 17.9 us a run before, 10.4 after (one token, one head, given
+    out).
+    """
+
+    call: _C.BatchCall
+    cpu: bool
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
+    return_lse: bool
+    out_bytes: int
+    input_bytes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCall:
-    """A planned problem: its kernel, its schedule, and the native call that runs them."""
-
-    spec: KernelSpec
-    call: _C.Call
-    workspace_bytes: int
-    num_work: int
-    partial_rows: int
-    most_splits: int
-    total_cost: int
-    critical_cost: int
-
-
-_calls: Recent[Geometry, PlannedCall] = Recent(1024)
-
-
-def planned_call(geometry: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
-    """The planned call of a geometry, from memory or made now.
-
-    `addresses` are those of the params and their tables in this call; planning does not read them.
+def check_out(out: torch.Tensor, form: Form, partial: bool, inputs: Sequence[torch.Tensor]) -> None:
+    """A given result fits the call, and overlaps none of its inputs: q, k, v and params.
 
     Raises:
-        InputError: int8 keys or values, which no hook of the variant scales.
-        CompileError: a new kernel was needed and the compiler failed.
+        InputError, GradError: it does not.
     """
-    planned = _calls.get(geometry)
-    if planned is None:
-        planned = _calls.keep(geometry, _plan(geometry, known, addresses))
-    return planned
+    dtype = result_dtype(form.dtypes[0], partial)
+    _check.check_out_layout(out, form.result_shape, dtype, form.device)
+    _check.check_out_grad(out)
+    _check.check_apart(out, _check.extent(out), inputs, [_check.extent(t) for t in inputs])
 
 
-def _plan(g: Geometry, known: Structure, addresses: Sequence[int]) -> PlannedCall:
-    features = ("block_mask",) if g.block_mask is not None else ()
-    if wrong := unscaled_integers(known.ir.has, *g.dtypes[1:]):
-        raise InputError(wrong)
-    spec = choose(known.ir, planner_problem(g), g.target, features, known.name)
-    _, module = load_stepping(requests_of(spec))
-    call, schedule = native_call(
-        g, known, spec, module, addresses,
-        tile_q=item_rows(spec, _L2_BYTES),
-        row_granule=LANES[spec.target] if spec.tile_kind == "prefill" else 1,
-        min_chunk=_MIN_CHUNK,
-        num_workers=g.num_threads,
+def make_launch(
+    plan: Variation, call: Call, out: torch.Tensor | None, params: Sequence[torch.Tensor]
+) -> Launch:
+    """The launch of a planned call, whose `out` was checked.
+
+    Raises:
+        InputError: a stride or size is more than a kernel takes.
+    """
+    form = call.form
+    shape, dtype = form.result_shape, result_dtype(form.dtypes[0], call.partial)
+    strides = result_strides(form) if out is None else out.stride()
+    rows = contiguous(shape[:-1])
+    try:
+        bound = plan.core.bind(
+            strides=(
+                _by_request(form.strides[0]),
+                _by_request(form.strides[1], form.kind == "paged"),
+                _by_request(form.strides[2], form.kind == "paged"),
+                _by_request(strides),
+                _by_request((*rows, 1)) if call.return_lse else (0, 0, 0),
+            ),
+            layouts=call.layouts,
+            scalar_kinds=plan.known.scalar_kinds,
+            num_pages=form.k_shape[0] if form.kind == "paged" else 0,
+            flags=(_C.WRITE_LSE if call.return_lse else 0) | (_C.PARTIAL if call.partial else 0),
+            block_mask=call.block_mask,
+        )  # fmt: skip
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return Launch(
+        bound, bool(call.num_threads), shape, strides, dtype, call.return_lse,
+        0 if out is None else _check.extent(out),
+        (*form.input_bytes, *(_check.extent(t) for t in params)),
     )  # fmt: skip
-    return PlannedCall(
-        spec,
-        call,
-        call.workspace_bytes,
-        schedule["num_work"],
-        schedule["partial_rows"],
-        schedule["most_splits"],
-        schedule["total_cost"],
-        schedule["critical_cost"],
-    )
 
 
-def planner_problem(g: Geometry) -> Problem:
-    """The planner's view of a geometry."""
-    return Problem(
-        _each(g.q_len, g.num_requests), _each(g.kv_len, g.num_requests),
-        g.num_q_heads, g.num_kv_heads, g.head_dim, g.head_dim_v,
-        DTYPE_NAMES[g.dtypes[0]], DTYPE_NAMES[g.dtypes[1]], DTYPE_NAMES[g.dtypes[2]],
-    )  # fmt: skip
-
-
-def native_problem(g: Geometry, known: Structure) -> _C.Problem:
-    """The runtime's view of a geometry. Raises ValueError for what no kernel may be given."""
-    return _C.Problem(
-        num_requests=g.num_requests,
-        num_q_heads=g.num_q_heads,
-        num_kv_heads=g.num_kv_heads,
-        head_dim=g.head_dim,
-        head_dim_v=g.head_dim_v,
-        q_len=g.q_len,
-        kv_len=g.kv_len,
-        q_row0=g.q_row0,
-        kv_row0=g.kv_row0,
-        q_offset=g.q_offset,
-        q_token0=g.q_token0,
-        kv_token0=g.kv_token0,
-        q_stride=g.strides[0],
-        k_stride=g.strides[1],
-        v_stride=g.strides[2],
-        out_stride=g.strides[3],
-        lse_stride=g.strides[4],
-        tensors=g.params,
-        scalar_kinds=known.scalar_kinds,
-        block_mask=g.block_mask,
-    )
-
-
-def native_call(
-    g: Geometry,
-    known: Structure,
-    spec: KernelSpec,
-    module: _C.Module,
-    addresses: Sequence[int],
-    *,
-    tile_q: int,
-    row_granule: int,
-    min_chunk: int,
-    num_workers: int,
-    device: bool = False,
-) -> tuple[_C.Call, _C.Schedule]:
-    """A geometry's call and its schedule: see csrc/scheduler/schedule.h for the options."""
-    problem = native_problem(g, known)
-    # A block mask's full blocks are visited whatever the mask says of them.
-    classify = known.costed_by_mask and g.block_mask is None
-    schedule = _C.schedule(
-        module if classify else None,
-        problem,
-        tile_q=tile_q,
-        row_granule=row_granule,
-        tile_kv=spec.tile_kv,
-        min_chunk=min_chunk,
-        num_workers=num_workers,
-        share_heads=heads_share_tiles(g),
-        classify=classify,
-        device=device,
-        tensors=tuple(addresses),
-        scalars=g.scalars or (0,) * len(known.integer_scalars),
-    )
-    work, merge_work = schedule["work"], schedule["merge_work"]
-    call = _C.Call(module, problem, work, merge_work, schedule["partial_rows"], g.flags)
-    return call, schedule
-
-
-def heads_share_tiles(g: Geometry) -> bool:
-    """Whether the query heads of one key head share a tile: unless the blocks they visit differ."""
-    return g.block_mask is None or g.block_mask[1][1] == 0
-
-
-def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
-    return value if isinstance(value, tuple) else (value,) * count
+def _by_request(strides: Strides, pages: bool = False) -> tuple[int, int, int]:
+    """Strides as kernels take them: of (request, head, row), of pages of (page, head, slot)."""
+    if len(strides) == 3:
+        return 0, strides[1], strides[0]
+    return (strides[0], strides[2], strides[1]) if pages else (strides[0], strides[1], strides[2])
 
 
 def launch(
-    planned: PlannedCall,
+    plan: Variation,
+    ready: Launch,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    out: torch.Tensor | None,
     scale: float,
+    params: Sequence[torch.Tensor],
     addresses: tuple[int, ...],
-    scalars: tuple[int | float, ...],
-    num_threads: int,
+    scalars: Sequence[int | float],
+    workspace: Workspace,
     states: torch.Tensor | None = None,
-) -> None:
-    """Run a planned call on the tensors that it was planned for. The GIL is released meanwhile."""
-    workspace = None
-    if planned.workspace_bytes:
-        workspace = torch.empty(planned.workspace_bytes, dtype=torch.uint8, device="cpu")
-    address = q.data_ptr()
-    planned.call.launch(
-        address,
-        # Without keys their address is 0, which kernels refuse; they will not read this one.
-        k.data_ptr() or address,
-        v.data_ptr() or address,
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        scale,
-        num_threads,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a launch on tensors of its call; returns (out, lse), lse None unless it is written.
+
+    params, addresses: of the variant's tensors and their tables. states: of a block mask. On CUDA
+    the launch goes to torch's current stream, and nothing waits for it.
+
+    Raises:
+        InputError: `out` shares memory with an input.
+        LaunchError: CUDA refused the launch.
+        EmulatorFault: on an emulated target, a kernel did what it must not.
+    """
+    call = ready.call
+    if scalars:
+        _check_exact(scalars)
+    # A constant takes 0.2 us less than asking a CPU tensor for its device.
+    device = _CPU if ready.cpu else q.device
+    if out is None:
+        result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=device)
+    else:
+        _check.check_out_grad(out)
+        inputs = (q, k, v, *params[: len(ready.input_bytes) - 3])
+        _check.check_apart(out, ready.out_bytes, inputs, ready.input_bytes)
+        result = out
+    lse = None
+    if ready.return_lse:
+        lse = torch.empty(ready.shape[:-1], dtype=torch.float32, device=device)
+    space, place = workspace.take(plan.native.workspace_bytes)
+    if ready.cpu:
+        address = q.data_ptr()
+        call.launch(
+            address,
+            # Without keys their address is 0, which kernels refuse; they will not read this one.
+            k.data_ptr() or address,
+            v.data_ptr() or address,
+            result.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            scale,
+            torch.get_num_threads(),
+            addresses,
+            scalars,
+            place,
+            0 if states is None else states.data_ptr(),
+            *plan.pointers,
+        )
+    else:
+        from . import _batch_device, _device  # a process without a device need not have it
+
+        known = plan.known
+        launched = _device.LaunchTensors(
+            q, k, v, result, lse, params, addresses, tuple(scalars), space, states=states,
+            page_indices=plan.page_indices, key_blocks=plan.key_blocks,
+            names=known.tensor_names, num_params=len(known.ir.tensors),
+        )  # fmt: skip
+        _batch_device.launch(plan.block, call, launched, scale)
+    return result, lse
+
+
+def _check_exact(scalars: Sequence[int | float]) -> None:
+    """Raises ParamError for an integer that float64 does not hold, as graphs carry scalars."""
+    for value in scalars:
+        if type(value) is int and not -_EXACT <= value <= _EXACT:
+            raise ParamError(
+                f"a hook captures the integer {value}; scalar params hold integers up to 2**53: "
+                "capture it as a 0-dim int64 tensor"
+            )
+
+
+# --- params and results ---------------------------------------------------------------------------
+
+
+def bind_tensors(
+    known: Structure, tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], Layouts, Sequence[torch.Tensor]]:
+    """Addresses and layouts of the params and of the min/max tables that their mask needs.
+
+    The tensors themselves come third: whoever launches must hold them, a table may have no other
+    owner.
+    """
+    expected = len(known.ir.tensors)
+    if len(tensors) != expected:
+        raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
+    if not tensors:
+        return _EMPTY
+    if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
+        tensors = [t.resolve_neg() for t in tensors]
+    if known.tables:
+        from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
+
+        tensors = [*tensors, *build_tables(known.tables, tensors)]
+    addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
+    if 0 in addresses:
+        need_values("a tensor of the variant", "a kernel reads them", tensors)
+    return (
         addresses,
-        scalars,
-        0 if workspace is None else workspace.data_ptr(),
-        0 if states is None else states.data_ptr(),
+        tuple([(tuple(t.shape), t.stride()) for t in tensors]),
+        tensors,
     )
+
+
+def result_dtype(q_dtype: torch.dtype, partial: bool) -> torch.dtype:
+    """q's dtype; partial states are fp32."""
+    return torch.float32 if partial else q_dtype
+
+
+def result_strides(form: Form) -> Strides:
+    """Strides of a result: without gaps, of a dense call in q's order."""
+    if form.kind != "dense":
+        return contiguous(form.result_shape)
+    return _in_order_of(form.q_shape, form.strides[0], form.head_dim_v)
+
+
+def like_q_strides(q: torch.Tensor, head_dim_v: int) -> Strides:
+    """Strides of a dense output in q's stride order, last dim contiguous, without gaps."""
+    return _in_order_of(q.shape, q.stride(), head_dim_v)
+
+
+def _in_order_of(shape: Sequence[int], strides: Sequence[int], head_dim_v: int) -> Strides:
+    order = sorted(range(3), key=lambda d: (strides[d], -d))
+    out, reach = [0, 0, 0, 1], max(1, head_dim_v)
+    for d in order:
+        out[d] = reach
+        reach *= max(1, shape[d])
+    return tuple(out)
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    """Strides of a contiguous tensor."""
+    out, reach = [], 1
+    for size in reversed(shape):
+        out.append(reach)
+        reach *= max(1, size)
+    return tuple(reversed(out))
+
+
+def filled(lse: torch.Tensor | None, like: Any) -> torch.Tensor:
+    """An op's lse: empty, on the device of `like`, where there is none."""
+    return like.new_empty(0, dtype=torch.float32) if lse is None else lse

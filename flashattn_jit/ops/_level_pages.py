@@ -14,9 +14,11 @@ import torch
 
 from .. import _C
 from ..errors import InputError
+from ..variants.modes import is_capturing
+from ._call import host_array
 from ._check import check_int
 from .paged import PAGE_SIZE_RULE, Paged
-from .storage import Storage, Stored, host_array, read_storage
+from .storage import Storage, Stored, read_storage
 
 
 def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequence[Storage]:
@@ -41,7 +43,7 @@ def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequenc
         if isinstance(s, Paged)
     ]
     least, largest = min(sizes), max(sizes)
-    if least == largest or device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if least == largest or is_capturing(device):
         return storages
     return [
         _divided(s, i if i + 1 < len(storages) else None, least, device)

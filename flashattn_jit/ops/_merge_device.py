@@ -9,9 +9,8 @@ import torch
 from .. import _C
 from ..codegen.target import compiled_target
 from ..codegen.utility import UtilitySpec
-from ._device import launch
-from ._device_launch import LaunchTensors
-from ._utility import UtilityWork, addresses, layouts, plan_utility
+from ._device import LaunchTensors
+from ._utility import UtilityWork, addresses, layouts, run_utility
 
 MAX_STATES = 32
 """States that one launch merges; they are part of the kernel's parameters. More take several."""
@@ -46,32 +45,30 @@ def _merge_some(
     def work() -> UtilityWork:
         return UtilityWork(
             UtilitySpec("merge_states", compiled_target(target)),
-            _C.Problem(
-                num_requests=1, num_q_heads=1, num_kv_heads=1, head_dim=first.shape[-1],
-                head_dim_v=first.shape[-1], q_len=rows, kv_len=0,
-                out_stride=list(merged.stride()[:3]),
-                lse_stride=[0, 0, 0] if merged_lse is None else list(merged_lse.stride()),
-                tensors=shapes,
-            ),
+            _C.BatchLengths.dense(1, rows, 0),
             torch.tensor([[0, 0, 1, 0, rows, 0, 0, -1]], device="cpu"),
-            _C.WRITE_LSE if lses else 0,
-        )  # fmt: skip
+            shapes,
+            first.shape[-1],
+            _three(merged),
+            None if merged_lse is None else _three(merged_lse),
+        )
 
-    plan = plan_utility(("merge_states", shapes, bool(lses)), target, first.device, work)
     names = [f"outs[{i}]" for i in range(len(outs))] + [f"lses[{i}]" for i in range(len(lses))]
-    launch(
-        plan,
-        LaunchTensors(
-            first, first, first, out, lse if lses else None, states, addresses(states),
-            allocations=[
-                *zip(names, states, [False] * len(states), strict=True),
-                ("out", out, True),
-                ("lse", lse, True),
-            ],
-        ),
-        1.0,
+    tensors = LaunchTensors(
+        first, first, first, out, lse if lses else None, states, addresses(states),
+        allocations=[
+            *zip(names, states, [False] * len(states), strict=True),
+            ("out", out, True),
+            ("lse", lse, True),
+        ],
     )  # fmt: skip
+    run_utility(("merge_states", shapes, bool(lses)), target, first.device, work, tensors)
     return out, lse
+
+
+def _three(t: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of the first three dims."""
+    return t.stride(0), t.stride(1), t.stride(2)
 
 
 def _three_dims(t: torch.Tensor, rank: int) -> torch.Tensor:

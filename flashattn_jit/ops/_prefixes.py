@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InputError
+from ._call import host_array
 from ._check import check_int, check_readable
 from .paged import Paged
-from .storage import host_array, read_storage
+from .storage import read_storage
 
 Ints = NDArray[np.int64]
 _CPU = torch.device("cpu")

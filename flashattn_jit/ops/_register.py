@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import _dense, _packed, merge
+from . import _dense, merge
 from ._shapes import Result, dense_shapes, packed_shapes
 from ._traced import refuse_vmap
 
@@ -47,8 +47,8 @@ KEYS = ("CPU", "CUDA")
 for _key in KEYS:
     LIBRARY.impl("attention", _dense.dense, _key)
     LIBRARY.impl("attention_out", _dense.dense_out, _key)
-    LIBRARY.impl("varlen_attention", _packed.packed, _key)
-    LIBRARY.impl("varlen_attention_out", _packed.packed_out, _key)
+    LIBRARY.impl("varlen_attention", _dense.packed, _key)
+    LIBRARY.impl("varlen_attention_out", _dense.packed_out, _key)
     LIBRARY.impl("merge_states", merge.merge, _key)
 
 

@@ -77,7 +77,7 @@ def check_replayable(before: Variation, now: Variation) -> None:
     modules = [[k and k.spec for k in v.kernels] for v in (before, now)]
     for what, first, second, remedy in (
         ("the storage's page_size", was.keys.page_size, new.keys.page_size, ""),
-        ("the kind of sparsity", was.variant.name, new.variant.name, ""),
+        ("the kind of sparsity", was.name, new.name, ""),
         ("the form of the key lists", *lists, ", or plan the longest lists first"),
         ("the number of levels", was.num_levels, new.num_levels, ", or plan the most levels first"),
         ("the structure of the variant", before.known.handle, now.known.handle, ""),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ._dense import like_q_strides, result_dtype
+from ._launch import like_q_strides, result_dtype
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -17,13 +17,13 @@ def dense_shapes(q: torch.Tensor, v: torch.Tensor, partial: bool, with_lse: bool
     if q.dim() != 4 or v.dim() != 4:
         return plain_shape(q, v), lse_shape(q, True)
     shape, strides = (*q.shape[:3], v.shape[3]), like_q_strides(q, v.shape[3])
-    out = q.new_empty_strided(shape, strides, dtype=result_dtype(q, partial))
+    out = q.new_empty_strided(shape, strides, dtype=result_dtype(q.dtype, partial))
     return out, lse_shape(q, with_lse)
 
 
 def packed_shapes(q: torch.Tensor, v: torch.Tensor, partial: bool, with_lse: bool) -> Result:
     """(out, lse) of a packed call; lse is empty unless asked for."""
-    return plain_shape(q, v).to(result_dtype(q, partial)), lse_shape(q, with_lse)
+    return plain_shape(q, v).to(result_dtype(q.dtype, partial)), lse_shape(q, with_lse)
 
 
 def plain_shape(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

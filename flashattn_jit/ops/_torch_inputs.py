@@ -6,7 +6,7 @@ import torch
 
 from ..errors import InputError
 from ._check import check_readable
-from ._dense import like_q_strides
+from ._launch import like_q_strides
 
 
 def prepare(

@@ -14,54 +14,88 @@ from .. import _C
 from ..codegen.utility import UtilitySpec
 from ..jit.module import load_stepping
 from ..planner.requests import requests_of
-from ._device import DevicePlan, make_plan, refuse_capture
+from ..variants.modes import refuse_capture
+from ._batch_device import DeviceBlock, launch, state_of
+from ._call import Layouts
+from ._device import LaunchTensors
 from ._recent import Recent
 
-_plans: Recent[tuple[object, ...], DevicePlan] = Recent(64)
-
-WORK_FIELDS = 8
-"""request, head_begin, head_count, row_begin, row_end, kv_begin, kv_end, partial."""
+Strides3 = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class UtilityWork:
-    """What a utility does: its kernel, the runtime's problem and the items [n, WORK_FIELDS]."""
+    """What a utility does: its kernel, its requests, and items as `fajit_work` has them [n, 8].
+
+    out_strides, lse_strides: of what it writes by rows, where it does.
+    """
 
     spec: UtilitySpec
-    problem: _C.Problem
+    lengths: _C.BatchLengths
     items: torch.Tensor
-    flags: int = 0
+    tensors: Layouts
+    head_dim: int = 1
+    out_strides: Strides3 = (0, 0, 0)
+    lse_strides: Strides3 | None = None
+    num_pages: int = 0
 
 
-def plan_utility(
+_plans: Recent[tuple[object, ...], tuple[_C.BatchCall, DeviceBlock]] = Recent(64)
+
+
+def run_utility(
     signature: tuple[object, ...],
     target: str,
     device: torch.device,
     make: Callable[[], UtilityWork],
-) -> DevicePlan:
-    """The plan of a signature, which holds all that `make` depends on; from memory or made now.
+    tensors: LaunchTensors,
+) -> None:
+    """Plan a utility, or find the plan of a signature, and launch it.
+
+    signature: all that `make` depends on.
 
     Raises:
         CompileError: a new kernel was needed and the compiler failed.
-        LaunchError: the kernel cannot be loaded, or a stream is being captured in a graph.
+        LaunchError: CUDA refused the launch or the kernel, or a stream is being captured in a graph
+            and there is no plan yet.
     """
     key = (target, device, *signature)
-    plan = _plans.get(key)
-    if plan is not None:
-        return plan
-    refuse_capture(device)
-    work = make()
+    found = _plans.get(key)
+    if found is None:
+        refuse_capture(
+            device, "a call that was not planned yet is made", "make the same call once before it"
+        )
+        found = _plans.keep(key, _plan(make(), target, device))
+    call, block = found
+    launch(block, call, tensors, 1.0)
+
+
+def _plan(work: UtilityWork, target: str, device: torch.device) -> tuple[_C.BatchCall, DeviceBlock]:
     _, module = load_stepping(requests_of(work.spec))
-    call = _C.Call(module, work.problem, _bytes_of(work.items), flags=work.flags)
-    return _plans.keep(key, make_plan(call, module, target, device))
+    items = work.items.to(torch.int32).contiguous().numpy().tobytes()
+    core = _C.BatchCall(
+        _C.BatchPlan.of_work(items),
+        work.lengths,
+        (module, None),
+        num_q_heads=1,
+        num_kv_heads=1,
+        head_dim=work.head_dim,
+        head_dim_v=work.head_dim,
+    )
+    none = (0, 0, 0)
+    call = core.bind(
+        strides=(none, none, none, work.out_strides, work.lse_strides or none),
+        layouts=work.tensors,
+        num_pages=work.num_pages,
+        flags=0 if work.lse_strides is None else _C.WRITE_LSE,
+    )
+    state = state_of(device, target)
+    state.prepare(module)
+    return call, state.upload(core)
 
 
-def _bytes_of(items: torch.Tensor) -> bytes:
-    return items.to(torch.int32).contiguous().numpy().tobytes()
-
-
-def layouts(tensors: Sequence[torch.Tensor]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Sizes and strides, as `_C.Problem` takes them."""
+def layouts(tensors: Sequence[torch.Tensor]) -> Layouts:
+    """Sizes and strides of param tensors."""
     return tuple((tuple(t.shape), t.stride()) for t in tensors)
 
 

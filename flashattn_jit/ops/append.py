@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,14 +12,14 @@ from ..codegen.target import compiled_target
 from ..codegen.utility import UtilitySpec
 from ..errors import InputError
 from . import _check
-from ._device import launch
-from ._device_launch import LaunchTensors
+from ._call import host_array
+from ._device import LaunchTensors
 from ._direct import is_direct
 from ._placement import on_cpu, place_utility
 from ._traced import is_traced
-from ._utility import UtilityWork, addresses, layouts, plan_utility
-from .paged import Paged, PageTable, read_pages
-from .varlen import request_lengths
+from ._utility import UtilityWork, addresses, layouts, run_utility
+from .paged import PAGE_SIZE_RULE, Paged
+from .storage import Stored, check_pages, read_storage
 
 _ITEM_TOKENS = 16
 _UNIT_BYTES = 16
@@ -101,14 +100,30 @@ def run_append(
         for label, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
             if new.numel() and new.untyped_storage()._cdata == cache.untyped_storage()._cdata:
                 raise InputError(f"{name} lies in the memory of {label}; pass {name}.clone()")
-    table = read_pages(paged, k_pages, v_pages)
-    q_lens = request_lengths("q_indptr", q_indptr, k.shape[0], None, "max_q_len")
-    if len(q_lens) != len(table.kv_len):
+    if not isinstance(paged, Paged):
+        raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
+    size = _check.check_int("page_size", paged.page_size, 1, rule=PAGE_SIZE_RULE)
+    for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if cache.shape[1] != size:
+            raise InputError(f"{name} has page_size={cache.shape[1]}, but paged {size}")
+    num_pages = k_pages.shape[0]
+    if num_pages != v_pages.shape[0]:
+        raise InputError(f"v_pages has num_pages={v_pages.shape[0]}, but k_pages has {num_pages}")
+    if num_pages > _check.INT32_MAX:
+        raise InputError(f"num_pages={num_pages} does not fit 32 bits")
+    rows, held_rows = host_array("q_indptr", q_indptr)
+    stored = read_storage(paged, k.device)
+    check_pages(stored.pages, stored.page_indices, num_pages, stored.held[:1])
+    try:
+        lengths = _C.BatchLengths(rows, stored.native)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    if lengths.num_q_tokens != k.shape[0]:
         raise InputError(
-            f"paged has num_requests={len(table.kv_len)}, but q_indptr has "
-            f"num_requests={len(q_lens)}"
+            f"q_indptr must run from 0 to the number of tokens ({k.shape[0]}), it ends at "
+            f"{lengths.num_q_tokens}"
         )
-    for b, (new_len, kv_len) in enumerate(zip(q_lens, table.kv_len, strict=True)):
+    for b, (new_len, kv_len) in enumerate(zip(lengths.q_len, lengths.kv_len, strict=True)):
         if new_len > kv_len:
             raise InputError(
                 f"request {b} has {new_len} new tokens, but paged gives it kv_len={kv_len}, which "
@@ -118,9 +133,9 @@ def run_append(
     if k.shape[0] == 0:
         return
     if on_cpu(target):
-        _on_cpu(k, v, k_pages, v_pages, q_lens, table)
+        _on_cpu(k, v, k_pages, v_pages, lengths, stored)
     else:
-        _on_device(k, v, k_pages, v_pages, q_lens, table, target)
+        _on_device(k, v, k_pages, v_pages, lengths, stored, held_rows, target)
 
 
 def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
@@ -158,19 +173,20 @@ def _on_cpu(
     v: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    q_lens: Sequence[int],
-    table: PageTable,
+    lengths: _C.BatchLengths,
+    stored: Stored,
 ) -> None:
     if torch.get_num_threads() > 1:
         _C.refuse_stranded()  # torch writes the pages on several threads
-    new = np.asarray(q_lens, np.int64)
+    assert stored.page_indices is not None
+    new = np.asarray(lengths.q_len, np.int64)
     starts = np.cumsum(new) - new
     request = np.repeat(np.arange(len(new)), new)
-    first = np.asarray(table.kv_len, np.int64) - new - starts
+    first = np.asarray(lengths.kv_len, np.int64) - new - starts
     key = np.arange(k.shape[0]) + first[request]
-    entry = np.asarray(table.page_indptr[:-1], np.int64)[request] + key // table.page_size
-    page = table.page_indices[torch.from_numpy(entry)].long()
-    slot = torch.from_numpy(key % table.page_size)
+    entry = stored.held[0].numpy().astype(np.int64)[request] + key // stored.page_size
+    page = stored.page_indices[torch.from_numpy(entry)].long()
+    slot = torch.from_numpy(key % stored.page_size)
     k_pages[page, slot] = k
     v_pages[page, slot] = v
 
@@ -180,51 +196,38 @@ def _on_device(
     v: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    q_lens: tuple[int, ...],
-    table: PageTable,
+    lengths: _C.BatchLengths,
+    stored: Stored,
+    q_indptr: torch.Tensor,
     target: str,
 ) -> None:
+    assert stored.page_indices is not None
     views = [t.view(torch.uint8) for t in (k, v, k_pages, v_pages)]
-    shapes, unit_bytes = layouts(views), _unit_bytes(views)
+    shapes, unit_bytes, num_pages = layouts(views), _unit_bytes(views), k_pages.shape[0]
 
     def work() -> UtilityWork:
-        problem = _C.Problem(
-            num_requests=len(q_lens),
-            num_q_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
-            head_dim_v=1,
-            q_len=q_lens,
-            kv_len=table.kv_len,
-            q_row0=tuple(itertools.accumulate(q_lens, initial=0))[:-1],
-            tensors=shapes,
-            page_indptr=table.page_indptr,
-            page_size=table.page_size,
-            num_pages=table.num_pages,
+        return UtilityWork(
+            UtilitySpec("append_paged_kv", compiled_target(target), unit_bytes),
+            lengths,
+            _items(lengths.q_len, lengths.kv_len),
+            shapes,
+            num_pages=num_pages,
         )
-        spec = UtilitySpec("append_paged_kv", compiled_target(target), unit_bytes)
-        return UtilityWork(spec, problem, _items(q_lens, table.kv_len))
 
-    signature = (
-        "append_paged_kv", shapes, unit_bytes, q_lens, table.kv_len, table.page_indptr,
-        table.page_size, table.num_pages,
+    content = tuple((t.dtype, t.numpy().tobytes()) for t in (q_indptr, *stored.held))
+    tensors = LaunchTensors(
+        views[0], views[2], views[3], views[2], None, views, addresses(views),
+        page_indices=stored.page_indices,
+        allocations=[
+            ("k", views[0], False),
+            ("v", views[1], False),
+            ("k_pages", views[2], True),
+            ("v_pages", views[3], True),
+            ("page_indices", stored.page_indices, False),
+        ],
     )  # fmt: skip
-    plan = plan_utility(signature, target, k.device, work)
-    launch(
-        plan,
-        LaunchTensors(
-            views[0], views[2], views[3], views[2], None, views, addresses(views),
-            page_indices=table.page_indices,
-            allocations=[
-                ("k", views[0], False),
-                ("v", views[1], False),
-                ("k_pages", views[2], True),
-                ("v_pages", views[3], True),
-                ("page_indices", table.page_indices, False),
-            ],
-        ),
-        1.0,
-    )  # fmt: skip
+    signature = ("append_paged_kv", shapes, unit_bytes, num_pages, stored.page_size, content)
+    run_utility(signature, target, k.device, work, tensors)
 
 
 def _items(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:

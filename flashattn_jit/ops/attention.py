@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
 
 import torch
 
-from ..errors import InputError
 from ..variants.binding import Swap, bind, bind_outside_modes
-from ..variants.spec import Dims, Variant, as_variant
-from . import _check, _dense, _handles
-from ._dense import result_dtype
+from ..variants.spec import Variant, as_variant
+from . import _check, _handles
+from ._attend import attend
+from ._call import Offset, dense_form, dense_requests
 from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
 from ._traced import is_traced
-
-Offset = int | torch.Tensor | Literal["end"]
 
 
 def attention(
@@ -124,77 +121,37 @@ def run_dense(
     """
     if direct is None:
         direct = is_direct(q, k, v)
-    dims = _check.check_dense(q, k, v)
-    bound = (bind if direct else bind_outside_modes)(chosen, dims, params, swap)
-    ir = bound.ir
+    form = dense_form(q, k, v, direct)
+    requests = dense_requests(form, kv_len, q_offset)
+    bound = (bind if direct else bind_outside_modes)(chosen, requests.dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
-    pointwise = ir.normalizer == "pointwise"
+    pointwise = bound.ir.normalizer == "pointwise"
     _check.check_lse(return_lse, pointwise)
-    scale = _check.check_scale(scale, dims.head_dim)
-    offset, offsets = _resolve_offset(q_offset, dims, kv_len)
-    if kv_len is not None:
-        _check.check_lengths("kv_len", kv_len, dims.batch, 0, dims.kv_len)
-    handle = _handles.remember(bound.handle, ir, chosen.name)
-    target = place(q, k, v, target)
     with_lse = return_lse or (partial and not pointwise)
-    scalars = pack_scalars(bound.scalars)
-    lse: torch.Tensor | None
-    if out is None:
-        run = _dense.attend if direct else _attention_op
-        result, lse = run(
-            q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
-            block_states, block_size, with_lse, partial, target,
-        )  # fmt: skip
-    else:
-        shape = (*q.shape[:3], dims.head_dim_v)
-        if not direct:
-            _check.check_types(q, k, v)
-        _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
-        result = out
-        lse = q.new_empty(shape[:3], dtype=torch.float32) if with_lse else None
-        write: Callable[..., object] = torch.ops.flashattn_jit.attention_out
-        if direct and is_direct(out):
-            write = _dense.dense_out
-        write(
-            q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
-            block_states, block_size, partial, target, out, lse,
-        )  # fmt: skip
-    return result, lse if with_lse else None
-
-
-def _attention_op(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    _check.check_types(*arguments[:3])
-    return torch.ops.flashattn_jit.attention(*arguments)  # type: ignore[no-any-return]
-
-
-def _resolve_offset(
-    q_offset: Offset, dims: Dims, kv_len: torch.Tensor | None
-) -> tuple[int, torch.Tensor | None]:
-    """The offset as (int, None) or (0, tensor [batch])."""
-    if isinstance(q_offset, str):
-        if q_offset != "end":
-            raise InputError(
-                f'q_offset must be an int, a tensor [batch] or "end", got {q_offset!r}'
+    if not direct or not (out is None or is_direct(out)):
+        if out is not None:
+            _check.check_out_layout(
+                out, form.result_shape, torch.float32 if partial else q.dtype, q.device
             )
-        if kv_len is None:
-            return dims.kv_len - dims.q_len, None
-        return 0, kv_len - dims.q_len
-    if isinstance(q_offset, torch.Tensor):
-        _check.check_lengths("q_offset", q_offset, dims.batch, -(2**30), 2**30)
-        return 0, q_offset
-    return check_offset(q_offset, "batch"), None
+        handle = _handles.structure_of(bound, chosen.name).handle
+        offsets = torch.tensor(requests.lengths.q_offset, device="cpu")
+        values = (
+            q, k, v, bound.tensors, pack_scalars(bound.scalars), handle,
+            _check.check_scale(scale, form.head_dim), 0, offsets, kv_len, block_states, block_size,
+        )  # fmt: skip
+        ops = torch.ops.flashattn_jit
+        if out is None:
+            result, lse = ops.attention(*values, with_lse, partial, place(q, k, v, target))
+            return result, lse if with_lse else None
+        lse = q.new_empty(form.result_shape[:-1], dtype=torch.float32) if with_lse else None
+        ops.attention_out(*values, partial, place(q, k, v, target), out, lse)
+        return out, lse
+    return attend(
+        form, requests, bound, chosen.name, q, k, v,
+        scale=_check.check_scale(scale, form.head_dim), target=place(q, k, v, target),
+        return_lse=with_lse, partial=partial, out=out, block_states=block_states,
+        block_size=block_size,
+    )  # fmt: skip
 
 
-def check_offset(q_offset: object, requests: str) -> int:
-    """An offset that is one number. Raises InputError; requests: the dim of a tensor of them."""
-    if type(q_offset) is not int and (
-        isinstance(q_offset, bool) or not hasattr(q_offset, "__index__")
-    ):
-        raise InputError(
-            f'q_offset must be an int, a tensor [{requests}] or "end", got '
-            f"{type(q_offset).__name__}"
-        )
-    return _check.check_int("q_offset", q_offset, -(2**30), 2**30, "is outside of [-2**30, 2**30]")
-
-
-__all__ = ["Offset", "attention", "check_offset", "run_dense"]
+__all__ = ["Offset", "attention", "run_dense"]

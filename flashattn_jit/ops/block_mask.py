@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError, TorchInputError
-from ..variants.modes import on_host
+from ..variants.modes import is_capturing, on_host
 from ._check import check_readable
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -168,7 +168,7 @@ def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
     on_device = any(x.is_cuda for x in present)
     keep = not any(x.is_inference() for x in present)
     # A map that is made while a graph is captured lives in that graph alone.
-    keep = keep and not (on_device and torch.cuda.is_current_stream_capturing())
+    keep = keep and not (on_device and is_capturing(present[0].device))
     stream = torch.cuda.current_stream(present[0].device).cuda_stream if on_device else 0
     versions = tuple(x._version for x in present) if keep else ()
     kept: _Kept | None = getattr(mask, _ATTRIBUTE, None)

@@ -14,12 +14,13 @@ from ..variants.queries import keys_read_request
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Batch
+from ._call import host_array
 from ._level_pages import in_cache_pages
 from ._prefixes import shared_prefixes
 from .attention import Offset
 from .paged import Paged
 from .plan import Plan
-from .storage import Storage, host_array, read_storage
+from .storage import Storage, read_storage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +116,7 @@ class CascadeAttention(BatchBase):
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
         if batch.num_levels and keys_read_request(bound.ir):
             raise VariantError(
-                f"key_mod or value_mod of {batch.variant.name} reads the request b, but the keys "
+                f"key_mod or value_mod of {batch.name} reads the request b, but the keys "
                 "of a cascade are of several requests; use fa.BatchAttention, or hooks that take b "
                 "for fa.kv_slot(b, kv_idx) alone"
             )

@@ -12,6 +12,7 @@ from ..errors import InputError
 from ..variants.binding import Swap
 from ..variants.spec import FULL, Dims, Variant, variant
 from . import _check, _torch_inputs
+from ._call import dense_form, dense_requests
 from ._direct import is_direct
 from ._traced import is_traced
 from .attention import run_dense
@@ -164,7 +165,7 @@ def _check_flex(
                 "or share one key with key.expand(batch, -1, -1, -1)"
             )
         k, v = k.expand(q.shape[0], -1, -1, -1), v.expand(q.shape[0], -1, -1, -1)
-    return _check.check_dense(q, k, v)
+    return dense_requests(dense_form(q, k, v), None, 0).dims
 
 
 def _check_mod(score_mod: object) -> None:

@@ -6,6 +6,7 @@ entry becomes a Python object.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,11 +16,10 @@ import torch
 from .. import env
 from ..errors import InputError
 from ..variants.modes import need_values
-from ._check import INT32_MAX, check_host_integers, check_int, check_readable
+from ._call import Array, host_array
+from ._check import INT32_MAX, check_int, check_readable
 from .paged import PAGE_SIZE_RULE, Paged
 
-Array = tuple[int, int, int]
-"""A contiguous integer array of the host: address, entries, bytes of an entry."""
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
 """kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices."""
 
@@ -65,16 +65,6 @@ class Stored(NamedTuple):
     def used_pages(self) -> int:
         """Entries of page_indices that are somebody's."""
         return int(self.held[0][-1]) if self.page_size and len(self.held[0]) else 0
-
-
-def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
-    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
-    tensor = check_host_integers(name, value, "batches")
-    if tensor.dim() != 1:
-        raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
-    if not tensor.is_contiguous() or tensor.is_neg():
-        tensor = tensor.resolve_neg().contiguous()
-    return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
 
 
 def read_storage(storage: Storage, device: torch.device, where: str = "") -> Stored:
@@ -161,4 +151,33 @@ def owner_of(entry: int, page_indptr: torch.Tensor) -> int:
     return int(torch.searchsorted(ends, entry, right=True))
 
 
-__all__ = ["Ragged", "Storage", "Stored", "host_array", "owner_of", "read_storage"]
+def check_pages(
+    pages: tuple[int, int] | None,
+    page_indices: torch.Tensor | None,
+    num_pages: int,
+    page_indptrs: Sequence[torch.Tensor],
+) -> None:
+    """Raises InputError where the greatest page in use, if it is known, is none of a cache.
+
+    page_indices: of the requests, then of each level of shared keys; page_indptrs: likewise.
+    """
+    if pages is None or pages[1] < num_pages or page_indices is None:
+        return
+    at = int((page_indices >= num_pages).nonzero()[0, 0])
+    raise InputError(
+        f"{_named_entry(at, int(page_indices[at]), page_indptrs)} is outside of "
+        f"num_pages={num_pages} of k and v; plan with the pages of this cache"
+    )
+
+
+def _named_entry(at: int, page: int, page_indptrs: Sequence[torch.Tensor]) -> str:
+    """An entry of the page tables of requests and levels, which follow one another."""
+    for level, indptr in enumerate(page_indptrs, -1):
+        if at < int(indptr[-1]):
+            where, owner = (f"level {level}: ", "group") if level >= 0 else ("", "request")
+            return f"{where}page_indices[{at}]={page}, a page of {owner} {owner_of(at, indptr)},"
+        at -= int(indptr[-1])
+    return f"page_indices[{at}]={page}"
+
+
+__all__ = ["Ragged", "Storage", "Stored", "check_pages", "read_storage"]

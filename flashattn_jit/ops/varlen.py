@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 
 import torch
 
 from ..errors import InputError
 from ..variants.binding import Swap, bind, bind_outside_modes
-from ..variants.spec import Dims, Variant, as_variant
-from . import _check, _handles, _packed
-from ._dense import result_dtype
+from ..variants.spec import Variant, as_variant
+from . import _check, _handles
+from ._attend import attend
+from ._call import Offset, packed_form, packed_requests
 from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
 from ._traced import is_traced
-from .attention import Offset, check_offset
 
 
 def varlen_attention(
@@ -106,99 +105,43 @@ def run_packed(
     swap: see `bind`. direct: what `is_direct` says of q, k and v, where that is known. The rest is
     as for `varlen_attention`, which see for what it raises.
     """
-    _check.check_tensors(
-        q, k, v,
-        ("[num_q_tokens, num_q_heads, head_dim]", "[num_kv_tokens, num_kv_heads, head_dim]",
-         "[num_kv_tokens, num_kv_heads, head_dim_v]"),
-    )  # fmt: skip
-    _check.check_heads(q.shape[1], k.shape[1], v.shape[1])
-    _check.check_head_dims(q.shape[2], k.shape[2], v.shape[2])
-    if k.shape[0] != v.shape[0]:
-        raise InputError(f"v has num_kv_tokens={v.shape[0]}, but k has num_kv_tokens={k.shape[0]}")
-    q_lens = request_lengths("q_indptr", q_indptr, q.shape[0], max_q_len, "max_q_len")
-    kv_lens = request_lengths("kv_indptr", kv_indptr, k.shape[0], max_kv_len, "max_kv_len")
-    if len(q_lens) != len(kv_lens):
-        raise InputError(
-            f"kv_indptr has num_requests={len(kv_lens)}, but q_indptr has "
-            f"num_requests={len(q_lens)}"
-        )
-    num_requests = len(q_lens)
-    longest_q, longest_kv = max(q_lens, default=0), max(kv_lens, default=0)
-    dims = Dims(
-        num_requests, q.shape[1], k.shape[1], longest_q, longest_kv, q.shape[2], v.shape[2],
-        q.device,
-    )  # fmt: skip
     if direct is None:
         direct = is_direct(q, k, v)
-    bound = (bind if direct else bind_outside_modes)(chosen, dims, params, swap)
+    form = packed_form(q, k, v, direct)
+    requests = packed_requests(form, q_indptr, kv_indptr, q_offset)
+    for name, most, what, lengths in (
+        ("max_q_len", max_q_len, requests.dims.q_len, requests.lengths.q_len),
+        ("max_kv_len", max_kv_len, requests.dims.kv_len, requests.lengths.kv_len),
+    ):
+        if most is not None and what > _check.check_int(name, most, 0, 2**63 - 1):
+            raise InputError(
+                f"{name}={most} is less than the length {what} of request {lengths.index(what)}"
+            )
+    bound = (bind if direct else bind_outside_modes)(chosen, requests.dims, params, swap)
     _check.check_grad((q, k, v, *bound.tensors))
     pointwise = bound.ir.normalizer == "pointwise"
     _check.check_lse(return_lse, pointwise)
-    scale = _check.check_scale(scale, q.shape[2])
-    offsets = resolve_offsets(q_offset, q_lens, kv_lens)
-    handle = _handles.remember(bound.handle, bound.ir, chosen.name)
-    target = place(q, k, v, target)
     with_lse = return_lse or (partial and not pointwise)
-    scalars = pack_scalars(bound.scalars)
-    if out is None:
-        run = _packed.packed if direct else torch.ops.flashattn_jit.varlen_attention
-        result, lse = run(
-            q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
-            with_lse, partial, target,
-        )  # fmt: skip
-    else:
-        shape = (*q.shape[:2], v.shape[2])
-        _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
-        result = out
-        lse = q.new_empty(shape[:2], dtype=torch.float32) if with_lse else None
-        torch.ops.flashattn_jit.varlen_attention_out(
-            q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
-            partial, target, out, lse,
-        )  # fmt: skip
-    return result, lse if with_lse else None
-
-
-def request_lengths(
-    name: str, indptr: torch.Tensor, tokens: int, longest: int | None, longest_name: str
-) -> tuple[int, ...]:
-    """Lengths of the requests behind an indptr, which must ascend from 0 to `tokens`."""
-    _check.check_host_integers(name, indptr)
-    if indptr.dim() != 1 or indptr.shape[0] < 1:
-        raise InputError(f"{name} must be [num_requests + 1], got {tuple(indptr.shape)}")
-    starts = indptr.tolist()
-    if starts[0] != 0 or starts[-1] != tokens:
-        raise InputError(
-            f"{name} must run from 0 to the number of tokens ({tokens}), it runs from {starts[0]} "
-            f"to {starts[-1]}"
-        )
-    lengths = []
-    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
-        if end < begin:
-            raise InputError(f"{name} must not descend; request {i} has [{begin}, {end}]")
-        lengths.append(end - begin)
-    if longest is not None:
-        longest = _check.check_int(longest_name, longest, 0, 2**63 - 1)
-    if longest is not None and lengths and max(lengths) > longest:
-        worst = lengths.index(max(lengths))
-        raise InputError(
-            f"{longest_name}={longest} is less than the length {lengths[worst]} of request {worst}"
-        )
-    return tuple(lengths)
-
-
-def resolve_offsets(
-    q_offset: Offset, q_lens: tuple[int, ...], kv_lens: tuple[int, ...]
-) -> torch.Tensor:
-    """The offset of each request, as an int64 tensor [num_requests]."""
-    if isinstance(q_offset, torch.Tensor):
-        _check.check_lengths("q_offset", q_offset, len(q_lens), -(2**30), 2**30)
-        return q_offset
-    if isinstance(q_offset, str):
-        if q_offset != "end":
-            raise InputError(
-                f'q_offset must be an int, a tensor [num_requests] or "end", got {q_offset!r}'
+    scale, target = _check.check_scale(scale, form.head_dim), place(q, k, v, target)
+    if not direct or not (out is None or is_direct(out)):
+        if out is not None:
+            _check.check_out_layout(
+                out, form.result_shape, torch.float32 if partial else q.dtype, q.device
             )
-        ends = [k - q for q, k in zip(q_lens, kv_lens, strict=True)]
-        return torch.tensor(ends, dtype=torch.int64, device="cpu")
-    one = check_offset(q_offset, "num_requests")
-    return torch.full((len(q_lens),), one, dtype=torch.int64, device="cpu")
+        handle = _handles.structure_of(bound, chosen.name).handle
+        offsets = torch.tensor(requests.lengths.q_offset, dtype=torch.int64, device="cpu")
+        values = (
+            q, k, v, bound.tensors, pack_scalars(bound.scalars), handle, scale, q_indptr, kv_indptr,
+            offsets,
+        )  # fmt: skip
+        ops = torch.ops.flashattn_jit
+        if out is None:
+            result, lse = ops.varlen_attention(*values, with_lse, partial, target)
+            return result, lse if with_lse else None
+        lse = q.new_empty(form.result_shape[:-1], dtype=torch.float32) if with_lse else None
+        ops.varlen_attention_out(*values, partial, target, out, lse)
+        return out, lse
+    return attend(
+        form, requests, bound, chosen.name, q, k, v, scale=scale, target=target,
+        return_lse=with_lse, partial=partial, out=out,
+    )  # fmt: skip

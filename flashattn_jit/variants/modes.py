@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from flashattn_jit.errors import GradError, InputError
+from flashattn_jit.errors import GradError, InputError, LaunchError
 
 GRAD_MESSAGE = (
     "an input requires grad while grad mode is on, but this engine is inference only; call it "
@@ -28,6 +28,9 @@ VMAP_MESSAGE = (
     "this op does not run under torch.vmap: batch is a dim of its inputs; fold the mapped dim into "
     "batch, or loop over it"
 )
+
+PLAN_FIRST = "plan before the capture, then capture run(), and plan again before each replay"
+"""What to do where plan() was called during a capture."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -147,6 +150,21 @@ def has_no_values(tensor: torch.Tensor) -> bool:
     return False
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(device: torch.device, doing: str, remedy: str) -> None:
+    """Nothing is planned, compiled or loaded while a CUDA graph is captured.
+
+    Raises:
+        LaunchError: the device's current stream is being captured.
+    """
+    if is_capturing(device):
+        raise LaunchError(f"{doing} while a CUDA graph is being captured: {remedy}")
+
+
 def need_values(what: str, why: str, tensors: Iterable[object]) -> None:
     """Raises InputError where one of the tensors has no values; why: what needs them."""
     traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
@@ -192,6 +210,7 @@ def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 
 
 __all__ = [
-    "GRAD_MESSAGE", "VMAP_MESSAGE", "has_no_values", "is_outside", "is_quiet", "need_values",
-    "on_host", "outside_modes", "refuse_transforms", "remembered",
+    "GRAD_MESSAGE", "PLAN_FIRST", "VMAP_MESSAGE", "has_no_values", "is_capturing", "is_outside",
+    "is_quiet", "need_values", "on_host", "outside_modes", "refuse_capture", "refuse_transforms",
+    "remembered",
 ]  # fmt: skip

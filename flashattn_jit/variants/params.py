@@ -13,7 +13,7 @@ import torch
 
 from flashattn_jit import _C
 from flashattn_jit.errors import ParamError, VariantError
-from flashattn_jit.variants.modes import is_quiet, outside_modes
+from flashattn_jit.variants.modes import is_capturing, is_quiet, outside_modes
 from flashattn_jit.variants.promotion import DTYPE_NAMES
 from flashattn_jit.variants.readable import PLAIN, refuse_unreadable, unreadable
 
@@ -132,7 +132,7 @@ class Param:
         watch = _Watch(dims)
         value = _made(self.default, watch, dims.device)
         if dims.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
+            if is_capturing(dims.device):
                 return value  # of the graph's memory, and not computed yet
             # Once for each default, so that calls on other streams find it there.
             torch.cuda.synchronize(dims.device)

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 import torch
+from flashattn_jit.ops._device_launch import LaunchTensors
 
 import flashattn_jit as fa
 from flashattn_jit import _C
@@ -13,7 +14,6 @@ from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.ops._device import launch, make_plan
-from flashattn_jit.ops._device_launch import LaunchTensors
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from flashattn_jit.ops._device_launch import LaunchTensors
 
 import flashattn_jit as fa
 from flashattn_jit import _C
@@ -20,7 +21,6 @@ from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.ops import _batch_device, _device_launch
 from flashattn_jit.ops._batch_device import DeviceState, Ring, launch
-from flashattn_jit.ops._device_launch import LaunchTensors
 from flashattn_jit.ops._emulated import Recording, record
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference

@@ -1,0 +1,361 @@
+"""A call, as planning and launching see it: read and checked once, for every kind of call.
+
+A `Form` is what q, k and v look like, `Requests` say which of their rows belong together, and a
+`Call` is all that a launch depends on but for addresses and values. Equal tensors have one form and
+equal lengths one `Requests`, found by what they are made of, so that a repeated call pays for
+look-ups alone and a `Call` is hashed by identities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .. import _C
+from ..errors import InputError
+from ..variants.params import Dims
+from . import _check
+from ._recent import Recent
+
+Strides = tuple[int, ...]
+Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Sizes and strides of param tensors and of their min/max tables."""
+
+BlockMaskLayout = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""Sizes and strides (request, head, q block, kv block) of a map of blocks, q_block, kv_block."""
+
+Offset = int | torch.Tensor | Literal["end"]
+"""Of ``q_idx``: an int, a tensor with one entry a request, or "end" for kv_len - q_len."""
+
+_LARGEST_OFFSET = 2**30
+_KEPT_FORMS = 4096
+_KEPT_LENGTHS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What q, k and v of a call look like, checked: all but where they lie.
+
+    kind: "dense" ([B, H, S, D] all), "packed" ([N, H, D] all) or "paged" (q packed, k and v
+    [pages, page_size, H, D]). rows_aligned: every row starts at a multiple of 16 bytes from the
+    first one and ends at one. requests: those of dense calls, by kv_len and q_offset.
+    """
+
+    kind: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    strides: tuple[Strides, Strides, Strides]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    device: torch.device
+    rows_aligned: bool
+    input_bytes: tuple[int, int, int]
+    requests: dict[Any, Requests] = field(default_factory=dict)
+
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads."""
+        return self.q_shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.k_shape[2 if self.kind == "paged" else 1]
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and k."""
+        return self.q_shape[-1]
+
+    @property
+    def head_dim_v(self) -> int:
+        """Of v."""
+        return self.v_shape[-1]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Of out: q's rows with v's last dim."""
+        return (*self.q_shape[:-1], self.head_dim_v)
+
+
+class Requests(NamedTuple):
+    """The requests of a call: their lengths as the scheduler takes them, and the call's dims."""
+
+    lengths: _C.BatchLengths
+    dims: Dims
+
+
+class Call(NamedTuple):
+    """All that a launch depends on but for addresses and values. Equal calls have one launch.
+
+    structure: handle of the variant's structure. layouts: of its param tensors. out: shape,
+    strides, dtype and device of a given one. num_threads: 0 on devices. aligned: rows of q, k, v
+    and out start and end at multiples of 16 bytes (devices). scalars: the variant's, where its
+    schedule depends on them.
+    """
+
+    form: Form
+    lengths: _C.BatchLengths
+    structure: int
+    layouts: Layouts
+    out: tuple[Any, ...] | None
+    return_lse: bool
+    partial: bool
+    target: str
+    num_threads: int
+    aligned: bool = True
+    block_mask: BlockMaskLayout | None = None
+    scalars: tuple[int | float, ...] | None = None
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+_forms: dict[str, Recent[tuple[Any, ...], Form]] = {
+    kind: Recent(_KEPT_FORMS) for kind in ("dense", "packed", "paged")
+}
+
+
+def dense_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, direct: bool = False) -> Form:
+    """The form of q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv].
+
+    direct: `is_direct` says that they are plain tensors; others are checked at each call.
+
+    Raises:
+        InputError: a shape, dtype, device or stride is wrong.
+    """
+    return _form("dense", _check.check_dense, q, k, v, direct)
+
+
+def packed_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, direct: bool = False) -> Form:
+    """The form of q [Nq, Hq, D], k [Nk, Hkv, D], v [Nk, Hkv, Dv]; see `dense_form`."""
+    return _form("packed", _check.check_packed, q, k, v, direct)
+
+
+def paged_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, direct: bool = False) -> Form:
+    """The form of q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv]; see `dense_form`."""
+    return _form("paged", _check.check_paged, q, k, v, direct)
+
+
+def _form(
+    kind: str,
+    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    direct: bool,
+) -> Form:
+    forms = _forms[kind]
+    if not direct:
+        check(q, k, v)
+    signature = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device,
+    )  # fmt: skip
+    found = forms.get(signature)
+    if found is not None:
+        return found
+    if direct:
+        check(q, k, v)
+    tensors = (q, k, v)
+    form = Form(
+        kind,
+        tuple(q.shape),
+        tuple(k.shape),
+        tuple(v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        (q.dtype, k.dtype, v.dtype),
+        q.device,
+        q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and all(_steps_aligned(t) for t in tensors),
+        (_check.extent(q), _check.extent(k), _check.extent(v)),
+    )
+    return forms.keep(signature, form)
+
+
+def is_aligned(
+    form: Form, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
+) -> bool:
+    """Whether every row of q, k, v and a given out starts and ends at a multiple of 16 bytes.
+
+    A result that is allocated does so where the head dims are multiples of 8.
+    """
+    if not form.rows_aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return False
+    return out is None or (out.data_ptr() % 16 == 0 and _steps_aligned(out))
+
+
+def _steps_aligned(tensor: torch.Tensor) -> bool:
+    item = tensor.element_size()
+    return all(stride * item % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+# --- requests: lengths and offsets ----------------------------------------------------------------
+
+
+def dense_requests(form: Form, kv_len: torch.Tensor | None, q_offset: Offset) -> Requests:
+    """The requests of a dense call: one a batch entry.
+
+    Raises:
+        InputError: kv_len or q_offset is wrong.
+    """
+    batch, q_len, rows = form.q_shape[0], form.q_shape[2], form.k_shape[2]
+    key = read_lengths(batch, q_len, rows, kv_len, q_offset)
+    found = form.requests.get(key)
+    if found is not None:
+        return found
+    native = dense_lengths(batch, q_len, rows, *key)
+    dims = Dims(
+        batch, form.num_q_heads, form.num_kv_heads, q_len, rows, form.head_dim, form.head_dim_v,
+        form.device,
+    )  # fmt: skip
+    if len(form.requests) >= _KEPT_LENGTHS:
+        form.requests.clear()
+    return form.requests.setdefault(key, Requests(native, dims))
+
+
+def read_lengths(
+    batch: int,
+    q_len: int,
+    kv_rows: int,
+    kv_len: torch.Tensor | None,
+    q_offset: int | torch.Tensor | str,
+) -> tuple[tuple[int, ...] | None, int | tuple[int, ...]]:
+    """kv_len and q_offset of a dense call as numbers: one for all requests, or one for each.
+
+    Raises:
+        InputError: kv_len or q_offset is wrong.
+    """
+    lengths = None
+    if kv_len is not None:
+        lengths = _check.check_lengths("kv_len", kv_len, batch, 0, kv_rows)
+    if isinstance(q_offset, torch.Tensor):
+        least, most = -_LARGEST_OFFSET, _LARGEST_OFFSET
+        return lengths, _check.check_lengths("q_offset", q_offset, batch, least, most)
+    if is_end(q_offset, "batch"):
+        if lengths is None:
+            return None, kv_rows - q_len
+        return lengths, tuple([n - q_len for n in lengths])
+    return lengths, check_offset(q_offset, "batch")
+
+
+def dense_lengths(
+    batch: int,
+    q_len: int,
+    kv_rows: int,
+    kv_len: tuple[int, ...] | None,
+    q_offset: int | tuple[int, ...],
+) -> _C.BatchLengths:
+    """The lengths of a dense call as the scheduler takes them. Raises InputError."""
+    try:
+        return _C.BatchLengths.dense(batch, q_len, kv_rows, kv_len, q_offset)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def packed_requests(
+    form: Form, q_indptr: torch.Tensor, kv_indptr: torch.Tensor, q_offset: Offset
+) -> Requests:
+    """The requests of packed rows.
+
+    Raises:
+        InputError: an array is wrong; the message names the request.
+    """
+    q_array, q_held = host_array("q_indptr", q_indptr)
+    kv_array, kv_held = host_array("kv_indptr", kv_indptr)
+    array, held = offset_array(q_offset, q_array[1] - 1)
+    key = (_content(q_held), _content(kv_held), None if held is None else _content(held))
+    found = form.requests.get(key)
+    if found is not None:
+        return found
+    try:
+        native = _C.BatchLengths(q_array, (kv_array, None, None, 0, 0), array)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    for name, rows, what, ends in (
+        ("q", form.q_shape[0], "num_q_tokens", native.num_q_tokens),
+        ("k", form.k_shape[0], "num_kv_tokens", native.num_kv_tokens),
+    ):
+        if rows != ends:
+            indptr = "q_indptr" if name == "q" else "kv_indptr"
+            raise InputError(
+                f"{indptr} must run from 0 to the number of tokens, {name} has {what}={rows}, but "
+                f"it ends at {ends}"
+            )
+    dims = Dims(
+        native.num_requests, form.num_q_heads, form.num_kv_heads, native.max_q_len,
+        native.max_kv_len, form.head_dim, form.head_dim_v, form.device,
+    )  # fmt: skip
+    if len(form.requests) >= _KEPT_LENGTHS:
+        form.requests.clear()
+    return form.requests.setdefault(key, Requests(native, dims))
+
+
+def _content(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
+    return tensor.dtype, tensor.numpy().tobytes()
+
+
+Array = tuple[int, int, int]
+"""A contiguous integer array of the host: address, entries, bytes of an entry."""
+
+
+def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
+    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
+    tensor = _check.check_host_integers(name, value, "batches")
+    if tensor.dim() != 1:
+        raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.resolve_neg().contiguous()
+    return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
+
+
+def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor | None]:
+    """The positions of first tokens as an array, and what keeps it valid; None for "end".
+
+    Raises:
+        InputError: it is no offset, or one is out of range.
+    """
+    if isinstance(q_offset, torch.Tensor):
+        array, held = host_array("q_offset", q_offset)
+        values = held.numpy()
+        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
+        check_offset(high if high > -low else low, "num_requests")
+        return array, held
+    if is_end(q_offset, "num_requests"):
+        return None, None
+    one = check_offset(q_offset, "num_requests")
+    held = torch.full((max(0, count),), one, dtype=torch.int64, device="cpu")
+    return host_array("q_offset", held)
+
+
+def is_end(q_offset: object, requests: str) -> bool:
+    """Whether an offset is "end". Raises InputError for any other text."""
+    if not isinstance(q_offset, str):
+        return False
+    if q_offset != "end":
+        raise InputError(
+            f'q_offset must be an int, a tensor [{requests}] or "end", got {q_offset!r}'
+        )
+    return True
+
+
+def check_offset(q_offset: object, requests: str) -> int:
+    """An offset that is one number. Raises InputError; requests: the dim of a tensor of them."""
+    if type(q_offset) is not int and (
+        isinstance(q_offset, bool) or not hasattr(q_offset, "__index__")
+    ):
+        raise InputError(
+            f'q_offset must be an int, a tensor [{requests}] or "end", got '
+            f"{type(q_offset).__name__}"
+        )
+    return _check.check_int(
+        "q_offset", q_offset, -_LARGEST_OFFSET, _LARGEST_OFFSET, "is outside of [-2**30, 2**30]"
+    )
+
+
+__all__ = [
+    "Array", "BlockMaskLayout", "Call", "Form", "Layouts", "Offset", "Requests", "check_offset",
+    "dense_form", "dense_lengths", "dense_requests", "host_array", "is_aligned", "is_end",
+    "offset_array", "packed_form", "packed_requests", "paged_form", "read_lengths",
+]  # fmt: skip
