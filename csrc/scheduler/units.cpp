@@ -30,7 +30,11 @@ class UnitMaker {
     if (lists_.q_block > 0) {
       make_listed();
     } else {
-      for (int32_t e = 0; e < entities; ++e) make_ranged(e);
+      const bool blocks = options_.row_block > 0;
+      for (int32_t e = 0; e < entities; ++e) {
+        if (blocks && q_len(e) > options_.row_block) make_tiles(e);
+        else make_ranged(e);
+      }
     }
     return std::move(units_);
   }
@@ -107,26 +111,29 @@ class UnitMaker {
     const size_t e = static_cast<size_t>(entity);
     if (queries_len != known_.q_len) know(queries_len);
     const int32_t rows = queries_len * group_size_;
+    if (rows > kinds_[known_.kind].tile_q) return make_tiles(entity);
+    // Decoding: hundreds of requests of equal rows. Divided and copied like others, 256 mixed
+    // requests took 7 us longer (of 40).
+    const auto [q_first, q_last] = queries(entity, 0, queries_len - 1);
+    Unit& unit = units_.emplace_back();
+    unit.entity = entity;
+    unit.head = -1;
+    unit.row_end = rows;
+    unit.kind = known_.kind;
+    unit.key_ns = known_.key_ns;
+    unit.extent = extents_.of(entity, q_first, q_last, lengths_.kv_first[e], lengths_.kv_len[e],
+                              kinds_[known_.kind].tile_kv);
+    price(unit);
+  }
+
+  void make_tiles(int32_t entity) {
+    const size_t e = static_cast<size_t>(entity);
+    const int32_t queries_len = q_len(entity);
     const int32_t block = options_.row_block > 0 ? options_.row_block : queries_len;
-    if (rows <= kinds_[known_.kind].tile_q && queries_len <= block) {
-      // Decoding: hundreds of requests of equal rows. Divided and copied like others, 256 mixed
-      // requests took 7 us longer (of 40).
-      const auto [q_first, q_last] = queries(entity, 0, queries_len - 1);
-      Unit& unit = units_.emplace_back();
-      unit.entity = entity;
-      unit.head = -1;
-      unit.row_end = rows;
-      unit.kind = known_.kind;
-      unit.key_ns = known_.key_ns;
-      unit.extent = extents_.of(entity, q_first, q_last, lengths_.kv_first[e], lengths_.kv_len[e],
-                                kinds_[known_.kind].tile_kv);
-      price(unit);
-      return;
-    }
     Unit unit{};
     unit.entity = entity;
     unit.head = -1;
-    unit.kind = known_.kind;
+    unit.kind = static_cast<int8_t>(kind_of(queries_len, 0, group_size_, options_.few_rows));
     const size_t first = units_.size();
     for (int64_t row = 0; row < queries_len; row += block) {
       const int64_t next = std::min<int64_t>(row + block, queries_len);
@@ -134,7 +141,7 @@ class UnitMaker {
                static_cast<int32_t>(next) * group_size_);
     }
     const int32_t tile_kv = kinds_[unit.kind].tile_kv;
-    const int32_t span = std::max(tile_kv, q_len(entity) / kHullsARequest) * group_size_;
+    const int32_t span = std::max(tile_kv, queries_len / kHullsARequest) * group_size_;
     for (size_t i = first; i < units_.size();) {
       size_t last = i;
       while (last + 1 < units_.size() &&

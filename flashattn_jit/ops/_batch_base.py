@@ -256,8 +256,9 @@ class BatchBase:
         )
         told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
         return _C.BatchPlan.workspace_bound(
-            native_kinds(pair), limits.native(), num_levels=num_levels, q_block=q_block, **told
-        )
+            native_kinds(pair), limits.native(), num_kv_heads=options.num_kv_heads,
+            num_levels=num_levels, q_block=q_block, **told,
+        )  # fmt: skip
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -274,7 +275,8 @@ class BatchBase:
         options = self._kernels.options
         if sparsity is not None or params:
             _check_values(sparsity, params)
-        refuse_capture(options.device, "plan() was called", PLAN_FIRST)
+        if not options.cpu:
+            refuse_capture(options.device, "plan() was called", PLAN_FIRST)
         rows, _rows_held = host_array("q_indptr", q_indptr)
         stored = read_storage(storage, options.device)
         offset, _offset_held = offset_array(q_offset, rows[1] - 1)

@@ -110,11 +110,18 @@ class Kernels:
         return few_rows(self.options.target, DTYPE_NAMES[self.options.q_dtype])
 
     def needs(
-        self, lengths: _C.BatchLengths, group_size: int, q_block: int = 0, **form: bool
+        self,
+        lengths: _C.BatchLengths,
+        group_size: int,
+        q_block: int,
+        paged: bool,
+        mixed: bool,
+        block_mask: bool,
+        unaligned: bool,
     ) -> Needs:
         """The needs of a batch; under limits, of every batch.
 
-        group_size: query heads that share a tile. form: the other fields of `Needs`.
+        group_size: query heads that share a tile.
         """
         prefill, few, rows = lengths.tile_kinds(group_size, self.few_rows, q_block)
         always = self.options.limits is not None
@@ -123,8 +130,9 @@ class Kernels:
         elif prefill:
             rows = row_class(rows)
         return Needs(
-            rows if prefill or always else 0, bool(few) or always, sparse=q_block > 0, **form
-        )
+            rows if prefill or always else 0, bool(few) or always, paged, q_block > 0, mixed,
+            block_mask, unaligned,
+        )  # fmt: skip
 
     def pair(self, handle: int, known: Structure, needs: Needs) -> Pair:
         """The kernels, from memory or loaded now.
@@ -204,7 +212,6 @@ class Kernels:
         )
         return {
             "num_q_heads": o.num_q_heads,
-            "num_kv_heads": o.num_kv_heads,
             "head_dim_v": o.head_dim_v,
             "few_rows": self.few_rows,
             "num_workers": workers,

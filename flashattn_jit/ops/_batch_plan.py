@@ -67,14 +67,6 @@ class Batch:
     keeps_mask: bool = True
 
     @property
-    def num_kv_heads(self) -> int:
-        """Groups of query heads that share a tile: those of one key head, unless they visit
-        different blocks of a block mask."""
-        if self.block_mask is not None and self.block_mask[1][1] != 0:
-            return self.options.num_q_heads
-        return self.options.num_kv_heads
-
-    @property
     def options(self) -> Options:
         """Of the object that planned it."""
         return self.kernels.options
@@ -273,10 +265,13 @@ def vary(
         ):  # fmt: skip
             for slot in which:
                 values[slot] = mask_values.get(params[slot].name, values[slot])  # type: ignore
+    blocks = batch.block_mask
+    num_kv_heads = options.num_kv_heads
+    if blocks is not None and blocks[1][1] != 0:
+        num_kv_heads = options.num_q_heads  # heads that visit different blocks share no tile
     needs = kernels.needs(
-        batch.lengths, options.num_q_heads // batch.num_kv_heads, lists.q_block if lists else 0,
-        paged=batch.keys.page_size > 0, mixed=batch.num_levels > 0,
-        block_mask=batch.block_mask is not None, unaligned=unaligned,
+        batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,
+        batch.keys.page_size > 0, batch.num_levels > 0, blocks is not None, unaligned,
     )  # fmt: skip
     pair = kernels.pair(bound.handle, known, needs)
     classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)
@@ -296,8 +291,9 @@ def vary(
             classify=classify,
             limits=None if options.limits is None else options.limits.native(),
             num_levels=batch.num_levels,
-            row_block=0 if batch.block_mask is None else batch.block_mask[2],
-            **{**kernels.plan_options(pair), "num_kv_heads": batch.num_kv_heads},
+            num_kv_heads=num_kv_heads,
+            row_block=0 if blocks is None else blocks[2],
+            **kernels.plan_options(pair),
             **mask_args,
         )
     except ValueError as error:

@@ -14,7 +14,7 @@ from ..variants.spec import Variant
 from . import _check
 from ._batch_kernels import Options
 from ._batch_plan import Batch, Params, Variation, mask_values, refuse_mask_params, vary
-from ._call import Call, Form, is_aligned, packed_form, paged_form
+from ._call import Call, is_aligned, packed_form, paged_form
 from ._check import DTYPE_NAMES
 from ._launch import bind_tensors, check_out, launch, make_launch
 from ._workspace import Workspace
@@ -45,8 +45,8 @@ class Planned:
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "habits", "params", "pointwise", "scale", "state", "variant",
-        "variations", "workspace",
+        "batch", "cpu", "first", "form", "habits", "params", "pointwise", "scale", "state",
+        "variant", "variations", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +64,7 @@ class Planned:
         self.variant, self.params = variant, params
         self.cpu = batch.options.cpu
         self.habits = habits
+        self.form = paged_form if batch.keys.page_size else packed_form
         self.pointwise = first.known.pointwise
         self.scale = _check.check_scale(None, batch.options.head_dim)
         self.variations = {(first.known.handle, unaligned): first}
@@ -89,7 +90,11 @@ class Planned:
         if params:
             refuse_mask_params(self.variant, params, self.first.mask_params)
         bound = bind(self.variant, batch.dims, {**self.params, **params} if params else self.params)
-        form = self._form(q, k, v)
+        try:
+            form = self.form(q, k, v, True)
+        except InputError:
+            _check_call(self, q, k, v)  # says what the batch was made for, where it is that
+            raise
         unaligned = not self.cpu and not is_aligned(form, q, k, v, out)
         variation = self.variations.get((bound.handle, unaligned))
         if variation is None:
@@ -120,13 +125,6 @@ class Planned:
         return launch(
             variation, ready, q, k, v, out, scale, held, addresses, scalars, self.workspace
         )
-
-    def _form(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Form:
-        try:
-            return (paged_form if self.batch.keys.page_size else packed_form)(q, k, v, True)
-        except InputError:
-            _check_call(self, q, k, v)
-            raise
 
     def check_transforms(self, params: Params) -> None:
         """Raises GradError or InputError where the variant holds a tensor of a transform."""

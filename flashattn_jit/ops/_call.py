@@ -8,6 +8,7 @@ look-ups alone and a `Call` is hashed by identities.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -113,41 +114,23 @@ class Call(NamedTuple):
 
 # --- forms ----------------------------------------------------------------------------------------
 
-_forms: dict[str, Recent[tuple[Any, ...], Form]] = {
-    kind: Recent(_KEPT_FORMS) for kind in ("dense", "packed", "paged")
-}
 
-
-def dense_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, direct: bool = False) -> Form:
-    """The form of q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv].
+def _form(
+    kind: str,
+    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    forms: Recent[tuple[Any, ...], Form],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    direct: bool = False,
+) -> Form:
+    """The form of q, k and v, from memory where equal ones were checked before.
 
     direct: `is_direct` says that they are plain tensors; others are checked at each call.
 
     Raises:
         InputError: a shape, dtype, device or stride is wrong.
     """
-    return _form("dense", _check.check_dense, q, k, v, direct)
-
-
-def packed_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, direct: bool = False) -> Form:
-    """The form of q [Nq, Hq, D], k [Nk, Hkv, D], v [Nk, Hkv, Dv]; see `dense_form`."""
-    return _form("packed", _check.check_packed, q, k, v, direct)
-
-
-def paged_form(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, direct: bool = False) -> Form:
-    """The form of q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv]; see `dense_form`."""
-    return _form("paged", _check.check_paged, q, k, v, direct)
-
-
-def _form(
-    kind: str,
-    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    direct: bool,
-) -> Form:
-    forms = _forms[kind]
     if not direct:
         check(q, k, v)
     signature = (
@@ -172,6 +155,11 @@ def _form(
         (_check.extent(q), _check.extent(k), _check.extent(v)),
     )
     return forms.keep(signature, form)
+
+
+dense_form = functools.partial(_form, "dense", _check.check_dense, Recent(_KEPT_FORMS))
+packed_form = functools.partial(_form, "packed", _check.check_packed, Recent(_KEPT_FORMS))
+paged_form = functools.partial(_form, "paged", _check.check_paged, Recent(_KEPT_FORMS))
 
 
 def is_aligned(
