@@ -6,17 +6,18 @@ import struct
 
 import pytest
 import torch
-from flashattn_jit.ops._device_launch import LaunchTensors
 
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_kernel
-from flashattn_jit.ops._device import launch, make_plan
+from flashattn_jit.ops._batch_device import DeviceState, launch
+from flashattn_jit.ops._device import LaunchTensors
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
+from tests.planner.batch_plans import Level, Ragged, lengths
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 OFFSETS = (90, 35, 200)  # the last one sees every key, the second one not
@@ -60,14 +61,9 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
     )
     starts = (0, q_lens[0], q_lens[0] + q_lens[1])
     # Requests 0 to 2 are what hooks see; 3 is the group whose keys all of them share.
-    native = _C.Problem(
-        num_requests=4, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, head_dim_v=DIM,
-        q_len=(*q_lens, tokens), kv_len=(prefix,) * 4, q_row0=(*starts, 0), kv_row0=0,
-        q_offset=(*OFFSETS, 0), q_stride=(0, DIM, HEADS * DIM), k_stride=(0, DIM, KV_HEADS * DIM),
-        v_stride=(0, DIM, KV_HEADS * DIM), out_stride=(0, DIM, HEADS * DIM),
-        lse_stride=(0, 1, HEADS), tensors=[(tuple(t.shape), t.stride()) for t in bound.tensors],
-        row_request=tuple(b for b, n in enumerate(q_lens) for _ in range(n)),
-    )  # fmt: skip
+    shared = Level([range(tokens)], Ragged([prefix]), consecutive=True)
+    batch = lengths(q_lens, Ragged([0, 0, 0]), OFFSETS, [shared])
+    assert batch.kv_len == [prefix] * 4
     work = [
         struct.pack("8i", 3, kv_h * group, group, row, min(row + spec.tile_q, tokens * group),
                     0, prefix, -1)
@@ -75,13 +71,22 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
         for row in range(0, tokens * group, spec.tile_q)
     ]  # fmt: skip
     module = load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
-    call = _C.Call(module, native, b"".join(work), b"", 0, _C.WRITE_LSE)
-    plan = make_plan(call, module, "emulated:sm_80", torch.device("cpu"), spec)
+    core = _C.BatchCall(
+        _C.BatchPlan.of_work(b"".join(work)), batch, (module, None), num_q_heads=HEADS,
+        num_kv_heads=KV_HEADS, head_dim=DIM, head_dim_v=DIM,
+    )  # fmt: skip
+    rows, keys = (0, DIM, HEADS * DIM), (0, DIM, KV_HEADS * DIM)
+    call = core.bind(
+        strides=(rows, keys, keys, rows, (0, 1, HEADS)), flags=_C.WRITE_LSE,
+        layouts=[(tuple(t.shape), t.stride()) for t in bound.tensors],
+    )  # fmt: skip
+    state = DeviceState(torch.device("cpu"), "emulated:sm_80", fixed=False)
     out = torch.full((tokens, HEADS, DIM), float("nan"), dtype=torch.bfloat16)
     lse = torch.full((tokens, HEADS), float("nan"))
     tensors = list(bound.tensors)
     launch(
-        plan,
+        state.upload(core),
+        call,
         LaunchTensors(
             q, k, v, out, lse, tensors, tuple(t.data_ptr() for t in tensors),
             names=("bias", "token"),

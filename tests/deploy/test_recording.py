@@ -19,7 +19,7 @@ from flashattn_jit.deploy import recording
 from flashattn_jit.deploy.manifest import read_manifest
 from flashattn_jit.errors import ManifestError
 from flashattn_jit.jit.module import KernelCache, Loaded
-from flashattn_jit.ops import _batch_kernels, _dense, _handles, _launch
+from flashattn_jit.ops import _attend, _batch_kernels, _handles
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.variants.params import Dims
 from tests import processes
@@ -39,9 +39,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are called by the first variant of a process that has them: here by these."""
     for variant in (fa.Causal(), fa.ALiBi(), fa.Full(), fa.SlidingWindow(3)):
         bound = variant.bind(Dims(1, 2, 2, ROWS, ROWS, 16, 16), {})
-        handle = _handles.remember(bound.handle, bound.ir, variant.name)
-        known = replace(_handles.structure(handle), name=variant.name)
-        monkeypatch.setitem(_handles._structures, handle, known)
+        known = _handles.structure_of(bound, variant.name)
+        named = replace(known, name=variant.name)
+        monkeypatch.setitem(_handles._structures, known.handle, named)
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +56,17 @@ def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
             made._asked[requests[0].spec] = Loaded(requests[0], module)
         return 0, module
 
-    _dense._planned.clear()
-    _launch._calls.clear()
-    for ops in (_launch, _batch_kernels):
-        monkeypatch.setattr(ops, "load_stepping", load_stepping)
+    forget()
+    monkeypatch.setattr(_batch_kernels, "load_stepping", load_stepping)
     monkeypatch.setattr(recording, "default", made)
     yield made
-    _dense._planned.clear()
-    _launch._calls.clear()
+    forget()
+
+
+def forget() -> None:
+    """Plans and kernels of dense and packed calls."""
+    _attend._launches.clear()
+    _attend._kernels.clear()
 
 
 def call(variant: object, rows: int = ROWS) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _paths
+from flashattn_jit import _C, _paths
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
 from flashattn_jit.jit import emulator
-from flashattn_jit.ops import _device, _emulated
+from flashattn_jit.ops import _attend, _emulated
 from tests import rotation
 from tests.cuda.kernels import ptx_of
 from tests.emulator.harness import needs_nvcc
@@ -175,6 +175,12 @@ def changed(text: str, mutant: Mutant) -> str:
     return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
 
 
+def spec_of(module: _C.Module) -> KernelSpec:
+    """What a module of a planned call was compiled from."""
+    kernels = (kernel for plan, _ in _attend._launches.values() for kernel in plan.kernels)
+    return next(k.spec for k in kernels if k is not None and k.module is module)
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("moment", ["late", "early"])
 def test_nothing_is_found_in_the_kernels(
@@ -192,19 +198,17 @@ def test_the_mutant_is_found(
     shutil.copytree(_paths.include_dir(), include)
     header = include / "fajit/cuda" / mutant.file
     header.write_text(changed(header.read_text(), mutant))
-    emulate = _device._emulate
     built: dict[KernelSpec, Any] = {}
 
-    def emulate_mutant(plan: Any, *arguments: Any) -> None:
-        if plan.spec not in built:
+    def mutated(module: _C.Module) -> Any:
+        spec = spec_of(module)
+        if spec not in built:
             with monkeypatch.context() as patch:
                 patch.setattr(_paths, "include_dir", lambda: include)
-                built[plan.spec] = emulator.Program(ptx_of(plan.spec))
-        with monkeypatch.context() as patch:
-            patch.setattr(_emulated, "program", lambda module: built[plan.spec])
-            emulate(plan, *arguments)
+                built[spec] = emulator.Program(ptx_of(spec))
+        return built[spec]
 
-    monkeypatch.setattr(_device, "_emulate", emulate_mutant)
+    monkeypatch.setattr(_emulated, "program", mutated)
     if mutant.kinds:
         with pytest.raises(EmulatorFault) as caught:
             CALLS[mutant.call]()

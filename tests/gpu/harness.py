@@ -97,7 +97,7 @@ def run_case(
     call = {"scale": case.scale, "q_offset": case.q_offset}
     offset = shape.kv_len - shape.q_len if case.q_offset == "end" else case.q_offset
     scale = case.scale if case.scale is not None else shape.head_dim**-0.5
-    handle = _handles.remember(bound.handle, bound.ir, title)
+    handle = _handles.structure_of(bound, title).handle
     pointwise = bound.ir.normalizer == "pointwise"
     placed = [t.to(device) for t in (q, k, v)]
     out, lse = _dense.dense(

@@ -20,7 +20,7 @@ from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit.key import KernelKey, document_digest
 from flashattn_jit.jit.misses import build_command, differences, nearest
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.ops import _launch
+from flashattn_jit.ops import _attend
 
 from .entries import document
 
@@ -191,8 +191,8 @@ def test_a_failed_call_leaves_nothing_and_a_later_one_works(
 ) -> None:
     assert not tmp_path.joinpath("empty").exists()
     assert not tmp_path.joinpath("locks").exists()
-    calls = len(_launch._calls)
+    calls = len(_attend._launches)
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "missing")
     q = torch.randn(1, 1, 4, 24)
     fa.attention(q, q, q, fa.variant(score_mod=lambda s, b, h, i, j: s * 0.40625))
-    assert len(_launch._calls) == calls + 1
+    assert len(_attend._launches) == calls + 1

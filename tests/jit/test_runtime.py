@@ -1,10 +1,11 @@
-"""_C: what reaches a kernel, what is refused before it could read or write outside its tensors."""
+"""_C: what reaches a kernel, what is refused before it could read or write outside its tensors.
+
+Work is written by hand here; test_runtime_batch.py has calls that the scheduler planned.
+"""
 
 from __future__ import annotations
 
 import struct
-import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,26 +21,44 @@ Item = tuple[int, int, int, int, int, int, int, int]
 
 
 def packed(*items: Iterable[int]) -> bytes:
-    """Work or merge items as the buffer that `Call` takes."""
+    """Work or merge items as the buffer that `BatchPlan.of_work` takes."""
     return b"".join(struct.pack("8i", *item) for item in items)
 
 
-def dense(q: torch.Tensor, kv_len: int = 5, num_kv_heads: int | None = None, **more: Any) -> Any:
-    """The problem of q [B, H, S, D], out like q, lse [B, H, S]."""
+def core_of(
+    module: _C.Module,
+    q: torch.Tensor,
+    work: Any,
+    *,
+    kv_len: int = 5,
+    num_kv_heads: int | None = None,
+    kind: int = 0,
+    **written: Any,
+) -> _C.BatchCall:
+    """Work on q [B, H, S, D] and `kv_len` keys; written: what else `of_work` takes."""
     batch, heads, q_len, dim = q.shape
-    options: dict[str, Any] = {
-        "num_requests": batch,
-        "num_q_heads": heads,
-        "num_kv_heads": num_kv_heads or heads,
-        "head_dim": dim,
-        "head_dim_v": dim,
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "q_stride": q.stride()[:3],
-        "out_stride": (heads * q_len * dim, q_len * dim, dim),
-        "lse_stride": (heads * q_len, q_len, 1),
-    }
-    return _C.Problem(**{**options, **more})
+    return _C.BatchCall(
+        _C.BatchPlan.of_work(work, kind=kind, **written),
+        _C.BatchLengths.dense(batch, q_len, kv_len),
+        (None, module) if kind else (module, None),
+        num_q_heads=heads,
+        num_kv_heads=num_kv_heads or heads,
+        head_dim=dim,
+        head_dim_v=dim,
+    )
+
+
+def bound(core: _C.BatchCall, q: torch.Tensor, **options: Any) -> _C.BatchCall:
+    """A call on q, out like q, lse [B, H, S]; options as `bind` has them."""
+    _, heads, q_len, dim = q.shape
+    rows = q.stride()[:3]
+    out, lse = (heads * q_len * dim, q_len * dim, dim), (heads * q_len, q_len, 1)
+    return core.bind(**{"strides": (rows, rows, rows, out, lse), **options})
+
+
+def call_of(module: _C.Module, q: torch.Tensor, work: Any, **options: Any) -> _C.BatchCall:
+    """Both: options of `core_of`."""
+    return bound(core_of(module, q, work, **options), q)
 
 
 def all_rows(batch: int, heads: int, group: int, rows: int, kv_len: int) -> bytes:
@@ -53,16 +72,21 @@ def all_rows(batch: int, heads: int, group: int, rows: int, kv_len: int) -> byte
     )
 
 
+ONE_ROW = packed((0, 0, 1, 0, 1, 0, 0, -1))
+
+
+@pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("group", [1, 3])
 def test_dense_calls_reach_every_row_through_strides(
-    minimal_module: _C.Module, group: int, threads: int
+    minimal_module: _C.Module, group: int, threads: int, kind: int
 ) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 7, 6, 8).transpose(1, 2)  # [B, H, S, D], rows strided
     out, lse = torch.empty(2, 6, 7, 8), torch.empty(2, 6, 7)
-    problem = dense(q, num_kv_heads=6 // group)
-    call = _C.Call(minimal_module, problem, all_rows(2, 6, group, 7, 5), flags=_C.WRITE_LSE)
+    work = all_rows(2, 6, group, 7, 5)
+    core = core_of(minimal_module, q, work, num_kv_heads=6 // group, kind=kind)
+    call = bound(core, q, flags=_C.WRITE_LSE)
     call.launch(
         q.data_ptr(), q.data_ptr(), q.data_ptr(), out.data_ptr(), lse.data_ptr(), 0.5, threads
     )
@@ -70,40 +94,15 @@ def test_dense_calls_reach_every_row_through_strides(
     assert (lse == 5).all()
 
 
-def test_packed_calls_start_at_each_requests_first_row(minimal_module: _C.Module) -> None:
-    torch.manual_seed(0)
-    lengths = [3, 0, 4]
-    q, out = torch.randn(7, 2, 4), torch.empty(7, 2, 4)  # [N, H, D]
-    strides = (0, q.stride(1), q.stride(0))
-    problem = _C.Problem(
-        num_requests=3,
-        num_q_heads=2,
-        num_kv_heads=2,
-        head_dim=4,
-        head_dim_v=4,
-        q_len=lengths,
-        kv_len=np.array([2, 1, 9], dtype=np.int32),
-        q_row0=(0, 3, 3),
-        kv_row0=[0, 2, 3],
-        q_offset=[-1, 1, 5],
-        q_stride=strides,
-        out_stride=strides,
-    )
-    assert problem.num_requests == 3
-    work = packed(*((b, h, 1, 0, n, 0, 0, -1) for b, n in enumerate(lengths) for h in range(2)))
-    _C.Call(minimal_module, problem, work).launch(q.data_ptr(), 0, 0, out.data_ptr(), 0, 2.0, 1)
-    torch.testing.assert_close(out, (2 * q[..., :1]).expand_as(out))
-
-
 def test_params_reach_the_kernel(minimal_module: _C.Module) -> None:
     q, out = torch.ones(1, 1, 1, 4), torch.empty(1, 1, 1, 4)
     tensors = [torch.tensor([[3.0, 9.0]]), torch.tensor(40.0)]
-    problem = dense(
+    call = bound(
+        core_of(minimal_module, q, ONE_ROW),
         q,
-        tensors=[(tuple(t.shape), t.stride()) for t in tensors],
+        layouts=[(tuple(t.shape), t.stride()) for t in tensors],
         scalar_kinds="if",
     )
-    call = _C.Call(minimal_module, problem, packed((0, 0, 1, 0, 1, 0, 0, -1)))
     addresses = tuple(t.data_ptr() for t in tensors)
 
     def launch(tensors: Any = addresses, scalars: Any = (500, 0.25)) -> None:
@@ -134,24 +133,28 @@ def test_params_reach_the_kernel(minimal_module: _C.Module) -> None:
 
 def test_an_empty_param_tensor_may_have_no_address(minimal_module: _C.Module) -> None:
     q = torch.ones(1, 1, 1, 4)
-    problem = dense(q, tensors=[((3, 0), (0, 1))])
-    _C.Call(minimal_module, problem, b"").launch(0, 0, 0, 0, 0, 1.0, 1, (0,))
+    call = bound(core_of(minimal_module, q, b""), q, layouts=[((3, 0), (0, 1))])
+    call.launch(0, 0, 0, 0, 0, 1.0, 1, (0,))
 
 
 def test_many_params_do_as_well_as_few(minimal_module: _C.Module) -> None:
     q, out, one = torch.zeros(1, 1, 1, 4), torch.empty(1, 1, 1, 4), torch.ones(1)
-    problem = dense(q, tensors=[((1,), (1,))] * 40, scalar_kinds="i" * 40)
-    call = _C.Call(minimal_module, problem, packed((0, 0, 1, 0, 1, 0, 0, -1)))
+    core = core_of(minimal_module, q, ONE_ROW)
+    call = bound(core, q, layouts=[((1,), (1,))] * 40, scalar_kinds="i" * 40)
     call.launch(q.data_ptr(), 0, 0, out.data_ptr(), 0, 1.0, 1, (one.data_ptr(),) * 40, (2,) * 40)
     assert (out == 42).all()
 
 
-def test_split_rows_are_merged_from_the_workspace(minimal_module: _C.Module) -> None:
+TWO_SPLITS = packed((0, 0, 2, 0, 6, 0, 4, 0), (0, 0, 2, 0, 6, 4, 10, 6))  # of 6 packed rows
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["in order", "listed"])
+def test_split_rows_are_merged_from_the_workspace(minimal_module: _C.Module, listed: bool) -> None:
     q, out = torch.full((1, 2, 3, 4), 2.0), torch.full((1, 2, 3, 4), -1.0)
-    problem = dense(q, kv_len=10, num_kv_heads=1)
-    work = packed((0, 0, 2, 0, 6, 0, 4, 0), (0, 0, 2, 0, 6, 4, 10, 6))  # 6 packed rows in 2 splits
-    merge = packed((0, 0, 2, 0, 6, 0, 2, 0))
-    call = _C.Call(minimal_module, problem, work, merge, partial_rows=12)
+    call = call_of(
+        minimal_module, q, TWO_SPLITS, kv_len=10, num_kv_heads=1, partial_rows=12,
+        merge_work=packed((0, 0, 2, 0, 6, 0, 2, 0)), merge_sources=(6, 0) if listed else (),
+    )  # fmt: skip
     assert call.workspace_bytes == 12 * 4 * 4 + 12 * 4
     workspace = torch.empty(call.workspace_bytes, dtype=torch.uint8)
     arguments = (q.data_ptr(), q.data_ptr(), q.data_ptr(), out.data_ptr(), 0, 1.0, 1)
@@ -162,28 +165,28 @@ def test_split_rows_are_merged_from_the_workspace(minimal_module: _C.Module) -> 
 
 
 def test_the_partial_lse_starts_aligned(minimal_module: _C.Module) -> None:
-    problem = dense(torch.ones(1, 1, 3, 3))
-    call = _C.Call(minimal_module, problem, b"", b"", partial_rows=3)
-    assert call.workspace_bytes == 64 + 3 * 4
-    assert _C.Call(minimal_module, problem, b"").workspace_bytes == 0
+    q = torch.ones(1, 1, 3, 3)
+    assert core_of(minimal_module, q, b"", partial_rows=3).workspace_bytes == 64 + 3 * 4
+    assert core_of(minimal_module, q, b"").workspace_bytes == 0
 
 
 @pytest.mark.parametrize("missing", ["q", "k", "v", "out", "lse"])
 def test_a_null_tensor_is_refused(minimal_module: _C.Module, missing: str) -> None:
     q = torch.ones(1, 1, 2, 4)
-    call = _C.Call(minimal_module, dense(q), packed((0, 0, 1, 0, 2, 0, 5, -1)), flags=_C.WRITE_LSE)
+    core = core_of(minimal_module, q, packed((0, 0, 1, 0, 2, 0, 5, -1)))
+    call = bound(core, q, flags=_C.WRITE_LSE)
     addresses = dict.fromkeys(("q", "k", "v", "out", "lse"), q.data_ptr())
     with pytest.raises(ValueError, match=f"{missing} has address 0"):
         call.launch(**{**addresses, missing: 0}, scale=1.0, num_threads=1)
 
 
 def test_work_that_touches_nothing_needs_no_tensors(minimal_module: _C.Module) -> None:
-    problem = dense(torch.ones(1, 1, 2, 4))
-    _C.Call(minimal_module, problem, b"").launch(0, 0, 0, 0, 0, 1.0, 1)
-    nothing = packed((0, 0, 1, 1, 1, 0, 5, -1))
-    _C.Call(minimal_module, problem, nothing).launch(0, 0, 0, 0, 0, 1.0, 1)
+    q = torch.ones(1, 1, 2, 4)
+    for nothing in (b"", packed((0, 0, 1, 1, 1, 0, 5, -1))):
+        call_of(minimal_module, q, nothing).launch(0, 0, 0, 0, 0, 1.0, 1)
 
 
+@pytest.mark.parametrize("kind", [0, 1], ids=["prefill", "few-row"])
 @pytest.mark.parametrize(
     ("item", "says"),
     [
@@ -198,7 +201,7 @@ def test_work_that_touches_nothing_needs_no_tensors(minimal_module: _C.Module) -
         ((0, 0, 1, 0, 4, 0, 1, -1), r"rows \[0, 4\) of 3 packed rows"),  # one of two heads
         ((0, 0, 2, 3, 2, 0, 1, -1), r"rows \[3, 2\)"),
         ((0, 0, 2, -1, 2, 0, 1, -1), r"rows \[-1, 2\)"),
-        ((0, 0, 1, 0, 3, 0, 6, -1), r"keys \[0, 6\) of kv_len=5"),
+        ((0, 0, 1, 0, 3, 0, 6, -1), r"keys \[0, 6\) of keys \[0, 5\)"),
         ((0, 0, 1, 0, 3, -1, 5, -1), r"keys \[-1, 5\)"),
         ((0, 0, 1, 0, 3, 5, 4, -1), r"keys \[5, 4\)"),
         ((0, 0, 1, 0, 3, 0, 5, 2), r"partial rows \[2, 5\) of 4"),
@@ -206,46 +209,60 @@ def test_work_that_touches_nothing_needs_no_tensors(minimal_module: _C.Module) -
         ((0, 0, 1, 0, 3, 0, 5, 2**31 - 1), "partial rows"),
     ],
 )
-def test_work_outside_the_problem_is_refused(
-    minimal_module: _C.Module, item: Item, says: str
+def test_work_outside_of_its_tensors_is_refused(
+    minimal_module: _C.Module, item: Item, says: str, kind: int
 ) -> None:
-    problem = dense(torch.ones(2, 4, 3, 4), num_kv_heads=2)
+    q = torch.ones(2, 4, 3, 4)
+    shape = {"num_kv_heads": 2, "partial_rows": 4, "kind": kind}
     fine = (0, 0, 1, 0, 3, 0, 5, 1)
-    _C.Call(minimal_module, problem, packed(fine), partial_rows=4)
-    with pytest.raises(ValueError, match=rf"work\[1\].*{says}"):
-        _C.Call(minimal_module, problem, packed(fine, item), partial_rows=4)
+    core_of(minimal_module, q, packed(fine), **shape)
+    name = ("prefill", "few-row")[kind]
+    with pytest.raises(ValueError, match=rf"{name} work\[1\].*{says}"):
+        core_of(minimal_module, q, packed(fine, item), **shape)
 
 
 @pytest.mark.parametrize(
-    ("item", "says"),
+    ("item", "sources", "says"),
     [
-        ((2, 0, 1, 0, 1, 0, 1, 0), "request 2"),
-        ((0, 0, 1, 0, 3, 0, 2, 0), r"partial rows \[0, 6\) of 4"),
-        ((0, 0, 1, 0, 3, -1, 1, 0), "partial rows"),
-        ((0, 0, 1, 0, 3, 0, 0, 0), "partial rows"),
-        ((0, 0, 1, 0, 3, 2**31 - 1, 2**31 - 1, 0), "partial rows"),
+        ((2, 0, 1, 0, 1, 0, 1, 0), (), "request 2"),
+        ((0, 0, 1, 0, 4, 0, 1, 0), (), r"rows \[0, 4\) of 3 packed rows"),
+        ((0, 0, 1, 0, 3, 0, 2, 0), (), r"partial rows \[0, 6\) of 4"),
+        ((0, 0, 1, 0, 3, -1, 1, 0), (), "partial rows"),
+        ((0, 0, 1, 0, 3, 0, 0, 0), (), "it has no splits"),
+        ((0, 0, 1, 0, 3, 0, -1, 0), (), "it has no splits"),
+        ((0, 0, 1, 0, 3, 2**31 - 1, 2**31 - 1, 0), (), "partial rows"),
+        ((0, 0, 1, 0, 3, 0, 2, 0), (1,), r"sources \[0, 2\) of 1"),
+        ((0, 0, 1, 0, 3, -1, 1, 0), (1,), r"sources \[-1, 0\) of 1"),
+        ((0, 0, 1, 0, 3, 2**31 - 1, 2**31 - 1, 0), (1,), "sources"),
+        ((0, 0, 1, 0, 3, 0, 1, 0), (2,), r"partial rows \[2, 5\) of 4"),
+        ((0, 0, 1, 0, 3, 0, 1, 0), (-1,), "partial rows"),
     ],
 )
-def test_merge_work_outside_the_partial_rows_is_refused(
-    minimal_module: _C.Module, item: Item, says: str
+def test_merge_work_outside_of_the_partial_rows_is_refused(
+    minimal_module: _C.Module, item: Item, sources: tuple[int, ...], says: str
 ) -> None:
-    problem = dense(torch.ones(2, 4, 3, 4), num_kv_heads=2)
-    with pytest.raises(ValueError, match=rf"merge_work\[0\].*{says}"):
-        _C.Call(minimal_module, problem, b"", packed(item), partial_rows=4)
+    q = torch.ones(2, 4, 3, 4)
+    with pytest.raises(ValueError, match=rf"merge work\[0\].*{says}"):
+        core_of(
+            minimal_module, q, b"", num_kv_heads=2, merge_work=packed(item), partial_rows=4,
+            merge_sources=sources,
+        )  # fmt: skip
 
 
-def test_a_work_buffer_may_be_any_contiguous_memory(minimal_module: _C.Module) -> None:
-    problem = dense(torch.ones(1, 1, 2, 4))
+def test_a_work_buffer_may_be_any_contiguous_memory() -> None:
     item = [0, 0, 1, 0, 2, 0, 5, -1]
     array = np.array([item, item], dtype=np.int32)
     for work in (array, memoryview(array), bytearray(array.tobytes())):
-        _C.Call(minimal_module, problem, work)
-    with pytest.raises(ValueError, match="contiguous"):
-        _C.Call(minimal_module, problem, array.T)
-    with pytest.raises(ValueError, match="multiple"):
-        _C.Call(minimal_module, problem, array.tobytes()[:-4])
+        plan = _C.BatchPlan.of_work(work)
+        assert (plan.work(0), plan.num_work) == (array.tobytes(), 2)
+    with pytest.raises(ValueError, match="work must be contiguous"):
+        _C.BatchPlan.of_work(array.T)
+    with pytest.raises(ValueError, match=r"merge_work has 28 bytes, .* multiple"):
+        _C.BatchPlan.of_work(array, merge_work=array.tobytes()[:28])
     with pytest.raises(TypeError):
-        _C.Call(minimal_module, problem, [item])
+        _C.BatchPlan.of_work([item])
+    with pytest.raises(ValueError, match="kind is 0"):
+        _C.BatchPlan.of_work(array, kind=2)
 
 
 BlockMask = tuple[tuple[int, ...], tuple[int, ...], int, int]
@@ -255,90 +272,88 @@ BlockMask = tuple[tuple[int, ...], tuple[int, ...], int, int]
     ("mask", "says"),
     [
         (((1, 1, 2), (0, 0, 0, 1), 2, 4), "4 entries"),
+        (((1, 1, 2, 2), (0, 0, 1), 2, 4), "4 entries"),
+        (((1, 1, 2, 2), (4, 0, 2, 1), 2), r"must be \(sizes, strides, q_block, kv_block\)"),
         (((1, 1, 2, 2), (0, 0, 0, 1), 0, 4), "positive"),
-        (((1, 1, 2, 2), (4, 0, 2, 1), 2, 4), "1 requests, the problem 2: a broadcast dim"),
-        (((2, 2, 2, 2), (8, 4, 2, 1), 2, 4), "2 heads, the problem 4"),
+        (((1, 1, 2, 2), (0, 0, 0, 1), 2, -4), "positive"),
+        (((1, 1, 2, 2), (4, 0, 2, 1), 2, 4), "1 requests, the call 2: a broadcast dim"),
+        (((2, 2, 2, 2), (8, 4, 2, 1), 2, 4), "2 heads, the call 4"),
         (((2, -4, 2, 2), (8, 0, 2, 1), 2, 4), "negative"),
+        (((2, 1, 1, 2), (8, 0, 2, 1), 2, 4), "covers 2 query rows and 8 keys, .* up to 3 and 5"),
+        (((2, 1, 2, 1), (8, 0, 2, 1), 2, 4), "covers 4 query rows and 4 keys, .* up to 3 and 5"),
+        (((2, 1, 0, 2), (8, 0, 2, 1), 2, 4), "covers 0 query rows"),
     ],
 )
-def test_a_block_mask_must_cover_the_problem(mask: BlockMask, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        dense(torch.ones(2, 4, 3, 4), block_mask=mask)
-
-
-def test_work_outside_the_block_mask_is_refused(minimal_module: _C.Module) -> None:
+def test_a_block_mask_must_cover_the_call(
+    minimal_module: _C.Module, mask: BlockMask, says: str
+) -> None:
     q = torch.ones(2, 4, 3, 4)
-    problem = dense(q, block_mask=((1, 1, 1, 1), (0, 0, 1, 1), 2, 4))
-    inside = packed((0, 0, 1, 0, 2, 0, 4, -1))
-    for outside in ((0, 0, 1, 0, 3, 0, 4, -1), (0, 0, 1, 0, 2, 0, 5, -1)):
-        with pytest.raises(ValueError, match="block mask, which covers 2 query rows and 4 keys"):
-            _C.Call(minimal_module, problem, packed(outside))
-    call = _C.Call(minimal_module, problem, inside)
+    core = core_of(minimal_module, q, b"")
+    bound(core, q, block_mask=((2, 4, 2, 2), (16, 4, 2, 1), 2, 4))
+    bound(core, q, block_mask=((1, 1, 2, 2), (0, 0, 2, 1), 2, 4))
+    with pytest.raises(ValueError, match=says):
+        bound(core, q, block_mask=mask)
+
+
+def test_a_block_mask_needs_its_states_where_keys_are_read(minimal_module: _C.Module) -> None:
+    q, mask = torch.ones(1, 1, 2, 4), ((1, 1, 1, 2), (2, 2, 2, 1), 2, 4)
+    core = core_of(minimal_module, q, packed((0, 0, 1, 0, 2, 0, 4, -1)))
     address = q.data_ptr()
     with pytest.raises(ValueError, match="states has address 0"):
-        call.launch(address, address, address, address, 0, 1.0, 1)
+        bound(core, q, block_mask=mask).launch(address, address, address, address, 0, 1.0, 1)
+    no_keys = core_of(minimal_module, q, packed((0, 0, 1, 0, 2, 0, 0, -1)))
+    bound(no_keys, q, block_mask=mask).launch(address, 0, 0, address, 0, 1.0, 1)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_q_heads=4"),
-        ({"head_dim": 0}, "head_dim=0 must be positive"),
-        ({"num_requests": -1}, "num_requests"),
-        ({"q_len": [3]}, "q_len must have num_requests=2 entries, got 1"),
-        ({"kv_len": -1}, r"kv_len\[0\]=-1 must not be negative"),
-        ({"q_row0": -1}, "q_row0"),
-        ({"kv_row0": (0, -1)}, r"kv_row0\[1\]"),
-        ({"q_len": 2**31}, "does not fit 32 bits"),
-        ({"q_len": np.zeros(2, dtype=np.int64)}, "int32 buffer"),
-        ({"q_len": np.zeros(4, dtype=np.int32)[::2]}, "contiguous"),
-        ({"q_len": np.zeros(2, dtype=np.float32)}, "int32 buffer"),
-        ({"q_stride": (1, 2)}, "q_stride must have 3 entries, got 2"),
-        ({"tensors": [((1,) * 9, (1,) * 9)]}, "rank 9, at most 8"),
-        ({"tensors": [((1, 2), (1,))]}, "strides must have 2 entries"),
-        ({"tensors": [((1, -2), (1, 1))]}, "negative"),
-        ({"tensors": [(1,)]}, r"\(sizes, strides\)"),
+        ({"strides": ((1, 2), *((1, 1, 1),) * 4)}, "strides of q must have 3 entries, got 2"),
+        ({"strides": ((1, 1, 1),) * 4}, "strides must have 5 entries"),
+        ({"layouts": [((1,) * 9, (1,) * 9)]}, "rank 9, at most 8"),
+        ({"layouts": [((1, 2), (1,))]}, "strides must have 2 entries"),
+        ({"layouts": [((1, -2), (1, 1))]}, "negative"),
+        ({"layouts": [(1,)]}, r"\(sizes, strides\)"),
         ({"scalar_kinds": "ix"}, "'i' .*'f'"),
+        ({"flags": 64}, "unknown bits"),
+        ({"num_pages": -1}, "num_pages must not be negative"),
     ],
 )
-def test_an_impossible_problem_is_refused(change: dict[str, Any], says: str) -> None:
+def test_an_impossible_binding_is_refused(
+    minimal_module: _C.Module, change: dict[str, Any], says: str
+) -> None:
+    q = torch.ones(2, 4, 3, 4)
     with pytest.raises(ValueError, match=says):
-        dense(torch.ones(2, 4, 3, 4), **change)
+        bound(core_of(minimal_module, q, b""), q, **change)
 
 
-@pytest.mark.parametrize("change", [{"q_len": "3"}, {"q_len": 3.0}, {"tensors": 3}])
-def test_a_wrong_type_is_a_type_error(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"strides": 3}, {"strides": ("1", *((1, 1, 1),) * 4)}, {"layouts": 3}, {"block_mask": 3},
+     {"strides": ((1.0, 1, 1), *((1, 1, 1),) * 4)}],
+)  # fmt: skip
+def test_a_wrong_type_is_a_type_error(minimal_module: _C.Module, change: dict[str, Any]) -> None:
+    q = torch.ones(2, 4, 3, 4)
     with pytest.raises(TypeError):
-        dense(torch.ones(2, 4, 3, 4), **change)
+        bound(core_of(minimal_module, q, b""), q, **change)
 
 
 def test_bad_options_of_a_call_are_refused(minimal_module: _C.Module) -> None:
-    problem = dense(torch.ones(1, 1, 2, 4))
-    with pytest.raises(ValueError, match="unknown bits"):
-        _C.Call(minimal_module, problem, b"", flags=64)
-    with pytest.raises(ValueError, match="partial_rows"):
-        _C.Call(minimal_module, problem, b"", partial_rows=-1)
+    q = torch.ones(1, 1, 2, 4)
+    for rows in (-1, 2**31):
+        with pytest.raises(ValueError, match=f"{rows} partial rows"):
+            core_of(minimal_module, q, b"", partial_rows=rows)
     with pytest.raises(ValueError, match="num_threads=0"):
-        _C.Call(minimal_module, problem, b"").launch(0, 0, 0, 0, 0, 1.0, 0)
-
-
-@pytest.mark.parametrize(("head_dim", "error"), [(13, ValueError), (14, MemoryError)])
-def test_a_kernels_refusal_is_an_error(
-    minimal_module: _C.Module, head_dim: int, error: type[Exception]
-) -> None:
-    q = torch.ones(1, 1, 1, head_dim)
-    call = _C.Call(minimal_module, dense(q), packed((0, 0, 1, 0, 1, 0, 0, -1)))
-    with pytest.raises(error):
-        call.launch(q.data_ptr(), 0, 0, q.data_ptr(), 0, 1.0, 1)
+        call_of(minimal_module, q, b"").launch(0, 0, 0, 0, 0, 1.0, 0)
 
 
 def test_tiles_are_classified_into_a_buffer(minimal_module: _C.Module) -> None:
-    problem = dense(torch.ones(1, 2, 7, 4), kv_len=7)
     states = np.full(9, 99, dtype=np.uint8)
 
     def classify(**change: Any) -> None:
         arguments = {
-            "problem": problem,
+            "lengths": _C.BatchLengths.dense(1, 7, 7),
+            "heads": (2, 2),
             "request": 0,
             "head_begin": 0,
             "head_end": 2,
@@ -350,7 +365,9 @@ def test_tiles_are_classified_into_a_buffer(minimal_module: _C.Module) -> None:
             "tile_kv": 2,
             "states": states,
             "tensors": (),
+            "layouts": (),
             "scalars": (),
+            "scalar_kinds": "",
         }
         minimal_module.classify(**{**arguments, **change})
 
@@ -369,41 +386,15 @@ def test_tiles_are_classified_into_a_buffer(minimal_module: _C.Module) -> None:
         {"tile_q": 0},
         {"kv_begin": 8},
         {"kv_begin": -1},
+        {"heads": (2,)},
+        {"heads": (3, 2)},
+        {"heads": (0, 1)},
+        {"tensors": (8,)},
+        {"scalars": (1,)},
+        {"layouts": [((1,), (1,))], "tensors": (0,)},
     ):
         with pytest.raises(ValueError):
             classify(**change)
-
-
-def test_the_gil_is_released_and_threads_may_share_a_call(minimal_module: _C.Module) -> None:
-    torch.manual_seed(0)
-    q = torch.randn(1, 1, 4096, 64)
-    call = _C.Call(minimal_module, dense(q), packed((0, 0, 1, 0, 4096, 0, 0, -1)))
-    outs = [torch.empty_like(q) for _ in range(4)]
-
-    def run(out: torch.Tensor, scale: float) -> None:
-        for _ in range(50):
-            call.launch(q.data_ptr(), 0, 0, out.data_ptr(), 0, scale, 1)
-
-    threads = [threading.Thread(target=run, args=(out, float(i))) for i, out in enumerate(outs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, out in enumerate(outs):
-        torch.testing.assert_close(out, (i * q[..., :1]).expand_as(out))
-
-
-def test_a_launch_costs_microseconds(minimal_module: _C.Module) -> None:
-    q = torch.ones(1, 1, 1, 64)
-    call = _C.Call(minimal_module, dense(q), packed((0, 0, 1, 0, 1, 0, 0, -1)))
-    address = q.data_ptr()
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(500):
-            call.launch(address, 0, 0, address, 0, 1.0, 1, (), ())
-        best = min(best, (time.perf_counter() - start) / 500)
-    assert best < 5e-6
 
 
 def test_what_is_no_artifact_does_not_load(tmp_path: Path) -> None:

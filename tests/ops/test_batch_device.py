@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from flashattn_jit.ops._device_launch import LaunchTensors
 
 import flashattn_jit as fa
 from flashattn_jit import _C
@@ -19,8 +18,9 @@ from flashattn_jit.codegen.render import render
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
 from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import load_kernel
-from flashattn_jit.ops import _batch_device, _device_launch
+from flashattn_jit.ops import _batch_device, _device
 from flashattn_jit.ops._batch_device import DeviceState, Ring, launch
+from flashattn_jit.ops._device import LaunchTensors
 from flashattn_jit.ops._emulated import Recording, record
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
@@ -161,7 +161,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False
     )
     monkeypatch.setattr(_batch_device, "_pinned", lambda size: memory(size, dtype=torch.uint8))
-    monkeypatch.setattr(_device_launch, "_captured", {})
+    monkeypatch.setattr(_device, "_captured", {})
     monkeypatch.setattr(DeviceState, "_empty", lambda self, size: memory(size, dtype=torch.uint8))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, s: state.log.append("recorded"), raising=False
@@ -231,7 +231,7 @@ def test_captured_runs_wait_for_nothing_and_keep_what_they_read(streams: SimpleN
     param, table = torch.zeros(2, 3).unbind()
     run(block, core, tensors_of(param, table))
     assert streams.log == []
-    kept = list(_device_launch._captured.values())
+    kept = list(_device._captured.values())
     assert any(x is block for x in kept)
     assert any(x is param for x in kept)
     assert not any(x is table for x in kept)

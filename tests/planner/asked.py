@@ -14,7 +14,7 @@ import pytest
 
 from flashattn_jit import _C, _paths
 from flashattn_jit.codegen.requests import Request
-from flashattn_jit.ops import _batch_device, _batch_kernels, _dense, _device, _launch, _utility
+from flashattn_jit.ops import _attend, _batch_device, _batch_kernels, _device, _utility
 
 _NOTHING = """
 #include <fajit/abi.h>
@@ -68,13 +68,11 @@ def nothing_module(folder: Path) -> _C.Module:
 
 def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
     """Put `asked` in the place of the cache, and nothing in the place of launches."""
-    for ops in (_launch, _device, _batch_kernels, _utility):
+    for ops in (_device, _batch_kernels, _utility):
         patch.setattr(ops, "load_stepping", asked)
-    # Plans that other tests made would ask for nothing.
-    for known in (_launch._calls, _dense._planned, _device._plans, _device._by_signature,
-                  _utility._plans):  # fmt: skip
+    # Plans and kernels that other tests made would ask for nothing.
+    for known in (_attend._launches, _attend._kernels, _utility._plans):
         known.clear()
-    patch.setattr(_C.Call, "launch", lambda *args, **kwargs: None)
     patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)
-    patch.setattr(_device, "_emulate", lambda *args: None)
-    patch.setattr(_batch_device, "launch", lambda *args: None)
+    for ops in (_batch_device, _utility):
+        patch.setattr(ops, "launch", lambda *args: None)

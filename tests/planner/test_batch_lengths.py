@@ -77,6 +77,54 @@ def test_kinds_and_block_rows():
     assert (batch.block_rows(1), batch.block_rows(16)) == (106, 10)
 
 
+def test_dense_lengths():
+    dense = _C.BatchLengths.dense
+    batch = dense(3, 5, 10)
+    assert (batch.q_len, batch.kv_len, batch.q_offset) == ([5] * 3, [10] * 3, [0] * 3)
+    assert (batch.num_requests, batch.num_groups, batch.num_page_indices) == (3, 0, 0)
+    assert (batch.num_q_tokens, batch.num_kv_tokens) == (15, 30)
+    batch = dense(3, 5, 10, (0, 7, 10), (-5, 2, 5))
+    assert (batch.kv_len, batch.q_offset) == ([0, 7, 10], [-5, 2, 5])
+    assert (batch.max_q_len, batch.max_kv_len) == (5, 10)
+    assert dense(3, 5, 10, (0, 7, 9)).max_kv_len == 9
+    assert dense(2, 5, 10, None, -7).q_offset == [-7, -7]
+    for empty in (dense(0, 5, 10), dense(0, 5, 10, (), ())):
+        assert (empty.q_len, empty.max_q_len, empty.num_q_tokens) == ([], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((-1, 5, 10), "num_requests must not be negative"),
+        ((2, -1, 10), "2 requests of q_len=-1 and 10 keys"),
+        ((2, 5, -1), "2 requests of q_len=5 and -1 keys"),
+        ((3, 2**30, 1), "q_len=1073741824 and 1 keys are more rows than 32 bits number"),
+        ((3, 1, 2**30), "q_len=1 and 1073741824 keys are more rows than 32 bits number"),
+        ((2, 5, 10, (3,)), "kv_len must have 2 entries, got 1"),
+        ((2, 5, 10, (3, 11)), r"kv_len\[1\]=11 is outside of \[0, 10\]"),
+        ((2, 5, 10, (-1, 3)), r"kv_len\[0\]=-1 is outside of \[0, 10\]"),
+        ((2, 5, 10, (2**31, 3)), "kv_len=2147483648 does not fit 32 bits"),
+        ((2, 5, 10, None, (1, 2, 3)), "q_offset must have 2 entries, got 3"),
+        ((2, 5, 10, None, (0, 2**31 - 2)), r"q_offset\[1\]=2147483646: .* 5 queries do not fit"),
+        ((2, 5, 10, None, -(2**31)), r"q_offset\[0\]=-2147483648"),
+        ((2, 5, 10, None, 2**31), "q_offset=2147483648 does not fit 32 bits"),
+    ],
+)
+def test_dense_lengths_that_make_no_sense(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        _C.BatchLengths.dense(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(2, 5, 10, "37"), (2, 5, 10, (3.0, 7.0)), (2, 5, 10, np.array([3, 7])), (2, 5, 10, None, 1.5),
+     (2, 5, 10, None, None), (2, 5.0, 10), (2**31, 5, 10)],
+)  # fmt: skip
+def test_dense_lengths_of_a_wrong_type(arguments):
+    with pytest.raises(TypeError):
+        _C.BatchLengths.dense(*arguments)
+
+
 BAD = {
     "q_indptr[0]=1 must be 0": lambda: raw([1, 2], ragged([0, 4])),
     "q_indptr has 0 entries": lambda: raw([], ragged([0])),
@@ -88,6 +136,11 @@ BAD = {
     "q_indptr reaches 4294967296 at request 0, which does not fit 32 bits": lambda: raw(
         [0, 1 << 32], ragged([0, 4]), dtype=np.int64
     ),
+    "page_indptr descends at request 1, from 2 to 1": lambda: raw(
+        [0, 1, 2], paged([0, 2, 1], [1, 1])
+    ),
+    "page_indptr[0]=-1 must be 0": lambda: raw([0, 1, 2], paged([-1, 2, 2], [1, 0])),
+    "kv_indptr has 0 entries": lambda: raw([0, 1], paged([0, 1], [1], size=0)),
     "page_indptr has 4 entries": lambda: raw([0, 1, 2], paged([0, 1, 2, 3], [1, 1])),
     "last_page_len has 1 entries for 2 requests": lambda: raw([0, 1, 2], paged([0, 1, 2], [1])),
     "last_page_len[1]=0: request 1 has 2 pages, so it must be 1 to page_size=16": lambda: raw(

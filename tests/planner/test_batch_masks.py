@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _handles
-from flashattn_jit.ops._dense import bind_tensors
+from flashattn_jit.ops._launch import bind_tensors
 from flashattn_jit.planner.problem import Problem
 from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.planner.tiles import choose
@@ -48,7 +48,7 @@ def classified(name: str) -> tuple[tuple, dict[str, object], object]:
     """Kinds with a real module, and the options with which its mask is costed."""
     variant = as_variant(MASKS[name][0])
     bound = bind(variant, Dims(), {})
-    known = _handles.structure(_handles.remember(bound.handle, bound.ir, name))
+    known = _handles.structure_of(bound, name)
     problem = Problem((1,), (1,), 1, 1, 32, 32, "float32", "float32", "float32")
     spec = choose(known.ir, problem, "cpu:generic", (), name)
     _, module = load_stepping(requests_of(spec))
