@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from flashattn_jit import _C
+from flashattn_jit.ops._batch_kernels import native_kind
+from flashattn_jit.planner.costs import merge_cost
+from flashattn_jit.planner.tiles import choose_rows, few_rows
+from flashattn_jit.variants.ir import VariantIR
 
 WORK = ("request", "head_begin", "head_count", "row_begin", "row_end", "kv_begin", "kv_end",
         "partial")  # fmt: skip
@@ -18,6 +23,26 @@ PREFILL = (None, 32, 8, 16, 32, 50.0, 4.0, 0.5, 5.0)
 FEW_ROW = (None, 8, 1, 16, 32, 20.0, 4.0, 0.25, 5.0)
 """Module, tile_q, row_granule, tile_kv, min_chunk, then costs in ns. Small, so that small batches
 have many tiles and cuts."""
+
+
+CPU_KINDS = ((None, 96, 16, 96, 256, 1000.0, 25.0, 5.4, 52.0),
+             (None, 8, 1, 64, 256, 1000.0, 25.0, 10.9, 52.0))  # fmt: skip
+CPU_MERGE_NS = 2000.0
+"""Costs of one machine: planner/costs.py measures each."""
+
+
+def device_options(target: str, packed_rows: int, workers: int, head_dim: int = 128) -> dict:
+    """Kinds and options of a device for `make`, as calls without a mask have them, in bf16."""
+    dtypes = ("bfloat16",) * 3
+    specs = [
+        choose_rows(VariantIR(()), (head_dim, head_dim), dtypes, target, rows)
+        for rows in (max(packed_rows, few_rows(target, dtypes[0]) + 1), 1)
+    ]
+    return {
+        "kinds": tuple(native_kind(spec, target) for spec in specs), "workers": workers,
+        "few_rows": few_rows(target, dtypes[0]), "head_dim_v": head_dim,
+        "merge_ns": merge_cost(target),
+    }  # fmt: skip
 
 
 def array(values: Sequence[int] | np.ndarray, dtype: type = np.int32) -> np.ndarray:
@@ -57,6 +82,20 @@ class Paged:
 
 
 @dataclass
+class Dense:
+    """Keys of requests that are a dim of their tensors; `kv_len` of `rows` each, all by default."""
+
+    kv_len: Sequence[int]
+    rows: int | None = None
+
+    def lengths(self, q_len: Sequence[int], q_offset: Sequence[int] | None) -> _C.BatchLengths:
+        (rows,) = {*q_len} or {0}
+        most = max(self.kv_len, default=0) if self.rows is None else self.rows
+        offset = 0 if q_offset is None else tuple(q_offset)
+        return _C.BatchLengths.dense(len(q_len), rows, most, tuple(self.kv_len), offset)
+
+
+@dataclass
 class Level:
     """Shared keys: `groups` are lists of packed tokens; `consecutive`: token e is entry e."""
 
@@ -76,10 +115,13 @@ class Level:
 
 def lengths(
     q_len: Sequence[int],
-    storage: Ragged | Paged,
+    storage: Ragged | Paged | Dense,
     q_offset: Sequence[int] | None = None,
     levels: Sequence[Level] = (),
 ) -> _C.BatchLengths:
+    if isinstance(storage, Dense):
+        assert not levels
+        return storage.lengths(q_len, q_offset)
     keep: list = [indptr(q_len)]
     if q_offset is not None:
         keep.append(array(q_offset))
@@ -162,6 +204,10 @@ class Planned:
         assert sorted(used) == sorted(states), "a state is merged twice, or never"
         return out
 
+    def lists(self, kind: int) -> list[list[dict[str, int]]]:
+        """The items of a kind, a list a worker."""
+        return [self.work[kind][a:b] for a, b in pairwise(self.plan.worker_indptr(kind))]
+
     def loads(self) -> list[float]:
         """Of workers that both kinds share."""
         return [a + b for a, b in zip(self.plan.load_ns(0), self.plan.load_ns(1), strict=True)]
@@ -174,7 +220,7 @@ def _items(data: bytes, names: tuple[str, ...]) -> list[dict[str, int]]:
 
 def make(
     q_len: Sequence[int],
-    storage: Ragged | Paged,
+    storage: Ragged | Paged | Dense,
     *,
     heads: tuple[int, int] = (4, 2),
     workers: int | tuple[int, int] = 4,
@@ -183,7 +229,7 @@ def make(
     kinds: tuple = (PREFILL, FEW_ROW),
     **options: object,
 ) -> Planned:
-    """A plan of ragged or paged requests; options as BatchPlan has them."""
+    """A plan of requests; options as BatchPlan has them."""
     batch = lengths(q_len, storage, q_offset, levels)
     both = (workers, workers) if isinstance(workers, int) else workers
     settings = {"head_dim_v": 8, "few_rows": 8, "num_workers": both, **options}

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from flashattn_jit import _C
 
-from .batch_plans import FEW_ROW, PREFILL, Level, Paged, Planned, Ragged, array, check_whole, make
+from .batch_plans import (
+    CPU_KINDS,
+    FEW_ROW,
+    PREFILL,
+    Level,
+    Paged,
+    Planned,
+    Ragged,
+    array,
+    check_whole,
+    make,
+)
 from .batch_plans import seen as seen_array
 
 HEADS = [(4, 4), (4, 2), (5, 1), (6, 3), (7, 1)]
@@ -91,8 +102,6 @@ def test_no_worker_has_more_than_the_mean_and_the_longest_item(shape, heads, wor
 
 CUDA_KINDS = ((None, 128, 128, 64, 256, 2000.0, 47.0, 0.27, 96.0),
               (None, 16, 16, 64, 128, 2000.0, 71.0, 0.41, 144.0))  # fmt: skip
-CPU_KINDS = ((None, 96, 16, 96, 256, 1000.0, 25.0, 5.4, 52.0),
-             (None, 8, 1, 64, 256, 1000.0, 25.0, 10.9, 52.0))  # fmt: skip
 
 
 def zipf(count: int) -> list[int]:

@@ -1,0 +1,117 @@
+"""Dense calls on a device's slots: complete, deterministic, split only where that gains time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .batch_plans import FEW_ROW, PREFILL, Dense, Planned, check_whole, device_options, make
+
+SLOTS = 264  # two blocks on each of 132 multiprocessors
+
+
+def plan(q_len: int, kv_len: list[int], heads=(8, 8), **options) -> Planned:
+    """A plan with the costs of an H100."""
+    rows = q_len * heads[0] // heads[1]
+    return make(
+        [q_len] * len(kv_len), Dense(kv_len), heads=heads,
+        **{**device_options("sm_90", rows, SLOTS), **options},
+    )  # fmt: skip
+
+
+def decode(kv_len: list[int], heads=(8, 8), **options) -> Planned:
+    return plan(1, kv_len, heads, **options)
+
+
+def keys(items: list[dict[str, int]]) -> int:
+    return sum(item["kv_end"] - item["kv_begin"] for item in items)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 300), st.lists(st.integers(0, 700), max_size=4),
+    st.sampled_from([(4, 4), (4, 2), (5, 1), (7, 1)]), st.integers(1, 40), st.booleans(),
+)  # fmt: skip
+def test_every_pair_is_computed_once(q_len, kv_len, heads, workers, small):
+    few = {"kinds": (PREFILL, FEW_ROW), "few_rows": 8, "merge_ns": 0.0} if small else {}
+    planned = plan(q_len, kv_len, heads, workers=workers, **few)
+    check_whole(planned, kv_len)
+    splits = {merge["num_splits"] for merge in planned.merges}
+    assert splits <= set(range(2, planned.plan.most_splits + 1))
+
+
+def test_long_keys_of_one_request_fill_the_slots_evenly():
+    planned = decode([65536])
+    assert len(planned.merges) == 8
+    loads = [keys(items) for items in planned.lists(1)]
+    assert max(loads) <= 65536 * 8 / SLOTS + 64
+    assert sum(load > 0 for load in loads) >= 0.9 * SLOTS
+    assert sum(len(items) > 1 for items in planned.lists(1)) <= 8, "a list is one item, or nearly"
+
+
+@pytest.mark.parametrize("tiles", [SLOTS, 3 * SLOTS])
+def test_equal_tiles_that_fill_the_slots_are_not_split(tiles):
+    planned = plan(128, [4096] * tiles, (1, 1))
+    assert len(planned.items) == tiles and not planned.merges
+
+
+def test_of_equal_tiles_what_full_rounds_leave_over_is_shared_where_that_gains():
+    """12 rounds and 36 tiles: nothing for 512 keys, of which a merge takes a seventh."""
+    tiles = 12 * SLOTS + 36
+    assert not plan(128, [512] * tiles, (1, 1)).merges
+    planned = plan(128, [4096] * tiles, (1, 1))
+    assert len(planned.merges) <= 36
+    whole = 13 * plan(128, [4096], (1, 1), merge_ns=1e9).plan.total_ns
+    assert planned.plan.critical_ns + 3000 < 0.95 * whole
+
+
+def test_a_batch_that_fills_the_slots_is_not_split():
+    planned = decode([1024] * 64)
+    assert len(planned.items) == 512 and not planned.merges
+
+
+_TOO_DEAR = pytest.mark.xfail(
+    strict=True,
+    reason="a key costs what it does on a busy device, six times of what it does on an idle one",
+)
+
+
+@pytest.mark.parametrize("kv_len", [64, *(pytest.param(n, marks=_TOO_DEAR) for n in (128, 200))])
+def test_short_keys_are_not_split(kv_len):
+    """Below two chunks of keys, and where the merge would take as long as the keys."""
+    assert not decode([kv_len]).merges
+
+
+def test_one_long_request_among_short_ones_is_cut_and_the_others_even_out():
+    planned = decode([32768, *[128] * 100])
+    splits = {0: 0, 1: 0}
+    for merge in planned.merges:
+        short = int(merge["request"] > 0)
+        splits[short] = max(splits[short], merge["num_splits"])
+    assert splits[0] >= 16 and splits[1] <= 2
+    assert sum(item["partial"] >= 0 for item in planned.items) <= 2 * SLOTS
+    assert sum(merge["request"] > 0 for merge in planned.merges) < 0.05 * 800
+    loads = planned.plan.load_ns(1)
+    assert max(loads) < 1.04 * sum(loads) / SLOTS
+
+
+def test_few_prefill_tiles_share_the_device():
+    planned = plan(512, [16384])  # 32 tiles for 264 slots
+    assert len(planned.merges) == 32 and len(planned.items) <= SLOTS
+    assert sum(bool(items) for items in planned.lists(0)) >= 0.9 * SLOTS
+
+
+def test_tiles_are_full_but_the_last():
+    rows = {(i["row_begin"], i["row_end"]) for i in plan(300, [512], (2, 2)).items}
+    assert sorted(rows) == [(0, 128), (128, 256), (256, 300)]
+
+
+def test_the_same_call_has_the_same_plan():
+    def whole() -> tuple:
+        made = decode([5000, 70, 0, 900], (8, 2)).plan
+        return made.work(1), made.merge_work, made.worker_indptr(1), made.partial_rows
+
+    first = whole()
+    decode([7])
+    assert whole() == first
