@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../interval/bindings.h"
 #include "../scheduler/bindings.h"
 #include "batch_bindings.h"
 #include "call.h"
@@ -163,4 +164,5 @@ PYBIND11_MODULE(_C, m) {
   rt::bind_call(m);
   fajit::scheduler::bind_scheduler(m);
   rt::bind_batch(m);
+  fajit::form::bind_interval_form(m);
 }

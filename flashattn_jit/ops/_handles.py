@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import InputError
-from ..variants.bounds_lower import RangeTableSpec, range_tables
-from ..variants.bounds_simplify import simplify
+from ..variants.bounds_simplify import RangeTableSpec, range_tables, simplify
 from ..variants.ir import Graph, VariantIR
 
 

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import Grid, build_tables, classify_grid
-from flashattn_jit.variants.bounds_eval import Boxes, classify_boxes
-from flashattn_jit.variants.bounds_lower import lower_classify, range_tables
+from flashattn_jit.variants.bounds import Grid
+
+from flashattn_jit.variants.bounds_lower import lower_classify
+from flashattn_jit.variants.bounds_simplify import range_tables
+from flashattn_jit.variants.range_table import build_tables
 from flashattn_jit.variants.bounds_simplify import simplify
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant

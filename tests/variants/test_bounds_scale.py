@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import Grid, kv_bounds, tile_runs
+from flashattn_jit.variants.bounds import Grid, tile_runs
 from tests.slowness import slowdown
 
 from .bounds_oracle import traced
