@@ -133,7 +133,7 @@ def classify_boxes(graph: Graph, params: MaskParams, boxes: Array) -> NDArray[np
     """The state of every box, uint8 [N]. boxes: int64 [N, 8], of b, h, q and k the first and the
     last value. A box without queries or keys is empty."""
     form, arguments, _held = _form_and_arguments(graph, params)
-    states = form.classify(np.ascontiguousarray(boxes, np.int64), **arguments)
+    states = form.classify(np.ascontiguousarray(boxes, np.int64).data, **arguments)
     return np.frombuffer(states, np.uint8)
 
 
@@ -146,15 +146,17 @@ def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
     program = simplify(graph)
     b = _axis(program.uses("b"), grid.b_begin, grid.b_end)
     h = _axis(program.uses("h"), grid.h_begin, grid.h_end)
-    indptr, begin, end, state = form.tile_runs(
+    indptr, begin, end, states = form.tile_runs(
         q_begin=grid.q_begin, q_end=grid.q_end, tile_q=grid.tile_q, kv_begin=grid.kv_begin,
         kv_end=grid.kv_end, tile_kv=grid.tile_kv, b=b, h=h, **arguments,
     )  # fmt: skip
     return TileRuns(
         grid,
         (len(b), len(h), grid.num_q_tiles),
-        *(np.frombuffer(x, np.int64) for x in (indptr, begin, end)),
-        np.frombuffer(state, np.uint8),
+        np.frombuffer(indptr, np.int64),
+        np.frombuffer(begin, np.int64),
+        np.frombuffer(end, np.int64),
+        np.frombuffer(states, np.uint8),
     )
 
 

@@ -133,7 +133,8 @@ class _Writer:
         box = _Scope(once.registers)
         for node, low, high in program.guards:
             self._check(box, "fits", self.value(box, node), numbers=(low, high))
-        keep = drop = (CodeClause(),)
+        keep: tuple[CodeClause, ...] = (CodeClause(),)
+        drop: tuple[CodeClause, ...] = (CodeClause(),)
         if program.keep and program.drop:
             keep = self._clauses(box, program.keep)
             drop = self._clauses(box, program.drop)

@@ -79,7 +79,7 @@ class _Text:
         if not code.periods:
             yield from self._block(code.once, indent, "")
         yield from self._block(code.guards, indent, "return FAJIT_TILE_PARTIAL")
-        if all(clause.source for clause in (*code.keep, *code.drop)) and code.keep and code.drop:
+        if code.keep and code.drop:
             yield from self._any("keep", code.keep, indent)
             yield f"{indent}if (!keep) return FAJIT_TILE_EMPTY;"
             yield from self._any("drop", code.drop, indent)

@@ -426,7 +426,6 @@ _REAL_MAPS = {
     "round", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh",
     "sigmoid", "erf", "atan", "sinh", "floordiv", "remainder",
 }  # fmt: skip
-_COMPARISONS = {"ge", "gt", "le", "lt", "eq", "ne"}
 _LOGIC = {"and": "and", "or": "or", "xor": "xor", "ne": "xor", "mul": "and", "add": "or",
           "minimum": "and", "maximum": "or"}  # fmt: skip
 _LENGTHS = ("q_len", "kv_len", "q_row", "kv_slot")
