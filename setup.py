@@ -16,7 +16,7 @@ DATA = {
     "include": Path("csrc/include"),
     "emulator": Path("csrc/emulator"),
 }
-FOLDERS = ("runtime", "scheduler")
+FOLDERS = ("runtime", "scheduler", "interval")
 HEADERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 SOURCES = {
     folder: sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / folder).glob("*.cpp"))

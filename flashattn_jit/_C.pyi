@@ -375,3 +375,59 @@ class BatchCall:
     ) -> list[tuple[Module, Launch]]:
         """What `launch` would launch, as data, each with its module; needs no driver. CUDA
         artifacts only."""
+
+# --- interval forms of masks ----------------------------------------------------------------------
+
+def interval_functions() -> list[str]:
+    """The functions of fajit/interval*.h that statements of an `IntervalForm` may call."""
+
+class IntervalForm:
+    """The interval form of a mask, as kernels have it compiled in: see csrc/interval/batch.h.
+
+    code: a `variants.bounds_code.Code`. tensors: dtype and rank of the variant's params, which
+    `num_tables` pairs of lo and hi tables follow. scalar_kinds: one "i" (int64) or "f" (float64) a
+    scalar. Immutable: threads may share it. Raises ValueError or TypeError for any other object.
+
+    The methods take what the mask reads: addresses and layouts of host tensors with their tables,
+    scalars, and the lists q_len, kv_len, q_offset, q_token0 and kv_token0, with one entry a request.
+    They run without the GIL, and raise ValueError where counts, or sizes of tables, do not fit.
+    """
+
+    def __init__(
+        self,
+        code: object,
+        *,
+        tensors: Sequence[tuple[str, int]],
+        num_tables: int,
+        scalar_kinds: str,
+    ) -> None: ...
+    def classify(
+        self,
+        boxes: Buffer,
+        *,
+        tensors: Sequence[int],
+        layouts: Sequence[_Layout],
+        scalars: Sequence[int | float],
+        lengths: Sequence[Sequence[int]],
+    ) -> bytes:
+        """The state of every box: 0 empty, 1 partial, 2 full. boxes: contiguous int64 [N, 8], of b,
+        h, q_idx and kv_idx the first and the last value."""
+
+    def tile_runs(
+        self,
+        *,
+        q_begin: int,
+        q_end: int,
+        tile_q: int,
+        kv_begin: int,
+        kv_end: int,
+        tile_kv: int,
+        b: Sequence[tuple[int, int]],
+        h: Sequence[tuple[int, int]],
+        tensors: Sequence[int],
+        layouts: Sequence[_Layout],
+        scalars: Sequence[int | float],
+        lengths: Sequence[Sequence[int]],
+    ) -> tuple[bytes, bytes, bytes, bytes]:
+        """Runs of non-empty tiles as in `variants.bounds.TileRuns`: indptr, begin, end (int64) and
+        state (uint8). b, h: first and last value of each interval along them."""

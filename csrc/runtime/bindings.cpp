@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../interval/bindings.h"
 #include "../scheduler/bindings.h"
 #include "batch_bindings.h"
 #include "errors.h"
@@ -182,4 +183,5 @@ PYBIND11_MODULE(_C, m) {
   rt::bind_module(m);
   fajit::scheduler::bind_scheduler(m);
   rt::bind_batch(m);
+  fajit::form::bind_interval_form(m);
 }

@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from .._paths import templates_dir
 from ..errors import InputError
-from ..variants.bounds_lower import range_tables
+from ..variants.bounds_simplify import range_tables
 from ..variants.lower import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
 from .spec import KernelSpec

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import InputError
 from ..variants.binding import Bound
-from ..variants.bounds_lower import RangeTableSpec, range_tables
-from ..variants.bounds_simplify import simplify
+from ..variants.bounds_simplify import RangeTableSpec, range_tables, simplify
 from ..variants.ir import Graph, VariantIR
 
 

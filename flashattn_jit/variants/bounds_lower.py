@@ -1,22 +1,17 @@
-"""C++ text of a mask's interval form, over ``fajit/interval*.h``.
+"""A mask's interval form as text: C++ for kernels, one line a clause for people.
 
-The rendered ``Hooks::classify`` runs on the host (planning) and inside kernels (skipping), for
-boxes of any size. Indices are narrowed as it goes along: a clause works on the part of the box that
-can still satisfy it.
+The rendered ``Hooks::classify`` runs on the host, where it plans, and inside kernels, where it
+skips. It is the code of `bounds_code`, printed over ``fajit/interval*.h``.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from .bounds_select import OWN, Step, kind, select
-from .bounds_simplify import Bound, Clause, Program, clause_nodes, format_clause, simplify
-from .bounds_terms import I64_MAX, I64_MIN, INT_RANGE
-from .ir import Graph, TensorParam
-from .range_table import RangeTableSpec
-
-__all__ = ["RangeTableSpec", "lower_classify", "range_tables"]
+from .bounds_code import Code, CodeClause, Statement, code_of
+from .bounds_simplify import Clause, Program, simplify
+from .bounds_terms import I64_MAX, I64_MIN
+from .ir import Graph, Node, TensorParam
 
 _STORAGE = {
     "bool": "Plain<uint8_t>",
@@ -30,62 +25,10 @@ _STORAGE = {
     "float16": "Half",
     "bfloat16": "BFloat",
 }
-_SAFE = 2**61
-
-MAX_ROWS = 256
-MAX_BIT_LOADS = 4096
-"""How much of a tensor one box may read (``kMaxRows``, ``kMaxBitLoads`` in C++)."""
-
-
-def scanned_dim(program: Program, term: int, rank: int) -> int:
-    """The dim along which a gather's box is read: the last one that q or k moves, else the last.
-
-    Shared by both lowerings, so that they give up on the same boxes.
-    """
-    levels = [program.inputs[a] & {"q_idx", "kv_idx"} for a in program.nodes[term].args]
-    moving = [d for d, level in enumerate(levels) if level]
-    return moving[-1] if moving else max(rank - 1, 0)
-
-
-def operands(program: Program, term: int) -> tuple[int, ...]:
-    """The nodes whose values the evaluation of node `term` needs."""
-    node = program.nodes[term]
-    if node.op == "bit" and program.nodes[node.args[0]].op == "gather":
-        return *program.nodes[node.args[0]].args, node.args[1]
-    if node.op == "searchsorted" and kind(program.nodes[node.args[0]].dtype) != "i":
-        return ()
-    return node.args if node.op in OWN else select(program.nodes, term).args
-
-
-def reachable_nodes(program: Program) -> list[int]:
-    """Every node that a classification may evaluate, ascending."""
-    seen: set[int] = set()
-    stack = [n for n, _, _ in program.guards]
-    stack += [n for side in (program.keep, program.drop) for c in side for n in clause_nodes(c)]
-    stack += [n for p in program.periods for n in (p.offset, p.divisor)]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(operands(program, node))
-    return sorted(seen)
-
-
-def range_tables(graph: Graph) -> tuple[RangeTableSpec, ...]:
-    """The tables that the mask reads, in the order in which they follow the params as lo, hi pairs.
-
-    A param needs one when q_idx or kv_idx moves along one of its dims, other than as bit rows.
-    """
-    program = simplify(graph)
-    specs = set()
-    for n in reachable_nodes(program):
-        node = program.nodes[n]
-        if node.op != "gather" or not node.args:
-            continue
-        dim = scanned_dim(program, n, len(node.args))
-        if program.inputs[node.args[dim]] & {"q_idx", "kv_idx"}:
-            specs.add((node.int_attr("slot"), dim))
-    return tuple(RangeTableSpec(slot, dim) for slot, dim in sorted(specs))
+_READ_CALL = ("i_scalar", "f_scalar", "i_places", "i_ranks", "i_q_len", "i_kv_len", "i_q_row",
+              "i_kv_slot")  # fmt: skip
+"""Functions whose first argument is the context."""
+_INDICES = ("b", "h", "q", "k")
 
 
 def lower_classify(
@@ -98,311 +41,131 @@ def lower_classify(
     ``fajit_args.tensors`` of the first table of `range_tables` (default: after the params).
     """
     base = len(tensors) if table_base is None else table_base
-    return "\n".join(_Body(simplify(graph), range_tables(graph), tensors, base).lines())
+    code = code_of(graph, [(t.dtype, t.rank) for t in tensors], base)
+    return "\n".join(_Text(simplify(graph), code, tensors).lines())
 
 
-class _Scope:
-    """C++ names of evaluated nodes inside one block."""
+class _Text:
+    """Prints a code's statements. A register is a C++ constant of its number."""
 
-    def __init__(self, lines: list[str], indent: int, names: dict[int, str]) -> None:
-        self.lines, self.indent, self.names = lines, indent, dict(names)
-
-    def line(self, text: str) -> None:
-        self.lines.append(" " * self.indent + text)
-
-    def inner(self) -> _Scope:
-        return _Scope(self.lines, self.indent + 2, self.names)
-
-
-class _Body:
-    def __init__(
-        self,
-        program: Program,
-        specs: tuple[RangeTableSpec, ...],
-        tensors: Sequence[TensorParam],
-        table_base: int,
-    ) -> None:
-        self.program, self.tensors = program, tensors
-        self.tables = {(s.slot, s.dim): table_base + 2 * i for i, s in enumerate(specs)}
-        self.counter = 0
+    def __init__(self, program: Program, code: Code, tensors: Sequence[TensorParam]) -> None:
+        self.program, self.code, self.tensors = program, code, tensors
 
     def lines(self) -> Iterator[str]:
         """The statements of the function."""
-        program, out = self.program, list[str]()
-        scope = _Scope(out, 4, {})
-        scope.line("using namespace interval;")
-        if not program.periods:
-            self._box_state(scope)
-            return _used(out)
-        self._hoist(scope)
-        scope.line("const auto box = [&](Interval q, Interval k) -> int {")
-        self._box_state(scope.inner())
-        scope.line("};")
-        for name, index in (("q", program.q), ("k", program.k)):
-            periods = [p for p in program.periods if p.index == index]
-            scope.line(f"Interval parts_{name}[3] = {{{name}}};")
-            values = [self.value(scope, n) for p in periods for n in (p.offset, p.divisor)]
-            call = f"periods({name}, {', '.join(values)}, parts_{name})" if periods else "1"
-            scope.line(f"const int count_{name} = {call};")
-        scope.line("return by_parts(box, q, k, parts_q, count_q, parts_k, count_k);")
-        return _used(out)
+        code = self.code
+        yield "    using namespace interval;"
+        if not code.periods:
+            yield from self._box("    ")
+            return
+        yield from self._block(code.once, "    ", "")
+        yield "    const auto box = [&](Interval q, Interval k) -> int {"
+        yield from self._box("      ")
+        yield "    };"
+        for name in ("q", "k"):
+            split = [p for p in code.periods if _name(p[0]) == name]
+            yield f"    Interval parts_{name}[3] = {{{name}}};"
+            call = "1"
+            for _, offset, divisor in split:
+                call = f"periods({name}, {_name(offset)}, {_name(divisor)}, parts_{name})"
+            yield f"    const int count_{name} = {call};"
+        yield "    return by_parts(box, q, k, parts_q, count_q, parts_k, count_k);"
 
-    def _box_state(self, scope: _Scope) -> None:
+    def _box(self, indent: str) -> Iterator[str]:
         """The statements that return the state of the box q, k."""
-        program = self.program
-        for node, name in ((program.q, "q"), (program.k, "k")):
-            scope.names[node] = name
-        for i, n in enumerate(program.nodes):
-            if n.op == "input" and n.attr("name") in ("b", "h"):
-                scope.names[i] = str(n.attr("name"))
-        scope.line("if (q.lo > q.hi || k.lo > k.hi) return FAJIT_TILE_EMPTY;")
-        scope.line("if (!positions(q) || !positions(k)) return FAJIT_TILE_PARTIAL;")
-        self._hoist(scope)
-        for node, low, high in program.guards:
-            limits = f"{self.value(scope, node)}, {_literal(low)}, {_literal(high)}"
-            scope.line(f"if (!fits({limits})) return FAJIT_TILE_PARTIAL;")
-        if program.keep and program.drop:
-            self._question(scope, "keep", program.keep)
-            scope.line("if (!keep) return FAJIT_TILE_EMPTY;")
-            self._question(scope, "drop", program.drop)
-            scope.line("return drop ? FAJIT_TILE_PARTIAL : FAJIT_TILE_FULL;")
+        code = self.code
+        yield f"{indent}if (q.lo > q.hi || k.lo > k.hi) return FAJIT_TILE_EMPTY;"
+        yield f"{indent}if (!positions(q) || !positions(k)) return FAJIT_TILE_PARTIAL;"
+        if not code.periods:
+            yield from self._block(code.once, indent, "")
+        yield from self._block(code.guards, indent, "return FAJIT_TILE_PARTIAL")
+        if code.keep and code.drop:
+            yield from self._any("keep", code.keep, indent)
+            yield f"{indent}if (!keep) return FAJIT_TILE_EMPTY;"
+            yield from self._any("drop", code.drop, indent)
+            yield f"{indent}return drop ? FAJIT_TILE_PARTIAL : FAJIT_TILE_FULL;"
         else:
-            scope.line(f"return FAJIT_TILE_{'FULL' if program.keep else 'EMPTY'};")
+            yield f"{indent}return FAJIT_TILE_{'FULL' if code.keep else 'EMPTY'};"
 
-    def _hoist(self, scope: _Scope) -> None:
-        """Evaluate what depends on params only once, ahead of the clauses."""
-        for n in reachable_nodes(self.program):
-            if not self.program.inputs[n] and self.program.nodes[n].op != "const":
-                self.value(scope, n)
-
-    # --- clauses ---------------------------------------------------------------------------------
-
-    def _question(self, scope: _Scope, flag: str, clauses: Sequence[Clause]) -> None:
-        scope.line(f"bool {flag} = false;")
+    def _any(self, flag: str, clauses: Sequence[CodeClause], indent: str) -> Iterator[str]:
+        """Sets `flag` to whether one of the clauses holds."""
+        yield f"{indent}bool {flag} = false;"
         for i, clause in enumerate(clauses):
-            scope.line(f"// {flag} if {_comment(format_clause(self.program, clause))}")
-            scope.line(f"{f'if (!{flag}) ' if i else ''}do {{")
-            inner = scope.inner()
-            self._clause(inner, clause)
-            inner.line(f"{flag} = true;")
-            scope.line("} while (false);")
+            assert clause.source is not None
+            text = format_clause(self.program, clause.source)
+            yield f"{indent}// {flag} if {text if len(text) <= 88 else text[:85] + '...'}"
+            yield f"{indent}{f'if (!{flag}) ' if i else ''}do {{"
+            yield from self._block(clause.statements, f"{indent}  ", "break")
+            yield f"{indent}  {flag} = true;"
+            yield f"{indent}}} while (false);"
 
-    def _clause(self, scope: _Scope, clause: Clause) -> None:
-        for bound in clause.bounds:
-            if bound.lows or bound.highs:
-                self._bound(scope, bound)
-        for bound in clause.bounds:
-            for exclude in bound.excludes:
-                value, other = self.value(scope, bound.value), self.value(scope, exclude)
-                scope.line(f"if ({other}.lo == {other}.hi && is({value}, {other}.lo)) break;")
-        for test in clause.tests:
-            name = self.value(scope, test.term)
-            scope.line(f"if ({f'!{name}.may' if test.want else f'{name}.must'}) break;")
-        for group in clause.nested:
-            flag = self._fresh("any")
-            self._question(scope, flag, group)
-            scope.line(f"if (!{flag}) break;")
+    def _block(self, statements: Sequence[Statement], indent: str, leave: str) -> Iterator[str]:
+        """The statements; `leave` is what is done where one does not hold."""
+        for i, s in enumerate(statements):
+            if s.name == "any":
+                flag = f"any_{len(indent)}_{i}"
+                yield from self._any(flag, s.clauses, indent)
+                yield f"{indent}if (!{flag}) {leave};"
+            elif s.name == "meet":
+                yield f"{indent}Interval {_name(s.result)} = {_name(s.operands[0])};"
+                yield f"{indent}if (!meet({_name(s.result)}, {_limits(s)})) {leave};"
+            elif s.result is None:
+                yield f"{indent}if (!{_call(s)}) {leave};"
+            elif s.name in ("i_gather", "t_gather", "f_gather", "gather_bits"):
+                at = f"at{s.result}"
+                names = ", ".join(map(_name, s.operands)) or "kTop"
+                yield f"{indent}const Interval {at}[] = {{{names}}};"
+                yield f"{indent}const auto {_name(s.result)} = {self._gather(s, at)};"
+            else:
+                text = self._searchsorted(s) if s.name == "i_searchsorted" else _call(s)
+                yield f"{indent}const auto {_name(s.result)} = {text};"
 
-    def _bound(self, scope: _Scope, bound: Bound) -> None:
-        low = self._extreme(scope, bound.lows, "lo", "larger") or "kMin"
-        high = self._extreme(scope, bound.highs, "hi", "smaller") or "kMax"
-        name = self._fresh("v")
-        scope.line(f"Interval {name} = {self.value(scope, bound.value)};")
-        scope.line(f"if (!meet({name}, {low}, {high})) break;")
-        old = {t: self.value(scope, t) for t, _ in bound.narrows}
-        narrowed: dict[int, str] = {}
-        for i, (term, c) in enumerate(bound.narrows):
-            if len(bound.narrows) == 1:
-                narrowed[term] = name
-                continue
-            other, d = bound.narrows[1 - i]
-            rest = f"i_sub({name}, {_scaled(old[other], d)})"
-            new = self._fresh("n")
-            scope.line(f"Interval {new} = {_scaled(rest, c)};")
-            scope.line(f"if (!meet({new}, {old[term]}.lo, {old[term]}.hi)) break;")
-            narrowed[term] = new
-        self._forget(scope, narrowed)
-        scope.names.update(narrowed)
-        if bound.narrows or bound.excludes:
-            scope.names[bound.value] = name
-
-    def _extreme(self, scope: _Scope, nodes: Sequence[int], end: str, function: str) -> str:
-        texts = [self._endpoint(scope, n, end) for n in nodes]
-        text = texts[0] if texts else ""
-        for other in texts[1:]:
-            text = f"{function}({text}, {other})"
-        return text
-
-    def _endpoint(self, scope: _Scope, node: int, end: str) -> str:
-        if self.program.nodes[node].op == "const":
-            return _literal(self.program.nodes[node].int_attr("value"))
-        return f"{self.value(scope, node)}.{end}"
-
-    def _forget(self, scope: _Scope, changed: Mapping[int, str]) -> None:
-        """Drop what was computed from the terms `changed`."""
-        for node in list(scope.names):
-            if not self.program.parts[node].isdisjoint(changed):
-                del scope.names[node]
-
-    # --- values ----------------------------------------------------------------------------------
-
-    def value(self, scope: _Scope, node: int) -> str:
-        """The C++ name of the node's value, computed in `scope` if it is not known there."""
-        if node not in scope.names:
-            text = self._own(scope, node) if self.program.nodes[node].op in OWN else ""
-            text = text or self._step(scope, node, select(self.program.nodes, node))
-            name = self._fresh("x")
-            scope.line(f"const {_TYPE[kind(self.program.nodes[node].dtype)]} {name} = {text};")
-            scope.names[node] = name
-        return scope.names[node]
-
-    def _fresh(self, prefix: str) -> str:
-        self.counter += 1
-        return f"{prefix}{self.counter}"
-
-    def _step(self, scope: _Scope, node: int, step: Step) -> str:
-        names = [self.value(scope, a) for a in step.args]
-        extra = [_literal(e) for e in step.extra]
-        if step.name.endswith("_hull"):
-            text = names[0]
-            for name in names[1:]:
-                text = f"{step.name}({text}, {name})"
-        elif step.name == "i_const":
-            text = f"Interval{{{extra[0]}, {extra[0]}}}"
-        elif step.name == "i_scalar":
-            text = f"i_point(c.scalar_i64({step.extra[0]}))"
-        elif step.name == "f_scalar":
-            text = f"f_point(c.scalar_f64({step.extra[0]}))"
-        else:
-            text = f"{step.name}({', '.join([*names, *extra])})"
-        if step.wrap:
-            text = f"i_wrap({text}, {_literal(step.wrap[0])}, {_literal(step.wrap[1])})"
-        return f"t_not({text})" if step.negate else text
-
-    def _own(self, scope: _Scope, node: int) -> str:
-        op = self.program.nodes[node].op
-        if op == "linear":
-            return self._linear(scope, node)
-        if op == "gather":
-            return self._gather(scope, node)
-        if op == "bit":
-            return self._bit(scope, node)
-        if op == "searchsorted":
-            return self._searchsorted(scope, node)
-        if op == "input":
-            return "kTop"
-        names = [self.value(scope, a) for a in self.program.nodes[node].args]
-        return f"i_{op}({', '.join(['c', *names])})"
-
-    def _linear(self, scope: _Scope, node: int) -> str:
-        n = self.program.nodes[node]
-        coefs = n.attr("coefs")
-        assert isinstance(coefs, tuple)
-        parts = dict(zip(n.args, coefs, strict=True))
-        q, k = self.program.q, self.program.k
-        if node != self.program.distance and q in parts and parts[q] == -parts.get(k, 0):
-            parts[self.program.distance] = parts.pop(q)
-            del parts[k]
-        values = [(self.value(scope, t), c) for t, c in parts.items()]
-        const = n.int_attr("const")
-        ranges = [abs(c * x) for t, c in parts.items() for x in self.program.ranges[t]]
-        if sum(ranges) + abs(const) > _SAFE:
-            text = "" if not const else f"i_point({_literal(const)})"
-            for name, c in values:
-                text = f"i_add({text}, {_scaled(name, c)})" if text else _scaled(name, c)
-            return text
-        low, high = "", ""
-        for name, c in values:
-            sign = " - " if c < 0 else " + "
-            factor = "" if abs(c) == 1 else f"{abs(c)} * "
-            low += f"{sign}{factor}{name}.{'hi' if c < 0 else 'lo'}"
-            high += f"{sign}{factor}{name}.{'lo' if c < 0 else 'hi'}"
-        tail = f" {'-' if const < 0 else '+'} {abs(const)}" if const else ""
-        return f"Interval{{{_sum(low)}{tail}, {_sum(high)}{tail}}}"
-
-    def _box(self, scope: _Scope, node: int) -> tuple[str, int, int]:
-        """The array of index intervals of a gather, its rank and its scanned dim."""
-        n = self.program.nodes[node]
-        rank = self.tensors[n.int_attr("slot")].rank
-        names = [self.value(scope, a) for a in n.args]
-        for dim in range(len(names), rank):  # a row: all of the last dim
-            names.append(f"Interval{{0, c.size({n.int_attr('slot')}, {dim}) - 1}}")
-        array = self._fresh("at")
-        scope.line(f"const Interval {array}[] = {{{', '.join(names) or 'kTop'}}};")
-        return array, rank, scanned_dim(self.program, node, rank)
-
-    def _gather(self, scope: _Scope, node: int) -> str:
-        n = self.program.nodes[node]
-        slot = n.int_attr("slot")
-        storage = _STORAGE.get(self.tensors[slot].dtype)
-        if storage is None:
-            return f"{kind(n.dtype)}_top()"
-        array, rank, dim = self._box(scope, node)
-        table = self.tables.get((slot, dim))
-        tables = "nullptr" if table is None else f"tables_at(c, {table})"
+    def _gather(self, s: Statement, at: str) -> str:
+        slot, dim = int(s.numbers[0]), s.numbers[1 if s.name == "gather_bits" else 2]
+        tensor = self.tensors[slot]
+        function = f"{s.name}<{_STORAGE[tensor.dtype]}, {tensor.rank}, {dim}>"
+        if s.name == "gather_bits":
+            return f"{function}(c.tensor({slot}), {at})"
+        tables = "nullptr" if s.numbers[1] == -1 else f"tables_at(c, {s.numbers[1]})"
         top = ""
-        if kind(n.dtype) == "i":
-            low, high = (_literal(x) for x in INT_RANGE[n.dtype])
-            top = f", {{{low}, {high}}}"
-        function = f"{kind(n.dtype)}_gather<{storage}, {rank}, {dim}>"
-        return f"{function}(c.tensor({slot}), {tables}, {array}{top})"
+        if s.name == "i_gather":
+            top = f", {{{_literal(s.numbers[3])}, {_literal(s.numbers[4])}}}"
+        return f"{function}(c.tensor({slot}), {tables}, {at}{top})"
 
-    def _bit(self, scope: _Scope, node: int) -> str:
-        n = self.program.nodes[node]
-        source, at = self.program.nodes[n.args[0]], self.value(scope, n.args[1])
-        width = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32}.get(n.dtype, 64)
-        if source.op == "gather" and not source.shape:
-            array, rank, dim = self._box(scope, n.args[0])
-            slot = source.int_attr("slot")
-            storage = _STORAGE[self.tensors[slot].dtype]
-            bits = f"gather_bits<{storage}, {rank}, {dim}>(c.tensor({slot}), {array})"
-        else:
-            bits = f"bits_of({self.value(scope, n.args[0])})"
-        return f"i_bit({bits}, {at}, {width})"
-
-    def _searchsorted(self, scope: _Scope, node: int) -> str:
-        n = self.program.nodes[node]
-        slot = n.int_attr("slot")
-        value = self.program.nodes[n.args[0]]
-        dtype = self.tensors[slot].dtype
-        if kind(value.dtype) != "i" or kind(dtype) != "i":
-            return f"Interval{{0, c.size({slot}, 0)}}"
-        right = "true" if n.attr("right") else "false"
-        name = self.value(scope, n.args[0])
-        return f"i_searchsorted<{_STORAGE[dtype]}, {right}>(c.tensor({slot}), {name})"
+    def _searchsorted(self, s: Statement) -> str:
+        slot, right = int(s.numbers[0]), "true" if s.numbers[1] else "false"
+        storage = _STORAGE[self.tensors[slot].dtype]
+        return f"{s.name}<{storage}, {right}>(c.tensor({slot}), {_name(s.operands[0])})"
 
 
-_TYPE = {"i": "Interval", "f": "FInterval", "t": "Tri"}
+def _name(register: int | None) -> str:
+    assert register is not None
+    return _INDICES[register] if register < len(_INDICES) else f"x{register}"
 
 
-_NAME = re.compile(r"\b[a-z]+\d+\b")
-_DEFINITION = re.compile(r" *const \w+ ([a-z]+\d+)(\[\])? = ")
+def _call(s: Statement) -> str:
+    context = ["c"] if s.name in _READ_CALL else []
+    arguments = [*context, *map(_name, s.operands), *map(_literal, s.numbers)]
+    return f"{s.name}({', '.join(arguments)})"
 
 
-def _used(lines: Sequence[str]) -> Iterator[str]:
-    """The lines without definitions that no later line reads."""
-    used: set[str] = set()
-    kept: list[str] = []
-    for line in reversed(lines):
-        definition = _DEFINITION.match(line)
-        if definition is None or definition[1] in used:
-            used.update(_NAME.findall(line))
-            kept.append(line)
-    return reversed(kept)
-
-
-def _scaled(name: str, factor: int) -> str:
-    if factor == 1:
-        return name
-    return f"i_neg({name})" if factor == -1 else f"i_scale({name}, {_literal(factor)})"
-
-
-def _sum(text: str) -> str:
-    return text[3:] if text.startswith(" + ") else f"-{text[3:]}"
-
-
-def _comment(text: str) -> str:
-    return text if len(text) <= 88 else text[:85] + "..."
+def _limits(s: Statement) -> str:
+    """The low and the high end that a ``meet`` cuts to."""
+    count, low, high = s.numbers
+    ends = s.operands[1 : 1 + int(count)], s.operands[1 + int(count) :]
+    texts = []
+    for registers, end, best, function in (
+        (ends[0], "lo", low, "larger"),
+        (ends[1], "hi", high, "smaller"),
+    ):
+        parts = [f"{_name(r)}.{end}" for r in registers]
+        if not parts or best not in (I64_MIN, I64_MAX):
+            parts.append(_literal(best))
+        text = parts[0]
+        for other in parts[1:]:
+            text = f"{function}({text}, {other})"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def _literal(value: int | float) -> str:
@@ -417,3 +180,68 @@ def _literal(value: int | float) -> str:
     if value == I64_MAX:
         return "kMax"
     return str(value) if abs(value) < 2**31 else f"INT64_C({value})"
+
+
+# --- text for people ------------------------------------------------------------------------------
+
+
+def format_program(program: Program) -> Iterator[str]:
+    """The interval form as lines such as ``keep if 0 <= q_idx - kv_idx <= scalar0 - 1``."""
+    for name, clauses in (("keep", program.keep), ("drop", program.drop)):
+        if not clauses:
+            yield f"{name} never"
+        for clause in clauses:
+            yield f"{name} if {format_clause(program, clause)}"
+    for node, low, high in program.guards:
+        yield f"assuming {low} <= {format_term(program.nodes, node)} <= {high}"
+
+
+def format_clause(program: Program, clause: Clause) -> str:
+    """One clause as text."""
+
+    def text(node: int) -> str:
+        return format_term(program.nodes, node)
+
+    def joined(nodes: Sequence[int], function: str) -> str:
+        names = [text(n) for n in nodes]
+        return names[0] if len(names) == 1 else f"{function}({', '.join(names)})"
+
+    parts = []
+    for bound in clause.bounds:
+        if bound.lows and bound.lows == bound.highs:
+            parts.append(f"{text(bound.value)} == {joined(bound.lows, 'max')}")
+        elif bound.lows or bound.highs:
+            low = f"{joined(bound.lows, 'max')} <= " if bound.lows else ""
+            high = f" <= {joined(bound.highs, 'min')}" if bound.highs else ""
+            parts.append(f"{low}{text(bound.value)}{high}")
+        parts += [f"{text(bound.value)} != {text(e)}" for e in bound.excludes]
+    parts += [f"{'' if t.want else 'not '}{text(t.term)}" for t in clause.tests]
+    for group in clause.nested:
+        parts.append("(" + " or ".join(format_clause(program, c) for c in group) + ")")
+    return " and ".join(parts) if parts else "always"
+
+
+def format_term(nodes: tuple[Node, ...], term: int) -> str:
+    """A term as readable text, such as ``q_idx - kv_idx + s0``."""
+    node = nodes[term]
+    args = [format_term(nodes, a) for a in node.args]
+    if node.op == "input":
+        return str(node.attr("name"))
+    if node.op == "const":
+        return str(node.attr("value"))
+    if node.op == "scalar":
+        return f"scalar{node.int_attr('slot')}"
+    if node.op == "gather":
+        return f"tensor{node.int_attr('slot')}[{', '.join(args)}]"
+    if node.op != "linear":
+        return f"{node.op}({', '.join(args)})"
+    coefs = node.attr("coefs")
+    assert isinstance(coefs, tuple)
+    text = ""
+    for arg, c in zip(args, coefs, strict=True):
+        factor = "" if abs(c) == 1 else f"{abs(c)}*"
+        text += f" {'-' if c < 0 else '+'} {factor}{arg}"
+    const = node.int_attr("const")
+    if const:
+        text += f" {'-' if const < 0 else '+'} {abs(const)}"
+    return text[3:] if text.startswith(" + ") else text.strip()

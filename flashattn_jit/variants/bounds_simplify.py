@@ -1,7 +1,7 @@
 """From a mask graph to the two questions that classify a tile, each a short list of clauses.
 
 ``keep`` is the mask in disjunctive normal form, ``drop`` its negation. A clause is a conjunction
-that the evaluators (`bounds`, `bounds_lower`) work through in order:
+that an evaluation (`bounds_code`) works through in order:
 
 1. *bounds*: ``value in [max(lows), min(highs)]``, value not in excludes. Those on single indices
    and on ``q_idx - kv_idx`` come first and narrow the box, so that everything after is evaluated on
@@ -11,6 +11,8 @@ that the evaluators (`bounds`, `bounds_lower`) work through in order:
 3. *nested*: disjunctions that were too large to multiply out.
 
 A tile is empty if no clause of ``keep`` may hold in it, full if none of ``drop`` may.
+
+`range_tables` says which min/max tables of params the clauses read.
 """
 
 from __future__ import annotations
@@ -19,10 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .bounds_formula import Choice, Compare, Formula, Formulas, Join, Test
-from .bounds_scalars import scalars_only
-from .bounds_terms import Form, Terms, format_term
-from .bounds_translate import Translator
+from .bounds_terms import Choice, Compare, Form, Formula, Formulas, Join, Terms, Test
+from .bounds_translate import OWN, Translator, kind, scalars_only, select
 from .ir import Graph, Node
 
 _MAX_CLAUSES = 24  # of a product of disjunctions
@@ -380,40 +380,66 @@ def _stronger(a: _Atom, b: _Atom) -> bool:
     return a.kind == "eq" and negated.terms == b.form.terms and negated.const <= b.form.const
 
 
-# --- text for people ------------------------------------------------------------------------------
+# --- what an evaluation reads ---------------------------------------------------------------------
 
 
-def format_program(program: Program) -> Iterator[str]:
-    """The interval form as lines such as ``keep if 0 <= q_idx - kv_idx <= scalar0 - 1``."""
-    for name, clauses in (("keep", program.keep), ("drop", program.drop)):
-        if not clauses:
-            yield f"{name} never"
-        for clause in clauses:
-            yield f"{name} if {format_clause(program, clause)}"
-    for node, low, high in program.guards:
-        yield f"assuming {low} <= {format_term(program.nodes, node)} <= {high}"
+@dataclass(frozen=True, slots=True)
+class RangeTableSpec:
+    """A lo and a hi table of param tensor `slot`: the extremes of every 64 entries along `dim`."""
+
+    slot: int
+    dim: int
 
 
-def format_clause(program: Program, clause: Clause) -> str:
-    """One clause as text."""
+def scanned_dim(program: Program, term: int, rank: int) -> int:
+    """The dim along which a gather's box is read: the last one that q or k moves, else the last."""
+    levels = [program.inputs[a] & {"q_idx", "kv_idx"} for a in program.nodes[term].args]
+    moving = [d for d, level in enumerate(levels) if level]
+    return moving[-1] if moving else max(rank - 1, 0)
 
-    def text(node: int) -> str:
-        return format_term(program.nodes, node)
 
-    def joined(nodes: Sequence[int], function: str) -> str:
-        names = [text(n) for n in nodes]
-        return names[0] if len(names) == 1 else f"{function}({', '.join(names)})"
+def reads_bits(program: Program, term: int) -> bool:
+    """Whether the ``bit`` node `term` looks at the elements of a tensor one by one."""
+    source = program.nodes[program.nodes[term].args[0]]
+    return source.op == "gather" and not source.shape
 
-    parts = []
-    for bound in clause.bounds:
-        if bound.lows and bound.lows == bound.highs:
-            parts.append(f"{text(bound.value)} == {joined(bound.lows, 'max')}")
-        elif bound.lows or bound.highs:
-            low = f"{joined(bound.lows, 'max')} <= " if bound.lows else ""
-            high = f" <= {joined(bound.highs, 'min')}" if bound.highs else ""
-            parts.append(f"{low}{text(bound.value)}{high}")
-        parts += [f"{text(bound.value)} != {text(e)}" for e in bound.excludes]
-    parts += [f"{'' if t.want else 'not '}{text(t.term)}" for t in clause.tests]
-    for group in clause.nested:
-        parts.append("(" + " or ".join(format_clause(program, c) for c in group) + ")")
-    return " and ".join(parts) if parts else "always"
+
+def operands(program: Program, term: int) -> tuple[int, ...]:
+    """The nodes whose values the evaluation of node `term` needs."""
+    node = program.nodes[term]
+    if node.op == "bit" and reads_bits(program, term):
+        return *program.nodes[node.args[0]].args, node.args[1]
+    if node.op == "searchsorted" and kind(program.nodes[node.args[0]].dtype) != "i":
+        return ()
+    return node.args if node.op in OWN else select(program.nodes, term).args
+
+
+def reachable_nodes(program: Program) -> list[int]:
+    """Every node that a classification may evaluate, ascending."""
+    seen: set[int] = set()
+    stack = [n for n, _, _ in program.guards]
+    stack += [n for side in (program.keep, program.drop) for c in side for n in clause_nodes(c)]
+    stack += [n for p in program.periods for n in (p.offset, p.divisor)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(operands(program, node))
+    return sorted(seen)
+
+
+def range_tables(graph: Graph) -> tuple[RangeTableSpec, ...]:
+    """The tables that the mask reads, in the order in which they follow the params as lo, hi pairs.
+
+    A param needs one when q_idx or kv_idx moves along one of its dims, other than as bit rows.
+    """
+    program = simplify(graph)
+    specs = set()
+    for n in reachable_nodes(program):
+        node = program.nodes[n]
+        if node.op != "gather" or not node.args:
+            continue
+        dim = scanned_dim(program, n, len(node.args))
+        if program.inputs[node.args[dim]] & {"q_idx", "kv_idx"}:
+            specs.add((node.int_attr("slot"), dim))
+    return tuple(RangeTableSpec(slot, dim) for slot, dim in sorted(specs))

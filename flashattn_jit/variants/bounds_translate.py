@@ -1,14 +1,34 @@
-"""Reads a mask's IR graph into terms and formulas (`bounds_terms`, `bounds_formula`).
+"""What each operation of the IR means to the interval form.
 
-Bit tricks become arithmetic on the way, because arithmetic has exact interval rules: ``x & 127`` is
-``x % 128``, ``x >> 3`` is ``x // 8``, and ``(bits >> j) & 1`` is its own operation.
+A mask's graph is read in two ways. `Translator` turns what can be exact into terms and formulas
+(`bounds_terms`), where sums cancel and cases are told apart. Bit tricks become arithmetic on the
+way, because arithmetic has exact interval rules: ``x & 127`` is ``x % 128``, ``x >> 3`` is
+``x // 8``, and ``(bits >> j) & 1`` is its own operation. Short vectors are written out before
+(`scalars_only`). What is left of the operations becomes nodes, and `select` says which function of
+``fajit/interval*.h`` evaluates a node from the intervals of its arguments.
 """
 
 from __future__ import annotations
 
-from .bounds_formula import FALSE, TRUE, Choice, Formula, Formulas, Join, Split, Test, size
-from .bounds_terms import INT_RANGE, MAX_POSITION, Form, Terms
-from .ir import Graph, Node
+import ctypes
+from dataclasses import dataclass
+
+from .bounds_terms import (
+    FALSE,
+    INT_RANGE,
+    MAX_POSITION,
+    TRUE,
+    Choice,
+    Form,
+    Formula,
+    Formulas,
+    Join,
+    Split,
+    Terms,
+    Test,
+    size,
+)
+from .ir import Graph, GraphBuilder, Node
 
 _COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
 _MAX_CONST = 2**62
@@ -334,3 +354,190 @@ class Translator:
         }.get(node.op)
         args = [self.value(a) for a in node.args]
         return self.terms.add(node.op, args, node.dtype, node.shape, node.attrs, bounds)
+
+
+# --- vectors --------------------------------------------------------------------------------------
+
+_REDUCE = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or",
+           "all": "and"}  # fmt: skip
+_MAX_ELEMENTS = 64
+
+
+def scalars_only(graph: Graph) -> Graph:
+    """The same mask without vectors.
+
+    Returned as it is when it has none, when one is long, or when reals are summed: the order of
+    that sum is the kernel's choice.
+    """
+    if not any(n.shape for n in graph.nodes) or any(_keeps_vector(graph, n) for n in graph.nodes):
+        return graph
+    builder = GraphBuilder(graph.inputs)
+    parts: list[list[int]] = []
+    for node in graph.nodes:
+        parts.append(_elements(builder, node, [parts[a] for a in node.args]))
+    return builder.finish(parts[graph.output][0])
+
+
+def _keeps_vector(graph: Graph, node: Node) -> bool:
+    if node.shape and node.shape[0] > _MAX_ELEMENTS:
+        return True
+    return node.op in ("sum", "prod") and node.dtype not in INT_RANGE
+
+
+def _elements(builder: GraphBuilder, node: Node, args: list[list[int]]) -> list[int]:
+    """The nodes of a value's elements; one for a scalar."""
+    length, attrs = (node.shape[0] if node.shape else 1), dict(node.attrs)
+
+    def add(*operands: int, op: str = node.op) -> int:
+        return builder.add(op, operands, node.dtype, (), **attrs)
+
+    if node.op == "iota":
+        return [builder.add("const", dtype=node.dtype, value=i) for i in range(length)]
+    if node.op == "slice":
+        start, step = node.int_attr("start"), node.int_attr("step")
+        return [args[0][start + step * i] for i in range(length)]
+    if node.op == "cat":
+        return [x for a in args for x in a]
+    if node.op == "interleave":
+        return [a[i] for i in range(len(args[0])) for a in args]
+    if node.op == "broadcast":
+        return [args[0][0]] * length
+    if node.op in _REDUCE:
+        total = args[0][0]
+        for x in args[0][1:]:
+            total = builder.add(_REDUCE[node.op], (total, x), node.dtype)
+        return [total]
+    if node.op == "gather" and node.shape:
+        columns = [builder.add("const", dtype="int64", value=i) for i in range(length)]
+        return [add(*(a[0] for a in args), i) for i in columns]
+    return [add(*(a[i if len(a) > 1 else 0] for a in args)) for i in range(length)]
+
+
+# --- interval functions ---------------------------------------------------------------------------
+
+OWN = ("linear", "gather", "searchsorted", "bit")
+"""Operations that take more than a call on the values of their arguments; see `bounds_code`."""
+
+_INT_WRAPS = {"add", "sub", "mul", "neg", "abs", "floordiv", "truncdiv", "remainder", "fmod", "shl",
+              "shr", "and", "or", "xor"}  # fmt: skip
+_INT_MAPS = _INT_WRAPS | {"minimum", "maximum", "sign"}
+_REAL_MAPS = {
+    "add", "sub", "mul", "div", "neg", "abs", "sign", "minimum", "maximum", "floor", "ceil",
+    "round", "trunc", "sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh",
+    "sigmoid", "erf", "atan", "sinh", "floordiv", "remainder",
+}  # fmt: skip
+_LOGIC = {"and": "and", "or": "or", "xor": "xor", "ne": "xor", "mul": "and", "add": "or",
+          "minimum": "and", "maximum": "or"}  # fmt: skip
+_LENGTHS = ("q_len", "kv_len", "q_row", "kv_slot")
+_REARRANGED = ("cat", "interleave", "slice", "broadcast", "amax", "amin")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Call `name` on the values of nodes `args`, then on the numbers `extra`.
+
+    ``i_`` functions are of integers, ``f_`` of reals, ``t_`` of conditions. Hulls are of any number
+    of values, of one also. wrap: the dtype's range, to which an integer result that leaves it is
+    set. negate: the condition is inverted afterwards.
+    """
+
+    name: str
+    args: tuple[int, ...] = ()
+    extra: tuple[int | float, ...] = ()
+    wrap: tuple[int, int] | None = None
+    negate: bool = False
+
+
+def kind(dtype: str) -> str:
+    """``t`` (condition), ``i`` (integer) or ``f`` (real)."""
+    return "t" if dtype == "bool" else "i" if dtype in INT_RANGE else "f"
+
+
+def single_precision(node: Node) -> int:
+    """1 if results of the node are rounded to float32, else 0."""
+    return int(node.dtype == "float32")
+
+
+def select(nodes: tuple[Node, ...], term: int) -> Step:
+    """The call that evaluates node `term`, which is none of `OWN`."""
+    node = nodes[term]
+    own = kind(node.dtype)
+    if node.op in ("top", "input"):
+        return _top(node)
+    if node.op == "const":
+        return Step("t_const" if own == "t" else f"{own}_point", extra=(_number(node),))
+    if node.op == "scalar":
+        return Step(f"{own}_scalar", extra=(node.int_attr("slot"),))
+    if node.op == "iota":
+        last = node.int_attr("length") - 1
+        return Step("i_top", extra=(0, last)) if own == "i" else Step("f_range", extra=(0, last))
+    if node.op in _LENGTHS:
+        return Step(f"i_{node.op}", node.args)
+    arg = nodes[node.args[0]]
+    if node.op in _REARRANGED:
+        return Step(f"{own}_hull", node.args)
+    if node.op == "where":
+        return Step(f"{own}_where", node.args)
+    if node.op == "cast":
+        return _cast(node, kind(arg.dtype))
+    if own == "t":
+        return _condition(node, kind(arg.dtype))
+    if own == "i":
+        return _integer(node, arg)
+    if node.op == "sum":
+        return Step("f_sum", node.args, (arg.shape[0], single_precision(node)))
+    if node.op in _REAL_MAPS:
+        return Step(f"f_{node.op}", node.args, (single_precision(node),))
+    return _top(node)
+
+
+def _top(node: Node) -> Step:
+    extra = INT_RANGE[node.dtype] if kind(node.dtype) == "i" else ()
+    return Step(f"{kind(node.dtype)}_top", extra=extra)
+
+
+def _number(node: Node) -> int | float:
+    value = node.attr("value")
+    assert isinstance(value, int | float)
+    if kind(node.dtype) != "f":
+        return int(value)
+    return ctypes.c_float(value).value if single_precision(node) else float(value)
+
+
+def _cast(node: Node, source: str) -> Step:
+    own = kind(node.dtype)
+    if source == own:
+        if own == "i":
+            return Step("i_hull", node.args, wrap=INT_RANGE[node.dtype])
+        if own == "f":
+            return Step("f_round_to", node.args, (single_precision(node),))
+        return Step("t_hull", node.args)
+    if own == "t":
+        return Step(f"t_from_{source}", node.args)
+    if own == "i":
+        wrap = INT_RANGE[node.dtype]
+        return Step(f"i_from_{source}", node.args, wrap if source == "f" else ())
+    return Step(f"f_from_{source}", node.args, (single_precision(node),))
+
+
+def _condition(node: Node, source: str) -> Step:
+    if node.op == "not":
+        return Step("t_hull", node.args, negate=True)
+    if node.op in ("any", "all"):
+        return Step(f"t_from_{source}", node.args)
+    if source == "t" and (node.op in _LOGIC or node.op == "eq"):
+        return Step(f"t_{_LOGIC.get(node.op, 'xor')}", node.args, negate=node.op == "eq")
+    if node.op in _COMPARISONS and source != "t":
+        return Step(f"{source}_{node.op}", node.args)
+    if node.op in ("isnan", "isinf") and source == "f":
+        return Step(f"f_{node.op}", node.args)
+    return Step("t_top")
+
+
+def _integer(node: Node, arg: Node) -> Step:
+    own = INT_RANGE[node.dtype]
+    if node.op == "sum" and kind(arg.dtype) == "i":
+        return Step("i_scale", node.args, (arg.shape[0],), own)
+    if node.op in _INT_MAPS and kind(arg.dtype) == "i":
+        return Step(f"i_{node.op}", node.args, wrap=own if node.op in _INT_WRAPS else None)
+    return _top(node)

@@ -1,4 +1,4 @@
-"""The interval form inside kernels answers as the numpy one: compiled to PTX, run in the emulator.
+"""The interval form inside kernels answers as `_C` does: compiled to PTX, run in the emulator.
 
 Devices divide integers, scan tensors and multiply 64-bit numbers by code of their own.
 """
@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flashattn_jit.variants.bounds import build_tables
-from flashattn_jit.variants.bounds_lower import lower_classify, range_tables
+from flashattn_jit.variants.bounds_lower import lower_classify
+from flashattn_jit.variants.bounds_simplify import range_tables
+from flashattn_jit.variants.range_table import build_tables
 from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
 from tests.variants.bounds_oracle import Mask, _Tensor, traced
 from tests.variants.bounds_random import RandomMask

@@ -16,7 +16,7 @@ from flashattn_jit.codegen.target import CPU_TARGETS, has_amx, host_target
 from flashattn_jit.jit.compiler import find_compiler
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.planner import placed
-from flashattn_jit.variants.bounds_lower import range_tables
+from flashattn_jit.variants.bounds_simplify import range_tables
 from flashattn_jit.variants.spec import Dims
 from tests import rotation
 

@@ -20,11 +20,11 @@ import torch
 
 import flashattn_jit as fa
 import flashattn_jit.variants.library as lib
-from flashattn_jit.variants.bounds import EMPTY, FULL, Grid, classify_grid
+from flashattn_jit.variants.bounds import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests import rotation
-from tests.variants.bounds_oracle import bound
+from tests.variants.bounds_oracle import bound, classify_grid
 
 HEADS = (4, 2)
 DIM = 32

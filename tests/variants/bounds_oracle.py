@@ -1,10 +1,11 @@
 """What the tests of the interval form compare with: the IR interpreted pair by pair, and its C++
-lowering compiled alone.
+text compiled alone; and `classify_grid`, which looks at every tile by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashattn_jit.variants.bounds import Grid, MaskParams, build_tables
-from flashattn_jit.variants.bounds_lower import lower_classify, range_tables
+from flashattn_jit.variants.bounds import Grid, MaskParams, classify_boxes
+from flashattn_jit.variants.bounds_lower import lower_classify
+from flashattn_jit.variants.bounds_simplify import range_tables, simplify
 from flashattn_jit.variants.captures import stride_pattern
 from flashattn_jit.variants.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.range_table import build_tables
 from flashattn_jit.variants.spec import Variant, as_variant
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,26 @@ def described(tensors: Sequence[torch.Tensor]) -> tuple[TensorParam, ...]:
                     (-1,) * t.ndim)
         for i, t in enumerate(tensors)
     )  # fmt: skip
+
+
+def classify_grid(graph: Graph, params: MaskParams, grid: Grid) -> Any:
+    """The state of every tile, uint8 [B', H', query tiles, key tiles], B' and H' as in `TileRuns`:
+    each tile is asked for by itself."""
+    program = simplify(graph)
+    heads = [
+        [(x, x) for x in range(begin, end)] if program.uses(name) else [(begin, end - 1)]
+        for name, begin, end in (("b", grid.b_begin, grid.b_end), ("h", grid.h_begin, grid.h_end))
+    ]
+    spans = [
+        [(low, min(low + tile, end) - 1) for low in range(begin, end, tile)]
+        for begin, end, tile in (
+            (grid.q_begin, grid.q_end, grid.tile_q),
+            (grid.kv_begin, grid.kv_end, grid.tile_kv),
+        )
+    ]
+    axes = (*heads, *spans)
+    boxes = np.array([np.ravel(box) for box in itertools.product(*axes)], np.int64)
+    return classify_boxes(graph, params, boxes.reshape(-1, 8)).reshape([len(a) for a in axes])
 
 
 # --- pair by pair ---------------------------------------------------------------------------------

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import EMPTY, FULL, Grid, classify_grid
+from flashattn_jit.variants.bounds import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from tests.registry_case import Case, Shape
 from tests.registry_masks import MASK_CASES
 
-from .bounds_oracle import traced
+from .bounds_oracle import classify_grid, traced
 
 SHAPE = Shape(2, 2, 1, 21, 23, 16, 16)
 TILES = ((1, 1), (4, 5), (16, 16))

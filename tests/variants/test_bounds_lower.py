@@ -1,4 +1,4 @@
-"""The C++ lowering answers as the numpy one on every box: tiles, tails, large and odd boxes."""
+"""Compiled, the interval form answers as `_C` does: on tiles, tails, large and odd boxes."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import Grid, build_tables, classify_grid
-from flashattn_jit.variants.bounds_eval import Boxes, classify_boxes
-from flashattn_jit.variants.bounds_lower import lower_classify, range_tables
-from flashattn_jit.variants.bounds_simplify import simplify
+from flashattn_jit.variants.bounds import Grid, classify_boxes
+from flashattn_jit.variants.bounds_lower import lower_classify
+from flashattn_jit.variants.bounds_simplify import range_tables
 from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.range_table import build_tables
 from flashattn_jit.variants.spec import as_variant
 from tests.registry import CASES, Shape
 
-from .bounds_oracle import Compiled, Mask, bound, traced
+from .bounds_oracle import Compiled, Mask, bound, classify_grid, traced
 from .bounds_random import RandomMask
 
 # Above 1024 keys, so that long ranges are read through tables.
@@ -29,10 +29,9 @@ SHAPE = Shape(2, 4, 2, 1500, 1500, 64, 64)
 UNDEFINED = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 
 
-def numpy_states(mask: Mask, boxes) -> np.ndarray:
-    c = [boxes[:, i] for i in range(8)]
-    pairs = Boxes((c[0], c[1]), (c[2], c[3]), (c[4], c[5]), (c[6], c[7]))
-    return classify_boxes(simplify(mask.graph), mask.params, pairs)
+def states(mask: Mask, boxes) -> np.ndarray:
+    """What `_C` says of boxes, int64 [N, 8]."""
+    return classify_boxes(mask.graph, mask.params, boxes)
 
 
 def random_boxes(n: int, limits, seed: int) -> np.ndarray:
@@ -60,7 +59,7 @@ def registry_masks() -> tuple[list[str], list[Mask]]:
 
 
 def assert_agree(compiled: Compiled, which: int, mask: Mask, boxes, name: str) -> None:
-    got, expected = compiled.states(which, mask, boxes), numpy_states(mask, boxes)
+    got, expected = compiled.states(which, mask, boxes), states(mask, boxes)
     differ = np.flatnonzero(got != expected)
     assert not len(differ), (name, boxes[differ[:3]], got[differ[:3]], expected[differ[:3]])
 
@@ -150,7 +149,7 @@ def test_a_missing_table_changes_nothing(tmp_path: Path) -> None:
     boxes = random_boxes(300, ((0, 0, 1), (0, 0, 1), (0, 2999, 3000), (0, 2999, 3000)), 1)
     with_tables = compiled.states(0, mask, boxes)
     assert (with_tables == compiled.states(0, mask, boxes, tables=False)).all()
-    assert (with_tables == numpy_states(mask, boxes)).all()
+    assert (with_tables == states(mask, boxes)).all()
 
 
 def test_only_tensors_that_indices_move_along_have_tables() -> None:
@@ -196,6 +195,6 @@ def test_the_text_is_the_same_in_every_process() -> None:
 
 def test_a_tail_tile_whose_real_pairs_are_kept_is_full() -> None:
     mask = traced(lambda b, h, q, k: q >= k)
-    states = classify_grid(mask.graph, mask.params, Grid(96, 100, 0, 100, 16, 32))[0, 0]
-    assert states.tolist() == [[2, 2, 2, 1]]
+    tiles = classify_grid(mask.graph, mask.params, Grid(96, 100, 0, 100, 16, 32))[0, 0]
+    assert tiles.tolist() == [[2, 2, 2, 1]]
     assert classify_grid(mask.graph, mask.params, Grid(96, 97, 0, 97, 16, 32))[0, 0, 0, 3] == 2

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.variants.bounds import Grid, classify_grid, tile_runs
-from flashattn_jit.variants.bounds_simplify import format_program, simplify
+from flashattn_jit.variants.bounds import Grid, tile_runs
+from flashattn_jit.variants.bounds_lower import format_program
+from flashattn_jit.variants.bounds_simplify import simplify
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 from tests.registry import CASES, Case, Shape
 
-from .bounds_oracle import bound, brute_force, traced
+from .bounds_oracle import bound, brute_force, classify_grid, traced
 
 SHAPES = (
     Shape(2, 4, 2, 100, 100, 64, 64),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashattn_jit.variants.bounds import Grid, classify_grid, kv_bounds, tile_runs
-from flashattn_jit.variants.bounds_simplify import format_program, simplify
+from flashattn_jit.variants.bounds import Grid, tile_runs
+from flashattn_jit.variants.bounds_lower import format_program
+from flashattn_jit.variants.bounds_simplify import simplify
 from flashattn_jit.variants.ir import format_graph
 
-from .bounds_oracle import Mask, brute_force, dense_mask
+from .bounds_oracle import Mask, brute_force, classify_grid, dense_mask, traced
 from .bounds_random import RandomMask
 
 
@@ -50,26 +53,29 @@ def test_sound(mask: Mask, grid: Grid) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])  # fmt: skip
 @given(masks(), st.integers(0, 40), st.integers(1, 30), st.integers(1, 70))
-def test_kv_bounds_hold_every_kept_key(mask: Mask, q0: int, rows: int, kv_len: int) -> None:
-    grid = Grid(q0, q0 + rows, 0, kv_len, 1, 1)
+def test_runs_of_a_row_hold_every_kept_key(mask: Mask, q0: int, rows: int, kv_len: int) -> None:
+    """Tiles of one key, and of all rows."""
+    grid = Grid(q0, q0 + rows, 0, kv_len, rows, 1)
     kept = np.flatnonzero(dense_mask(mask, grid)[0, 0].any(0))
-    found = kv_bounds(mask.graph, mask.params, 0, 0, q0, q0 + rows, kv_len)
-    if len(kept):
-        assert found.lo <= kept[0] and kept[-1] < found.hi
+    runs = list(tile_runs(mask.graph, mask.params, grid).row(0, 0, 0))
+    visited = np.concatenate([np.arange(begin, end) for begin, end, _ in runs] or [[]])
+    assert np.isin(kept, visited).all()
 
 
 @pytest.mark.parametrize("tile_kv", [1, 8, 64])
-def test_kv_bounds_of_a_window(tile_kv: int) -> None:
-    from .bounds_oracle import traced
+def test_keys_that_a_row_of_a_window_visits(tile_kv: int) -> None:
+    def visited(fn: Any) -> list[tuple[int, int]]:
+        """Runs of key tiles that queries 300 to 309 visit, whatever their states."""
+        mask = traced(fn)
+        grid = Grid(300, 310, 0, 1000, 10, tile_kv)
+        runs: list[tuple[int, int]] = []
+        for begin, end, _ in tile_runs(mask.graph, mask.params, grid).row(0, 0, 0):
+            joins = runs and runs[-1][1] == begin
+            runs[-1:] = [(runs[-1][0], end)] if joins else [*runs[-1:], (begin, end)]
+        return runs
 
-    mask = traced(lambda b, h, q, k: (q >= k) & (q - k < 100))
-    found = kv_bounds(mask.graph, mask.params, 0, 0, 300, 310, 1000, tile_kv)
-    assert found.lo == 201 // tile_kv * tile_kv and found.hi == min(
-        1000, -(-310 // tile_kv) * tile_kv
-    )
-    assert found.contiguous
-    sink = traced(lambda b, h, q, k: (q >= k) & ((q - k < 100) | (k < 4)))
-    found = kv_bounds(sink.graph, sink.params, 0, 0, 300, 310, 1000, tile_kv)
-    assert (found.lo, found.contiguous) == (0, False)
-    nothing = traced(lambda b, h, q, k: k > q + 5000)
-    assert kv_bounds(nothing.graph, nothing.params, 0, 0, 300, 310, 1000, tile_kv).hi == 0
+    window = (201 // tile_kv, -(-310 // tile_kv))
+    assert visited(lambda b, h, q, k: (q >= k) & (q - k < 100)) == [window]
+    sink = visited(lambda b, h, q, k: (q >= k) & ((q - k < 100) | (k < 4)))
+    assert sink == [(0, -(-4 // tile_kv)), window]
+    assert visited(lambda b, h, q, k: k > q + 5000) == []

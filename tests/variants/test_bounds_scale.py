@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import Grid, kv_bounds, tile_runs
+from flashattn_jit.variants.bounds import FULL, Grid, tile_runs
 from tests.slowness import slowdown
 
 from .bounds_oracle import traced
@@ -134,15 +134,15 @@ def test_many_heads_and_requests_share_the_work() -> None:
     assert time.thread_time() - start < 32 * BUDGET_S
 
 
-def test_kv_bounds_look_at_few_boxes() -> None:
+def test_the_keys_of_one_row_take_few_boxes() -> None:
     mask = traced(documents_causal)
     q = int(CUTS[20]) + 5
-    found = kv_bounds(mask.graph, mask.params, 0, 0, q, q + 1, N)
-    assert (found.lo, found.hi, found.contiguous) == (int(CUTS[20]), q + 1, True)
+    runs = tile_runs(mask.graph, mask.params, Grid(q, q + 1, 0, N, 1, 1))
+    assert list(runs.row(0, 0, 0)) == [(int(CUTS[20]), q + 1, FULL)]
     times = []
     for _ in range(15):
         start = time.thread_time()
-        kv_bounds(mask.graph, mask.params, 0, 0, q, q + 128, N, 128)
+        tile_runs(mask.graph, mask.params, Grid(q, q + 128, 0, N, 128, 128))
         times.append((time.thread_time() - start) / slowdown())
     assert min(times) < 0.005
 

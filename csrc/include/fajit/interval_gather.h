@@ -227,9 +227,10 @@ FAJIT_SHARED Bits gather_bits(const fajit_tensor& t, const Interval* index) {
   for (int d = 0; d < Rank; ++d) {
     if (t.sizes[d] == 0) return {0, 0};
     at[d] = i_index(index[d], t.sizes[d]);
-    count *= smaller(at[d].hi - at[d].lo + 1, kMaxBitLoads + 1);
-    if (count > kMaxBitLoads) return {~uint64_t(0), 0};
+    const int64_t n = smaller(at[d].hi - at[d].lo + 1, kMaxBitLoads + 1);
+    count = smaller(count * n, kMaxBitLoads + 1);
   }
+  if (count > kMaxBitLoads) return {~uint64_t(0), 0};
   const auto* data = static_cast<const typename E::Storage*>(t.ptr);
   if (data == nullptr) return {0, 0};
   if constexpr (Rank == 0) {
@@ -259,10 +260,18 @@ FAJIT_SHARED Interval i_bit(Bits bits, Interval at, int64_t width) {
   return {(bits.all & mask) == mask, (bits.any & mask) != 0};
 }
 
-// --- lengths, slots, sorted params ---------------------------------------------------------------
+// --- scalars, sizes, lengths, slots, sorted params -----------------------------------------------
+
+FAJIT_SHARED Interval i_scalar(const Context& c, int slot) { return i_point(c.scalar_i64(slot)); }
+FAJIT_SHARED FInterval f_scalar(const Context& c, int slot) { return f_point(c.scalar_f64(slot)); }
+// Any index of a dim, any rank in a sorted param.
+FAJIT_SHARED Interval i_places(const Context& c, int slot, int dim) {
+  return {0, c.size(slot, dim) - 1};
+}
+FAJIT_SHARED Interval i_ranks(const Context& c, int slot) { return {0, c.size(slot, 0)}; }
 
 FAJIT_SHARED bool requests(const Context& c, Interval b) {
-  return b.lo >= 0 && b.hi < c.args->num_requests;
+  return b.lo >= 0 && b.lo <= b.hi && b.hi < c.args->num_requests;
 }
 template <class F>
 FAJIT_SHARED Interval over_requests(const Context& c, Interval b, Interval top, F f) {

@@ -1,4 +1,4 @@
-// Intervals, and their integer arithmetic. The numpy twin is flashattn_jit/variants/intervals.py.
+// Intervals, and their integer arithmetic.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/divide.h>
@@ -54,6 +54,18 @@ FAJIT_SHARED bool meet(Interval& x, int64_t lo, int64_t hi) {
 }
 
 FAJIT_SHARED bool is(Interval x, int64_t value) { return x.lo == value && x.hi == value; }
+
+// What ends a clause where it is false: whether two values may differ, whether a condition may hold,
+// whether it may fail.
+FAJIT_SHARED bool differ(Interval x, Interval y) { return y.lo != y.hi || !is(x, y.lo); }
+FAJIT_SHARED bool may(Tri a) { return a.may; }
+FAJIT_SHARED bool may_fail(Tri a) { return !a.must; }
+
+// Whether 0 may be among the values. So too where the ends are the wrong way round, which only a
+// program that is none can bring about: nothing divides by zero.
+FAJIT_SHARED bool spans_zero(Interval x) {
+  return (x.lo <= 0 || x.hi <= 0) && (x.lo >= 0 || x.hi >= 0);
+}
 
 // --- saturating endpoints ------------------------------------------------------------------------
 
@@ -124,6 +136,11 @@ FAJIT_SHARED Interval i_hull(Interval a, Interval b) {
 FAJIT_SHARED Interval i_add(Interval a, Interval b) {
   return {add_lo(a.lo, b.lo), add_hi(a.hi, b.hi)};
 }
+// a + c * b, where static ranges prove that nothing overflows.
+FAJIT_SHARED Interval i_add_scaled(Interval a, Interval b, int64_t c) {
+  return c < 0 ? Interval{a.lo + c * b.hi, a.hi + c * b.lo}
+               : Interval{a.lo + c * b.lo, a.hi + c * b.hi};
+}
 FAJIT_SHARED Interval i_neg(Interval a) { return {negated(a.hi), negated(a.lo)}; }
 FAJIT_SHARED Interval i_sub(Interval a, Interval b) { return i_add(a, i_neg(b)); }
 FAJIT_SHARED Interval i_mul(Interval a, Interval b) { return corners(a, b, times); }
@@ -145,14 +162,14 @@ FAJIT_SHARED Interval i_sign(Interval a) {
   return {(a.lo > 0) - (a.lo < 0), (a.hi > 0) - (a.hi < 0)};
 }
 FAJIT_SHARED Interval i_floordiv(Interval a, Interval b) {
-  return b.lo <= 0 && b.hi >= 0 ? kTop : corners(a, b, floor_quotient);
+  return spans_zero(b) ? kTop : corners(a, b, floor_quotient);
 }
 FAJIT_SHARED Interval i_truncdiv(Interval a, Interval b) {
-  return b.lo <= 0 && b.hi >= 0 ? kTop : corners(a, b, trunc_quotient);
+  return spans_zero(b) ? kTop : corners(a, b, trunc_quotient);
 }
 // x % c is exact as long as x stays within one period.
 FAJIT_SHARED Interval i_remainder(Interval a, Interval b) {
-  if (b.lo <= 0 && b.hi >= 0) return kTop;
+  if (spans_zero(b)) return kTop;
   if (b.lo > 0 && a.lo >= 0 && a.hi < b.lo) return a;
   if (b.lo == b.hi && !infinite(a.lo) && !infinite(a.hi) && b.lo != kMin) {
     const Interval q = corners(a, b, floor_quotient);
@@ -162,7 +179,7 @@ FAJIT_SHARED Interval i_remainder(Interval a, Interval b) {
 }
 // The remainder with the sign of the dividend.
 FAJIT_SHARED Interval i_fmod(Interval a, Interval b) {
-  if (b.lo <= 0 && b.hi >= 0) return kTop;
+  if (spans_zero(b)) return kTop;
   const Interval m = i_abs(b);
   if (a.lo >= 0) return i_remainder(a, m);
   if (a.hi <= 0) return i_neg(i_remainder(i_neg(a), m));
@@ -216,8 +233,6 @@ FAJIT_SHARED Interval i_where(Tri c, Interval a, Interval b) {
 }
 FAJIT_SHARED Interval i_top(int64_t lo, int64_t hi) { return {lo, hi}; }
 FAJIT_SHARED Interval i_point(int64_t x) { return {x, x}; }
-FAJIT_SHARED Interval i_range(int64_t n) { return {0, n - 1}; }
-FAJIT_SHARED Interval i_hull(Interval a) { return a; }
 
 // The parts of x whose (value + offset) lies in its first period, in whole ones, in its last one;
 // how many there are.
@@ -274,7 +289,6 @@ FAJIT_SHARED Tri t_or(Tri a, Tri b) { return {a.may || b.may, a.must || b.must};
 FAJIT_SHARED Tri t_hull(Tri a, Tri b) { return {a.may || b.may, a.must && b.must}; }
 FAJIT_SHARED Tri t_where(Tri c, Tri a, Tri b) { return c.must ? a : (c.may ? t_hull(a, b) : b); }
 FAJIT_SHARED Tri t_xor(Tri a, Tri b) { return t_or(t_and(a, t_not(b)), t_and(t_not(a), b)); }
-FAJIT_SHARED Tri t_hull(Tri a) { return a; }
 
 FAJIT_SHARED Tri i_ge(Interval a, Interval b) { return {a.hi >= b.lo, a.lo >= b.hi}; }
 FAJIT_SHARED Tri i_gt(Interval a, Interval b) { return {a.hi > b.lo, a.lo > b.hi}; }

@@ -26,12 +26,10 @@ FAJIT_SHARED double above(double x, bool single) { return -below(-x, single); }
 
 FAJIT_SHARED FInterval f_top() { return {-kInf, kInf, true}; }
 FAJIT_SHARED FInterval f_point(double x) { return x != x ? f_top() : FInterval{x, x, false}; }
-FAJIT_SHARED FInterval f_const(double x) { return f_point(x); }
-FAJIT_SHARED FInterval f_range(int64_t n) { return {0, double(n - 1), false}; }
+FAJIT_SHARED FInterval f_range(double lo, double hi) { return {lo, hi, false}; }
 FAJIT_SHARED FInterval f_hull(FInterval a, FInterval b) {
   return {f_smaller(a.lo, b.lo), f_larger(a.hi, b.hi), a.maybe_nan || b.maybe_nan};
 }
-FAJIT_SHARED FInterval f_hull(FInterval a) { return a; }
 FAJIT_SHARED FInterval f_where(Tri c, FInterval a, FInterval b) {
   return c.must ? a : (c.may ? f_hull(a, b) : b);
 }
