@@ -27,8 +27,8 @@ from benchmarks._measure import Row, arguments, median, ratio, report
 from benchmarks._progress import say, steps
 from flashattn_jit.codegen.requests import Request
 from flashattn_jit.codegen.target import default_target
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import default, prepare_kernel
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner import Problem, choose
 from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.ir import VariantIR

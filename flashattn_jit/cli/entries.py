@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from ..errors import CacheError, InputError
+from ..jit.entry import META, Entry
 from ..jit.layers import FolderLayer, local_layers
 from ..jit.pack_file import PackedEntry
-from ..jit.store import META, Entry, Store
+from ..jit.store import Store
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 SHOWN_KEY = 16

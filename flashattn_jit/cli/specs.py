@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..codegen.document import spec_from_document
+from ..codegen.document import Line, spec_from_document
 from ..codegen.requests import AnySpec
-from ..deploy.manifest import Line, read_lines, read_manifest
+from ..deploy.manifest import read_lines, read_manifest
 from ..errors import InputError
 from ..jit.key import kernel_key
 from ..jit.toolchain import flags_for

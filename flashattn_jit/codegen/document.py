@@ -1,15 +1,16 @@
-"""From a spec's document back to the spec. Documents come from files: nothing in them is trusted.
+"""From a spec's document back to the spec, and the lines of manifests around documents.
 
-A document that is accepted renders to text of our own: every name, dtype, operation, number and
-stride is checked against what specs can say. The one exception are hooks that were given as C++
-text, below ``variant.cpp``: they are code, whatever is checked. `has_cpp` tells; readers of files
-refuse them unless they are told to trust the file (`deploy.manifest`).
+Documents come from files: nothing in them is trusted. One that is accepted renders to text of our
+own: every name, dtype, operation, number and stride is checked against what specs can say. The one
+exception are hooks that were given as C++ text, below ``variant.cpp``: they are code, whatever is
+checked. `has_cpp` tells; `parse_line` refuses them unless it is told to trust the file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from ..errors import ManifestError
@@ -23,7 +24,7 @@ from ..variants.ir_check import (
     show,
     variant_from_document,
 )
-from .requests import AnySpec
+from .requests import AnySpec, name_of
 from .spec import FEATURES, KernelSpec, TileKind
 from .spec import SCHEMA as KERNEL_SCHEMA
 from .target import CPU_TARGETS, CUDA_TARGETS, is_cuda
@@ -34,6 +35,9 @@ MAX_DOCUMENT = 4 << 20
 """Characters of a document. Those of large variants have some ten thousand."""
 
 MAX_HEAD_DIM = 256
+
+MANIFEST_SCHEMA = 1
+"""Version of a manifest's line."""
 
 _Q_DTYPES = ("float32", "float16", "bfloat16")
 _KV_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
@@ -47,6 +51,7 @@ _MAX_TILE = 4096
 _KERNEL_FIELDS = (
     "schema", "variant", "dtypes", "head_dims", "target", "tile", "warps", "features",
 )  # fmt: skip
+_LINE_FIELDS = ("manifest_schema", "name", "spec")
 _UTILITY_FIELDS = ("utility_schema", "kernel", "target", "unit_bytes")
 
 
@@ -89,6 +94,64 @@ def parse_json(where: str, text: str) -> object:
         raise
     except (ValueError, RecursionError) as error:
         raise fail(where, f"is no JSON: {error}") from None
+
+
+# --- lines of manifests --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A kernel that is wanted. name: what people call it; no key depends on it."""
+
+    name: str
+    spec: AnySpec
+
+    @property
+    def document(self) -> str:
+        """The spec's, which tells lines apart."""
+        return self.spec.document()
+
+
+def line_of(spec: AnySpec) -> Line:
+    """The line of a spec; a name that lines may not have is spelled with underscores."""
+    return Line(name_of(spec), spec)
+
+
+def line_text(line: Line) -> str:
+    """The line as a manifest has it, without the newline."""
+    head = canonical_json({"manifest_schema": MANIFEST_SCHEMA, "name": line.name})
+    return f'{head[:-1]},"spec":{line.document}}}'
+
+
+def parse_line(text: str, *, allow_cpp: bool = False) -> Line:
+    """The line that a text of a manifest says.
+
+    Raises:
+        ManifestError: the text is no line of this version, or holds C++ text without `allow_cpp`.
+            Names the field.
+    """
+    fields = record("line", parse_json("line", text), _LINE_FIELDS)
+    schema = fields["manifest_schema"]
+    if schema != MANIFEST_SCHEMA or isinstance(schema, bool):
+        raise fail(
+            "manifest_schema",
+            f"this version reads {MANIFEST_SCHEMA}, got {schema!r:.40}; record the manifest again",
+        )
+    name = check_name("name", fields["name"])
+    if not isinstance(fields["spec"], dict):
+        raise fail("spec", "an object is expected")
+    spec = spec_from_document(fields["spec"], name)
+    if has_cpp(spec) and not allow_cpp:
+        raise fail(
+            "spec.variant.cpp",
+            f"{name} has hooks given as C++ text, which is code; where the manifest is trusted, "
+            "read it with allow_cpp=True",
+        )
+    # Names that C++ texts carry in the spec itself stay theirs.
+    return Line(name, spec)
+
+
+# --- the checks of a document --------------------------------------------------------------------
 
 
 def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -213,6 +276,3 @@ def _check_rows(variant: VariantIR, head_dim: int, head_dim_v: int) -> None:
                         f"variant.hooks.{hook}",
                         f"rows of {length} are expected, got {list(row.shape)}",
                     )
-
-
-__all__ = ["MAX_DOCUMENT", "AnySpec", "has_cpp", "parse_json", "spec_from_document"]

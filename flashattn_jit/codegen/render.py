@@ -6,7 +6,7 @@ from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from .._paths import templates_dir
+from ..env import templates_dir
 from ..errors import InputError
 from ..variants.bounds_lower import range_tables
 from ..variants.lower import lower_hooks

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from ..codegen.requests import Request
 from ..jit import toolchain
-from ..jit.found import Found
 from ..jit.key import kernel_key
-from ..jit.layers import Layer
+from ..jit.layers import Found, Layer
 
 
 def key_of(request: Request) -> str:

@@ -12,8 +12,8 @@ from typing import Any
 from .. import env
 from ..codegen.requests import AnySpec, name_of
 from ..errors import PackError
-from ..jit.found import Found, found_in_folder
-from ..jit.layers import layers
+from ..jit.layers import Found, found_in_folder
+from ..jit.module import layers
 from ..jit.store import Store
 from ..planner.requests import requests_of
 from .entries import entries_of

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _C, env
-from ..codegen.document import spec_from_document
+from ..codegen.document import Line, line_of, spec_from_document
 from ..codegen.requests import AnySpec, Render, Request
 from ..errors import ManifestError
 from ..jit.module import default
-from .manifest import Line, check_writable, line_of, write_manifest
+from .manifest import check_writable, write_manifest
 
 log = logging.getLogger(__name__)
 

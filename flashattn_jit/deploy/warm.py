@@ -22,9 +22,9 @@ from ..codegen.spec import KernelSpec
 from ..codegen.target import is_cuda
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
 from ..jit import toolchain
-from ..jit.compiler import find_compiler
 from ..jit.module import find_prepared
 from ..jit.store import Store
+from ..jit.toolchain import find_compiler
 from ..planner.requests import requests_of
 from .entries import key_of
 from .pool import WorkerPool
@@ -306,7 +306,7 @@ def _notes(results: Sequence[KernelResult], executor: Executor | None) -> tuple[
     """What the results do not say: kernels that this machine itself will not look for."""
     if executor is None:
         return ()
-    from ..jit.compiler import identify
+    from ..jit.toolchain import identify
 
     store = Store(env.cache_dir())
     notes = []

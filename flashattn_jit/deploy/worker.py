@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ..errors import CompileError, FlashAttnJitError
 
 if TYPE_CHECKING:
-    from ..jit.found import Found
+    from ..jit.layers import Found
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
 
@@ -76,8 +76,7 @@ def build(task: str) -> Result:
     not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
     from ..codegen.document import spec_from_document
-    from ..jit.layers import layers
-    from ..jit.module import prepare_kernel
+    from ..jit.module import layers, prepare_kernel
     from ..planner.requests import requests_of
     from .entries import entries_of, key_of
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 from .. import env
 from ..codegen.requests import AnySpec, name_of
-from ..jit.compiler import find_compiler, identify
-from ..jit.fit import unfit_driver, unfit_machine, unfit_target
-from ..jit.found import Found
+from ..errors import Nearest, Searched
 from ..jit.key import KernelKey, kernel_key
-from ..jit.layers import Layer, layers, nearest_in
-from ..jit.misses import Nearest, Searched, build_command
+from ..jit.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
+from ..jit.misses import build_command, nearest_in
+from ..jit.module import layers
 from ..jit.store import Store
-from ..jit.toolchain import flags_for
+from ..jit.toolchain import find_compiler, flags_for, identify
 from ..planner.requests import requests_of
 
 

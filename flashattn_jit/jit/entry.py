@@ -1,4 +1,9 @@
-"""One kernel on disk: its folder, its meta.json, and how both are read without trusting them."""
+"""One kernel on disk, read without trusting it: owners and modes, its folder, its meta.json.
+
+First which folders and files may hold code that is loaded: our own, that nobody else can write
+(read-only layers may be root's as well: images and site installations are). Then an entry, the
+checks of its meta.json, and how it is read.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,15 @@ import json
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit.errors import CacheError
+from flashattn_jit import _C
+from flashattn_jit.errors import CacheError, UnsafeCacheError
 from flashattn_jit.jit.key import document_digest
-from flashattn_jit.jit.trust import complaint
 from flashattn_jit.variants.ir_check import MAX_NAME
 
 ARTIFACT = "artifact.so"
@@ -29,6 +35,154 @@ _MOST_FILES = 64
 _KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
 _COMPILER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", re.ASCII)
+
+# --- whose files are loaded ----------------------------------------------------------------------
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40
+_ROOT = 0
+
+
+def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
+    """Whether a folder of kernels is there. Raises UnsafeCacheError where others can write to it.
+
+    A link on the way to it is followed only where nobody else could have put it there.
+    """
+    try:
+        status = root.stat()
+    except OSError:
+        # Absent or out of reach. A writer finds out which when it makes the folder.
+        return False
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeCacheError(f"the kernel cache {root} is no folder; {_remedy(read_only)}")
+    _check(status, root, f"the kernel cache {root}", read_only)
+    return True
+
+
+def check_file(path: Path, *, installed: bool = False) -> None:
+    """Raises UnsafeCacheError where others can write to a file of a read-only layer.
+
+    installed: see `others_write`. Raises OSError where it is missing.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeCacheError(f"{path} is no regular file; {_remedy(True)}")
+    _check(status, path, f"the pack {path}", read_only=True, installed=installed)
+
+
+def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
+    """Whether others may write to something that is loaded.
+
+    installed: pip brought it, as it brought this package. Under a umask of 002 both are writable to
+    their group: whoever is in that may change the code that runs here already.
+    """
+    bits = status.st_mode & _OTHERS_WRITE
+    if installed and bits:
+        own = os.stat(_C.__file__)  # noqa: PTH116
+        if own.st_gid == status.st_gid:
+            bits &= ~own.st_mode | stat.S_IWOTH
+    return bits != 0
+
+
+def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
+    """What is wrong with the owner or the mode of something that is loaded; nothing: empty."""
+    if not _is_ours(status, read_only):
+        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
+    if others_write(status, installed=installed):
+        return f"has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it"
+    return ""
+
+
+def may_be_swapped(folder: Path) -> bool:
+    """Whether others could put another folder in this one's place, through a folder above it.
+
+    What is in it must then be loaded from what was verified, not by its path once more.
+    """
+    for above in folder.parents:
+        try:
+            status = above.stat()
+        except OSError:
+            return True
+        if _others_may_rename(status):
+            return True
+    return False
+
+
+def _is_ours(status: os.stat_result, read_only: bool) -> bool:
+    return status.st_uid == os.geteuid() or (read_only and status.st_uid == _ROOT)
+
+
+def _others_may_rename(folder: os.stat_result) -> bool:
+    """Whether others may give what lies in a folder another name."""
+    sticky = folder.st_mode & stat.S_ISVTX
+    return not _is_ours(folder, True) or (folder.st_mode & _OTHERS_WRITE != 0 and not sticky)
+
+
+def _check(
+    status: os.stat_result, path: Path, name: str, read_only: bool, installed: bool = False
+) -> None:
+    if wrong := complaint(status, read_only=read_only, installed=installed):
+        remedy = _remedy(read_only)
+        if _is_ours(status, read_only):
+            remedy = f"check what is in it, then run: chmod go-w {path}"
+        raise UnsafeCacheError(
+            f"{name} {wrong}, and loading kernels from it would run their code; {remedy}"
+        )
+    if os.path.realpath(path) != str(path):
+        _check_links(path, name)
+
+
+def _check_links(path: Path, name: str) -> None:
+    """Follows every link on the way to `path`, as the system does."""
+    here, pending, links = "/", deque(path.parts[1:]), 0
+    while pending:
+        part = pending.popleft()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            here = os.path.dirname(here)  # noqa: PTH120
+            continue
+        _check_folder(here, name)
+        step = os.path.join(here, part)  # noqa: PTH118
+        status = os.lstat(step)
+        if not stat.S_ISLNK(status.st_mode):
+            here = step
+            continue
+        links += 1
+        if not _is_ours(status, True) or links > _MOST_LINKS:
+            raise UnsafeCacheError(
+                f"{name} lies behind the link {step} of user {status.st_uid}, who could lead it "
+                "elsewhere; name the folder itself"
+            )
+        target = Path(step).readlink()
+        if target.is_absolute():
+            here = "/"
+        pending.extendleft(reversed([part for part in target.parts if part != "/"]))
+
+
+def _check_folder(folder: str, name: str) -> None:
+    if _others_may_rename(os.lstat(folder)):
+        raise UnsafeCacheError(
+            f"{name} lies behind a link, and others may write to {folder} on the way to it, so "
+            f"could lead it elsewhere; name the folder itself, or run: chmod go-w {folder}"
+        )
+
+
+def _remedy(read_only: bool) -> str:
+    if read_only:
+        return "name another in FLASHATTN_JIT_CACHE_PATH, owned by you or by root"
+    return "set FLASHATTN_JIT_CACHE_DIR to a folder of your own"
+
+
+# --- an entry ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerIdentity:
+    """`id` is a folder name made from `version`, the compiler's own words about itself."""
+
+    id: str
+    version: str
 
 
 class CorruptEntryError(CacheError):

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from os.path import isfile
 from pathlib import Path
 
-from flashattn_jit import _C, _paths
+from flashattn_jit import _C, env
 
 # Raised when the meaning of an entry or of a document field changes.
 SCHEMA = 1
 
-# The modules that render. With the modules of this package that they import, they decide the text
-# of a source.
-_GENERATORS = ("codegen/render.py", "codegen/utility.py")
+# The module that renders. With the modules of these folders that it imports, it decides the text of
+# a source; the parts of the package below them (errors, environment, paths) do not.
+_GENERATOR = "codegen/render.py"
+_GENERATING = ("codegen/", "variants/")
 
 # nvcc includes it in front of every source of ours.
 _CUDA_PRELUDE = "fajit/cuda/lean/cuda_runtime.h"
@@ -41,6 +42,10 @@ class KernelKey:
 
     hex: str
     document: tuple[tuple[str, str], ...]
+
+
+Document = Mapping[str, str] | Iterable[Sequence[str]]
+"""A key document: `KernelKey.document`, or what meta.json holds of it."""
 
 
 def kernel_key(spec: str, template: str, target: str, flags: Sequence[str]) -> KernelKey:
@@ -69,26 +74,34 @@ def document_digest(document: Iterable[Sequence[str]]) -> str:
 @cache
 def sources_digest(template: str) -> str:
     """Digest of what renders and what is included, computed once a process: see `read_sources`."""
-    return read_sources(template, _paths.templates_dir(), _paths.include_dir(), _paths.PACKAGE_DIR)
+    return read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
 
 
 def sources_changed(template: str) -> bool:
     """Whether the files changed since `sources_digest` first read them."""
-    fresh = read_sources(template, _paths.templates_dir(), _paths.include_dir(), _paths.PACKAGE_DIR)
+    fresh = read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
     return fresh != sources_digest(template)
 
 
 def read_sources(template: str, templates: Path, headers: Path, package: Path) -> str:
-    """Digest of a template, the templates and fajit/ headers it reaches, and the code generator.
+    """Digest of the files that `reached_sources` finds: of their names and contents."""
+    return _digest(sorted(reached_sources(template, templates, headers, package).items()))
 
-    Files count by their names below these folders and by their content. Every `#include` and
-    `import` is followed, also one that a macro or a condition would skip.
+
+def reached_sources(
+    template: str, templates: Path, headers: Path, package: Path
+) -> dict[str, bytes]:
+    """A template, the templates and fajit/ headers that it reaches, and the code generator.
+
+    Names are below these folders: ``include/fajit/abi.h``. Every `#include` and `import` is
+    followed, also one that a macro or a condition would skip.
     """
     # Strings and plain stat calls: with pathlib this takes half of the time of a hit on disk.
     folders = {"templates": f"{templates}/", "include": f"{headers}/", "package": f"{package}/"}
     contents: dict[str, bytes] = {}
     pending = [("templates", template)]
-    pending += [("package", name) for name in _GENERATORS if _is_file(folders["package"] + name)]
+    if _is_file(folders["package"] + _GENERATOR):
+        pending.append(("package", _GENERATOR))
     if ".cu." in template and _is_file(folders["include"] + _CUDA_PRELUDE):
         pending.append(("include", _CUDA_PRELUDE))
     modules: dict[str, bool] = {}
@@ -109,7 +122,7 @@ def read_sources(template: str, templates: Path, headers: Path, package: Path) -
         ]
         if kind == "templates":
             pending += [("templates", found.decode()) for found in _TEMPLATE.findall(text)]
-    return _digest(sorted(contents.items()))
+    return contents
 
 
 def _headers_named(name: str, headers: Path) -> Iterator[str]:
@@ -122,7 +135,7 @@ def _headers_named(name: str, headers: Path) -> Iterator[str]:
 
 
 def _imported(name: str, text: bytes, package: str, modules: dict[str, bool]) -> Iterator[str]:
-    """Files of the package that the module in file `name` imports by `from ... import ...`.
+    """Files of the generating folders that the module in file `name` imports by `from ... import`.
 
     `modules` remembers which files there are.
     """
@@ -135,7 +148,7 @@ def _imported(name: str, text: bytes, package: str, modules: dict[str, bool]) ->
         for candidate in candidates:
             found = "/".join(candidate) + ".py"
             if found not in modules:
-                modules[found] = bool(candidate) and _is_file(package + found)
+                modules[found] = found.startswith(_GENERATING) and _is_file(package + found)
             if modules[found]:
                 yield found
 

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 from flashattn_jit import env
 from flashattn_jit.errors import CacheError
-from flashattn_jit.jit.counters import LayerName
 from flashattn_jit.jit.entry import (
     META,
     MOST_META_BYTES,
@@ -33,9 +32,8 @@ from flashattn_jit.jit.entry import (
     parse_meta,
     read_file,
 )
-from flashattn_jit.jit.found import Found, found_in_memory
-from flashattn_jit.jit.layers import Answer
-from flashattn_jit.jit.misses import Document
+from flashattn_jit.jit.key import Document
+from flashattn_jit.jit.layers import Answer, Found, LayerName, found_in_memory
 from flashattn_jit.jit.store import LAYOUT, Store
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ An entry whose kernel keeps registers in memory on its tile has no artifact: its
 kernel with a smaller tile that takes its place.
 
 Loading code is trusting it, so the root must belong to this user and be writable by nobody else
-(`trust.py`). Looking up an entry writes nothing. A key is computed anew from the document in
+(`entry.py`). Looking up an entry writes nothing. A key is computed anew from the document in
 meta.json, so an entry cannot pass for another kernel's.
 """
 
@@ -34,24 +34,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit.jit.compiler import CompilerIdentity
 from flashattn_jit.jit.entry import (
     ARTIFACT,
     META,
     MOST_META_BYTES,
     STEPPED_DOWN,
+    CompilerIdentity,
     CorruptEntryError,
     Entry,
     check_content,
     check_meta,
     is_compiler_id,
     is_key,
+    is_safe_root,
     parse_meta,
     read_entry,
     read_file,
     sha256,
 )
-from flashattn_jit.jit.trust import is_safe_root
 
 __all__ = ["ARTIFACT", "META", "STEPPED_DOWN", "CorruptEntryError", "Entry", "Store"]
 

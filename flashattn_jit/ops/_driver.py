@@ -6,7 +6,7 @@ import torch
 
 from .. import _C
 from ..errors import LaunchError
-from ..jit.fit import too_old
+from ..jit.layers import too_old
 from ..jit.module import min_driver
 
 _checked: set[str] = set()

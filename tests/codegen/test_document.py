@@ -23,9 +23,9 @@ from flashattn_jit.codegen.spec import FEATURES, KernelSpec
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.entry import ARTIFACT
 from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner.reachable import reachable, utilities
 from flashattn_jit.planner.requests import requests_of
 from flashattn_jit.variants.ir import OPS, VariantIR

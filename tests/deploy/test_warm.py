@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen.document import line_of
 from flashattn_jit.codegen.requests import request_of
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, host_target
 from flashattn_jit.codegen.utility import UtilitySpec
 from flashattn_jit.deploy import pool, structures, worker
-from flashattn_jit.deploy.manifest import line_of
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.wanted import wanted_specs
 from flashattn_jit.deploy.warm import warm

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _paths
+from flashattn_jit import env
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
 from flashattn_jit.jit import emulator
@@ -189,7 +189,7 @@ def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     include = tmp_path / "include"
-    shutil.copytree(_paths.include_dir(), include)
+    shutil.copytree(env.include_dir(), include)
     header = include / "fajit/cuda" / mutant.file
     header.write_text(changed(header.read_text(), mutant))
     emulate = _device._emulate
@@ -198,7 +198,7 @@ def test_the_mutant_is_found(
     def emulate_mutant(plan: Any, *arguments: Any) -> None:
         if plan.spec not in built:
             with monkeypatch.context() as patch:
-                patch.setattr(_paths, "include_dir", lambda: include)
+                patch.setattr(env, "include_dir", lambda: include)
                 built[plan.spec] = emulator.Program(ptx_of(plan.spec))
         with monkeypatch.context() as patch:
             patch.setattr(_emulated, "program", lambda module: built[plan.spec])

@@ -14,7 +14,8 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.jit import key as keys
-from flashattn_jit.jit.store import Entry, Store
+from flashattn_jit.jit.entry import Entry
+from flashattn_jit.jit.store import Store
 
 
 @pytest.fixture(scope="module")

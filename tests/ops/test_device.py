@@ -14,8 +14,8 @@ import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import InputError, LaunchError, TargetError
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import default, load_kernel
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops import _check, _device, _device_launch, _driver, _placement
 from flashattn_jit.ops._launch import Geometry
 from flashattn_jit.planner import named_hardware, slots

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import _C, _paths
+from flashattn_jit import _C, env
 from flashattn_jit.codegen.requests import Request
 from flashattn_jit.ops import _batch_device, _batch_kernels, _dense, _device, _launch, _utility
 
@@ -59,7 +59,7 @@ def nothing_module(folder: Path) -> _C.Module:
     source, artifact = folder / "nothing.cpp", folder / "nothing.so"
     source.write_text(_NOTHING)
     subprocess.run(
-        ["c++", "-std=c++17", "-shared", "-fPIC", "-I", str(_paths.include_dir()), str(source),
+        ["c++", "-std=c++17", "-shared", "-fPIC", "-I", str(env.include_dir()), str(source),
          "-o", str(artifact)],
         check=True,
     )  # fmt: skip
