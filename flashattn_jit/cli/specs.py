@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..codegen.document import Line, spec_from_document
-from ..codegen.requests import AnySpec
+from ..codegen.spec import AnySpec
 from ..deploy.manifest import read_lines, read_manifest
 from ..errors import InputError
 from ..jit.key import kernel_key
 from ..jit.toolchain import flags_for
-from ..variants.ir_check import fitting_name
+from ..variants.ir import fitting_name
 from .entries import find
 from .variant_names import is_file
 

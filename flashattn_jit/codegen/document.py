@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from ..errors import ManifestError
-from ..variants.ir import Node, VariantIR, canonical_json
+from ..variants.ir import ROW_HOOKS, Node, VariantIR, canonical_json
 from ..variants.ir_check import (
     check_name,
     choice,
@@ -24,24 +24,32 @@ from ..variants.ir_check import (
     show,
     variant_from_document,
 )
-from .requests import AnySpec, name_of
-from .spec import FEATURES, KernelSpec, TileKind
-from .spec import SCHEMA as KERNEL_SCHEMA
-from .target import CPU_TARGETS, CUDA_TARGETS, is_cuda
-from .utility import SCHEMA as UTILITY_SCHEMA
-from .utility import UtilitySpec
+from .spec import (
+    FEATURES,
+    SCHEMA,
+    UTILITY_SCHEMA,
+    AnySpec,
+    KernelSpec,
+    TileKind,
+    UtilitySpec,
+    name_of,
+)
+from .target import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    KV_DTYPES,
+    MAX_HEAD_DIM,
+    Q_DTYPES,
+    cuda_dtypes,
+    is_cuda,
+)
 
 MAX_DOCUMENT = 4 << 20
 """Characters of a document. Those of large variants have some ten thousand."""
 
-MAX_HEAD_DIM = 256
-
 MANIFEST_SCHEMA = 1
 """Version of a manifest's line."""
 
-_Q_DTYPES = ("float32", "float16", "bfloat16")
-_KV_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
-_CUDA_DTYPES = ("float16", "bfloat16")
 _CPU_FEATURES = ("block_mask", "indirect")
 _TILE_KINDS = ("prefill", "few_row")
 _UTILITIES = ("merge_states", "append_paged_kv")
@@ -195,7 +203,7 @@ def _schema(where: str, value: object, expected: int) -> None:
 
 def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     record("spec", doc, _KERNEL_FIELDS)
-    _schema("schema", doc["schema"], KERNEL_SCHEMA)
+    _schema("schema", doc["schema"], SCHEMA)
     target = choice("target", doc["target"], (*CPU_TARGETS, *CUDA_TARGETS))
     cuda = is_cuda(target)
     body = doc["variant"]
@@ -203,7 +211,7 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
         name = check_name("variant.name", body.get("name"))
         body = {k: v for k, v in body.items() if k != "name"}
     variant = variant_from_document("variant", body)
-    dtypes = _dtypes(doc["dtypes"], cuda)
+    dtypes = _dtypes(doc["dtypes"], target)
     head_dim, head_dim_v = (
         integer(f"head_dims[{i}]", n, 1, MAX_HEAD_DIM)
         for i, n in enumerate(_sequence("head_dims", doc["head_dims"], 2))
@@ -225,11 +233,12 @@ def _sequence(where: str, value: object, count: int) -> list[Any]:
     return value
 
 
-def _dtypes(value: object, cuda: bool) -> tuple[str, str, str]:
+def _dtypes(value: object, target: str) -> tuple[str, str, str]:
     q, k, v = _sequence("dtypes", value, 3)
-    choice("dtypes[0]", q, _CUDA_DTYPES if cuda else _Q_DTYPES)
+    cuda = is_cuda(target)
+    choice("dtypes[0]", q, cuda_dtypes(target) if cuda else Q_DTYPES)
     for i, other in ((1, k), (2, v)):
-        choice(f"dtypes[{i}]", other, (q,) if cuda else _KV_DTYPES)
+        choice(f"dtypes[{i}]", other, (q,) if cuda else KV_DTYPES)
     return q, k, v
 
 
@@ -264,8 +273,8 @@ def _features(value: object, cuda: bool) -> tuple[str, ...]:
 def _check_rows(variant: VariantIR, head_dim: int, head_dim_v: int) -> None:
     """Row hooks take and give rows of the head dims."""
     for hook, graph in variant.hooks:
-        if hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
-            length = head_dim if hook in ("query_mod", "key_mod") else head_dim_v
+        if hook in ROW_HOOKS:
+            length = head_dim if ROW_HOOKS[hook] == "head_dim" else head_dim_v
             rows: list[Node] = [
                 n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"
             ]

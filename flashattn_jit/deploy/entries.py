@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..codegen.requests import Request
 from ..jit import toolchain
-from ..jit.key import kernel_key
+from ..jit.key import Request, kernel_key
 from ..jit.layers import Found, Layer
 
 

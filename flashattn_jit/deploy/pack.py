@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of
+from ..codegen.spec import AnySpec, name_of
 from ..errors import PackError
 from ..jit.layers import Found, found_in_folder
 from ..jit.module import layers
 from ..jit.store import Store
-from ..planner.requests import requests_of
+from ..planner.tiles import requests_of
 from .entries import entries_of
 from .pack_writer import check_place, checked_path, write_pack
 from .report import kernel_words

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..codegen.requests import AnySpec
-from ..codegen.spec import KernelSpec
+from ..codegen.spec import AnySpec, KernelSpec
 from ..errors import WarmError
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}

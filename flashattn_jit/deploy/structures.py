@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ..codegen.requests import AnySpec
+from ..codegen.spec import AnySpec
+from ..codegen.target import takes_dtypes
 from ..errors import FlashAttnJitError, InputError, ParamError
 from ..ops._batch_plan import _stand_in
 from ..ops._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
-from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
+from ..planner.reachable import FORMATS, reachable, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind
 from ..variants.compose import present_hooks

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..codegen.document import Line
-from ..codegen.requests import AnySpec
-from ..codegen.spec import KernelSpec
+from ..codegen.spec import AnySpec, KernelSpec
 from ..errors import InputError
 from ..planner.reachable import retarget
 from .manifest import read_lines, read_manifest

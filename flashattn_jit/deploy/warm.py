@@ -17,15 +17,14 @@ from contextlib import closing
 from typing import Any
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of, request_of
-from ..codegen.spec import KernelSpec
+from ..codegen.spec import AnySpec, KernelSpec, name_of
 from ..codegen.target import is_cuda
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
 from ..jit import toolchain
 from ..jit.module import find_prepared
 from ..jit.store import Store
 from ..jit.toolchain import find_compiler
-from ..planner.requests import requests_of
+from ..planner.tiles import request_of, requests_of
 from .entries import key_of
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display

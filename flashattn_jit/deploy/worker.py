@@ -77,7 +77,7 @@ def build(task: str) -> Result:
     """
     from ..codegen.document import spec_from_document
     from ..jit.module import layers, prepare_kernel
-    from ..planner.requests import requests_of
+    from ..planner.tiles import requests_of
     from .entries import entries_of, key_of
 
     begin = time.perf_counter()
@@ -169,9 +169,9 @@ def _import_builder() -> None:
 
     from ..codegen import document, render
     from ..jit import module
-    from ..planner import requests
+    from ..planner import tiles
 
-    assert all((torch, document, render, module, requests))
+    assert all((torch, document, render, module, tiles))
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from .. import env
 from ..codegen.document import spec_from_document
-from ..codegen.requests import request_of
 from ..codegen.target import default_target
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
 from ..jit.entry import CorruptEntryError
 from ..jit.installed import installed_packs
 from ..jit.pack_file import PackFile
 from ..jit.store import Store
+from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
 from ._table import kib
 from .doctor import Check

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of
+from ..codegen.spec import AnySpec, name_of
 from ..errors import Nearest, Searched
 from ..jit.key import KernelKey, kernel_key
 from ..jit.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
@@ -13,7 +13,7 @@ from ..jit.misses import build_command, nearest_in
 from ..jit.module import layers
 from ..jit.store import Store
 from ..jit.toolchain import find_compiler, flags_for, identify
-from ..planner.requests import requests_of
+from ..planner.tiles import requests_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any
 from flashattn_jit import _C
 from flashattn_jit.errors import CacheError, UnsafeCacheError
 from flashattn_jit.jit.key import document_digest
-from flashattn_jit.variants.ir_check import MAX_NAME
+from flashattn_jit.variants.ir import MAX_NAME
 
 ARTIFACT = "artifact.so"
 META = "meta.json"

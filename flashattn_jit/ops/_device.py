@@ -22,7 +22,7 @@ from ..jit import toolchain
 from ..jit.module import load_stepping
 from ..planner import choose, fallbacks, min_chunk, slots
 from ..planner.devices import Device, device_hardware
-from ..planner.requests import requests_of
+from ..planner.tiles import requests_of
 from . import _driver
 from ._device_launch import DeviceMemory, LaunchTensors, enqueue, is_capturing, ordinal
 from ._direct import learn_device

@@ -18,8 +18,7 @@ from ..codegen.target import LANES
 from ..errors import InputError
 from ..jit.module import load_stepping
 from ..planner.problem import Problem
-from ..planner.requests import requests_of
-from ..planner.tiles import choose, item_rows
+from ..planner.tiles import choose, item_rows, requests_of
 from ..variants.queries import unscaled_integers
 from ._handles import Structure
 from ._recent import Recent

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from .. import _C
-from ..codegen.utility import UtilitySpec
+from ..codegen.spec import UtilitySpec
 from ..jit.module import load_stepping
-from ..planner.requests import requests_of
+from ..planner.tiles import requests_of
 from ._device import DevicePlan, make_plan, refuse_capture
 from ._recent import Recent
 

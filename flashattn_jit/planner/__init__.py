@@ -5,8 +5,15 @@ packed rows, so the kernels that a variant can ever need are a short list (`reac
 sizes, thread count and lengths decide run-time values only (`schedule`).
 """
 
-from .devices import DEVICES, Device, device_hardware, named_hardware, typical_hardware
-from .hardware import Hardware, host_hardware
+from .devices import (
+    DEVICES,
+    Device,
+    Hardware,
+    device_hardware,
+    host_hardware,
+    named_hardware,
+    typical_hardware,
+)
 from .problem import Problem, RooflinePoint, roofline
 from .reachable import FORMATS, reachable, retarget, utilities
 from .slots import Slots, min_chunk, slots

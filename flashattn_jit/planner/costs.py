@@ -16,12 +16,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..codegen.spec import KernelSpec
-from ..codegen.target import LANES, compiled_target, is_cuda, matrix_dtype
-from .cpu_tiles import on_tiles
-from .devices import typical_hardware
-from .hardware import clock_hz, read_bytes_per_s_per_core
-from .problem import item_bytes
+from ..codegen.target import DTYPE_BYTES, LANES, compiled_target, is_cuda, matrix_dtype
+from .devices import clock_hz, read_bytes_per_s_per_core, typical_hardware
 from .slots import min_chunk, slots
+from .tiles import on_tiles
 
 _CUDA_ITEM_NS = 2000.0
 """From the start of a thread block's item to its first product, and from its last one to the stored
@@ -65,7 +63,7 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
         >>> coefficients(spec, "sm_90")
         Costs(item_ns=2000.0, load_ns=71.2, pair_ns=0.41, state_ns=143.5)
     """
-    k_bytes, v_bytes = item_bytes(spec.k_dtype), item_bytes(spec.v_dtype)
+    k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
     key_bytes = spec.head_dim * k_bytes + spec.head_dim_v * v_bytes
     flops = 2.0 * (spec.head_dim + spec.head_dim_v)
     state_bytes = 2 * 4 * (spec.head_dim_v + 1)  # fp32, written and read back

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .devices import Device
-from .hardware import Hardware
-
-_ITEM_BYTES = {
-    "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1,
-}  # fmt: skip
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one value of a dtype by torch's name."""
-    return _ITEM_BYTES[dtype]
+from ..codegen.target import DTYPE_BYTES
+from .devices import Device, Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +40,10 @@ class Problem:
     def bytes(self, density: float = 1.0) -> float:
         """Bytes that must move at least once: q, out, and the keys and values that are read."""
         q_rows, kv_rows = sum(self.q_len), sum(self.kv_len)
-        q_item = _ITEM_BYTES[self.q_dtype]
+        q_item = DTYPE_BYTES[self.q_dtype]
         ends = q_rows * self.num_q_heads * (self.head_dim + self.head_dim_v) * q_item
         row = (
-            self.head_dim * _ITEM_BYTES[self.k_dtype] + self.head_dim_v * _ITEM_BYTES[self.v_dtype]
+            self.head_dim * DTYPE_BYTES[self.k_dtype] + self.head_dim_v * DTYPE_BYTES[self.v_dtype]
         )
         return ends + kv_rows * self.num_kv_heads * row * density
 

@@ -37,7 +37,6 @@ else:
     from typing_extensions import dataclass_transform  # a requirement of torch
 
 
-USER_HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "output_mod")
 _NO_PARAMS: Mapping[str, object] = types.MappingProxyType({})
 
 
@@ -107,7 +106,7 @@ class Variant:
 
     __fajit_params__: ClassVar[dict[str, Param]] = {}
     __fajit_fields__: ClassVar[frozenset[str]] = frozenset()
-    __fajit_names__: ClassVar[frozenset[str]] = frozenset({*USER_HOOKS, "normalizer"})
+    __fajit_names__: ClassVar[frozenset[str]] = frozenset({*ir.USER_HOOKS, "normalizer"})
     __fajit_made_by__: ClassVar[tuple[Any, ...]]
     _shape: Any
     _declared: tuple[Declared, ...]
@@ -130,14 +129,14 @@ class Variant:
                 if name not in base.__dict__ and base is not Variant and name not in params:
                     fields.add(name)
         for name in params:
-            if name in RESERVED or name in USER_HOOKS or name.startswith("_"):
+            if name in RESERVED or name in ir.USER_HOOKS or name.startswith("_"):
                 raise VariantError(
                     f"{cls.__name__}.{name}: a param may not be called {name!r}, which is an "
                     "argument of the operation or a hook; rename it"
                 )
         cls.__fajit_params__ = params
         cls.__fajit_fields__ = frozenset(f for f in fields - set(params) if not f.startswith("__"))
-        for hook in USER_HOOKS:
+        for hook in ir.USER_HOOKS:
             _check_arity(cls, hook)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variant:
@@ -210,7 +209,7 @@ class Variant:
 
     def hooks(self) -> dict[str, Any]:
         """The hooks of the variant by name (`ir.HOOKS`): callables, or `CppHook` texts."""
-        found = {h: f for h in USER_HOOKS if (f := getattr(self, h, None)) is not None}
+        found = {h: f for h in ir.USER_HOOKS if (f := getattr(self, h, None)) is not None}
         found.update(normalizer_hooks(self._normalizer(), self))
         return {h: found[h] for h in ir.HOOKS if h in found}
 
@@ -358,14 +357,11 @@ def _compose(operation: str, *parts: Any) -> Any:
     return compose(operation, *parts)
 
 
-HOOK_ARGUMENTS = {h: ir.HOOK_INPUTS[h] for h in USER_HOOKS}
-
-
 def _check_arity(cls: type, hook: str) -> None:
     fn = cls.__dict__.get(hook)
     if isinstance(fn, staticmethod | classmethod) or not isinstance(fn, types.FunctionType):
         return
-    wanted = HOOK_ARGUMENTS[hook]
+    wanted = ir.HOOK_INPUTS[hook]
     count = positional_count(fn)
     if count is not None and count != len(wanted) + 1:
         raise VariantError(

@@ -22,6 +22,9 @@ DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float6
 STORAGE_DTYPES = (*DTYPES, "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that a captured tensor may have in memory."""
 
+MAX_NAME = 200
+"""Characters of a name that people give a variant."""
+
 INPUTS = ("score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "lse")
 """What a hook is a function of. `h` is the query head, `kv_h` the key-value head, `row` one fp32
 row of q, k, v or the output, `lse` the row's log-sum-exp."""
@@ -246,6 +249,21 @@ HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "sink", "
          "pointwise_scale", "output_mod")  # fmt: skip
 """Hook names in canonical order. `sink` (b, h) and `pointwise` (score) come from the normaliser."""
 
+USER_HOOKS = tuple(h for h in HOOKS if h.endswith("_mod"))
+"""Hooks that users write themselves, in the same order."""
+
+ROW_HOOKS: Mapping[str, str] = {
+    "query_mod": "head_dim",
+    "key_mod": "head_dim",
+    "value_mod": "head_dim_v",
+    "output_mod": "head_dim_v",
+}
+"""Hooks of one row of q, k, v or the output, with the size that is its length; the others are of
+scalars."""
+
+TEXT_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
+"""Hooks that may be given as C++ text."""
+
 HOOK_INPUTS: Mapping[str, tuple[str, ...]] = {
     "query_mod": ("row", "b", "h", "q_idx"),
     "key_mod": ("row", "b", "kv_h", "kv_idx"),
@@ -364,3 +382,13 @@ def format_graph(graph: Graph) -> Iterator[str]:
         shape = f"[{n.shape[0]}]" if n.shape else ""
         yield f"%{i} = {n.op}({', '.join(args)}) : {n.dtype}{shape}"
     yield f"return %{graph.output}"
+
+
+def fitting_name(name: str) -> str:
+    """`name` where it may stand in a comment, a ``#line`` directive and a message; else its like.
+
+    Underscores take the place of quotes, backslashes, question marks (trigraphs) and characters
+    that do not print.
+    """
+    kept = (c if c.isprintable() and c not in '"\\?' else "_" for c in name[:MAX_NAME])
+    return "".join(kept) or "variant"

@@ -17,13 +17,17 @@ from .ir import (
     DTYPES,
     HOOK_INPUTS,
     HOOKS,
+    MAX_NAME,
     OPS,
+    ROW_HOOKS,
     STORAGE_DTYPES,
+    TEXT_HOOKS,
     Graph,
     Node,
     ScalarParam,
     TensorParam,
     VariantIR,
+    fitting_name,
     variant_from_json,
 )
 
@@ -35,12 +39,6 @@ MAX_TOTAL_ELEMENTS = 1 << 17
 MAX_PARAMS = 1024
 MAX_RANK = 8
 MAX_TEXT = 1 << 16
-MAX_NAME = 200
-
-CPP_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
-"""Hooks that may be C++ text."""
-
-ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
 
 _INTS = ("uint8", "int8", "int16", "int32", "int64")
 _FLOATS = ("float32", "float64")
@@ -71,25 +69,12 @@ def show(value: object) -> str:
 
 
 def check_name(where: str, name: object) -> str:
-    """`name` when it may stand in a comment, a ``#line`` directive and a message.
-
-    Raises ManifestError for one that is empty, long, or has quotes, backslashes, question marks
-    (trigraphs) or characters that do not print.
-    """
+    """`name` when it is one that `fitting_name` leaves as it is. Raises ManifestError."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise fail(where, f"a name of 1 to {MAX_NAME} characters is expected, got {show(name)}")
-    if not name.isprintable() or any(c in '"\\?' for c in name):
+    if name != fitting_name(name):
         raise fail(where, f"{show(name)} has characters that a name may not have")
     return name
-
-
-def fitting_name(name: str) -> str:
-    """`name`, or where `check_name` refuses it one like it, with underscores."""
-    try:
-        return check_name("name", name)
-    except ManifestError:
-        kept = "".join(c if c.isprintable() and c not in '"\\?' else "_" for c in name[:MAX_NAME])
-        return kept or "variant"
 
 
 def variant_from_document(where: str, doc: object) -> VariantIR:
@@ -156,7 +141,7 @@ def _list(where: str, value: object, most: int, exactly: int | None = None) -> l
 
 
 def _texts(where: str, doc: object) -> dict[str, str]:
-    if not isinstance(doc, dict) or not set(doc) <= set(CPP_HOOKS):
+    if not isinstance(doc, dict) or not set(doc) <= set(TEXT_HOOKS):
         raise fail(where, f"C++ texts by the names of hooks are expected, got {show(doc)}")
     for hook, text in doc.items():
         if not isinstance(text, str) or len(text) > MAX_TEXT or not _is_text(text):

@@ -16,7 +16,7 @@ from typing import Literal
 
 from . import lower_pair, lower_row, lower_row_cuda
 from .bounds_lower import lower_classify
-from .ir import Graph, VariantIR
+from .ir import ROW_HOOKS, Graph, VariantIR
 from .lower_expr import TAG
 from .lower_uniform import Uniforms
 
@@ -67,7 +67,7 @@ def _bool(value: bool) -> str:
 def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
     """The functions of the row hooks, and how many floats of scratch each uses."""
     out = []
-    for hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
+    for hook in ROW_HOOKS:
         graph = variant.hook(hook)
         if graph is None:
             continue

@@ -14,13 +14,8 @@ from typing import Any
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.binding import Bound
-from flashattn_jit.variants.class_form import (
-    HOOK_ARGUMENTS,
-    CppHook,
-    Variant,
-    cpp,
-    positional_count,
-)
+from flashattn_jit.variants.class_form import CppHook, Variant, cpp, positional_count
+from flashattn_jit.variants.ir import HOOK_INPUTS, TEXT_HOOKS
 from flashattn_jit.variants.normalizers import (
     Normalizer,
     Pointwise,
@@ -108,7 +103,7 @@ def _function_name(fn: Any) -> str:
 
 def _check_hook(hook: str, fn: Any) -> None:
     if isinstance(fn, CppHook):
-        if hook not in ("score_mod", "mask_mod"):
+        if hook not in TEXT_HOOKS:
             raise VariantError(
                 f"{hook} is given as C++ text; only score_mod, mask_mod and Pointwise take it"
             )
@@ -116,7 +111,7 @@ def _check_hook(hook: str, fn: Any) -> None:
     if not callable(fn) or isinstance(fn, Variant):
         raise VariantError(f"{hook} must be a function, got {type(fn).__name__}")
     count = positional_count(fn)
-    wanted = HOOK_ARGUMENTS[hook]
+    wanted = HOOK_INPUTS[hook]
     if count is not None and count != len(wanted):
         raise VariantError(
             f"{hook} takes {count} arguments without defaults; expected {len(wanted)}: "

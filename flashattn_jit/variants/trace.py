@@ -39,7 +39,6 @@ SCORE_VECTOR = 128
 LONG_VECTOR = 4096
 """Elements of a vector in row hooks."""
 
-ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
 _INT_INPUTS = frozenset({"b", "h", "kv_h", "q_idx", "kv_idx"})
 _BUILTINS = {"q_len": "int32", "kv_len": "int32", "q_row": "int64", "kv_slot": "int64"}
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
@@ -103,7 +102,7 @@ class Tracer:
         inputs = ir.HOOK_INPUTS[kind]
         self.emitter = Emitter(inputs)
         self.max_elements = (
-            LONG_VECTOR if kind in ROW_HOOKS
+            LONG_VECTOR if kind in ir.ROW_HOOKS
             else SCORE_VECTOR if kind == "score_mod" else SMALL_VECTOR
         )  # fmt: skip
         self.where.begin(kind, fn)
@@ -135,8 +134,8 @@ class Tracer:
         if result is None:
             self.refuse("a hook that returns nothing", "return the value", user_frame=False)
         value = self.as_value(result)
-        wanted = (row_length,) if kind in ROW_HOOKS else ()
-        if kind in ROW_HOOKS and math.prod(value.shape) == row_length and value.shape != wanted:
+        wanted = (row_length,) if kind in ir.ROW_HOOKS else ()
+        if kind in ir.ROW_HOOKS and math.prod(value.shape) == row_length and value.shape != wanted:
             value = Value(value.node, value.name, wanted) if len(value.shape) <= 1 else value
         if tuple(value.shape) != wanted and math.prod(value.shape) == math.prod(wanted) == 1:
             value = Value(value.node, value.name, wanted)

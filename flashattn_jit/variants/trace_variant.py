@@ -13,16 +13,13 @@ from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Walk, stride_pattern
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.promotion import DTYPE_NAMES
-from flashattn_jit.variants.trace import ROW_HOOKS, Tracer
+from flashattn_jit.variants.trace import Tracer
 from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_host import Finish, HostTensor, Source
 from flashattn_jit.variants.trace_values import Captured, Number
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.class_form import Variant
-
-_ROW_DIM = {"query_mod": "head_dim", "key_mod": "head_dim", "value_mod": "head_dim_v",
-            "output_mod": "head_dim_v"}  # fmt: skip
 
 
 class Traced(NamedTuple):
@@ -95,13 +92,12 @@ def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced
             texts.append((kind, hook.text))
             continue
         length = 0
-        if kind in ROW_HOOKS:
-            length = getattr(dims, _ROW_DIM[kind])
+        if kind in ir.ROW_HOOKS:
+            dim = ir.ROW_HOOKS[kind]
+            length = getattr(dims, dim)
             if length < 1:
-                raise ParamError(
-                    f"{variant.name} has a {kind}, so the dims must say {_ROW_DIM[kind]}"
-                )
-            tracer.specialise([("dim", _ROW_DIM[kind])])
+                raise ParamError(f"{variant.name} has a {kind}, so the dims must say {dim}")
+            tracer.specialise([("dim", dim)])
         graphs.append((kind, tracer.trace(kind, hook, length)))
     declared = _named_in_texts(variant, texts, view, tracer)
     mask_params = _mask_params(variant, walk, tracer, dict(graphs), dict(texts))

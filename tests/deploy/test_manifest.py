@@ -14,8 +14,7 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import Line, has_cpp, line_of, line_text, parse_line
-from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.utility import UtilitySpec
+from flashattn_jit.codegen.spec import KernelSpec, UtilitySpec
 from flashattn_jit.deploy import manifest
 from flashattn_jit.deploy.manifest import (
     check_writable,

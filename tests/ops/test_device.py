@@ -12,7 +12,8 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen.utility import UtilitySpec, render_utility
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.module import default, load_kernel
 from flashattn_jit.jit.nvcc import find_toolkit
@@ -231,7 +232,7 @@ def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNa
 @pytest.fixture(scope="module")
 def merge_module() -> _C.Module:
     spec = UtilitySpec("merge_states", "sm_80")
-    return load_kernel(spec.document(), spec.template, spec.target, lambda: render_utility(spec))
+    return load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
 
 
 def call_of(module: _C.Module, lengths: tuple[int, ...] = (3, 0, 2)) -> _C.Call:
