@@ -7,7 +7,7 @@ its own level and every lower one. CUDA targets are architectures: code is compi
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 from .. import _C, env
 from ..errors import EnvironmentVariableError, TargetError
@@ -166,8 +166,9 @@ def cuda_dtypes(target: str) -> tuple[str, ...]:
     return ("bfloat16", "float16") if sm_version(target) >= 80 else ("float16",)
 
 
-def takes_dtypes(target: str, dtypes: tuple[str, str, str]) -> bool:
-    """Whether a target has kernels for these dtypes of q, k and v."""
+@lru_cache(maxsize=1024)
+def takes_dtypes(target: str, dtypes: tuple[str | None, str | None, str | None]) -> bool:
+    """Whether a target has kernels for these dtypes of q, k and v; None is one without a name."""
     if is_cuda(compiled_target(target)):
         return dtypes[0] in cuda_dtypes(target) and len(set(dtypes)) == 1
     return dtypes[0] in Q_DTYPES and {*dtypes[1:]} <= DTYPE_BYTES.keys()

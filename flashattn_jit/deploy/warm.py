@@ -25,7 +25,6 @@ from ..jit.module import find_prepared
 from ..jit.store import Store
 from ..jit.toolchain import find_compiler
 from ..planner.tiles import request_of, requests_of
-from .entries import key_of
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display
 from .report import KernelResult, WarmReport, by_name, kernel_words
@@ -136,7 +135,7 @@ class _Task:
 
     def __init__(self, spec: AnySpec) -> None:
         self.spec = spec
-        self.key = key_of(request_of(spec))
+        self.key = toolchain.key_of(request_of(spec)).hex
         self.words = kernel_words(spec)
 
     def result(self, **fields: Any) -> KernelResult:

@@ -76,9 +76,11 @@ def build(task: str) -> Result:
     not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
     from ..codegen.document import spec_from_document
-    from ..jit.module import layers, prepare_kernel
+    from ..jit.layers import entries_of
+    from ..jit.module import prepare_kernel
+    from ..jit.remote import layers
+    from ..jit.toolchain import key_of
     from ..planner.tiles import requests_of
-    from .entries import entries_of, key_of
 
     begin = time.perf_counter()
     order = json.loads(task)
@@ -89,9 +91,10 @@ def build(task: str) -> Result:
         except FlashAttnJitError as error:
             result = _failed(error)
         else:
-            entries = entries_of(requests, layers())
+            keys = [key_of(request).hex for request in requests]
+            entries = entries_of(keys, layers())
             result = Result(
-                key=key_of(requests[0]),
+                key=keys[0],
                 place=prepared.place,
                 layer=prepared.layer,
                 compiler_id=entries[-1].compiler_id,

@@ -261,12 +261,12 @@ def _pack(name: str, path: Path, of: str = "") -> Iterator[Check]:
 
 def _is_stale(pack: PackFile) -> bool:
     """Whether this version would not look for a pack's first kernel by the key that it has."""
-    from ..deploy.entries import key_of
+    from ..jit.toolchain import key_of
 
     for entry in pack.entries():
         spec = dict(entry.meta["document"]).get("spec", "")
         try:
-            return key_of(request_of(spec_from_document(spec))) != entry.key
+            return key_of(request_of(spec_from_document(spec))).hex != entry.key
         except FlashAttnJitError:
             return True
     return False

@@ -11,9 +11,10 @@ from ..errors import CompileError, InputError
 from ..jit.module import find_kernel
 from ..ops import _handles
 from ..ops._dense import _geometry, bind_tensors, like_q_strides
-from ..ops._launch import DTYPE_NAMES, planned_call
+from ..ops._launch import planned_call
 from ..planner import Problem
 from ..variants.bounds import MaskParams
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.params import Dims
 from ..variants.spec import Bound
 

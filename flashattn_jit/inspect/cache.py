@@ -10,7 +10,8 @@ from pathlib import Path
 from .. import env
 from ..jit import module as _module
 from ..jit.entry import ARTIFACT, META
-from ..jit.module import KernelSource, layers
+from ..jit.module import KernelSource
+from ..jit.remote import layers
 from ._table import kib
 
 

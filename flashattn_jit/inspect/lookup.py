@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import Nearest, Searched
-from ..jit.key import KernelKey, kernel_key
+from ..jit.key import KernelKey
 from ..jit.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
 from ..jit.misses import build_command, nearest_in
-from ..jit.module import layers
+from ..jit.remote import layers
 from ..jit.store import Store
-from ..jit.toolchain import find_compiler, flags_for, identify
+from ..jit.toolchain import find_compiler, identify, key_of
 from ..planner.tiles import requests_of
 
 
@@ -73,9 +73,7 @@ def look_up(spec: AnySpec) -> LookUp:
     compiler = None if mode == "never" else find_compiler(spec.target)
     recall = Store(env.cache_dir()).recall_compiler
     compiler_id = identify(compiler, recall).id if compiler else None
-    tiles = [
-        kernel_key(r.spec, r.template, r.target, flags_for(r.target)) for r in requests_of(spec)
-    ]
+    tiles = [key_of(request) for request in requests_of(spec)]
     searched_in = layers()
     key, stepped = tiles[0], ""
     while True:
@@ -84,7 +82,7 @@ def look_up(spec: AnySpec) -> LookUp:
         if found is None or found.stepped_down_to is None or not smaller:
             break
         stepped = found.stepped_down_to
-        key = smaller.get(stepped) or next(iter(smaller.values()))
+        key = smaller[found.smaller_tile([*smaller])]
     missing = found is None
     return LookUp(
         name_of(spec),

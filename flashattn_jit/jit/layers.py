@@ -20,7 +20,7 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -104,6 +104,14 @@ class Found:
     def stepped_down_to(self) -> str | None:
         """The key of the kernel with a smaller tile that takes this one's place."""
         return stepped_down_to(self.meta)
+
+    def smaller_tile(self, smaller: Sequence[str]) -> str:
+        """Which of the keys of smaller tiles, in order, takes this one's place.
+
+        The first where it names none of them: tiles may have been added or dropped since.
+        """
+        step = self.stepped_down_to
+        return step if step is not None and step in smaller else smaller[0]
 
     @property
     def artifact_bytes(self) -> int:
@@ -446,6 +454,28 @@ def local_layers() -> Iterator[FolderLayer | PackLayer]:
 
         for pack in installed_packs():
             yield PackLayer(pack.path, installed=True)
+
+
+def entries_of(keys: Sequence[str], places: Sequence[Layer]) -> list[Found]:
+    """The newest entry of the first key, and those on the way to one that has an artifact.
+
+    keys: of a kernel and of what may take its place, in order. Raises LookupError where an entry
+    is in none of the places.
+    """
+    way: list[Found] = []
+    key, smaller = keys[0], keys[1:]
+    while True:
+        answers = (layer.search(key, None).found for layer in places)
+        entry = next((found[0] for found in answers if found), None)
+        if entry is None:
+            raise LookupError(key)
+        way.append(entry)
+        if entry.stepped_down_to is None:
+            return way
+        if not smaller:
+            raise LookupError(key)
+        key = entry.smaller_tile(smaller)
+        smaller = keys[keys.index(key) + 1 :]
 
 
 def _has_mode(path: Path, wanted: Callable[[int], bool]) -> bool:

@@ -29,7 +29,7 @@ from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.builder import Builder, BuildFunction, Obtained, Wanted
 from flashattn_jit.jit.driver import Compiler
 from flashattn_jit.jit.entry import ARTIFACT, META, CompilerIdentity, CorruptEntryError
-from flashattn_jit.jit.key import Request, kernel_key
+from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.layers import (
     Counters,
     Found,
@@ -44,6 +44,7 @@ from flashattn_jit.jit.layers import (
 from flashattn_jit.jit.locks import build_lock
 from flashattn_jit.jit.misses import fault_of, missing_kernel, nearest_in
 from flashattn_jit.jit.nvcc import PTX
+from flashattn_jit.jit.remote import remote_layers
 from flashattn_jit.jit.store import Store
 
 log = logging.getLogger(__name__)
@@ -267,21 +268,6 @@ def _tell_once(warning: str) -> None:
 _COLLECTING_S = 0.3
 
 
-def remote_layers() -> tuple[Layer, ...]:
-    """The remote layer, where it is set."""
-    url = env.cache_remote()
-    if url is None:
-        return ()
-    from flashattn_jit.jit.remote import RemoteLayer
-
-    return (RemoteLayer(url),)
-
-
-def layers() -> tuple[Layer, ...]:
-    """All layers, in the order in which they are searched."""
-    return (*local_layers(), *remote_layers())
-
-
 @dataclass(slots=True)
 class Resolver(Generic[T]):
     """One look-up. `use` puts a found kernel to use; it may raise OSError, AbiError.
@@ -434,12 +420,9 @@ class Resolver(Generic[T]):
     def _used(self, wanted: Wanted, layer: Layer, found: Found) -> Obtained[T] | str | _Reason:
         if layer.name == "remote" and self.mode != "never":
             found = self._adopted(found)
-        if step := found.stepped_down_to:
-            # Tiles may have been added or dropped since: then the next one is tried.
-            if step in wanted.smaller:
-                return step
+        if found.stepped_down_to:
             if wanted.smaller:
-                return wanted.smaller[0]
+                return found.smaller_tile(wanted.smaller)
             return _Reason("its tile was too large for its registers, and no smaller one will do")
         if self.loads and (why := self._unfit(wanted, found)):
             return _Reason(why)
@@ -497,9 +480,7 @@ def _has_any(layer: Layer, wanted: Wanted) -> bool:
 
 
 def _keyed(requests: Sequence[Request]) -> list[Wanted]:
-    named = [
-        kernel_key(r.spec, r.template, r.target, toolchain.flags_for(r.target)) for r in requests
-    ]
+    named = [toolchain.key_of(request) for request in requests]
     return [
         Wanted(request, key, tuple(k.hex for k in named[i + 1 :]))
         for i, (request, key) in enumerate(zip(requests, named, strict=True))

@@ -33,7 +33,14 @@ from flashattn_jit.jit.entry import (
     read_file,
 )
 from flashattn_jit.jit.key import Document
-from flashattn_jit.jit.layers import Answer, Found, LayerName, found_in_memory
+from flashattn_jit.jit.layers import (
+    Answer,
+    Found,
+    Layer,
+    LayerName,
+    found_in_memory,
+    local_layers,
+)
 from flashattn_jit.jit.store import LAYOUT, Store
 
 log = logging.getLogger(__name__)
@@ -89,6 +96,17 @@ class RemoteLayer:
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """None: listing a remote folder would take too long."""
         return iter(())
+
+
+def remote_layers() -> tuple[RemoteLayer, ...]:
+    """The remote layer, where it is set."""
+    url = env.cache_remote()
+    return () if url is None else (RemoteLayer(url),)
+
+
+def layers() -> tuple[Layer, ...]:
+    """All layers, in the order in which they are searched."""
+    return (*local_layers(), *remote_layers())
 
 
 def push(

@@ -36,6 +36,7 @@ from flashattn_jit.jit.driver import (
     write_wrapper,
 )
 from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity
+from flashattn_jit.jit.key import KernelKey, Request, kernel_key
 
 # --- compilers -----------------------------------------------------------------------------------
 
@@ -202,6 +203,11 @@ def flags_for(target: str) -> tuple[str, ...]:
     Raises TargetError for a target that no compiler flag is known for on this kind of machine.
     """
     return nvcc.flags(target) if is_cuda(target) else (*_cpu_flags(target), *_LINK_FLAGS)
+
+
+def key_of(request: Request) -> KernelKey:
+    """The key of a kernel. Raises TargetError as `flags_for`, FileNotFoundError."""
+    return kernel_key(request.spec, request.template, request.target, flags_for(request.target))
 
 
 def _cpu_flags(target: str) -> tuple[str, ...]:

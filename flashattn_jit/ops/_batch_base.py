@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
+from ..codegen.target import KV_DTYPES, Q_DTYPES
 from ..errors import InputError, LaunchError
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
+from ..variants.dtypes import DTYPE_NAMES
+from ..variants.ir import unscaled_integers
 from ..variants.modes import need_values
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
-from ..variants.queries import unscaled_integers
 from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites
@@ -27,7 +29,6 @@ from ._batch_run import Habits, Planned
 from ._bits import BlockBits, TreeBits, tree_words
 from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
-from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._replays import check_replayable, padded, with_room
 from ._traced import is_traced
@@ -87,8 +88,8 @@ class BatchBase:
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
         ):  # fmt: skip
-            if not isinstance(dtype, torch.dtype) or dtype not in allowed:
-                names = ", ".join(DTYPE_NAMES[d] for d in allowed)
+            if not isinstance(dtype, torch.dtype) or DTYPE_NAMES.get(dtype) not in allowed:
+                names = ", ".join(allowed)
                 raise InputError(
                     f"{name}={_check.shown(dtype)} is not supported; supported: {names}"
                 )

@@ -15,9 +15,9 @@ from ..jit.module import load_stepping
 from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
 from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows, requests_of
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR
 from ._handles import Structure
-from ._launch import DTYPE_NAMES
 from .limits import Limits
 
 PREFILL, FEW_ROW = 0, 1

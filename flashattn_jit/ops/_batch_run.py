@@ -11,11 +11,11 @@ import torch
 from .. import _C
 from ..errors import InputError, LaunchError
 from ..variants.binding import Bound, bind, bind_outside_modes
+from ..variants.dtypes import DTYPE_NAMES
 from . import _check
 from ._batch_kernels import Options
 from ._batch_plan import Batch, Params, Ready, Variation, mask_values, refuse_mask_params, vary
 from ._dense import bind_tensors, result_dtype
-from ._launch import DTYPE_NAMES
 from ._workspace import Workspace
 from .storage import owner_of
 

@@ -19,21 +19,10 @@ from ..errors import InputError
 from ..jit.module import load_stepping
 from ..planner.problem import Problem
 from ..planner.tiles import choose, item_rows, requests_of
-from ..variants.queries import unscaled_integers
+from ..variants.dtypes import DTYPE_NAMES
+from ..variants.ir import unscaled_integers
 from ._handles import Structure
 from ._recent import Recent
-
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-}
-"""Dtypes of q, k and v with their names in kernel specs."""
-
-Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KV_DTYPES = tuple(DTYPE_NAMES)
 
 _MIN_CHUNK = 256  # keys; a shorter split costs more in merging than it gains
 _L2_BYTES = _C.cache_sizes()[1]

@@ -35,8 +35,7 @@ from collections.abc import Iterator, Sequence
 from ..codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec
 from ..codegen.target import DTYPE_BYTES, compiled_target, is_cuda, takes_dtypes
 from ..errors import InputError
-from ..variants.ir import VariantIR
-from ..variants.queries import unscaled_integers
+from ..variants.ir import VariantIR, unscaled_integers
 from .tiles import placed
 
 FORMATS = (

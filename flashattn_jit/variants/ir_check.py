@@ -17,6 +17,7 @@ from .ir import (
     DTYPES,
     HOOK_INPUTS,
     HOOKS,
+    INT_BITS,
     MAX_NAME,
     OPS,
     ROW_HOOKS,
@@ -40,7 +41,7 @@ MAX_PARAMS = 1024
 MAX_RANK = 8
 MAX_TEXT = 1 << 16
 
-_INTS = ("uint8", "int8", "int16", "int32", "int64")
+_INTS = tuple(INT_BITS)
 _FLOATS = ("float32", "float64")
 _COMPARES = frozenset("ge gt le lt eq ne".split())
 _OF_FLOATS = frozenset(
@@ -48,7 +49,6 @@ _OF_FLOATS = frozenset(
     "atan sinh cosh erf floor ceil round trunc isnan isinf".split()
 )
 _OF_BITS = frozenset("and or xor not shl shr".split())
-_BITS = {"uint8": (0, 8), "int8": (1, 8), "int16": (1, 16), "int32": (1, 32), "int64": (1, 64)}
 _HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}")
 
 
@@ -411,8 +411,8 @@ def _constant(where: str, value: object, dtype: str) -> bool | int | float:
         if type(value) is not bool:
             raise fail(where, f"a bool is expected, got {show(value)}")
         return value
-    if dtype in _BITS:
-        signed, bits = _BITS[dtype]
+    if dtype in INT_BITS:
+        signed, bits = int(dtype != "uint8"), INT_BITS[dtype]
         return integer(where, value, -(2 ** (bits - 1)) * signed, 2 ** (bits - signed) - 1)
     text = record(where, value, ("f",))["f"]
     if text in ("inf", "-inf", "nan"):

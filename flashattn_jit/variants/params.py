@@ -13,8 +13,8 @@ import torch
 
 from flashattn_jit import _C
 from flashattn_jit.errors import ParamError, VariantError
+from flashattn_jit.variants.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.modes import is_quiet, outside_modes
-from flashattn_jit.variants.promotion import DTYPE_NAMES
 from flashattn_jit.variants.readable import PLAIN, refuse_unreadable, unreadable
 
 RESERVED = frozenset({

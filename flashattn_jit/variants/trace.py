@@ -25,7 +25,7 @@ from flashattn_jit.variants import (
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.promotion import is_float
+from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_fold import Emitter
 from flashattn_jit.variants.trace_host import HostProgram, HostTensor, Source, map_tree

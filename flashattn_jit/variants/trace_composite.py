@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flashattn_jit.variants.promotion import is_float
+from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.trace_ops import (
     HANDLERS,
     as_float,

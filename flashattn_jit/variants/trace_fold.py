@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flashattn_jit.variants import ir
-from flashattn_jit.variants.promotion import category, is_float
+from flashattn_jit.variants.ir import category, is_float
 
 _NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashattn_jit.variants.promotion import category, value_dtype
+from flashattn_jit.variants.dtypes import VALUE_DTYPES
+from flashattn_jit.variants.ir import category
 from flashattn_jit.variants.trace_host import HostTensor
 from flashattn_jit.variants.trace_ops import cast, op, val
 from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer
@@ -101,7 +102,7 @@ def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
 
 def load(t: Tracer, c: Captured) -> Value:
     """The element, or the last dims as a short vector, as a value of the hook."""
-    dtype = value_dtype(c.host.dtype)
+    dtype = VALUE_DTYPES.get(c.host.dtype)
     if dtype is None:
         t.refuse(
             f"{c.host.name!r}, a tensor of {c.host.dtype}",
@@ -158,7 +159,7 @@ def _searchsorted(
             "capture the sorted tensor, one dim, without a sorter",
         )
     host = materialise(t, sorted_sequence)
-    dtype = value_dtype(host.dtype)
+    dtype = VALUE_DTYPES.get(host.dtype)
     x = val(input)
     if dtype is None or math.prod(x.shape) != 1:
         t.refuse("searchsorted of a vector", "search one value at a time")

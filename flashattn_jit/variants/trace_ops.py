@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from flashattn_jit.variants.promotion import category, is_float, result_dtype, value_dtype
+from flashattn_jit.variants.dtypes import VALUE_DTYPES
+from flashattn_jit.variants.ir import category, is_float, result_dtype
 from flashattn_jit.variants.trace_values import Number, Shape, Value, tracer
 
 Handler = Callable[..., Any]
@@ -388,7 +389,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 
 def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     """A conversion the user asked for; half precision is read as float32 inside hooks."""
-    name = value_dtype(dtype)
+    name = VALUE_DTYPES.get(dtype)
     if name is None:
         tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
     return cast(x, name)

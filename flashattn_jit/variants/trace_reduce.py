@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flashattn_jit.variants.promotion import is_float
+from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.trace_ops import (
     as_float,
     binary,

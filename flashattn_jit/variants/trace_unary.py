@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashattn_jit.variants.promotion import is_float
+from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.trace_ops import (
     aligned,
     as_float,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from flashattn_jit.errors import TraceError
+from flashattn_jit.variants.dtypes import TORCH_DTYPES
 from flashattn_jit.variants.modes import outside_modes
-from flashattn_jit.variants.promotion import TORCH_DTYPES
 from flashattn_jit.variants.trace_host import HostTensor, HostText, Source
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Walk, stride_pattern
+from flashattn_jit.variants.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.promotion import DTYPE_NAMES
 from flashattn_jit.variants.trace import Tracer
 from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_host import Finish, HostTensor, Source

@@ -26,10 +26,9 @@ from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner.reachable import reachable, utilities
 from flashattn_jit.planner.tiles import request_of, requests_of
-from flashattn_jit.variants.ir import OPS, VariantIR
+from flashattn_jit.variants.ir import OPS, VariantIR, unscaled_integers
 from flashattn_jit.variants.lower_expr import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.queries import unscaled_integers
 from flashattn_jit.variants.spec import as_variant
 from tests.registry import CASES
 from tests.registry_case import Case

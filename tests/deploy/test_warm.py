@@ -470,10 +470,10 @@ def test_entries_of_another_version_or_forged_ones_are_refused(
             spec = json.loads(task)
             for s in wanted_specs("Causal", **HERE):
                 if s.document() == spec["document"]:
-                    from flashattn_jit.deploy.entries import key_of
+                    from flashattn_jit.jit.toolchain import key_of
                     from flashattn_jit.planner.tiles import request_of
 
-                    key = key_of(request_of(s))
+                    key = key_of(request_of(s)).hex
                     shipped = [{"key": key, "compiler_id": "gcc-1", "files": {"artifact.so": b"x"},
                                 "meta": {"key": key}}]  # fmt: skip
                     return result(key=key, entries=shipped if entries else [])

@@ -37,7 +37,7 @@ PYTHON = (
             'return _integer_division("floordiv", input, other)',
             "`7 // kv_idx` in a hook divides the other way round.",
             "tests/variants/test_trace_ops.py"),
-    Mistake("uint8 and int8", f"{VARIANTS}/promotion.py",
+    Mistake("uint8 and int8", f"{VARIANTS}/ir.py",
             'return "int16" if other == "int8" else other', "return other",
             "A sum of uint8 and int8 wraps at 127.",
             "tests/variants/test_trace_make_fx.py"),

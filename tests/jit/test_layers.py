@@ -16,7 +16,8 @@ from flashattn_jit.jit import layers as layers_module
 from flashattn_jit.jit import store as store_module
 from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.layers import FolderLayer, PackLayer, found_in_folder
-from flashattn_jit.jit.module import KernelCache, layers
+from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.remote import layers
 from flashattn_jit.jit.store import Store
 
 from .entries import CLANG, GCC, adopt, digest, key_of, make, tree

@@ -355,7 +355,7 @@ def test_hits_import_no_fsspec(new_cache, cache_root: Path, monkeypatch) -> None
     adopt(Store(cache_root), make())
     before = tree(cache_root)
     program = (
-        "import sys; from flashattn_jit.jit.module import layers\n"
+        "import sys; from flashattn_jit.jit.remote import layers\n"
         f"assert layers()[0].search({KEY!r}, None).found\n"
         "print([name for name in ('fsspec', 'aiohttp', 'jinja2') if name in sys.modules])"
     )
