@@ -1,4 +1,4 @@
-"""Which tile kind and tile serve which problem: the measurements behind planner/cpu_tiles.py.
+"""Which tile kind and tile serve which problem: the measurements behind planner/tiles.py.
 
     python -m benchmarks.cpu_tiles [--save]
 

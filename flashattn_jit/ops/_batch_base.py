@@ -18,8 +18,7 @@ from ..variants.compose import present_hooks
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import unscaled_integers
 from ..variants.modes import need_values
-from ..variants.normalizers import Pointwise
-from ..variants.params import Dims
+from ..variants.params import Dims, Pointwise
 from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites

@@ -10,6 +10,7 @@ import torch
 
 from flashattn_jit.variants.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.trace_host import HostTensor, map_tree
+from flashattn_jit.variants.trace_nodes import index
 from flashattn_jit.variants.trace_ops import ELEMENTWISE, cast, const, to_dtype, val
 from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer
 
@@ -35,9 +36,7 @@ def host_call(
     if args and type(args[0]) is Captured and _writes(name):
         t.refuse_mutation(name)
     if name == "__getitem__":
-        from flashattn_jit.variants import trace_load
-
-        return trace_load.index(t, args[0], args[1])
+        return index(t, args[0], args[1])
     if name in ("tensor", "as_tensor", "scalar_tensor") and type(args[0]) is Number:
         made = val(args[0])
         dtype = kwargs.get("dtype")
