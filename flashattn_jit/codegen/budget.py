@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..variants.ir import ROW_HOOKS, VariantIR
+from ..variants.lower_row import lower_cuda
 from .spec import KernelSpec
 from .target import compiled_target
 
@@ -113,9 +114,7 @@ def row_temps(variant: VariantIR) -> int:
     graphs = [(hook, variant.hook(hook)) for hook in ROW_HOOKS]
     if not any(graph for _, graph in graphs):
         return 0
-    from ..variants.lower_row_cuda import lower
-
-    return max(lower(hook, graph, variant.tensors)[1] for hook, graph in graphs if graph)
+    return max(lower_cuda(hook, graph, variant.tensors)[1] for hook, graph in graphs if graph)
 
 
 def _up(n: int, multiple: int) -> int:

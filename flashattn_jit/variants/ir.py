@@ -89,6 +89,10 @@ OPS: Mapping[str, OpInfo] = {
 }
 
 
+BUILTINS = {"q_len": "int32", "kv_len": "int32", "q_row": "int64", "kv_slot": "int64"}
+"""Lengths and places of a request that every hook may ask for (`builtins.py`), with dtypes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One operation. `args` are indices of earlier nodes of the same graph."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ManifestError
 from .ir import (
+    BUILTINS,
     DTYPES,
     HOOK_INPUTS,
     HOOKS,
@@ -301,7 +302,7 @@ class _GraphCheck:
 
     def length(self, where: str, node: Node) -> None:
         self.indices(where, node)
-        self.want(where, node, "int32" if node.op.endswith("len") else "int64", ())
+        self.want(where, node, BUILTINS[node.op], ())
 
     def map(self, where: str, node: Node) -> None:
         args = self.args(node)
@@ -386,7 +387,7 @@ _RULES: Mapping[str, _Rule] = {
     "slice": _GraphCheck.slice,
     "cat": _GraphCheck.cat,
     "interleave": _GraphCheck.interleave,
-    **dict.fromkeys(("q_len", "kv_len", "q_row", "kv_slot"), _GraphCheck.length),
+    **dict.fromkeys(BUILTINS, _GraphCheck.length),
 }
 
 

@@ -51,7 +51,6 @@ LONG_VECTOR = 4096
 """Elements of a vector in row hooks."""
 
 _INT_INPUTS = frozenset({"b", "h", "kv_h", "q_idx", "kv_idx"})
-_BUILTINS = {"q_len": "int32", "kv_len": "int32", "q_row": "int64", "kv_slot": "int64"}
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
                      "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
                      "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
@@ -260,7 +259,7 @@ class Tracer:
     def builtin(self, name: str, args: tuple[Any, ...]) -> Value:
         """fa.q_len and its siblings."""
         nodes = [cast(self.as_value(a), "int32").node for a in args]
-        dtype = _BUILTINS[name]
+        dtype = ir.BUILTINS[name]
         return Value(self.emitter.emit(name, nodes, dtype), dtype)
 
     # --- calls -------------------------------------------------------------------------------
