@@ -1,12 +1,12 @@
 """Kernel specs: everything that decides the code of one artifact, and nothing else.
 
 First the spec of an attention kernel, then that of the CUDA kernels that are no attention (merging
-states, writing to pages), then what people call either.
+states, writing to pages), then what people call either, and what the cache is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -134,3 +134,19 @@ def tile_words(
     head_dim, head_dim_v = head_dims
     dims = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}/{head_dim_v}"
     return " ".join([str(kind), f"{tile_q}x{tile_kv}", dims, short, *features])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One kernel that is wanted.
+
+    spec: the canonical JSON of its spec, target included. template: its root template's name below
+    templates/. render: makes the source, on a miss. name: of the variant, for people; no key
+    depends on it. A request may go to another process: its renderer is picklable.
+    """
+
+    spec: str
+    template: str
+    target: str
+    render: Callable[[], str]
+    name: str = "variant"

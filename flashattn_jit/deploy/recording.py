@@ -23,9 +23,8 @@ from pathlib import Path
 
 from .. import _C, env
 from ..codegen.document import Line, line_of, spec_from_document
-from ..codegen.spec import AnySpec
+from ..codegen.spec import AnySpec, Request
 from ..errors import ManifestError
-from ..jit.key import Request
 from ..jit.module import default
 from .manifest import check_writable, write_manifest
 

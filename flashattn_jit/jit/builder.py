@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flashattn_jit import env
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.errors import CacheError, CompileError
 from flashattn_jit.jit import key as keys
@@ -33,7 +34,7 @@ from flashattn_jit.jit.entry import (
     Entry,
     may_be_swapped,
 )
-from flashattn_jit.jit.key import KernelKey, Request
+from flashattn_jit.jit.key import KernelKey
 from flashattn_jit.jit.layers import Counters, Found, found_in_folder, oldest_driver
 from flashattn_jit.jit.misses import SHIP
 from flashattn_jit.jit.store import Store

@@ -1,7 +1,6 @@
-"""What the cache is asked for, and the key under which it has it.
+"""The key of a kernel: sha256 over a canonical document of everything that decides its artifact.
 
-A key is a sha256 over a canonical document of everything that decides a kernel's artifact. The
-document holds no path, time, process id, `hash()`, Python or torch version, and needs neither
+The document holds no path, time, process id, `hash()`, Python or torch version, and needs neither
 rendering nor a compiler, so any machine computes the same key for the same kernel.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from os.path import isfile
@@ -35,22 +34,6 @@ _EXPRESSION = re.compile(r"\{\{.*?\}\}")
 _IMPORT = re.compile(rb"from (flashattn_jit|\.+)\.?([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
 _WORD = re.compile(rb"\w+")
 _TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']+)["']""")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One kernel that is wanted.
-
-    spec: the canonical JSON of its spec, target included. template: its root template's name below
-    templates/. render: makes the source, on a miss. name: of the variant, for people; no key
-    depends on it. A request may go to another process: its renderer is picklable.
-    """
-
-    spec: str
-    template: str
-    target: str
-    render: Callable[[], str]
-    name: str = "variant"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import (
     Difference,
     FlashAttnJitError,
@@ -16,7 +17,7 @@ from flashattn_jit.errors import (
     Searched,
     UnsafeCacheError,
 )
-from flashattn_jit.jit.key import Document, KernelKey, Request
+from flashattn_jit.jit.key import Document, KernelKey
 from flashattn_jit.jit.layers import Layer
 from flashattn_jit.variants.ir import HOOKS
 

@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from flashattn_jit import _C, env
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import AbiError, CacheError, CompileError, Searched, TargetError
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.builder import Builder, BuildFunction, Obtained, Wanted
 from flashattn_jit.jit.driver import Compiler
 from flashattn_jit.jit.entry import ARTIFACT, META, CompilerIdentity, CorruptEntryError
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.layers import (
     Counters,
     Found,

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashattn_jit import env
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit import nvcc
@@ -36,7 +37,7 @@ from flashattn_jit.jit.driver import (
     write_wrapper,
 )
 from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity
-from flashattn_jit.jit.key import KernelKey, Request, kernel_key
+from flashattn_jit.jit.key import KernelKey, kernel_key
 
 # --- compilers -----------------------------------------------------------------------------------
 

@@ -5,18 +5,10 @@ packed rows, so the kernels that a variant can ever need are a short list (`reac
 sizes, thread count and lengths decide run-time values only (`schedule`).
 """
 
-from .devices import (
-    DEVICES,
-    Device,
-    Hardware,
-    device_hardware,
-    host_hardware,
-    named_hardware,
-    typical_hardware,
-)
+from .costs import Hardware, Slots, host_hardware, min_chunk, slots
+from .devices import DEVICES, Device, device_hardware, named_hardware, typical_hardware
 from .problem import Problem, RooflinePoint, roofline
 from .reachable import FORMATS, reachable, retarget, utilities
-from .slots import Slots, min_chunk, slots
 from .tiles import TileChoice, candidates, choose, fallbacks, placed
 
 __all__ = [

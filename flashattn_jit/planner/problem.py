@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..codegen.target import DTYPE_BYTES
-from .devices import Device, Hardware
+from .costs import Hardware
+from .devices import Device
 
 
 @dataclass(frozen=True, slots=True)

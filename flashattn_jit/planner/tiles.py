@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..codegen.spec import AnySpec, KernelSpec, TileKind, name_of
+from ..codegen.spec import AnySpec, KernelSpec, Request, TileKind, name_of
 from ..codegen.target import LANES, compiled_target, has_amx, is_cuda, matrix_dtype
-from ..jit.key import Request
 from ..variants.ir import VariantIR
 from . import cuda_tiles
 from .problem import Problem

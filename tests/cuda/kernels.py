@@ -14,11 +14,10 @@ import pytest
 
 from flashattn_jit import planner
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import KernelSpec, TileKind
+from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
 from flashattn_jit.codegen.target import CUDA_TARGETS
 from flashattn_jit.jit import nvcc
 from flashattn_jit.jit.driver import BuildFailure
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.jit.resources import Report, load_report
 from flashattn_jit.jit.toolchain import find_compiler

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import InputError, UnsafeCacheError
 from flashattn_jit.jit import eviction
 from flashattn_jit.jit.entry import Entry
 from flashattn_jit.jit.eviction import collect, remove
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.store import Store
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _C
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.deploy.pack_writer import write_pack
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
 from flashattn_jit.jit import layers as layers_module
 from flashattn_jit.jit import store as store_module
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.layers import FolderLayer, PackLayer, found_in_folder
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.remote import layers

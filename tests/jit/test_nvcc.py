@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import CUDA_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit import nvcc, toolchain
 from flashattn_jit.jit.driver import BuildFailure, Compiler, SpillError
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.layers import oldest_driver
 from flashattn_jit.jit.module import KernelCache, min_driver
 from flashattn_jit.jit.resources import load_report

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import AbiError, CacheError, CompileError, MissingKernelError
 from flashattn_jit.jit import layers, locks, module, toolchain
 from flashattn_jit.jit.driver import BuildFailure
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.jit.store import Store
 from tests import processes

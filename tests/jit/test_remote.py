@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit import remote
 from flashattn_jit.jit.entry import CorruptEntryError
-from flashattn_jit.jit.key import Request
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.remote import RemoteError, RemoteLayer, public_url, push
 from flashattn_jit.jit.store import Store
@@ -319,7 +319,7 @@ def test_a_look_up_that_hangs_ends_is_told_and_is_not_repeated(
 SILENT = """
 import os, sys, time
 import flashattn_jit as fa
-from flashattn_jit.jit.key import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit.module import load_stepping
 start = time.monotonic()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _C, env
-from flashattn_jit.jit.key import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.ops import _batch_device, _batch_kernels, _dense, _device, _launch, _utility
 
 _NOTHING = """
