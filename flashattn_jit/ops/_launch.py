@@ -17,8 +17,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.target import LANES
 from ..errors import InputError
 from ..jit.module import load_stepping
-from ..planner.problem import Problem
-from ..planner.tiles import choose, item_rows, requests_of
+from ..planner.tiles import Problem, choose, item_rows, requests_of
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import unscaled_integers
 from ._handles import Structure

@@ -1,4 +1,4 @@
-"""What work costs: this machine's rates, the slots of a GPU, and nanoseconds for the scheduler.
+"""What work costs: rates of this machine, the roofline, slots of a GPU, and nanoseconds.
 
 A work item of R packed rows over K keys costs ``item + K * max(load, R * pair)``, and ``state`` a
 row more where it writes a partial state: the larger of the time that its keys take to arrive and
@@ -31,7 +31,7 @@ from ..codegen.target import (
     matrix_dtype,
 )
 from .devices import Device, typical_hardware
-from .tiles import on_tiles
+from .tiles import Problem, on_tiles
 
 # --- this machine --------------------------------------------------------------------------------
 
@@ -155,6 +155,30 @@ def min_chunk(spec: KernelSpec) -> int:
     return max(_MIN_CHUNK[spec.tile_kind], spec.tile_kv)
 
 
+# --- where a problem lies ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RooflinePoint:
+    """Where a problem lies: `bound` is ``"compute"`` or ``"memory"``."""
+
+    intensity: float
+    ridge: float
+    attainable_flops: float
+    bound: str
+
+
+def roofline(problem: Problem, hardware: Hardware | Device, matrix_dtype: str) -> RooflinePoint:
+    """The roofline model (Williams et al., 2009) for one problem on one machine."""
+    peak = hardware.flops(matrix_dtype)
+    ridge = peak / hardware.read_bytes_per_s
+    intensity = problem.intensity()
+    attainable = min(peak, intensity * hardware.read_bytes_per_s)
+    return RooflinePoint(
+        intensity, ridge, attainable, "compute" if intensity >= ridge else "memory"
+    )
+
+
 # --- costs of work -------------------------------------------------------------------------------
 
 _CUDA_ITEM_NS = 2000.0
@@ -244,6 +268,7 @@ def least_part(spec: KernelSpec) -> int:
 __all__ = [
     "Costs",
     "Hardware",
+    "RooflinePoint",
     "Slots",
     "clock_hz",
     "coefficients",
@@ -252,5 +277,6 @@ __all__ = [
     "merge_cost",
     "min_chunk",
     "read_bytes_per_s_per_core",
+    "roofline",
     "slots",
 ]

@@ -6,8 +6,8 @@ lengths, head counts or the machine, so the kernels that a variant can ever need
 On CPUs few packed rows per key-value head mean that each loaded key serves little arithmetic: the
 problem is bound by memory and gets the few-row kernel, which streams K and V without packing. Many
 rows mean that arithmetic is the bound: the prefill kernel with the largest tile that its registers
-and a core's L2 hold. Those tiles come first; the tables of CUDA are in `cuda_tiles`. Then the
-choice, and what the cache is asked for.
+and a core's L2 hold. The problem and those tiles come first; the tables of CUDA are in `cuda_tiles`. Then
+the choice, and what the cache is asked for.
 """
 
 from __future__ import annotations
@@ -16,10 +16,57 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..codegen.spec import AnySpec, KernelSpec, Request, TileKind, name_of
-from ..codegen.target import LANES, compiled_target, has_amx, is_cuda, matrix_dtype
+from ..codegen.target import DTYPE_BYTES, LANES, compiled_target, has_amx, is_cuda, matrix_dtype
 from ..variants.ir import VariantIR
 from . import cuda_tiles
-from .problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Shapes and lengths of one call before planning.
+
+    Lengths are per request; a dense batch repeats one. Dtypes are torch's names.
+    """
+
+    q_len: tuple[int, ...]
+    kv_len: tuple[int, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    q_dtype: str
+    k_dtype: str
+    v_dtype: str
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def packed_rows(self) -> int:
+        """The most query rows that share one K and V: q_len x group_size of the longest request."""
+        return max(self.q_len, default=0) * self.group_size
+
+    def flops(self, density: float = 1.0) -> float:
+        """Multiply-adds of both products, counted as two, over the share of pairs kept."""
+        pairs = sum(q * k for q, k in zip(self.q_len, self.kv_len, strict=True))
+        return 2.0 * pairs * self.num_q_heads * (self.head_dim + self.head_dim_v) * density
+
+    def bytes(self, density: float = 1.0) -> float:
+        """Bytes that must move at least once: q, out, and the keys and values that are read."""
+        q_rows, kv_rows = sum(self.q_len), sum(self.kv_len)
+        q_item = DTYPE_BYTES[self.q_dtype]
+        ends = q_rows * self.num_q_heads * (self.head_dim + self.head_dim_v) * q_item
+        row = (
+            self.head_dim * DTYPE_BYTES[self.k_dtype] + self.head_dim_v * DTYPE_BYTES[self.v_dtype]
+        )
+        return ends + kv_rows * self.num_kv_heads * row * density
+
+    def intensity(self) -> float:
+        """Operational intensity in FLOP per byte; the mask's density cancels but for q and out."""
+        return self.flops() / max(1.0, self.bytes())
+
 
 # --- tiles of CPU kernels ------------------------------------------------------------------------
 
