@@ -14,7 +14,7 @@ from ..codegen.render import render
 from ..codegen.spec import KernelSpec
 from ..codegen.target import matrix_dtype
 from ..errors import CompileError, InputError
-from ..jit.key import KernelKey
+from ..jit.entry import KernelKey
 from ..jit.toolchain import key_of
 from ..ops._check import check_dense, check_lengths
 from ..planner import (

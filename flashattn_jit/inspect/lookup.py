@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import Nearest, Searched
-from ..jit.key import KernelKey
+from ..jit.entry import KernelKey
 from ..jit.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
 from ..jit.misses import build_command, nearest_in
 from ..jit.remote import layers

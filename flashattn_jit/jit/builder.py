@@ -23,7 +23,6 @@ from flashattn_jit import env
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.errors import CacheError, CompileError
-from flashattn_jit.jit import key as keys
 from flashattn_jit.jit import nvcc, toolchain
 from flashattn_jit.jit.driver import BuildFailure, Compiler, SpillError
 from flashattn_jit.jit.entry import (
@@ -32,9 +31,10 @@ from flashattn_jit.jit.entry import (
     CompilerIdentity,
     CorruptEntryError,
     Entry,
+    KernelKey,
     may_be_swapped,
+    sources_changed,
 )
-from flashattn_jit.jit.key import KernelKey
 from flashattn_jit.jit.layers import Counters, Found, found_in_folder, oldest_driver
 from flashattn_jit.jit.misses import SHIP
 from flashattn_jit.jit.store import Store
@@ -224,7 +224,7 @@ class Builder(Generic[T]):
     ) -> Entry | None:
         """Publishes a staged build; None where it cannot be."""
         assert self.compiler is not None
-        if keys.sources_changed(wanted.request.template):
+        if sources_changed(wanted.request.template):
             log.warning("templates or headers changed since the key was made: not kept")
             return None
         store, key = self.store, wanted.key.hex

@@ -20,11 +20,10 @@ from pathlib import Path
 from flashattn_jit import env
 from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
 from flashattn_jit.jit.driver import failure
-from flashattn_jit.jit.entry import ARTIFACT, CorruptEntryError, is_safe_root
-from flashattn_jit.jit.key import document_digest
+from flashattn_jit.jit.entry import ARTIFACT, CorruptEntryError, document_digest
 from flashattn_jit.jit.layers import found_in_folder
 from flashattn_jit.jit.locks import build_lock
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.store import Store, is_safe_root
 from flashattn_jit.jit.toolchain import ask_version, find_compiler, missing_cxx
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,12 @@
-"""One kernel on disk, read without trusting it: owners and modes, its folder, its meta.json.
+"""The key of a kernel, and its entry on disk, read without trusting it.
 
-First which folders and files may hold code that is loaded: our own, that nobody else can write
-(read-only layers may be root's as well: images and site installations are). Then an entry, the
-checks of its meta.json, and how it is read.
+A key is a sha256 over a canonical document of everything that decides a kernel's artifact. The
+document holds no path, time, process id, `hash()`, Python or torch version, and needs neither
+rendering nor a compiler, so any machine computes the same key for the same kernel.
+
+First keys, and the files of ours that decide a source. Then who may have written what is loaded:
+nobody but us, and root in read-only layers, as images and site installations are root's. Then an
+entry: its folder, the checks of its meta.json, and how it is read.
 """
 
 from __future__ import annotations
@@ -13,61 +17,174 @@ import json
 import os
 import re
 import stat
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit import _C
-from flashattn_jit.errors import CacheError, UnsafeCacheError
-from flashattn_jit.jit.key import document_digest
+from flashattn_jit import _C, env
+from flashattn_jit.errors import CacheError
 from flashattn_jit.variants.ir import MAX_NAME
 
-ARTIFACT = "artifact.so"
-META = "meta.json"
-STEPPED_DOWN = "stepped_down"
+# --- keys ----------------------------------------------------------------------------------------
 
-MOST_FILE_BYTES = 1 << 30
-MOST_META_BYTES = 16 << 20
-_MOST_FILES = 64
+# Raised when the meaning of an entry or of a document field changes.
+SCHEMA = 1
 
-_KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
-_COMPILER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", re.ASCII)
+# The module that renders. With the modules of these folders that it imports, it decides the text of
+# a source; the parts of the package below them (errors, environment, paths) do not.
+_GENERATOR = "codegen/render.py"
+_GENERATING = ("codegen/", "variants/")
 
-# --- whose files are loaded ----------------------------------------------------------------------
+# nvcc includes it in front of every source of ours.
+_CUDA_PRELUDE = "fajit/cuda/lean/cuda_runtime.h"
+
+# Each begins with a literal, which the search skips to: 2 ms less than anchors at line starts. A
+# match inside a comment only adds a file.
+_HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/(?:\{\{.*?\}\}|[^>"{])+)[>"]')
+_EXPRESSION = re.compile(r"\{\{.*?\}\}")
+_IMPORT = re.compile(rb"from (flashattn_jit|\.+)\.?([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
+_WORD = re.compile(rb"\w+")
+_TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']+)["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """`hex` names the kernel; `document` is what it was computed from, field by field, in order."""
+
+    hex: str
+    document: tuple[tuple[str, str], ...]
+
+
+Document = Mapping[str, str] | Iterable[Sequence[str]]
+"""A key document: `KernelKey.document`, or what meta.json holds of it."""
+
+
+def kernel_key(spec: str, template: str, target: str, flags: Sequence[str]) -> KernelKey:
+    """The key of a kernel.
+
+    `spec` is the kernel spec's canonical JSON, `template` its root template's name below
+    templates/, `flags` the compiler's, in order. Raises FileNotFoundError for a missing template
+    or header.
+    """
+    document = (
+        ("schema", str(SCHEMA)),
+        ("abi_version", str(_C.ABI_VERSION)),
+        ("target", target),
+        ("flags", "\n".join(flags)),
+        ("sources", sources_digest(template)),
+        ("spec", spec),
+    )
+    return KernelKey(document_digest(document), document)
+
+
+def document_digest(document: Iterable[Sequence[str]]) -> str:
+    """The key of a document. Raises ValueError for text that cannot be encoded."""
+    return _digest((name, text.encode()) for name, text in document)
+
+
+@cache
+def sources_digest(template: str) -> str:
+    """Digest of what renders and what is included, computed once a process: see `read_sources`."""
+    return read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
+
+
+def sources_changed(template: str) -> bool:
+    """Whether the files changed since `sources_digest` first read them."""
+    fresh = read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
+    return fresh != sources_digest(template)
+
+
+def read_sources(template: str, templates: Path, headers: Path, package: Path) -> str:
+    """Digest of the files that `reached_sources` finds: of their names and contents."""
+    return _digest(sorted(reached_sources(template, templates, headers, package).items()))
+
+
+def reached_sources(
+    template: str, templates: Path, headers: Path, package: Path
+) -> dict[str, bytes]:
+    """A template, the templates and fajit/ headers that it reaches, and the code generator.
+
+    Names are below these folders: ``include/fajit/abi.h``. Every `#include` and `import` is
+    followed, also one that a macro or a condition would skip.
+    """
+    # Strings and plain stat calls: with pathlib this takes half of the time of a hit on disk.
+    folders = {"templates": f"{templates}/", "include": f"{headers}/", "package": f"{package}/"}
+    contents: dict[str, bytes] = {}
+    pending = [("templates", template)]
+    if _is_file(folders["package"] + _GENERATOR):
+        pending.append(("package", _GENERATOR))
+    if ".cu." in template and _is_file(folders["include"] + _CUDA_PRELUDE):
+        pending.append(("include", _CUDA_PRELUDE))
+    modules: dict[str, bool] = {}
+    while pending:
+        kind, name = pending.pop()
+        label = f"{kind}/{name}"
+        if label in contents:
+            continue
+        with open(folders[kind] + name, "rb") as file:  # noqa: PTH123
+            contents[label] = text = file.read()
+        if kind == "package":
+            pending += [("package", f) for f in _imported(name, text, folders[kind], modules)]
+            continue
+        pending += [
+            ("include", header)
+            for found in _HEADER.findall(text)
+            for header in _headers_named(found.decode(), headers)
+        ]
+        if kind == "templates":
+            pending += [("templates", found.decode()) for found in _TEMPLATE.findall(text)]
+    return contents
+
+
+def _headers_named(name: str, headers: Path) -> Iterator[str]:
+    """The header `name`; every header that it may become where an expression makes it."""
+    if "{{" not in name:
+        yield name
+        return
+    for path in headers.glob(_EXPRESSION.sub("*", name)):
+        yield path.relative_to(headers).as_posix()
+
+
+def _imported(name: str, text: bytes, package: str, modules: dict[str, bool]) -> Iterator[str]:
+    """Files of the generating folders that the module in file `name` imports by `from ... import`.
+
+    `modules` remembers which files there are.
+    """
+    parents = name.split("/")[:-1]
+    for start, module, names in _IMPORT.findall(text):
+        # A module's first dot is its own folder; the absolute form starts at the package.
+        above = 0 if start == b"flashattn_jit" else max(0, len(parents) + 1 - len(start))
+        folder = [*parents[:above], *(module.decode().split(".") if module else ())]
+        candidates = [folder, *([*folder, word.decode()] for word in _WORD.findall(names))]
+        for candidate in candidates:
+            found = "/".join(candidate) + ".py"
+            if found not in modules:
+                modules[found] = found.startswith(_GENERATING) and _is_file(package + found)
+            if modules[found]:
+                yield found
+
+
+def _is_file(path: str) -> bool:
+    return isfile(path)  # noqa: PTH113
+
+
+def _digest(fields: Iterable[tuple[str, bytes]]) -> str:
+    # Lengths in front of names and values: no two documents share their bytes.
+    digest = hashlib.sha256()
+    for name, value in fields:
+        for part in (name.encode(), value):
+            digest.update(len(part).to_bytes(8, "big"))
+            digest.update(part)
+    return digest.hexdigest()
+
+
+# --- who may have written it ---------------------------------------------------------------------
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_MOST_LINKS = 40
 _ROOT = 0
-
-
-def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
-    """Whether a folder of kernels is there. Raises UnsafeCacheError where others can write to it.
-
-    A link on the way to it is followed only where nobody else could have put it there.
-    """
-    try:
-        status = root.stat()
-    except OSError:
-        # Absent or out of reach. A writer finds out which when it makes the folder.
-        return False
-    if not stat.S_ISDIR(status.st_mode):
-        raise UnsafeCacheError(f"the kernel cache {root} is no folder; {_remedy(read_only)}")
-    _check(status, root, f"the kernel cache {root}", read_only)
-    return True
-
-
-def check_file(path: Path, *, installed: bool = False) -> None:
-    """Raises UnsafeCacheError where others can write to a file of a read-only layer.
-
-    installed: see `others_write`. Raises OSError where it is missing.
-    """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise UnsafeCacheError(f"{path} is no regular file; {_remedy(True)}")
-    _check(status, path, f"the pack {path}", read_only=True, installed=installed)
 
 
 def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
@@ -86,7 +203,7 @@ def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
 
 def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
     """What is wrong with the owner or the mode of something that is loaded; nothing: empty."""
-    if not _is_ours(status, read_only):
+    if not is_ours(status, read_only):
         return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
     if others_write(status, installed=installed):
         return f"has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it"
@@ -103,78 +220,35 @@ def may_be_swapped(folder: Path) -> bool:
             status = above.stat()
         except OSError:
             return True
-        if _others_may_rename(status):
+        if others_may_rename(status):
             return True
     return False
 
 
-def _is_ours(status: os.stat_result, read_only: bool) -> bool:
+def is_ours(status: os.stat_result, read_only: bool) -> bool:
+    """Whether something belongs to this user, or to root where it is `read_only`."""
     return status.st_uid == os.geteuid() or (read_only and status.st_uid == _ROOT)
 
 
-def _others_may_rename(folder: os.stat_result) -> bool:
+def others_may_rename(folder: os.stat_result) -> bool:
     """Whether others may give what lies in a folder another name."""
     sticky = folder.st_mode & stat.S_ISVTX
-    return not _is_ours(folder, True) or (folder.st_mode & _OTHERS_WRITE != 0 and not sticky)
-
-
-def _check(
-    status: os.stat_result, path: Path, name: str, read_only: bool, installed: bool = False
-) -> None:
-    if wrong := complaint(status, read_only=read_only, installed=installed):
-        remedy = _remedy(read_only)
-        if _is_ours(status, read_only):
-            remedy = f"check what is in it, then run: chmod go-w {path}"
-        raise UnsafeCacheError(
-            f"{name} {wrong}, and loading kernels from it would run their code; {remedy}"
-        )
-    if os.path.realpath(path) != str(path):
-        _check_links(path, name)
-
-
-def _check_links(path: Path, name: str) -> None:
-    """Follows every link on the way to `path`, as the system does."""
-    here, pending, links = "/", deque(path.parts[1:]), 0
-    while pending:
-        part = pending.popleft()
-        if part in ("", "."):
-            continue
-        if part == "..":
-            here = os.path.dirname(here)  # noqa: PTH120
-            continue
-        _check_folder(here, name)
-        step = os.path.join(here, part)  # noqa: PTH118
-        status = os.lstat(step)
-        if not stat.S_ISLNK(status.st_mode):
-            here = step
-            continue
-        links += 1
-        if not _is_ours(status, True) or links > _MOST_LINKS:
-            raise UnsafeCacheError(
-                f"{name} lies behind the link {step} of user {status.st_uid}, who could lead it "
-                "elsewhere; name the folder itself"
-            )
-        target = Path(step).readlink()
-        if target.is_absolute():
-            here = "/"
-        pending.extendleft(reversed([part for part in target.parts if part != "/"]))
-
-
-def _check_folder(folder: str, name: str) -> None:
-    if _others_may_rename(os.lstat(folder)):
-        raise UnsafeCacheError(
-            f"{name} lies behind a link, and others may write to {folder} on the way to it, so "
-            f"could lead it elsewhere; name the folder itself, or run: chmod go-w {folder}"
-        )
-
-
-def _remedy(read_only: bool) -> str:
-    if read_only:
-        return "name another in FLASHATTN_JIT_CACHE_PATH, owned by you or by root"
-    return "set FLASHATTN_JIT_CACHE_DIR to a folder of your own"
+    return not is_ours(folder, True) or (folder.st_mode & _OTHERS_WRITE != 0 and not sticky)
 
 
 # --- an entry ------------------------------------------------------------------------------------
+
+ARTIFACT = "artifact.so"
+META = "meta.json"
+STEPPED_DOWN = "stepped_down"
+
+MOST_FILE_BYTES = 1 << 30
+MOST_META_BYTES = 16 << 20
+_MOST_FILES = 64
+
+_KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
+_COMPILER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,16 +32,15 @@ from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.entry import (
     ARTIFACT,
     CorruptEntryError,
+    Document,
     Entry,
     check_content,
-    check_file,
     check_meta,
     may_be_swapped,
     read_file,
     stepped_down_to,
 )
-from flashattn_jit.jit.key import Document
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.store import Store, check_file
 
 if TYPE_CHECKING:
     from flashattn_jit.jit.pack_file import PackedEntry, PackFile

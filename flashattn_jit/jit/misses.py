@@ -17,7 +17,7 @@ from flashattn_jit.errors import (
     Searched,
     UnsafeCacheError,
 )
-from flashattn_jit.jit.key import Document, KernelKey
+from flashattn_jit.jit.entry import Document, KernelKey
 from flashattn_jit.jit.layers import Layer
 from flashattn_jit.variants.ir import HOOKS
 

@@ -27,12 +27,12 @@ from flashattn_jit.jit.entry import (
     META,
     MOST_META_BYTES,
     CorruptEntryError,
+    Document,
     Entry,
     is_compiler_id,
     parse_meta,
     read_file,
 )
-from flashattn_jit.jit.key import Document
 from flashattn_jit.jit.layers import (
     Answer,
     Found,

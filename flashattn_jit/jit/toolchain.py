@@ -36,8 +36,7 @@ from flashattn_jit.jit.driver import (
     quote,
     write_wrapper,
 )
-from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity
-from flashattn_jit.jit.key import KernelKey, kernel_key
+from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity, KernelKey, kernel_key
 
 # --- compilers -----------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ lengths, head counts or the machine, so the kernels that a variant can ever need
 On CPUs few packed rows per key-value head mean that each loaded key serves little arithmetic: the
 problem is bound by memory and gets the few-row kernel, which streams K and V without packing. Many
 rows mean that arithmetic is the bound: the prefill kernel with the largest tile that its registers
-and a core's L2 hold. The problem and those tiles come first; the tables of CUDA are in `cuda_tiles`. Then
-the choice, and what the cache is asked for.
+and a core's L2 hold.
+
+In order: the problem; tiles of CPU kernels (those of CUDA are in `cuda_tiles`); the choice; what
+the cache is asked for.
 """
 
 from __future__ import annotations

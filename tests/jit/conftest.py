@@ -11,8 +11,7 @@ import pytest
 import torch  # noqa: F401  (first: its OpenMP runtime is the process')
 
 from flashattn_jit import _C, env
-from flashattn_jit.jit import key as keys
-from flashattn_jit.jit import toolchain
+from flashattn_jit.jit import entry, toolchain
 from flashattn_jit.jit.driver import Compiler, SpillError
 from flashattn_jit.jit.module import KernelCache
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
@@ -96,9 +95,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(env, "templates_dir", lambda: root / "templates")
     monkeypatch.setattr(env, "include_dir", lambda: root / "include")
     monkeypatch.setattr(env, "PACKAGE_DIR", root / "package")
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
     yield root
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
 
 
 @pytest.fixture

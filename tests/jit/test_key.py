@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.jit import key as keys
-from flashattn_jit.jit.key import kernel_key, read_sources
+from flashattn_jit.jit import entry
+from flashattn_jit.jit.entry import kernel_key, read_sources
 from flashattn_jit.jit.toolchain import flags_for
 
 
@@ -97,7 +97,7 @@ def test_every_field_of_the_document_counts(sources: Path, monkeypatch: pytest.M
         key(flags=("-b", "-a")),
         key(flags=("-a", "-b", "-c")),
     ]
-    monkeypatch.setattr(keys, "SCHEMA", keys.SCHEMA + 1)
+    monkeypatch.setattr(entry, "SCHEMA", entry.SCHEMA + 1)
     found.append(key())
     assert len(set(found)) == len(found)
     assert key() == key()
@@ -117,7 +117,7 @@ def test_targets_have_flags_of_their_own() -> None:
 
 def test_the_hash_seed_has_no_say(sources: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from flashattn_jit.jit.key import *\n"
+        "import sys; from pathlib import Path; from flashattn_jit.jit.entry import *\n"
         "root = Path(sys.argv[1])\n"
         "print(read_sources('kernel.cpp.j2', *(root / n for n in "
         "('templates', 'include', 'package'))))\n"
@@ -136,7 +136,7 @@ def test_the_hash_seed_has_no_say(sources: Path) -> None:
 
 
 def test_a_change_after_the_digest_was_taken_is_seen(sources: Path) -> None:
-    keys.sources_digest("kernel.cpp.j2")
-    assert not keys.sources_changed("kernel.cpp.j2")
+    entry.sources_digest("kernel.cpp.j2")
+    assert not entry.sources_changed("kernel.cpp.j2")
     (sources / "include/fajit/a.h").write_text("int changed;\n")
-    assert keys.sources_changed("kernel.cpp.j2")
+    assert entry.sources_changed("kernel.cpp.j2")
