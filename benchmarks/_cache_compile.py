@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks._measure import Row, interleave, median, ratio
 from benchmarks._progress import show, steps
-from flashattn_jit import _paths
+from flashattn_jit import env
 
 _LINE = re.compile(r"^(\.+) (\S+)$")
 _ANOTHER_OBJECT = re.compile(r"-MMD -MF \S+|-o \S+")
@@ -78,7 +78,7 @@ def header_seconds(command: list[str], work: Path, rounds: int) -> dict[str, flo
 def _headers(command: list[str], work: Path) -> Iterator[str]:
     """Our headers and what they include, as they write it, by the compiler's tree of includes."""
     tree = _run([*command, "-fsyntax-only", "-H"], work)
-    ours = str(_paths.include_dir())
+    ours = str(env.include_dir())
     parents: list[str] = []
     for line in tree.splitlines():
         if not (found := _LINE.match(line)):
@@ -96,7 +96,7 @@ def _headers(command: list[str], work: Path) -> Iterator[str]:
 def _written(name: str) -> str:
     """A foreign header by the name that our sources include it by."""
     pattern = re.compile(rf"#\s*include\s*<((?:[\w./]+/)?{re.escape(name)})>")
-    for path in sorted(_paths.include_dir().rglob("*.h")):
+    for path in sorted(env.include_dir().rglob("*.h")):
         if found := pattern.search(path.read_text()):
             return found[1]
     return name
@@ -106,7 +106,7 @@ def nvcc_rows(entry: Path, what: str) -> list[Row]:
     """Shares of nvcc's programs in the compile of a CUDA kernel."""
     work = entry.parent / f"{entry.name[:8]}-nvcc"
     work.mkdir()
-    work.joinpath("include").symlink_to(_paths.include_dir())
+    work.joinpath("include").symlink_to(env.include_dir())
     source = work / "kernel.cu"
     source.write_bytes(entry.joinpath("kernel.cu").read_bytes())
     show(f"nvcc's programs, {what}")

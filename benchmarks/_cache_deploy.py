@@ -20,9 +20,8 @@ from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.deploy.warm import warm
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
-from flashattn_jit.jit.entry import ARTIFACT, Entry, sha256
-from flashattn_jit.jit.key import document_digest
+from flashattn_jit.jit.entry import ARTIFACT, Entry, document_digest, sha256
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.jit.store import Store
 
 JOBS = 2

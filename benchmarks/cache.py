@@ -25,12 +25,12 @@ from benchmarks._cache_compile import front_end_rows, nvcc_rows
 from benchmarks._cache_folder import cache_in, variables
 from benchmarks._measure import Row, arguments, median, ratio, report
 from benchmarks._progress import say, steps
-from flashattn_jit.codegen.requests import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import default_target
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.module import default, prepare_kernel
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner import Problem, choose
-from flashattn_jit.planner.requests import requests_of
+from flashattn_jit.planner.tiles import requests_of
 from flashattn_jit.variants.ir import VariantIR
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ import torch
 import flashattn_jit
 from benchmarks.cache import wanted
 from flashattn_jit import _C
-from flashattn_jit.jit import key, store, toolchain
+from flashattn_jit.jit import entry, store, toolchain
 from flashattn_jit.jit.module import load_stepping
 
 requests = wanted(int(sys.argv[1]), sys.argv[2])
@@ -54,8 +54,8 @@ begin = time.perf_counter()
 _, module = load_stepping(requests)
 whole = time.perf_counter() - begin
 begin = time.perf_counter()
-key.sources_digest.cache_clear()
-key.sources_digest(requests[0].template)
+entry.sources_digest.cache_clear()
+entry.sources_digest(requests[0].template)
 digest = time.perf_counter() - begin
 print(whole, digest, flashattn_jit.cache_info().compiles)
 """

@@ -1,4 +1,4 @@
-"""Which tile kind and tile serve which problem: the measurements behind planner/cpu_tiles.py.
+"""Which tile kind and tile serve which problem: the measurements behind planner/tiles.py.
 
     python -m benchmarks.cpu_tiles [--save]
 
@@ -19,7 +19,7 @@ from benchmarks._measure import Row, arguments, interleave, median, ratio, repor
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.target import LANES, default_target, matrix_dtype
 from flashattn_jit.ops import _dense, _launch
-from flashattn_jit.planner.cpu_tiles import few_rows, prefill_tile
+from flashattn_jit.planner.tiles import few_rows, prefill_tile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

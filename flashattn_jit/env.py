@@ -1,4 +1,6 @@
-"""Every environment variable that this package reads. All start with FLASHATTN_JIT_.
+"""Every environment variable that this package reads, and where its own files lie.
+
+All variables start with FLASHATTN_JIT_.
 
 | variable                  | meaning                                           | default        |
 | ------------------------- | ------------------------------------------------- | -------------- |
@@ -30,7 +32,8 @@
 | FLASHATTN_JIT_TARGET      | target of calls on CPU tensors that name none: a  | the highest    |
 |                           | CPU target that this machine runs                 | that it runs   |
 
-Each is read when it is needed, so a change takes effect without a restart.
+Each is read when it is needed, so a change takes effect without a restart. The kernel templates and
+headers lie in a checkout, or inside an installed package.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ import contextlib
 import logging
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -254,3 +258,37 @@ def _path(name: str, value: str) -> Path:
 
 def _read(name: str) -> str:
     return os.environ.get(_PREFIX + name, "")
+
+
+# --- the package's own files ---------------------------------------------------------------------
+
+PACKAGE_DIR = Path(__file__).resolve().parent
+
+
+@cache
+def templates_dir() -> Path:
+    """The folder of the Jinja templates (holds cpu/, cuda/). Raises FileNotFoundError."""
+    return _find("templates", "templates")
+
+
+@cache
+def include_dir() -> Path:
+    """The folder that rendered sources include from (holds fajit/). Raises FileNotFoundError."""
+    return _find("include", "csrc/include")
+
+
+@cache
+def emulator_dir() -> Path:
+    """The folder of the emulator's C++ sources. Raises FileNotFoundError."""
+    return _find("emulator", "csrc/emulator")
+
+
+def _find(installed: str, checkout: str) -> Path:
+    # An installed package never sees the second place: beside it lie other packages.
+    for folder in (PACKAGE_DIR / "_data" / installed, PACKAGE_DIR.parent / checkout):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"flashattn_jit's kernel sources are missing: neither {PACKAGE_DIR / '_data' / installed} "
+        f"nor {PACKAGE_DIR.parent / checkout} exists; reinstall the package"
+    )

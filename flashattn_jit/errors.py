@@ -7,10 +7,7 @@ refused or stopped, and nothing useful is in the outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flashattn_jit.jit.misses import Nearest, Searched
+from dataclasses import dataclass
 
 
 class FlashAttnJitError(Exception):
@@ -78,6 +75,40 @@ class CacheError(FlashAttnJitError, RuntimeError):
 
 class UnsafeCacheError(CacheError):
     """A cache folder that others may put code into: wrong owner or mode, or a link in its path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A layer that did not serve, and why. fault: that is to be repaired."""
+
+    layer: str
+    location: str
+    reason: str
+    fault: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.layer} {self.location}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two key documents differ."""
+
+    field: str
+    wanted: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.wanted} -> {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """The entry that comes closest to what was wanted: where it is, and all that differs."""
+
+    key: str
+    location: str
+    differences: tuple[Difference, ...]
 
 
 class MissingKernelError(CacheError):

@@ -50,12 +50,12 @@ from pathlib import Path
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _paths
+from flashattn_jit import env
 
 home, checkout = Path(sys.argv[1]), sys.argv[2]
 assert not any(path.startswith(checkout) for path in sys.path), sys.path
 for path in (
-    Path(fa.__file__), _paths.templates_dir(), _paths.include_dir(), _paths.emulator_dir()
+    Path(fa.__file__), env.templates_dir(), env.include_dir(), env.emulator_dir()
 ):
     assert path.is_relative_to(home), path
 

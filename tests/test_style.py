@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashattn_jit"
 
 LAYERS = (
-    ("errors", "env", "_paths", "_version", "_extension", "_C"),
+    ("errors", "env", "_version", "_extension", "_C"),
     ("variants",),
     ("codegen",),
     ("planner", "jit"),
@@ -27,9 +27,8 @@ LAYERS = (
 )
 """Parts of the package, lowest first: a part imports from its own layer and from lower ones."""
 
-UPWARD = {("variants", "inspect"), ("variants", "ops"), ("ops", "inspect"), ("jit", "deploy")}
-"""Imports that go up, inside a method only: what `verify`, `explain` and `plot` forward to, and the
-command that makes a missing kernel."""
+UPWARD = {("variants", "inspect"), ("variants", "ops"), ("ops", "inspect")}
+"""Imports that go up, inside a method only: what `verify`, `explain` and `plot` forward to."""
 
 IMPORTED_FREELY = {"torch", "numpy", "flashattn_jit", "typing_extensions"}
 IMPORTED_WHEN_NEEDED = {

@@ -11,7 +11,8 @@ import click
 
 from .. import env
 from ..errors import CacheError
-from ..jit.store import CorruptEntryError, Store
+from ..jit.entry import CorruptEntryError
+from ..jit.store import Store
 from . import exit_codes, output
 from .app import Group
 from .entries import SHOWN_KEY, Listed, find, kernel_words, listed, spec_of, variant_words

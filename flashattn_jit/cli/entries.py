@@ -11,12 +11,13 @@ from typing import Any
 
 import click
 
+from ..codegen.spec import tile_words
 from ..errors import CacheError, InputError
+from ..jit.entry import META, Entry
 from ..jit.layers import FolderLayer, local_layers
 from ..jit.pack_file import PackedEntry
-from ..jit.store import META, Entry, Store
+from ..jit.store import Store
 
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 SHOWN_KEY = 16
 """Digits of a key that lists show; a key may be given by any beginning that is unique."""
 
@@ -149,14 +150,9 @@ def kernel_words(document: Mapping[str, str]) -> str:
         if "kernel" in spec:
             unit = spec.get("unit_bytes")
             return f"{spec['kernel']} units of {unit} bytes" if unit else str(spec["kernel"])
-        kind, rows, keys = spec["tile"]
-        head_dim, head_dim_v = spec["head_dims"]
-        q, k, v = (_SHORT.get(name, name) for name in spec["dtypes"])
+        return tile_words(spec["tile"], spec["head_dims"], spec["dtypes"], spec.get("features", []))
     except (KeyError, ValueError, TypeError):
         return "unknown"
-    dtypes = q if q == k == v else f"{q}/{k}" if k == v else f"{q}/{k}/{v}"
-    dims = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}/{head_dim_v}"
-    return " ".join([kind, f"{rows}x{keys}", dims, dtypes, *spec.get("features", [])])
 
 
 def variant_words(document: Mapping[str, str]) -> str:

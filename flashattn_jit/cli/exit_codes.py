@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 
 from .. import errors
-from ..jit.store import CorruptEntryError
+from ..jit.entry import CorruptEntryError
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,14 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import env
-from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS, default_target
+from ..codegen.target import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    EMULATED_TARGETS,
+    KV_DTYPES,
+    SHORT_DTYPES,
+    default_target,
+)
 from . import library_index, variant_names
 
 if TYPE_CHECKING:
@@ -17,17 +24,7 @@ if TYPE_CHECKING:
 else:  # older clicks' is not generic
     _Type = click.ParamType
 
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "int8": "int8",
-    "fp8": "float8_e4m3fn",
-    "float8_e4m3fn": "float8_e4m3fn",
-}
+DTYPES = {text: name for name in KV_DTYPES for text in (SHORT_DTYPES.get(name, name), name)}
 """Short and long names of dtypes, and torch's."""
 
 

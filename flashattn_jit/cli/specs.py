@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..codegen.document import spec_from_document
-from ..codegen.requests import AnySpec
-from ..deploy.manifest import Line, read_lines, read_manifest
+from ..codegen.document import Line, spec_from_document
+from ..codegen.spec import AnySpec
+from ..deploy.manifest import read_lines, read_manifest
 from ..errors import InputError
-from ..jit.key import kernel_key
-from ..jit.toolchain import flags_for
-from ..variants.ir_check import fitting_name
+from ..jit.toolchain import key_of
+from ..planner.tiles import request_of
+from ..variants.ir import fitting_name
 from .entries import find
 from .variant_names import is_file
 
@@ -71,5 +71,5 @@ def manifest_lines(path: str) -> tuple[Line, ...]:
 
 
 def _of(spec: AnySpec) -> Named:
-    key = kernel_key(spec.document(), spec.template, spec.target, flags_for(spec.target))
+    key = key_of(request_of(spec))
     return Named(spec, key.hex, key.document)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..variants.ir import VariantIR
+from ..variants.ir import ROW_HOOKS, VariantIR
+from ..variants.lower_row import lower_cuda
 from .spec import KernelSpec
 from .target import compiled_target
 
@@ -24,7 +25,6 @@ MAX_WARPS = {"prefill": 8, "few_row": 12}
 products, and the registers of more are better spent on larger tiles and on hooks; kernels that wait
 for memory gain from three. A kernel that needs fewer registers than its budget still gets more."""
 
-_ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
 _ITEM_BYTES = 40  # the work item that a block is at, and its place in a worker's list
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
 
@@ -111,12 +111,10 @@ def merge_shared_bytes(spec: KernelSpec) -> int:
 @lru_cache(maxsize=4096)
 def row_temps(variant: VariantIR) -> int:
     """Floats of scratch that each warp needs for the variant's row hooks."""
-    graphs = [(hook, variant.hook(hook)) for hook in _ROW_HOOKS]
+    graphs = [(hook, variant.hook(hook)) for hook in ROW_HOOKS]
     if not any(graph for _, graph in graphs):
         return 0
-    from ..variants.lower_row_cuda import lower
-
-    return max(lower(hook, graph, variant.tensors)[1] for hook, graph in graphs if graph)
+    return max(lower_cuda(hook, graph, variant.tensors)[1] for hook, graph in graphs if graph)
 
 
 def _up(n: int, multiple: int) -> int:

@@ -1,19 +1,20 @@
-"""From a spec's document back to the spec. Documents come from files: nothing in them is trusted.
+"""From a spec's document back to the spec, and the lines of manifests around documents.
 
-A document that is accepted renders to text of our own: every name, dtype, operation, number and
-stride is checked against what specs can say. The one exception are hooks that were given as C++
-text, below ``variant.cpp``: they are code, whatever is checked. `has_cpp` tells; readers of files
-refuse them unless they are told to trust the file (`deploy.manifest`).
+Documents come from files: nothing in them is trusted. One that is accepted renders to text of our
+own: every name, dtype, operation, number and stride is checked against what specs can say. The one
+exception are hooks that were given as C++ text, below ``variant.cpp``: they are code, whatever is
+checked. `has_cpp` tells; `parse_line` refuses them unless it is told to trust the file.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from ..errors import ManifestError
-from ..variants.ir import Node, VariantIR, canonical_json
+from ..variants.ir import ROW_HOOKS, Node, VariantIR, canonical_json
 from ..variants.ir_check import (
     check_name,
     choice,
@@ -23,21 +24,32 @@ from ..variants.ir_check import (
     show,
     variant_from_document,
 )
-from .requests import AnySpec
-from .spec import FEATURES, KernelSpec, TileKind
-from .spec import SCHEMA as KERNEL_SCHEMA
-from .target import CPU_TARGETS, CUDA_TARGETS, is_cuda
-from .utility import SCHEMA as UTILITY_SCHEMA
-from .utility import UtilitySpec
+from .spec import (
+    FEATURES,
+    SCHEMA,
+    UTILITY_SCHEMA,
+    AnySpec,
+    KernelSpec,
+    TileKind,
+    UtilitySpec,
+    name_of,
+)
+from .target import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    KV_DTYPES,
+    MAX_HEAD_DIM,
+    Q_DTYPES,
+    cuda_dtypes,
+    is_cuda,
+)
 
 MAX_DOCUMENT = 4 << 20
 """Characters of a document. Those of large variants have some ten thousand."""
 
-MAX_HEAD_DIM = 256
+MANIFEST_SCHEMA = 1
+"""Version of a manifest's line."""
 
-_Q_DTYPES = ("float32", "float16", "bfloat16")
-_KV_DTYPES = (*_Q_DTYPES, "int8", "float8_e4m3fn")
-_CUDA_DTYPES = ("float16", "bfloat16")
 _CPU_FEATURES = ("block_mask", "indirect")
 _TILE_KINDS = ("prefill", "few_row")
 _UTILITIES = ("merge_states", "append_paged_kv")
@@ -47,6 +59,7 @@ _MAX_TILE = 4096
 _KERNEL_FIELDS = (
     "schema", "variant", "dtypes", "head_dims", "target", "tile", "warps", "features",
 )  # fmt: skip
+_LINE_FIELDS = ("manifest_schema", "name", "spec")
 _UTILITY_FIELDS = ("utility_schema", "kernel", "target", "unit_bytes")
 
 
@@ -91,6 +104,64 @@ def parse_json(where: str, text: str) -> object:
         raise fail(where, f"is no JSON: {error}") from None
 
 
+# --- lines of manifests --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A kernel that is wanted. name: what people call it; no key depends on it."""
+
+    name: str
+    spec: AnySpec
+
+    @property
+    def document(self) -> str:
+        """The spec's, which tells lines apart."""
+        return self.spec.document()
+
+
+def line_of(spec: AnySpec) -> Line:
+    """The line of a spec; a name that lines may not have is spelled with underscores."""
+    return Line(name_of(spec), spec)
+
+
+def line_text(line: Line) -> str:
+    """The line as a manifest has it, without the newline."""
+    head = canonical_json({"manifest_schema": MANIFEST_SCHEMA, "name": line.name})
+    return f'{head[:-1]},"spec":{line.document}}}'
+
+
+def parse_line(text: str, *, allow_cpp: bool = False) -> Line:
+    """The line that a text of a manifest says.
+
+    Raises:
+        ManifestError: the text is no line of this version, or holds C++ text without `allow_cpp`.
+            Names the field.
+    """
+    fields = record("line", parse_json("line", text), _LINE_FIELDS)
+    schema = fields["manifest_schema"]
+    if schema != MANIFEST_SCHEMA or isinstance(schema, bool):
+        raise fail(
+            "manifest_schema",
+            f"this version reads {MANIFEST_SCHEMA}, got {schema!r:.40}; record the manifest again",
+        )
+    name = check_name("name", fields["name"])
+    if not isinstance(fields["spec"], dict):
+        raise fail("spec", "an object is expected")
+    spec = spec_from_document(fields["spec"], name)
+    if has_cpp(spec) and not allow_cpp:
+        raise fail(
+            "spec.variant.cpp",
+            f"{name} has hooks given as C++ text, which is code; where the manifest is trusted, "
+            "read it with allow_cpp=True",
+        )
+    # Names that C++ texts carry in the spec itself stay theirs.
+    return Line(name, spec)
+
+
+# --- the checks of a document --------------------------------------------------------------------
+
+
 def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
@@ -132,7 +203,7 @@ def _schema(where: str, value: object, expected: int) -> None:
 
 def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
     record("spec", doc, _KERNEL_FIELDS)
-    _schema("schema", doc["schema"], KERNEL_SCHEMA)
+    _schema("schema", doc["schema"], SCHEMA)
     target = choice("target", doc["target"], (*CPU_TARGETS, *CUDA_TARGETS))
     cuda = is_cuda(target)
     body = doc["variant"]
@@ -140,7 +211,7 @@ def _kernel(doc: dict[str, Any], name: str) -> KernelSpec:
         name = check_name("variant.name", body.get("name"))
         body = {k: v for k, v in body.items() if k != "name"}
     variant = variant_from_document("variant", body)
-    dtypes = _dtypes(doc["dtypes"], cuda)
+    dtypes = _dtypes(doc["dtypes"], target)
     head_dim, head_dim_v = (
         integer(f"head_dims[{i}]", n, 1, MAX_HEAD_DIM)
         for i, n in enumerate(_sequence("head_dims", doc["head_dims"], 2))
@@ -162,11 +233,12 @@ def _sequence(where: str, value: object, count: int) -> list[Any]:
     return value
 
 
-def _dtypes(value: object, cuda: bool) -> tuple[str, str, str]:
+def _dtypes(value: object, target: str) -> tuple[str, str, str]:
     q, k, v = _sequence("dtypes", value, 3)
-    choice("dtypes[0]", q, _CUDA_DTYPES if cuda else _Q_DTYPES)
+    cuda = is_cuda(target)
+    choice("dtypes[0]", q, cuda_dtypes(target) if cuda else Q_DTYPES)
     for i, other in ((1, k), (2, v)):
-        choice(f"dtypes[{i}]", other, (q,) if cuda else _KV_DTYPES)
+        choice(f"dtypes[{i}]", other, (q,) if cuda else KV_DTYPES)
     return q, k, v
 
 
@@ -201,8 +273,8 @@ def _features(value: object, cuda: bool) -> tuple[str, ...]:
 def _check_rows(variant: VariantIR, head_dim: int, head_dim_v: int) -> None:
     """Row hooks take and give rows of the head dims."""
     for hook, graph in variant.hooks:
-        if hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
-            length = head_dim if hook in ("query_mod", "key_mod") else head_dim_v
+        if hook in ROW_HOOKS:
+            length = head_dim if ROW_HOOKS[hook] == "head_dim" else head_dim_v
             rows: list[Node] = [
                 n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"
             ]
@@ -213,6 +285,3 @@ def _check_rows(variant: VariantIR, head_dim: int, head_dim_v: int) -> None:
                         f"variant.hooks.{hook}",
                         f"rows of {length} are expected, got {list(row.shape)}",
                     )
-
-
-__all__ = ["MAX_DOCUMENT", "AnySpec", "has_cpp", "parse_json", "spec_from_document"]

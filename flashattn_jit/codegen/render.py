@@ -6,12 +6,12 @@ from functools import cache
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from .._paths import templates_dir
+from ..env import templates_dir
 from ..errors import InputError
 from ..variants.bounds_simplify import range_tables
 from ..variants.lower import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
-from .spec import KernelSpec
+from .spec import AnySpec, KernelSpec, UtilitySpec
 from .target import LANES, has_amx, is_cuda, matrix_dtype
 
 _CPP_NAME = {
@@ -41,8 +41,10 @@ def environment() -> Environment:
     )
 
 
-def render(spec: KernelSpec) -> str:
+def render(spec: AnySpec) -> str:
     """The source of the artifact that `spec` names; byte for byte the same on every machine."""
+    if isinstance(spec, UtilitySpec):
+        return environment().get_template(spec.template).render(spec=spec)
     mask = spec.variant.hook("mask_mod")
     names = _cuda_names(spec) if is_cuda(spec.target) else _cpu_names(spec)
     return (

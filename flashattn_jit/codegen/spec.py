@@ -1,15 +1,23 @@
-"""The kernel spec: everything that decides the code of one artifact, and nothing else."""
+"""Kernel specs: everything that decides the code of one artifact, and nothing else.
+
+First the spec of an attention kernel, then that of the CUDA kernels that are no attention (merging
+states, writing to pages), then what people call either, and what the cache is asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..variants.ir import VariantIR, canonical_json, variant_to_json
-from .target import is_cuda
+from ..variants.ir import VariantIR, canonical_json, fitting_name, variant_to_json
+from .target import SHORT_DTYPES, is_cuda
 
 SCHEMA = 2
-"""Version of the spec document; part of every cache key."""
+"""Version of an attention kernel's document; part of its cache keys."""
+
+UTILITY_SCHEMA = 1
+"""The same of other kernels."""
 
 TileKind = Literal["prefill", "few_row"]
 FEATURES = ("block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect")
@@ -73,3 +81,72 @@ class KernelSpec:
             scalars=tuple(replace(p, name="") for p in self.variant.scalars),
         )
         return variant_to_json(nameless)
+
+
+@dataclass(frozen=True, slots=True)
+class UtilitySpec:
+    """Names one artifact with one kernel that is no attention.
+
+    append_paged_kv copies rows in units of `unit_bytes`: 1, 2, 4, 8 or 16. merge_states has none.
+    """
+
+    kernel: Literal["merge_states", "append_paged_kv"]
+    target: str
+    unit_bytes: int = 0
+
+    @property
+    def template(self) -> str:
+        """The template that renders this spec, below templates/."""
+        return f"cuda/{self.kernel}.cu.j2"
+
+    def document(self) -> str:
+        """The canonical JSON that identifies the spec."""
+        return canonical_json(
+            {
+                "utility_schema": UTILITY_SCHEMA,
+                "kernel": self.kernel,
+                "target": self.target,
+                "unit_bytes": self.unit_bytes,
+            }
+        )
+
+
+AnySpec = KernelSpec | UtilitySpec
+"""Whatever names one artifact."""
+
+
+def name_of(spec: AnySpec) -> str:
+    """What people call the spec: its variant's name as manifests spell it, a utility's kernel."""
+    return spec.kernel if isinstance(spec, UtilitySpec) else fitting_name(spec.name)
+
+
+def tile_words(
+    tile: Sequence[object], head_dims: Sequence[int], dtypes: Sequence[str], features: Iterable[str]
+) -> str:
+    """An attention kernel in a few words, from a spec's fields or from its document's.
+
+    >>> tile_words(("prefill", 96, 96), (64, 64), ("float32",) * 3, ("block_mask",))
+    'prefill 96x96 d64 fp32 block_mask'
+    """
+    kind, tile_q, tile_kv = tile
+    q, k, v = (SHORT_DTYPES.get(name, name) for name in dtypes)
+    short = q if q == k == v else f"{q}/{k}" if k == v else f"{q}/{k}/{v}"
+    head_dim, head_dim_v = head_dims
+    dims = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}/{head_dim_v}"
+    return " ".join([str(kind), f"{tile_q}x{tile_kv}", dims, short, *features])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One kernel that is wanted.
+
+    spec: the canonical JSON of its spec, target included. template: its root template's name below
+    templates/. render: makes the source, on a miss. name: of the variant, for people; no key
+    depends on it. A request may go to another process: its renderer is picklable.
+    """
+
+    spec: str
+    template: str
+    target: str
+    render: Callable[[], str]
+    name: str = "variant"

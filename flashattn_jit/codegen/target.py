@@ -1,4 +1,4 @@
-"""Targets: what code is generated for.
+"""Targets: what code is generated for, and the dtypes and head dims that they take.
 
 A target is a name such as ``cpu:avx512_bf16`` or ``sm_80``. CPU targets are levels: a machine runs
 its own level and every lower one. CUDA targets are architectures: code is compiled for exactly one.
@@ -7,7 +7,7 @@ its own level and every lower one. CUDA targets are architectures: code is compi
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 from .. import _C, env
 from ..errors import EnvironmentVariableError, TargetError
@@ -35,6 +35,20 @@ LANES = {
 }
 """fp32 values in one vector register."""
 
+MAX_HEAD_DIM = 256
+"""The largest head dim of q, k and v, on every target."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+"""Bytes of one value of the dtypes that q, k and v may have, by torch's names."""
+
+KV_DTYPES = tuple(DTYPE_BYTES)
+"""Dtypes of keys and values on CPU targets."""
+
+Q_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of queries, and of the output, on CPU targets."""
+
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+"""What people call dtypes whose names are long."""
 
 _BF16_PRODUCTS = ("cpu:avx512_bf16", "cpu:amx_bf16")
 
@@ -139,6 +153,25 @@ def resolve_target(target: str | None) -> str:
             f"that runs here is {host_target()!r}"
         )
     return target
+
+
+def cuda_dtypes(target: str) -> tuple[str, ...]:
+    """The dtypes of q, k and v on a CUDA target, which multiplies them on matrix units.
+
+    All three have one dtype, and sums are fp32. float32 is not among them: it could be computed as
+    three tf32 products, which takes a third of the rate, doubles the shared memory of every tile
+    and holds 21 bits of each operand. Whoever needs fp32's accuracy gets it on the CPU, whoever
+    needs speed has bfloat16.
+    """
+    return ("bfloat16", "float16") if sm_version(target) >= 80 else ("float16",)
+
+
+@lru_cache(maxsize=1024)
+def takes_dtypes(target: str, dtypes: tuple[str | None, str | None, str | None]) -> bool:
+    """Whether a target has kernels for these dtypes of q, k and v; None is one without a name."""
+    if is_cuda(compiled_target(target)):
+        return dtypes[0] in cuda_dtypes(target) and len(set(dtypes)) == 1
+    return dtypes[0] in Q_DTYPES and {*dtypes[1:]} <= DTYPE_BYTES.keys()
 
 
 def matrix_dtype(target: str, q_dtype: str) -> str:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..codegen.document import Line, line_of
 from ..variants import library as lib
 from ..variants.spec import Variant
-from .manifest import Line, line_of, merged
+from .manifest import merged
 from .structures import parse_dtypes, parse_head_dims, specs_of
 from .targets import parse_targets
 

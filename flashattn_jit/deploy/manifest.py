@@ -5,7 +5,7 @@ the document that keys are made of, with the variant's IR. So a manifest holds n
 paths and no code (but see below), reads the same on any machine, and can be lowered again for
 another target (`planner.reachable.retarget`). Lines are sorted; equal manifests are equal files.
 
-Manifests are not trusted: reading one checks everything (`spec_from_document`). Hooks that were
+Manifests are not trusted: reading one checks everything (`parse_line`). Hooks that were
 given as C++ text are code, so lines with them are refused unless ``allow_cpp=True`` says that the
 file is as trusted as the program that it was recorded from.
 """
@@ -19,74 +19,15 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from ..codegen.document import has_cpp, parse_json, spec_from_document
-from ..codegen.requests import AnySpec, name_of
+from ..codegen.document import Line, line_text, parse_line
 from ..errors import ManifestError
-from ..variants.ir import canonical_json
-from ..variants.ir_check import check_name, fail, record
 
 log = logging.getLogger(__name__)
 
-MANIFEST_SCHEMA = 1
 MAX_FILE = 1 << 28
 """Bytes of a manifest: some ten thousand lines."""
-
-_FIELDS = ("manifest_schema", "name", "spec")
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A kernel that is wanted. name: what people call it; no key depends on it."""
-
-    name: str
-    spec: AnySpec
-
-    @property
-    def document(self) -> str:
-        """The spec's, which tells lines apart."""
-        return self.spec.document()
-
-
-def line_of(spec: AnySpec) -> Line:
-    """The line of a spec; a name that lines may not have is spelled with underscores."""
-    return Line(name_of(spec), spec)
-
-
-def line_text(line: Line) -> str:
-    """The line as a manifest has it, without the newline."""
-    head = canonical_json({"manifest_schema": MANIFEST_SCHEMA, "name": line.name})
-    return f'{head[:-1]},"spec":{line.document}}}'
-
-
-def parse_line(text: str, *, allow_cpp: bool = False) -> Line:
-    """The line that a text of a manifest says.
-
-    Raises:
-        ManifestError: the text is no line of this version, or holds C++ text without `allow_cpp`.
-            Names the field.
-    """
-    fields = record("line", parse_json("line", text), _FIELDS)
-    schema = fields["manifest_schema"]
-    if schema != MANIFEST_SCHEMA or isinstance(schema, bool):
-        raise fail(
-            "manifest_schema",
-            f"this version reads {MANIFEST_SCHEMA}, got {schema!r:.40}; record the manifest again",
-        )
-    name = check_name("name", fields["name"])
-    if not isinstance(fields["spec"], dict):
-        raise fail("spec", "an object is expected")
-    spec = spec_from_document(fields["spec"], name)
-    if has_cpp(spec) and not allow_cpp:
-        raise fail(
-            "spec.variant.cpp",
-            f"{name} has hooks given as C++ text, which is code; where the manifest is trusted, "
-            "read it with allow_cpp=True",
-        )
-    # Names that C++ texts carry in the spec itself stay theirs.
-    return Line(name, spec)
 
 
 def read_manifest(path: str | os.PathLike[str], *, allow_cpp: bool = False) -> tuple[Line, ...]:

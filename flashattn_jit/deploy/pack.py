@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of
+from ..codegen.spec import AnySpec, name_of
 from ..errors import PackError
-from ..jit.found import Found, found_in_folder
-from ..jit.layers import layers
+from ..jit.layers import Found, entries_of, found_in_folder
+from ..jit.remote import layers
 from ..jit.store import Store
-from ..planner.requests import requests_of
-from .entries import entries_of
+from ..jit.toolchain import key_of
+from ..planner.tiles import requests_of
 from .pack_writer import check_place, checked_path, write_pack
 from .report import kernel_words
 from .targets import parse_targets
@@ -142,8 +142,9 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
     missing = []
     places = layers()
     for spec in specs:
+        keys = [key_of(request).hex for request in requests_of(spec)]
         try:
-            found.update((one.key, one) for one in entries_of(requests_of(spec), places))
+            found.update((one.key, one) for one in entries_of(keys, places))
         except LookupError:
             missing.append(f"{name_of(spec)}: {kernel_words(spec)} for {spec.target}")
     if missing:

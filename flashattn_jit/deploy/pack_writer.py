@@ -16,7 +16,7 @@ from typing import BinaryIO
 from ..errors import InputError, PackError
 from ..jit import zip_frame
 from ..jit.entry import META
-from ..jit.found import Found
+from ..jit.layers import Found
 from ..jit.pack_index import (
     INDEX,
     MAX_INDEX_BYTES,

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import _C, env
-from ..codegen.document import spec_from_document
-from ..codegen.requests import AnySpec, Render, Request
+from ..codegen.document import Line, line_of, spec_from_document
+from ..codegen.spec import AnySpec, Request
 from ..errors import ManifestError
 from ..jit.module import default
-from .manifest import Line, check_writable, line_of, write_manifest
+from .manifest import check_writable, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +109,7 @@ def ran_since(epoch: int) -> tuple[Line, ...]:
 
 def _spec(request: Request) -> AnySpec:
     """The spec that was asked for, as a manifest will give it back."""
-    name = "variant"
-    if isinstance(request.render, Render):
-        name = line_of(request.render.spec).name
-    return spec_from_document(request.spec, name)
+    return spec_from_document(request.spec, request.name)
 
 
 @dataclass(eq=False)  # not slotted: multiprocessing refers to it weakly

@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..codegen.requests import AnySpec
-from ..codegen.spec import KernelSpec
+from ..codegen.spec import AnySpec, KernelSpec, tile_words
 from ..errors import WarmError
 
-_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 _SHOWN = 5  # failures that an error's message spells out
 
 
@@ -130,13 +128,12 @@ def kernel_words(spec: AnySpec) -> str:
     """A spec in a few words: what tells it from others of its variant and target."""
     if not isinstance(spec, KernelSpec):
         return f"units of {spec.unit_bytes} bytes" if spec.unit_bytes else "all dtypes"
-    q, k, v = (_SHORT.get(d, d) for d in (spec.q_dtype, spec.k_dtype, spec.v_dtype))
-    dtypes = q if q == k == v else f"{q}/{k}" if k == v else f"{q}/{k}/{v}"
-    dims = {spec.head_dim: str(spec.head_dim)}.get(
-        spec.head_dim_v, f"{spec.head_dim}/{spec.head_dim_v}"
+    return tile_words(
+        (spec.tile_kind, spec.tile_q, spec.tile_kv),
+        (spec.head_dim, spec.head_dim_v),
+        (spec.q_dtype, spec.k_dtype, spec.v_dtype),
+        spec.features,
     )
-    words = [spec.tile_kind, f"{spec.tile_q}x{spec.tile_kv}", f"d{dims}", dtypes, *spec.features]
-    return " ".join(words)
 
 
 def by_name(results: Iterable[KernelResult]) -> tuple[KernelResult, ...]:

@@ -13,25 +13,25 @@ from typing import Any
 
 import torch
 
-from ..codegen.requests import AnySpec
+from ..codegen.spec import AnySpec
+from ..codegen.target import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, takes_dtypes
 from ..errors import FlashAttnJitError, InputError, ParamError
 from ..ops._batch_plan import _stand_in
-from ..ops._check import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
-from ..planner.reachable import FORMATS, reachable, takes_dtypes, utilities
+from ..planner.reachable import FORMATS, reachable, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind
 from ..variants.compose import present_hooks
-from ..variants.ir import VariantIR
+from ..variants.ir import VariantIR, unscaled_integers
 from ..variants.params import MISSING, Dims
-from ..variants.queries import unscaled_integers
 from ..variants.spec import Variant, as_variant
 from .compositions import compositions
 
 Dtypes = tuple[str, str, str]
 HeadDims = tuple[int, int]
 
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn",
-          "float": "float32", "half": "float16"}  # fmt: skip
+_LONG = {short: name for name, short in SHORT_DTYPES.items()} | {
+    "float": "float32", "half": "float16",
+}  # fmt: skip
 _PROBES = (
     Dims(batch=2, num_q_heads=16, num_kv_heads=4, q_len=128, kv_len=256),
     Dims(batch=3, num_q_heads=24, num_kv_heads=3, q_len=192, kv_len=320),
@@ -260,12 +260,11 @@ def _dtypes(one: Any) -> Dtypes:
     return names[0], names[1 if len(names) > 1 else 0], names[-1]
 
 
-def _dtype_name(one: Any, allowed: Sequence[torch.dtype]) -> str:
+def _dtype_name(one: Any, allowed: Sequence[str]) -> str:
     name = str(one).removeprefix("torch.")
-    name = _SHORT.get(name, name)
-    names = [DTYPE_NAMES[d] for d in allowed]
-    if name not in names:
-        raise InputError(f"dtypes: {one!r} is none of {', '.join(names)}")
+    name = _LONG.get(name, name)
+    if name not in allowed:
+        raise InputError(f"dtypes: {one!r} is none of {', '.join(allowed)}")
     return name
 
 

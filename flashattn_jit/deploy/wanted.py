@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..codegen.requests import AnySpec
-from ..codegen.spec import KernelSpec
+from ..codegen.document import Line
+from ..codegen.spec import AnySpec, KernelSpec
 from ..errors import InputError
 from ..planner.reachable import retarget
-from .manifest import Line, read_lines, read_manifest
+from .manifest import read_lines, read_manifest
 from .targets import parse_targets
 
 _STDIN = "-"

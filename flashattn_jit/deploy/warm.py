@@ -17,16 +17,14 @@ from contextlib import closing
 from typing import Any
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of, request_of
-from ..codegen.spec import KernelSpec
+from ..codegen.spec import AnySpec, KernelSpec, name_of
 from ..codegen.target import is_cuda
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
 from ..jit import toolchain
-from ..jit.compiler import find_compiler
 from ..jit.module import find_prepared
 from ..jit.store import Store
-from ..planner.requests import requests_of
-from .entries import key_of
+from ..jit.toolchain import find_compiler
+from ..planner.tiles import request_of, requests_of
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display
 from .report import KernelResult, WarmReport, by_name, kernel_words
@@ -137,7 +135,7 @@ class _Task:
 
     def __init__(self, spec: AnySpec) -> None:
         self.spec = spec
-        self.key = key_of(request_of(spec))
+        self.key = toolchain.key_of(request_of(spec)).hex
         self.words = kernel_words(spec)
 
     def result(self, **fields: Any) -> KernelResult:
@@ -306,7 +304,7 @@ def _notes(results: Sequence[KernelResult], executor: Executor | None) -> tuple[
     """What the results do not say: kernels that this machine itself will not look for."""
     if executor is None:
         return ()
-    from ..jit.compiler import identify
+    from ..jit.toolchain import identify
 
     store = Store(env.cache_dir())
     notes = []

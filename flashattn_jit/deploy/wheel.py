@@ -23,10 +23,10 @@ from typing import IO, Any
 
 from .._version import __version__
 from ..errors import InputError
-from ..jit import cpp, nvcc, toolchain
+from ..jit import nvcc, toolchain
 from ..jit.entry import ARTIFACT
-from ..jit.found import Found
 from ..jit.installed import GROUP, PACK
+from ..jit.layers import Found
 from .pack import PackReport, chosen_entries, report_of, targets_words
 from .pack_writer import check_place, checked_path, read_file, replacing, write_entries
 from .platform_tag import platform_tag
@@ -34,7 +34,7 @@ from .platform_tag import platform_tag
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
 _OWN = "flashattn_jit"
-_FOR_PEOPLE = frozenset({cpp.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
+_FOR_PEOPLE = frozenset({toolchain.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
 _EARLIEST = (1980, 1, 1, 0, 0, 0)
 _CHUNK_BYTES = 1 << 20
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ..errors import CompileError, FlashAttnJitError
 
 if TYPE_CHECKING:
-    from ..jit.found import Found
+    from ..jit.layers import Found
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
 
@@ -76,10 +76,11 @@ def build(task: str) -> Result:
     not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
     from ..codegen.document import spec_from_document
-    from ..jit.layers import layers
+    from ..jit.layers import entries_of
     from ..jit.module import prepare_kernel
-    from ..planner.requests import requests_of
-    from .entries import entries_of, key_of
+    from ..jit.remote import layers
+    from ..jit.toolchain import key_of
+    from ..planner.tiles import requests_of
 
     begin = time.perf_counter()
     order = json.loads(task)
@@ -90,9 +91,10 @@ def build(task: str) -> Result:
         except FlashAttnJitError as error:
             result = _failed(error)
         else:
-            entries = entries_of(requests, layers())
+            keys = [key_of(request).hex for request in requests]
+            entries = entries_of(keys, layers())
             result = Result(
-                key=key_of(requests[0]),
+                key=keys[0],
                 place=prepared.place,
                 layer=prepared.layer,
                 compiler_id=entries[-1].compiler_id,
@@ -170,9 +172,9 @@ def _import_builder() -> None:
 
     from ..codegen import document, render
     from ..jit import module
-    from ..planner import requests
+    from ..planner import tiles
 
-    assert all((torch, document, render, module, requests))
+    assert all((torch, document, render, module, tiles))
 
 
 @contextmanager

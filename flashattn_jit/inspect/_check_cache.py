@@ -13,12 +13,13 @@ from pathlib import Path
 
 from .. import env
 from ..codegen.document import spec_from_document
-from ..codegen.requests import request_of
 from ..codegen.target import default_target
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
+from ..jit.entry import CorruptEntryError
 from ..jit.installed import installed_packs
 from ..jit.pack_file import PackFile
-from ..jit.store import CorruptEntryError, Store
+from ..jit.store import Store
+from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
 from ._table import kib
 from .doctor import Check
@@ -260,12 +261,12 @@ def _pack(name: str, path: Path, of: str = "") -> Iterator[Check]:
 
 def _is_stale(pack: PackFile) -> bool:
     """Whether this version would not look for a pack's first kernel by the key that it has."""
-    from ..deploy.entries import key_of
+    from ..jit.toolchain import key_of
 
     for entry in pack.entries():
         spec = dict(entry.meta["document"]).get("spec", "")
         try:
-            return key_of(request_of(spec_from_document(spec))) != entry.key
+            return key_of(request_of(spec_from_document(spec))).hex != entry.key
         except FlashAttnJitError:
             return True
     return False

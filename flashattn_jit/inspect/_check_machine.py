@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from .. import _paths
+from .. import env
 from ..codegen.target import cuda_target, default_target, host_target
 from ..errors import EnvironmentVariableError, TargetError
-from ..jit.fit import driver_version
+from ..jit.layers import driver_version
 from ..planner import host_hardware
 from .doctor import Check
 
@@ -127,6 +127,6 @@ def openmp() -> Iterator[Check]:
 def sources() -> Iterator[Check]:
     """The templates and headers that kernels are made of."""
     try:
-        yield Check("sources", "ok", f"{_paths.templates_dir()}, {_paths.include_dir()}")
+        yield Check("sources", "ok", f"{env.templates_dir()}, {env.include_dir()}")
     except FileNotFoundError as error:
         yield Check("sources", "error", str(error), "reinstall the package")

@@ -14,9 +14,9 @@ import torch
 
 from .. import env
 from ..errors import EnvironmentVariableError
-from ..jit import cuda_toolkit
-from ..jit.compiler import ask_version, cxx_words, find_compiler, missing_cxx
-from ..jit.fit import driver_version, too_old
+from ..jit import nvcc
+from ..jit.layers import driver_version, oldest_driver, too_old
+from ..jit.toolchain import ask_version, cxx_words, find_compiler, missing_cxx
 from ._check_machine import driver_words
 from .doctor import Check
 
@@ -113,14 +113,14 @@ def cuda() -> Iterator[Check]:
 
 
 def _cuda() -> Iterator[Check]:
-    toolkit = cuda_toolkit.find_toolkit()
+    toolkit = nvcc.find_toolkit()
     if toolkit is None:
         if torch.version.cuda is None:
             yield Check(
                 "cuda toolkit",
                 "ok",
                 "none: kernels for GPUs cannot be compiled here",
-                f"only to compile for GPUs: {cuda_toolkit.MISSING}",
+                f"only to compile for GPUs: {nvcc.MISSING}",
             )
         else:
             yield Check(
@@ -128,7 +128,7 @@ def _cuda() -> Iterator[Check]:
                 "warning",
                 f"torch is built for CUDA {torch.version.cuda} and brings no compiler: CUDA "
                 "kernels that no cache layer holds cannot be compiled",
-                f"{_WITHOUT}. {cuda_toolkit.MISSING}",
+                f"{_WITHOUT}. {nvcc.MISSING}",
             )
         return
     compiler = find_compiler("sm_80")
@@ -142,7 +142,7 @@ def _cuda() -> Iterator[Check]:
         return
     identity = ask_version(compiler)
     words = f"{toolkit.home} ({identity.id})"
-    version = cuda_toolkit.cuda_version(identity.version)
+    version = nvcc.cuda_version(identity.version)
     if version is None:
         yield Check(
             "cuda toolkit",
@@ -161,7 +161,7 @@ def _cuda() -> Iterator[Check]:
             "distribution's cuda-cudart-dev package)",
         )
         return
-    needed, driver = cuda_toolkit.min_driver(version[0]), driver_version()
+    needed, driver = oldest_driver(version[0]), driver_version()
     if driver and too_old(driver, needed):
         yield Check(
             "cuda toolkit",

@@ -13,9 +13,9 @@ from ..ops._attend import plan_call
 from ..ops._batch_kernels import Options
 from ..ops._batch_plan import Variation
 from ..ops._call import Requests, dense_lengths, read_lengths
-from ..ops._check import DTYPE_NAMES
 from ..planner import Problem
 from ..variants.bounds import MaskParams
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.params import Dims
 from ..variants.spec import Bound
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ..ops._batch_kernels import KINDS, Kernel
 from ..ops._batch_plan import Variation
 from ..ops._batch_run import Planned
-from ..ops._check import DTYPE_NAMES
 from ..planner import Problem, candidates
 from ..planner.costs import merge_cost
+from ..variants.dtypes import DTYPE_NAMES
 from ._table import kib, table
 
 Work = NDArray[np.int32]

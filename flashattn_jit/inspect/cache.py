@@ -9,9 +9,9 @@ from pathlib import Path
 
 from .. import env
 from ..jit import module as _module
-from ..jit.layers import layers
+from ..jit.entry import ARTIFACT, META
 from ..jit.module import KernelSource
-from ..jit.store import ARTIFACT, META
+from ..jit.remote import layers
 from ._table import kib
 
 

@@ -9,7 +9,7 @@ from ..codegen.budget import ctas_per_sm, register_budget, shared_bytes
 from ..codegen.spec import KernelSpec
 from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
 from ..errors import InputError
-from ..jit.key import KernelKey
+from ..jit.entry import KernelKey
 from ..ops._batch_kernels import native_kind
 from ..planner import (
     Device,

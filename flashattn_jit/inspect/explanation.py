@@ -15,8 +15,8 @@ from ..codegen.render import render
 from ..codegen.spec import KernelSpec
 from ..codegen.target import matrix_dtype
 from ..errors import CompileError, InputError
-from ..jit.key import KernelKey, kernel_key
-from ..jit.toolchain import flags_for
+from ..jit.entry import KernelKey
+from ..jit.toolchain import key_of
 from ..ops._check import check_dense
 from ..planner import (
     Device,
@@ -28,6 +28,7 @@ from ..planner import (
     choose,
     roofline,
 )
+from ..planner.tiles import request_of
 from ..variants.ir import VariantIR, format_graph
 from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
@@ -245,7 +246,7 @@ def _plan(
     hardware: Hardware | Device,
 ) -> Plan | DevicePlan:
     options = candidates(problem, spec.target, bound.ir)
-    key = kernel_key(spec.document(), spec.template, spec.target, flags_for(spec.target))
+    key = key_of(request_of(spec))
     if isinstance(hardware, Device):
         return device_plan(options, spec, key, hardware, problem)
     planned = plan(layout, bound, name, spec.target)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .. import env
-from ..codegen.requests import AnySpec, name_of
-from ..jit.compiler import find_compiler, identify
-from ..jit.fit import unfit_driver, unfit_machine, unfit_target
-from ..jit.found import Found
-from ..jit.key import KernelKey, kernel_key
-from ..jit.layers import Layer, layers, nearest_in
-from ..jit.misses import Nearest, Searched, build_command
+from ..codegen.spec import AnySpec, name_of
+from ..errors import Nearest, Searched
+from ..jit.entry import KernelKey
+from ..jit.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
+from ..jit.misses import build_command, nearest_in
+from ..jit.remote import layers
 from ..jit.store import Store
-from ..jit.toolchain import flags_for
-from ..planner.requests import requests_of
+from ..jit.toolchain import find_compiler, identify, key_of
+from ..planner.tiles import requests_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,7 @@ def look_up(spec: AnySpec) -> LookUp:
     compiler = None if mode == "never" else find_compiler(spec.target)
     recall = Store(env.cache_dir()).recall_compiler
     compiler_id = identify(compiler, recall).id if compiler else None
-    tiles = [
-        kernel_key(r.spec, r.template, r.target, flags_for(r.target)) for r in requests_of(spec)
-    ]
+    tiles = [key_of(request) for request in requests_of(spec)]
     searched_in = layers()
     key, stepped = tiles[0], ""
     while True:
@@ -85,7 +82,7 @@ def look_up(spec: AnySpec) -> LookUp:
         if found is None or found.stepped_down_to is None or not smaller:
             break
         stepped = found.stepped_down_to
-        key = smaller.get(stepped) or next(iter(smaller.values()))
+        key = smaller[found.smaller_tile([*smaller])]
     missing = found is None
     return LookUp(
         name_of(spec),

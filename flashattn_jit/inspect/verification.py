@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
-from ..codegen.target import compiled_target, is_cuda, resolve_target
+from ..codegen.target import Q_DTYPES, compiled_target, cuda_dtypes, is_cuda, resolve_target
 from ..errors import InputError, VerificationError
 from ..ops._check import check_int, shown
-from ..ops._placement import matrix_dtypes
 from ..planner.tiles import placed, tile_kind
+from ..variants.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ..variants.ir import VariantIR
 from ..variants.modes import on_host
 from ..variants.params import Dims
@@ -24,8 +24,6 @@ from ._error import Comparison
 from ._inputs import make_inputs
 from ._run import KernelFailedError, MisfitError, Runner
 from ._table import table
-
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +150,7 @@ def verify(
     _check_fit(runner, base, dtypes)
     rows: list[VerifyRow] = []
     for i, dtype in enumerate(dtypes):
-        tile = _largest_tile(runner.target, base, _NAMES[dtype])
+        tile = _largest_tile(runner.target, base, DTYPE_NAMES[dtype])
         rows += [_row(runner, case, base, dtype) for case in cases(base, *tile)]
         if i == 0:
             rows += [_row(runner, case, base, dtype) for case in extra_kernels(base, *tile)]
@@ -163,7 +161,7 @@ def verify(
 
 
 def _check_dtypes(dtypes: object) -> None:
-    names = ", ".join(_NAMES.values())
+    names = ", ".join(Q_DTYPES)
     remedy = f"pass a sequence of {names}, such as dtypes=(torch.float32,), or leave dtypes out"
     if not isinstance(dtypes, Sequence) or isinstance(dtypes, str | bytes | bytearray | memoryview):
         got = dtypes if isinstance(dtypes, torch.dtype) else type(dtypes).__name__
@@ -171,7 +169,7 @@ def _check_dtypes(dtypes: object) -> None:
     if not dtypes:
         raise InputError(f"dtypes is empty, so that nothing would be verified; {remedy}")
     for dtype in dtypes:
-        if not isinstance(dtype, torch.dtype) or dtype not in _NAMES:
+        if not isinstance(dtype, torch.dtype) or DTYPE_NAMES.get(dtype) not in Q_DTYPES:
             raise InputError(f"dtypes may hold {names}; got {shown(dtype)}")
 
 
@@ -186,9 +184,8 @@ def _headline(report: VerifyReport) -> str:
 
 def _dtypes_of(target: str) -> tuple[torch.dtype, ...]:
     """The dtypes of q, k and v that a target takes."""
-    if not is_cuda(compiled_target(target)):
-        return tuple(_NAMES)
-    return matrix_dtypes(target)
+    names = cuda_dtypes(target) if is_cuda(compiled_target(target)) else Q_DTYPES
+    return tuple(TORCH_DTYPES[name] for name in names)
 
 
 def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> None:
@@ -213,21 +210,21 @@ def _largest_tile(target: str, dims: Dims, dtype: str) -> tuple[int, int]:
 
 def _row(runner: Runner, case: Case, base: Dims, dtype: torch.dtype) -> VerifyRow:
     """The case, or the nearest one that the params fit."""
-    reason = ""
+    reason, name = "", DTYPE_NAMES[dtype]
     for attempt in dict.fromkeys(fallbacks(case, base)):
         d = attempt.dims
-        kind = tile_kind(d.q_len * d.group_size, runner.target, str(dtype).removeprefix("torch."))
+        kind = tile_kind(d.q_len * d.group_size, runner.target, name)
         try:
             results = runner.compare(attempt, dtype)
         except MisfitError as misfit:
             reason = reason or str(misfit)
         except KernelFailedError as error:
             note = str(error)
-            return VerifyRow(case.name, d, _NAMES[dtype], kind, "FAIL", math.nan, math.nan, note)
+            return VerifyRow(case.name, d, name, kind, "FAIL", math.nan, math.nan, note)
         else:
-            return _judged(case.name, d, _NAMES[dtype], kind, results)
+            return _judged(case.name, d, name, kind, results)
     d = case.dims
-    return VerifyRow(case.name, d, _NAMES[dtype], "", "skip", math.nan, math.nan, reason)
+    return VerifyRow(case.name, d, name, "", "skip", math.nan, math.nan, reason)
 
 
 def _judged(

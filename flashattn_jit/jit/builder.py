@@ -20,21 +20,26 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flashattn_jit import env
-from flashattn_jit.codegen.requests import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import is_cuda
 from flashattn_jit.errors import CacheError, CompileError
-from flashattn_jit.jit import cuda_toolkit, toolchain
-from flashattn_jit.jit import key as keys
-from flashattn_jit.jit.compiler import Compiler, CompilerIdentity, ask_version, cxx_words
-from flashattn_jit.jit.counters import Counters
-from flashattn_jit.jit.entry import ARTIFACT, STEPPED_DOWN
-from flashattn_jit.jit.failure import BuildFailure, SpillError
-from flashattn_jit.jit.found import Found, found_in_folder
-from flashattn_jit.jit.key import KernelKey
+from flashattn_jit.jit import nvcc, toolchain
+from flashattn_jit.jit.driver import BuildFailure, Compiler, SpillError
+from flashattn_jit.jit.entry import (
+    ARTIFACT,
+    STEPPED_DOWN,
+    CompilerIdentity,
+    CorruptEntryError,
+    Entry,
+    KernelKey,
+    may_be_swapped,
+    sources_changed,
+)
+from flashattn_jit.jit.layers import Counters, Found, found_in_folder, oldest_driver
 from flashattn_jit.jit.misses import SHIP
-from flashattn_jit.jit.store import CorruptEntryError, Entry, Store
-from flashattn_jit.jit.trust import may_be_swapped
-from flashattn_jit.variants.ir_check import fitting_name
+from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.toolchain import ask_version, cxx_words
+from flashattn_jit.variants.ir import fitting_name
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +55,7 @@ class BuildFunction(Protocol):
 
     def __call__(
         self, source: str, key: str, target: str, compiler: Compiler | None, staging: Path
-    ) -> toolchain.BuildReport: ...
+    ) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +131,7 @@ class Builder(Generic[T]):
         meta: dict[str, Any] = {}
         source = request.render()
         try:
-            compile_s = self.build(
-                source, key.hex, request.target, self.compiler, staging
-            ).compile_s
+            compile_s = self.build(source, key.hex, request.target, self.compiler, staging)
         except SpillError as spill:
             compile_s = spill.compile_s
             meta["complaints"] = list(spill.complaints)
@@ -211,9 +214,9 @@ class Builder(Generic[T]):
             return None
         # Asked anew: what was remembered may be of a wrapper whose compiler has changed since.
         identity = ask_version(self.compiler)
-        if is_cuda(target) and (version := cuda_toolkit.cuda_version(identity.version)):
+        if is_cuda(target) and (version := nvcc.cuda_version(identity.version)):
             meta["cuda_version"] = "{}.{}".format(*version)
-            meta["min_driver"] = cuda_toolkit.min_driver(version[0])
+            meta["min_driver"] = oldest_driver(version[0])
         return identity
 
     def _publish(
@@ -221,7 +224,7 @@ class Builder(Generic[T]):
     ) -> Entry | None:
         """Publishes a staged build; None where it cannot be."""
         assert self.compiler is not None
-        if keys.sources_changed(wanted.request.template):
+        if sources_changed(wanted.request.template):
             log.warning("templates or headers changed since the key was made: not kept")
             return None
         store, key = self.store, wanted.key.hex

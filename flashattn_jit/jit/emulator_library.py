@@ -17,16 +17,14 @@ from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
 
-from flashattn_jit import _paths, env
+from flashattn_jit import env
 from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
-from flashattn_jit.jit.compiler import ask_version, find_compiler, missing_cxx
-from flashattn_jit.jit.entry import ARTIFACT, CorruptEntryError
-from flashattn_jit.jit.failure import failure
-from flashattn_jit.jit.found import found_in_folder
-from flashattn_jit.jit.key import document_digest
+from flashattn_jit.jit.driver import failure
+from flashattn_jit.jit.entry import ARTIFACT, CorruptEntryError, document_digest
+from flashattn_jit.jit.layers import found_in_folder
 from flashattn_jit.jit.locks import build_lock
-from flashattn_jit.jit.store import Store
-from flashattn_jit.jit.trust import is_safe_root
+from flashattn_jit.jit.store import Store, is_safe_root
+from flashattn_jit.jit.toolchain import ask_version, find_compiler, missing_cxx
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +116,7 @@ def _document() -> tuple[tuple[str, str], ...]:
 
 
 def _sources() -> Path:
-    return _paths.emulator_dir()
+    return env.emulator_dir()
 
 
 def _obtain() -> ctypes.CDLL:

@@ -1,4 +1,13 @@
-"""One kernel on disk: its folder, its meta.json, and how both are read without trusting them."""
+"""The key of a kernel, and its entry on disk, read without trusting it.
+
+A key is a sha256 over a canonical document of everything that decides a kernel's artifact. The
+document holds no path, time, process id, `hash()`, Python or torch version, and needs neither
+rendering nor a compiler, so any machine computes the same key for the same kernel.
+
+First keys, and the files of ours that decide a source. Then who may have written what is loaded:
+nobody but us, and root in read-only layers, as images and site installations are root's. Then an
+entry: its folder, the checks of its meta.json, and how it is read.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +17,226 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
+from flashattn_jit import _C, env
 from flashattn_jit.errors import CacheError
-from flashattn_jit.jit.key import document_digest
-from flashattn_jit.jit.trust import complaint
-from flashattn_jit.variants.ir_check import MAX_NAME
+from flashattn_jit.variants.ir import MAX_NAME
+
+# --- keys ----------------------------------------------------------------------------------------
+
+# Raised when the meaning of an entry or of a document field changes.
+SCHEMA = 1
+
+# The module that renders. With the modules of these folders that it imports, it decides the text of
+# a source; the parts of the package below them (errors, environment, paths) do not.
+_GENERATOR = "codegen/render.py"
+_GENERATING = ("codegen/", "variants/")
+
+# nvcc includes it in front of every source of ours.
+_CUDA_PRELUDE = "fajit/cuda/lean/cuda_runtime.h"
+
+# Each begins with a literal, which the search skips to: 2 ms less than anchors at line starts. A
+# match inside a comment only adds a file.
+_HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/(?:\{\{.*?\}\}|[^>"{])+)[>"]')
+_EXPRESSION = re.compile(r"\{\{.*?\}\}")
+_IMPORT = re.compile(rb"from (flashattn_jit|\.+)\.?([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)")
+_WORD = re.compile(rb"\w+")
+_TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']+)["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """`hex` names the kernel; `document` is what it was computed from, field by field, in order."""
+
+    hex: str
+    document: tuple[tuple[str, str], ...]
+
+
+Document = Mapping[str, str] | Iterable[Sequence[str]]
+"""A key document: `KernelKey.document`, or what meta.json holds of it."""
+
+
+def kernel_key(spec: str, template: str, target: str, flags: Sequence[str]) -> KernelKey:
+    """The key of a kernel.
+
+    `spec` is the kernel spec's canonical JSON, `template` its root template's name below
+    templates/, `flags` the compiler's, in order. Raises FileNotFoundError for a missing template
+    or header.
+    """
+    document = (
+        ("schema", str(SCHEMA)),
+        ("abi_version", str(_C.ABI_VERSION)),
+        ("target", target),
+        ("flags", "\n".join(flags)),
+        ("sources", sources_digest(template)),
+        ("spec", spec),
+    )
+    return KernelKey(document_digest(document), document)
+
+
+def document_digest(document: Iterable[Sequence[str]]) -> str:
+    """The key of a document. Raises ValueError for text that cannot be encoded."""
+    return _digest((name, text.encode()) for name, text in document)
+
+
+@cache
+def sources_digest(template: str) -> str:
+    """Digest of what renders and what is included, computed once a process: see `read_sources`."""
+    return read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
+
+
+def sources_changed(template: str) -> bool:
+    """Whether the files changed since `sources_digest` first read them."""
+    fresh = read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
+    return fresh != sources_digest(template)
+
+
+def read_sources(template: str, templates: Path, headers: Path, package: Path) -> str:
+    """Digest of the files that `reached_sources` finds: of their names and contents."""
+    return _digest(sorted(reached_sources(template, templates, headers, package).items()))
+
+
+def reached_sources(
+    template: str, templates: Path, headers: Path, package: Path
+) -> dict[str, bytes]:
+    """A template, the templates and fajit/ headers that it reaches, and the code generator.
+
+    Names are below these folders: ``include/fajit/abi.h``. Every `#include` and `import` is
+    followed, also one that a macro or a condition would skip.
+    """
+    # Strings and plain stat calls: with pathlib this takes half of the time of a hit on disk.
+    folders = {"templates": f"{templates}/", "include": f"{headers}/", "package": f"{package}/"}
+    contents: dict[str, bytes] = {}
+    pending = [("templates", template)]
+    if _is_file(folders["package"] + _GENERATOR):
+        pending.append(("package", _GENERATOR))
+    if ".cu." in template and _is_file(folders["include"] + _CUDA_PRELUDE):
+        pending.append(("include", _CUDA_PRELUDE))
+    modules: dict[str, bool] = {}
+    while pending:
+        kind, name = pending.pop()
+        label = f"{kind}/{name}"
+        if label in contents:
+            continue
+        with open(folders[kind] + name, "rb") as file:  # noqa: PTH123
+            contents[label] = text = file.read()
+        if kind == "package":
+            pending += [("package", f) for f in _imported(name, text, folders[kind], modules)]
+            continue
+        pending += [
+            ("include", header)
+            for found in _HEADER.findall(text)
+            for header in _headers_named(found.decode(), headers)
+        ]
+        if kind == "templates":
+            pending += [("templates", found.decode()) for found in _TEMPLATE.findall(text)]
+    return contents
+
+
+def _headers_named(name: str, headers: Path) -> Iterator[str]:
+    """The header `name`; every header that it may become where an expression makes it."""
+    if "{{" not in name:
+        yield name
+        return
+    for path in headers.glob(_EXPRESSION.sub("*", name)):
+        yield path.relative_to(headers).as_posix()
+
+
+def _imported(name: str, text: bytes, package: str, modules: dict[str, bool]) -> Iterator[str]:
+    """Files of the generating folders that the module in file `name` imports by `from ... import`.
+
+    `modules` remembers which files there are.
+    """
+    parents = name.split("/")[:-1]
+    for start, module, names in _IMPORT.findall(text):
+        # A module's first dot is its own folder; the absolute form starts at the package.
+        above = 0 if start == b"flashattn_jit" else max(0, len(parents) + 1 - len(start))
+        folder = [*parents[:above], *(module.decode().split(".") if module else ())]
+        candidates = [folder, *([*folder, word.decode()] for word in _WORD.findall(names))]
+        for candidate in candidates:
+            found = "/".join(candidate) + ".py"
+            if found not in modules:
+                modules[found] = found.startswith(_GENERATING) and _is_file(package + found)
+            if modules[found]:
+                yield found
+
+
+def _is_file(path: str) -> bool:
+    return isfile(path)  # noqa: PTH113
+
+
+def _digest(fields: Iterable[tuple[str, bytes]]) -> str:
+    # Lengths in front of names and values: no two documents share their bytes.
+    digest = hashlib.sha256()
+    for name, value in fields:
+        for part in (name.encode(), value):
+            digest.update(len(part).to_bytes(8, "big"))
+            digest.update(part)
+    return digest.hexdigest()
+
+
+# --- who may have written it ---------------------------------------------------------------------
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_ROOT = 0
+
+
+def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
+    """Whether others may write to something that is loaded.
+
+    installed: pip brought it, as it brought this package. Under a umask of 002 both are writable to
+    their group: whoever is in that may change the code that runs here already.
+    """
+    bits = status.st_mode & _OTHERS_WRITE
+    if installed and bits:
+        own = os.stat(_C.__file__)  # noqa: PTH116
+        if own.st_gid == status.st_gid:
+            bits &= ~own.st_mode | stat.S_IWOTH
+    return bits != 0
+
+
+def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
+    """What is wrong with the owner or the mode of something that is loaded; nothing: empty."""
+    if not is_ours(status, read_only):
+        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
+    if others_write(status, installed=installed):
+        return f"has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it"
+    return ""
+
+
+def may_be_swapped(folder: Path) -> bool:
+    """Whether others could put another folder in this one's place, through a folder above it.
+
+    What is in it must then be loaded from what was verified, not by its path once more.
+    """
+    for above in folder.parents:
+        try:
+            status = above.stat()
+        except OSError:
+            return True
+        if others_may_rename(status):
+            return True
+    return False
+
+
+def is_ours(status: os.stat_result, read_only: bool) -> bool:
+    """Whether something belongs to this user, or to root where it is `read_only`."""
+    return status.st_uid == os.geteuid() or (read_only and status.st_uid == _ROOT)
+
+
+def others_may_rename(folder: os.stat_result) -> bool:
+    """Whether others may give what lies in a folder another name."""
+    sticky = folder.st_mode & stat.S_ISVTX
+    return not is_ours(folder, True) or (folder.st_mode & _OTHERS_WRITE != 0 and not sticky)
+
+
+# --- an entry ------------------------------------------------------------------------------------
 
 ARTIFACT = "artifact.so"
 META = "meta.json"
@@ -29,6 +249,14 @@ _MOST_FILES = 64
 _KEY = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
 _COMPILER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerIdentity:
+    """`id` is a folder name made from `version`, the compiler's own words about itself."""
+
+    id: str
+    version: str
 
 
 class CorruptEntryError(CacheError):

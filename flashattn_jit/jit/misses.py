@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from flashattn_jit.codegen.requests import Request
-from flashattn_jit.errors import FlashAttnJitError, MissingKernelError
-from flashattn_jit.jit.key import KernelKey
+from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
+from flashattn_jit.codegen.spec import Request
+from flashattn_jit.errors import (
+    Difference,
+    FlashAttnJitError,
+    MissingKernelError,
+    Nearest,
+    Searched,
+    UnsafeCacheError,
+)
+from flashattn_jit.jit.entry import Document, KernelKey
+from flashattn_jit.jit.layers import Layer
 from flashattn_jit.variants.ir import HOOKS
+
+log = logging.getLogger(__name__)
 
 _MOST_SHOWN = 12
 _MOST_TEXT = 120
@@ -31,44 +42,6 @@ _WEIGHTS = {
     "spec.dtypes": 3,
     "spec.head_dims": 3,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """A layer that did not serve, and why. fault: that is to be repaired."""
-
-    layer: str
-    location: str
-    reason: str
-    fault: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.layer} {self.location}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One field in which two key documents differ."""
-
-    field: str
-    wanted: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.wanted} -> {self.found}"
-
-
-@dataclass(frozen=True, slots=True)
-class Nearest:
-    """The entry that comes closest to what was wanted: where it is, and all that differs."""
-
-    key: str
-    location: str
-    differences: tuple[Difference, ...]
-
-
-Document = Mapping[str, str] | Iterable[Sequence[str]]
-"""A key document: `KernelKey.document`, or what meta.json holds of it."""
 
 
 def differences(wanted: Document, found: Document) -> tuple[Difference, ...]:
@@ -108,11 +81,20 @@ def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> N
     return best[1] if best else None
 
 
+def nearest_in(key: KernelKey, among: Iterable[Layer]) -> Nearest | None:
+    """The entry of these layers that comes closest to a key that none of them has."""
+    return nearest(key, (found for layer in among for found in _documents(layer)))
+
+
+def _documents(layer: Layer) -> Iterator[tuple[str, str, Document]]:
+    try:
+        yield from layer.documents()
+    except (UnsafeCacheError, OSError) as error:
+        log.debug("cannot list %s: %s", layer.location, error)
+
+
 def build_command(spec: str, name: str = "variant") -> str:
     """The shell command that builds a kernel; empty where its spec is no kernel's."""
-    from flashattn_jit.codegen.document import has_cpp, spec_from_document
-    from flashattn_jit.deploy.manifest import line_of, line_text
-
     try:
         kernel = spec_from_document(spec, name)
     except FlashAttnJitError:

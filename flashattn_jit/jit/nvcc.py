@@ -1,9 +1,10 @@
-"""CUDA targets: their flags, and how nvcc builds one source for exactly one architecture.
+"""CUDA targets: the toolkit of this machine, flags, and how nvcc builds one source.
 
-The compilers run inside the build folder and see every file of ours below /proc/self/cwd, so that
-neither the artifact nor its PTX tells where it was built: nvcc writes names of sources, made
-absolute, into both, and their modification times into the artifact. For the same reason the headers
-are copied there, with a fixed time. A torch without CUDA serves as well as one with it.
+A source is built for exactly one architecture. The compilers run inside the build folder and see
+every file of ours below /proc/self/cwd, so that neither the artifact nor its PTX tells where it was
+built: nvcc writes names of sources, made absolute, into both, and their modification times into the
+artifact. For the same reason the headers are copied there, with a fixed time. A torch without CUDA
+serves as well as one with it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,103 @@ import json
 import os
 import re
 import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashattn_jit import _paths
+from flashattn_jit import env
 from flashattn_jit.codegen.target import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import TargetError
-from flashattn_jit.jit.compiler import Compiler
-from flashattn_jit.jit.cuda_toolkit import Toolkit
+from flashattn_jit.jit.driver import Compiler, Job, quote, write_wrapper
 
-# Imported where a build starts: a process that finds its kernels in the cache needs none of it.
-if TYPE_CHECKING:
-    from flashattn_jit.jit.driver import Job
+if TYPE_CHECKING:  # imported where a build ends
     from flashattn_jit.jit.resources import Report
+
+# --- the toolkit ---------------------------------------------------------------------------------
+
+MISSING = (
+    "no CUDA compiler was found: install a CUDA toolkit (12.8 or later compiles for every target; "
+    "https://developer.nvidia.com/cuda-downloads, or pip install nvidia-cuda-nvcc "
+    "nvidia-cuda-runtime), or set FLASHATTN_JIT_CUDA_HOME to the folder that holds bin/nvcc; no "
+    "GPU and no driver are needed to compile"
+)
+
+# Toolkits that fajit/cuda/lean/cuda_runtime.h serves, as CUDART_VERSION says it: tried with the
+# first and the last.
+_LEAN = range(13000, 13060)
+
+_HEADER = "cuda_runtime_api.h"
+_INCLUDES = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
+_LIBRARIES = (
+    "lib64",
+    "lib",
+    "targets/x86_64-linux/lib",
+    "targets/sbsa-linux/lib",
+    "lib/x86_64-linux-gnu",
+)
+_STATIC_RUNTIME = "libcudart_static.a"
+_VERSION = re.compile(rb"^#define\s+CUDART_VERSION\s+(\d+)", re.MULTILINE)
+_RELEASE = re.compile(r"release (\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """A folder that holds bin/nvcc, the runtime's headers and its static library."""
+
+    home: Path
+
+    @property
+    def nvcc(self) -> Path:
+        """The compiler."""
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def libraries(self) -> Path | None:
+        """The folder of libcudart_static.a, None where it is not installed."""
+        folders = [self.home / name for name in _LIBRARIES]
+        return next((f for f in folders if f.joinpath(_STATIC_RUNTIME).is_file()), None)
+
+    def runtime_version(self) -> int:
+        """CUDART_VERSION of its headers, such as 13000; 0 where it cannot be read."""
+        for name in _INCLUDES:
+            header = self.home / name / _HEADER
+            if header.is_file() and (found := _VERSION.search(header.read_bytes())):
+                return int(found[1])
+        return 0
+
+    def takes_lean_header(self) -> bool:
+        """Whether our cut-down cuda_runtime.h may stand in for the toolkit's."""
+        return self.runtime_version() in _LEAN
+
+
+def find_toolkit() -> Toolkit | None:
+    """The toolkit that the environment names, else on PATH, in /usr/local/cuda, or from wheels."""
+    chosen = env.cuda_home()
+    for home in [chosen] if chosen else _candidates():
+        toolkit = Toolkit(home)
+        # A script on PATH that runs an nvcc elsewhere has no headers beside it.
+        if toolkit.nvcc.is_file() and any((home / i / _HEADER).is_file() for i in _INCLUDES):
+            return toolkit
+    return None
+
+
+def cuda_version(compiler_version: str) -> tuple[int, int] | None:
+    """(13, 0) from nvcc's words about itself."""
+    found = _RELEASE.search(compiler_version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _candidates() -> Iterator[Path]:
+    yield from env.cuda_homes()
+    if on_path := shutil.which("nvcc"):
+        yield Path(on_path).resolve().parent.parent
+    yield Path("/usr/local/cuda")
+    yield from sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
+
+
+# --- building ------------------------------------------------------------------------------------
 
 SOURCE = "kernel.cu"
 PTX = "kernel.ptx"
@@ -76,8 +161,6 @@ def job(
     source: Path, work: Path, key: str, target: str, compiler: Compiler, log: Path, commands: Path
 ) -> Job:
     """The build of the staged `source` in the folder `work`."""
-    from flashattn_jit.jit.driver import Job, quote, write_wrapper
-
     assert compiler.host is not None
     toolkit = Toolkit(Path(compiler.command[0]).parent.parent)
     compiled = work / SOURCE
@@ -142,7 +225,7 @@ def write_resources(words: str, ptx: str, target: str, artifact_bytes: int, path
 
 
 def _copy_headers(folder: Path) -> None:
-    root = _paths.include_dir()
+    root = env.include_dir()
     for path in root.rglob("*.h"):
         name = path.relative_to(root)
         if name.parts[:2] == ("fajit", "cpu"):

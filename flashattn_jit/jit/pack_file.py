@@ -24,7 +24,7 @@ from typing import Any
 
 from flashattn_jit.errors import PackError
 from flashattn_jit.jit import zip_frame
-from flashattn_jit.jit.entry import META, MOST_META_BYTES, parse_meta
+from flashattn_jit.jit.entry import META, MOST_META_BYTES, others_write, parse_meta
 from flashattn_jit.jit.pack_index import (
     INDEX,
     MAX_INDEX_BYTES,
@@ -32,7 +32,6 @@ from flashattn_jit.jit.pack_index import (
     member_name,
     parse_index,
 )
-from flashattn_jit.jit.trust import others_write
 from flashattn_jit.jit.zip_frame import Member
 
 

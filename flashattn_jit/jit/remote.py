@@ -23,19 +23,24 @@ from typing import Any, TypeVar
 
 from flashattn_jit import env
 from flashattn_jit.errors import CacheError
-from flashattn_jit.jit.counters import LayerName
 from flashattn_jit.jit.entry import (
     META,
     MOST_META_BYTES,
     CorruptEntryError,
+    Document,
     Entry,
     is_compiler_id,
     parse_meta,
     read_file,
 )
-from flashattn_jit.jit.found import Found, found_in_memory
-from flashattn_jit.jit.layers import Answer
-from flashattn_jit.jit.misses import Document
+from flashattn_jit.jit.layers import (
+    Answer,
+    Found,
+    Layer,
+    LayerName,
+    found_in_memory,
+    local_layers,
+)
 from flashattn_jit.jit.store import LAYOUT, Store
 
 log = logging.getLogger(__name__)
@@ -91,6 +96,17 @@ class RemoteLayer:
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """None: listing a remote folder would take too long."""
         return iter(())
+
+
+def remote_layers() -> tuple[RemoteLayer, ...]:
+    """The remote layer, where it is set."""
+    url = env.cache_remote()
+    return () if url is None else (RemoteLayer(url),)
+
+
+def layers() -> tuple[Layer, ...]:
+    """All layers, in the order in which they are searched."""
+    return (*local_layers(), *remote_layers())
 
 
 def push(

@@ -17,7 +17,7 @@ An entry whose kernel keeps registers in memory on its tile has no artifact: its
 kernel with a smaller tile that takes its place.
 
 Loading code is trusting it, so the root must belong to this user and be writable by nobody else
-(`trust.py`). Looking up an entry writes nothing. A key is computed anew from the document in
+(`is_safe_root`). Looking up an entry writes nothing. A key is computed anew from the document in
 meta.json, so an entry cannot pass for another kernel's.
 """
 
@@ -28,32 +28,33 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit.jit.compiler import CompilerIdentity
+from flashattn_jit.errors import UnsafeCacheError
 from flashattn_jit.jit.entry import (
-    ARTIFACT,
     META,
     MOST_META_BYTES,
-    STEPPED_DOWN,
+    CompilerIdentity,
     CorruptEntryError,
     Entry,
     check_content,
     check_meta,
+    complaint,
     is_compiler_id,
     is_key,
+    is_ours,
+    others_may_rename,
     parse_meta,
     read_entry,
     read_file,
     sha256,
 )
-from flashattn_jit.jit.trust import is_safe_root
-
-__all__ = ["ARTIFACT", "META", "STEPPED_DOWN", "CorruptEntryError", "Entry", "Store"]
 
 log = logging.getLogger(__name__)
 
@@ -354,3 +355,91 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- folders and files that may hold code --------------------------------------------------------
+
+_MOST_LINKS = 40
+
+
+def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
+    """Whether a folder of kernels is there. Raises UnsafeCacheError where others can write to it.
+
+    A link on the way to it is followed only where nobody else could have put it there.
+    """
+    try:
+        status = root.stat()
+    except OSError:
+        # Absent or out of reach. A writer finds out which when it makes the folder.
+        return False
+    if not stat.S_ISDIR(status.st_mode):
+        raise UnsafeCacheError(f"the kernel cache {root} is no folder; {_remedy(read_only)}")
+    _check(status, root, f"the kernel cache {root}", read_only)
+    return True
+
+
+def check_file(path: Path, *, installed: bool = False) -> None:
+    """Raises UnsafeCacheError where others can write to a file of a read-only layer.
+
+    installed: see `others_write`. Raises OSError where it is missing.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeCacheError(f"{path} is no regular file; {_remedy(True)}")
+    _check(status, path, f"the pack {path}", read_only=True, installed=installed)
+
+
+def _check(
+    status: os.stat_result, path: Path, name: str, read_only: bool, installed: bool = False
+) -> None:
+    if wrong := complaint(status, read_only=read_only, installed=installed):
+        remedy = _remedy(read_only)
+        if is_ours(status, read_only):
+            remedy = f"check what is in it, then run: chmod go-w {path}"
+        raise UnsafeCacheError(
+            f"{name} {wrong}, and loading kernels from it would run their code; {remedy}"
+        )
+    if os.path.realpath(path) != str(path):
+        _check_links(path, name)
+
+
+def _check_links(path: Path, name: str) -> None:
+    """Follows every link on the way to `path`, as the system does."""
+    here, pending, links = "/", deque(path.parts[1:]), 0
+    while pending:
+        part = pending.popleft()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            here = os.path.dirname(here)  # noqa: PTH120
+            continue
+        _check_folder(here, name)
+        step = os.path.join(here, part)  # noqa: PTH118
+        status = os.lstat(step)
+        if not stat.S_ISLNK(status.st_mode):
+            here = step
+            continue
+        links += 1
+        if not is_ours(status, True) or links > _MOST_LINKS:
+            raise UnsafeCacheError(
+                f"{name} lies behind the link {step} of user {status.st_uid}, who could lead it "
+                "elsewhere; name the folder itself"
+            )
+        target = Path(step).readlink()
+        if target.is_absolute():
+            here = "/"
+        pending.extendleft(reversed([part for part in target.parts if part != "/"]))
+
+
+def _check_folder(folder: str, name: str) -> None:
+    if others_may_rename(os.lstat(folder)):
+        raise UnsafeCacheError(
+            f"{name} lies behind a link, and others may write to {folder} on the way to it, so "
+            f"could lead it elsewhere; name the folder itself, or run: chmod go-w {folder}"
+        )
+
+
+def _remedy(read_only: bool) -> str:
+    if read_only:
+        return "name another in FLASHATTN_JIT_CACHE_PATH, owned by you or by root"
+    return "set FLASHATTN_JIT_CACHE_DIR to a folder of your own"

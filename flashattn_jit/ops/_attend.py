@@ -8,8 +8,8 @@ import torch
 
 from ..errors import InputError
 from ..variants.binding import Bound
+from ..variants.ir import unscaled_integers
 from ..variants.modes import refuse_capture
-from ..variants.queries import unscaled_integers
 from . import _handles
 from ._batch_kernels import Kernels, Options
 from ._batch_plan import Batch, Variation, vary

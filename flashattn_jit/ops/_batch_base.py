@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
+from ..codegen.target import KV_DTYPES, Q_DTYPES
 from ..errors import InputError
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
+from ..variants.dtypes import DTYPE_NAMES
+from ..variants.ir import unscaled_integers
 from ..variants.modes import PLAN_FIRST, need_values, refuse_capture
-from ..variants.normalizers import Pointwise
-from ..variants.params import Dims
-from ..variants.queries import unscaled_integers
+from ..variants.params import Dims, Pointwise
 from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites
@@ -26,7 +27,6 @@ from ._batch_plan import Batch, Keys, bind_plan
 from ._batch_run import Habits, Planned
 from ._bits import BlockBits, TreeBits, tree_words
 from ._call import Array, Offset, host_array, offset_array
-from ._check import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
 from ._placement import check_matrix_dtypes, on_cpu, place_on
@@ -86,8 +86,8 @@ class BatchBase:
         for name, dtype, allowed in (
             ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
         ):  # fmt: skip
-            if not isinstance(dtype, torch.dtype) or dtype not in allowed:
-                names = ", ".join(DTYPE_NAMES[d] for d in allowed)
+            if not isinstance(dtype, torch.dtype) or DTYPE_NAMES.get(dtype) not in allowed:
+                names = ", ".join(allowed)
                 raise InputError(
                     f"{name}={_check.shown(dtype)} is not supported; supported: {names}"
                 )

@@ -14,10 +14,9 @@ from ..codegen.target import CPU_TARGETS, LANES
 from ..jit.module import load_stepping
 from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
-from ..planner.requests import requests_of
-from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows
+from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows, requests_of
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR
-from ._check import DTYPE_NAMES
 from ._handles import Structure
 from .limits import Limits
 

@@ -9,13 +9,13 @@ import torch
 
 from ..errors import InputError
 from ..variants.binding import Bound, bind, bind_outside_modes
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.modes import refuse_capture
 from ..variants.spec import Variant
 from . import _check
 from ._batch_kernels import Options
 from ._batch_plan import Batch, Params, Variation, mask_values, refuse_mask_params, vary
 from ._call import Call, is_aligned, packed_form, paged_form
-from ._check import DTYPE_NAMES
 from ._launch import bind_tensors, check_out, launch, make_launch
 from ._workspace import Workspace
 from .storage import check_pages

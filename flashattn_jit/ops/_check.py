@@ -9,22 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.autograd import forward_ad
 
+from ..codegen.target import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import GradError, InputError
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.modes import GRAD_MESSAGE, need_values
 from ..variants.readable import PLAIN, unreadable
 
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int8: "int8",
-    torch.float8_e4m3fn: "float8_e4m3fn",
-}
-"""Dtypes of q, k and v with their names in kernel specs."""
-
-Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KV_DTYPES = tuple(DTYPE_NAMES)
-MAX_HEAD_DIM = 256
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
 
@@ -43,8 +33,8 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
                 f"{name} must be {layout}, got {tensor.dim()} dims: {tuple(tensor.shape)}"
             )
         allowed = Q_DTYPES if name == "q" else KV_DTYPES
-        if tensor.dtype not in allowed:
-            names = ", ".join(DTYPE_NAMES[d] for d in allowed)
+        if DTYPE_NAMES.get(tensor.dtype) not in allowed:
+            names = ", ".join(allowed)
             raise InputError(
                 f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first"
             )

@@ -22,11 +22,11 @@ from .. import _C
 from ..codegen.spec import KernelSpec
 from ..errors import InputError, LaunchError
 from ..jit import toolchain
-from ..jit.fit import too_old
+from ..jit.layers import too_old
 from ..jit.module import load_stepping, min_driver
 from ..planner import fallbacks, slots
 from ..planner.devices import Device, device_hardware
-from ..planner.requests import requests_of
+from ..planner.tiles import requests_of
 from ..variants.modes import is_capturing
 from ._handles import Structure
 

@@ -11,20 +11,15 @@ from ..codegen.target import (
     CPU_TARGETS,
     CUDA_TARGETS,
     compiled_target,
+    cuda_dtypes,
     cuda_target,
     is_emulated,
     resolve_target,
     sm_version,
+    takes_dtypes,
 )
 from ..errors import InputError, TargetError
-
-MATRIX_DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes of q, k and v on CUDA targets, which multiply them on matrix units and add in fp32.
-
-float32 is not among them. It could be computed as three tf32 products; that takes a third of the
-rate, doubles the shared memory of every tile and holds 21 bits of each operand. Whoever needs
-fp32's accuracy gets it on the CPU, whoever needs speed has bfloat16.
-"""
+from ..variants.dtypes import DTYPE_NAMES
 
 _CPU = frozenset(CPU_TARGETS)
 
@@ -92,22 +87,14 @@ def _checked(target: str | None, own: str, device: torch.device) -> str:
     return resolve_target(target)  # says that it is unknown
 
 
-def matrix_dtypes(target: str) -> tuple[torch.dtype, ...]:
-    """The dtypes of q, k and v that a CUDA target takes."""
-    return MATRIX_DTYPES if sm_version(target) >= 80 else (torch.float16,)
-
-
 def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
     """q, k and v have one dtype that the matrix units of a CUDA target take."""
-    name = compiled_target(target)
-    allowed = matrix_dtypes(name)
-    dtypes = [t.dtype for t in tensors]
-    if dtypes[0] in allowed and all(d == dtypes[0] for d in dtypes):
+    q, k, v = (t.dtype for t in tensors)
+    if takes_dtypes(target, (DTYPE_NAMES.get(q), DTYPE_NAMES.get(k), DTYPE_NAMES.get(v))):
         return
-    got = ", ".join(f"{n} {d}" for n, d in zip("qkv", dtypes, strict=True))
-    takes = " or ".join(str(d) for d in allowed)
-    remedy = ".to(torch.bfloat16)" if sm_version(name) >= 80 else ".to(torch.float16)"
+    allowed = [f"torch.{name}" for name in cuda_dtypes(target)]
     raise InputError(
-        f"CUDA kernels of {name} take q, k and v of one dtype, {takes}; got {got}. Convert them "
-        f"with {remedy}, or call on CPU tensors without a CUDA target, where float32 is supported"
+        f"CUDA kernels of {compiled_target(target)} take q, k and v of one dtype, "
+        f"{' or '.join(allowed)}; got q {q}, k {k}, v {v}. Convert them with .to({allowed[0]}), or "
+        "call on CPU tensors without a CUDA target, where float32 is supported"
     )

@@ -23,8 +23,7 @@ import torch
 from ..errors import FlashAttnJitError, InputError, VariantError
 from ..variants.binding import param_locations
 from ..variants.captures import Walk, stride_pattern
-from ..variants.normalizers import Pointwise
-from ..variants.params import MISSING
+from ..variants.params import MISSING, Pointwise
 from ..variants.spec import Variant, as_variant, variant
 from .block_mask import own_mask_mod
 

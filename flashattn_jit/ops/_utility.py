@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from .. import _C
-from ..codegen.utility import UtilitySpec
+from ..codegen.spec import UtilitySpec
 from ..jit.module import load_stepping
-from ..planner.requests import requests_of
+from ..planner.tiles import requests_of
 from ..variants.modes import refuse_capture
 from ._batch_device import DeviceBlock, launch, state_of
 from ._call import Layouts

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from .. import _C
+from ..codegen.spec import UtilitySpec
 from ..codegen.target import compiled_target
-from ..codegen.utility import UtilitySpec
 from ..errors import InputError
 from . import _check
 from ._call import host_array

@@ -9,8 +9,8 @@ import torch
 
 from ..errors import InputError, VariantError
 from ..variants.binding import Bound
+from ..variants.ir import keys_read_request
 from ..variants.modes import on_host
-from ..variants.queries import keys_read_request
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Batch

@@ -5,12 +5,10 @@ packed rows, so the kernels that a variant can ever need are a short list (`reac
 sizes, thread count and lengths decide run-time values only (`schedule`).
 """
 
+from .costs import Hardware, RooflinePoint, Slots, host_hardware, min_chunk, roofline, slots
 from .devices import DEVICES, Device, device_hardware, named_hardware, typical_hardware
-from .hardware import Hardware, host_hardware
-from .problem import Problem, RooflinePoint, roofline
 from .reachable import FORMATS, reachable, retarget, utilities
-from .slots import Slots, min_chunk, slots
-from .tiles import TileChoice, candidates, choose, fallbacks, placed
+from .tiles import Problem, TileChoice, candidates, choose, fallbacks, placed
 
 __all__ = [
     "DEVICES",

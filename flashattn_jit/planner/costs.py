@@ -1,4 +1,4 @@
-"""What work costs, in nanoseconds: the coefficients with which the scheduler balances a batch.
+"""What work costs: rates of this machine, the roofline, slots of a GPU, and nanoseconds.
 
 A work item of R packed rows over K keys costs ``item + K * max(load, R * pair)``, and ``state`` a
 row more where it writes a partial state: the larger of the time that its keys take to arrive and
@@ -13,15 +13,173 @@ that it stands for.
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
+from .. import _C
+from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
 from ..codegen.spec import KernelSpec
-from ..codegen.target import LANES, compiled_target, is_cuda, matrix_dtype
-from .cpu_tiles import on_tiles
-from .devices import typical_hardware
-from .hardware import clock_hz, read_bytes_per_s_per_core
-from .problem import item_bytes
-from .slots import min_chunk, slots
+from ..codegen.target import (
+    DTYPE_BYTES,
+    LANES,
+    compiled_target,
+    host_target,
+    is_cuda,
+    matrix_dtype,
+)
+from .devices import Device, typical_hardware
+from .tiles import Problem, on_tiles
+
+# --- this machine --------------------------------------------------------------------------------
+
+_FMA_PORTS = 2
+_DEFAULT_HZ = 3.0e9
+_BF16_OVER_FP32 = {"cpu:avx512_bf16": 2, "cpu:amx_bf16": 16}
+_READ_BYTES_PER_S_PER_CORE = 20e9
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates are for all cores together; caches are per core, except L3.
+
+    They are estimates (lanes x ports x clock; 20 GB/s a core) that place a problem on the roofline
+    in `explain`; the benchmarks measure the real ones. No kernel choice depends on the rates.
+    """
+
+    name: str
+    target: str
+    cores: int
+    l1_bytes: int
+    l2_bytes: int
+    l3_bytes: int
+    fp32_flops: float
+    bf16_flops: float
+    read_bytes_per_s: float
+
+    def flops(self, matrix_dtype: str) -> float:
+        """Peak arithmetic rate (FLOP/s) for the dtype in which matrices are multiplied."""
+        return self.bf16_flops if matrix_dtype == "bfloat16" else self.fp32_flops
+
+    @property
+    def rates(self) -> str:
+        """Where the rates come from, in words."""
+        return f"{self.cores} cores' estimated"
+
+    @property
+    def note(self) -> str:
+        """What the rates do not say."""
+        return ""
+
+
+@cache
+def clock_hz() -> float:
+    """The highest clock that the kernel reports, or 3 GHz."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            speeds = [float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz")]
+    except (OSError, ValueError, IndexError):
+        return _DEFAULT_HZ
+    return max(speeds, default=_DEFAULT_HZ / 1e6) * 1e6
+
+
+def read_bytes_per_s_per_core() -> float:
+    """Bytes that one core reads a second while the others do: an estimate."""
+    return _READ_BYTES_PER_S_PER_CORE
+
+
+@cache
+def host_hardware() -> Hardware:
+    """This machine."""
+    target = host_target()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    l1, l2, l3 = _C.cache_sizes()
+    fp32 = cores * clock_hz() * _FMA_PORTS * 2 * LANES[target]
+    bf16 = _BF16_OVER_FP32.get(target, 1) * fp32
+    return Hardware(
+        "host CPU", target, cores, l1, l2, l3, fp32, bf16, cores * read_bytes_per_s_per_core()
+    )
+
+
+# --- slots of a GPU ------------------------------------------------------------------------------
+
+_PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers
+_REGISTER_UNIT = 8  # registers a thread come in multiples of this
+
+_MIN_CHUNK = {"prefill": 256, "few_row": 128}
+"""Keys. FlashInfer's and FlashAttention 3's least chunks, below which a partial state costs more to
+write and merge than its keys cost to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """per_sm: blocks on one multiprocessor; total: on all, the number of workers to plan for.
+
+    limit: what keeps it from holding more: "shared memory", "registers", "threads" or "blocks".
+    """
+
+    per_sm: int
+    total: int
+    limit: str
+
+
+def slots(spec: KernelSpec, device: Device, registers: int | None = None) -> Slots:
+    """The slots of a kernel on a device: how many of its thread blocks that runs at once.
+
+    Work is split for slots, not for multiprocessors: a device of 132 of them that holds three
+    blocks each is filled by 396 blocks, and 133 blocks of a kernel that fits once leave it idle
+    half the time.
+
+    registers: a thread's, from the kernel's resource report; its tile's budget when None.
+    """
+    threads = WARP * spec.num_warps
+    taken = register_budget(spec) if registers is None else max(1, registers)
+    per_warp = WARP * (-(-taken // _REGISTER_UNIT) * _REGISTER_UNIT)
+    warps = _PARTITIONS * (device.registers_per_sm // _PARTITIONS // per_warp)
+    shared, arch = shared_bytes(spec), LIMITS[device.target]
+    held = device.shared_per_sm // (shared + arch.shared_reserved)
+    by = {
+        "shared memory": held if shared <= device.shared_per_block else 0,
+        "registers": warps // spec.num_warps,
+        "threads": device.threads_per_sm // threads,
+        "blocks": arch.blocks_per_sm,
+    }
+    limit = min(by, key=lambda name: by[name])
+    return Slots(by[limit], by[limit] * device.num_sms, limit)
+
+
+def min_chunk(spec: KernelSpec) -> int:
+    """The fewest keys that a split of a CUDA kernel's work gets."""
+    return max(_MIN_CHUNK[spec.tile_kind], spec.tile_kv)
+
+
+# --- where a problem lies ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RooflinePoint:
+    """Where a problem lies: `bound` is ``"compute"`` or ``"memory"``."""
+
+    intensity: float
+    ridge: float
+    attainable_flops: float
+    bound: str
+
+
+def roofline(problem: Problem, hardware: Hardware | Device, matrix_dtype: str) -> RooflinePoint:
+    """The roofline model (Williams et al., 2009) for one problem on one machine."""
+    peak = hardware.flops(matrix_dtype)
+    ridge = peak / hardware.read_bytes_per_s
+    intensity = problem.intensity()
+    attainable = min(peak, intensity * hardware.read_bytes_per_s)
+    return RooflinePoint(
+        intensity, ridge, attainable, "compute" if intensity >= ridge else "memory"
+    )
+
+
+# --- costs of work -------------------------------------------------------------------------------
 
 _CUDA_ITEM_NS = 2000.0
 """From the start of a thread block's item to its first product, and from its last one to the stored
@@ -65,7 +223,7 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
         >>> coefficients(spec, "sm_90")
         Costs(item_ns=2000.0, load_ns=71.2, pair_ns=0.41, state_ns=143.5)
     """
-    k_bytes, v_bytes = item_bytes(spec.k_dtype), item_bytes(spec.v_dtype)
+    k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
     key_bytes = spec.head_dim * k_bytes + spec.head_dim_v * v_bytes
     flops = 2.0 * (spec.head_dim + spec.head_dim_v)
     state_bytes = 2 * 4 * (spec.head_dim_v + 1)  # fp32, written and read back
@@ -107,4 +265,18 @@ def least_part(spec: KernelSpec) -> int:
     return spec.tile_kv if spec.tile_kind == "few_row" else min_chunk(spec)
 
 
-__all__ = ["Costs", "coefficients", "least_part", "merge_cost"]
+__all__ = [
+    "Costs",
+    "Hardware",
+    "RooflinePoint",
+    "Slots",
+    "clock_hz",
+    "coefficients",
+    "host_hardware",
+    "least_part",
+    "merge_cost",
+    "min_chunk",
+    "read_bytes_per_s_per_core",
+    "roofline",
+    "slots",
+]

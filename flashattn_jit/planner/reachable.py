@@ -32,14 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..codegen.requests import AnySpec
-from ..codegen.spec import FEATURES, KernelSpec
-from ..codegen.target import compiled_target, is_cuda, sm_version
-from ..codegen.utility import UtilitySpec
+from ..codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec
+from ..codegen.target import DTYPE_BYTES, compiled_target, is_cuda, takes_dtypes
 from ..errors import InputError
-from ..variants.ir import VariantIR
-from ..variants.queries import unscaled_integers
-from .problem import item_bytes
+from ..variants.ir import VariantIR, unscaled_integers
 from .tiles import placed
 
 FORMATS = (
@@ -120,17 +116,6 @@ def _sorted(features: set[str]) -> tuple[str, ...]:
     return tuple(f for f in FEATURES if f in features)
 
 
-def takes_dtypes(target: str, dtypes: tuple[str, str, str]) -> bool:
-    """Whether a target has kernels for these dtypes of q, k and v.
-
-    CUDA kernels take one dtype for all, that of the matrix units: float16, from sm_80 on bfloat16.
-    """
-    if not is_cuda(compiled_target(target)):
-        return True
-    matrix = ("float16", "bfloat16") if sm_version(target) >= 80 else ("float16",)
-    return dtypes[0] in matrix and len(set(dtypes)) == 1
-
-
 def utilities(dtypes: Sequence[str], target: str) -> tuple[UtilitySpec, ...]:
     """The kernels that `merge_states` and `append_paged_kv` can ask for on a target.
 
@@ -140,7 +125,7 @@ def utilities(dtypes: Sequence[str], target: str) -> tuple[UtilitySpec, ...]:
     target = compiled_target(target)
     if not is_cuda(target):
         return ()
-    least = min((item_bytes(d) for d in dtypes), default=1)
+    least = min((DTYPE_BYTES[d] for d in dtypes), default=1)
     units = [n for n in (16, 8, 4, 2, 1) if n >= least]
     return (
         UtilitySpec("merge_states", target),
@@ -189,5 +174,4 @@ def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
     return kernels if is_cuda(spec.target) else (*kernels, *utilities(dtypes[1:], target))
 
 
-__all__ = ["COMPOSED", "FORMATS", "formats_of", "reachable", "retarget", "takes_dtypes",
-           "utilities"]  # fmt: skip
+__all__ = ["COMPOSED", "FORMATS", "formats_of", "reachable", "retarget", "utilities"]

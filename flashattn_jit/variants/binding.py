@@ -18,11 +18,11 @@ from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Extractor, Walk
 from flashattn_jit.variants.modes import is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.params import Declared, Dims, resolve
+from flashattn_jit.variants.trace import Traced, trace_variant
 from flashattn_jit.variants.trace_host import Finish, Source
-from flashattn_jit.variants.trace_variant import Traced, trace_variant
 
 if TYPE_CHECKING:
-    from flashattn_jit.variants.class_form import Variant
+    from flashattn_jit.variants.spec import Variant
 
 MAX_PLANS = 64
 MAX_STRUCTURES = 4096

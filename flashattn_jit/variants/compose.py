@@ -7,9 +7,9 @@ from typing import Any
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants import ir
-from flashattn_jit.variants.class_form import USER_HOOKS, CppHook, Variant
-from flashattn_jit.variants.normalizers import is_default
-from flashattn_jit.variants.params import RESERVED, Declared
+from flashattn_jit.variants.ir import USER_HOOKS
+from flashattn_jit.variants.params import RESERVED, Declared, is_default
+from flashattn_jit.variants.spec import CppHook, Variant
 
 
 class ComposedVariant(Variant):

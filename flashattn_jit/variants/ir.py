@@ -6,21 +6,32 @@ dead nodes do not exist, so that equal hooks have equal graphs and equal JSON.
 
 Everything that a hook may do is a row of `OPS`. Type promotion has happened before: the arguments
 of an arithmetic node share its dtype, and every conversion is an explicit ``cast`` node.
+
+In order: dtypes and operations; graphs; the rules of promotion; hooks, params and whole variants;
+what a variant reads; JSON; text for people.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
 """Dtypes of values inside a hook. Half-precision and fp8 tensors are read as float32."""
 
 STORAGE_DTYPES = (*DTYPES, "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Dtypes that a captured tensor may have in memory."""
+
+INT_BITS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
+
+DEFAULT_FLOAT = "float32"
+"""What an integer becomes in a true division or a transcendental, whatever torch's default is."""
+
+MAX_NAME = 200
+"""Characters of a name that people give a variant."""
 
 INPUTS = ("score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "lse")
 """What a hook is a function of. `h` is the query head, `kv_h` the key-value head, `row` one fp32
@@ -76,6 +87,10 @@ OPS: Mapping[str, OpInfo] = {
     "iota": OpInfo("leaf", 0, ("length",)),  # 0, 1, 2, ...
     **{name: OpInfo("reduce", 1) for name in ("sum", "prod", "amax", "amin", "any", "all")},
 }
+
+
+BUILTINS = {"q_len": "int32", "kv_len": "int32", "q_row": "int64", "kv_slot": "int64"}
+"""Lengths and places of a request that every hook may ask for (`builtins.py`), with dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +226,75 @@ def remap_slots(graph: Graph, tensors: Mapping[int, int], scalars: Mapping[int, 
     return Graph(graph.inputs, tuple(renamed(n) for n in graph.nodes), graph.output)
 
 
+# --- dtypes and their promotion -----------------------------------------------------------------
+
+# The rules are those of ``torch.result_type`` (ATen/native/TypeProperties.cpp): operands fall into
+# three classes, tensors with dimensions, 0-dim tensors and Python numbers, and a lower class only
+# matters when its category (bool < int < float) is higher.
+
+
+def value_dtype(stored: str) -> str:
+    """What a hook sees of a tensor: half and fp8 read as float32."""
+    return stored if stored in DTYPES else "float32"
+
+
+def is_float(dtype: str) -> bool:
+    """Whether `dtype` is a floating dtype of the IR."""
+    return dtype in ("float32", "float64")
+
+
+def category(dtype: str) -> int:
+    """0 for bool, 1 for integers, 2 for floating dtypes."""
+    return 0 if dtype == "bool" else 2 if is_float(dtype) else 1
+
+
+def promote(a: str, b: str) -> str:
+    """``torch.promote_types`` on IR dtypes."""
+    if a == b:
+        return a
+    ca, cb = category(a), category(b)
+    if ca != cb:
+        return a if ca > cb else b
+    if ca == 2:
+        return "float64"
+    if "uint8" in (a, b):
+        other = b if a == "uint8" else a
+        return "int16" if other == "int8" else other
+    return a if INT_BITS[a] > INT_BITS[b] else b
+
+
+def _combine(higher: str | None, lower: str | None) -> str | None:
+    # combine_categories of TypeProperties.cpp, without complex numbers.
+    if higher is None or lower is None:
+        return higher or lower
+    if is_float(higher):
+        return higher
+    if higher == "bool" or is_float(lower):
+        return promote(higher, lower)
+    return higher
+
+
+def result_dtype(operands: Iterable[tuple[str, int, bool]]) -> str:
+    """The dtype of an arithmetic result.
+
+    operands: (dtype, rank, weak) each; weak: a Python number, whose floats count as float32.
+    """
+    dims: str | None = None
+    zeros: str | None = None
+    numbers: str | None = None
+    for dtype, rank, weak in operands:
+        if weak:
+            own = DEFAULT_FLOAT if is_float(dtype) else dtype
+            numbers = own if numbers is None else promote(numbers, own)
+        elif rank:
+            dims = dtype if dims is None else promote(dims, dtype)
+        else:
+            zeros = dtype if zeros is None else promote(zeros, dtype)
+    result = _combine(dims, _combine(zeros, numbers))
+    assert result is not None
+    return result
+
+
 # --- params and the whole variant ------------------------------------------------------------
 
 
@@ -231,7 +315,7 @@ class TensorParam:
     @property
     def value_dtype(self) -> str:
         """The dtype that hooks see."""
-        return self.dtype if self.dtype in DTYPES else "float32"
+        return value_dtype(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +329,21 @@ class ScalarParam:
 HOOKS = ("query_mod", "key_mod", "value_mod", "score_mod", "mask_mod", "sink", "pointwise",
          "pointwise_scale", "output_mod")  # fmt: skip
 """Hook names in canonical order. `sink` (b, h) and `pointwise` (score) come from the normaliser."""
+
+USER_HOOKS = tuple(h for h in HOOKS if h.endswith("_mod"))
+"""Hooks that users write themselves, in the same order."""
+
+ROW_HOOKS: Mapping[str, str] = {
+    "query_mod": "head_dim",
+    "key_mod": "head_dim",
+    "value_mod": "head_dim_v",
+    "output_mod": "head_dim_v",
+}
+"""Hooks of one row of q, k, v or the output, with the size that is its length; the others are of
+scalars."""
+
+TEXT_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
+"""Hooks that may be given as C++ text."""
 
 HOOK_INPUTS: Mapping[str, tuple[str, ...]] = {
     "query_mod": ("row", "b", "h", "q_idx"),
@@ -287,6 +386,61 @@ class VariantIR:
     def normalizer(self) -> Literal["softmax", "pointwise"]:
         """Which normaliser the variant uses."""
         return "pointwise" if self.has("pointwise") else "softmax"
+
+
+# --- what a variant reads, for callers that cannot serve every variant --------------------------
+
+_OF_REQUEST = ("kv_len", "q_len", "q_row")
+
+
+def keys_read_request(variant: VariantIR) -> bool:
+    """Whether `key_mod` or `value_mod` reads its request b, or a built-in of any request.
+
+    Keys that several requests share are changed once for all of them, with b the number of the
+    group: a result that depends on b would be of no request, and a length or a slot of a number
+    that is not b would be that of a group. ``fa.kv_slot(b, kv_idx)`` alone is the same for all
+    requests of the group: the key lies in one place, whichever of them asks.
+    """
+    graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
+    return any(g is not None and _reads_request(g) for g in graphs)
+
+
+def _reads_request(graph: Graph) -> bool:
+    inputs = {i: n.attr("name") for i, n in enumerate(graph.nodes) if n.op == "input"}
+
+    def is_input(i: int, name: str) -> bool:
+        while graph.nodes[i].op == "cast" and graph.nodes[i].dtype in ("int32", "int64"):
+            (i,) = graph.nodes[i].args
+        return inputs.get(i) == name
+
+    def reads(i: int) -> bool:
+        node = graph.nodes[i]
+        if node.op == "kv_slot":
+            return not (is_input(node.args[0], "b") and is_input(node.args[1], "kv_idx"))
+        if node.op in _OF_REQUEST:
+            return True
+        return not is_input(i, "b") and any(is_input(arg, "b") for arg in node.args)
+
+    return is_input(graph.output, "b") or any(reads(i) for i in range(len(graph.nodes)))
+
+
+def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) -> str:
+    """What is wrong with keys or values of int8 that no hook turns into numbers; empty if nothing.
+
+    Integers of a quantised cache mean nothing without their scale. float8_e4m3fn are numbers as
+    they are: with a scale of 1, which is common, there is no hook.
+
+    has: whether the variant has a hook of a name. k_dtype, v_dtype: torch's, or their names.
+    """
+    for name, dtype, hook in (("k", k_dtype, "key_mod"), ("v", v_dtype, "value_mod")):
+        if str(dtype).removeprefix("torch.") == "int8" and not has(hook):
+            return (
+                f"{name} is int8, but the variant has no {hook}, so that raw integers would be "
+                f"taken for {'keys' if name == 'k' else 'values'}; give it one that scales the "
+                f"row, such as {hook}=lambda row, b, kv_h, kv_idx: row * scale[kv_h], or convert "
+                f"{name} to float32, bfloat16 or float16"
+            )
+    return ""
 
 
 # --- JSON ------------------------------------------------------------------------------------
@@ -364,3 +518,13 @@ def format_graph(graph: Graph) -> Iterator[str]:
         shape = f"[{n.shape[0]}]" if n.shape else ""
         yield f"%{i} = {n.op}({', '.join(args)}) : {n.dtype}{shape}"
     yield f"return %{graph.output}"
+
+
+def fitting_name(name: str) -> str:
+    """`name` where it may stand in a comment, a ``#line`` directive and a message; else its like.
+
+    Underscores take the place of quotes, backslashes, question marks (trigraphs) and characters
+    that do not print.
+    """
+    kept = (c if c.isprintable() and c not in '"\\?' else "_" for c in name[:MAX_NAME])
+    return "".join(kept) or "variant"

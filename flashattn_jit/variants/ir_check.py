@@ -14,16 +14,22 @@ from typing import Any
 
 from ..errors import ManifestError
 from .ir import (
+    BUILTINS,
     DTYPES,
     HOOK_INPUTS,
     HOOKS,
+    INT_BITS,
+    MAX_NAME,
     OPS,
+    ROW_HOOKS,
     STORAGE_DTYPES,
+    TEXT_HOOKS,
     Graph,
     Node,
     ScalarParam,
     TensorParam,
     VariantIR,
+    fitting_name,
     variant_from_json,
 )
 
@@ -35,14 +41,8 @@ MAX_TOTAL_ELEMENTS = 1 << 17
 MAX_PARAMS = 1024
 MAX_RANK = 8
 MAX_TEXT = 1 << 16
-MAX_NAME = 200
 
-CPP_HOOKS = ("score_mod", "mask_mod", "sink", "pointwise", "pointwise_scale")
-"""Hooks that may be C++ text."""
-
-ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
-
-_INTS = ("uint8", "int8", "int16", "int32", "int64")
+_INTS = tuple(INT_BITS)
 _FLOATS = ("float32", "float64")
 _COMPARES = frozenset("ge gt le lt eq ne".split())
 _OF_FLOATS = frozenset(
@@ -50,7 +50,6 @@ _OF_FLOATS = frozenset(
     "atan sinh cosh erf floor ceil round trunc isnan isinf".split()
 )
 _OF_BITS = frozenset("and or xor not shl shr".split())
-_BITS = {"uint8": (0, 8), "int8": (1, 8), "int16": (1, 16), "int32": (1, 32), "int64": (1, 64)}
 _HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}")
 
 
@@ -71,25 +70,12 @@ def show(value: object) -> str:
 
 
 def check_name(where: str, name: object) -> str:
-    """`name` when it may stand in a comment, a ``#line`` directive and a message.
-
-    Raises ManifestError for one that is empty, long, or has quotes, backslashes, question marks
-    (trigraphs) or characters that do not print.
-    """
+    """`name` when it is one that `fitting_name` leaves as it is. Raises ManifestError."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise fail(where, f"a name of 1 to {MAX_NAME} characters is expected, got {show(name)}")
-    if not name.isprintable() or any(c in '"\\?' for c in name):
+    if name != fitting_name(name):
         raise fail(where, f"{show(name)} has characters that a name may not have")
     return name
-
-
-def fitting_name(name: str) -> str:
-    """`name`, or where `check_name` refuses it one like it, with underscores."""
-    try:
-        return check_name("name", name)
-    except ManifestError:
-        kept = "".join(c if c.isprintable() and c not in '"\\?' else "_" for c in name[:MAX_NAME])
-        return kept or "variant"
 
 
 def variant_from_document(where: str, doc: object) -> VariantIR:
@@ -156,7 +142,7 @@ def _list(where: str, value: object, most: int, exactly: int | None = None) -> l
 
 
 def _texts(where: str, doc: object) -> dict[str, str]:
-    if not isinstance(doc, dict) or not set(doc) <= set(CPP_HOOKS):
+    if not isinstance(doc, dict) or not set(doc) <= set(TEXT_HOOKS):
         raise fail(where, f"C++ texts by the names of hooks are expected, got {show(doc)}")
     for hook, text in doc.items():
         if not isinstance(text, str) or len(text) > MAX_TEXT or not _is_text(text):
@@ -316,7 +302,7 @@ class _GraphCheck:
 
     def length(self, where: str, node: Node) -> None:
         self.indices(where, node)
-        self.want(where, node, "int32" if node.op.endswith("len") else "int64", ())
+        self.want(where, node, BUILTINS[node.op], ())
 
     def map(self, where: str, node: Node) -> None:
         args = self.args(node)
@@ -401,7 +387,7 @@ _RULES: Mapping[str, _Rule] = {
     "slice": _GraphCheck.slice,
     "cat": _GraphCheck.cat,
     "interleave": _GraphCheck.interleave,
-    **dict.fromkeys(("q_len", "kv_len", "q_row", "kv_slot"), _GraphCheck.length),
+    **dict.fromkeys(BUILTINS, _GraphCheck.length),
 }
 
 
@@ -426,8 +412,8 @@ def _constant(where: str, value: object, dtype: str) -> bool | int | float:
         if type(value) is not bool:
             raise fail(where, f"a bool is expected, got {show(value)}")
         return value
-    if dtype in _BITS:
-        signed, bits = _BITS[dtype]
+    if dtype in INT_BITS:
+        signed, bits = int(dtype != "uint8"), INT_BITS[dtype]
         return integer(where, value, -(2 ** (bits - 1)) * signed, 2 ** (bits - signed) - 1)
     text = record(where, value, ("f",))["f"]
     if text in ("inf", "-inf", "nan"):

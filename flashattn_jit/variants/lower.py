@@ -6,7 +6,7 @@ The arithmetic is overloaded on scalars and vectors (`fajit/cpu/hook_ops.h`), so
 sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower_row`).
 
 On CUDA, the same hooks work on one value a thread (`fajit/cuda/hooks/hook_ops.h`), and a row hook
-is the work of one warp (`lower_row_cuda`).
+is the work of one warp.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from . import lower_pair, lower_row, lower_row_cuda
+from . import lower_pair, lower_row
 from .bounds_lower import lower_classify
-from .ir import Graph, VariantIR
-from .lower_expr import TAG
-from .lower_uniform import Uniforms
+from .ir import ROW_HOOKS, Graph, VariantIR
+from .lower_expr import TAG, Uniforms
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -67,12 +66,12 @@ def _bool(value: bool) -> str:
 def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
     """The functions of the row hooks, and how many floats of scratch each uses."""
     out = []
-    for hook in ("query_mod", "key_mod", "value_mod", "output_mod"):
+    for hook in ROW_HOOKS:
         graph = variant.hook(hook)
         if graph is None:
             continue
         if backend == "cuda":
-            out.append(lower_row_cuda.lower(hook, graph, variant.tensors))
+            out.append(lower_row.lower_cuda(hook, graph, variant.tensors))
         else:
             out.append((lower_row.lower(hook, graph, variant.tensors), 0))
     return out

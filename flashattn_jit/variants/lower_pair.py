@@ -5,7 +5,7 @@ pair. Row parts are computed once per query row and tile, key parts once per key
 only for what truly depends on both. ALiBi on pairs is one subtraction, one conversion and one
 multiply-add; a document mask is one comparison of two values read beforehand.
 
-For CUDA, what depends on scalar params alone is computed by the host (`lower_uniform`), and what a
+For CUDA, what depends on scalar params alone is computed by the host (`Uniforms`), and what a
 pair would divide by is inverted beforehand.
 """
 
@@ -17,9 +17,7 @@ from enum import IntEnum
 from functools import partial
 
 from .ir import Graph, Node, TensorParam, VariantIR
-from .lower_expr import CPP_TYPE, TAG, literal, map_op
-from .lower_fold import JOIN, UNROLLED, Loop
-from .lower_uniform import Uniforms
+from .lower_expr import CPP_TYPE, JOIN, TAG, UNROLLED, Loop, Uniforms, literal, map_op, read_op
 
 
 class Level(IntEnum):
@@ -153,21 +151,12 @@ def _lower_node(
         return [literal(node.attr("value"), node.dtype)] * length
     if node.op == "iota":
         return [literal(i, node.dtype) for i in range(length)]
-    if node.op == "scalar":
-        getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
-        text = f"c.{getter}({node.int_attr('slot')})"
-        return [block.emit(text, (), CPP_TYPE[node.dtype], param=True)]
     if node.op == "gather":
         return _lower_gather(block, number, node, [a[0] for a in args], length)
-    if node.op == "searchsorted":
-        slot = node.int_attr("slot")
-        tag = TAG[block.tensors[slot].dtype]
-        right = "true" if node.attr("right") else "false"
-        text = f"ops::searchsorted<{tag}, {right}>(c.tensor({slot}), {args[0][0]})"
-        return [block.emit(text, args[0])]
-    if node.op in ("q_len", "kv_len", "q_row", "kv_slot"):
-        names = [a[0] for a in args]
-        return [block.emit(f"ops::{node.op}({', '.join(['c', *names])})", names)]
+    names = [a[0] for a in args]
+    if text := read_op(node, names, block.tensors):
+        param = node.op == "scalar"
+        return [block.emit(text, names, CPP_TYPE[node.dtype] if param else "", param)]
     if node.op == "slice":
         start, step = node.int_attr("start"), node.int_attr("step")
         return [args[0][start + step * i] for i in range(length)]

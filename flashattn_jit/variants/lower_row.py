@@ -3,6 +3,11 @@
 Slices, concatenations and flips cost nothing: they become index arithmetic inside the loops that
 read them, and a loop is split where a concatenation changes its source. NeoX RoPE becomes two
 loops of head_dim / 2 with no temporary.
+
+On CUDA the lanes of a warp share one row, element i on lane i % 32. The loops become
+`ops::each_element`, unrolled, so that what a lane keeps between the row's reads and its writes
+stays in registers. Reductions are joined over the lanes by shuffles. Vectors that are read at other
+places than they are computed go through the warp's scratch, `temps`.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .ir import Graph, Node, TensorParam
-from .lower_expr import CPP_TYPE, TAG, literal, map_op
+from .lower_expr import CPP_TYPE, JOIN, TAG, literal, map_op, read_op
 
 ARGUMENTS = {
     "query_mod": "int32_t b, int32_t h, int32_t q_idx",
@@ -20,7 +25,6 @@ ARGUMENTS = {
     "value_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
     "output_mod": "float lse, int32_t b, int32_t h, int32_t q_idx",
 }
-_REDUCE = {"sum", "prod", "amax", "amin", "any", "all"}
 
 
 def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
@@ -45,7 +49,7 @@ def _row_length(graph: Graph) -> int:
 
 
 class RowLowering:
-    """Statements of one row hook, one loop a segment; `lower_row_cuda` distributes the loops."""
+    """Statements of one row hook, one loop a segment."""
 
     def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
         self.graph, self.tensors = graph, tensors
@@ -89,27 +93,16 @@ class RowLowering:
         if node.op == "const":
             self.names[i] = literal(node.attr("value"), node.dtype)
             return
-        if node.op in _REDUCE:
+        if node.op in JOIN:
             text = self._reduction(node)
-        elif node.op == "scalar":
-            getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
-            text = f"c.{getter}({node.int_attr('slot')})"
         elif node.op == "gather":
             slot = node.int_attr("slot")
             tag = TAG[self.tensors[slot].dtype]
             text = f"ops::load<{tag}>(c.tensor({slot}), {self._offset(node)})"
-        elif node.op == "searchsorted":
-            slot = node.int_attr("slot")
-            right = "true" if node.attr("right") else "false"
-            tag = TAG[self.tensors[slot].dtype]
-            text = (
-                f"ops::searchsorted<{tag}, {right}>(c.tensor({slot}), {self.names[node.args[0]]})"
-            )
-        elif node.op in ("q_len", "kv_len", "q_row", "kv_slot"):
-            text = f"ops::{node.op}({', '.join(['c', *(self.names[a] for a in node.args)])})"
         else:
+            names = [self.names[a] for a in node.args]
             dtypes = [self.graph.nodes[a].dtype for a in node.args]
-            text = map_op(node, [self.names[a] for a in node.args], dtypes)
+            text = read_op(node, names, self.tensors) or map_op(node, names, dtypes)
         self.names[i] = f"t{i}"
         self.lines.append(f"const auto t{i} = {text};")
 
@@ -132,11 +125,9 @@ class RowLowering:
             value = self._element(source, 1, lo, lo)
             body = f"[&](int i) {{ return {kind}({value}); }}"
             parts.append(f"ops::reduce_{node.op}<{kind}, {hi - lo}>({body})")
-        join = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or_",
-                "all": "and_"}[node.op]  # fmt: skip
         text = parts[0]
         for part in parts[1:]:
-            text = f"ops::{join}({text}, {part})"
+            text = f"ops::{JOIN[node.op]}({text}, {part})"
         return text
 
     # --- vectors -----------------------------------------------------------------------------
@@ -254,3 +245,81 @@ def _index(mul: int, add: int) -> str:
 
 def _loop(length: int, body: str) -> str:
     return f"for (int i = 0; i < {length}; ++i) {body}"
+
+
+# --- on CUDA: the loops, distributed over a warp -------------------------------------------------
+
+_LANE_JOIN = {"sum": "Sum", "prod": "Product", "amax": "Greatest", "amin": "Least", "any": "Any",
+         "all": "All"}  # fmt: skip
+_SCRATCH_TYPE = {**CPP_TYPE, "bool": "int32_t"}
+
+
+def lower_cuda(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str, int]:
+    """The C++ function of one row hook, and how many floats of `temps` it uses, a multiple of 4."""
+    lowering = _WarpLowering(graph, tensors)
+    lines = lowering.run()
+    listed = ", ".join(f"[[maybe_unused]] {a}" for a in ARGUMENTS[hook].split(", "))
+    head = (
+        f"  template <class Row_>\n"
+        f"  FAJIT_FN static void {hook}([[maybe_unused]] const Context& c, const Row_& row,\n"
+        f"      [[maybe_unused]] float* temps, int lane, {listed}) {{\n"
+    )
+    text = head + "".join(f"    {line}\n" for line in lines) + "  }"
+    return text, lowering.scratch + -lowering.scratch % 4
+
+
+class _WarpLowering(RowLowering):
+    def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
+        super().__init__(graph, tensors)
+        self.scratch = 0
+
+    def _store(self, i: int, node: Node) -> None:
+        kind = _SCRATCH_TYPE[node.dtype]
+        words = 2 if node.dtype in ("int64", "float64") else 1
+        self.scratch += self.scratch % words
+        name = self.names[i] = f"t{i}"
+        place = f"temps + {self.scratch}"
+        text = place if kind == "float" else f"reinterpret_cast<{kind}*>({place})"
+        self.lines.append(f"{kind}* const {name} = {text};")
+        self.scratch += words * node.shape[0]
+        for value, where, n in self._pieces(i, node, ""):
+            self.lines.append(_each(n, f"{name}[{where}] = {value};"))
+        self.lines.append("ops::sync_warp();")
+
+    def _stored_text(self, i: int, place: str) -> str:
+        text = super()._stored_text(i, place)
+        return f"({text} != 0)" if self.graph.nodes[i].dtype == "bool" else text
+
+    def _write(self, i: int, node: Node) -> None:
+        cast = "" if node.dtype == "float32" else node.dtype
+        if node.shape:
+            pieces = list(self._pieces(i, node, cast))
+        else:
+            pieces = [(self._cast(self.names[i], cast), "i", self.length)]
+        for number, (value, _, n) in enumerate(pieces):
+            self.lines.append(f"float out{number}[ops::per_lane<{n}>];")
+            self.lines.append(_each(n, f"out{number}[j] = {value};", "int j"))
+        self.lines.append("ops::sync_warp();  // all of the row is read")
+        for number, (_, where, n) in enumerate(pieces):
+            self.lines.append(_each(n, f"row.write({where}, out{number}[j]);", "int j"))
+        self.lines.append("ops::sync_warp();")
+
+    def _reduction(self, node: Node) -> str:
+        (source,) = node.args
+        kind, n = CPP_TYPE[node.dtype], self.graph.nodes[source].shape[0]
+        join = f"ops::{_LANE_JOIN[node.op]}"
+        text = f"{join}::none<{kind}>()"
+        for lo, hi in self._segments(source, n):
+            value = self._element(source, 1, lo, lo)
+            body = f"[&]([[maybe_unused]] int i) {{ return {value}; }}"
+            text = f"ops::join_elements<{hi - lo}>(lane, {join}(), {text}, {body})"
+        total = f"ops::join_lanes({text}, {join}())"
+        return f"ops::wrap<{TAG[node.dtype]}>({total})" if _narrow(node.dtype) else total
+
+
+def _narrow(dtype: str) -> bool:
+    return dtype in ("uint8", "int8", "int16")
+
+
+def _each(n: int, body: str, second: str = "int") -> str:
+    return f"ops::each_element<{n}>(lane, [&]([[maybe_unused]] int i, {second}) {{ {body} }});"

@@ -2,35 +2,46 @@
 
 No make_fx, FakeTensor or sympy: the proxies of trace_values.py are called with the user's function,
 operators and ``torch.*`` calls arrive at `Tracer.dispatch`, and the handlers of trace_ops.py,
-trace_composite.py, trace_vectors.py and trace_load.py emit nodes. About 0.1-0.3 ms a hook.
+trace_functions.py, trace_vectors.py, trace_nodes.py and trace_factory.py emit nodes. About 0.1-0.3
+ms a hook. Then `trace_variant` puts all hooks of a variant together as one `VariantIR` with
+canonical slots.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flashattn_jit.errors import FlashAttnJitError
+from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError
 from flashattn_jit.variants import (
     ir,
     trace_factory,
-    trace_load,
-    trace_methods,  # noqa: F401  attaches operators
+    trace_functions,  # noqa: F401  its handlers
+    trace_nodes,
+    trace_ops,
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.promotion import is_float
-from flashattn_jit.variants.trace_errors import Where
-from flashattn_jit.variants.trace_fold import Emitter
-from flashattn_jit.variants.trace_host import HostProgram, HostTensor, Source, map_tree
+from flashattn_jit.variants.captures import Walk, stride_pattern
+from flashattn_jit.variants.dtypes import DTYPE_NAMES
+from flashattn_jit.variants.ir import is_float
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.trace_host import Finish, HostProgram, HostTensor, Source, map_tree
+from flashattn_jit.variants.trace_nodes import Emitter
 from flashattn_jit.variants.trace_ops import HANDLERS, cast
-from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value
+from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value, Where
+
+if TYPE_CHECKING:
+    from flashattn_jit.variants.spec import Variant
+
+trace_ops.attach(trace_factory.FACTORIES)
 
 SMALL_VECTOR = 32
 """Elements of a vector in masks, sinks and normalisers: it lives in registers."""
@@ -39,9 +50,7 @@ SCORE_VECTOR = 128
 LONG_VECTOR = 4096
 """Elements of a vector in row hooks."""
 
-ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")
 _INT_INPUTS = frozenset({"b", "h", "kv_h", "q_idx", "kv_idx"})
-_BUILTINS = {"q_len": "int32", "kv_len": "int32", "q_row": "int64", "kv_slot": "int64"}
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
                      "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
                      "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
@@ -103,7 +112,7 @@ class Tracer:
         inputs = ir.HOOK_INPUTS[kind]
         self.emitter = Emitter(inputs)
         self.max_elements = (
-            LONG_VECTOR if kind in ROW_HOOKS
+            LONG_VECTOR if kind in ir.ROW_HOOKS
             else SCORE_VECTOR if kind == "score_mod" else SMALL_VECTOR
         )  # fmt: skip
         self.where.begin(kind, fn)
@@ -135,8 +144,8 @@ class Tracer:
         if result is None:
             self.refuse("a hook that returns nothing", "return the value", user_frame=False)
         value = self.as_value(result)
-        wanted = (row_length,) if kind in ROW_HOOKS else ()
-        if kind in ROW_HOOKS and math.prod(value.shape) == row_length and value.shape != wanted:
+        wanted = (row_length,) if kind in ir.ROW_HOOKS else ()
+        if kind in ir.ROW_HOOKS and math.prod(value.shape) == row_length and value.shape != wanted:
             value = Value(value.node, value.name, wanted) if len(value.shape) <= 1 else value
         if tuple(value.shape) != wanted and math.prod(value.shape) == math.prod(wanted) == 1:
             value = Value(value.node, value.name, wanted)
@@ -156,7 +165,8 @@ class Tracer:
                     user_frame=False,
                 )
             return cast(value, "bool").node
-        return trace_vectors.full(cast(value, "float32")).node
+        value = cast(value, "float32")
+        return (trace_vectors.full(value) if wanted else value).node
 
     def __enter__(self) -> Tracer:
         """Make the tracer active outside `trace`, for code of the user's that makes hooks."""
@@ -182,7 +192,7 @@ class Tracer:
         if kind is Number:
             return self._scalar(x)
         if kind is Captured:
-            return trace_load.load(self, x)
+            return trace_nodes.load(self, x)
         if isinstance(x, np.generic):
             return self.as_value(x.item())
         if isinstance(x, torch.Tensor):
@@ -249,7 +259,7 @@ class Tracer:
     def builtin(self, name: str, args: tuple[Any, ...]) -> Value:
         """fa.q_len and its siblings."""
         nodes = [cast(self.as_value(a), "int32").node for a in args]
-        dtype = _BUILTINS[name]
+        dtype = ir.BUILTINS[name]
         return Value(self.emitter.emit(name, nodes, dtype), dtype)
 
     # --- calls -------------------------------------------------------------------------------
@@ -279,7 +289,7 @@ class Tracer:
         if name in _READS:
             self.refuse_value(_READS[name])
         if type(args[0] if args else None) is Captured and name == "__getitem__":
-            return trace_load.index(self, args[0], args[1])
+            return trace_nodes.index(self, args[0], args[1])
         return self._handle(name, args, kwargs)
 
     def _handle(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -305,7 +315,7 @@ class Tracer:
 
         def leaf(x: Any) -> Any:
             if type(x) is Captured:
-                return trace_load.materialise(self, x)
+                return trace_nodes.materialise(self, x)
             return x.host() if type(x) is Number else x
 
         with torch._C.DisableTorchFunction():
@@ -369,3 +379,210 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
     "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
+
+
+# --- all hooks of a variant ----------------------------------------------------------------------
+
+
+class Traced(NamedTuple):
+    """The IR, how captures become slots, and what the trace depended on besides its key.
+
+    mask_params: declared params that `mask_mod` depends on.
+    """
+
+    ir: ir.VariantIR
+    finish: Finish | None
+    pins: Mapping[Source, None]
+    mask_params: frozenset[str] = frozenset()
+
+
+class TracedHook(NamedTuple):
+    """One hook's graph, with the tensors and numbers of its slots."""
+
+    graph: ir.Graph
+    tensors: tuple[torch.Tensor, ...]
+    scalars: tuple[float, ...]
+
+
+def trace_hook(kind: str, fn: Callable[..., Any], row_length: int = 0) -> TracedHook:
+    """Trace one function as the hook `kind` (of `ir.HOOKS`), without a variant around it.
+
+    row_length: elements of the row, for row hooks. Raises TraceError as `Variant.bind` does. For
+    tools and tests: `Variant.bind` keeps what it has traced, this does not.
+
+    >>> trace_hook("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).graph
+    """
+    walk = Walk(fn)
+    where = Where(getattr(fn, "__name__", ""), walk.codes)
+    tracer = Tracer(walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, where=where)
+    graph = tracer.trace(kind, walk.build(tracer.captured, tracer.numbers), row_length)
+    made = _assemble(tracer, [(kind, graph)], (), ())
+    tensors, numbers = tuple(walk.tensors), tuple(walk.numbers)
+    if made.finish is not None:
+        tensors, numbers = made.finish(tensors, numbers)
+    return TracedHook(made.ir.hooks[0][1], tensors, numbers)
+
+
+def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
+    """Trace every hook; numbers are runtime params unless the hooks cannot work that way."""
+    try:
+        return _trace(variant, walk, dims, numbers=True)
+    except TraceError as error:
+        if not walk.numbers or not isinstance(error.__cause__, TypeError):
+            raise
+    # Something in the hook takes nothing but a real number: all of them are specialised.
+    return _trace(variant, walk, dims, numbers=False)
+
+
+def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced:
+    where = Where(variant.name, walk.codes)
+    tracer = Tracer(
+        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, dims.device, where
+    )
+    if not numbers:
+        tracer.specialise(s for n in tracer.numbers for s in n.sources)
+    view = walk.build(tracer.captured, tracer.numbers if numbers else walk.numbers)
+    graphs: list[tuple[str, ir.Graph]] = []
+    texts: list[tuple[str, str]] = []
+    with tracer:
+        hooks = view.hooks()
+    for kind in ir.HOOKS:
+        hook = hooks.get(kind)
+        if hook is None:
+            continue
+        if getattr(hook, "text", None) is not None:
+            texts.append((kind, hook.text))
+            continue
+        length = 0
+        if kind in ir.ROW_HOOKS:
+            dim = ir.ROW_HOOKS[kind]
+            length = getattr(dims, dim)
+            if length < 1:
+                raise ParamError(f"{variant.name} has a {kind}, so the dims must say {dim}")
+            tracer.specialise([("dim", dim)])
+        graphs.append((kind, tracer.trace(kind, hook, length)))
+    declared = _named_in_texts(variant, texts, view, tracer)
+    mask_params = _mask_params(variant, walk, tracer, dict(graphs), dict(texts))
+    return _assemble(tracer, graphs, texts, declared)._replace(mask_params=mask_params)
+
+
+def _mask_params(
+    variant: Variant,
+    walk: Walk,
+    tracer: Tracer,
+    graphs: Mapping[str, ir.Graph],
+    texts: Mapping[str, str],
+) -> frozenset[str]:
+    """The declared params that decide what the mask keeps, or which code there is at all."""
+    tensors, numbers = set[int](), set[int]()
+    sources: set[Source] = {pin for pin in tracer.pins if pin[0] == "number"}
+    scalars = list(tracer.scalar_slots.values())
+    mask = graphs.get("mask_mod")
+    for node in () if mask is None else mask.nodes:
+        if node.op == "scalar":
+            sources |= scalars[node.int_attr("slot")].sources
+        elif node.op in ("gather", "searchsorted"):
+            read = tracer.program.reads(tracer.tensor_slots[node.int_attr("slot")][0])
+            tensors |= read[0]
+            numbers |= read[1]
+    tensors |= {int(s[1]) for s in sources if s[0] == "size"}
+    numbers |= {int(s[1]) for s in sources if s[0] == "number"}
+    words = set(re.findall(r"[A-Za-z_]\w*", texts.get("mask_mod", "")))
+    return frozenset(
+        {walk.param_tensors[i] for i in tensors & walk.param_tensors.keys()}
+        | {walk.param_numbers[i] for i in numbers & walk.param_numbers.keys()}
+        | {d.name for d in variant._declared if d.param.kind == "static" or d.name in words}
+    )
+
+
+def _named_in_texts(
+    variant: Variant, texts: Sequence[tuple[str, str]], view: Any, tracer: Tracer
+) -> list[tuple[str, Captured | Number]]:
+    """The declared params that C++ texts name: they get slots too."""
+    words = {w for _, text in texts for w in re.findall(r"[A-Za-z_]\w*", text)}
+    if not words:
+        return []
+    views = _leaf_views(variant, view)
+    found: list[tuple[str, Captured | Number]] = []
+    for d in variant._declared:
+        value: Any = getattr(views[id(d.owner)], d.param.name, None)
+        if d.name in words and type(value) in (Captured, Number):
+            found.append((d.name, value))
+    return found
+
+
+def _leaf_views(variant: Any, view: Any) -> dict[int, Any]:
+    views = {id(variant): view}
+    for part, part_view in zip(
+        getattr(variant, "_parts", ()), getattr(view, "_parts", ()), strict=True
+    ):
+        views.update(_leaf_views(part, part_view))
+    return views
+
+
+def _assemble(
+    tracer: Tracer,
+    graphs: Sequence[tuple[str, ir.Graph]],
+    texts: Sequence[tuple[str, str]],
+    declared: Sequence[tuple[str, Captured | Number]],
+) -> Traced:
+    tensors: dict[int, int] = {}
+    scalars: dict[int, int] = {}
+    for _, graph in graphs:
+        for node in graph.nodes:
+            if node.op == "scalar":
+                scalars.setdefault(node.int_attr("slot"), len(scalars))
+            elif node.op in ("gather", "searchsorted"):
+                tensors.setdefault(node.int_attr("slot"), len(tensors))
+    for _, value in declared:
+        if type(value) is Captured:
+            tensors.setdefault(tracer.tensor_slot(value.host, {}), len(tensors))
+        elif type(value) is Number:
+            scalars.setdefault(tracer.scalar_slot(value), len(scalars))
+    hosts = [tracer.tensor_slots[slot] for slot in tensors]
+    numbers = [list(tracer.scalar_slots.values())[slot] for slot in scalars]
+    names = _Names()
+    made = ir.VariantIR(
+        tuple((kind, ir.remap_slots(g, tensors, scalars)) for kind, g in graphs),
+        tuple(_tensor_param(host, sizes, names) for host, sizes in hosts),
+        tuple(_scalar_param(n, tracer.number_names, names) for n in numbers),
+        tuple(texts),
+    )
+    finish = tracer.program.finish(
+        len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.text for n in numbers]
+    )
+    return Traced(made, finish, tracer.pins)
+
+
+class _Names:
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def unique(self, name: str) -> str:
+        candidate, i = name, 1
+        while candidate in self._taken:
+            i += 1
+            candidate = f"{name}_{i}"
+        self._taken.add(candidate)
+        return candidate
+
+
+def _tensor_param(host: HostTensor, sizes: Mapping[int, int], names: _Names) -> ir.TensorParam:
+    t = host.tensor
+    return ir.TensorParam(
+        names.unique(host.name),
+        DTYPE_NAMES[t.dtype],
+        t.dim(),
+        stride_pattern(t),
+        tuple(sizes.get(d, -1) for d in range(t.dim())),
+    )
+
+
+def _scalar_param(number: Number, number_names: Sequence[str], names: _Names) -> ir.ScalarParam:
+    kinds = sorted(number.sources)
+    name = "size" if kinds and kinds[0][0] == "size" else "number"
+    if kinds and kinds[0][0] == "number":
+        name = number_names[int(kinds[0][1])]
+    return ir.ScalarParam(
+        names.unique(name), "float64" if isinstance(number.value, float) else "int64"
+    )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flashattn_jit.variants.promotion import value_dtype
+from flashattn_jit.variants.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.trace_host import HostTensor, map_tree
+from flashattn_jit.variants.trace_nodes import index
 from flashattn_jit.variants.trace_ops import ELEMENTWISE, cast, const, to_dtype, val
 from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer
 
@@ -35,9 +36,7 @@ def host_call(
     if args and type(args[0]) is Captured and _writes(name):
         t.refuse_mutation(name)
     if name == "__getitem__":
-        from flashattn_jit.variants import trace_load
-
-        return trace_load.index(t, args[0], args[1])
+        return index(t, args[0], args[1])
     if name in ("tensor", "as_tensor", "scalar_tensor") and type(args[0]) is Number:
         made = val(args[0])
         dtype = kwargs.get("dtype")
@@ -83,7 +82,7 @@ def _has_captures(tree: Any) -> bool:
 def _wrap(t: Tracer, x: Any, from_captures: bool) -> Any:
     if not isinstance(x, HostTensor):
         return x
-    dtype = value_dtype(x.dtype)
+    dtype = VALUE_DTYPES.get(x.dtype)
     if not from_captures and not x.shape and dtype is not None:
         with torch._C.DisableTorchFunction():
             return const(x.tensor.item(), dtype)  # torch.tensor(3.0) inside a hook
@@ -109,7 +108,7 @@ def _filled(shape: Any, value: float, dtype: str) -> Value:
 def _dtype(dtype: Any, default: str) -> str:
     if dtype is None:
         return default
-    name = value_dtype(dtype)
+    name = VALUE_DTYPES.get(dtype)
     if name is None:
         tracer().refuse(f"a tensor of {dtype}", "use a real dtype of at most 64 bits")
     return name

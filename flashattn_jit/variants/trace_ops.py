@@ -2,19 +2,22 @@
 
 `HANDLERS` maps the name of a torch function or Tensor method to what it does while tracing. The
 rules for dtypes are torch's: `promotion.result_dtype` for arithmetic, float32 for the
-transcendental functions of integers.
+transcendental functions of integers. Last the operators and methods of the proxies, which call the
+same handlers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from flashattn_jit.variants.promotion import category, is_float, result_dtype, value_dtype
-from flashattn_jit.variants.trace_values import Number, Shape, Value, tracer
+from flashattn_jit.variants.dtypes import VALUE_DTYPES
+from flashattn_jit.variants.ir import category, is_float, result_dtype
+from flashattn_jit.variants.trace_values import Captured, Number, Shape, Value, tracer
 
 Handler = Callable[..., Any]
 HANDLERS: dict[str, Handler] = {}
@@ -388,7 +391,80 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 
 def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     """A conversion the user asked for; half precision is read as float32 inside hooks."""
-    name = value_dtype(dtype)
+    name = VALUE_DTYPES.get(dtype)
     if name is None:
         tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
     return cast(x, name)
+
+
+# --- operators and methods of the proxies --------------------------------------------------------
+
+# `Number` answers isinstance as the int or float that it stands for.
+_OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
+
+
+def _method(name: str, handler: Handler) -> Callable[..., Any]:
+    if name.startswith("__") and name not in ("__getitem__", "__setitem__"):
+
+        def operator(self: Any, *others: Any) -> Any:
+            if others and not isinstance(others[0], _OPERANDS):
+                return NotImplemented  # another class may define the reflected operator
+            return handler(self, *others)
+
+        return operator
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            tracer().refuse(f"`{name}(out=...)`", "use the returned value")
+        return handler(self, *args, **kwargs)
+
+    return method
+
+
+def _inplace(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer()._handle(name, (self, *args), kwargs)
+
+    return method
+
+
+def _captured(name: str) -> Callable[..., Any]:
+    function = getattr(torch.Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer().dispatch(function, (self, *args), kwargs)
+
+    return method
+
+
+def _missing(self: Value, name: str) -> Any:
+    if name.startswith("__") and name.endswith("__"):
+        raise AttributeError(name)
+    if name in ("T", "mT"):
+        return HANDLERS["t"](self)
+    if hasattr(torch.Tensor, name):
+        base = name[:-1] if name.endswith("_") else name
+        if base in HANDLERS:
+            return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
+        tracer().refuse_op(f"Tensor.{name}")
+    raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+
+
+def attach(factories: Mapping[str, Handler]) -> None:
+    """Give `Value` and `Captured` every operator and method that has a handler.
+
+    factories: those of functions that make tensors. Called once all handlers are registered.
+    """
+    for name, handler in {**factories, **HANDLERS}.items():
+        dunder = name.startswith("__")
+        if dunder and name.startswith("__i") and f"__{name[3:]}" in HANDLERS:
+            setattr(Value, name, _inplace(name))
+        elif dunder or hasattr(torch.Tensor, name):
+            setattr(Value, name, _method(name, handler))
+        if dunder and hasattr(torch.Tensor, name):
+            setattr(Captured, name, _captured(name))
+    Value.__getattr__ = _missing  # type: ignore[attr-defined]
+    Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
+    for cls in (Value, Captured):
+        # numpy scalars on the left then return NotImplemented, and our operators are asked.
+        cls.__array_ufunc__ = None  # type: ignore[union-attr]

@@ -16,9 +16,8 @@ from click.testing import CliRunner, Result
 
 from flashattn_jit.cli.app import app
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit.compiler import CompilerIdentity
-from flashattn_jit.jit.key import kernel_key
-from flashattn_jit.jit.store import ARTIFACT, Entry, Store
+from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity, Entry, kernel_key
+from flashattn_jit.jit.store import Store
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.variants.ir import VariantIR
 from tests import processes

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.deploy.manifest import line_of, line_text, write_manifest
+from flashattn_jit.codegen.document import line_of, line_text
+from flashattn_jit.deploy.manifest import write_manifest
+from flashattn_jit.jit.entry import ARTIFACT, META
 from flashattn_jit.jit.module import default
-from flashattn_jit.jit.store import ARTIFACT, META
 
 
 def test_ls_names_each_kernel_on_a_line(run, entries) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.deploy.manifest import line_of, write_manifest
+from flashattn_jit.codegen.document import line_of
+from flashattn_jit.deploy.manifest import write_manifest
 
 WARM = ("warm", "Full", "--head-dim", "16", "--dtype", "fp32", "--target", "cpu:generic",
         "--format", "dense")  # fmt: skip

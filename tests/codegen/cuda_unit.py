@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_jit._paths import include_dir
+from flashattn_jit.env import include_dir
 from flashattn_jit.jit import emulator
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
 
 TARGET = "sm_80"
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc: install a CUDA toolkit")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit._paths import include_dir
+from flashattn_jit.env import include_dir
 from flashattn_jit.variants.ir import Node
 from flashattn_jit.variants.lower_expr import TAG, map_op
 from tests.codegen.cuda_unit import Unit, needs_nvcc, pointers

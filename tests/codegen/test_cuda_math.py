@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit._paths import include_dir
+from flashattn_jit.env import include_dir
 
 COUNT = 200_000
 UNARY = {

@@ -18,20 +18,17 @@ import flashattn_jit as fa
 from flashattn_jit import _C, variants
 from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.requests import AnySpec, Render, request_of
-from flashattn_jit.codegen.spec import FEATURES, KernelSpec
+from flashattn_jit.codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
-from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
 from flashattn_jit.jit.entry import ARTIFACT
 from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner.reachable import reachable, utilities
-from flashattn_jit.planner.requests import requests_of
-from flashattn_jit.variants.ir import OPS, VariantIR
+from flashattn_jit.planner.tiles import request_of, requests_of
+from flashattn_jit.variants.ir import OPS, VariantIR, unscaled_integers
 from flashattn_jit.variants.lower_expr import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.queries import unscaled_integers
 from flashattn_jit.variants.spec import as_variant
 from tests.registry import CASES
 from tests.registry_case import Case
@@ -80,7 +77,7 @@ def test_every_dtype_feature_and_target_comes_back(target: str) -> None:
     for spec in utilities((), target):
         again = spec_from_document(spec.document())
         assert again == spec
-        assert render_utility(again) == render_utility(spec)  # type: ignore[arg-type]
+        assert render(again) == render(spec)  # type: ignore[arg-type]
 
 
 def cpp_spec(name: str = "mine") -> KernelSpec:
@@ -111,7 +108,7 @@ def test_requests_go_to_other_processes() -> None:
     for spec in (cpp_spec(), plain(), UtilitySpec("append_paged_kv", "sm_80", 4)):
         request = pickle.loads(pickle.dumps(request_of(spec)))
         assert request.spec == spec.document() and request.template == spec.template
-        assert request.render() == Render(spec)()
+        assert request.render() == render(spec)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -394,7 +391,7 @@ def test_what_is_accepted_can_be_rendered(doc: dict[str, Any]) -> None:
     except ManifestError:
         return
     assert json.loads(spec.document()) == doc
-    source = Render(spec)()
+    source = render(spec)
     assert source.isascii() and sorted(words(source) - VOCABULARY) == []
 
 

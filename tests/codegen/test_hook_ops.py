@@ -8,8 +8,8 @@ import subprocess
 import pytest
 import torch
 
-from flashattn_jit._paths import include_dir
 from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.env import include_dir
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.variants.ir import Node
 from flashattn_jit.variants.lower_expr import TAG, map_op

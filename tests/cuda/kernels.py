@@ -14,13 +14,13 @@ import pytest
 
 from flashattn_jit import planner
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import KernelSpec, TileKind
+from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
 from flashattn_jit.codegen.target import CUDA_TARGETS
 from flashattn_jit.jit import nvcc
-from flashattn_jit.jit.compiler import find_compiler
-from flashattn_jit.jit.failure import BuildFailure
-from flashattn_jit.jit.module import Request, load_stepping
+from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.jit.resources import Report, load_report
+from flashattn_jit.jit.toolchain import find_compiler
 from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.spec import Dims, as_variant
 from tests import rotation

@@ -14,8 +14,9 @@ import pytest
 
 from flashattn_jit import planner
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
+from flashattn_jit.codegen.render import render
+from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.codegen.target import CUDA_TARGETS
-from flashattn_jit.codegen.utility import UtilitySpec, render_utility
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.jit.resources import load_report
 from tests import rotation
@@ -91,7 +92,7 @@ def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
     utilities += [UtilitySpec("append_paged_kv", target, unit_bytes=n) for n in (1, 16)]
     for spec in utilities:
         module = load_kernel(
-            spec.document(), spec.template, spec.target, lambda spec=spec: render_utility(spec)
+            spec.document(), spec.template, spec.target, lambda spec=spec: render(spec)
         )
         report = load_report(Path(module.path).with_name("resources.json"))
         assert report.kernels

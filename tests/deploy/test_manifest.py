@@ -13,18 +13,13 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.document import has_cpp
-from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.utility import UtilitySpec
+from flashattn_jit.codegen.document import Line, has_cpp, line_of, line_text, parse_line
+from flashattn_jit.codegen.spec import KernelSpec, UtilitySpec
 from flashattn_jit.deploy import manifest
 from flashattn_jit.deploy.manifest import (
-    Line,
     check_writable,
-    line_of,
-    line_text,
     manifest_text,
     merge_manifests,
-    parse_line,
     read_manifest,
     write_manifest,
 )

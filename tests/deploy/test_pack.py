@@ -112,8 +112,8 @@ def test_a_corrupt_entry_is_not_packed(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_missing_kernels_says_what_to_build(tmp_path: Path) -> None:
-    from flashattn_jit.codegen.utility import UtilitySpec
-    from flashattn_jit.deploy.manifest import line_of
+    from flashattn_jit.codegen.document import line_of
+    from flashattn_jit.codegen.spec import UtilitySpec
 
     line = line_of(UtilitySpec("merge_states", "sm_90"))
     with pytest.raises(PackError, match=r"1 of 1 kernels .*flashattn-jit warm(?s:.*)merge_states"):

@@ -13,7 +13,6 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen.requests import request_of
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.deploy import recording
 from flashattn_jit.deploy.manifest import read_manifest
@@ -21,6 +20,7 @@ from flashattn_jit.errors import ManifestError
 from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.ops import _attend, _batch_kernels, _handles
 from flashattn_jit.planner.reachable import reachable
+from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.params import Dims
 from tests import processes
 from tests.planner.asked import Asked, nothing_module

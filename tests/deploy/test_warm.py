@@ -21,11 +21,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.requests import request_of
+from flashattn_jit.codegen.document import line_of
+from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, host_target
-from flashattn_jit.codegen.utility import UtilitySpec
 from flashattn_jit.deploy import pool, structures, worker
-from flashattn_jit.deploy.manifest import line_of
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.wanted import wanted_specs
 from flashattn_jit.deploy.warm import warm
@@ -40,6 +39,7 @@ from flashattn_jit.jit.misses import build_command
 from flashattn_jit.jit.module import default
 from flashattn_jit.jit.store import Store
 from flashattn_jit.planner.reachable import FORMATS
+from flashattn_jit.planner.tiles import request_of
 
 TARGET = "cpu:generic"
 HERE = {"head_dims": 16, "dtypes": "fp32", "formats": ["dense"], "targets": TARGET}
@@ -470,10 +470,10 @@ def test_entries_of_another_version_or_forged_ones_are_refused(
             spec = json.loads(task)
             for s in wanted_specs("Causal", **HERE):
                 if s.document() == spec["document"]:
-                    from flashattn_jit.codegen.requests import request_of
-                    from flashattn_jit.deploy.entries import key_of
+                    from flashattn_jit.jit.toolchain import key_of
+                    from flashattn_jit.planner.tiles import request_of
 
-                    key = key_of(request_of(s))
+                    key = key_of(request_of(s)).hex
                     shipped = [{"key": key, "compiler_id": "gcc-1", "files": {"artifact.so": b"x"},
                                 "meta": {"key": key}}]  # fmt: skip
                     return result(key=key, entries=shipped if entries else [])

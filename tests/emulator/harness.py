@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from flashattn_jit.jit import emulator
-from flashattn_jit.jit.compiler import find_compiler
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.toolchain import find_compiler
 
 needs_nvcc = pytest.mark.skipif(
     find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"

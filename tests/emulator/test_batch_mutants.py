@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import _paths
+from flashattn_jit import env
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
 from tests import rotation
@@ -139,13 +139,13 @@ def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     include = tmp_path / "include"
-    shutil.copytree(_paths.include_dir(), include)
+    shutil.copytree(env.include_dir(), include)
     header = include / "fajit/cuda" / mutant.file
     header.write_text(changed(header.read_text(), mutant))
 
     def mutated(spec: KernelSpec, _: str) -> str:
         with monkeypatch.context() as patch:
-            patch.setattr(_paths, "include_dir", lambda: include)
+            patch.setattr(env, "include_dir", lambda: include)
             return ptx_of(spec)
 
     monkeypatch.setattr(by_hand, "ptx_of_artifact", mutated)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import _paths
+from flashattn_jit import env
 from flashattn_jit.errors import CompileError, MissingKernelError, UnsafeCacheError
 from flashattn_jit.jit import emulator_library
 from tests.private_cache import private_environment
@@ -25,7 +25,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "sources"
     folder.mkdir()
     folder.joinpath("small.cpp").write_text(SMALL)
-    monkeypatch.setattr(_paths, "emulator_dir", lambda: folder)
+    monkeypatch.setattr(env, "emulator_dir", lambda: folder)
     emulator_library._document.cache_clear()
     yield folder
     emulator_library._document.cache_clear()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _C, _paths
+from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
 from flashattn_jit.jit import emulator
@@ -195,7 +195,7 @@ def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     include = tmp_path / "include"
-    shutil.copytree(_paths.include_dir(), include)
+    shutil.copytree(env.include_dir(), include)
     header = include / "fajit/cuda" / mutant.file
     header.write_text(changed(header.read_text(), mutant))
     built: dict[KernelSpec, Any] = {}

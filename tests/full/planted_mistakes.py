@@ -37,7 +37,7 @@ PYTHON = (
             'return _integer_division("floordiv", input, other)',
             "`7 // kv_idx` in a hook divides the other way round.",
             "tests/variants/test_trace_ops.py"),
-    Mistake("uint8 and int8", f"{VARIANTS}/promotion.py",
+    Mistake("uint8 and int8", f"{VARIANTS}/ir.py",
             'return "int16" if other == "int8" else other', "return other",
             "A sum of uint8 and int8 wraps at 127.",
             "tests/variants/test_trace_make_fx.py"),
@@ -102,7 +102,7 @@ PYTHON = (
             "A manifest may ask for kernels of lists that have a block mask too.",
             "tests/codegen/test_document.py"),
     # Cache: keys, locks, trust, eviction, look-up
-    Mistake("order of flags", f"{JIT}/key.py",
+    Mistake("order of flags", f"{JIT}/entry.py",
             '("flags", "\\n".join(flags)),', '("flags", "\\n".join(sorted(flags))),',
             "Kernels compiled with the same flags in another order share a key.",
             "tests/jit/test_key.py"),
@@ -110,7 +110,7 @@ PYTHON = (
             "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
             "Every process that wants a kernel builds it at the same time.",
             "tests/jit/test_locks.py"),
-    Mistake("folders of a group", f"{JIT}/trust.py",
+    Mistake("folders of a group", f"{JIT}/entry.py",
             "_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH", "_OTHERS_WRITE = stat.S_IWOTH",
             "Code is loaded from folders that a group may write to.",
             "tests/jit/test_store.py"),
@@ -118,7 +118,7 @@ PYTHON = (
             "used=max(decisive.st_atime, decisive.st_mtime)", "used=decisive.st_mtime",
             "A full cache removes the kernels that were built first, used or not.",
             "tests/jit/test_eviction.py"),
-    Mistake("no second look under the lock", f"{JIT}/resolve.py",
+    Mistake("no second look under the lock", f"{JIT}/module.py",
             "            found = self._search(wanted, local_layers(), [])\n"
             "            if found is None:\n"
             "                found = self._search(wanted, remote_layers(), [])",

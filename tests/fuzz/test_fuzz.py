@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit import _paths
+from flashattn_jit import env
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.codegen.target import CPU_TARGETS, has_amx, host_target
-from flashattn_jit.jit.compiler import find_compiler
-from flashattn_jit.jit.toolchain import flags_for
+from flashattn_jit.jit.toolchain import find_compiler, flags_for
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.bounds_simplify import range_tables
 from flashattn_jit.variants.spec import Dims
@@ -115,7 +114,7 @@ def test_no_argument_makes_an_artifact_leave_its_tensors(
              "-fno-exceptions", "-fvisibility", "-fstack-usage"))]  # fmt: skip
     driver = Path(__file__).with_name("driver.cpp")
     build = subprocess.run(
-        [*compiler.command, *flags, *SANITIZE, f"-I{_paths.include_dir()}", f"-I{tmp_path}",
+        [*compiler.command, *flags, *SANITIZE, f"-I{env.include_dir()}", f"-I{tmp_path}",
          str(driver), str(tmp_path / "kernel.cpp"), "-o", str(tmp_path / "fuzz")],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit.jit import toolchain
-from flashattn_jit.jit.compiler import find_compiler
+from flashattn_jit.jit.toolchain import find_compiler
 
 SECONDS = 4
 MINIMAL_ARTIFACT = Path(__file__).parents[1] / "jit" / "minimal_artifact.cpp"

@@ -17,7 +17,7 @@ from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _dense, _handles
 from flashattn_jit.ops._scalars import pack_scalars
 from flashattn_jit.planner import Problem, choose, fallbacks
-from flashattn_jit.planner.requests import requests_of
+from flashattn_jit.planner.tiles import requests_of
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Bound, as_variant

@@ -13,7 +13,7 @@ from flashattn_jit import env
 from flashattn_jit.inspect import _check_cache, _check_machine, _check_tools
 from flashattn_jit.inspect._file_systems import FileSystem, file_system
 from flashattn_jit.inspect.doctor import Check
-from flashattn_jit.jit import cuda_toolkit
+from flashattn_jit.jit import nvcc
 from flashattn_jit.jit.store import Store
 from tests import processes
 
@@ -99,7 +99,7 @@ def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
     monkeypatch.setenv("FLASHATTN_JIT_CXX", compiler)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("flashattn_jit.jit.driver._ninja_dir", str)
-    monkeypatch.setattr(cuda_toolkit, "find_toolkit", lambda: None)
+    monkeypatch.setattr(nvcc, "find_toolkit", lambda: None)
     monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
 
     def tools() -> list[Check]:
@@ -143,7 +143,7 @@ def test_the_variable_that_names_a_compiler_that_fails_is_named(
 def test_a_cuda_torch_without_a_toolkit_is_told_what_to_install_or_to_unpack(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_toolkit, "find_toolkit", lambda: None)
+    monkeypatch.setattr(nvcc, "find_toolkit", lambda: None)
     monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
     (check,) = _check_tools.cuda()
     assert check.status == "warning"

@@ -10,9 +10,8 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.inspect import lookup
 from flashattn_jit.inspect.lookup import look_up
-from flashattn_jit.jit.compiler import CompilerIdentity
-from flashattn_jit.jit.key import kernel_key
-from flashattn_jit.jit.store import ARTIFACT, Store
+from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity, kernel_key
+from flashattn_jit.jit.store import Store
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.variants.ir import VariantIR
 

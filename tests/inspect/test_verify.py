@@ -16,7 +16,7 @@ from flashattn_jit.errors import (
 )
 from flashattn_jit.inspect import verification
 from flashattn_jit.inspect._cases import Case
-from flashattn_jit.jit.compiler import find_compiler
+from flashattn_jit.jit.toolchain import find_compiler
 from flashattn_jit.variants.params import Dims
 
 FP32 = (torch.float32,)

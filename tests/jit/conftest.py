@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (first: its OpenMP runtime is the process')
 
-from flashattn_jit import _C, _paths
-from flashattn_jit.jit import key as keys
-from flashattn_jit.jit import toolchain
-from flashattn_jit.jit.compiler import Compiler
-from flashattn_jit.jit.failure import SpillError
+from flashattn_jit import _C, env
+from flashattn_jit.jit import entry, toolchain
+from flashattn_jit.jit.driver import Compiler, SpillError
 from flashattn_jit.jit.module import KernelCache
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
@@ -36,7 +34,7 @@ class FakeBuild:
 
     def __call__(
         self, source: str, key: str, target: str, compiler: Compiler | None, staging: Path
-    ) -> toolchain.BuildReport:
+    ) -> float:
         with self._lock:
             self.builds.append(key)
         staging.joinpath(toolchain.source_name(target)).write_text(source)
@@ -45,7 +43,7 @@ class FakeBuild:
         staging.joinpath("artifact.so").write_text(self.content.format(key=key))
         if "SPILLS" in source:
             raise SpillError(["the kernel spills"], 0.25)
-        return toolchain.BuildReport(0.25)
+        return 0.25
 
 
 class FakeModule:
@@ -94,12 +92,12 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    monkeypatch.setattr(_paths, "templates_dir", lambda: root / "templates")
-    monkeypatch.setattr(_paths, "include_dir", lambda: root / "include")
-    monkeypatch.setattr(_paths, "PACKAGE_DIR", root / "package")
-    keys.sources_digest.cache_clear()
+    monkeypatch.setattr(env, "templates_dir", lambda: root / "templates")
+    monkeypatch.setattr(env, "include_dir", lambda: root / "include")
+    monkeypatch.setattr(env, "PACKAGE_DIR", root / "package")
+    entry.sources_digest.cache_clear()
     yield root
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
 
 
 @pytest.fixture
@@ -117,7 +115,7 @@ def new_cache(sources: Path, fake_build: FakeBuild) -> Callable[[], KernelCache]
 @pytest.fixture(scope="session")
 def minimal_module(tmp_path_factory: pytest.TempPathFactory) -> _C.Module:
     """The minimal artifact, really compiled and loaded."""
-    from flashattn_jit.jit.compiler import find_compiler
+    from flashattn_jit.jit.toolchain import find_compiler
 
     staging = tmp_path_factory.mktemp("minimal")
     source = MINIMAL_ARTIFACT.read_text()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit.jit.compiler import CompilerIdentity
-from flashattn_jit.jit.key import document_digest
-from flashattn_jit.jit.store import Entry, Store
+from flashattn_jit.jit.entry import CompilerIdentity, Entry, document_digest
+from flashattn_jit.jit.store import Store
 
 GCC = CompilerIdentity("gcc-12.2.0-00000000", "gcc 12.2.0")
 CLANG = CompilerIdentity("clang-19.1.0-00000000", "clang 19.1.0")

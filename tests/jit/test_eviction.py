@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.requests import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import InputError, UnsafeCacheError
 from flashattn_jit.jit import eviction
+from flashattn_jit.jit.entry import Entry
 from flashattn_jit.jit.eviction import collect, remove
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.store import Entry, Store
+from flashattn_jit.jit.store import Store
 
 from .entries import GCC, adopt, key_of, make, tree
 

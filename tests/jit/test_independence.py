@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.jit import key as keys
-from flashattn_jit.jit.store import Entry, Store
+from flashattn_jit.jit.entry import Entry, kernel_key, sources_digest
+from flashattn_jit.jit.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_other_versions_make_the_same_key(entry: Entry, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.version, "cuda", "99.9")
     monkeypatch.setattr(sys, "version_info", (4, 0, 0, "final", 0))
     monkeypatch.setattr(sys, "version", "4.0.0")
-    keys.sources_digest.cache_clear()
+    sources_digest.cache_clear()
     flags = fields["flags"].split("\n")
-    again = keys.kernel_key(fields["spec"], "cpu/attention.cpp.j2", fields["target"], flags)
+    again = kernel_key(fields["spec"], "cpu/attention.cpp.j2", fields["target"], flags)
     assert again.hex == entry.key
     assert again.document == tuple((name, text) for name, text in entry.meta["document"])

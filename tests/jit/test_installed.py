@@ -16,8 +16,9 @@ from flashattn_jit.cli.entries import listed
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.inspect.doctor import Check
 from flashattn_jit.jit import installed
-from flashattn_jit.jit.layers import Answer, PackLayer, layers
+from flashattn_jit.jit.layers import Answer, PackLayer
 from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.remote import layers
 from flashattn_jit.jit.store import Store
 from tests.deploy.caches import COMPILER, add_entry
 

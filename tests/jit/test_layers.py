@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _C
-from flashattn_jit.codegen.requests import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.deploy.pack_writer import write_pack
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
-from flashattn_jit.jit import fit
+from flashattn_jit.jit import layers as layers_module
 from flashattn_jit.jit import store as store_module
-from flashattn_jit.jit.found import found_in_folder
-from flashattn_jit.jit.layers import FolderLayer, PackLayer, layers
+from flashattn_jit.jit.layers import FolderLayer, PackLayer, found_in_folder
 from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.remote import layers
 from flashattn_jit.jit.store import Store
 
 from .entries import CLANG, GCC, adopt, digest, key_of, make, tree
@@ -290,7 +290,7 @@ def test_a_cpu_without_the_instructions_gets_a_reason_and_no_code(
     new_cache, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_cache().load_stepping([wanted(target="cpu:avx2")])
-    monkeypatch.setattr(fit, "host_target", lambda: "cpu:generic")
+    monkeypatch.setattr(layers_module, "host_target", lambda: "cpu:generic")
     loads: list[str] = []
     cache = KernelCache(build=never_built, load=loads.append)  # type: ignore[arg-type]
     with pytest.raises(TargetError, match=r"instructions of cpu:avx2.*at most cpu:generic"):
@@ -329,9 +329,9 @@ def test_code_for_another_machine_is_a_miss_and_stays(
 
 
 def test_heads_of_this_machine_and_of_no_elf_file_are_fit() -> None:
-    assert fit.unfit_machine(Path("/proc/self/exe").read_bytes()[:64]) == ""
-    assert fit.unfit_machine(b"artifact of something") == ""
-    assert fit.unfit_machine(b"") == ""
+    assert layers_module.unfit_machine(Path("/proc/self/exe").read_bytes()[:64]) == ""
+    assert layers_module.unfit_machine(b"artifact of something") == ""
+    assert layers_module.unfit_machine(b"") == ""
 
 
 @pytest.mark.parametrize(
@@ -348,12 +348,12 @@ def test_heads_of_this_machine_and_of_no_elf_file_are_fit() -> None:
 def test_drivers_that_are_too_old_are_named_with_what_is_needed(
     monkeypatch: pytest.MonkeyPatch, driver: int, needed: int, is_fit: bool
 ) -> None:
-    monkeypatch.setattr(fit, "driver_version", lambda: driver)
-    reason = fit.unfit_driver("sm_90", needed)
+    monkeypatch.setattr(layers_module, "driver_version", lambda: driver)
+    reason = layers_module.unfit_driver("sm_90", needed)
     assert (reason == "") is is_fit
     if not is_fit:
         assert str(needed) in reason and f"CUDA {driver // 1000}" in reason
-    assert fit.unfit_driver("cpu:generic", needed) == ""
+    assert layers_module.unfit_driver("cpu:generic", needed) == ""
 
 
 def test_where_the_driver_is_too_old_an_older_toolkits_build_serves(
@@ -369,8 +369,8 @@ def test_where_the_driver_is_too_old_an_older_toolkits_build_serves(
         Store(site).adopt(entry.key, compiler.id, files, meta)
     use(monkeypatch, site)
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
-    monkeypatch.setattr(fit, "is_cuda", lambda target: True)
-    monkeypatch.setattr(fit, "driver_version", lambda: 12040)
+    monkeypatch.setattr(layers_module, "is_cuda", lambda target: True)
+    monkeypatch.setattr(layers_module, "driver_version", lambda: 12040)
     _, module = new_cache().load_stepping([request()])
     assert CLANG.id in module.path
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.document import spec_from_document
-from flashattn_jit.codegen.requests import Request
-from flashattn_jit.deploy.manifest import parse_line
+from flashattn_jit.codegen.document import parse_line, spec_from_document
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
-from flashattn_jit.jit.key import KernelKey, document_digest
+from flashattn_jit.jit.entry import KernelKey, document_digest
 from flashattn_jit.jit.misses import build_command, differences, nearest
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.ops import _attend

@@ -20,7 +20,7 @@ from flashattn_jit.errors import (
     EnvironmentVariableError,
     MissingKernelError,
 )
-from flashattn_jit.jit.failure import BuildFailure
+from flashattn_jit.jit.driver import BuildFailure
 from flashattn_jit.jit.module import KernelCache
 
 TARGET = "cpu:avx2"
@@ -78,12 +78,12 @@ def test_a_hit_asks_the_compiler_nothing(new_cache, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_change_of_a_header_or_a_spec_compiles_anew(new_cache, fake_build, sources) -> None:
-    from flashattn_jit.jit import key as keys
+    from flashattn_jit.jit import entry
 
     load(new_cache())
     load(new_cache(), spec='{"head_dim":64}')
     (sources / "include/fajit/nested/b.h").write_text("int changed;")
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
     load(new_cache())
     assert len(set(fake_build.builds)) == 3
 
@@ -201,12 +201,12 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import conftest
-from flashattn_jit import _paths
+from flashattn_jit import env
 from flashattn_jit.jit.module import KernelCache
 root = Path(sys.argv[2])
-_paths.templates_dir = lambda: root / "templates"
-_paths.include_dir = lambda: root / "include"
-_paths.PACKAGE_DIR = root / "package"
+env.templates_dir = lambda: root / "templates"
+env.include_dir = lambda: root / "include"
+env.PACKAGE_DIR = root / "package"
 build = conftest.FakeBuild()
 build.before = lambda: time.sleep(0.5)
 cache = KernelCache(build=build, load=conftest.FakeModule)

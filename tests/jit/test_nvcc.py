@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import CUDA_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
-from flashattn_jit.jit import cuda_toolkit, nvcc, toolchain
-from flashattn_jit.jit.compiler import Compiler, ask_version, find_compiler
-from flashattn_jit.jit.failure import BuildFailure, SpillError
-from flashattn_jit.jit.module import KernelCache, Request, min_driver
+from flashattn_jit.jit import nvcc, toolchain
+from flashattn_jit.jit.driver import BuildFailure, Compiler, SpillError
+from flashattn_jit.jit.layers import oldest_driver
+from flashattn_jit.jit.module import KernelCache, min_driver
 from flashattn_jit.jit.resources import load_report
+from flashattn_jit.jit.toolchain import ask_version, find_compiler
 
 SOURCE = Path(__file__).with_name("minimal_artifact.cu").read_text()
 KEY = "0123456789abcdef" * 4
@@ -148,8 +150,8 @@ def test_a_kernel_compiles_in_seconds(tmp_path: Path) -> None:
         staging = tmp_path / name
         staging.mkdir()
         compiler = find_compiler("sm_80")
-        report = toolchain.build(SOURCE, KEY, "sm_80", compiler, staging)
-        seconds.append(report.compile_s)
+        compile_s = toolchain.build(SOURCE, KEY, "sm_80", compiler, staging)
+        seconds.append(compile_s)
         if seconds[-1] < 3:
             break
     assert min(seconds) < 3
@@ -223,7 +225,7 @@ def test_an_undefined_symbol_is_an_error(tmp_path: Path) -> None:
 def test_the_toolkits_own_header_serves_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_toolkit.Toolkit, "takes_lean_header", lambda self: False)
+    monkeypatch.setattr(nvcc.Toolkit, "takes_lean_header", lambda self: False)
     build(tmp_path / "a")
     assert "cuda/lean" not in tmp_path.joinpath("a/command").read_text()
 
@@ -268,18 +270,18 @@ def test_a_toolkit_is_found_where_the_environment_says(
     script.write_text(f'#!/bin/sh\nexec {on_path}/bin/nvcc "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{on_path}/bin:/usr/bin:/bin")
-    found = cuda_toolkit.find_toolkit()
+    found = nvcc.find_toolkit()
     assert found is not None
     assert (found.home, found.runtime_version()) == (on_path, 12080)
     assert found.libraries == on_path / "lib64"
     assert not found.takes_lean_header()
     monkeypatch.setenv("PATH", f"{script.parent}:/usr/bin:/bin")
-    assert cuda_toolkit.find_toolkit() != found, "a script has no headers beside it"
+    assert nvcc.find_toolkit() != found, "a script has no headers beside it"
     monkeypatch.setenv("CUDA_HOME", str(others))
-    assert cuda_toolkit.find_toolkit() == cuda_toolkit.Toolkit(others)
+    assert nvcc.find_toolkit() == nvcc.Toolkit(others)
     monkeypatch.setenv("FLASHATTN_JIT_CUDA_HOME", str(ours))
-    assert cuda_toolkit.find_toolkit() == cuda_toolkit.Toolkit(ours)
-    assert cuda_toolkit.Toolkit(ours).takes_lean_header()
+    assert nvcc.find_toolkit() == nvcc.Toolkit(ours)
+    assert nvcc.Toolkit(ours).takes_lean_header()
 
 
 def test_a_toolkit_may_come_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +297,7 @@ def test_a_toolkit_may_come_from_wheels(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         Path, "is_file", lambda self: exists(self) and not self.is_relative_to("/usr/local")
     )
-    assert cuda_toolkit.find_toolkit() == cuda_toolkit.Toolkit(home)
+    assert nvcc.find_toolkit() == nvcc.Toolkit(home)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +309,9 @@ def test_a_toolkit_may_come_from_wheels(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_a_toolkit_needs_a_driver(words: str, version: tuple[int, int], driver: int) -> None:
-    assert cuda_toolkit.cuda_version(words) == version
-    assert cuda_toolkit.min_driver(version[0]) == driver
-    assert cuda_toolkit.cuda_version("gcc 12.2") is None
+    assert nvcc.cuda_version(words) == version
+    assert oldest_driver(version[0]) == driver
+    assert nvcc.cuda_version("gcc 12.2") is None
 
 
 @needs_nvcc
@@ -387,7 +389,7 @@ def test_a_hook_that_spills_takes_a_smaller_tile(
 
 @needs_nvcc
 def test_the_key_holds_the_flags_and_what_nvcc_includes(sources: Path) -> None:
-    from flashattn_jit.jit import key as keys
+    from flashattn_jit.jit import entry
 
     template = sources / "templates" / "kernel.cu.j2"
     template.write_text("#include <fajit/a.h>\n")
@@ -396,8 +398,8 @@ def test_the_key_holds_the_flags_and_what_nvcc_includes(sources: Path) -> None:
     digests = set()
     for text in ("one", "two"):
         lean.write_text(text)
-        keys.sources_digest.cache_clear()
-        key = keys.kernel_key("{}", "kernel.cu.j2", "sm_90", nvcc.flags("sm_90"))
+        entry.sources_digest.cache_clear()
+        key = entry.kernel_key("{}", "kernel.cu.j2", "sm_90", nvcc.flags("sm_90"))
         digests.add(key.hex)
     assert len(digests) == 2
     assert "code=sm_90" in dict(key.document)["flags"]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.requests import Request
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import AbiError, CacheError, CompileError, MissingKernelError
-from flashattn_jit.jit import fit, locks, resolve
-from flashattn_jit.jit.failure import BuildFailure
+from flashattn_jit.jit import layers, locks, module, toolchain
+from flashattn_jit.jit.driver import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.jit.store import Store
 from tests import processes
@@ -66,7 +66,7 @@ def test_one_that_is_there_is_found_and_not_built(new_cache, fake_build, cache_r
 def test_a_target_that_this_machine_cannot_run_is_prepared(
     new_cache, fake_build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit, "host_target", lambda: "cpu:generic")
+    monkeypatch.setattr(layers, "host_target", lambda: "cpu:generic")
     assert new_cache().prepare([request(target="cpu:avx512_bf16")]).layer == "compiler"
     assert new_cache().prepare([request(target="cpu:avx512_bf16")]).layer == "user"
 
@@ -190,7 +190,7 @@ def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) ->
     program = (
         "from pathlib import Path\n"
         "from flashattn_jit.jit import toolchain\n"
-        "from flashattn_jit.jit.compiler import find_compiler\n"
+        "from flashattn_jit.jit.toolchain import find_compiler\n"
         "import sys, torch\n"
         "source = Path(sys.argv[1]).read_text()\n"
         "loaded = set(torch.ops.loaded_libraries)\n"
@@ -212,7 +212,7 @@ def test_on_an_empty_cache_the_compiler_is_asked_by_the_one_process_that_builds(
 ) -> None:
     """Not by each that waits: they find its identity remembered."""
     events: list[str] = []
-    lock, identify = resolve.build_lock, resolve.identify
+    lock, identify = module.build_lock, toolchain.identify
 
     @contextlib.contextmanager
     def noted_lock(*arguments: object) -> Iterator[float]:
@@ -224,8 +224,8 @@ def test_on_an_empty_cache_the_compiler_is_asked_by_the_one_process_that_builds(
         events.append("ask")
         return identify(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(resolve, "build_lock", noted_lock)
-    monkeypatch.setattr(resolve, "identify", noted_identify)
+    monkeypatch.setattr(module, "build_lock", noted_lock)
+    monkeypatch.setattr(toolchain, "identify", noted_identify)
     new_cache().prepare([request()])
     assert events == ["lock", "ask"]
     events.clear()

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import CompileError, MissingKernelError
-from flashattn_jit.jit.failure import BuildFailure
-from flashattn_jit.jit.module import KernelCache, Request
+from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit.module import KernelCache
 
 TARGET = "cpu:avx2"
 

@@ -16,9 +16,9 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.target import CPU_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit import toolchain
-from flashattn_jit.jit.compiler import ask_version, find_compiler
-from flashattn_jit.jit.failure import BuildFailure
+from flashattn_jit.jit.driver import BuildFailure
 from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.toolchain import ask_version, find_compiler
 from tests import processes
 
 SOURCE = Path(__file__).with_name("minimal_artifact.cpp").read_text()
@@ -231,7 +231,7 @@ def test_a_compiler_has_one_identity_under_all_its_names() -> None:
     gxx = shutil.which("g++")
     if gxx is None or find_compiler() is None:
         pytest.skip("needs c++ and g++")
-    from flashattn_jit.jit.compiler import Compiler
+    from flashattn_jit.jit.driver import Compiler
 
     by_default = find_compiler()
     assert by_default is not None
@@ -277,13 +277,13 @@ HIT = """
 import sys
 import torch
 from flashattn_jit.jit import module
-from flashattn_jit import _paths
+from flashattn_jit import env
 from pathlib import Path
 from typing import Any
 root = Path(sys.argv[1])
-_paths.templates_dir = lambda: root / "templates"
-_paths.include_dir = lambda: root / "include"
-_paths.PACKAGE_DIR = root / "package"
+env.templates_dir = lambda: root / "templates"
+env.include_dir = lambda: root / "include"
+env.PACKAGE_DIR = root / "package"
 seen = []
 def audit(event, args):
     if event in ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.mkdir", "os.rename"):

@@ -16,7 +16,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
 from tests import rotation
 from tests.batch.batches import Batch, indptr, share_prefix

@@ -10,7 +10,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.target import default_target
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner.costs import merge_cost
 from flashattn_jit.planner.tiles import few_rows
 from tests import processes

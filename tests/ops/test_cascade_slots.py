@@ -15,9 +15,9 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.target import CPU_TARGETS, host_target
 from flashattn_jit.errors import VariantError
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.variants.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.queries import keys_read_request
 from tests import rotation
 
 HOST_TARGETS = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]

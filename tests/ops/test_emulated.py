@@ -7,7 +7,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import EmulatorFault, EnvironmentVariableError, InputError, TargetError
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops import _attend, _emulated
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import attention_reference, varlen_reference

@@ -16,8 +16,8 @@ from flashattn_jit.codegen.target import CPU_TARGETS
 from flashattn_jit.deploy.wanted import wanted_specs
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import reachable, retarget
+from flashattn_jit.variants.ir import unscaled_integers
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.queries import unscaled_integers
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 
 HQ, HKV, D = 4, 2, 32

@@ -11,7 +11,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import EnvironmentVariableError, InputError
-from flashattn_jit.jit.cuda_toolkit import find_toolkit
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops.paged import Paged
 from flashattn_jit.ops.storage import read_storage
 from flashattn_jit.variants.reference import varlen_reference

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import _C, _paths
-from flashattn_jit.codegen.requests import Request
+from flashattn_jit import _C, env
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.ops import _attend, _batch_device, _batch_kernels, _device, _utility
 
 _NOTHING = """
@@ -59,7 +59,7 @@ def nothing_module(folder: Path) -> _C.Module:
     source, artifact = folder / "nothing.cpp", folder / "nothing.so"
     source.write_text(_NOTHING)
     subprocess.run(
-        ["c++", "-std=c++17", "-shared", "-fPIC", "-I", str(_paths.include_dir()), str(source),
+        ["c++", "-std=c++17", "-shared", "-fPIC", "-I", str(env.include_dir()), str(source),
          "-o", str(artifact)],
         check=True,
     )  # fmt: skip

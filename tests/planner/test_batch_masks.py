@@ -15,9 +15,7 @@ import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _handles
 from flashattn_jit.ops._launch import bind_tensors
-from flashattn_jit.planner.problem import Problem
-from flashattn_jit.planner.requests import requests_of
-from flashattn_jit.planner.tiles import choose
+from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant

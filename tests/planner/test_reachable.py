@@ -17,7 +17,13 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
+from flashattn_jit.codegen.target import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    compiled_target,
+    default_target,
+    takes_dtypes,
+)
 from flashattn_jit.deploy.compositions import compositions
 from flashattn_jit.deploy.structures import variant_ir
 from flashattn_jit.errors import InputError
@@ -27,10 +33,9 @@ from flashattn_jit.planner.reachable import (
     formats_of,
     reachable,
     retarget,
-    takes_dtypes,
     utilities,
 )
-from flashattn_jit.planner.requests import requests_of
+from flashattn_jit.planner.tiles import requests_of
 from flashattn_jit.variants.ir import VariantIR
 from tests import rotation
 from tests.planner.asked import Asked, intercept, nothing_module

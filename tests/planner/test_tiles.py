@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from flashattn_jit.codegen.target import CPU_TARGETS, matrix_dtype
 from flashattn_jit.planner import Hardware, Problem, candidates, choose, reachable, roofline
-from flashattn_jit.planner.cpu_tiles import FEW_ROWS, item_rows, scratch_bytes
+from flashattn_jit.planner.tiles import FEW_ROWS, item_rows, scratch_bytes
 from flashattn_jit.variants.ir import VariantIR
 
 PLAIN = VariantIR(())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.variants import ir
-from flashattn_jit.variants.promotion import TORCH_DTYPES
+from flashattn_jit.variants.dtypes import TORCH_DTYPES
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,

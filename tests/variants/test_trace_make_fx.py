@@ -10,14 +10,9 @@ import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from flashattn_jit.variants.dtypes import DTYPE_NAMES, TORCH_DTYPES, VALUE_DTYPES
+from flashattn_jit.variants.ir import promote, result_dtype
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.promotion import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
-    promote,
-    result_dtype,
-    value_dtype,
-)
 from flashattn_jit.variants.spec import as_variant
 from tests.registry_case import Case
 from tests.registry_masks import MASK_CASES
@@ -53,7 +48,7 @@ def _fx_dtypes(fn, is_score: bool) -> tuple[dict[str, set[str]], torch.dtype | N
         if node.op == "call_function" and isinstance(value, torch.Tensor):
             packet = getattr(node.target, "overloadpacket", node.target)
             name = _ATEN.get(packet.__name__)
-            dtype = value_dtype(value.dtype)
+            dtype = VALUE_DTYPES.get(value.dtype)
             if packet.__name__ in _COMPOSITE:
                 found.clear()
                 return found, None

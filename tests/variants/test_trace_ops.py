@@ -287,7 +287,7 @@ def test_constants_are_folded():
 
 
 def test_one_hook_by_itself():
-    from flashattn_jit.variants.trace_variant import trace_hook
+    from flashattn_jit.variants.trace import trace_hook
 
     gain = 2.5
     traced = trace_hook("score_mod", lambda s, b, h, q, k: s * gain + (TABLE * 2)[k])

@@ -55,7 +55,7 @@ def compare(fn: Callable[..., Any], *, rtol: float = 1e-5, atol: float = 1e-6) -
 def _trace_with(spy: Callable[..., Any], fn: Callable[..., Any]) -> None:
     """Trace `fn` once more inside `spy`, which sees the dtype before the final conversion."""
     from flashattn_jit.variants.trace import Tracer
-    from flashattn_jit.variants.trace_errors import Where
+    from flashattn_jit.variants.trace_values import Where
 
     walk = Walk(fn)
     tracer = Tracer(

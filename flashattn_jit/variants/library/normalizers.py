@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.variants.builtins import kv_len
-from flashattn_jit.variants.normalizers import Pointwise, Softmax
+from flashattn_jit.variants.params import Pointwise, Softmax
 from flashattn_jit.variants.spec import Variant, tensor
 
 
