@@ -14,11 +14,10 @@ from .. import _C
 from ..errors import InputError, LaunchError
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
-from ..variants.modes import need_values
+from ..variants.modes import need_values, refuse_unreadable
 from ..variants.normalizers import Pointwise
 from ..variants.params import Dims
 from ..variants.queries import unscaled_integers
-from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites
 from ._batch_kernels import Kernels, Options, native_kinds

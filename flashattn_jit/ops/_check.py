@@ -10,9 +10,8 @@ import torch
 from torch.autograd import forward_ad
 
 from ..errors import GradError, InputError
-from ..variants.modes import GRAD_MESSAGE, need_values
+from ..variants.modes import GRAD_MESSAGE, PLAIN, need_values, unreadable
 from ..variants.params import Dims
-from ..variants.readable import PLAIN, unreadable
 from ._launch import DTYPE_NAMES, KV_DTYPES, Q_DTYPES
 
 MAX_HEAD_DIM = 256

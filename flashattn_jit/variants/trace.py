@@ -25,10 +25,11 @@ from flashattn_jit.variants import (
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
+from flashattn_jit.variants.extract import Node, Source
 from flashattn_jit.variants.promotion import is_float
 from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_fold import Emitter
-from flashattn_jit.variants.trace_host import HostProgram, HostTensor, Source, map_tree
+from flashattn_jit.variants.trace_host import HostProgram, HostTensor, map_tree
 from flashattn_jit.variants.trace_ops import HANDLERS, cast
 from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value
 
@@ -86,7 +87,7 @@ class Tracer:
         ]
         self.captured = [Captured(h) for h in self.hosts]
         self.numbers = [
-            Number(v, f"n[{i}]", frozenset([("number", i)])) for i, v in enumerate(numbers)
+            Number(v, ("number", i), frozenset([("number", i)])) for i, v in enumerate(numbers)
         ]
         self.number_names = list(number_names)
         self.pins: dict[Source, None] = {}
@@ -94,7 +95,7 @@ class Tracer:
         self.max_elements = SMALL_VECTOR
         self.tensor_slots: dict[int, tuple[HostTensor, dict[int, int]]] = {}
         self._slot_of: dict[int, int] = {}
-        self.scalar_slots: dict[str, Number] = {}
+        self.scalar_slots: dict[Node, Number] = {}
 
     # --- tracing one hook --------------------------------------------------------------------
 
@@ -200,9 +201,9 @@ class Tracer:
         return Value(node, dtype, (), weak=True)
 
     def scalar_slot(self, x: Number) -> int:
-        """The provisional slot of a number's expression."""
-        self.scalar_slots.setdefault(x.text, x)
-        return list(self.scalar_slots).index(x.text)
+        """The provisional slot of a number's node."""
+        self.scalar_slots.setdefault(x.node, x)
+        return list(self.scalar_slots).index(x.node)
 
     def tensor_slot(self, host: HostTensor, sizes: dict[int, int]) -> int:
         """The provisional slot of a host tensor; sizes: dims whose size the graph holds."""
@@ -217,7 +218,7 @@ class Tracer:
             self.specialise(host.sources)
             return host.shape[dim]
         source: Source = ("size", host.raw, dim)
-        return Number(host.shape[dim], f"t[{host.raw}].shape[{dim}]", frozenset([source]))
+        return Number(host.shape[dim], source, frozenset([source]))
 
     def pin_sizes(self, host: HostTensor, dims: Iterable[int]) -> None:
         """Specialise on sizes of a host tensor."""

@@ -10,12 +10,13 @@ import torch
 
 from flashattn_jit.errors import ParamError, TraceError
 from flashattn_jit.variants import ir
-from flashattn_jit.variants.captures import Walk, stride_pattern
+from flashattn_jit.variants.captures import Walk
+from flashattn_jit.variants.extract import Finish, Source, stride_pattern
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.promotion import DTYPE_NAMES
 from flashattn_jit.variants.trace import ROW_HOOKS, Tracer
 from flashattn_jit.variants.trace_errors import Where
-from flashattn_jit.variants.trace_host import Finish, HostTensor, Source
+from flashattn_jit.variants.trace_host import HostTensor
 from flashattn_jit.variants.trace_values import Captured, Number
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _assemble(
         tuple(texts),
     )
     finish = tracer.program.finish(
-        len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.text for n in numbers]
+        len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.node for n in numbers]
     )
     return Traced(made, finish, tracer.pins)
 

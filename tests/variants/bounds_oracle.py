@@ -16,7 +16,7 @@ import torch
 
 from flashattn_jit.variants.bounds import Grid, MaskParams, build_tables
 from flashattn_jit.variants.bounds_lower import lower_classify, range_tables
-from flashattn_jit.variants.captures import stride_pattern
+from flashattn_jit.variants.extract import stride_pattern
 from flashattn_jit.variants.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import Variant, as_variant
