@@ -17,9 +17,8 @@ from ..variants.binding import Bound
 from ..variants.compose import present_hooks
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import unscaled_integers
-from ..variants.modes import PLAN_FIRST, need_values, refuse_capture
+from ..variants.modes import PLAN_FIRST, need_values, refuse_capture, refuse_unreadable
 from ..variants.params import Dims, Pointwise
-from ..variants.readable import refuse_unreadable
 from ..variants.spec import Variant, as_variant
 from . import _batch_plan, _batch_run, _check, _sites
 from ._batch_kernels import Kernels, Options, native_kinds

@@ -12,8 +12,7 @@ from torch.autograd import forward_ad
 from ..codegen.target import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import GradError, InputError
 from ..variants.dtypes import DTYPE_NAMES
-from ..variants.modes import GRAD_MESSAGE, need_values
-from ..variants.readable import PLAIN, unreadable
+from ..variants.modes import GRAD_MESSAGE, PLAIN, need_values, unreadable
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1

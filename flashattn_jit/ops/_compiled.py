@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from ..errors import InputError
+from ..variants.extract import ROOT
 from ..variants.modes import GRAD_MESSAGE
 from ..variants.spec import FULL, Variant
 from . import _sites
 from ._graph_ops import NUMBERS, split_params
-from ._sites import CELL, CELLS, ITEM, ROOT, Plan, Use
+from ._sites import CELL, CELLS, ITEM, Plan, Use
 from ._torch_inputs import autocast
 from ._traced import as_inputs, is_fake, makes_graph, refuse_functionalize
 from .block_mask import lists_of

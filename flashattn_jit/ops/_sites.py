@@ -8,27 +8,36 @@ of the captured ones. The tracer calls `variant_site` and `function_site`; it ne
 
 from __future__ import annotations
 
-import ast
 import enum
 import itertools
 import secrets
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..errors import FlashAttnJitError, InputError, VariantError
 from ..variants.binding import param_locations
-from ..variants.captures import Walk, stride_pattern
+from ..variants.captures import Walk
+from ..variants.extract import (
+    NOWHERE,
+    PARAMS,
+    ROOT,
+    Location,
+    Step,
+    Yields,
+    extractor,
+    stride_pattern,
+)
 from ..variants.params import MISSING, Pointwise
 from ..variants.spec import Variant, as_variant, variant
 from .block_mask import own_mask_mod
 
 ATTRIBUTE, ITEM = 0, 1
-ROOT, CELL = -1, -2
+CELL = -4  # beside where a location may start
 Path = tuple[int, tuple[tuple[int, Any], ...]]
 """How to reach a value: from that of an earlier path (or ROOT), by attributes and items.
 CELL: what the function of that name in `CELLS` returns."""
@@ -214,7 +223,7 @@ class _Frozen:
     def __init__(self, chosen: Variant, walk: Walk, values: Sequence[Any], given: set[str]) -> None:
         own = walk.param_numbers
         self.numbers = {i: x for i, x in enumerate(walk.numbers) if own.get(i) not in given}
-        self._values, self._extract = tuple(values), walk.extractor()
+        self._values, self._extract = tuple(values), extractor(walk.locations)
         self._key = self._seen(chosen)
 
     def _seen(self, chosen: Variant) -> object:
@@ -259,16 +268,15 @@ def variant_site(
         given = {*tensor_names, *scalar_names}
         values = [_stand_in(d, d.name in given) for d in chosen._declared]
         walk = Walk(chosen, params=param_locations(chosen._declared, values))
-        paths = _Paths(walk, chosen)
-        if use == "compiled":
-            paths.use_cell_readers()
-        for i, d in enumerate(chosen._declared):
-            if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor):
-                steps = (*_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name))
-                paths.known[f"p[{i}]"] = (ROOT, steps)
+        params: dict[int, Path] = {
+            i: (ROOT, (*_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name)))
+            for i, d in enumerate(chosen._declared)
+            if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor)
+        }
+        paths = _Paths(walk, params=params, cell_readers=use == "compiled")
         places, tensors = [], []
-        for place, var in enumerate(paths.tensor_vars):
-            index = paths.index(var)
+        for place, at in enumerate(paths.yielding("tensor")):
+            index = paths.index(at)
             if index is not None:
                 places.append(place)
                 tensors.append(index)
@@ -352,20 +360,19 @@ def function_site(score_mod: Any, mask_mod: Any, use: Use) -> Plan:
         mask_mod = own_mask_mod(mask_mod)
         chosen = variant(score_mod=score_mod, mask_mod=mask_mod)
         walk = Walk(chosen)
-        paths = _Paths(walk, chosen, root_is_mapping=True)
-        wanted = [paths.index(var) for var in (*paths.tensor_vars, *paths.number_vars)]
-        fixed = [paths.index(var) for var, value in paths.found.items() if _is_fixed(value)]
-        if None in wanted or None in fixed:
+        paths = _Paths(walk, root_is_mapping=True)
+        wanted = [paths.index(at) for at in (*paths.yielding("tensor"), *paths.yielding("number"))]
+        if None in wanted:
             raise VariantError(
                 f"{chosen.name} captures a value in a way that torch.compile cannot follow; make a "
                 "variant of it outside of the compiled region, with fa.variant(...)"
             )
-        count = len(paths.tensor_vars)
+        fixed, count = paths.fixed(), len(walk.tensors)
         made = _FunctionSite(walk, [type(x) for x in walk.numbers])
         indices = tuple(i for i in wanted if i is not None)
         return Plan(
             _number(made, use), tuple(paths.made), indices[:count], indices[count:],
-            tuple(i for i in fixed if i is not None),
+            fixed,
         )  # fmt: skip
     except Exception as error:
         return _refused(error)
@@ -388,159 +395,95 @@ def hook_name(hook: Any) -> str:
         return "score_mod"
 
 
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, _FIXED)
-
-
 # --- paths ---------------------------------------------------------------------------------------
 
 
 class _Paths:
-    """The visits of a `Walk` as paths: its extractor is the list of them, as Python source."""
+    """The locations of a `Walk` as paths that traced code can follow.
 
-    def __init__(self, walk: Walk, root: Any, root_is_mapping: bool = False) -> None:
-        nodes = list(ast.walk(ast.parse(walk.source)))
-        self._visits = {
-            line.targets[0].id: line.value
-            for line in nodes
-            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name)
-        }
-        self._classes = dict(found for n in nodes if (found := _class_guard(n)) is not None)
-        (result,) = (n.value for n in nodes if isinstance(n, ast.Return) and _is_result(n.value))
-        assert isinstance(result, ast.Tuple)
-        _, tensors, numbers = result.elts
-        self.tensor_vars, self.number_vars = _names(tensors), _names(numbers)
-        self.found = self._find(root)
+    params: the paths to values of declared params, by their index. root_is_mapping: traced code has
+    a dict of the root's attributes. cell_readers: read cells by calling functions that share them.
+    Dynamo cannot read an attribute of a cell that the compiled function closes over, too, but
+    follows a call to a function that does. The functions' identities are then guarded, since the
+    readers hold the cells of one of them.
+    """
+
+    def __init__(
+        self,
+        walk: Walk,
+        *,
+        params: Mapping[int, Path] = types.MappingProxyType({}),
+        root_is_mapping: bool = False,
+        cell_readers: bool = False,
+    ) -> None:
+        self._walk = walk
+        self._params = params
         self._root_is_mapping = root_is_mapping
-        self._cell_readers = False
+        self._cell_readers = cell_readers
         self.functions: list[int] = []
-        self.known: dict[str, Path] = {}  # other ways to what the extractor gets as an argument
         self.made: list[Path] = []
-        self._index: dict[str, int | None] = {"v": ROOT}
+        self._index: dict[int, int | None] = {ROOT: ROOT, NOWHERE: None}
 
-    def use_cell_readers(self) -> None:
-        """Read cells of functions by calling functions that share them.
+    def yielding(self, what: Yields) -> list[int]:
+        """The locations that yield tensors or numbers, in their order."""
+        return [at for at, x in enumerate(self._walk.locations) if x.yields == what]
 
-        Dynamo cannot read an attribute of a cell that the compiled function closes over, too, but
-        follows a call to a function that does. The functions' identities are then guarded, since
-        the readers hold the cells of one of them.
-        """
-        self._cell_readers = True
+    def fixed(self) -> tuple[int, ...]:
+        """The indices of the paths to functions and constants, as far as there are any."""
+        found = []
+        for at, (value, location) in enumerate(
+            zip(self._walk.values, self._walk.locations, strict=True)
+        ):
+            no_value = any(kind == "empty" for kind, _ in location.guards)
+            if isinstance(value, _FIXED) and not no_value:
+                found.append(self.index(at))
+        return tuple(i for i in found if i is not None)
 
-    def _find(self, root: Any) -> dict[str, Any]:
-        """What each variable is now, where it can be read without the extractor."""
-        found: dict[str, Any] = {"v": root}
-        for var, visit in self._visits.items():
-            classes = {k: type(found[x]) for k, x in self._classes.items() if x in found}
-            try:
-                found[var] = eval(
-                    compile(ast.Expression(visit), "<path>", "eval"),
-                    {"__builtins__": {}},
-                    {**classes, **found},
-                )
-            except Exception:  # refers to an argument or a constant of the extractor
-                continue
-        del found["v"]
-        return found
+    def index(self, at: int) -> int | None:
+        """The index of the path to a location; None where there is no such path."""
+        if at not in self._index:
+            self._index[at] = self._add(at)
+        return self._index[at]
 
-    def index(self, var: str) -> int | None:
-        """The index of the path to a variable; None where there is no such path."""
-        if var not in self._index:
-            self._index[var] = self._add(self._visits[var]) if var in self._visits else None
-        return self._index[var]
-
-    def _add(self, visit: ast.expr) -> int | None:
-        if isinstance(visit, ast.Name):
-            return self.index(visit.id)
-        path = self.known.get(ast.unparse(visit)) or self._cell(visit) or self._path(visit)
+    def _add(self, at: int) -> int | None:
+        location = self._walk.locations[at]
+        if location.base == PARAMS:
+            path = self._params.get(location.steps[0][1])
+        else:
+            base = self.index(location.base)
+            if base is None or not location.steps:
+                return base
+            path = self._through_cell(location) or self._path(base, location.steps)
         if path is None:
             return None
         self.made.append(path)
         return len(self.made) - 1
 
-    def _cell(self, visit: ast.expr) -> Path | None:
-        """The path through a reader to ``closure[i].cell_contents``."""
-        if not (
-            self._cell_readers
-            and isinstance(visit, ast.Attribute)
-            and visit.attr == "cell_contents"
-            and isinstance(visit.value, ast.Subscript)
-            and isinstance(visit.value.value, ast.Name)
-            and isinstance(visit.value.slice, ast.Constant)
-        ):
+    def _through_cell(self, location: Location) -> Path | None:
+        """The path through a reader to what a cell holds."""
+        kind, key = location.steps[0]
+        if not self._cell_readers or kind != "cell":
             return None
-        closure = visit.value.value.id
-        owner = self._visits[closure]
-        if not (isinstance(owner, ast.Attribute) and isinstance(owner.value, ast.Name)):
-            return None
-        function = self.index(owner.value.id)
-        if function is None or closure not in self.found:
-            return None
+        function = self.index(self._walk.locations[location.base].base)
+        assert function is not None
         if function not in self.functions:
             self.functions.append(function)
-        name = _cell_reader(self.found[closure][visit.value.slice.value])
-        return CELL, ((ATTRIBUTE, name),)
+        closure = self._walk.values[location.base]
+        return CELL, ((ATTRIBUTE, _cell_reader(closure[key])),)  # type: ignore[index]
 
-    def _path(self, visit: ast.expr) -> Path | None:
-        steps: list[tuple[int, Any]] = []
-        while not isinstance(visit, ast.Name):
-            if isinstance(visit, ast.Attribute):
-                steps.append((ATTRIBUTE, visit.attr))
-                visit = visit.value
-            elif isinstance(visit, ast.Subscript) and isinstance(visit.slice, ast.Constant):
-                steps.append((ITEM, visit.slice.value))
-                visit = visit.value
-            elif _is_get(visit):
-                assert isinstance(visit, ast.Call) and isinstance(visit.func, ast.Attribute)
-                (key,) = visit.args
-                assert isinstance(key, ast.Constant)
-                steps.append((ITEM, key.value))
-                visit = visit.func.value
+    def _path(self, base: int, steps: Sequence[Step]) -> Path | None:
+        found: list[tuple[int, Any]] = []
+        for kind, key in steps:
+            if kind == "attribute":
+                found.append((ATTRIBUTE, key))
+            elif kind == "item":
+                found.append((ITEM, key))
+            elif kind == "cell":
+                found += [(ITEM, key), (ATTRIBUTE, "cell_contents")]
+            elif kind == "class":
+                found.append((ATTRIBUTE, "__class__"))
             else:
                 return None
-        steps.reverse()
-        var = visit.id
-        if var in self._classes:
-            steps.insert(0, (ATTRIBUTE, "__class__"))
-            var = self._classes[var]
-        base = self.index(var)
-        if base is None:
-            return None
         if base == ROOT and self._root_is_mapping:
-            steps[0] = (ITEM, steps[0][1])
-        return base, tuple(steps)
-
-
-def _names(node: ast.expr) -> list[str]:
-    return [x.id for x in getattr(node, "elts", ()) if isinstance(x, ast.Name)]
-
-
-def _is_result(value: ast.expr | None) -> bool:
-    """Whether an extractor returns it when it finds what it looks for: (key, tensors, numbers)."""
-    return isinstance(value, ast.Tuple) and len(value.elts) == 3
-
-
-def _class_guard(node: ast.AST) -> tuple[str, str] | None:
-    """(K, x) of a test ``type(x) is not K``, which makes K another name of x's class."""
-    if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.IsNot)):
-        return None
-    left, right = node.left, node.comparators[0]
-    if (
-        isinstance(left, ast.Call)
-        and isinstance(left.func, ast.Name)
-        and left.func.id == "type"
-        and isinstance(left.args[0], ast.Name)
-        and isinstance(right, ast.Name)
-    ):
-        return right.id, left.args[0].id
-    return None
-
-
-def _is_get(visit: ast.expr) -> bool:
-    return (
-        isinstance(visit, ast.Call)
-        and isinstance(visit.func, ast.Attribute)
-        and visit.func.attr == "get"
-        and len(visit.args) == 1
-        and isinstance(visit.args[0], ast.Constant)
-    )
+            found[0] = (ITEM, found[0][1])
+        return base, tuple(found)

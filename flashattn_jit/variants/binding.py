@@ -15,11 +15,18 @@ import torch
 
 from flashattn_jit.errors import ParamError
 from flashattn_jit.variants import ir
-from flashattn_jit.variants.captures import Extractor, Walk
+from flashattn_jit.variants.captures import Walk
+from flashattn_jit.variants.extract import (
+    Extractor,
+    Finish,
+    Location,
+    Source,
+    calculator,
+    extractor,
+)
 from flashattn_jit.variants.modes import is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.params import Declared, Dims, resolve
 from flashattn_jit.variants.trace import Traced, trace_variant
-from flashattn_jit.variants.trace_host import Finish, Source
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.spec import Variant
@@ -60,7 +67,7 @@ Swap = Callable[
 ]
 """Puts other tensors and numbers in place of those that were extracted, in the same order."""
 
-Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], Any]
+Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -80,27 +87,15 @@ class _Group:
             # Structures traced before did not record these values: they are traced again.
             self.pins.update(dict.fromkeys(new))
             self.structures.clear()
-            self.select = _compile_select(tuple(self.pins))
+            self.select = calculator(tuple(self.pins))
         if len(self.structures) >= MAX_STRUCTURES:
             self.structures.clear()
         self.structures[None if self.select is None else key_of(self.select)] = made
 
 
-def _compile_select(pins: Sequence[Source]) -> Select:
-    texts = []
-    for pin in pins:
-        if pin[0] == "number":
-            texts.append(f"n[{pin[1]}]")
-        elif pin[0] == "size":
-            texts.append(f"t[{pin[1]}].shape[{pin[2]}]")  # type: ignore[misc]
-        else:
-            texts.append(f"d.{pin[1]}")
-    return eval(f"lambda t, n, d: ({', '.join(texts)},)")  # type: ignore[no-any-return]
-
-
 @dataclass(slots=True, eq=False)
 class _Plan:
-    source: str
+    locations: list[Location]
     extract: Extractor
     groups: dict[Any, _Group] = field(default_factory=dict)
 
@@ -208,7 +203,7 @@ def _bind_new(
         walk = Walk(variant, params=param_locations(declared, values))
         plan = _plan_for(variant, walk)
         found = plan.extract(variant, values)
-        assert found is not None, walk.source
+        assert found is not None, walk.locations
         key, tensors, numbers = found
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
@@ -243,21 +238,13 @@ def _plan_for(variant: Variant, walk: Walk) -> _Plan:
     if len(shapes) >= MAX_STRUCTURES:
         shapes.clear()
     plans = shapes.setdefault(variant._shape, [])
-    extract = walk.extractor()
     for plan in plans:
-        # Equal text uses equally many constants, named in the order of their first use.
-        names = (n for n in extract.__globals__ if n[0] == "K")
-        if plan.source == walk.source and all(_same(plan, extract, n) for n in names):
+        if plan.locations == walk.locations:
             return plan
     if len(plans) >= MAX_PLANS:
         plans.pop(0)
-    plans.append(_Plan(walk.source, extract))
+    plans.append(_Plan(walk.locations, extractor(walk.locations)))
     return plans[-1]
-
-
-def _same(plan: _Plan, extract: Extractor, name: str) -> bool:
-    a, b = plan.extract.__globals__[name], extract.__globals__[name]
-    return a is b or (type(a) is tuple and a == b)
 
 
 def _specialised(traced: Traced, walk: Walk, dims: Dims) -> tuple[tuple[str, object], ...]:

@@ -19,8 +19,14 @@ import torch
 from flashattn_jit import _C
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.variants.dtypes import DTYPE_NAMES
-from flashattn_jit.variants.modes import is_capturing, is_quiet, outside_modes
-from flashattn_jit.variants.readable import PLAIN, refuse_unreadable, unreadable
+from flashattn_jit.variants.modes import (
+    PLAIN,
+    is_capturing,
+    is_quiet,
+    outside_modes,
+    refuse_unreadable,
+    unreadable,
+)
 
 RESERVED = frozenset({
     "q", "k", "v", "variant", "scale", "q_offset", "kv_len", "q_len", "return_lse", "partial",

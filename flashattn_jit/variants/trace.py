@@ -29,11 +29,12 @@ from flashattn_jit.variants import (
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.captures import Walk, stride_pattern
+from flashattn_jit.variants.captures import Walk
 from flashattn_jit.variants.dtypes import DTYPE_NAMES
+from flashattn_jit.variants.extract import Finish, Node, Source, stride_pattern
 from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.trace_host import Finish, HostProgram, HostTensor, Source, map_tree
+from flashattn_jit.variants.trace_host import HostProgram, HostTensor, map_tree
 from flashattn_jit.variants.trace_nodes import Emitter
 from flashattn_jit.variants.trace_ops import HANDLERS, cast
 from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value, Where
@@ -95,7 +96,7 @@ class Tracer:
         ]
         self.captured = [Captured(h) for h in self.hosts]
         self.numbers = [
-            Number(v, f"n[{i}]", frozenset([("number", i)])) for i, v in enumerate(numbers)
+            Number(v, ("number", i), frozenset([("number", i)])) for i, v in enumerate(numbers)
         ]
         self.number_names = list(number_names)
         self.pins: dict[Source, None] = {}
@@ -103,7 +104,7 @@ class Tracer:
         self.max_elements = SMALL_VECTOR
         self.tensor_slots: dict[int, tuple[HostTensor, dict[int, int]]] = {}
         self._slot_of: dict[int, int] = {}
-        self.scalar_slots: dict[str, Number] = {}
+        self.scalar_slots: dict[Node, Number] = {}
 
     # --- tracing one hook --------------------------------------------------------------------
 
@@ -210,9 +211,9 @@ class Tracer:
         return Value(node, dtype, (), weak=True)
 
     def scalar_slot(self, x: Number) -> int:
-        """The provisional slot of a number's expression."""
-        self.scalar_slots.setdefault(x.text, x)
-        return list(self.scalar_slots).index(x.text)
+        """The provisional slot of a number's node."""
+        self.scalar_slots.setdefault(x.node, x)
+        return list(self.scalar_slots).index(x.node)
 
     def tensor_slot(self, host: HostTensor, sizes: dict[int, int]) -> int:
         """The provisional slot of a host tensor; sizes: dims whose size the graph holds."""
@@ -227,7 +228,7 @@ class Tracer:
             self.specialise(host.sources)
             return host.shape[dim]
         source: Source = ("size", host.raw, dim)
-        return Number(host.shape[dim], f"t[{host.raw}].shape[{dim}]", frozenset([source]))
+        return Number(host.shape[dim], source, frozenset([source]))
 
     def pin_sizes(self, host: HostTensor, dims: Iterable[int]) -> None:
         """Specialise on sizes of a host tensor."""
@@ -549,7 +550,7 @@ def _assemble(
         tuple(texts),
     )
     finish = tracer.program.finish(
-        len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.text for n in numbers]
+        len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.node for n in numbers]
     )
     return Traced(made, finish, tracer.pins)
 

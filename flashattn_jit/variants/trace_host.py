@@ -2,15 +2,13 @@
 
 While a hook is traced, a captured number is a `Number` and a captured tensor a `Captured`
 (trace_values.py). What a hook computes from them without touching its indices is recorded here and
-replayed for the actual values: numbers as Python expressions, tensors as a *prelude* of torch
+replayed for the actual values: numbers as nodes (`extract.Node`), tensors as a *prelude* of torch
 calls, whose results are kept while their inputs are the same tensors, unchanged.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,20 +18,17 @@ from typing import Any
 import torch
 
 from flashattn_jit.errors import ParamError
+from flashattn_jit.variants.extract import (
+    Finish,
+    Node,
+    Numbers,
+    Source,
+    Tensors,
+    calculator,
+    finisher,
+    numbers_of,
+)
 from flashattn_jit.variants.modes import outside_modes
-
-Source = tuple[str, int] | tuple[str, int, int] | tuple[str, str]
-"""What a trace may depend on: ("number", i), ("size", tensor i, dim), ("dim", name of a Dims)."""
-
-Tensors = Sequence[torch.Tensor]
-Numbers = Sequence[float]
-Finish = Callable[[Tensors, Numbers], tuple[tuple[torch.Tensor, ...], tuple[float, ...]]]
-
-_SCOPE: dict[str, Any] = {
-    "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round, "abs": abs,
-    "inf": math.inf, "nan": math.nan, "__builtins__": {},
-}  # fmt: skip
-
 
 _CPU = torch.device("cpu")
 
@@ -64,11 +59,11 @@ class HostTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class HostText:
-    """A number as a Python expression over ``n[i]`` and ``t[i].shape[d]``, inside recorded args."""
+class HostNumber:
+    """A number inside recorded arguments: how it follows from what was captured, and its value in
+    the call being traced."""
 
-    text: str
-    sources: frozenset[Source]
+    node: Node
     value: float
 
 
@@ -79,8 +74,8 @@ class _TensorRef:
 
 
 @dataclass(frozen=True, slots=True)
-class _TextRef:
-    text: str
+class _NumberRef:
+    node: Node
 
 
 def map_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -104,22 +99,16 @@ def like(value: Any, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else tuple(items)
 
 
-def compile_numbers(texts: Sequence[str]) -> Callable[[Tensors, Numbers], tuple[Any, ...]]:
-    """The function (tensors, numbers) -> values of the expressions `texts`."""
-    body = f"({', '.join(texts)},)" if texts else "()"
-    return eval(f"lambda t, n: {body}", dict(_SCOPE))  # type: ignore[no-any-return]
-
-
 def _to_ref(x: Any) -> Any:
     if isinstance(x, HostTensor):
         return _TensorRef(x.raw, x.step)
-    return _TextRef(x.text) if isinstance(x, HostText) else x
+    return _NumberRef(x.node) if isinstance(x, HostNumber) else x
 
 
 def _to_real(x: Any) -> Any:
     if isinstance(x, HostTensor):
         return x.tensor
-    return x.value if isinstance(x, HostText) else x
+    return x.value if isinstance(x, HostNumber) else x
 
 
 class _Step:
@@ -136,7 +125,7 @@ class _Step:
         self.func, self.args, self.kwargs, self.pick = func, args, kwargs, pick
         self.raws: list[int] = []
         self.after: list[int] = []  # steps whose results it takes
-        texts: list[str] = []
+        nodes: list[Node] = []
 
         def see(x: Any) -> Any:
             if isinstance(x, _TensorRef):
@@ -144,14 +133,14 @@ class _Step:
                     self.after.append(x.step)
                 found = [x.raw] if x.raw >= 0 else program.steps[x.step].raws
                 self.raws += [r for r in found if r not in self.raws]
-            elif isinstance(x, _TextRef):
-                texts.append(x.text)
+            elif isinstance(x, _NumberRef):
+                nodes.append(x.node)
             return x
 
         map_tree((args, kwargs), see)
-        self._texts = texts
-        self.numbers = {int(i) for text in texts for i in re.findall(r"n\[(\d+)\]", text)}
-        self._numbers = compile_numbers(texts)
+        self.numbers = {i for node in nodes for i in numbers_of(node)}
+        self._nodes = nodes
+        self._calculate = calculator(nodes)
         self._lock = threading.Lock()
         self._kept: tuple[Any, ...] | None = None
 
@@ -169,12 +158,12 @@ class _Step:
             and all(r() is x and v == _state(x) for (r, v), x in zip(kept[0], inputs, strict=True))
         ):
             return kept[2]  # type: ignore[no-any-return]
-        numbers = dict(zip(self._texts, self._numbers(t, n), strict=True))
+        numbers = dict(zip(self._nodes, self._calculate(t, n), strict=True))
 
         def real(x: Any) -> Any:
             if isinstance(x, _TensorRef):
                 return t[x.raw] if x.raw >= 0 else self._program.steps[x.step].value(t, n)
-            return numbers[x.text] if isinstance(x, _TextRef) else x
+            return numbers[x.node] if isinstance(x, _NumberRef) else x
 
         autocast = torch._C._is_any_autocast_enabled()
         try:
@@ -255,25 +244,16 @@ class HostProgram:
         num_tensors: int,
         num_numbers: int,
         tensor_slots: Sequence[HostTensor],
-        number_slots: Sequence[str],
+        number_slots: Sequence[Node],
     ) -> Finish | None:
         """The function from extracted tensors and numbers to slots; None when they are equal.
 
         Ends the recording: the tensors of this call are let go.
         """
         self._known.clear()
-        if [t.raw for t in tensor_slots] == list(range(num_tensors)) and list(number_slots) == [
-            f"n[{i}]" for i in range(num_numbers)
+        tensors = [t.raw if t.raw >= 0 else self.steps[t.step].value for t in tensor_slots]
+        if tensors == list(range(num_tensors)) and list(number_slots) == [
+            ("number", i) for i in range(num_numbers)
         ]:
             return None
-        scope = dict(_SCOPE)
-        texts: list[str] = []
-        for slot in tensor_slots:
-            if slot.raw >= 0:
-                texts.append(f"t[{slot.raw}]")
-            else:
-                scope[f"step{slot.step}"] = self.steps[slot.step].value
-                texts.append(f"step{slot.step}(t, n)")
-        tensors = f"({', '.join(texts)},)" if texts else "()"
-        numbers = f"({', '.join(number_slots)},)" if number_slots else "()"
-        return eval(f"lambda t, n: ({tensors}, {numbers})", scope)  # type: ignore[no-any-return]
+        return finisher(tensors, number_slots)

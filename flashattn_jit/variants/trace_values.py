@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import linecache
 import math
+import operator
 import re
 import sys
 import types
@@ -20,8 +21,9 @@ import torch
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.dtypes import TORCH_DTYPES
+from flashattn_jit.variants.extract import UNARY, Node, Source, constant
 from flashattn_jit.variants.modes import outside_modes
-from flashattn_jit.variants.trace_host import HostTensor, HostText, Source
+from flashattn_jit.variants.trace_host import HostNumber, HostTensor
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
@@ -238,18 +240,18 @@ class Captured:
 
 
 class Number:
-    """A captured Python number: its value now, and the expression that gives it on later calls.
+    """A captured Python number: its value now, and the node that gives it on later calls.
 
     Arithmetic with other numbers stays a number. Anything that needs the value (a comparison, a
     shape, ``math.sqrt``) specialises: the numbers it came from join the structural key.
     """
 
-    __slots__ = ("sources", "text", "value")
+    __slots__ = ("node", "sources", "value")
     __torch_function__: Any = classmethod(_dispatch)
 
-    def __init__(self, value: float, text: str, sources: frozenset[Source]) -> None:
+    def __init__(self, value: float, node: Node, sources: frozenset[Source]) -> None:
         self.value = value
-        self.text = text
+        self.node = node
         self.sources = sources
 
     def pin(self) -> Any:
@@ -257,9 +259,9 @@ class Number:
         tracer().specialise(self.sources)
         return self.value
 
-    def host(self) -> HostText:
+    def host(self) -> HostNumber:
         """As an argument of a prelude call."""
-        return HostText(self.text, self.sources, self.value)
+        return HostNumber(self.node, self.value)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance(number, int) answers for the number
@@ -313,10 +315,8 @@ STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
 """Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
 
 
-def _text(x: Any) -> str:
-    if type(x) is Number:
-        return x.text
-    return f"({x!r})" if x < 0 else repr(x)
+def _node(x: Any) -> Node:
+    return x.node if type(x) is Number else constant(x)
 
 
 def _sources(*xs: Any) -> frozenset[Source]:
@@ -327,23 +327,24 @@ def _plain(x: Any) -> Any:
     return x.value if type(x) is Number else x
 
 
-_DUNDER = {
-    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod",
-    "**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor",
+_ARITHMETIC = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+    "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "<<": operator.lshift,
+    ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
 }  # fmt: skip
 
 
-def _arithmetic(symbol: str) -> None:
+def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
     def calculate(a: Any, b: Any) -> Any:
         if not all(type(x) in (Number, int, float, bool) for x in (a, b)):
             return NotImplemented
         if symbol == "**" and type(b) is Number and type(b.value) is int:
             b = b.pin()  # its sign decides whether the result is an int
         try:
-            value = eval(f"a {symbol} b", {}, {"a": _plain(a), "b": _plain(b)})
+            value = operate(_plain(a), _plain(b))
         except ArithmeticError as error:
             raise type(error)(f"{error} (in {_plain(a)!r} {symbol} {_plain(b)!r})") from None
-        return Number(value, f"({_text(a)} {symbol} {_text(b)})", _sources(a, b))
+        return Number(value, (symbol, _node(a), _node(b)), _sources(a, b))
 
     def forward(self: Any, other: Any) -> Any:
         result = calculate(self, other)
@@ -353,8 +354,9 @@ def _arithmetic(symbol: str) -> None:
         result = calculate(other, self)
         return tracer().number_op(symbol, other, self) if result is NotImplemented else result
 
-    setattr(Number, f"__{_DUNDER[symbol]}__", forward)
-    setattr(Number, f"__r{_DUNDER[symbol]}__", backward)
+    name = operate.__name__.strip("_")
+    setattr(Number, f"__{name}__", forward)
+    setattr(Number, f"__r{name}__", backward)
 
 
 def _comparison(name: str, symbol: str) -> None:
@@ -367,24 +369,20 @@ def _comparison(name: str, symbol: str) -> None:
     setattr(Number, name, compare)
 
 
-def _unary(name: str, text: str) -> None:
+def _unary(name: str) -> None:
     def apply(self: Any) -> Any:
-        value = getattr(self.value, name)()
-        return Number(value, text.format(self.text), self.sources)
+        return Number(getattr(self.value, name)(), (name, self.node), self.sources)
 
     setattr(Number, name, apply)
 
 
-for _symbol in _DUNDER:
-    _arithmetic(_symbol)
+for _symbol, _operate in _ARITHMETIC.items():
+    _arithmetic(_symbol, _operate)
 for _name, _symbol in (("__lt__", "<"), ("__le__", "<="), ("__gt__", ">"), ("__ge__", ">="),
                        ("__eq__", "=="), ("__ne__", "!=")):  # fmt: skip
     _comparison(_name, _symbol)
-for _name, _symbol in (("__neg__", "(-{})"), ("__pos__", "(+{})"), ("__abs__", "abs({})"),
-                       ("__floor__", "floor({})"), ("__ceil__", "ceil({})"),
-                       ("__trunc__", "trunc({})"), ("__invert__", "(~{})"),
-                       ("__round__", "round({})")):  # fmt: skip
-    _unary(_name, _symbol)
+for _name in UNARY:
+    _unary(_name)
 
 
 # --- where a hook failed -------------------------------------------------------------------------

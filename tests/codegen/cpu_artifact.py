@@ -15,6 +15,7 @@ import torch
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.jit.module import default
+from flashattn_jit.planner import tiles
 from flashattn_jit.variants.bounds_simplify import range_tables
 from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.range_table import build_tables

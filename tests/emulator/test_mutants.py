@@ -204,7 +204,7 @@ def test_the_mutant_is_found(
         spec = spec_of(module)
         if spec not in built:
             with monkeypatch.context() as patch:
-                patch.setattr(_paths, "include_dir", lambda: include)
+                patch.setattr(env, "include_dir", lambda: include)
                 built[spec] = emulator.Program(ptx_of(spec))
         return built[spec]
 

@@ -17,6 +17,7 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.render import render
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
 from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops import _batch_device, _device
 from flashattn_jit.ops._batch_device import DeviceState, Ring, launch
 from flashattn_jit.ops._device import LaunchTensors

@@ -18,7 +18,7 @@ import torch
 from flashattn_jit.variants.bounds import Grid, MaskParams, classify_boxes
 from flashattn_jit.variants.bounds_lower import lower_classify
 from flashattn_jit.variants.bounds_simplify import range_tables, simplify
-from flashattn_jit.variants.captures import stride_pattern
+from flashattn_jit.variants.extract import stride_pattern
 from flashattn_jit.variants.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.range_table import build_tables

@@ -21,7 +21,8 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from flashattn_jit.errors import ParamError, TraceError
-from flashattn_jit.variants.captures import MAX_LOCATIONS, stride_pattern
+from flashattn_jit.variants.captures import MAX_LOCATIONS, Walk
+from flashattn_jit.variants.extract import extractor, stride_pattern
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant, variant
 from tests.slowness import slowdown
@@ -369,6 +370,95 @@ def test_enums_strings_and_none_are_structure(traces):
     assert traces.n == 3
     bound = as_variant(make(Mode.FULL, "x", None)).bind(DIMS)
     assert ("kind", "x") in bound.specialised and ("mode", Mode.FULL) in bound.specialised
+
+
+# --- what is recorded ---------------------------------------------------------------------------
+
+
+def test_closures_of_one_code_are_recorded_alike():
+    def recorded(hook):
+        return Walk(as_variant(hook)).locations
+
+    assert recorded(windowed(3)) == recorded(windowed(5))
+    assert recorded(windowed(3)) != recorded(windowed(5.0))
+    assert recorded(windowed(3)) != recorded(windowed(SLOPES))
+    assert recorded(lambda s, b, h, q, k: s) != recorded(lambda s, b, h, q, k: s)
+    yielded = [x.yields for x in recorded(windowed(3)) if x.yields]
+    assert yielded == ["number"]
+
+
+def test_an_extractor_tells_another_structure_apart():
+    """Each kind of guard, by a change that it must see."""
+
+    class Config:
+        def __init__(self):
+            self.table = SLOPES
+
+    def gain():
+        return 2.0
+
+    def hook(s, b, h, q, k, offset=1):
+        extra = by_name["a"] + pair[0] + abs(offset) + config.table[h] + np.sign(2.0)
+        return (s + extra) * helper() if flag is None else s
+
+    def make(**changed):
+        cells = {"by_name": {"a": 1.0}, "config": Config(), "flag": None, "helper": gain,
+                 "pair": (1.0, 2.0), **changed}  # fmt: skip
+        names = hook.__code__.co_freevars
+        made = types.FunctionType(
+            hook.__code__, {**globals(), **scope}, "hook", (1,),
+            tuple(types.CellType(cells[n]) for n in names),
+        )  # fmt: skip
+        return as_variant(made)
+
+    by_name = config = flag = helper = pair = None
+    scope = {"np": np}
+    root = make()
+    walk = Walk(root)
+    extract = extractor(walk.locations)
+    found = extract(root, ())
+    assert found == extract(make(), ())
+    assert found[2] == (1.0, 1.0, 2.0, 1)
+    changes = [
+        {"by_name": {"a": 1.0, "b": 2.0}}, {"by_name": {"b": 1.0}}, {"by_name": {"a": 1}},
+        {"config": types.SimpleNamespace(table=SLOPES)}, {"flag": 3}, {"pair": (1.0,)},
+        {"pair": [1.0, 2.0]}, {"helper": lambda: 2.0},
+    ]  # fmt: skip
+    for change in changes:
+        assert extract(make(**change), ()) is None, change
+    config = Config()
+    config.table = SLOPES.to_sparse()
+    assert extract(make(config=config), ()) is None
+    del config.table
+    assert extract(make(config=config), ()) is None
+    scope["abs"] = lambda x: x
+    assert extract(make(), ()) is None
+    scope = {"np": math}
+    assert extract(make(), ()) is None
+    root.score_mod.__defaults__ = None
+    assert extract(root, ()) is None
+
+
+def test_keys_of_dicts_may_be_enums():
+    class Side(enum.IntEnum):
+        LEFT = 1
+
+    by_side = {Side.LEFT: 2.0}
+    assert value(lambda s, b, h, q, k: s + by_side[Side.LEFT]) == 3
+
+
+def test_numbers_are_computed_as_the_hook_computes_them():
+    a, b = 7, -3
+
+    def hook(s, b_, h, q, k):
+        whole = (a // b) % 5 + (a << 2) - (a >> 1) + (a & 6) + (a | 8) - (a ^ b)
+        real = -(a / 2.0) + abs(b) * round(a * 0.5) + 2.0**b + math.floor(a / b) + ~a
+        return s + whole + real + SLOPES.shape[0] * math.trunc(-2.5 * b) + math.ceil(a / 2)
+
+    for values in ((7, -3), (12, 5), (1, -1)):
+        a, b = values
+        wanted = hook(1.0, 1, 1, 1, 1)
+        assert value(hook) == pytest.approx(wanted, rel=1e-6)
 
 
 # --- limits --------------------------------------------------------------------------------------
