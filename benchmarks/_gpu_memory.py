@@ -25,8 +25,7 @@ from benchmarks._gpu_work import batch_for_kv, copy_bytes, decode_bytes
 from benchmarks._measure import Row, ratio
 from benchmarks._progress import say
 from flashattn_jit import _C
-from flashattn_jit.jit.module import find_kernel
-from flashattn_jit.ops._device import _plans
+from flashattn_jit.ops._attend import _launches
 from flashattn_jit.ops.batch import BatchAttention
 from flashattn_jit.ops.paged import Paged
 
@@ -121,11 +120,11 @@ def launch_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounds: in
     short_k, short_v = k[:, :, :64].contiguous(), v[:, :, :64].contiguous()  # one launch: no split
     out = torch.empty_like(q)
     fa.attention(q, short_k, short_v, out=out)
-    plan = list(_plans.values())[-1]
+    plan, ready = list(_launches.values())[-1]
     stream = torch.cuda.current_stream().cuda_stream
 
     def launch() -> None:
-        plan.call.launch(
+        ready.call.launch(
             q.data_ptr(), short_k.data_ptr(), short_v.data_ptr(), out.data_ptr(), 0, 0.1, 1, (),
             (), 0, 0, 0, 0, plan.block.memory.data_ptr(), stream, 0,
         )  # fmt: skip
@@ -144,8 +143,8 @@ def module_rows(clock: Clock) -> Iterator[Row]:
     """What a loaded module costs: one artifact under 200 names, each loaded on the device."""
     if not clock.allows("loaded modules", 20):
         return
-    spec = next(plan.spec for plan in _plans.values() if plan.spec is not None)
-    loaded = find_kernel(spec.document())
+    plan, _ = next(iter(_launches.values()))
+    loaded = next(k.module for k in plan.kernels if k is not None)
     assert loaded is not None
     with tempfile.TemporaryDirectory() as folder:
         before = torch.cuda.mem_get_info()[0]

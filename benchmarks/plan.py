@@ -34,10 +34,10 @@ from benchmarks._batch_work import (
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from benchmarks._progress import say, steps
 from flashattn_jit import _C
-from flashattn_jit.codegen.target import LANES, default_target, is_cuda
+from flashattn_jit.codegen.target import default_target, is_cuda
 from flashattn_jit.ops import _device
+from flashattn_jit.ops._batch_kernels import native_kind
 from flashattn_jit.planner import Problem, choose
-from flashattn_jit.planner.costs import coefficients, least_part
 from flashattn_jit.variants.ir import VariantIR
 
 _WORKERS, _DIM, _PAGE = 264, 128, 16
@@ -123,11 +123,7 @@ def growth_rows(options: argparse.Namespace) -> list[Row]:
 
 def _kind(target: str, packed_rows: int) -> tuple[Any, ...]:
     problem = Problem((packed_rows,), (1024,), 1, 1, _DIM, _DIM, *["bfloat16"] * 3)
-    spec = choose(VariantIR(()), problem, target)
-    cuda = is_cuda(spec.target)
-    granule = spec.tile_q if cuda else LANES[spec.target] if spec.tile_kind == "prefill" else 1
-    costs = coefficients(spec, target)
-    return (None, spec.tile_q, granule, spec.tile_kv, least_part(spec), *costs)
+    return native_kind(choose(VariantIR(()), problem, target), target)
 
 
 def loads(

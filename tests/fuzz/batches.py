@@ -1,10 +1,12 @@
-"""Random batches, right and wrong, through _C.BatchLengths, BatchPlan and BatchCall.
+"""Random batches and hand-written work, right and wrong, through _C.BatchLengths, BatchPlan and
+BatchCall.
 
     python batches.py ARTIFACT SEED SECONDS
 
 A call either raises (ValueError, TypeError, MemoryError, OverflowError) or makes a plan that
-computes every row once and merges what it split: it then runs on the minimal artifact, whose
-tensors end exactly where they must and lie among guards. Prints how many were refused and made.
+computes every row once and merges what it split; work that is written by hand need not do that. It
+then runs on the minimal artifact, whose tensors end exactly where they must and lie among guards.
+Prints how many were refused and made.
 """
 
 from __future__ import annotations
@@ -130,6 +132,8 @@ class Fuzz:
 
     def once(self) -> bool:
         """Whether a plan was made."""
+        if self.chance(0.3):
+            return self.by_hand()
         r, wrong = self.r, self.chance(0.7)
         self.array.held.clear()
         count = r.randrange(7)
@@ -163,6 +167,7 @@ class Fuzz:
             split_keys=(r.choice((0, 16, 256)), r.choice((0, 16, 256))),
             limits=limits,
             num_levels=r.randrange(3) if limits else 0,
+            row_block=0 if limits or self.chance(0.6) else r.choice((1, 3, 64)),
             **options,
         )
         shape = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": 8,
@@ -211,6 +216,72 @@ class Fuzz:
             raise SystemExit("a guard was written")
         if (workspace[-GUARD:] != 77).any():
             raise SystemExit("the workspace was overrun")
+
+    def entry(self, least: int, most: int, wild: float) -> int:
+        """A number from `least` to `most`, or with some chance one around them or anywhere."""
+        if not self.chance(wild):
+            return self.r.randint(least, max(least, most))
+        return self.r.choice((least - 1, most + 1, *(x for x in WILD if -(2**31) <= x < 2**31)))
+
+    def rows(self, shape: tuple[int, int, int], group: int, wild: float) -> list[int]:
+        """The fields that work and merges share."""
+        batch, heads, q_len = shape
+        count = self.entry(1, group, wild)
+        head = self.r.randrange(heads // group) * group if not self.chance(wild) else heads
+        begin = self.entry(0, q_len * max(count, 0), wild)
+        end = self.entry(begin, min(begin + 9, q_len * max(count, 0)), wild)
+        return [self.entry(0, batch - 1, wild), head, count, begin, end]
+
+    def packed(self, *numbers: int) -> bytes:
+        return struct.pack("8i", *(max(-(2**31), min(n, 2**31 - 1)) for n in numbers))
+
+    def by_hand(self) -> bool:
+        """Work that nobody planned: refused, or it stays inside of its tensors."""
+        r, wild = self.r, self.r.choice((0.0, 0.0, 0.02, 0.1))
+        kv_heads, group = r.choice((1, 2)), r.choice((1, 2, 3))
+        shape = (r.randrange(1, 4), kv_heads * group, r.randrange(1, 40))
+        batch, heads, q_len = shape
+        partial_rows, kv_len = r.choice((0, 9, 400)), r.randrange(65)
+        work = merges = b""
+        for _ in range(r.randrange(6)):
+            rows = self.rows(shape, group, wild)
+            begin = self.entry(0, kv_len, wild)
+            state = self.entry(-1, partial_rows - (rows[4] - rows[3]), wild)
+            work += self.packed(*rows, begin, self.entry(begin, kv_len, wild), state)
+        sources = [self.entry(0, partial_rows - 9, wild) for _ in range(r.choice((0, 0, 5)))]
+        for _ in range(r.randrange(3) if partial_rows >= 9 else 0):
+            rows, most = self.rows(shape, group, wild), len(sources) or partial_rows // 9
+            splits = self.entry(1, min(most, 3), wild)
+            first = self.entry(0, most - splits, wild)
+            merges += self.packed(*rows, first, splits, 0)
+        plan = _C.BatchPlan.of_work(
+            work, kind=r.randrange(2), merge_work=merges, merge_sources=sources,
+            partial_rows=partial_rows,
+        )  # fmt: skip
+        core = _C.BatchCall(
+            plan, _C.BatchLengths.dense(batch, q_len, 64, (kv_len,) * batch),
+            (self.module, self.module), num_q_heads=heads, num_kv_heads=kv_heads, head_dim=8,
+            head_dim_v=8,
+        )  # fmt: skip
+        q = torch.ones(batch, heads, q_len, 8)
+        guarded = torch.full((2 * GUARD + q.numel(),), PATTERN)
+        workspace = torch.full((core.workspace_bytes + 2 * GUARD,), 77, dtype=torch.uint8)
+        mask = None
+        if self.chance(0.3):
+            sizes = (self.entry(batch, 9, wild), heads, self.entry(40, 50, wild), 64)
+            mask = (sizes, (1, 1, 1, 1), self.entry(1, 64, wild), self.entry(1, 64, wild))
+        strides = (*[q.stride()[:3]] * 4, (0, 0, 0))
+        call = core.bind(strides=strides, block_mask=mask)
+        call.launch(
+            q.data_ptr(), 8, 8, guarded[GUARD:].data_ptr(), 0, 1.0, r.randrange(1, 4),
+            workspace=workspace.data_ptr() + GUARD, states=8,
+        )  # fmt: skip
+        ends = torch.cat([guarded[:GUARD], guarded[-GUARD:]])
+        if (ends != PATTERN).any():
+            raise SystemExit("hand-written work wrote outside of its result")
+        if (workspace[:GUARD] != 77).any() or (workspace[-GUARD:] != 77).any():
+            raise SystemExit("hand-written work wrote outside of its workspace")
+        return True
 
     def states(self, plan: _C.BatchPlan, lengths: _C.BatchLengths, heads: int) -> torch.Tensor:
         """[tokens, heads]: how many states there are of each row."""

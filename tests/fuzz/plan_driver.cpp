@@ -59,9 +59,13 @@ class Fuzz {
     const std::vector<int64_t> tokens = sums(q_len);
     const Array q_indptr = array(tokens, 1 << 16), q_offset = array(offsets);
     const StorageArrays keys = storage(kv_len, page_size);
-    const std::vector<LevelArrays> shared = levels(tokens.back(), page_size);
+    const bool dense = r_.chance(0.3);
+    const std::vector<LevelArrays> shared =
+        dense ? std::vector<LevelArrays>{} : levels(tokens.back(), page_size);
     const Lengths lengths =
-        read_lengths(q_indptr, keys, r_.chance(0.3) ? q_offset : Array{}, shared);
+        dense ? dense_lengths(rows_or_wild(40), rows_or_wild(3000), narrowed(kv_len),
+                              narrowed(offsets))
+              : read_lengths(q_indptr, keys, r_.chance(0.3) ? q_offset : Array{}, shared);
 
     PlanOptions o;
     o.num_kv_heads = static_cast<int32_t>(r_.of({1, 2, 3}));
@@ -82,6 +86,9 @@ class Fuzz {
     }
     Kind kinds[2] = {kind(), kind()};
     const KeyLists lists = shared.empty() && r_.chance(0.4) ? key_lists(lengths, o) : KeyLists{};
+    if (lists.key_block == 0 && shared.empty() && r_.chance(0.3)) {
+      o.row_block = static_cast<int32_t>(r_.of({1, 3, 16, 64, INT32_MAX}));
+    }
     const BatchPlan plan = plan_batch(lengths, lists, kinds, o, fajit_args{});
     check(plan, lengths, lists, o, shared.empty() && lists.key_block == 0);
     return true;
@@ -113,6 +120,17 @@ class Fuzz {
       }
     }
     return {data, static_cast<int64_t>(values.size()), static_cast<int>(item)};
+  }
+
+  // Rows of all requests of a dense call; wild ones are refused, for they number too many.
+  int32_t rows_or_wild(int32_t most) {
+    if (wrong_ && r_.chance(0.1)) return static_cast<int32_t>(r_.of({INT32_MIN, -1, INT32_MAX}));
+    return static_cast<int32_t>(r_.chance(0.5) ? most : r_.below(most));
+  }
+
+  std::vector<int32_t> narrowed(std::vector<int64_t> values) {
+    if (wrong_ && !values.empty() && r_.chance(0.2)) values[0] = r_.of({INT32_MIN, -7, INT32_MAX});
+    return {values.begin(), values.end()};
   }
 
   static std::vector<int64_t> sums(const std::vector<int64_t>& lengths) {
@@ -209,6 +227,10 @@ class Fuzz {
             lists.key_block > 0 ? lists.num_key_blocks * lists.key_block : l.kv_len[b];
         if (item.kv_begin < 0 || item.kv_end < item.kv_begin || item.kv_end > end) {
           fail("keys", item.kv_begin, item.kv_end);
+        }
+        if (o.row_block > 0 && item.row_begin / item.head_count / o.row_block !=
+                                   (item.row_end - 1) / item.head_count / o.row_block) {
+          fail("rows of two blocks", item.row_begin, item.row_end);
         }
         for (int32_t row = item.row_begin; row < item.row_end; ++row) {
           if (item.partial >= 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.module import default, load_kernel
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _check, _device, _device_launch, _driver, _placement
-from flashattn_jit.ops._launch import Geometry
+from flashattn_jit.ops import _attend, _check, _device, _placement, _utility
+from flashattn_jit.ops._batch_kernels import Needs
+from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.planner import named_hardware, slots
+from tests.planner.batch_plans import Paged, lengths
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
@@ -96,46 +99,75 @@ def test_tensors_of_different_devices_are_named_with_their_devices() -> None:
         fa.attention(q, q, q, kv_len=torch.ones(1, dtype=torch.int32, device="meta"))
 
 
-GEOMETRY = Geometry(
-    handle=0, dtypes=(torch.bfloat16,) * 3, num_q_heads=2, num_kv_heads=2, head_dim=64,
-    head_dim_v=64, q_len=8, kv_len=8, q_offset=0, num_requests=1, q_row0=0, kv_row0=0, q_token0=0,
-    kv_token0=0, strides=((1024, 512, 64),) * 4 + ((16, 8, 1),), params=(), flags=0, num_threads=0,
-    target="sm_80", block_mask=None, scalars=None, device=CPU,
-)  # fmt: skip
+def bf16(*sizes: int, shift: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor that starts `shift` entries after a multiple of 64 bytes."""
+    count = torch.Size(sizes).numel()
+    return torch.zeros(count + 64, dtype=dtype)[shift : count + shift].view(sizes)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"aligned": False},
-        {"head_dim": 60},
-        {"head_dim_v": 36},
-        {"strides": ((1024, 516, 64), *GEOMETRY.strides[1:])},
-        {"strides": (*GEOMETRY.strides[:3], (1024, 512, 65), GEOMETRY.strides[4])},
-        {"flags": _C.PARTIAL, "strides": (*GEOMETRY.strides[:3], (9, 4, 2), GEOMETRY.strides[4])},
-    ],
-)
-def test_rows_that_start_between_16_bytes_take_another_kernel(change: dict[str, Any]) -> None:
-    assert _device.features_of(GEOMETRY) == ()
-    assert _device.features_of(GEOMETRY._replace(**change)) == ("unaligned",)
+SHAPE = (1, 2, 8, 64)
+PLAIN = {name: lambda: bf16(*SHAPE) for name in "qkv"}
+UNALIGNED: dict[str, dict[str, Callable[[], torch.Tensor]]] = {
+    "q between 16 bytes": {"q": lambda: bf16(*SHAPE, shift=1)},
+    "k between 16 bytes": {"k": lambda: bf16(*SHAPE, shift=4)},
+    "v between 16 bytes": {"v": lambda: bf16(*SHAPE, shift=7)},
+    "out between 16 bytes": {"out": lambda: bf16(*SHAPE, shift=1)},
+    "head_dim": {name: lambda: bf16(1, 2, 8, 60) for name in "qk"},
+    "head_dim_v": {"v": lambda: bf16(1, 2, 8, 36)},
+    "heads of q": {"q": lambda: bf16(1, 2 * 516).as_strided(SHAPE, (1032, 516, 64, 1))},
+    "rows of k": {"k": lambda: bf16(1, 2, 8, 65)[..., :64]},
+    "rows of out": {"out": lambda: bf16(1, 2, 8, 65)[..., :64]},
+    "rows of a partial out": {"out": lambda: bf16(1, 2, 8, 65, dtype=torch.float32)[..., :64]},
+}
 
 
-def test_partial_results_are_aligned_as_fp32_and_lse_not_at_all() -> None:
-    strides = (*GEOMETRY.strides[:3], (256, 128, 4), (7, 3, 1))
-    assert _device.features_of(GEOMETRY._replace(flags=_C.PARTIAL, strides=strides)) == ()
-    assert _device.features_of(GEOMETRY._replace(strides=strides)) == ("unaligned",)
+@pytest.mark.parametrize("change", UNALIGNED)
+def test_rows_that_start_between_16_bytes_take_another_kernel(change: str) -> None:
+    def aligned(made: dict[str, Callable[[], torch.Tensor]]) -> bool:
+        tensors = {name: make() for name, make in made.items()}
+        q, k, v = (tensors[name] for name in "qkv")
+        return is_aligned(dense_form(q, k, v), q, k, v, tensors.get("out"))
+
+    assert aligned(PLAIN)
+    assert aligned({**PLAIN, "out": lambda: bf16(*SHAPE)})
+    assert not aligned({**PLAIN, **UNALIGNED[change]})
+    assert Needs(8, False, unaligned=True).features(cpu=False) == ("unaligned",)
+    assert Needs(8, False, unaligned=True).features(cpu=True) == ()
+
+
+def test_partial_results_are_aligned_as_fp32_and_packed_rows_as_dense_ones() -> None:
+    q = bf16(*SHAPE)
+    for dtype, fits in ((torch.float32, True), (torch.bfloat16, False)):
+        out = bf16(1, 2, 8, 68, dtype=dtype)[..., :64]
+        assert is_aligned(dense_form(q, q, q), q, q, q, out) == fits
+    rows = bf16(8, 2, 64)
+    assert is_aligned(packed_form(rows, rows, rows), rows, rows, rows, None)
+    odd = bf16(8, 2, 65)[..., :64]
+    assert not is_aligned(packed_form(rows, rows, odd), rows, rows, odd, None)
 
 
 def test_block_masks_are_features() -> None:
-    blocks = GEOMETRY._replace(block_mask=((1, 1, 1, 1), (0, 0, 1, 1), 128, 128))
-    assert _device.features_of(blocks) == ("block_mask",)
+    for cpu in (False, True):
+        assert Needs(8, True, block_mask=True).features(cpu) == ("block_mask",)
 
 
 def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    _device.refuse_capture(CPU)
+    q = bf16(*SHAPE)
+    fa.attention(q, q, q, scale=0.2189)  # nothing is captured on the CPU
+    form = dense_form(q, q, q)
+    there = Form(*(CUDA0 if name == "device" else getattr(form, name) for name in FORM_FIELDS))
+    lengths = _C.BatchLengths.dense(1, 8, 8)
+    call = Call(there, lengths, 0, (), None, False, False, "sm_80", 0)
+    bound: Any = None
     with pytest.raises(LaunchError, match="make the same call once before the capture"):
-        _device.refuse_capture(CUDA0)
+        _attend._plan(call, bound, bound, "variant")
+    with pytest.raises(LaunchError, match="make the same call once before it"):
+        _utility.run_utility(("captured",), "sm_80", CUDA0, pytest.fail, bound)
+
+
+FORM_FIELDS = ("kind", "q_shape", "k_shape", "v_shape", "strides", "dtypes", "device",
+               "rows_aligned", "input_bytes")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -146,14 +178,14 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch: pytest.Monkey
 def test_a_driver_runs_what_its_cuda_or_an_older_one_compiled(
     monkeypatch: pytest.MonkeyPatch, supported: int, needed: int, refused: bool
 ) -> None:
-    monkeypatch.setattr(_driver, "min_driver", lambda module: needed)
+    monkeypatch.setattr(_device, "min_driver", lambda module: needed)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: supported, raising=False)
     module: Any = SimpleNamespace(path=f"/kernels/{supported}/{needed}.so")
     if not refused:
-        _driver.check(module)
+        _device.check_driver(module)
         return
     with pytest.raises(LaunchError, match=rf"needs driver {needed} or newer") as error:
-        _driver.check(module)
+        _device.check_driver(module)
     assert module.path in str(error.value)
 
 
@@ -161,7 +193,7 @@ def test_a_driver_runs_what_its_cuda_or_an_older_one_compiled(
 
 
 class Recorded:
-    """Stands in for a native call, the block and the event of a plan."""
+    """Stands in for a native call, for a plan's memory and for the event after its copy."""
 
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
@@ -192,38 +224,40 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream {state.stream}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(_device_launch, "_captured", {})
+    monkeypatch.setattr(_device, "_captured", {})
     return state
 
 
 def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    block = _device_launch.DeviceMemory(fake, fake, {7})
-    plan = _device.DevicePlan(None, fake, torch.device("cuda", 1), block)
+    block = _device.DeviceMemory(fake, fake, {7})
     q = torch.zeros(4)
-    call = _device_launch.LaunchTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
-    _device.launch(plan, call, 0.25)
+    call = _device.LaunchTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
+
+    def enqueue() -> int | None:
+        return _device.enqueue(fake, block, call, 0.25, torch.device("cuda", 1), (block,))
+
+    assert enqueue() == 7
     assert fake.events == []
     only = fake.launches[0]
     assert (only["stream"], only["device"], only["device_block"]) == (7, 1, 4096)
     assert (only["scale"], only["tensors"], only["scalars"]) == (0.25, (1, 2), (0.5,))
     # Another stream is ordered after the plan's copy, once.
     device.stream = 8
-    for _ in range(2):
-        _device.launch(plan, call, 0.25)
+    assert [enqueue() for _ in range(2)] == [8, 8]
     assert fake.events == ["stream 8 waits", "release after stream 8"]
     assert [launch["stream"] for launch in fake.launches] == [7, 8, 8]
 
 
 def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    plan = _device.DevicePlan(None, fake, CUDA0, _device_launch.DeviceMemory(fake, fake, {7}))
+    block = _device.DeviceMemory(fake, fake, {7})
     device.stream, device.capturing = 9, True
     q, param, table = torch.zeros(3, 4).unbind()
-    tensors = _device_launch.LaunchTensors(q, q, q, q, None, (param, table), num_params=1)
-    _device.launch(plan, tensors, 1.0)
+    tensors = _device.LaunchTensors(q, q, q, q, None, (param, table), num_params=1)
+    assert _device.enqueue(fake, block, tensors, 1.0, CUDA0, (block,)) is None
     assert fake.events == [] and fake.launches[0]["stream"] == 9
-    assert list(_device_launch._captured.values()) == [plan, param] and plan.block.streams == {7}
+    assert list(_device._captured.values()) == [block, param] and block.streams == {7}
 
 
 # --- argument blocks of a real CUDA artifact ------------------------------------------------------
@@ -235,16 +269,19 @@ def merge_module() -> _C.Module:
     return load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
 
 
-def call_of(module: _C.Module, lengths: tuple[int, ...] = (3, 0, 2)) -> _C.Call:
-    problem = _C.Problem(
-        num_requests=len(lengths), num_q_heads=1, num_kv_heads=1, head_dim=2, head_dim_v=2,
-        q_len=lengths, kv_len=[5, 6, 7], q_row0=(0, 3, 3), kv_row0=10, q_offset=(-1, 0, 4),
-        q_token0=20, kv_token0=30, out_stride=(0, 0, 2), lse_stride=(0, 0, 1),
-        tensors=(((1, 1, 5, 2), (10, 10, 2, 1)), ((1, 1, 5), (5, 5, 1))),
-        page_indptr=(0, 2, 3, 4), page_size=7, num_pages=9,
-    )  # fmt: skip
+def call_of(module: _C.Module, q_len: tuple[int, ...] = (3, 0, 2)) -> _C.BatchCall:
+    """Two items over pages of 7 slots; the tensors are the states that it merges."""
+    batch = lengths(q_len, Paged((5, 6, 14), 7), (-1, 0, 4))
     work = struct.pack("8i", 0, 0, 1, 0, 3, 0, 5, -1) + struct.pack("8i", 2, 0, 1, 0, 2, 0, 7, -1)
-    return _C.Call(module, problem, work, flags=_C.WRITE_LSE)
+    core = _C.BatchCall(
+        _C.BatchPlan.of_work(work), batch, (module, None), num_q_heads=1, num_kv_heads=1,
+        head_dim=2, head_dim_v=2,
+    )  # fmt: skip
+    none = (0, 0, 0)
+    return core.bind(
+        strides=(none, none, none, (0, 0, 2), (0, 0, 1)), num_pages=9, flags=_C.WRITE_LSE,
+        layouts=(((1, 1, 5, 2), (10, 10, 2, 1)), ((1, 1, 5), (5, 5, 1))),
+    )  # fmt: skip
 
 
 @needs_nvcc
@@ -253,13 +290,16 @@ def test_the_device_block_holds_lengths_pages_and_work_at_multiples_of_16(
 ) -> None:
     assert merge_module.is_cuda
     block = call_of(merge_module).device_block()
-    arrays = [(3, 0, 2), (5, 6, 7), (0, 3, 3), (10,) * 3, (-1, 0, 4), (20,) * 3, (30,) * 3]
-    for i, array in enumerate(arrays):
+    rows, keys = [(0, 3, 3)], [(0, 0, 0)]
+    arrays = [(3, 0, 2), (5, 6, 14), *rows, *keys, (-1, 0, 4), *rows, *keys]
+    first_keys = (0, 0, 0)
+    for i, array in enumerate([*arrays, first_keys]):
         assert struct.unpack_from("3i", block, 16 * i) == array
-    assert struct.unpack_from("4i", block, 16 * 7) == (0, 2, 3, 4)
-    assert struct.unpack_from("8i", block, 16 * 8) == (0, 0, 1, 0, 3, 0, 5, -1)
-    assert struct.unpack_from("8i", block, 16 * 10) == (2, 0, 1, 0, 2, 0, 7, -1)
-    assert len(block) == 16 * 12
+    assert struct.unpack_from("4i", block, 16 * 8) == (0, 1, 2, 4)
+    assert struct.unpack_from("8i", block, 16 * 9) == (0, 0, 1, 0, 3, 0, 5, -1)
+    assert struct.unpack_from("8i", block, 16 * 11) == (2, 0, 1, 0, 2, 0, 7, -1)
+    assert struct.unpack_from("3i", block, 16 * 13) == (0, 1, 2), "each item has its own worker"
+    assert len(block) == 16 * 14
 
 
 @needs_nvcc
@@ -303,28 +343,6 @@ def test_cpu_artifacts_have_no_launches_to_plan() -> None:
         call_of(module).plan_launches(1, 1, 1, 64, 128, 1.0, 1, (256, 512), page_indices=8)
 
 
-def test_pages_are_checked_when_a_problem_is_made() -> None:
-    def problem(**change: Any) -> _C.Problem:
-        options: dict[str, Any] = {
-            "num_requests": 2, "num_q_heads": 1, "num_kv_heads": 1, "head_dim": 8, "head_dim_v": 8,
-            "q_len": 1, "kv_len": (16, 0), "page_indptr": (0, 2, 2), "page_size": 8, "num_pages": 4,
-        }  # fmt: skip
-        return _C.Problem(**(options | change))
-
-    problem()
-    for change, message in (
-        ({"kv_len": (17, 0)}, r"kv_len\[0\]=17 is longer than its 2 pages of 8 slots"),
-        ({"kv_len": (16, 1)}, r"kv_len\[1\]=1 is longer than its 0 pages"),
-        ({"page_indptr": (0, 2, 1)}, "page_indptr must not descend; request 1"),
-        ({"page_indptr": (-1, 2, 2)}, "page_indptr"),
-        ({"page_indptr": (0, 2)}, r"num_requests \+ 1=3 entries, got 2"),
-        ({"page_size": 0}, "page_size=0 must be positive"),
-        ({"q_row0": (0, 1), "row_request": (0, 2)}, "request 2 of num_requests=2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            problem(**change)
-
-
 def test_replacing_a_spec_keeps_utilities_apart() -> None:
     spec = UtilitySpec("append_paged_kv", "sm_80", 16)
     assert spec.document() != replace(spec, unit_bytes=8).document()
@@ -337,17 +355,19 @@ def test_work_is_planned_for_the_blocks_that_a_device_holds(
 ) -> None:
     q = torch.randn(1, 2, 1, 64).bfloat16()
     fa.attention(q, q, q, target="emulated:sm_90")
-    plan = list(_device._plans.values())[-1]
-    assert plan.spec is not None
-    module = default.find(plan.spec.document())
-    assert module is not None
+    plan, _ = list(_attend._launches.values())[-1]
+    kernel = plan.kernels[1]
+    assert plan.kernels[0] is None and kernel is not None and kernel.module is not None
+    module, spec = kernel.module, kernel.spec
+    assert default.find(spec.document()) is module
     registers = _device._registers(module)
     assert registers is not None and 32 <= registers <= 255
-    assert _device.workers(plan.spec, CPU, module) == _device.EMULATED_SLOTS
+    assert kernel.workers == _device.workers(spec, CPU, module) == _device.EMULATED_SLOTS
+    assert len(plan.native.worker_indptr(1)) == _device.EMULATED_SLOTS + 1
     h200 = named_hardware("H200")
     monkeypatch.setattr(_device, "_hardware", lambda index: h200)
-    expected = slots(plan.spec, h200, registers).total
-    assert _device.workers(plan.spec, CUDA0, module) == expected >= 132
+    expected = slots(spec, h200, registers).total
+    assert _device.workers(spec, CUDA0, module) == expected >= 132
     gone: Any = SimpleNamespace(path="/nowhere/artifact.so")
     assert _device._registers(gone) is None
-    assert _device.workers(plan.spec, CUDA0, gone) == slots(plan.spec, h200).total
+    assert _device.workers(spec, CUDA0, gone) == slots(spec, h200).total

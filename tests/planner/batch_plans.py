@@ -146,8 +146,8 @@ class Planned:
     merges: list[dict[str, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.work = tuple(_items(self.plan.work(k), WORK) for k in (0, 1))
-        self.merges = _items(self.plan.merge_work, MERGE)
+        self.work = tuple(items_of(self.plan.work(k), WORK) for k in (0, 1))
+        self.merges = items_of(self.plan.merge_work, MERGE)
 
     @property
     def items(self) -> list[dict[str, int]]:
@@ -213,7 +213,8 @@ class Planned:
         return [a + b for a, b in zip(self.plan.load_ns(0), self.plan.load_ns(1), strict=True)]
 
 
-def _items(data: bytes, names: tuple[str, ...]) -> list[dict[str, int]]:
+def items_of(data: bytes, names: tuple[str, ...]) -> list[dict[str, int]]:
+    """Work or merge items by the names of their fields."""
     rows = np.frombuffer(data, np.int32).reshape(-1, 8)
     return [dict(zip(names, map(int, row), strict=True)) for row in rows]
 
