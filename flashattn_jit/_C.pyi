@@ -458,7 +458,7 @@ class IntervalForm:
     scalar. Immutable: threads may share it. Raises ValueError or TypeError for any other object.
 
     The methods take what the mask reads: addresses and layouts of host tensors with their tables,
-    scalars, and the lists q_len, kv_len, q_offset, q_token0 and kv_token0, with one entry a request.
+    scalars, and the lists q_len, kv_len, q_offset, q_token0 and kv_token0, an entry a request each.
     They run without the GIL, and raise ValueError where counts, or sizes of tables, do not fit.
     """
 
