@@ -1,10 +1,10 @@
 // How csrc/interval runs a mask's interval form: statement by statement, 64 boxes at a time.
 //
-//   program.h      reads the statements that variants/bounds_code.py writes, and checks them
-//   functions.h    the functions of fajit/interval*.h, by the names that statements call them by
-//   gathers.h      the same of those that read a param tensor
-//   evaluation.h   states of boxes, as compiled `Hooks::classify` gives them
-//   tile_runs.h    states of all tiles of a grid, from large boxes to small ones
+//   program.cpp     reads the statements that variants/bounds_code.py writes, and checks them
+//   functions.cpp   the functions of fajit/interval*.h, by the names that statements call them by
+//   gathers.cpp     the same of those that read a param tensor
+//   evaluation.cpp  states of boxes, as compiled `Hooks::classify` gives them
+//   tile_runs.cpp   states of all tiles of a grid, from large boxes to small ones
 //
 // Here is what they share. A register holds a value for each box of a batch. An operation computes
 // its result for the boxes of a set, and returns those for which its clause may still hold: what a
@@ -13,9 +13,12 @@
 #pragma once
 
 #include <fajit/interval.h>
+#include <pybind11/pybind11.h>
 
 #include <array>
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 namespace fajit::form {
@@ -23,7 +26,8 @@ namespace fajit::form {
 constexpr int kLanes = 64;
 using Lanes = uint64_t;  // a set of the boxes of a batch, one bit each
 
-template <class F> void each(Lanes lanes, F f) {
+template <class F>
+void each(Lanes lanes, F f) {
   for (; lanes != 0; lanes &= lanes - 1) f(__builtin_ctzll(lanes));
 }
 
@@ -35,27 +39,31 @@ union Value {
   interval::Bits b;
 };
 
-// Registers that every program has.
-enum : int { kB, kH, kQ, kK, kZero, kFirstFree };
+// Registers that every program has: the box. (`INDICES` of bounds_code.py)
+enum : int { kB, kH, kQ, kK, kIndices };
 
-// A param tensor as a gather reads it: the scanned dim last, and dims of one entry in front where
-// the gather is compiled for a higher rank. What was read is remembered: the tiles of a row and of a
-// column read the same elements, and the clauses of a mask do.
+// Where a gather looks: the slots of its tensor and of its lo table (-1: none), the dim it scans.
+struct Gather {
+  int slot, table, dim, rank;
+};
+
+// The same for one call: the tensor and its tables with the scanned dim last, and dims of one entry
+// in front. What was read is remembered: the tiles of a row or column read the same elements, and
+// so do the clauses of a mask.
 struct View {
   struct Known {
     Value value;
-    bool some = false;
+    bool some;
     Interval at[FAJIT_MAX_RANK];
   };
   static constexpr size_t kKnown = 256;  // a power of two
 
-  fajit_tensor tensor;
-  fajit_tensor tables[2];  // lo, hi
+  fajit_tensor tensor, tables[2];
   bool has_tables;
   std::vector<Known> known;
 };
 
-// What the operations of one call work on.
+// What the operations of one thread's call work on.
 struct Frame {
   Context context;
   std::vector<View> views;
@@ -81,20 +89,45 @@ struct Operation {
 };
 using Block = std::vector<Operation>;
 
-// The boxes of `lanes` for which every operation holds.
-inline Lanes run(const Block& block, Frame& frame, Lanes lanes) {
-  for (const Operation& operation : block) {
-    if (lanes == 0) break;
-    lanes = operation.run(operation, frame, lanes);
-  }
-  return lanes;
-}
+// How an operation calls a function. Kinds: i Interval, f FInterval, t Tri, b Bits.
+struct Function {
+  Operation::Run run;
+  std::string operands;  // their kinds
+  std::string numbers;   // n: an integer, d: a double
+  char result;           // its kind; '?' where it only says which boxes stay
+};
+const std::map<std::string, Function>& functions();
 
+// i_gather, t_gather, f_gather and gather_bits, of all their dims with the scanned one last, and
+// i_searchsorted, of (slot, right), by dtype; null where there is none.
+Operation::Run gather(const std::string& name, const std::string& dtype);
+Operation::Run searchsorted(const std::string& dtype, bool right);
+
+// The boxes of `lanes` for which every operation holds.
+Lanes run(const Block& block, Frame& frame, Lanes lanes);
 // The boxes of `lanes` for which one of the clauses holds.
-inline Lanes run_any(const std::vector<Block>& clauses, Frame& frame, Lanes lanes) {
-  Lanes holds = 0;
-  for (const Block& clause : clauses) holds |= run(clause, frame, lanes & ~holds);
-  return holds;
-}
+Lanes run_any(const std::vector<Block>& clauses, Frame& frame, Lanes lanes);
+
+// A mask's interval form: `Code` of bounds_code.py, whose names these are. Whatever is asked of it
+// stays within its registers, its tensors and its scalars. Immutable.
+struct Program {
+  // tensors: (dtype, rank) of each param; `num_tables` pairs of lo and hi tables follow them in a
+  // call. Throws ValueError or TypeError for what is no such code.
+  Program(pybind11::handle code, pybind11::handle tensors, int num_tables,
+          std::string scalar_kinds);
+
+  size_t num_tensors() const { return dtypes.size() + 2 * static_cast<size_t>(num_tables); }
+
+  std::vector<std::string> dtypes;
+  std::vector<int> ranks;
+  int num_tables;
+  std::string scalar_kinds;
+
+  Block once, guards;
+  std::vector<Block> keep, drop;
+  std::vector<std::array<int, 3>> periods;  // index, offset, divisor
+  std::vector<Gather> gathers;
+  int num_registers = kIndices;
+};
 
 }  // namespace fajit::form

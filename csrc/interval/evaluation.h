@@ -1,12 +1,10 @@
-// States of boxes, from a program and what it reads at run time.
+// States of boxes and of tiles, from a program and what it reads at run time.
 #pragma once
-
-#include <pybind11/pybind11.h>
 
 #include <vector>
 
 #include "../runtime/params.h"
-#include "program.h"
+#include "batch.h"
 
 namespace fajit::form {
 
@@ -16,26 +14,21 @@ struct Box {
 };
 
 // What a mask reads in one call.
-class Arguments {
- public:
-  // Addresses, (sizes, strides) and scalars as for a launch, host tensors with their tables behind
-  // them. lengths: q_len, kv_len, q_offset, q_token0 and kv_token0, one entry a request; without
-  // requests, nothing is known of them.
+struct Arguments {
+  // Addresses, (sizes, strides) and scalars as for a launch, of host tensors with their tables
+  // behind them. lengths: q_len, kv_len, q_offset, q_token0 and kv_token0, an entry a request each;
+  // without requests, nothing is known of them.
   Arguments(const Program& program, pybind11::handle tensors, pybind11::handle layouts,
             pybind11::handle scalars, pybind11::handle lengths);
 
-  const fajit_args& args() const { return args_; }
-  const std::vector<View>& views() const { return views_; }
-
- private:
-  runtime::ParamLayouts layouts_;
-  runtime::Params params_;
-  std::vector<int32_t> lengths_;
-  fajit_args args_{};
-  std::vector<View> views_;
+  runtime::ParamLayouts layouts;
+  runtime::Params params;
+  std::vector<int32_t> lengths;
+  fajit_args args{};
+  std::vector<View> views;
 };
 
-// The states of boxes in one thread.
+// One thread's call.
 class Evaluation {
  public:
   Evaluation(const Program& program, const Arguments& arguments);
@@ -44,12 +37,30 @@ class Evaluation {
   void classify(const Box* boxes, size_t count, uint8_t* states);
 
  private:
-  void batch(const Box* boxes, int count, uint8_t* states);
-  void split(const Box* boxes, int count, uint8_t* states);
-  template <class F> int by_parts(const Box& box, F ask);
+  void batch(const Box* boxes, size_t count, uint8_t* states);
+  void split(const Box* boxes, size_t count, uint8_t* states);
+  template <class F>
+  int by_parts(const Box& box, F ask);
 
   const Program& program_;
   Frame frame_;
 };
+
+// Positions begin..end (exclusive) in tiles, of which the last ends with the range.
+struct Axis {
+  int64_t begin, end, tile;
+
+  int64_t tiles() const { return end <= begin ? 0 : (end - begin - 1) / tile + 1; }
+};
+
+// `TileRuns` of variants/bounds.py.
+struct TileRuns {
+  std::vector<int64_t> indptr, begin, end;
+  std::vector<uint8_t> state;
+};
+
+// The tiles of each request and head of `b` and `h`.
+TileRuns tile_runs(Evaluation& evaluation, const Axis& q, const Axis& k,
+                   const std::vector<Interval>& b, const std::vector<Interval>& h);
 
 }  // namespace fajit::form

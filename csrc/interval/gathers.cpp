@@ -1,71 +1,60 @@
-#include "gathers.h"
-
 #include <algorithm>
+
+#include "batch.h"
 
 namespace fajit::form {
 namespace {
 
 using namespace interval;
 
-constexpr int kRanks[] = {1, 2, FAJIT_MAX_RANK};
+constexpr int kRank = FAJIT_MAX_RANK;  // of every view
 
-bool same(Interval x, Interval y) { return x.lo == y.lo && x.hi == y.hi; }
+// What the elements at[0..rank) are, the scanned dim last.
+template <class T, class E>
+Value read(const View& view, const Operation& operation, const Interval* at, size_t rank) {
+  const Tables tables(view.tables, view.has_tables);
+  Interval all[kRank] = {};
+  std::copy_n(at, rank, all + kRank - rank);
+  Value out;
+  if constexpr (std::is_same_v<T, Interval>) {
+    const Interval top = {operation.numbers[0].whole, operation.numbers[1].whole};
+    out.i = i_gather<E, kRank, kRank - 1>(view.tensor, tables, all, top);
+  } else if constexpr (std::is_same_v<T, Tri>) {
+    out.t = t_gather<E, kRank, kRank - 1>(view.tensor, tables, all);
+  } else if constexpr (std::is_same_v<T, FInterval>) {
+    out.f = f_gather<E, kRank, kRank - 1>(view.tensor, tables, all);
+  } else {
+    out.b = gather_bits<E, kRank, kRank - 1>(view.tensor, all);
+  }
+  return out;
+}
 
-template <class T, class E, int Rank>
+template <class T, class E>
 Lanes gather_lanes(const Operation& operation, Frame& frame, Lanes lanes) {
   View& view = frame.views[static_cast<size_t>(operation.view)];
-  const Tables tables(view.tables, view.has_tables);
   Value* const out = frame.lanes(operation.result);
-  const Value* in[Rank];
-  for (int d = 0; d < Rank; ++d) in[d] = frame.lanes(operation.operands[static_cast<size_t>(d)]);
+  const size_t rank = operation.operands.size();
+  const Value* in[kRank];
+  for (size_t d = 0; d < rank; ++d) in[d] = frame.lanes(operation.operands[d]);
   each(lanes, [&](int lane) {
-    Interval at[Rank];
     uint64_t hash = 0;
-    for (int d = 0; d < Rank; ++d) {
-      at[d] = in[d][lane].i;
-      hash = (hash + uint64_t(at[d].lo) * 0x9E3779B97F4A7C15u + uint64_t(at[d].hi)) * 0xC2B2AE3D27D4EB4Fu;
+    for (size_t d = 0; d < rank; ++d) {
+      const Interval x = in[d][lane].i;
+      hash = (hash + uint64_t(x.lo) * 0x9E3779B97F4A7C15u + uint64_t(x.hi)) * 0xC2B2AE3D27D4EB4Fu;
     }
     View::Known& known = view.known[hash >> 32 & (View::kKnown - 1)];
-    if (known.some && std::equal(at, at + Rank, known.at, same)) {
-      out[lane] = known.value;
-      return;
+    bool same = known.some;
+    for (size_t d = 0; d < rank && same; ++d) {
+      same = known.at[d].lo == in[d][lane].i.lo && known.at[d].hi == in[d][lane].i.hi;
     }
-    constexpr int kScan = Rank - 1;
-    if constexpr (std::is_same_v<T, Interval>) {
-      const Interval top = {operation.numbers[0].whole, operation.numbers[1].whole};
-      out[lane].i = i_gather<E, Rank, kScan>(view.tensor, tables, at, top);
-    } else if constexpr (std::is_same_v<T, Tri>) {
-      out[lane].t = t_gather<E, Rank, kScan>(view.tensor, tables, at);
-    } else if constexpr (std::is_same_v<T, FInterval>) {
-      out[lane].f = f_gather<E, Rank, kScan>(view.tensor, tables, at);
-    } else {
-      out[lane].b = gather_bits<E, Rank, kScan>(view.tensor, at);
+    if (!same) {
+      known.some = true;
+      for (size_t d = 0; d < rank; ++d) known.at[d] = in[d][lane].i;
+      known.value = read<T, E>(view, operation, known.at, rank);
     }
-    known.value = out[lane];
-    known.some = true;
-    std::copy_n(at, Rank, known.at);
+    out[lane] = known.value;
   });
   return lanes;
-}
-
-template <class T, class E> Operation::Run of_rank(int rank) {
-  if (rank == kRanks[0]) return gather_lanes<T, E, kRanks[0]>;
-  return rank == kRanks[1] ? gather_lanes<T, E, kRanks[1]> : gather_lanes<T, E, kRanks[2]>;
-}
-
-template <class T> Operation::Run of_integers(const std::string& dtype, int rank) {
-  if (dtype == "uint8") return of_rank<T, Plain<uint8_t>>(rank);
-  if (dtype == "int8") return of_rank<T, Plain<int8_t>>(rank);
-  if (dtype == "int16") return of_rank<T, Plain<int16_t>>(rank);
-  if (dtype == "int32") return of_rank<T, Plain<int32_t>>(rank);
-  return dtype == "int64" ? of_rank<T, Plain<int64_t>>(rank) : nullptr;
-}
-
-Operation::Run of_reals(const std::string& dtype, int rank) {
-  if (dtype == "float32") return of_rank<FInterval, Plain<float>>(rank);
-  if (dtype == "float64") return of_rank<FInterval, Plain<double>>(rank);
-  if (dtype == "float16") return of_rank<FInterval, Half>(rank);
-  return dtype == "bfloat16" ? of_rank<FInterval, BFloat>(rank) : nullptr;
 }
 
 template <class E, bool Right>
@@ -77,27 +66,36 @@ Lanes search_lanes(const Operation& operation, Frame& frame, Lanes lanes) {
   return lanes;
 }
 
-template <class E> Operation::Run search_in(bool right) {
-  return right ? search_lanes<E, true> : search_lanes<E, false>;
+// f(storage) for the storage of an integer dtype.
+template <class F>
+Operation::Run of_integers(const std::string& dtype, F f) {
+  if (dtype == "uint8") return f(Plain<uint8_t>());
+  if (dtype == "int8") return f(Plain<int8_t>());
+  if (dtype == "int16") return f(Plain<int16_t>());
+  if (dtype == "int32") return f(Plain<int32_t>());
+  return dtype == "int64" ? f(Plain<int64_t>()) : nullptr;
 }
 
 }  // namespace
 
-int compiled_rank(int rank) { return *std::lower_bound(kRanks, std::end(kRanks) - 1, rank); }
-
-Operation::Run gather(const std::string& name, const std::string& dtype, int rank) {
-  if (name == "i_gather") return of_integers<Interval>(dtype, rank);
-  if (name == "gather_bits") return of_integers<Bits>(dtype, rank);
-  if (name == "f_gather") return of_reals(dtype, rank);
-  return dtype == "bool" ? of_rank<Tri, Plain<uint8_t>>(rank) : nullptr;
+Operation::Run gather(const std::string& name, const std::string& dtype) {
+  if (name == "i_gather") {
+    return of_integers(dtype, [](auto e) { return &gather_lanes<Interval, decltype(e)>; });
+  }
+  if (name == "gather_bits") {
+    return of_integers(dtype, [](auto e) { return &gather_lanes<Bits, decltype(e)>; });
+  }
+  if (name == "t_gather") return dtype == "bool" ? gather_lanes<Tri, Plain<uint8_t>> : nullptr;
+  if (dtype == "float32") return gather_lanes<FInterval, Plain<float>>;
+  if (dtype == "float64") return gather_lanes<FInterval, Plain<double>>;
+  if (dtype == "float16") return gather_lanes<FInterval, Half>;
+  return dtype == "bfloat16" ? gather_lanes<FInterval, BFloat> : nullptr;
 }
 
 Operation::Run searchsorted(const std::string& dtype, bool right) {
-  if (dtype == "uint8") return search_in<Plain<uint8_t>>(right);
-  if (dtype == "int8") return search_in<Plain<int8_t>>(right);
-  if (dtype == "int16") return search_in<Plain<int16_t>>(right);
-  if (dtype == "int32") return search_in<Plain<int32_t>>(right);
-  return dtype == "int64" ? search_in<Plain<int64_t>>(right) : nullptr;
+  return of_integers(dtype, [right](auto e) {
+    return right ? &search_lanes<decltype(e), true> : &search_lanes<decltype(e), false>;
+  });
 }
 
 }  // namespace fajit::form

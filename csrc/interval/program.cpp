@@ -1,10 +1,7 @@
-#include "program.h"
-
 #include <algorithm>
-#include <unordered_map>
 
 #include "../runtime/python_values.h"
-#include "functions.h"
+#include "batch.h"
 
 namespace py = pybind11;
 
@@ -14,11 +11,17 @@ namespace {
 using runtime::Items;
 using runtime::to_int64;
 
-constexpr size_t kMostRegisters = size_t{1} << 16;
+constexpr int kMostRegisters = 1 << 16;
 constexpr int kDeepest = 256;  // clauses inside of clauses
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw py::value_error("no interval form: " + what);
+}
+
+int index_below(int64_t value, size_t end, const char* what) {
+  require(value >= 0 && static_cast<uint64_t>(value) < end,
+          std::string(what) + " " + std::to_string(value));
+  return static_cast<int>(value);
 }
 
 std::string text(py::handle value, const char* name) {
@@ -26,29 +29,23 @@ std::string text(py::handle value, const char* name) {
   return value.cast<std::string>();
 }
 
-int index_below(int64_t value, size_t end, const std::string& what) {
-  require(value >= 0 && static_cast<uint64_t>(value) < end, what + " " + std::to_string(value));
-  return static_cast<int>(value);
-}
-
-// --- operations that are no function of the headers ------------------------------------------------
-
-// numbers: how many of the operands after the first are lows, then the constant ends.
+// numbers: how many of the operands behind the first are lows, then the constant ends.
 Lanes meet(const Operation& operation, Frame& frame, Lanes lanes) {
   const std::vector<int>& operands = operation.operands;
   const size_t first_high = 1 + static_cast<size_t>(operation.numbers[0].whole);
-  Value* const out = frame.lanes(operation.result);
   Lanes stay = lanes;
   each(lanes, [&](int lane) {
     int64_t lo = operation.numbers[1].whole, hi = operation.numbers[2].whole;
     for (size_t i = 1; i < operands.size(); ++i) {
       const Interval limit = frame.lanes(operands[i])[lane].i;
-      if (i < first_high) lo = interval::larger(lo, limit.lo);
-      else hi = interval::smaller(hi, limit.hi);
+      if (i < first_high)
+        lo = interval::larger(lo, limit.lo);
+      else
+        hi = interval::smaller(hi, limit.hi);
     }
     Interval value = frame.lanes(operands[0])[lane].i;
-    if (interval::meet(value, lo, hi)) out[lane].i = value;
-    else stay &= ~(Lanes{1} << lane);
+    if (!interval::meet(value, lo, hi)) stay &= ~(Lanes{1} << lane);
+    frame.lanes(operation.result)[lane].i = value;
   });
   return stay;
 }
@@ -57,17 +54,10 @@ Lanes any(const Operation& operation, Frame& frame, Lanes lanes) {
   return run_any(operation.clauses, frame, lanes);
 }
 
-// --- reading ---------------------------------------------------------------------------------------
-
-// Reads statements in order. A register is known from the statement that it is the result of to the
-// end of that one's clause; the next clause may have its place.
+// Reads statements in order; what a register holds is what was written to it last.
 class Reader {
  public:
-  explicit Reader(Program& program) : program_(program) {
-    for (int64_t index = 0; index <= kK; ++index) define(index, 'i');
-    define(-1, 'i');  // kZero, which statements do not call by any number
-    places_.erase(-1);
-  }
+  explicit Reader(Program& program) : program_(program), kinds_(kIndices, 'i') {}
 
   Block block(py::handle statements, int depth = 0) {
     const Items items(statements, "statements");
@@ -81,36 +71,19 @@ class Reader {
     const Items items(clauses, "clauses");
     std::vector<Block> made;
     for (size_t i = 0; i < items.size(); ++i) {
-      const size_t outer = kinds_.size();
       made.push_back(block(items[i].attr("statements"), depth));
-      for (; kinds_.size() > outer; kinds_.pop_back()) places_.erase(numbers_.at(kinds_.size() - 1));
-      numbers_.resize(outer);
     }
     return made;
   }
 
-  // The place of a register whose value is known.
-  int operand(int64_t number, char kind) const {
-    const auto place = places_.find(number);
-    require(place != places_.end(), "register " + std::to_string(number) + " is not known");
-    require(kinds_[static_cast<size_t>(place->second)] == kind,
-            "register " + std::to_string(number) + " is of another kind");
-    return place->second;
+  int operand(py::handle source, char kind) const {
+    const int reg = index_below(to_int64(source, "operands"), kinds_.size(), "register");
+    require(kinds_[static_cast<size_t>(reg)] == kind,
+            "register " + std::to_string(reg) + " holds no " + kind);
+    return reg;
   }
 
  private:
-  int define(int64_t number, char kind) {
-    const int place = static_cast<int>(kinds_.size());
-    require(kinds_.size() < kMostRegisters, "too many registers");
-    require(places_.emplace(number, place).second,
-            "register " + std::to_string(number) + " has a value already");
-    kinds_ += kind;
-    numbers_.resize(kinds_.size(), -1);
-    numbers_.back() = number;
-    program_.num_registers = std::max(program_.num_registers, place + 1);
-    return place;
-  }
-
   Operation statement(py::handle source, int depth) {
     const std::string name = text(source.attr("name"), "name");
     const py::object listed = source.attr("operands"), constants = source.attr("numbers");
@@ -119,93 +92,82 @@ class Reader {
       require(i < numbers.size(), name + " has too few numbers");
       return to_int64(numbers[i], "numbers");
     };
+    const auto slot = [&] { return index_below(number(0), program_.dtypes.size(), "slot"); };
+
     Operation made;
-    // Kinds of the operands and of the result.
-    std::string kinds;
+    std::string kinds;  // of the operands
     char result = 'i';
+    const bool bits = name == "gather_bits";
     if (const auto found = functions().find(name); found != functions().end()) {
       const Function& function = found->second;
       made.run = function.run;
       kinds = function.operands;
       result = function.result;
-      require(numbers.size() == function.numbers.size(), name + " has other numbers");
+      require(numbers.size() == function.numbers.size(), name + " takes other numbers");
       for (size_t i = 0; i < numbers.size(); ++i) {
         made.numbers.push_back(function.numbers[i] == 'n' ? Number{number(i), 0}
                                                           : Number{0, real(numbers[i])});
       }
-      check_slots(name, made.numbers);
+      if (name == "i_scalar" || name == "f_scalar") {
+        const int scalar = index_below(number(0), program_.scalar_kinds.size(), "scalar");
+        require(program_.scalar_kinds[static_cast<size_t>(scalar)] == result, "a scalar's kind");
+      } else if (name == "i_places" || name == "i_ranks") {
+        slot();
+        if (name == "i_places") index_below(number(1), FAJIT_MAX_RANK, "dim");
+      }
     } else if (name == "meet") {
       made.run = meet;
       kinds.assign(std::max(operands.size(), size_t{1}), 'i');
-      index_below(number(0), kinds.size(), "meet has lows");
+      index_below(number(0), kinds.size(), "lows:");
       for (size_t i = 0; i < 3; ++i) made.numbers.push_back({number(i), 0});
     } else if (name == "any") {
       made.run = any;
       result = '?';
       made.clauses = clauses(source.attr("clauses"), depth + 1);
     } else if (name == "i_searchsorted") {
-      const int slot = index_below(number(0), program_.dtypes.size(), "slot");
-      require(program_.ranks[slot] == 1, "a sorted tensor has one dim");
-      made.run = searchsorted(program_.dtypes[slot], number(1) != 0);
+      require(program_.ranks[static_cast<size_t>(slot())] == 1, "a sorted tensor has one dim");
+      made.run = searchsorted(program_.dtypes[static_cast<size_t>(slot())], number(1) != 0);
       kinds = "i";
-      made.numbers.push_back({slot, 0});
+      made.numbers.push_back({slot(), 0});
     } else {
-      return read_gather(name, operands, number, source);
+      require(bits || name == "i_gather" || name == "t_gather" || name == "f_gather",
+              name + " is unknown");
+      const size_t tensor = static_cast<size_t>(slot());
+      const int rank = program_.ranks[tensor];
+      const int dim =
+          index_below(number(bits ? 1 : 2), static_cast<size_t>(std::max(rank, 1)), "dim");
+      const int table = bits || number(1) == -1
+                            ? -1
+                            : index_below(number(1), program_.num_tensors() - 1, "table");
+      require(table < 0 || static_cast<size_t>(table) >= program_.dtypes.size(),
+              "a param as table");
+      made.run = gather(name, program_.dtypes[tensor]);
+      kinds.assign(static_cast<size_t>(rank), 'i');
+      result = bits ? 'b' : name[0];
+      if (result == 'i') made.numbers = {{number(3), 0}, {number(4), 0}};
+      made.view = static_cast<int>(program_.gathers.size());
+      program_.gathers.push_back({slot(), table, dim, rank});
     }
     require(made.run != nullptr, name + " does not read this dtype");
-    require(operands.size() == kinds.size(), name + " has another number of operands");
+    require(operands.size() == kinds.size(), name + " takes another number of operands");
     for (size_t i = 0; i < kinds.size(); ++i) {
-      made.operands.push_back(operand(to_int64(operands[i], "operands"), kinds[i]));
+      made.operands.push_back(operand(operands[i], kinds[i]));
     }
-    if (result != '?') made.result = define(to_int64(source.attr("result"), "result"), result);
+    if (made.view >= 0 && !kinds.empty()) {  // the scanned dim last
+      const auto scanned = made.operands.begin() + program_.gathers.back().dim;
+      std::rotate(scanned, scanned + 1, made.operands.end());
+    }
+    if (result != '?') made.result = define(source.attr("result"), result);
     return made;
   }
 
-  // Gathers scan the last of their operands: it is moved there, and zeros fill up the others.
-  template <class F>
-  Operation read_gather(const std::string& name, const Items& operands, F number,
-                        py::handle source) {
-    const bool integers = name == "i_gather", bits = name == "gather_bits";
-    require(integers || bits || name == "t_gather" || name == "f_gather", name + " is unknown");
-    const int slot = index_below(number(0), program_.dtypes.size(), "slot");
-    const int rank = program_.ranks[static_cast<size_t>(slot)];
-    const int compiled = compiled_rank(rank);
-    const int dim = index_below(number(bits ? 1 : 2), static_cast<size_t>(std::max(rank, 1)), "dim");
-    int table = -1;
-    if (!bits && number(1) != -1) {
-      table = index_below(number(1), program_.num_tensors() - 1, "table");
-      require(static_cast<size_t>(table) >= program_.dtypes.size(), "a table is a param");
-    }
-    require(operands.size() == static_cast<size_t>(rank), name + " has another number of indices");
-    Operation made;
-    made.run = form::gather(name, program_.dtypes[static_cast<size_t>(slot)], compiled);
-    require(made.run != nullptr, name + " does not read this dtype");
-    made.operands.assign(static_cast<size_t>(compiled), kZero);
-    auto next = made.operands.end() - std::max(rank, 1);
-    for (int d = 0; d < rank; ++d) {
-      const int index = operand(to_int64(operands[static_cast<size_t>(d)], "operands"), 'i');
-      (d == dim ? made.operands.back() : *next++) = index;
-    }
-    if (integers) made.numbers = {{number(3), 0}, {number(4), 0}};
-    const char kind = bits ? 'b' : name[0];
-    const Gather gather{kind, slot, table, dim, rank, compiled};
-    std::vector<Gather>& known = program_.gathers;
-    const auto place = std::find(known.begin(), known.end(), gather);
-    made.view = static_cast<int>(place - known.begin());
-    if (place == known.end()) known.push_back(gather);
-    made.result = define(to_int64(source.attr("result"), "result"), kind);
-    return made;
-  }
-
-  // Numbers that are slots and dims.
-  void check_slots(const std::string& name, const std::vector<Number>& numbers) const {
-    if (name == "i_scalar" || name == "f_scalar") {
-      const int slot = index_below(numbers[0].whole, program_.scalar_kinds.size(), "scalar");
-      require(program_.scalar_kinds[static_cast<size_t>(slot)] == name[0], "a scalar's kind");
-    } else if (name == "i_places" || name == "i_ranks") {
-      index_below(numbers[0].whole, program_.dtypes.size(), "slot");
-      if (name == "i_places") index_below(numbers[1].whole, FAJIT_MAX_RANK, "dim");
-    }
+  int define(py::handle source, char kind) {
+    const int reg = index_below(to_int64(source, "result"), kMostRegisters, "register");
+    require(reg >= kIndices, "a result in the place of an index");
+    if (static_cast<size_t>(reg) >= kinds_.size()) kinds_.resize(static_cast<size_t>(reg) + 1);
+    kinds_[static_cast<size_t>(reg)] = kind;
+    program_.num_registers = static_cast<int>(kinds_.size());
+    return reg;
   }
 
   static double real(py::handle value) {
@@ -215,16 +177,14 @@ class Reader {
   }
 
   Program& program_;
-  std::string kinds_;                        // of the registers in use, by place
-  std::vector<int64_t> numbers_;             // by which statements call them
-  std::unordered_map<int64_t, int> places_;  // of registers, by number
+  std::string kinds_;  // of what registers hold
 };
 
 }  // namespace
 
-Program::Program(py::handle code, py::handle declared, int tables, std::string kinds)
-    : num_tables(tables), scalar_kinds(std::move(kinds)) {
-  const Items items(declared, "tensors");
+Program::Program(py::handle code, py::handle tensors, int num_table_pairs, std::string kinds)
+    : num_tables(num_table_pairs), scalar_kinds(std::move(kinds)) {
+  const Items items(tensors, "tensors");
   for (size_t i = 0; i < items.size(); ++i) {
     const py::object pair = items[i];
     const Items tensor(pair, "a tensor");
@@ -235,15 +195,15 @@ Program::Program(py::handle code, py::handle declared, int tables, std::string k
   require(num_tables >= 0 && num_tables <= 1 << 16, "num_tables");
   Reader reader(*this);
   once = reader.block(code.attr("once"));
-  const py::object period_source = code.attr("periods");
-  const Items period_items(period_source, "periods");
+  const py::object listed = code.attr("periods");
+  const Items period_items(listed, "periods");
   for (size_t i = 0; i < period_items.size(); ++i) {
     const py::object source = period_items[i];
-    int64_t numbers[3];
-    runtime::to_int64s(source, 3, numbers, "a period");
-    require(numbers[0] == kQ || numbers[0] == kK, "a period is of q_idx or kv_idx");
-    periods.push_back({static_cast<int>(numbers[0]), reader.operand(numbers[1], 'i'),
-                       reader.operand(numbers[2], 'i')});
+    const Items period(source, "a period");
+    require(period.size() == 3, "a period is (index, offset, divisor)");
+    periods.push_back({reader.operand(period[0], 'i'), reader.operand(period[1], 'i'),
+                       reader.operand(period[2], 'i')});
+    require(periods.back()[0] == kQ || periods.back()[0] == kK, "a period is of q or k");
   }
   guards = reader.block(code.attr("guards"));
   keep = reader.clauses(code.attr("keep"));

@@ -99,10 +99,11 @@ def code_of(graph: Graph, tensors: Sequence[tuple[str, int]], table_base: int) -
 
 
 class _Scope:
-    """Where statements are added, and the registers of nodes that are known there."""
+    """Where statements are added. registers: of the nodes that are known there. count: of the
+    registers in use; what comes later in another clause may take their places."""
 
-    def __init__(self, registers: Mapping[int, int]) -> None:
-        self.registers = dict(registers)
+    def __init__(self, registers: Mapping[int, int], count: int) -> None:
+        self.registers, self.count = dict(registers), count
         self.statements: list[Statement] = []
 
 
@@ -114,12 +115,11 @@ class _Writer:
         tables: Mapping[tuple[int, int], int],
     ) -> None:
         self.program, self.tensors, self.tables = program, tensors, tables
-        self.count = len(INDICES)
 
     def code(self) -> Code:
         """The code of the program, without statements whose result nothing reads."""
         program = self.program
-        once = _Scope({})
+        once = _Scope({}, len(INDICES))
         for i, n in enumerate(program.nodes):
             if n.op == "input":
                 once.registers[i] = INDICES.index(str(n.attr("name")))
@@ -130,7 +130,7 @@ class _Writer:
             (once.registers[p.index], self.value(once, p.offset), self.value(once, p.divisor))
             for p in program.periods
         )
-        box = _Scope(once.registers)
+        box = _Scope(once.registers, once.count)
         for node, low, high in program.guards:
             self._check(box, "fits", self.value(box, node), numbers=(low, high))
         keep: tuple[CodeClause, ...] = (CodeClause(),)
@@ -153,7 +153,7 @@ class _Writer:
     def _clauses(self, scope: _Scope, clauses: Iterable[Clause]) -> tuple[CodeClause, ...]:
         made = []
         for clause in clauses:
-            inner = _Scope(scope.registers)
+            inner = _Scope(scope.registers, scope.count)
             self._clause(inner, clause)
             made.append(CodeClause(tuple(inner.statements), clause))
         return tuple(made)
@@ -217,16 +217,12 @@ class _Writer:
             scope.registers[node] = made
         return scope.registers[node]
 
-    def _fresh(self) -> int:
-        self.count += 1
-        return self.count - 1
-
     def _call(
         self, scope: _Scope, name: str, *operands: int, numbers: tuple[int | float, ...] = ()
     ) -> int:
-        result = self._fresh()
-        scope.statements.append(Statement(name, result, operands, numbers))
-        return result
+        scope.statements.append(Statement(name, scope.count, operands, numbers))
+        scope.count += 1
+        return scope.count - 1
 
     def _check(
         self, scope: _Scope, name: str, *operands: int, numbers: tuple[int, ...] = ()
@@ -343,12 +339,14 @@ class _Writer:
 
 
 def _pruned(statements: Sequence[Statement], used: set[int]) -> tuple[Statement, ...]:
-    """The statements without those whose result nothing reads; adds to `used` what they read."""
+    """The statements without those whose result nothing reads. used: the registers that are read
+    later, then those that are read from here on."""
     kept = []
     for statement in reversed(statements):
         decides = statement.result is None or statement.name == "meet"
         if decides or statement.result in used:
             clauses = _pruned_clauses(statement.clauses, used)
+            used.discard(statement.result)
             used.update(statement.operands)
             kept.append(replace(statement, clauses=clauses) if clauses else statement)
     return tuple(reversed(kept))
