@@ -10,8 +10,9 @@ canonical slots.
 from __future__ import annotations
 
 import math
-import operator
 import re
+import sys
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -25,7 +26,6 @@ from flashattn_jit.variants import (
     trace_factory,
     trace_functions,  # noqa: F401  its handlers
     trace_nodes,
-    trace_ops,
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
@@ -34,15 +34,16 @@ from flashattn_jit.variants.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.extract import Finish, Node, Source, stride_pattern
 from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_host import HostProgram, HostTensor, map_tree
 from flashattn_jit.variants.trace_nodes import Emitter
-from flashattn_jit.variants.trace_ops import HANDLERS, cast
-from flashattn_jit.variants.trace_values import ACTIVE, Captured, Number, Value, Where
+from flashattn_jit.variants.trace_ops import cast
+from flashattn_jit.variants.trace_values import ACTIVE, HANDLERS, Captured, Number, Value, attach
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.spec import Variant
 
-trace_ops.attach(trace_factory.FACTORIES)
+attach(trace_factory.FACTORIES)
 
 SMALL_VECTOR = 32
 """Elements of a vector in masks, sinks and normalisers: it lives in registers."""
@@ -85,10 +86,12 @@ class Tracer:
         numbers: Sequence[float] = (),
         number_names: Sequence[str] = (),
         device: torch.device | None = None,
-        where: Where | None = None,
+        owner: str = "hook",
+        codes: Iterable[types.CodeType] = (),
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.where = where or Where("hook")
+        self._owner = owner, codes
+        self._running: tuple[str, Any, types.FrameType] | None = None
         self.program = HostProgram()
         self.hosts = [
             HostTensor(t, n, frozenset(("size", i, d) for d in range(t.dim())), raw=i)
@@ -116,7 +119,7 @@ class Tracer:
             LONG_VECTOR if kind in ir.ROW_HOOKS
             else SCORE_VECTOR if kind == "score_mod" else SMALL_VECTOR
         )  # fmt: skip
-        self.where.begin(kind, fn)
+        self._running = kind, fn, sys._getframe()
         arguments = [self._input(name, row_length) for name in inputs]
         active, context = ACTIVE.set(self), CONTEXT.set(self)
         try:
@@ -126,11 +129,11 @@ class Tracer:
         except FlashAttnJitError:
             raise
         except Exception as error:
-            raise self.where.from_exception(error) from error
+            raise self._where().from_exception(error) from error
         finally:
             ACTIVE.reset(active)
             CONTEXT.reset(context)
-            self.where.end()
+            self._running = None  # lets frames go
 
     def _input(self, name: str, row_length: int) -> Value:
         if name == "row":
@@ -322,14 +325,6 @@ class Tracer:
         with torch._C.DisableTorchFunction():
             return self.program.run(func, map_tree(args, leaf), map_tree(kwargs, leaf))
 
-    def number_op(self, symbol: str, a: Any, b: Any) -> Any:
-        """An operator with a captured number on one side and a tensor on the other."""
-        if any(isinstance(x, Value) or (type(x) is Captured and not x.on_host) for x in (a, b)):
-            return HANDLERS[_OPERATORS[symbol].__name__.strip("_").join(("__", "__"))](a, b)
-        if not all(type(x) in (Captured, Number, int, float, bool) for x in (a, b)):
-            return NotImplemented
-        return trace_factory.host_call(self, _OPERATORS[symbol], "", (a, b), {})
-
     def captured_attribute(self, c: Captured, name: str) -> Any:
         """``captured.name`` for what `Captured` does not define: a method, or a property."""
         if name.startswith("__") and name.endswith("__"):
@@ -346,13 +341,16 @@ class Tracer:
 
     # --- refusals ----------------------------------------------------------------------------
 
+    def _where(self) -> Where:
+        return Where(*self._owner, *(self._running or ()))
+
     def refuse(self, what: str, remedy: str, *, user_frame: bool = True) -> NoReturn:
         """Raise a `TraceError` that names the user's line, what it does and what to write."""
-        raise self.where.error(what, remedy, user_frame=user_frame)
+        raise self._where().error(what, remedy, user_frame=user_frame)
 
     def refuse_value(self, what: str) -> NoReturn:
         """The hook asked for a value that is only known in the kernel."""
-        raise self.where.value_error(what)
+        raise self._where().value_error(what)
 
     def refuse_op(self, name: str) -> NoReturn:
         """The hook called something that has no meaning in a kernel."""
@@ -371,15 +369,6 @@ class Tracer:
             f"a tensor of shape {list(x.shape)} that the hook reaches through something opaque",
             "capture it in a variable, an attribute, a tuple, a list or a dict",
         )
-
-
-_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
-    "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "<<": operator.lshift,
-    ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
-    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-    "==": operator.eq, "!=": operator.ne,
-}  # fmt: skip
 
 
 # --- all hooks of a variant ----------------------------------------------------------------------
@@ -414,8 +403,10 @@ def trace_hook(kind: str, fn: Callable[..., Any], row_length: int = 0) -> Traced
     >>> trace_hook("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).graph
     """
     walk = Walk(fn)
-    where = Where(getattr(fn, "__name__", ""), walk.codes)
-    tracer = Tracer(walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, where=where)
+    tracer = Tracer(
+        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names,
+        owner=getattr(fn, "__name__", ""), codes=walk.codes,
+    )  # fmt: skip
     graph = tracer.trace(kind, walk.build(tracer.captured, tracer.numbers), row_length)
     made = _assemble(tracer, [(kind, graph)], (), ())
     tensors, numbers = tuple(walk.tensors), tuple(walk.numbers)
@@ -436,10 +427,10 @@ def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
 
 
 def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced:
-    where = Where(variant.name, walk.codes)
     tracer = Tracer(
-        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, dims.device, where
-    )
+        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, dims.device,
+        variant.name, walk.codes,
+    )  # fmt: skip
     if not numbers:
         tracer.specialise(s for n in tracer.numbers for s in n.sources)
     view = walk.build(tracer.captured, tracer.numbers if numbers else walk.numbers)

@@ -1,26 +1,22 @@
 """Elementwise operations of hooks: what each torch function means in the IR.
 
-`HANDLERS` maps the name of a torch function or Tensor method to what it does while tracing. The
-rules for dtypes are torch's: `promotion.result_dtype` for arithmetic, float32 for the
-transcendental functions of integers. Last the operators and methods of the proxies, which call the
-same handlers.
+`op` registers what a torch function or Tensor method does while tracing. The rules for dtypes are
+torch's: `ir.result_dtype` for arithmetic, float32 for the transcendental functions of integers. In
+order: operands, arithmetic, comparisons and logic, functions of one argument, conversions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from flashattn_jit.variants.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.ir import category, is_float, result_dtype
-from flashattn_jit.variants.trace_values import Captured, Number, Shape, Value, tracer
+from flashattn_jit.variants.trace_values import HANDLERS, Handler, Number, Shape, Value, tracer
 
-Handler = Callable[..., Any]
-HANDLERS: dict[str, Handler] = {}
 ELEMENTWISE: set[str] = set()
 """Handlers whose result has the strides of its operands whatever the numbers among them are."""
 
@@ -386,6 +382,91 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     return emit("where", (logical(mask), cast(val(value), x.name), x), x.name)
 
 
+# --- functions of one argument -------------------------------------------------------------------
+
+_FLOAT_FUNCTIONS = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid",
+    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf",
+)  # fmt: skip
+_FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos",
+                  "arctan": "atan", "special_exp2": "exp2", "special_expm1": "expm1",
+                  "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip
+
+
+def _register_unary() -> None:
+    for name in _FLOAT_FUNCTIONS:
+
+        def function(input: Any, _name: str = name) -> Value:
+            x = as_float(input)
+            return emit(_name, (x,), x.name)
+
+        aliases = [a for a, target in _FLOAT_ALIASES.items() if target == name]
+        op(name, *aliases)(function)
+    for name in ("floor", "ceil", "trunc", "round"):
+
+        def rounding(input: Any, *, decimals: int = 0, _name: str = name) -> Value:
+            x = val(input)
+            if decimals:
+                tracer().refuse("round to decimals", "multiply, round and divide")
+            return emit(_name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
+
+        op(name, "fix" if name == "trunc" else name, f"__{name}__")(rounding)
+    for name in ("isnan", "isinf"):
+
+        def test(input: Any, _name: str = name) -> Value:
+            x = val(input)
+            if is_float(x.name):
+                return emit(_name, (x,), "bool")
+            return tracer().expand(const(0, "bool"), x.shape)
+
+        op(name)(test)
+
+
+_register_unary()
+
+
+@op("neg", "negative", "__neg__")
+def _neg(input: Any) -> Value:
+    x = val(input)
+    if x.name == "bool":
+        tracer().refuse("`-` of a boolean", "use `~` for not, or `.int()` first")
+    return emit("neg", (x,), x.name)
+
+
+@op("positive", "__pos__")
+def _positive(input: Any) -> Value:
+    return val(input)
+
+
+@op("abs", "absolute", "__abs__")
+def _abs(input: Any) -> Value:
+    x = val(input)
+    return x if x.name in ("bool", "uint8") else emit("abs", (x,), x.name)
+
+
+@op("sign", "sgn")
+def _sign(input: Any) -> Value:
+    x = val(input)
+    return x if x.name == "bool" else emit("sign", (x,), x.name)
+
+
+@op("atan2", "arctan2")
+def _atan2(input: Any, other: Any) -> Value:
+    dtype, (x, y) = aligned(input, other)
+    dtype = dtype if is_float(dtype) else "float32"
+    return emit("atan2", (cast(x, dtype), cast(y, dtype)), dtype)
+
+
+@op("reciprocal")
+def _reciprocal(input: Any) -> Value:
+    return div(1, as_float(input))
+
+
+@op("square")
+def _square(input: Any) -> Value:
+    return binary("mul", input, input)
+
+
 # --- conversions -----------------------------------------------------------------------------
 
 
@@ -397,74 +478,46 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     return cast(x, name)
 
 
-# --- operators and methods of the proxies --------------------------------------------------------
-
-# `Number` answers isinstance as the int or float that it stands for.
-_OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
-
-
-def _method(name: str, handler: Handler) -> Callable[..., Any]:
-    if name.startswith("__") and name not in ("__getitem__", "__setitem__"):
-
-        def operator(self: Any, *others: Any) -> Any:
-            if others and not isinstance(others[0], _OPERANDS):
-                return NotImplemented  # another class may define the reflected operator
-            return handler(self, *others)
-
-        return operator
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            tracer().refuse(f"`{name}(out=...)`", "use the returned value")
-        return handler(self, *args, **kwargs)
-
-    return method
+@op("to")
+def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
+    x = val(input)
+    for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
+        if isinstance(a, torch.dtype):
+            return to_dtype(x, a)
+        if hasattr(a, "dtype"):
+            return to_dtype(x, a.dtype)
+    return x
 
 
-def _inplace(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return tracer()._handle(name, (self, *args), kwargs)
-
-    return method
+@op("type_as")
+def _type_as(input: Any, other: Any) -> Value:
+    return to_dtype(val(input), other.dtype)
 
 
-def _captured(name: str) -> Callable[..., Any]:
-    function = getattr(torch.Tensor, name)
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return tracer().dispatch(function, (self, *args), kwargs)
-
-    return method
+@op("type")
+def _type(input: Any, dtype: Any) -> Value:
+    return to_dtype(val(input), dtype)
 
 
-def _missing(self: Value, name: str) -> Any:
-    if name.startswith("__") and name.endswith("__"):
-        raise AttributeError(name)
-    if name in ("T", "mT"):
-        return HANDLERS["t"](self)
-    if hasattr(torch.Tensor, name):
-        base = name[:-1] if name.endswith("_") else name
-        if base in HANDLERS:
-            return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
-        tracer().refuse_op(f"Tensor.{name}")
-    raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+def _register_conversions() -> None:
+    for name, dtype in {
+        "float": torch.float32, "double": torch.float64, "half": torch.float32,
+        "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64,
+        "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+    }.items():  # fmt: skip
+
+        def convert(input: Any, _dtype: torch.dtype = dtype) -> Value:
+            return to_dtype(val(input), _dtype)
+
+        op(name)(convert)
+    for name in ("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_",
+                 "lift_fresh", "resolve_conj", "resolve_neg"):  # fmt: skip
+
+        def same(input: Any, *args: Any, **kwargs: Any) -> Value:
+            x = val(input)
+            return Value(x.node, x.name, x.shape)
+
+        op(name)(same)
 
 
-def attach(factories: Mapping[str, Handler]) -> None:
-    """Give `Value` and `Captured` every operator and method that has a handler.
-
-    factories: those of functions that make tensors. Called once all handlers are registered.
-    """
-    for name, handler in {**factories, **HANDLERS}.items():
-        dunder = name.startswith("__")
-        if dunder and name.startswith("__i") and f"__{name[3:]}" in HANDLERS:
-            setattr(Value, name, _inplace(name))
-        elif dunder or hasattr(torch.Tensor, name):
-            setattr(Value, name, _method(name, handler))
-        if dunder and hasattr(torch.Tensor, name):
-            setattr(Captured, name, _captured(name))
-    Value.__getattr__ = _missing  # type: ignore[attr-defined]
-    Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
-    for cls in (Value, Captured):
-        # numpy scalars on the left then return NotImplemented, and our operators are asked.
-        cls.__array_ufunc__ = None  # type: ignore[union-attr]
+_register_conversions()

@@ -1,22 +1,18 @@
 """What a hook sees while it is traced: `Value`, `Number` and `Captured` in place of tensors.
 
 All three carry ``__torch_function__``, so that ``torch.*`` calls reach the tracer; operators and
-methods are attached by trace_ops.py, which holds what each means. Last what a hook is told where it
-fails to trace, in its user's words: hook, file, line, source, remedy.
+methods are attached from the handlers of trace_ops.py and others, which hold what each means.
 """
 
 from __future__ import annotations
 
 import contextvars
-import linecache
 import math
 import operator
-import re
-import sys
-import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 
 from flashattn_jit.errors import TraceError
@@ -32,6 +28,20 @@ ACTIVE: contextvars.ContextVar[Tracer | None] = contextvars.ContextVar("tracer",
 """The tracer of the hook being traced in this thread."""
 
 Shape = tuple[int, ...]
+Handler = Callable[..., Any]
+
+HANDLERS: dict[str, Handler] = {}
+"""What a torch function or Tensor method does while tracing, by its name; see `trace_ops.op`."""
+
+_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+    "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "<<": operator.lshift,
+    ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
+}  # fmt: skip
+_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
 
 
 def tracer() -> Tracer:
@@ -327,11 +337,14 @@ def _plain(x: Any) -> Any:
     return x.value if type(x) is Number else x
 
 
-_ARITHMETIC = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
-    "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "<<": operator.lshift,
-    ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
-}  # fmt: skip
+def _number_op(symbol: str, a: Any, b: Any) -> Any:
+    """An operator with a captured number on one side and a tensor on the other."""
+    function = _ARITHMETIC.get(symbol) or _COMPARISONS[symbol]
+    if any(isinstance(x, Value) or (type(x) is Captured and not x.on_host) for x in (a, b)):
+        return HANDLERS[function.__name__.strip("_").join(("__", "__"))](a, b)
+    if not all(type(x) in (Captured, Number, int, float, bool) for x in (a, b)):
+        return NotImplemented
+    return tracer().dispatch(function, (a, b), {})
 
 
 def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
@@ -348,21 +361,23 @@ def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
 
     def forward(self: Any, other: Any) -> Any:
         result = calculate(self, other)
-        return tracer().number_op(symbol, self, other) if result is NotImplemented else result
+        return _number_op(symbol, self, other) if result is NotImplemented else result
 
     def backward(self: Any, other: Any) -> Any:
         result = calculate(other, self)
-        return tracer().number_op(symbol, other, self) if result is NotImplemented else result
+        return _number_op(symbol, other, self) if result is NotImplemented else result
 
     name = operate.__name__.strip("_")
     setattr(Number, f"__{name}__", forward)
     setattr(Number, f"__r{name}__", backward)
 
 
-def _comparison(name: str, symbol: str) -> None:
+def _comparison(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
+    name = f"__{operate.__name__}__"
+
     def compare(self: Any, other: Any) -> Any:
         if isinstance(other, Value | Captured):
-            return tracer().number_op(symbol, self, other)
+            return _number_op(symbol, self, other)
         mine, theirs = self.pin(), other.pin() if type(other) is Number else other
         return getattr(mine, name)(theirs)
 
@@ -378,123 +393,80 @@ def _unary(name: str) -> None:
 
 for _symbol, _operate in _ARITHMETIC.items():
     _arithmetic(_symbol, _operate)
-for _name, _symbol in (("__lt__", "<"), ("__le__", "<="), ("__gt__", ">"), ("__ge__", ">="),
-                       ("__eq__", "=="), ("__ne__", "!=")):  # fmt: skip
-    _comparison(_name, _symbol)
+for _symbol, _operate in _COMPARISONS.items():
+    _comparison(_symbol, _operate)
 for _name in UNARY:
     _unary(_name)
 
 
-# --- where a hook failed -------------------------------------------------------------------------
+# --- operators and methods of values and captured tensors ----------------------------------------
 
-_REMEDIES = {
-    ".item()": "keep it a tensor: arithmetic with the 0-dim tensor itself works",
-    ".tolist()": "keep it a tensor and index it with constants",
-    ".numpy()": "keep it a tensor",
-    "float()": "keep it a tensor; math functions have torch forms (`torch.exp`, `torch.sqrt`)",
-    "int()": "keep it a tensor: `.int()` or `.long()` converts",
-    "index": "index captured tensors, not lists, with `t[q_idx]`; ranges and shapes need constants",
-}
-_BOOL_REMEDIES = (
-    (r"\band\b", "`and`", "use `&` (with parentheses around comparisons)"),
-    (r"\bor\b", "`or`", "use `|` (with parentheses around comparisons)"),
-    (r"\bnot\b", "`not`", "use `~`"),
-    (r"[<>]=?[^<>=&|()]+[<>]=?", "a chained comparison", "write `(a <= x) & (x < b)`"),
-    (r"\b(min|max)\(", "`min` or `max`", "use torch.minimum, torch.maximum or torch.clamp"),
-    (r"\b(if|while|assert)\b", "`if`", "use `torch.where(condition, a, b)`"),
-)
-
-_OF_A_FUNCTION = re.compile(r"\w+_mod\([^()|~]*\)")
+# `Number` answers isinstance as the int or float that it stands for.
+_OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
 
 
-class Where:
-    """Names the variant's hook and finds the user's line among the frames of a call.
+def _method(name: str, handler: Handler) -> Callable[..., Any]:
+    if name.startswith("__") and name not in ("__getitem__", "__setitem__"):
 
-    owner: what the hook belongs to, codes: the code objects that are the user's.
+        def operator(self: Any, *others: Any) -> Any:
+            if others and not isinstance(others[0], _OPERANDS):
+                return NotImplemented  # another class may define the reflected operator
+            return handler(self, *others)
+
+        return operator
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            tracer().refuse(f"`{name}(out=...)`", "use the returned value")
+        return handler(self, *args, **kwargs)
+
+    return method
+
+
+def _inplace(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer()._handle(name, (self, *args), kwargs)
+
+    return method
+
+
+def _captured(name: str) -> Callable[..., Any]:
+    function = getattr(torch.Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer().dispatch(function, (self, *args), kwargs)
+
+    return method
+
+
+def _missing(self: Value, name: str) -> Any:
+    if name.startswith("__") and name.endswith("__"):
+        raise AttributeError(name)
+    if name in ("T", "mT"):
+        return HANDLERS["t"](self)
+    if hasattr(torch.Tensor, name):
+        base = name[:-1] if name.endswith("_") else name
+        if base in HANDLERS:
+            return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
+        tracer().refuse_op(f"Tensor.{name}")
+    raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+
+
+def attach(factories: Mapping[str, Handler]) -> None:
+    """Give `Value` and `Captured` every operator and method that has a handler.
+
+    factories: those of functions that make tensors. Called once all handlers are registered.
     """
-
-    def __init__(self, owner: str, codes: Iterable[types.CodeType] = ()) -> None:
-        self.owner = owner
-        self.kind = ""
-        self._files = {c.co_filename for c in codes}
-        self._hook: types.CodeType | None = None
-        self._outside: types.FrameType | None = None
-
-    def begin(self, kind: str, fn: Any) -> None:
-        """A hook is about to run, called from the caller's frame."""
-        self.kind = kind
-        self._outside = sys._getframe(1)
-        while not hasattr(fn, "__code__"):
-            inner = getattr(fn, "func", None) or getattr(fn, "__func__", None)
-            if inner is None:
-                inner = type(fn).__call__
-            if isinstance(inner, types.WrapperDescriptorType):
-                break
-            fn = inner
-        code = getattr(fn, "__code__", None)
-        self._hook = code if code is not None and code.co_filename in self._files else None
-
-    def end(self) -> None:
-        """The hook has run: let its frames go."""
-        self._outside = None
-
-    def _name(self) -> str:
-        parts = self.owner.split(" & ")
-        own = [part for part in parts if part.startswith(f"{self.kind}(")]
-        if len(own) == 1 and all(_OF_A_FUNCTION.fullmatch(part) for part in parts):
-            return own[0]  # of plain functions: score_mod(cap) & mask_mod(causal)
-        owner = f"({self.owner})" if " " in self.owner else self.owner
-        return f"{owner}.{self.kind}" if owner else self.kind
-
-    def _line(self) -> tuple[str, int] | None:
-        frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._outside:
-            if frame.f_code.co_filename in self._files:
-                return frame.f_code.co_filename, frame.f_lineno
-            frame = frame.f_back
-        return None
-
-    def _text(self, place: tuple[str, int] | None) -> tuple[str, str]:
-        if place is None and self._hook is not None:
-            place = self._hook.co_filename, self._hook.co_firstlineno
-        if place is None:
-            return self._name(), ""
-        source = linecache.getline(*place).strip()
-        shown = f": `{source}`" if source else ""
-        return f"{self._name()} ({place[0]}:{place[1]}{shown})", source
-
-    def error(self, what: str, remedy: str, *, user_frame: bool = True) -> TraceError:
-        """The error for an operation that cannot be part of a kernel."""
-        text, _ = self._text(self._line() if user_frame else None)
-        return TraceError(f"{text}: {what} cannot become a kernel; {remedy}")
-
-    def value_error(self, what: str) -> TraceError:
-        """The error for asking for the value of a tensor: `if`, `and`, float(), .item()."""
-        text, source = self._text(self._line())
-        remedy = _REMEDIES.get(what, "")
-        if what == "bool":
-            what, remedy = (
-                "the truth of a tensor",
-                ("use `&`, `|`, `~` instead of and, or, not, and `torch.where` instead of if"),
-            )
-            for pattern, name, better in _BOOL_REMEDIES:
-                if re.search(pattern, source):
-                    what, remedy = f"{name} on tensors", better
-                    break
-        return TraceError(
-            f"{text}: {what} needs a value that is only known inside the kernel; {remedy}"
-        )
-
-    def from_exception(self, error: Exception) -> TraceError:
-        """The error for anything that the hook raised by itself."""
-        place = None
-        tb = error.__traceback__
-        while tb is not None:
-            if tb.tb_frame.f_code.co_filename in self._files:
-                place = tb.tb_frame.f_code.co_filename, tb.tb_lineno
-            tb = tb.tb_next
-        text, _ = self._text(place)
-        return TraceError(
-            f"{text}: {type(error).__name__} while tracing: {error}; expected a function of 0-dim "
-            "tensors made of torch operations"
-        )
+    for name, handler in {**factories, **HANDLERS}.items():
+        dunder = name.startswith("__")
+        if dunder and name.startswith("__i") and f"__{name[3:]}" in HANDLERS:
+            setattr(Value, name, _inplace(name))
+        elif dunder or hasattr(torch.Tensor, name):
+            setattr(Value, name, _method(name, handler))
+        if dunder and hasattr(torch.Tensor, name):
+            setattr(Captured, name, _captured(name))
+    Value.__getattr__ = _missing  # type: ignore[attr-defined]
+    Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
+    for cls in (Value, Captured):
+        # numpy scalars on the left then return NotImplemented, and our operators are asked.
+        cls.__array_ufunc__ = None  # type: ignore[union-attr]

@@ -55,12 +55,10 @@ def compare(fn: Callable[..., Any], *, rtol: float = 1e-5, atol: float = 1e-6) -
 def _trace_with(spy: Callable[..., Any], fn: Callable[..., Any]) -> None:
     """Trace `fn` once more inside `spy`, which sees the dtype before the final conversion."""
     from flashattn_jit.variants.trace import Tracer
-    from flashattn_jit.variants.trace_values import Where
 
     walk = Walk(fn)
     tracer = Tracer(
-        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, None,
-        Where("", walk.codes),
+        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, None, "", walk.codes
     )  # fmt: skip
     rebuilt = walk.build(tracer.captured, tracer.numbers)
     found: list[torch.dtype | None] = []

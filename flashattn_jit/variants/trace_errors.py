@@ -1,0 +1,121 @@
+"""Where a hook failed to trace, in the user's words: hook, file, line, source, remedy."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from flashattn_jit.errors import TraceError
+
+_REMEDIES = {
+    ".item()": "keep it a tensor: arithmetic with the 0-dim tensor itself works",
+    ".tolist()": "keep it a tensor and index it with constants",
+    ".numpy()": "keep it a tensor",
+    "float()": "keep it a tensor; math functions have torch forms (`torch.exp`, `torch.sqrt`)",
+    "int()": "keep it a tensor: `.int()` or `.long()` converts",
+    "index": "index captured tensors, not lists, with `t[q_idx]`; ranges and shapes need constants",
+}
+_BOOL_REMEDIES = (
+    (r"\band\b", "`and`", "use `&` (with parentheses around comparisons)"),
+    (r"\bor\b", "`or`", "use `|` (with parentheses around comparisons)"),
+    (r"\bnot\b", "`not`", "use `~`"),
+    (r"[<>]=?[^<>=&|()]+[<>]=?", "a chained comparison", "write `(a <= x) & (x < b)`"),
+    (r"\b(min|max)\(", "`min` or `max`", "use torch.minimum, torch.maximum or torch.clamp"),
+    (r"\b(if|while|assert)\b", "`if`", "use `torch.where(condition, a, b)`"),
+)
+
+_OF_A_FUNCTION = re.compile(r"\w+_mod\([^()|~]*\)")
+
+
+class Where:
+    """Names the variant's hook and finds the user's line among the frames of a call.
+
+    owner: what the hook belongs to. codes: the code objects that are the user's. kind, fn: of the
+    hook that runs, if one does. outside: the frame that called it.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        codes: Iterable[types.CodeType],
+        kind: str = "",
+        fn: Any = None,
+        outside: types.FrameType | None = None,
+    ) -> None:
+        self.owner, self.kind = owner, kind
+        self._files = {c.co_filename for c in codes}
+        self._outside = outside
+        while fn is not None and not hasattr(fn, "__code__"):
+            inner = getattr(fn, "func", None) or getattr(fn, "__func__", None)
+            if inner is None:
+                inner = type(fn).__call__
+            if isinstance(inner, types.WrapperDescriptorType):
+                break
+            fn = inner
+        code = getattr(fn, "__code__", None)
+        self._hook = code if code is not None and code.co_filename in self._files else None
+
+    def _name(self) -> str:
+        parts = self.owner.split(" & ")
+        own = [part for part in parts if part.startswith(f"{self.kind}(")]
+        if len(own) == 1 and all(_OF_A_FUNCTION.fullmatch(part) for part in parts):
+            return own[0]  # of plain functions: score_mod(cap) & mask_mod(causal)
+        owner = f"({self.owner})" if " " in self.owner else self.owner
+        return f"{owner}.{self.kind}" if owner else self.kind
+
+    def _line(self) -> tuple[str, int] | None:
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._outside:
+            if frame.f_code.co_filename in self._files:
+                return frame.f_code.co_filename, frame.f_lineno
+            frame = frame.f_back
+        return None
+
+    def _text(self, place: tuple[str, int] | None) -> tuple[str, str]:
+        if place is None and self._hook is not None:
+            place = self._hook.co_filename, self._hook.co_firstlineno
+        if place is None:
+            return self._name(), ""
+        source = linecache.getline(*place).strip()
+        shown = f": `{source}`" if source else ""
+        return f"{self._name()} ({place[0]}:{place[1]}{shown})", source
+
+    def error(self, what: str, remedy: str, *, user_frame: bool = True) -> TraceError:
+        """The error for an operation that cannot be part of a kernel."""
+        text, _ = self._text(self._line() if user_frame else None)
+        return TraceError(f"{text}: {what} cannot become a kernel; {remedy}")
+
+    def value_error(self, what: str) -> TraceError:
+        """The error for asking for the value of a tensor: `if`, `and`, float(), .item()."""
+        text, source = self._text(self._line())
+        remedy = _REMEDIES.get(what, "")
+        if what == "bool":
+            what, remedy = (
+                "the truth of a tensor",
+                ("use `&`, `|`, `~` instead of and, or, not, and `torch.where` instead of if"),
+            )
+            for pattern, name, better in _BOOL_REMEDIES:
+                if re.search(pattern, source):
+                    what, remedy = f"{name} on tensors", better
+                    break
+        return TraceError(
+            f"{text}: {what} needs a value that is only known inside the kernel; {remedy}"
+        )
+
+    def from_exception(self, error: Exception) -> TraceError:
+        """The error for anything that the hook raised by itself."""
+        place = None
+        tb = error.__traceback__
+        while tb is not None:
+            if tb.tb_frame.f_code.co_filename in self._files:
+                place = tb.tb_frame.f_code.co_filename, tb.tb_lineno
+            tb = tb.tb_next
+        text, _ = self._text(place)
+        return TraceError(
+            f"{text}: {type(error).__name__} while tracing: {error}; expected a function of 0-dim "
+            "tensors made of torch operations"
+        )
