@@ -51,6 +51,53 @@ def test_import_neither_writes_nor_reads_the_cache(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+MOST_FILES = 45
+"""Files of the package that the first call of a library variant may execute: who follows a call
+reads so many."""
+
+FIRST_CALL = """
+import sys, torch
+from pathlib import Path
+import flashattn_jit as fa
+
+package = str(Path(fa.__file__).parent)
+q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+variant = {variant}
+files = set()
+
+
+def note(frame, event, argument):
+    files.add(frame.f_code.co_filename)
+
+
+sys.setprofile(note)
+fa.attention(q, k, v, variant)
+sys.setprofile(None)
+print(*sorted(name[len(package) + 1 :] for name in files if name.startswith(package)))
+"""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "fa.Causal()",
+        "fa.DocumentMask(torch.arange(64, dtype=torch.int32)[None] // 9)",
+        "fa.ALiBi()",
+        "fa.SoftCap(20.0)",
+        "fa.AdditiveBias(torch.randn(1, 2, 64, 64))",
+        "fa.LogN(16)",
+        "fa.RoPE()",
+        "fa.Sigmoid()",
+    ],
+)
+def test_the_first_call_of_a_library_variant_executes_few_files(variant: str) -> None:
+    """With its kernel on disk, by every function that is called in between."""
+    python(FIRST_CALL.replace("{variant}", variant))  # compiles it where the cache lacks it
+    files = python(FIRST_CALL.replace("{variant}", variant)).split()
+    assert "jit/store.py" in files and "jit/builder.py" not in files
+    assert len(files) <= MOST_FILES, "\n".join(files)
+
+
 CALL = """
 import sys, torch
 before = set(sys.modules)

@@ -30,6 +30,14 @@ LAYERS = (
 UPWARD = {("variants", "inspect"), ("variants", "ops"), ("ops", "inspect")}
 """Imports that go up, inside a method only: what `verify`, `explain` and `plot` forward to."""
 
+CIRCULAR = {
+    *("variants.compose", "variants.reference", "variants.spec"),  # operators of `Variant`
+    *("ops._compiled", "ops._graph_ops", "ops.append", "ops.attention", "ops.flex", "ops.sdpa"),
+    *("ops.varlen", "ops._batch_base", "ops._batch_ops"),
+    *(f"inspect.{name}" for name in ("doctor", "_check_cache", "_check_machine", "_check_tools")),
+}
+"""Files that import each other in a circle, always inside of a function: none may join them."""
+
 IMPORTED_FREELY = {"torch", "numpy", "flashattn_jit", "typing_extensions"}
 IMPORTED_WHEN_NEEDED = {
     "jinja2": {"codegen/render.py"},
@@ -120,8 +128,13 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = list(package[: len(package) - node.level + 1]) if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from flashattn_jit import _C` imports a submodule; a name from it is none.
-            names = [f"{module}.{a.name}" if "." not in module else module for a in node.names]
+            # `from flashattn_jit import _C` imports a submodule; other names are of the module.
+            names = [
+                f"{module}.{a.name}"
+                if "." not in module or ROOT.joinpath(*module.split("."), f"{a.name}.py").is_file()
+                else module
+                for a in node.names
+            ]
         else:
             continue
         for name in names:
@@ -155,6 +168,33 @@ def test_imports_go_down_only(path: Path) -> None:
         if inside and (own, other) in UPWARD:
             continue
         assert layer(other) <= layer(own), f"{path.name}:{line}: {own} may not import {other}"
+
+
+def module_name(path: Path) -> str:
+    names = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    """Imports inside of functions count, those for type checkers alone do not."""
+    modules = {module_name(path): path for path in PYTHON}
+    del modules["flashattn_jit"]  # which has the extension, and imports what is asked of it
+    imported = {
+        name: {
+            found
+            for module, _, _ in imports(path)
+            if (found := module if module in modules else module.rpartition(".")[0]) in modules
+        }
+        - {name}
+        for name, path in modules.items()
+    }
+    reached = {name: set(others) for name, others in imported.items()}
+    for middle in modules:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    circular = {name.removeprefix("flashattn_jit.") for name in modules if name in reached[name]}
+    assert circular <= CIRCULAR, sorted(circular - CIRCULAR)
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit import env
 from flashattn_jit.jit import entry
-from flashattn_jit.jit.entry import kernel_key, read_sources
+from flashattn_jit.jit.entry import kernel_key, reached_sources, read_sources
 from flashattn_jit.jit.toolchain import flags_for
 
 
@@ -67,6 +68,21 @@ def test_an_edit_of_what_is_not_reached_does_not(sources: Path, name: str) -> No
     first = digest(sources)
     (sources / name).write_text("changed")
     assert digest(sources) == first
+
+
+GENERATOR = {
+    *(f"codegen/{name}.py" for name in ("budget", "render", "spec", "target")),
+    *(f"variants/{name}.py" for name in ("ir", "lower", "lower_expr", "lower_pair", "lower_row")),
+}
+
+
+def test_the_generator_is_what_renders_and_what_lowers() -> None:
+    """What else a module of it imported by accident would change every key with each edit."""
+    places = env.templates_dir(), env.include_dir(), env.PACKAGE_DIR
+    reached = reached_sources("cpu/attention.cpp.j2", *places)
+    modules = {name.removeprefix("package/") for name in reached if name.startswith("package/")}
+    interval_form = {m for m in modules if m.startswith(("variants/bounds", "variants/range_"))}
+    assert modules - interval_form == GENERATOR
 
 
 def test_text_moved_from_one_file_to_the_next_changes_the_digest(sources: Path) -> None:
