@@ -8,8 +8,8 @@ The copy has the extension of the package that is imported here; a mistake in cs
 csrc/scheduler, csrc/interval or a header of intervals has its own compiled, what depends on the one
 file anew. Kernels come from FLASHATTN_JIT_CACHE_DIR, where it is set, as a read-only layer, and so
 does the emulator; what it lacks is compiled for each mistake anew, so warm it first: `--clean` runs
-the tests of all mistakes without any. What tests take by turns depends on FAJIT_PLANTING_SEED, 13 by
-default.
+the tests of all mistakes without any. What tests take by turns depends on FAJIT_PLANTING_SEED, 13
+by default.
 """
 
 from __future__ import annotations
