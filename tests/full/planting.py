@@ -4,11 +4,12 @@ A mistake counts as caught when the tests that it names fail (pytest's exit code
 test, not while tests are collected or set up, and that test passes in the copy as it is: the tests
 that failed are run there once more, all together.
 
-The copy has the extension of the package that is imported here; a mistake in csrc/runtime or
-csrc/scheduler has its own compiled, the one file anew. Kernels come from FLASHATTN_JIT_CACHE_DIR,
-where it is set, as a read-only layer, and so does the emulator; what it lacks is compiled for each
-mistake anew, so warm it first: `--clean` runs the tests of all mistakes without any. What tests
-take by turns depends on FAJIT_PLANTING_SEED, 13 by default.
+The copy has the extension of the package that is imported here; a mistake in csrc/runtime,
+csrc/scheduler, csrc/interval or a header of intervals has its own compiled, what depends on the one
+file anew. Kernels come from FLASHATTN_JIT_CACHE_DIR, where it is set, as a read-only layer, and so
+does the emulator; what it lacks is compiled for each mistake anew, so warm it first: `--clean` runs
+the tests of all mistakes without any. What tests take by turns depends on FAJIT_PLANTING_SEED, 13
+by default.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from tests.full.planted_mistakes import MISTAKES, Mistake
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
 EXTENSION = Path(str(_C.__file__))
-SOURCES = ("csrc/runtime", "csrc/scheduler")
+SOURCES = ("csrc/runtime", "csrc/scheduler", "csrc/interval")
 """The extension's folders."""
+HEADERS = "csrc/include/fajit/interval"
+"""What the names of those headers begin with whose code is part of the extension."""
 
 LONGEST_S = 1800.0
 """Of one run of tests."""
@@ -71,7 +74,7 @@ class Copy:
         count = text.count(mistake.old)
         if count != 1:
             return Result(0.0, problem=f"{mistake.file} has its text {count} times: correct it")
-        compiled = mistake.file.startswith(SOURCES)
+        compiled = mistake.file.startswith((*SOURCES, HEADERS))
         path.write_text(text.replace(mistake.old, mistake.new))
         try:
             if compiled:

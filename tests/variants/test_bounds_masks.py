@@ -190,6 +190,14 @@ def all_limits(b, h, q, k):
 LIMITS = torch.tensor([[200, 150, 290], [70, 290, 111]])
 
 
+def late_keys_far_back(b, h, q, k):
+    """Only the keys of a tile that are far back matter, and none of those may be late."""
+    return (q - k >= 100) & LATE[k]
+
+
+LATE = torch.arange(TOTAL) >= 160
+
+
 def diagonal(b, h, q, k):
     return q == k
 
@@ -213,8 +221,8 @@ PACKED = torch.cat([DOC, DOC + 10])
 EXACT = [one_sided, two_sided, two_sided_window, document_of_batch, left_padding,
          distance_by_comparison_of_abs, scaled_positions, negated, reversed_order, clamped,
          minimum_of_bounds, maximum_of_bounds, exactly_one, by_number, nested_where, shifted_bits,
-         masked_bits, flags, any_document, all_limits, diagonal, no_diagonal, length_limits,
-         by_slot]  # fmt: skip
+         masked_bits, flags, any_document, all_limits, late_keys_far_back, diagonal, no_diagonal,
+         length_limits, by_slot]  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", EXACT, ids=lambda f: f.__name__)
