@@ -36,7 +36,7 @@ from benchmarks._progress import say, steps
 from flashattn_jit import _C
 from flashattn_jit.codegen.target import default_target, is_cuda
 from flashattn_jit.ops import _device
-from flashattn_jit.ops._batch_kernels import native_kind
+from flashattn_jit.ops._plan import native_kind
 from flashattn_jit.planner import Problem, choose
 from flashattn_jit.variants.ir import VariantIR
 

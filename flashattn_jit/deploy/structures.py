@@ -16,7 +16,7 @@ import torch
 from ..codegen.spec import AnySpec
 from ..codegen.target import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, takes_dtypes
 from ..errors import FlashAttnJitError, InputError, ParamError
-from ..ops._batch_plan import _stand_in
+from ..ops._batch_params import stand_in
 from ..planner.reachable import FORMATS, reachable, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind
@@ -141,7 +141,7 @@ def _planned(
             value = values.pop(d.name)
             if d.param.default is MISSING and d.param.name not in d.owner.__dict__:
                 dtype = value.dtype if later and isinstance(value, torch.Tensor) else None
-                values[d.name] = _stand_in(d.param, sizes, dtype)
+                values[d.name] = stand_in(d.param, sizes, dtype)
         with suppress(FlashAttnJitError):  # plan() refuses it, too
             found.append(variant_ir(chosen, dims, heads, values))
     return found

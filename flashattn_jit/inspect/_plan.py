@@ -9,10 +9,9 @@ from torch import Tensor
 from .. import _C
 from ..errors import CompileError
 from ..jit.module import find_kernel
-from ..ops._attend import plan_call
-from ..ops._batch_kernels import Options
-from ..ops._batch_plan import Variation
 from ..ops._call import Requests, dense_lengths, read_lengths
+from ..ops._launch import plan_call
+from ..ops._plan import Options, Variation
 from ..planner import Problem
 from ..variants.bounds import MaskParams
 from ..variants.dtypes import DTYPE_NAMES

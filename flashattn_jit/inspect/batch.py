@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..ops._batch_kernels import KINDS, Kernel
-from ..ops._batch_plan import Variation
 from ..ops._batch_run import Planned
+from ..ops._plan import KINDS, Kernel, Variation
 from ..planner import Problem, candidates
 from ..planner.costs import merge_cost
 from ..variants.dtypes import DTYPE_NAMES

@@ -10,7 +10,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
 from ..errors import InputError
 from ..jit.entry import KernelKey
-from ..ops._batch_kernels import native_kind
+from ..ops._plan import native_kind
 from ..planner import (
     Device,
     Hardware,

@@ -20,18 +20,18 @@ from ..variants.ir import unscaled_integers
 from ..variants.modes import PLAN_FIRST, need_values, refuse_capture, refuse_unreadable
 from ..variants.params import Dims, Pointwise
 from ..variants.spec import Variant, as_variant
-from . import _batch_plan, _batch_run, _check, _sites
-from ._batch_kernels import Kernels, Options, native_kinds
-from ._batch_plan import Batch, Keys, bind_plan
+from . import _batch_run, _check, _plan, _sites
+from ._batch_params import bind_plan, bound_kernels
 from ._batch_run import Habits, Planned
 from ._bits import BlockBits, TreeBits, tree_words
 from ._call import Array, Offset, host_array, offset_array
 from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
+from ._launch import Workspace
 from ._placement import check_matrix_dtypes, on_cpu, place_on
+from ._plan import Batch, Kernels, Keys, Options, native_kinds
 from ._replays import check_replayable, padded, with_room
 from ._traced import is_traced
-from ._workspace import Workspace
 from .limits import Limits
 from .plan import Plan
 from .sparsity import BlockSparse, Sparsity, TokenSparse, Tree
@@ -250,7 +250,7 @@ class BatchBase:
             limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
         kernels = Kernels(_with_limits(options, limits))
-        pair = _batch_plan.bound_kernels(
+        pair = bound_kernels(
             kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
         )
         told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
@@ -307,12 +307,12 @@ class BatchBase:
         batch = Batch(self._kernels, variant.name, lengths, dims, keys, lists, num_levels)
         self._check_variant(batch, bound)
         unaligned = self._habits.unaligned
-        first = _batch_plan.vary(batch, bound, unaligned)
+        first = _plan.vary(batch, bound, unaligned)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and self._planned is not None:
             check_replayable(self._planned.latest, first)
         if not options.cpu and self._state is None:
-            from ._batch_device import DeviceState
+            from ._device_memory import DeviceState
 
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)

@@ -13,11 +13,10 @@ from ..variants.dtypes import DTYPE_NAMES
 from ..variants.modes import refuse_capture
 from ..variants.spec import Variant
 from . import _check
-from ._batch_kernels import Options
-from ._batch_plan import Batch, Params, Variation, mask_values, refuse_mask_params, vary
-from ._call import Call, is_aligned, packed_form, paged_form
-from ._launch import bind_tensors, check_out, launch, make_launch
-from ._workspace import Workspace
+from ._batch_params import Params, refuse_mask_params
+from ._call import Call, bind_tensors, is_aligned, packed_form, paged_form
+from ._launch import Workspace, check_out, launch, make_launch
+from ._plan import Batch, Options, Variation, mask_values, vary
 from .storage import check_pages
 
 _RAGGED = "[num_kv_tokens, num_kv_heads, {}]"

@@ -9,17 +9,40 @@ look-ups alone and a `Call` is hashed by identities.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from threading import Lock
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from .. import _C
 from ..errors import InputError
+from ..variants.modes import need_values
 from ..variants.params import Dims
 from . import _check
-from ._recent import Recent
+from ._handles import Structure
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Recent(dict[_Key, _Value]):
+    """A dict in which `keep` leaves the newest `most` entries. Threads may share it."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+        self._lock = Lock()
+
+    def keep(self, key: _Key, value: _Value) -> _Value:
+        """Remembers a value, and returns it."""
+        with self._lock:
+            self[key] = value
+            while len(self) > self._most:
+                del self[next(iter(self))]
+        return value
+
 
 Strides = tuple[int, ...]
 Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -32,6 +55,7 @@ Offset = int | torch.Tensor | Literal["end"]
 """Of ``q_idx``: an int, a tensor with one entry a request, or "end" for kv_len - q_len."""
 
 _LARGEST_OFFSET = 2**30
+_NO_PARAMS = ((), (), ())
 _KEPT_FORMS = 4096
 _KEPT_LENGTHS = 256
 
@@ -177,6 +201,38 @@ def is_aligned(
 def _steps_aligned(tensor: torch.Tensor) -> bool:
     item = tensor.element_size()
     return all(stride * item % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+# --- params ---------------------------------------------------------------------------------------
+
+
+def bind_tensors(
+    known: Structure, tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], Layouts, Sequence[torch.Tensor]]:
+    """Addresses and layouts of the params and of the min/max tables that their mask needs.
+
+    The tensors themselves come third: whoever launches must hold them, a table may have no other
+    owner.
+    """
+    expected = len(known.ir.tensors)
+    if len(tensors) != expected:
+        raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
+    if not tensors:
+        return _NO_PARAMS
+    if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
+        tensors = [t.resolve_neg() for t in tensors]
+    if known.tables:
+        from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
+
+        tensors = [*tensors, *build_tables(known.tables, tensors)]
+    addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
+    if 0 in addresses:
+        need_values("a tensor of the variant", "a kernel reads them", tensors)
+    return (
+        addresses,
+        tuple([(tuple(t.shape), t.stride()) for t in tensors]),
+        tensors,
+    )
 
 
 # --- requests: lengths and offsets ----------------------------------------------------------------
@@ -343,7 +399,8 @@ def check_offset(q_offset: object, requests: str) -> int:
 
 
 __all__ = [
-    "Array", "BlockMaskLayout", "Call", "Form", "Layouts", "Offset", "Requests", "check_offset",
+    "Array", "BlockMaskLayout", "Call", "Form", "Layouts", "Offset", "Recent", "Requests",
+    "bind_tensors", "check_offset",
     "dense_form", "dense_lengths", "dense_requests", "host_array", "is_aligned", "is_end",
     "offset_array", "packed_form", "packed_requests", "paged_form", "read_lengths",
 ]  # fmt: skip

@@ -10,9 +10,8 @@ import torch
 from ..errors import InputError
 from ..variants.binding import Bound
 from . import _handles
-from ._attend import attend
 from ._call import dense_form, dense_requests, packed_form, packed_requests
-from ._launch import filled
+from ._launch import attend, filled
 
 
 def _bound(handle: int, tensors: Sequence[torch.Tensor], scalars: torch.Tensor) -> Bound:

@@ -1,26 +1,38 @@
-"""Launching: a planned batch on tensors of given strides, on the host, a device or the emulator."""
+"""Launching: a planned batch on tensors of given strides, on the host, a device or the emulator.
+
+A `Launch` is a plan bound to the strides of a `Call`. Dense and packed calls come here by `attend`,
+which plans the first call of a kind and remembers its launch; runs of batches come with a plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .. import _C
 from ..errors import InputError, ParamError
-from ..variants.modes import need_values
-from . import _check
-from ._call import Call, Form, Layouts, Strides
-from ._handles import Structure
-from ._workspace import Workspace
-
-if TYPE_CHECKING:
-    from ._batch_plan import Variation
+from ..variants.binding import Bound
+from ..variants.ir import unscaled_integers
+from ..variants.modes import refuse_capture
+from . import _check, _handles
+from ._call import (
+    BlockMaskLayout,
+    Call,
+    Form,
+    Recent,
+    Requests,
+    Strides,
+    bind_tensors,
+    is_aligned,
+)
+from ._direct import learn_device
+from ._placement import on_cpu
+from ._plan import Batch, Kernels, Options, Variation, vary
 
 _CPU = torch.device("cpu")
-_EMPTY = ((), (), ())
 _EXACT = 2**53  # float64 holds every integer up to here
 
 
@@ -157,7 +169,7 @@ def launch(
             *plan.pointers,
         )
     else:
-        from . import _batch_device, _device  # a process without a device need not have it
+        from . import _device, _device_memory  # a process without a device need not have it
 
         known = plan.known
         launched = _device.LaunchTensors(
@@ -165,7 +177,7 @@ def launch(
             page_indices=plan.page_indices, key_blocks=plan.key_blocks,
             names=known.tensor_names, num_params=len(known.ir.tensors),
         )  # fmt: skip
-        _batch_device.launch(plan.block, call, launched, scale)
+        _device_memory.launch(plan.block, call, launched, scale)
     return result, lse
 
 
@@ -179,36 +191,132 @@ def _check_exact(scalars: Sequence[int | float]) -> None:
             )
 
 
-# --- params and results ---------------------------------------------------------------------------
+# --- dense and packed calls -----------------------------------------------------------------------
+
+_launches: Recent[Call, tuple[Variation, Launch]] = Recent(1024)
+_kernels: Recent[Options, Kernels] = Recent(64)
+_workspaces: dict[torch.device, Workspace] = {}
 
 
-def bind_tensors(
-    known: Structure, tensors: Sequence[torch.Tensor]
-) -> tuple[tuple[int, ...], Layouts, Sequence[torch.Tensor]]:
-    """Addresses and layouts of the params and of the min/max tables that their mask needs.
+def attend(
+    form: Form,
+    requests: Requests,
+    bound: Bound,
+    name: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    target: str,
+    return_lse: bool,
+    partial: bool,
+    out: torch.Tensor | None = None,
+    block_states: torch.Tensor | None = None,
+    block_size: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of a checked call; lse is None unless `return_lse`.
 
-    The tensors themselves come third: whoever launches must hold them, a table may have no other
-    owner.
+    block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
+    block_size (q_block, kv_block).
+
+    Raises:
+        InputError: `out` does not fit; int8 keys or values, which no hook of the variant scales.
+        CompileError: a new kernel was needed and the compiler failed.
+        LaunchError: CUDA refused the launch; or the call was not planned before a graph's capture.
     """
-    expected = len(known.ir.tensors)
-    if len(tensors) != expected:
-        raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
-    if not tensors:
-        return _EMPTY
-    if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
-        tensors = [t.resolve_neg() for t in tensors]
-    if known.tables:
-        from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
-
-        tensors = [*tensors, *build_tables(known.tables, tensors)]
-    addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
-    if 0 in addresses:
-        need_values("a tensor of the variant", "a kernel reads them", tensors)
-    return (
-        addresses,
-        tuple([(tuple(t.shape), t.stride()) for t in tensors]),
-        tensors,
+    known = _handles.structure_of(bound, name)
+    addresses, layouts, held = bind_tensors(known, bound.tensors)
+    num_threads = torch.get_num_threads() if on_cpu(target) else 0
+    mask: BlockMaskLayout | None = None
+    if block_states is not None:
+        mask = (tuple(block_states.shape), block_states.stride(), block_size[0], block_size[1])
+    call = Call(
+        form,
+        requests.lengths,
+        known.handle,
+        layouts,
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        return_lse,
+        partial,
+        target,
+        num_threads,
+        num_threads > 0 or is_aligned(form, q, k, v, out),
+        mask,
+        bound.scalars if known.schedule_reads_scalars else None,
     )
+    found = _launches.get(call)
+    if found is None:
+        if out is not None:
+            check_out(out, form, partial, (q, k, v, *bound.tensors))
+        plan = _plan(call, requests, bound, name)
+        found = _launches.keep(call, (plan, make_launch(plan, call, out, bound.tensors)))
+    plan, ready = found
+    workspace = _workspaces.get(form.device)
+    if workspace is None:
+        workspace = _workspaces.setdefault(form.device, Workspace(None, form.device))
+    return launch(
+        plan, ready, q, k, v, out, scale, held, addresses, bound.scalars, workspace, block_states
+    )
+
+
+def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
+    """The plan of a call, where its kernels run."""
+    device = call.form.device
+    refuse_capture(
+        device,
+        "a call that was not planned yet is made",
+        "make the same call once before the capture, with the same shapes, strides, dtypes and "
+        "lengths",
+    )
+    if device.type == "cuda":
+        learn_device(device)
+    plan = plan_call(
+        options_of(call.form, call.target), requests, bound, name, not call.aligned, call.block_mask
+    )
+    state = None
+    if not call.num_threads:
+        from ._device_memory import state_of
+
+        state = state_of(device, call.target)
+    plan.commit(state)
+    return plan
+
+
+def options_of(form: Form, target: str) -> Options:
+    """What the kernels of a call are chosen for."""
+    return Options(
+        form.num_q_heads, form.num_kv_heads, form.head_dim, form.head_dim_v, *form.dtypes,
+        form.device, target,
+    )  # fmt: skip
+
+
+def plan_call(
+    options: Options,
+    requests: Requests,
+    bound: Bound,
+    name: str,
+    unaligned: bool = False,
+    block_mask: BlockMaskLayout | None = None,
+) -> Variation:
+    """A dense or packed call, planned; its kernels are compiled where no cache has them.
+
+    Raises:
+        InputError: int8 keys or values, which no hook of the variant scales.
+        CompileError: a new kernel was needed and the compiler failed.
+    """
+    if wrong := unscaled_integers(bound.ir.has, options.k_dtype, options.v_dtype):
+        raise InputError(wrong)
+    kernels = _kernels.get(options)
+    if kernels is None:
+        kernels = _kernels.keep(options, Kernels(options))
+    batch = Batch(
+        kernels, name, requests.lengths, requests.dims, block_mask=block_mask, keeps_mask=False
+    )
+    return vary(batch, bound, unaligned and not options.cpu)
+
+
+# --- results --------------------------------------------------------------------------------------
 
 
 def result_dtype(q_dtype: torch.dtype, partial: bool) -> torch.dtype:
@@ -249,3 +357,64 @@ def contiguous(shape: Sequence[int]) -> Strides:
 def filled(lse: torch.Tensor | None, like: Any) -> torch.Tensor:
     """An op's lse: empty, on the device of `like`, where there is none."""
     return like.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
+# --- workspaces -----------------------------------------------------------------------------------
+
+ALIGNMENT = 128  # bytes, of a workspace's begin
+
+
+class Workspace:
+    """Memory for the partial states of an object's runs: the user's, or torch's allocator for each.
+
+    Torch's allocator orders memory by stream, so that runs of several threads and streams do not
+    meet. Memory of the user's is one place for all: it serves one stream at a time, in order.
+
+    given: uint8 tensor [bytes] on the device, or None.
+    """
+
+    __slots__ = ("_device", "_given", "given")
+
+    def __init__(self, given: object, device: torch.device) -> None:
+        """Raises InputError where `given` is no such tensor."""
+        self._device = device
+        self.given: torch.Tensor | None = None
+        self._given: torch.Tensor | None = None
+        if given is None:
+            return
+        if not isinstance(given, torch.Tensor) or given.dtype != torch.uint8:
+            got = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+            raise InputError(f"workspace must be a uint8 tensor [bytes], got {got}")
+        _check.check_readable("workspace", given)
+        if given.device != device:
+            raise InputError(f"workspace is on {given.device}, the batch on {device}")
+        if given.dim() != 1 or not given.is_contiguous():
+            raise InputError(
+                f"workspace must be a contiguous uint8 tensor [bytes], got {list(given.shape)} "
+                f"with strides {list(given.stride())}"
+            )
+        self.given = given
+        self._given = given[-given.data_ptr() % ALIGNMENT :]
+
+    def check(self, wanted: int) -> None:
+        """Raises InputError where the user's memory holds less than `wanted` bytes."""
+        given = self._given
+        if given is not None and given.numel() < wanted:
+            raise InputError(
+                f"the plan needs a workspace of {wanted} bytes, workspace has {given.numel()} from "
+                f"its first multiple of {ALIGNMENT} bytes on; pass a larger one, or none (see "
+                "workspace_bytes(limits))"
+            )
+
+    def take(self, wanted: int) -> tuple[torch.Tensor | None, int]:
+        """Memory for one run and its aligned address; (None, 0) where it needs none."""
+        if not wanted:
+            return None, 0
+        if self._given is not None:
+            space = self._given[:wanted]
+        elif self._device.type == "cpu":  # where torch aligns to 64 bytes
+            space = torch.empty(wanted + ALIGNMENT, dtype=torch.uint8, device=self._device)
+            space = space[-space.data_ptr() % ALIGNMENT :][:wanted]
+        else:
+            space = torch.empty(wanted, dtype=torch.uint8, device=self._device)
+        return space, space.data_ptr()

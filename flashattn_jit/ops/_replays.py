@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ._batch_kernels import Options
-from ._batch_plan import Variation
 from ._check import INT32_MAX
 from ._key_lists import KeyLists
+from ._plan import Options, Variation
 from .sparsity import Sparsity, TokenSparse
 
 _MOST_ENTRIES = 2**24

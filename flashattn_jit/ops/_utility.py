@@ -15,10 +15,9 @@ from ..codegen.spec import UtilitySpec
 from ..jit.module import load_stepping
 from ..planner.tiles import requests_of
 from ..variants.modes import refuse_capture
-from ._batch_device import DeviceBlock, launch, state_of
-from ._call import Layouts
+from ._call import Layouts, Recent
 from ._device import LaunchTensors
-from ._recent import Recent
+from ._device_memory import DeviceBlock, launch, state_of
 
 Strides3 = tuple[int, int, int]
 

@@ -9,9 +9,9 @@ import torch
 from ..variants.binding import Swap, bind, bind_outside_modes
 from ..variants.spec import Variant, as_variant
 from . import _check, _handles
-from ._attend import attend
 from ._call import Offset, dense_form, dense_requests
 from ._direct import is_direct
+from ._launch import attend
 from ._placement import place
 from ._scalars import pack_scalars
 from ._traced import is_traced

@@ -13,9 +13,9 @@ from ..variants.ir import keys_read_request
 from ..variants.modes import on_host
 from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
-from ._batch_plan import Batch
 from ._call import host_array
 from ._level_pages import in_cache_pages
+from ._plan import Batch
 from ._prefixes import shared_prefixes
 from .attention import Offset
 from .paged import Paged

@@ -10,9 +10,9 @@ from ..errors import InputError
 from ..variants.binding import Swap, bind, bind_outside_modes
 from ..variants.spec import Variant, as_variant
 from . import _check, _handles
-from ._attend import attend
 from ._call import Offset, packed_form, packed_requests
 from ._direct import is_direct
+from ._launch import attend
 from ._placement import place
 from ._scalars import pack_scalars
 from ._traced import is_traced

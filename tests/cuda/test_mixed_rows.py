@@ -12,8 +12,8 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_kernel
-from flashattn_jit.ops._batch_device import DeviceState, launch
 from flashattn_jit.ops._device import LaunchTensors
+from flashattn_jit.ops._device_memory import DeviceState, launch
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims

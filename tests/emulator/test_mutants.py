@@ -20,7 +20,7 @@ from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
 from flashattn_jit.jit import emulator
-from flashattn_jit.ops import _attend, _emulated
+from flashattn_jit.ops import _emulated, _launch
 from tests import rotation
 from tests.cuda.kernels import ptx_of
 from tests.emulator.harness import needs_nvcc
@@ -177,7 +177,7 @@ def changed(text: str, mutant: Mutant) -> str:
 
 def spec_of(module: _C.Module) -> KernelSpec:
     """What a module of a planned call was compiled from."""
-    kernels = (kernel for plan, _ in _attend._launches.values() for kernel in plan.kernels)
+    kernels = (kernel for plan, _ in _launch._launches.values() for kernel in plan.kernels)
     return next(k.spec for k in kernels if k is not None and k.module is module)
 
 

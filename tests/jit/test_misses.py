@@ -19,7 +19,7 @@ from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit.entry import KernelKey, document_digest
 from flashattn_jit.jit.misses import build_command, differences, nearest
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.ops import _attend
+from flashattn_jit.ops import _launch
 
 from .entries import document
 
@@ -190,8 +190,8 @@ def test_a_failed_call_leaves_nothing_and_a_later_one_works(
 ) -> None:
     assert not tmp_path.joinpath("empty").exists()
     assert not tmp_path.joinpath("locks").exists()
-    calls = len(_attend._launches)
+    calls = len(_launch._launches)
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "missing")
     q = torch.randn(1, 1, 4, 24)
     fa.attention(q, q, q, fa.variant(score_mod=lambda s, b, h, i, j: s * 0.40625))
-    assert len(_attend._launches) == calls + 1
+    assert len(_launch._launches) == calls + 1

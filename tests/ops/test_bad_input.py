@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashattn_jit as fa
 from flashattn_jit.jit import module as jit_module
-from flashattn_jit.ops import _attend
+from flashattn_jit.ops import _launch
 from flashattn_jit.ops._call import dense_form
 
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 8, 12, 16
@@ -20,9 +20,9 @@ B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 8, 12, 16
 @pytest.fixture(autouse=True)
 def _nothing_compiled_or_kept() -> Iterator[None]:
     counters = jit_module.default.counters
-    before = (counters.compiles, counters.misses, counters.disk_hits, len(_attend._launches))
+    before = (counters.compiles, counters.misses, counters.disk_hits, len(_launch._launches))
     yield
-    after = (counters.compiles, counters.misses, counters.disk_hits, len(_attend._launches))
+    after = (counters.compiles, counters.misses, counters.disk_hits, len(_launch._launches))
     assert after == before
 
 

@@ -456,7 +456,7 @@ def test_a_captured_run_replays_plans_of_any_kind(
 ) -> None:
     """The launches of the first run, replayed as they are for later plans, whatever the lengths of
     lists and the number of levels. Bits have the room that the first plan gives them."""
-    from flashattn_jit.ops import _batch_device
+    from flashattn_jit.ops import _device_memory
     from flashattn_jit.ops._emulated import record
 
     recorded = []
@@ -465,7 +465,7 @@ def test_a_captured_run_replays_plans_of_any_kind(
         recorded.append(record(*arguments))
         recorded[-1].replay()
 
-    monkeypatch.setattr(_batch_device, "launch", recording)
+    monkeypatch.setattr(_device_memory, "launch", recording)
     limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=50)
     options = {"limits": limits, "cuda_graph": True, "target": "emulated:sm_80"}
     made: Any = None

@@ -18,9 +18,9 @@ from flashattn_jit.codegen.render import render
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
 from flashattn_jit.jit.module import load_kernel
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _batch_device, _device
-from flashattn_jit.ops._batch_device import DeviceState, Ring, launch
+from flashattn_jit.ops import _device, _device_memory
 from flashattn_jit.ops._device import LaunchTensors
+from flashattn_jit.ops._device_memory import DeviceState, Ring, launch
 from flashattn_jit.ops._emulated import Recording, record
 from flashattn_jit.planner import placed
 from flashattn_jit.variants.reference import attention_reference
@@ -160,7 +160,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False
     )
-    monkeypatch.setattr(_batch_device, "_pinned", lambda size: memory(size, dtype=torch.uint8))
+    monkeypatch.setattr(_device_memory, "_pinned", lambda size: memory(size, dtype=torch.uint8))
     monkeypatch.setattr(_device, "_captured", {})
     monkeypatch.setattr(DeviceState, "_empty", lambda self, size: memory(size, dtype=torch.uint8))
     monkeypatch.setattr(

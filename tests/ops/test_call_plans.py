@@ -12,8 +12,8 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _attend
-from flashattn_jit.ops._batch_plan import Variation
+from flashattn_jit.ops import _launch
+from flashattn_jit.ops._plan import Variation
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import varlen_reference
 from tests.planner.batch_plans import WORK, indptr, items_of
@@ -26,7 +26,7 @@ ON_ANY = pytest.mark.parametrize(
 
 def latest() -> Variation:
     """The plan that was made last."""
-    return list(_attend._launches.values())[-1][0]
+    return list(_launch._launches.values())[-1][0]
 
 
 def work(plan: _C.BatchPlan, kind: int) -> list[dict[str, int]]:
@@ -36,9 +36,9 @@ def work(plan: _C.BatchPlan, kind: int) -> list[dict[str, int]]:
 @contextmanager
 def planning(count: int) -> Iterator[None]:
     """Within, so many plans are made and kept."""
-    before = len(_attend._launches)
+    before = len(_launch._launches)
     yield
-    assert len(_attend._launches) == before + count
+    assert len(_launch._launches) == before + count
 
 
 # --- kernels --------------------------------------------------------------------------------------

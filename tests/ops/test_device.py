@@ -18,9 +18,9 @@ from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.module import default, load_kernel
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _attend, _check, _device, _placement, _utility
-from flashattn_jit.ops._batch_kernels import Needs
+from flashattn_jit.ops import _check, _device, _launch, _placement, _utility
 from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_form
+from flashattn_jit.ops._plan import Needs
 from flashattn_jit.planner import named_hardware, slots
 from tests.planner.batch_plans import Paged, lengths
 
@@ -161,7 +161,7 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     call = Call(there, lengths, 0, (), None, False, False, "sm_80", 0)
     bound: Any = None
     with pytest.raises(LaunchError, match="make the same call once before the capture"):
-        _attend._plan(call, bound, bound, "variant")
+        _launch._plan(call, bound, bound, "variant")
     with pytest.raises(LaunchError, match="make the same call once before it"):
         _utility.run_utility(("captured",), "sm_80", CUDA0, pytest.fail, bound)
 
@@ -355,7 +355,7 @@ def test_work_is_planned_for_the_blocks_that_a_device_holds(
 ) -> None:
     q = torch.randn(1, 2, 1, 64).bfloat16()
     fa.attention(q, q, q, target="emulated:sm_90")
-    plan, _ = list(_attend._launches.values())[-1]
+    plan, _ = list(_launch._launches.values())[-1]
     kernel = plan.kernels[1]
     assert plan.kernels[0] is None and kernel is not None and kernel.module is not None
     module, spec = kernel.module, kernel.spec

@@ -14,7 +14,7 @@ import pytest
 
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.ops import _attend, _batch_device, _batch_kernels, _device, _utility
+from flashattn_jit.ops import _device, _device_memory, _launch, _plan, _utility
 
 _NOTHING = """
 #include <fajit/abi.h>
@@ -68,11 +68,11 @@ def nothing_module(folder: Path) -> _C.Module:
 
 def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
     """Put `asked` in the place of the cache, and nothing in the place of launches."""
-    for ops in (_device, _batch_kernels, _utility):
+    for ops in (_device, _plan, _utility):
         patch.setattr(ops, "load_stepping", asked)
     # Plans and kernels that other tests made would ask for nothing.
-    for known in (_attend._launches, _attend._kernels, _utility._plans):
+    for known in (_launch._launches, _launch._kernels, _utility._plans):
         known.clear()
     patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)
-    for ops in (_batch_device, _utility):
+    for ops in (_device_memory, _utility):
         patch.setattr(ops, "launch", lambda *args: None)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from flashattn_jit import _C
-from flashattn_jit.ops._batch_kernels import native_kind
+from flashattn_jit.ops._plan import native_kind
 from flashattn_jit.planner.costs import merge_cost
 from flashattn_jit.planner.tiles import choose_rows, few_rows
 from flashattn_jit.variants.ir import VariantIR

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _handles
-from flashattn_jit.ops._launch import bind_tensors
+from flashattn_jit.ops._call import bind_tensors
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims

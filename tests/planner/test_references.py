@@ -13,7 +13,7 @@ import math
 import pytest
 
 from flashattn_jit.codegen.budget import LIMITS, accumulator_registers, ctas_per_sm, shared_bytes
-from flashattn_jit.ops._batch_kernels import native_kind
+from flashattn_jit.ops._plan import native_kind
 from flashattn_jit.planner import Problem, choose, named_hardware, slots
 from flashattn_jit.planner.costs import coefficients, merge_cost
 from flashattn_jit.variants.ir import VariantIR

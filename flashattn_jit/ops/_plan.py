@@ -1,0 +1,503 @@
+"""Planning: which kernels a batch needs, and who computes what of it, for every kind of call.
+
+`Options` say what kernels are chosen for and `Kernels` choose, load and cost them, by structure. A
+`Batch` is what is planned: requests, where their keys lie, which of them are visited. A `Variation`
+is that batch planned for one structure of its variant and one alignment of its tensors: the first
+is made by plan(), or by the first dense or packed call of its kind; another one by a run whose
+params or tensors turn out to need other kernels. Making one has no effect on a device until
+`commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..codegen.spec import KernelSpec
+from ..codegen.target import CPU_TARGETS, LANES
+from ..errors import InputError
+from ..jit.module import load_stepping
+from ..planner.costs import coefficients, least_part, merge_cost
+from ..planner.cuda_tiles import row_class
+from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows, requests_of
+from ..variants.binding import Bound
+from ..variants.dtypes import DTYPE_NAMES
+from ..variants.ir import VariantIR
+from ..variants.params import Dims
+from . import _handles
+from ._call import BlockMaskLayout, Call, bind_tensors
+from ._handles import Structure
+from ._key_lists import KeyLists
+from .limits import Limits
+
+# --- kernels --------------------------------------------------------------------------------------
+
+PREFILL, FEW_ROW = 0, 1
+KINDS = ("prefill", "few_row")
+
+_SPLIT_KEYS = (4096, 2048)
+"""Keys between cuts of batch-invariant plans, by kind: FlashInfer's fixed split, and twice that
+where many rows share a key."""
+
+_L2_BYTES = _C.cache_sizes()[1]
+_KEPT_PAIRS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What kernels are chosen for: of a `BatchAttention`, or of dense and packed calls alike."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    device: torch.device
+    target: str
+    limits: Limits | None = None
+    cuda_graph: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key-value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def cpu(self) -> bool:
+        """Whether kernels are CPU code."""
+        return self.target in CPU_TARGETS
+
+
+class Kernel(NamedTuple):
+    """A kernel of one tile kind. native: as `_C.BatchPlan` takes a kind. module: None in bounds."""
+
+    spec: KernelSpec
+    module: _C.Module | None
+    native: tuple[object, ...]
+    workers: int
+
+
+Pair = tuple[Kernel | None, Kernel | None]
+"""Prefill and few-row; None where the batch has no such work."""
+
+
+class Needs(NamedTuple):
+    """What of a batch decides its kernels: storage and rows. `prefill_rows`: of the longest."""
+
+    prefill_rows: int
+    few: bool
+    paged: bool = False
+    sparse: bool = False
+    mixed: bool = False
+    block_mask: bool = False
+    unaligned: bool = False
+
+    def features(self, cpu: bool) -> tuple[str, ...]:
+        """Of the kernels."""
+        if cpu and (self.paged or self.sparse or self.mixed):
+            return ("indirect",)
+        wanted = {
+            "block_mask": self.block_mask, "paged": self.paged, "mixed_rows": self.mixed,
+            "sparse": self.sparse, "unaligned": self.unaligned and not cpu,
+        }  # fmt: skip
+        return tuple(name for name, needed in wanted.items() if needed)
+
+
+@dataclass(slots=True)
+class Kernels:
+    """The kernels of one object, or of calls of one kind, by structure."""
+
+    options: Options
+    _known: dict[tuple[object, ...], Kernel] = field(default_factory=dict)
+    _pairs: dict[tuple[object, ...], Pair] = field(default_factory=dict)
+    _told: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def few_rows(self) -> int:
+        """Most packed rows of a few-row request."""
+        return few_rows(self.options.target, DTYPE_NAMES[self.options.q_dtype])
+
+    def needs(
+        self,
+        lengths: _C.BatchLengths,
+        group_size: int,
+        q_block: int,
+        paged: bool,
+        mixed: bool,
+        block_mask: bool,
+        unaligned: bool,
+    ) -> Needs:
+        """The needs of a batch; under limits, of every batch.
+
+        group_size: query heads that share a tile.
+        """
+        prefill, few, rows = lengths.tile_kinds(group_size, self.few_rows, q_block)
+        always = self.options.limits is not None
+        if always or self.options.batch_invariant or self.options.cpu:
+            rows = ALL_ROWS
+        elif prefill:
+            rows = row_class(rows)
+        return Needs(
+            rows if prefill or always else 0, bool(few) or always, paged, q_block > 0, mixed,
+            block_mask, unaligned,
+        )  # fmt: skip
+
+    def pair(self, handle: int, known: Structure, needs: Needs) -> Pair:
+        """The kernels, from memory or loaded now.
+
+        Raises:
+            CompileError: a kernel was needed that no cache has, and the compiler failed.
+        """
+        found = self._pairs.get((handle, needs))
+        if found is not None:
+            return found
+        features = needs.features(self.options.cpu)
+        prefill = few = None
+        if needs.prefill_rows:
+            prefill = self._kernel(handle, known, needs.prefill_rows, features)
+        if needs.few:
+            few = self._kernel(handle, known, 1, features)
+        if len(self._pairs) >= _KEPT_PAIRS:
+            self._pairs.clear()
+        self._pairs[handle, needs] = prefill, few
+        return prefill, few
+
+    def unloaded(self, known: Structure, needs: Needs) -> Pair:
+        """The kernels of a CPU target as `_C.BatchPlan.workspace_bound` takes them: no modules."""
+        features = needs.features(self.options.cpu)
+        specs = (
+            self.spec(known.ir, rows, features, known.name) for rows in (needs.prefill_rows, 1)
+        )
+        prefill, few = (Kernel(s, None, native_kind(s, self.options.target), 0) for s in specs)
+        return prefill, few
+
+    def spec(
+        self, ir: VariantIR, packed_rows: int, features: tuple[str, ...], name: str
+    ) -> KernelSpec:
+        """The first choice for some rows."""
+        o = self.options
+        dtypes = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
+        return choose_rows(
+            ir, (o.head_dim, o.head_dim_v), dtypes, o.target, packed_rows, features, name
+        )
+
+    def _kernel(
+        self, handle: int, known: Structure, packed_rows: int, features: tuple[str, ...]
+    ) -> Kernel:
+        rows = packed_rows if self.options.cpu else row_class(packed_rows)
+        key = (handle, rows, features)
+        kernel = self._known.get(key)
+        if kernel is None:
+            spec = self.spec(known.ir, packed_rows, features, known.name)
+            kernel = self._known[key] = self._load(spec)
+        return kernel
+
+    def _load(self, spec: KernelSpec) -> Kernel:
+        if self.options.cpu:
+            module = load_stepping(requests_of(spec))[1]
+            return Kernel(spec, module, native_kind(spec, self.options.target, module), 0)
+        from . import _device  # a process without a device need not have it
+
+        spec, module = _device.load_spec(spec)
+        workers = _device.workers(spec, self.options.device, module)
+        return Kernel(spec, module, native_kind(spec, self.options.target, module), workers)
+
+    def plan_options(self, kernels: Pair) -> dict[str, Any]:
+        """What `_C.BatchPlan` and its `workspace_bound` are told of the machine and the object."""
+        threads = torch.get_num_threads()
+        key = (threads, *(k and id(k) for k in kernels))
+        found = self._told.get(key)
+        if found is None:
+            found = self._told[key] = self._plan_options(kernels, threads)
+        return found
+
+    def _plan_options(self, kernels: Pair, threads: int) -> dict[str, Any]:
+        o = self.options
+        workers = tuple(threads if o.cpu else k.workers if k else 1 for k in kernels)
+        splits = tuple(
+            -(-keys // k.spec.tile_kv) * k.spec.tile_kv if k else keys
+            for keys, k in zip(_SPLIT_KEYS, kernels, strict=True)
+        )
+        return {
+            "num_q_heads": o.num_q_heads,
+            "head_dim_v": o.head_dim_v,
+            "few_rows": self.few_rows,
+            "num_workers": workers,
+            "share_workers": o.cpu,
+            "batch_invariant": o.batch_invariant,
+            "split_keys": splits if o.batch_invariant else (0, 0),
+            "merge_ns": merge_cost(o.target),
+        }
+
+
+def native_kind(
+    spec: KernelSpec, target: str, module: _C.Module | None = None
+) -> tuple[object, ...]:
+    """A kernel as `_C.BatchPlan` takes a kind: its module, its tile and what its work costs."""
+    rows = granule = spec.tile_q  # on devices a tile that is not full takes as long as a full one
+    if target in CPU_TARGETS:
+        rows = item_rows(spec, _L2_BYTES)
+        granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
+    costs = coefficients(spec, target)
+    return module, rows, granule, spec.tile_kv, least_part(spec), *costs
+
+
+def native_kinds(kernels: Sequence[Kernel | None]) -> Any:
+    """As `_C.BatchPlan` takes them."""
+    return tuple(None if k is None else k.native for k in kernels)
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+class Keys(NamedTuple):
+    """Where the keys of a batch lie.
+
+    page_size: 0 when ragged. page_indices: of all levels, int32, on the device of the keys. pages:
+    (least, greatest) page in use, None where that is not known. page_indptrs: of the requests, then
+    of each level, for messages.
+    """
+
+    page_size: int
+    page_indices: torch.Tensor | None
+    pages: tuple[int, int] | None
+    page_indptrs: Sequence[torch.Tensor] = ()
+
+
+_RAGGED = Keys(0, None, None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What is planned.
+
+    name: of the variant. num_levels: of shared keys. keeps_mask: the plan is for the params of the
+    mask that it is made with, which stay; else for any, and a mask that reads tensors is costed by
+    length.
+    """
+
+    kernels: Kernels
+    name: str
+    lengths: _C.BatchLengths
+    dims: Dims
+    keys: Keys = _RAGGED
+    lists: KeyLists | None = None
+    num_levels: int = 0
+    block_mask: BlockMaskLayout | None = None
+    keeps_mask: bool = True
+
+    @property
+    def options(self) -> Options:
+        """Of the object that planned it."""
+        return self.kernels.options
+
+
+@dataclass(slots=True, eq=False)
+class Variation:
+    """A planned batch for one structure and one alignment.
+
+    mask_tensors, mask_scalars: (slot, value) of what the mask reads, which a run does not change.
+    block: the plan in device memory. launches: what runs of it launch, a `Launch` each.
+    """
+
+    batch: Batch
+    known: Structure
+    kernels: Pair
+    native: _C.BatchPlan
+    core: _C.BatchCall
+    mask_params: frozenset[str]
+    mask_tensors: tuple[tuple[int, torch.Tensor], ...]
+    mask_scalars: tuple[tuple[int, int | float], ...]
+    page_indices: torch.Tensor | None
+    key_blocks: torch.Tensor | None
+    classified: bool
+    block: Any = None
+    launches: dict[Call, Any] = field(default_factory=dict)
+    pointers: tuple[int, int] = (0, 0)  # of page_indices and key_blocks
+
+    def commit(self, state: Any) -> None:
+        """Put the plan where its kernels run. state: the object's `DeviceState`, None on CPUs."""
+        note_planned(self.kernels)
+        if state is not None:
+            for kernel in self.kernels:
+                if kernel is not None:
+                    state.prepare(kernel.module)
+            self._stage(state)
+            self.block = state.upload(self.core)
+        self.page_indices = _with_address(self.page_indices)
+        self.pointers = (_address(self.page_indices), _address(self.key_blocks))
+
+    def _stage(self, state: Any) -> None:
+        limits = self.batch.options.limits
+        if self.page_indices is not None:
+            indices, most = self.page_indices, self.page_indices.numel()
+            if limits is not None:
+                most = limits.max_pages
+            if self.batch.options.cuda_graph:
+                # What follows the batch's own entries is nobody's, and may be beyond the limits.
+                indices = indices[: self.batch.lengths.num_page_indices]
+            self.page_indices = state.stage("page_indices", indices, most)
+        if self.key_blocks is not None:
+            lists = self.batch.lists
+            assert lists is not None
+            self.key_blocks = state.stage("key_blocks", self.key_blocks, lists.entries)
+        if self.batch.options.cuda_graph:
+            names = self.known.ir.tensors
+            self.mask_tensors = tuple(
+                (slot, state.stage(names[slot].name, tensor, tensor.numel()))
+                for slot, tensor in self.mask_tensors
+            )
+
+    def values(self, bound: Bound) -> tuple[Sequence[torch.Tensor], Sequence[int | float]]:
+        """The tensors and numbers of a run: its own, but for those that the mask reads."""
+        tensors: Sequence[torch.Tensor] = bound.tensors
+        scalars: Sequence[int | float] = bound.scalars
+        if self.mask_tensors:
+            tensors = list(tensors)
+            for slot, tensor in self.mask_tensors:
+                tensors[slot] = tensor
+        if self.mask_scalars:
+            scalars = list(scalars)
+            for slot, value in self.mask_scalars:
+                scalars[slot] = value
+        return tensors, scalars
+
+
+def note_planned(kernels: Pair) -> None:
+    """What is planned with counts as run, for `fa.record_manifest`.
+
+    A later process plans with these again, whether or not a run then needs others.
+    """
+    for kernel in kernels:
+        if kernel is not None and kernel.module is not None:
+            kernel.module.note_run()
+
+
+def _with_address(indices: torch.Tensor | None) -> torch.Tensor | None:
+    """Where lists name no key of requests without pages, nothing is read, but from somewhere."""
+    return indices if indices is None or indices.numel() else indices.new_zeros(1)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or not tensor.numel() else tensor.data_ptr()
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+def vary(
+    batch: Batch,
+    bound: Bound,
+    unaligned: bool,
+    mask_values: Mapping[str, torch.Tensor | int | float] | None = None,
+) -> Variation:
+    """Plan a batch for what a variant was bound to.
+
+    mask_values: what the mask reads by name, where the batch was planned before.
+
+    Raises:
+        InputError: the batch is beyond the limits.
+        CompileError: a kernel was needed that no cache has, and the compiler failed.
+    """
+    options, kernels, lists = batch.options, batch.kernels, batch.lists
+    known = _handles.structure_of(bound, batch.name)
+    if not options.cpu:
+        from ._device import check_params  # a process without a device need not have it
+
+        check_params(known)
+    mask = known.ir.hook("mask_mod")
+    slots = known.mask_slots
+    tensors, scalars = list(bound.tensors), list(bound.scalars)
+    if mask_values is not None:
+        for params, values, which in (
+            (known.ir.tensors, tensors, slots[0]), (known.ir.scalars, scalars, slots[1]),
+        ):  # fmt: skip
+            for slot in which:
+                values[slot] = mask_values.get(params[slot].name, values[slot])  # type: ignore
+    blocks = batch.block_mask
+    num_kv_heads = options.num_kv_heads
+    if blocks is not None and blocks[1][1] != 0:
+        num_kv_heads = options.num_q_heads  # heads that visit different blocks share no tile
+    needs = kernels.needs(
+        batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,
+        batch.keys.page_size > 0, batch.num_levels > 0, blocks is not None, unaligned,
+    )  # fmt: skip
+    pair = kernels.pair(bound.handle, known, needs)
+    classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)
+    mask_args: dict[str, Any] = {}
+    if classify:
+        addresses, layouts, _held = bind_tensors(known, tensors)
+        mask_args = {
+            "tensors": addresses, "layouts": layouts, "scalars": tuple(scalars),
+            "scalar_kinds": known.scalar_kinds, "mask_is_contiguous": known.mask_is_contiguous,
+            "mask_reads_request": known.mask_reads_request,
+        }  # fmt: skip
+    try:
+        native = _C.BatchPlan(
+            batch.lengths,
+            native_kinds(pair),
+            lists=None if lists is None else lists.native(),
+            classify=classify,
+            limits=None if options.limits is None else options.limits.native(),
+            num_levels=batch.num_levels,
+            num_kv_heads=num_kv_heads,
+            row_block=0 if blocks is None else blocks[2],
+            **kernels.plan_options(pair),
+            **mask_args,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    core = _C.BatchCall(
+        native,
+        batch.lengths,
+        (pair[0] and pair[0].module, pair[1] and pair[1].module),
+        num_q_heads=options.num_q_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        head_dim_v=options.head_dim_v,
+        key_block=lists.key_block if lists else 0,
+        num_key_blocks=lists.entries if lists else 0,
+    )
+    kept = slots if batch.keeps_mask else ((), ())
+    return Variation(
+        batch, known, pair, native, core, bound.mask_params,
+        tuple((slot, tensors[slot]) for slot in kept[0]),
+        tuple((slot, scalars[slot]) for slot in kept[1]),
+        batch.keys.page_indices, lists.key_blocks if lists else None, classify,
+    )  # fmt: skip
+
+
+def _can_be_costed(batch: Batch, known: Structure, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the interval form of the mask may say what the work costs.
+
+    It says nothing of the blocks of a block mask, whose full ones are visited whatever the mask
+    says. Tensors on a device are not read.
+    """
+    if batch.block_mask is not None:
+        return False
+    if not batch.keeps_mask:
+        return known.costed_by_mask
+    return all(tensors[slot].device.type == "cpu" for slot in known.mask_slots[0])
+
+
+def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:
+    """What the mask of a planned batch reads, by the name of its slot."""
+    ir = planned.known.ir
+    found: dict[str, torch.Tensor | int | float] = {
+        ir.tensors[slot].name: tensor for slot, tensor in planned.mask_tensors
+    }
+    found.update((ir.scalars[slot].name, value) for slot, value in planned.mask_scalars)
+    return found
+
+
+__all__ = [
+    "FEW_ROW", "KINDS", "PREFILL", "Batch", "Kernel", "Kernels", "Keys", "Needs", "Options", "Pair",
+    "Variation", "mask_values", "native_kind", "native_kinds", "note_planned", "vary",
+]  # fmt: skip
