@@ -75,6 +75,7 @@ struct Frame {
 struct Number {
   int64_t whole;
   double real;
+  bool is_whole;
 };
 
 struct Operation {
@@ -89,7 +90,7 @@ struct Operation {
 };
 using Block = std::vector<Operation>;
 
-// How an operation calls a function. Kinds: i Interval, f FInterval, t Tri, b Bits.
+// What a statement calls. Kinds: i Interval, f FInterval, t Tri, b Bits.
 struct Function {
   Operation::Run run;
   std::string operands;  // their kinds
@@ -113,21 +114,21 @@ Lanes run_any(const std::vector<Block>& clauses, Frame& frame, Lanes lanes);
 struct Program {
   // tensors: (dtype, rank) of each param; `num_tables` pairs of lo and hi tables follow them in a
   // call. Throws ValueError or TypeError for what is no such code.
-  Program(pybind11::handle code, pybind11::handle tensors, int num_tables,
+  Program(pybind11::handle code, pybind11::handle tensors, size_t num_tables,
           std::string scalar_kinds);
 
-  size_t num_tensors() const { return dtypes.size() + 2 * static_cast<size_t>(num_tables); }
+  size_t num_tensors() const { return dtypes.size() + 2 * num_tables; }
 
   std::vector<std::string> dtypes;
-  std::vector<int> ranks;
-  int num_tables;
+  std::vector<size_t> ranks;
+  size_t num_tables;
   std::string scalar_kinds;
 
   Block once, guards;
   std::vector<Block> keep, drop;
   std::vector<std::array<int, 3>> periods;  // index, offset, divisor
   std::vector<Gather> gathers;
-  int num_registers = kIndices;
+  size_t num_registers = kIndices;
 };
 
 }  // namespace fajit::form

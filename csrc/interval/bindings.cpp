@@ -62,7 +62,7 @@ void bind_interval_form(py::module_& m) {
     return names;
   });
   py::class_<Program>(m, "IntervalForm")
-      .def(py::init<py::handle, py::handle, int, std::string>(), py::arg("code"), py::kw_only(),
+      .def(py::init<py::handle, py::handle, size_t, std::string>(), py::arg("code"), py::kw_only(),
            py::arg("tensors"), py::arg("num_tables"), py::arg("scalar_kinds"))
       .def("classify", &classify, py::arg("boxes"), py::kw_only(), py::arg("tensors"),
            py::arg("layouts"), py::arg("scalars"), py::arg("lengths"))

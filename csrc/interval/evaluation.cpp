@@ -87,7 +87,7 @@ Lanes run_any(const std::vector<Block>& clauses, Frame& frame, Lanes lanes) {
 
 Evaluation::Evaluation(const Program& program, const Arguments& arguments)
     : program_(program), frame_{Context(&arguments.args), arguments.views, {}} {
-  frame_.registers.resize(static_cast<size_t>(program.num_registers));
+  frame_.registers.resize(program.num_registers);
   run(program.once, frame_, ~Lanes{0});
 }
 

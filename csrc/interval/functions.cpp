@@ -16,14 +16,10 @@ constexpr char kind_of() {
 
 template <class T>
 T& get(Value& value) {
-  if constexpr (kind_of<T>() == 'i')
-    return value.i;
-  else if constexpr (kind_of<T>() == 'f')
-    return value.f;
-  else if constexpr (kind_of<T>() == 't')
-    return value.t;
-  else
-    return value.b;
+  if constexpr (kind_of<T>() == 'i') return value.i;
+  if constexpr (kind_of<T>() == 'f') return value.f;
+  if constexpr (kind_of<T>() == 't') return value.t;
+  if constexpr (kind_of<T>() == 'b') return value.b;
 }
 
 // The arguments of a call, taken from left to right.
@@ -36,14 +32,15 @@ struct Arguments {
   template <class T>
   T take() {
     using Plain = std::decay_t<T>;
-    if constexpr (std::is_same_v<Plain, Context>)
+    if constexpr (std::is_same_v<Plain, Context>) {
       return context;
-    else if constexpr (kind_of<Plain>() != '?')
+    } else if constexpr (kind_of<Plain>() != '?') {
       return get<Plain>((*operands++)[lane]);
-    else if constexpr (std::is_same_v<Plain, double>)
+    } else if constexpr (std::is_same_v<Plain, double>) {
       return (numbers++)->real;
-    else
+    } else {
       return static_cast<Plain>((numbers++)->whole);
+    }
   }
 };
 
@@ -78,21 +75,19 @@ struct Call<F> {
 
   template <class T>
   static void describe(Function& made) {
-    if (kind_of<T>() != '?')
+    if (kind_of<T>() != '?') {
       made.operands += kind_of<T>();
-    else if (!std::is_same_v<T, Context>)
+    } else if (!std::is_same_v<T, Context>) {
       made.numbers += std::is_same_v<T, double> ? 'd' : 'n';
+    }
   }
 };
 
 }  // namespace
 
 const std::map<std::string, Function>& functions() {
-#define FAJIT_F(name)                        \
-  {                                          \
-    #name, Call<&interval::name>::function() \
-  }
   // clang-format off
+#define FAJIT_F(name) {#name, Call<&interval::name>::function()}
   static const std::map<std::string, Function> table = {
       // integers
       FAJIT_F(i_point), FAJIT_F(i_top), FAJIT_F(i_hull), FAJIT_F(i_where), FAJIT_F(i_wrap),
@@ -122,8 +117,8 @@ const std::map<std::string, Function>& functions() {
       // which boxes stay
       FAJIT_F(fits), FAJIT_F(differ), FAJIT_F(may), FAJIT_F(may_fail),
   };
-  // clang-format on
 #undef FAJIT_F
+  // clang-format on
   return table;
 }
 

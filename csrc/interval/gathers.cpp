@@ -17,7 +17,7 @@ Value read(const View& view, const Operation& operation, const Interval* at, siz
   std::copy_n(at, rank, all + kRank - rank);
   Value out;
   if constexpr (std::is_same_v<T, Interval>) {
-    const Interval top = {operation.numbers[0].whole, operation.numbers[1].whole};
+    const Interval top = {operation.numbers[3].whole, operation.numbers[4].whole};
     out.i = i_gather<E, kRank, kRank - 1>(view.tensor, tables, all, top);
   } else if constexpr (std::is_same_v<T, Tri>) {
     out.t = t_gather<E, kRank, kRank - 1>(view.tensor, tables, all);

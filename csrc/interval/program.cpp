@@ -11,23 +11,26 @@ namespace {
 using runtime::Items;
 using runtime::to_int64;
 
-constexpr int kMostRegisters = 1 << 16;
+constexpr size_t kMostRegisters = 1 << 16;
 constexpr int kDeepest = 256;  // clauses inside of clauses
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw py::value_error("no interval form: " + what);
 }
 
-int index_below(int64_t value, size_t end, const char* what) {
+size_t below(int64_t value, size_t end, const char* what) {
   require(value >= 0 && static_cast<uint64_t>(value) < end,
           std::string(what) + " " + std::to_string(value));
-  return static_cast<int>(value);
+  return static_cast<size_t>(value);
 }
 
 std::string text(py::handle value, const char* name) {
   if (!PyUnicode_Check(value.ptr())) throw py::type_error(std::string(name) + " must be a str");
   return value.cast<std::string>();
 }
+
+// --- statements that are no function of the headers
+// ------------------------------------------------
 
 // numbers: how many of the operands behind the first are lows, then the constant ends.
 Lanes meet(const Operation& operation, Frame& frame, Lanes lanes) {
@@ -38,10 +41,11 @@ Lanes meet(const Operation& operation, Frame& frame, Lanes lanes) {
     int64_t lo = operation.numbers[1].whole, hi = operation.numbers[2].whole;
     for (size_t i = 1; i < operands.size(); ++i) {
       const Interval limit = frame.lanes(operands[i])[lane].i;
-      if (i < first_high)
+      if (i < first_high) {
         lo = interval::larger(lo, limit.lo);
-      else
+      } else {
         hi = interval::smaller(hi, limit.hi);
+      }
     }
     Interval value = frame.lanes(operands[0])[lane].i;
     if (!interval::meet(value, lo, hi)) stay &= ~(Lanes{1} << lane);
@@ -53,6 +57,9 @@ Lanes meet(const Operation& operation, Frame& frame, Lanes lanes) {
 Lanes any(const Operation& operation, Frame& frame, Lanes lanes) {
   return run_any(operation.clauses, frame, lanes);
 }
+
+// --- reading
+// ---------------------------------------------------------------------------------------
 
 // Reads statements in order; what a register holds is what was written to it last.
 class Reader {
@@ -77,10 +84,9 @@ class Reader {
   }
 
   int operand(py::handle source, char kind) const {
-    const int reg = index_below(to_int64(source, "operands"), kinds_.size(), "register");
-    require(kinds_[static_cast<size_t>(reg)] == kind,
-            "register " + std::to_string(reg) + " holds no " + kind);
-    return reg;
+    const size_t reg = below(to_int64(source, "operands"), kinds_.size(), "register");
+    require(kinds_[reg] == kind, "register " + std::to_string(reg) + " holds no " + kind);
+    return static_cast<int>(reg);
   }
 
  private:
@@ -88,92 +94,91 @@ class Reader {
     const std::string name = text(source.attr("name"), "name");
     const py::object listed = source.attr("operands"), constants = source.attr("numbers");
     const Items operands(listed, "operands"), numbers(constants, "numbers");
-    const auto number = [&](size_t i) {
-      require(i < numbers.size(), name + " has too few numbers");
-      return to_int64(numbers[i], "numbers");
-    };
-    const auto slot = [&] { return index_below(number(0), program_.dtypes.size(), "slot"); };
-
     Operation made;
-    std::string kinds;  // of the operands
-    char result = 'i';
-    const bool bits = name == "gather_bits";
-    if (const auto found = functions().find(name); found != functions().end()) {
-      const Function& function = found->second;
-      made.run = function.run;
-      kinds = function.operands;
-      result = function.result;
-      require(numbers.size() == function.numbers.size(), name + " takes other numbers");
-      for (size_t i = 0; i < numbers.size(); ++i) {
-        made.numbers.push_back(function.numbers[i] == 'n' ? Number{number(i), 0}
-                                                          : Number{0, real(numbers[i])});
-      }
-      if (name == "i_scalar" || name == "f_scalar") {
-        const int scalar = index_below(number(0), program_.scalar_kinds.size(), "scalar");
-        require(program_.scalar_kinds[static_cast<size_t>(scalar)] == result, "a scalar's kind");
-      } else if (name == "i_places" || name == "i_ranks") {
-        slot();
-        if (name == "i_places") index_below(number(1), FAJIT_MAX_RANK, "dim");
-      }
-    } else if (name == "meet") {
-      made.run = meet;
-      kinds.assign(std::max(operands.size(), size_t{1}), 'i');
-      index_below(number(0), kinds.size(), "lows:");
-      for (size_t i = 0; i < 3; ++i) made.numbers.push_back({number(i), 0});
-    } else if (name == "any") {
-      made.run = any;
-      result = '?';
-      made.clauses = clauses(source.attr("clauses"), depth + 1);
-    } else if (name == "i_searchsorted") {
-      require(program_.ranks[static_cast<size_t>(slot())] == 1, "a sorted tensor has one dim");
-      made.run = searchsorted(program_.dtypes[static_cast<size_t>(slot())], number(1) != 0);
-      kinds = "i";
-      made.numbers.push_back({slot(), 0});
-    } else {
-      require(bits || name == "i_gather" || name == "t_gather" || name == "f_gather",
-              name + " is unknown");
-      const size_t tensor = static_cast<size_t>(slot());
-      const int rank = program_.ranks[tensor];
-      const int dim =
-          index_below(number(bits ? 1 : 2), static_cast<size_t>(std::max(rank, 1)), "dim");
-      const int table = bits || number(1) == -1
-                            ? -1
-                            : index_below(number(1), program_.num_tensors() - 1, "table");
-      require(table < 0 || static_cast<size_t>(table) >= program_.dtypes.size(),
-              "a param as table");
-      made.run = gather(name, program_.dtypes[tensor]);
-      kinds.assign(static_cast<size_t>(rank), 'i');
-      result = bits ? 'b' : name[0];
-      if (result == 'i') made.numbers = {{number(3), 0}, {number(4), 0}};
-      made.view = static_cast<int>(program_.gathers.size());
-      program_.gathers.push_back({slot(), table, dim, rank});
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      const bool real = PyFloat_Check(numbers[i].ptr());
+      const int64_t whole = real ? 0 : to_int64(numbers[i], "numbers");
+      made.numbers.push_back({whole, real ? numbers[i].cast<double>() : double(whole), !real});
     }
-    require(made.run != nullptr, name + " does not read this dtype");
-    require(operands.size() == kinds.size(), name + " takes another number of operands");
-    for (size_t i = 0; i < kinds.size(); ++i) {
-      made.operands.push_back(operand(operands[i], kinds[i]));
+    const Function called = function(name, made.numbers, operands.size());
+    require(called.run != nullptr, name + " does not read this dtype");
+    require(numbers.size() == called.numbers.size(), name + " takes other numbers");
+    require(operands.size() == called.operands.size(), name + " takes other operands");
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      require(made.numbers[i].is_whole || called.numbers[i] == 'd', name + " takes integers");
     }
-    if (made.view >= 0 && !kinds.empty()) {  // the scanned dim last
-      const auto scanned = made.operands.begin() + program_.gathers.back().dim;
-      std::rotate(scanned, scanned + 1, made.operands.end());
+    for (size_t i = 0; i < operands.size(); ++i) {
+      made.operands.push_back(operand(operands[i], called.operands[i]));
     }
-    if (result != '?') made.result = define(source.attr("result"), result);
+    made.run = called.run;
+    check(name, made);
+    if (name == "any") made.clauses = clauses(source.attr("clauses"), depth + 1);
+    if (called.result != '?') {
+      made.result = define(to_int64(source.attr("result"), "result"), called.result);
+    }
     return made;
   }
 
-  int define(py::handle source, char kind) {
-    const int reg = index_below(to_int64(source, "result"), kMostRegisters, "register");
-    require(reg >= kIndices, "a result in the place of an index");
-    if (static_cast<size_t>(reg) >= kinds_.size()) kinds_.resize(static_cast<size_t>(reg) + 1);
-    kinds_[static_cast<size_t>(reg)] = kind;
-    program_.num_registers = static_cast<int>(kinds_.size());
-    return reg;
+  // What a statement calls, from its name and, where it reads a tensor, the slot.
+  Function function(const std::string& name, const std::vector<Number>& numbers,
+                    size_t num_operands) const {
+    const auto found = functions().find(name);
+    if (found != functions().end()) return found->second;
+    if (name == "any") return {any, "", "", '?'};
+    if (name == "meet") {
+      return {meet, std::string(std::max<size_t>(num_operands, 1), 'i'), "nnn", 'i'};
+    }
+    const size_t slot =
+        below(numbers.empty() ? -1 : numbers[0].whole, program_.dtypes.size(), "slot");
+    const std::string &dtype = program_.dtypes[slot], at(program_.ranks[slot], 'i');
+    if (name == "i_searchsorted") {
+      const bool right = numbers.size() > 1 && numbers[1].whole != 0;
+      return {at == "i" ? searchsorted(dtype, right) : nullptr, "i", "nn", 'i'};
+    }
+    if (name == "i_gather") return {gather(name, dtype), at, "nnnnn", 'i'};
+    if (name == "gather_bits") return {gather(name, dtype), at, "nn", 'b'};
+    require(name == "t_gather" || name == "f_gather", name + " is unknown");
+    return {gather(name, dtype), at, "nnn", name[0]};
   }
 
-  static double real(py::handle value) {
-    const double number = PyFloat_AsDouble(value.ptr());
-    if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-    return number;
+  // Numbers that are places: of scalars, tensors, dims, operands.
+  void check(const std::string& name, Operation& made) {
+    const std::vector<Number>& numbers = made.numbers;
+    const auto place = [&](size_t i, size_t end) { return below(numbers[i].whole, end, "place"); };
+    if (name == "i_scalar" || name == "f_scalar") {
+      const size_t slot = place(0, program_.scalar_kinds.size());
+      require(program_.scalar_kinds[slot] == name[0], "a scalar is of another kind");
+    } else if (name == "i_places" || name == "i_ranks") {
+      place(0, program_.dtypes.size());
+      if (name == "i_places") place(1, FAJIT_MAX_RANK);
+    } else if (name == "meet") {
+      place(0, made.operands.size());
+    } else if (name.find("gather") != std::string::npos) {
+      const size_t rank = made.operands.size();
+      const bool bits = name == "gather_bits";
+      const size_t dim = place(bits ? 1 : 2, std::max<size_t>(rank, 1));
+      int table = -1;
+      if (!bits && numbers[1].whole != -1) {
+        table = static_cast<int>(place(1, program_.num_tensors() - 1));
+        require(numbers[1].whole >= static_cast<int64_t>(program_.dtypes.size()), "no table");
+      }
+      made.view = static_cast<int>(program_.gathers.size());
+      program_.gathers.push_back({static_cast<int>(numbers[0].whole), table, static_cast<int>(dim),
+                                  static_cast<int>(rank)});
+      if (rank > 0) {  // the scanned dim last
+        const auto scanned = made.operands.begin() + static_cast<std::ptrdiff_t>(dim);
+        std::rotate(scanned, scanned + 1, made.operands.end());
+      }
+    }
+  }
+
+  int define(int64_t number, char kind) {
+    const size_t reg = below(number, kMostRegisters, "register");
+    require(reg >= kIndices, "a result in the place of an index");
+    if (reg >= kinds_.size()) kinds_.resize(reg + 1, '\0');
+    kinds_[reg] = kind;
+    program_.num_registers = kinds_.size();
+    return static_cast<int>(reg);
   }
 
   Program& program_;
@@ -182,7 +187,7 @@ class Reader {
 
 }  // namespace
 
-Program::Program(py::handle code, py::handle tensors, int num_table_pairs, std::string kinds)
+Program::Program(py::handle code, py::handle tensors, size_t num_table_pairs, std::string kinds)
     : num_tables(num_table_pairs), scalar_kinds(std::move(kinds)) {
   const Items items(tensors, "tensors");
   for (size_t i = 0; i < items.size(); ++i) {
@@ -190,9 +195,9 @@ Program::Program(py::handle code, py::handle tensors, int num_table_pairs, std::
     const Items tensor(pair, "a tensor");
     require(tensor.size() == 2, "a tensor is (dtype, rank)");
     dtypes.push_back(text(tensor[0], "dtype"));
-    ranks.push_back(index_below(to_int64(tensor[1], "rank"), FAJIT_MAX_RANK + 1, "rank"));
+    ranks.push_back(below(to_int64(tensor[1], "rank"), FAJIT_MAX_RANK + 1, "rank"));
   }
-  require(num_tables >= 0 && num_tables <= 1 << 16, "num_tables");
+  require(num_tables <= 1 << 16, "num_tables");
   Reader reader(*this);
   once = reader.block(code.attr("once"));
   const py::object listed = code.attr("periods");

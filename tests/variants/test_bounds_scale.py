@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
 from flashattn_jit.variants.bounds import FULL, Grid, tile_runs
+from tests.memory import peak_bytes
 from tests.slowness import slowdown
 
 from .bounds_oracle import traced
@@ -100,12 +100,9 @@ MASKS = [causal, window, sink_window, prefix, documents, documents_causal, jagge
 @pytest.mark.parametrize("fn", MASKS, ids=lambda f: f.__name__)
 def test_time_and_memory(fn) -> None:
     mask = traced(fn)
-    tracemalloc.start()
-    runs = tile_runs(mask.graph, mask.params, GRID)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    peak = peak_bytes(lambda: tile_runs(mask.graph, mask.params, GRID))
     assert peak < BUDGET_BYTES, f"{peak / 1e6:.0f} MB"
-    assert sum(runs.counts()) == (N // 128) ** 2
+    assert sum(tile_runs(mask.graph, mask.params, GRID).counts()) == (N // 128) ** 2
     times = []
     for _ in range(7):
         start = time.thread_time()
