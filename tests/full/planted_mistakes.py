@@ -222,7 +222,7 @@ KERNELS = (
             "return {a.hi > b.lo, a.lo > b.hi &&", "return {a.hi > b.lo, a.lo >= b.hi &&",
             "A tile where x > y fails at equality counts as full.",
             "tests/variants/test_bounds_lower.py"),
-    Mistake("remainders of negative numbers", f"{CPU}/hook_ops.h",
+    Mistake("remainders of negative numbers", "csrc/include/fajit/hook_ops.h",
             "return m != 0 && ((m < 0) != (b < 0)) ? m + b : m;", "return m;",
             "`x % n` of a negative x has the sign of x.",
             "tests/codegen/test_hook_ops.py"),
