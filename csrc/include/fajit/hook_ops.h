@@ -38,14 +38,19 @@ template <class From, class To, class T> FAJIT_FN auto cast(T x) {
 
 // --- arithmetic ----------------------------------------------------------------------------------
 
-#define FAJIT_BINARY(name, op)                                      \
-  template <class A, class B> FAJIT_FN auto name(A a, B b) {        \
-    using W = Wide<A, B>;                                           \
-    return W(Unsigned<W>(widen<W>(a)) op Unsigned<W>(widen<W>(b))); \
+#define FAJIT_BINARY(name, op)                                        \
+  template <class A, class B> FAJIT_FN auto name(A a, B b) {          \
+    using W = Wide<A, B>;                                             \
+    using U = Unsigned<W>;                                            \
+    if constexpr (is_vector<W>) return W(U(widen<W>(a)) op U(widen<W>(b))); \
+    else return W(U(a) op U(b));                                      \
   }
 FAJIT_BINARY(add, +)
 FAJIT_BINARY(sub, -)
 FAJIT_BINARY(mul, *)
+FAJIT_BINARY(and_, &)
+FAJIT_BINARY(or_, |)
+FAJIT_BINARY(xor_, ^)
 #undef FAJIT_BINARY
 
 template <class A, class B> FAJIT_FN auto div(A a, B b) {
@@ -180,16 +185,6 @@ template <class A> FAJIT_FN A sign(A a) {
 
 // --- bits ----------------------------------------------------------------------------------------
 
-#define FAJIT_BITWISE(name, op)                              \
-  template <class A, class B> FAJIT_FN auto name(A a, B b) { \
-    using W = Wide<A, B>;                                    \
-    return W(widen<W>(a) op widen<W>(b));                    \
-  }
-FAJIT_BITWISE(and_, &)
-FAJIT_BITWISE(or_, |)
-FAJIT_BITWISE(xor_, ^)
-#undef FAJIT_BITWISE
-
 template <class A> FAJIT_FN A not_(A a) {
   if constexpr (same<A, bool>) return !a;
   else return ~a;
@@ -295,18 +290,20 @@ FAJIT_FN int32_t request(const Context& c, int64_t b) {
   b = b < 0 ? b + n : b;
   return b < 0 || b >= n ? 0 : int32_t(b);
 }
+// A request's entry, or those of the lanes' requests.
+template <class B> FAJIT_FN auto of_request(const Context& c, const int32_t* entries, B b) {
+  return each_lane([&](int64_t r) { return load_global(entries + request(c, r)); }, b);
+}
 template <class B> FAJIT_FN auto q_len(const Context& c, B b) {
-  return each_lane([&](int64_t r) { return load_global(c.args->q_len + request(c, r)); }, b);
+  return of_request(c, c.args->q_len, b);
 }
 template <class B> FAJIT_FN auto kv_len(const Context& c, B b) {
-  return each_lane([&](int64_t r) { return load_global(c.args->kv_len + request(c, r)); }, b);
+  return of_request(c, c.args->kv_len, b);
 }
 template <class B, class Q> FAJIT_FN auto q_row(const Context& c, B b, Q q_idx) {
-  const auto first = [&](int64_t r) {
-    const int32_t at = request(c, r);
-    return int64_t{load_global(c.args->q_token0 + at)} - load_global(c.args->q_offset + at);
-  };
-  return add(cast<dt::i32, dt::i64>(q_idx), each_lane(first, b));
+  const auto wide = [](auto x) { return cast<dt::i32, dt::i64>(x); };
+  return sub(add(wide(q_idx), wide(of_request(c, c.args->q_token0, b))),
+             wide(of_request(c, c.args->q_offset, b)));
 }
 
 }  // namespace ops
