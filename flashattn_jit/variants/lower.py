@@ -2,7 +2,7 @@
 
 On CPUs, scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for either
 lane orientation: query rows on lanes with a uniform key, or keys on lanes with a uniform query row.
-The arithmetic is overloaded on scalars and vectors (`fajit/cpu/hook_ops.h`), so uniform
+The arithmetic is overloaded on scalars and vectors (`fajit/hook_ops.h`), so uniform
 sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower_row`).
 
 On CUDA, the same hooks work on one value a thread (`fajit/cuda/hooks/hook_ops.h`), and a row hook
@@ -144,7 +144,7 @@ def _scalar_hook(
     if variant.cpp_hook(hook) is not None:
         names = ", ".join(a.split()[-1] for a in arguments.split(", "))
         call = (
-            f"ops::each_lane(s, [&](float x) {{ return {hook}_text(c, x); }})"
+            f"ops::each_lane([&](float x) {{ return {hook}_text(c, x); }}, s)"
             if hook == "pointwise"
             else f"{hook}_text(c, {names})"
         )

@@ -279,8 +279,7 @@ def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None
     bodies = []
     for kind, graph, prefix in (("score", score, "s_"), ("mask", mask, "m_")):
         if graph is None:
-            absent = _absent if uniforms is None else _absent_cuda
-            bodies.append(absent(variant, kind, declare))
+            bodies.append(_absent(variant, kind, declare))
             continue
         block, result = lower_graph(graph, variant.tensors, prefix, uniforms)
         hooks.append((block, result))
@@ -398,29 +397,11 @@ def _absent(variant: VariantIR, kind: str, declare: str) -> str:
     """A hook that is absent, or given as text, which is called for each lane."""
     value = "s" if kind == "score" else "true"
     if variant.cpp_hook(f"{kind}_mod") is not None:
-        call, scored, given = (
-            ("each_lane", "float x, ", "x, ") if kind == "score" else ("mask_lanes", "", "")
-        )
+        types, names, values = ("float x, ", "x, ", "s, ") if kind == "score" else ("", "", "")
         value = (
-            f"ops::{call}({'s, ' if scored else ''}r.b, r.h, r.q_idx, k.kv_idx, [&]({scored}"
-            "int32_t b, int32_t h, int32_t q, int32_t kv) "
-            f"{{ return {kind}_mod_text(c, {given}b, h, q, kv); }})"
-        )
-    return f"{_PAIR_HEAD[kind].format(declare)}\n    return {value};\n  }}"
-
-
-def _absent_cuda(variant: VariantIR, kind: str, declare: str) -> str:
-    if variant.cpp_hook(f"{kind}_mod") is None:
-        value = "s" if kind == "score" else "true"
-    elif kind == "score":
-        value = (
-            "ops::each_lane(s, r.h, r.q_idx, k.kv_idx, [&](float x, int32_t h, int32_t q, "
-            "int32_t kv) { return score_mod_text(c, x, r.b, h, q, kv); })"
-        )
-    else:
-        value = (
-            "ops::mask_lanes(r.h, r.q_idx, k.kv_idx, [&](int32_t h, int32_t q, int32_t kv) "
-            "{ return mask_mod_text(c, r.b, h, q, kv); })"
+            f"ops::each_lane([&]({types}int32_t b, int32_t h, int32_t q, int32_t kv) "
+            f"{{ return {kind}_mod_text(c, {names}b, h, q, kv); }}, "
+            f"{values}r.b, r.h, r.q_idx, k.kv_idx)"
         )
     return f"{_PAIR_HEAD[kind].format(declare)}\n    return {value};\n  }}"
 

@@ -74,7 +74,7 @@ template <class D, class V> V pick(const void* p, int64_t i) {
   fajit_tensor t{}; t.ptr = p;
   V v{};
   for (int l = 0; l < FAJIT_LANES; ++l) {
-    if constexpr (ops::same<D, dt::b1>) v[l] = -int32_t(ops::load_scalar<D>(t, i + l));
+    if constexpr (same<D, dt::b1>) v[l] = -int32_t(ops::load_scalar<D>(t, i + l));
     else v[l] = ops::load_scalar<D>(t, i + l);
   }
   return v;

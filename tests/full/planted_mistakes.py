@@ -231,7 +231,7 @@ KERNELS = (
             "return {a.lo - q.lo * b.lo, q.lo == q.hi ? a.hi - q.lo * b.lo : b.lo - 1};",
             "A range that crosses a multiple of the divisor seems to hold no small remainders.",
             "tests/variants/test_bounds_by_hooks.py"),
-    Mistake("remainders of negative numbers", f"{CPU}/hook_ops.h",
+    Mistake("remainders of negative numbers", "csrc/include/fajit/hook_ops.h",
             "return m != 0 && ((m < 0) != (b < 0)) ? m + b : m;", "return m;",
             "`x % n` of a negative x has the sign of x.",
             "tests/codegen/test_hook_ops.py"),

@@ -5,6 +5,24 @@
 
 namespace fajit {
 
+// What hooks read is not written while a kernel runs, so loads take a device's read-only path.
+template <class T> FAJIT_FN T load_global(const T* p) {
+#if defined(__CUDA_ARCH__)
+  return __ldg(p);
+#else
+  return *p;
+#endif
+}
+#if defined(__CUDACC__)
+FAJIT_FN int64_t load_global(const int64_t* p) {  // long is not among __ldg's 64-bit types everywhere
+#if defined(__CUDA_ARCH__)
+  return __ldg(reinterpret_cast<const long long*>(p));
+#else
+  return *p;
+#endif
+}
+#endif
+
 struct Context {
   const fajit_args* args = nullptr;
   // Apart from args, because a CUDA kernel has them among its parameters.
@@ -23,14 +41,7 @@ struct Context {
       : args(a), tensors(t), scalars(s), uniforms(u) {}
 
   FAJIT_FN const fajit_tensor& tensor(int slot) const { return tensors[slot]; }
-
-  // First element of a param tensor, typed by the caller: T is the storage dtype's C++ type.
-  template <class T>
-  FAJIT_FN const T* data(int slot) const {
-    return static_cast<const T*>(tensors[slot].ptr);
-  }
   FAJIT_FN int64_t size(int slot, int dim) const { return tensors[slot].sizes[dim]; }
-  FAJIT_FN int64_t stride(int slot, int dim) const { return tensors[slot].strides[dim]; }
 
   template <class Uniforms>
   FAJIT_FN const Uniforms& uniform() const {
@@ -43,14 +54,6 @@ struct Context {
     __builtin_memcpy(&value, &scalars[slot], sizeof(value));
     return value;
   }
-
-  FAJIT_FN int32_t q_len(int32_t b) const { return args->q_len[b]; }
-  FAJIT_FN int32_t kv_len(int32_t b) const { return args->kv_len[b]; }
-  // Row of the packed q (fa.q_row) and physical slot of a key (fa.kv_slot).
-  FAJIT_FN int64_t q_row(int32_t b, int64_t q_idx) const {
-    return args->q_token0[b] + (q_idx - args->q_offset[b]);
-  }
-  FAJIT_FN int64_t kv_slot(int32_t b, int64_t kv_idx) const { return args->kv_token0[b] + kv_idx; }
 
   FAJIT_FN int32_t group_size() const { return args->num_q_heads / args->num_kv_heads; }
 };

@@ -34,6 +34,9 @@ FAJIT_SHARED int64_t quotient(int64_t a, int64_t b) {
   return a / b;
 #endif
 }
+#if !defined(__CUDACC__)
+FAJIT_SHARED int32_t quotient(int32_t a, int32_t b) { return a / b; }
+#endif
 
 // A divisor known before a launch: n / divisor = n * magic >> (32 + shift) for 0 <= n <= 2^31, with
 // magic = ceil(2^(32 + shift) / divisor) and shift = ceil(log2(divisor)) - 1. Hosts make it.

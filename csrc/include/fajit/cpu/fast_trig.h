@@ -233,6 +233,8 @@ FAJIT_DOUBLE(sinh, __builtin_sinh)
 FAJIT_DOUBLE(cosh, __builtin_cosh)
 FAJIT_DOUBLE(erf, __builtin_erf)
 #undef FAJIT_DOUBLE
+FAJIT_INLINE float fmod(float x, float y) { return __builtin_fmodf(x, y); }
+FAJIT_INLINE double fmod(double x, double y) { return __builtin_fmod(x, y); }
 FAJIT_INLINE double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
 FAJIT_INLINE vd sigmoid(const vd& x) { return 1.0 / (1.0 + exp(-x)); }
 FAJIT_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }

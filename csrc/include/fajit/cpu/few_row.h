@@ -353,10 +353,7 @@ class FewRow {
   }
 
   void finish(const fajit_work& w, int32_t row0, int count) {
-    const Writer writer{c_, w.request,
-                        w.partial >= 0                        ? Emit::kSplit
-                        : (c_.args->flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized
-                                                                : Emit::kFinal};
+    const Writer writer{c_, w.request, emit_of(*c_.args, w.partial)};
     for (int first = 0; first < count; first += kLanes) {
       vf sum{};
       for (int i = 0; i < kLanes; ++i) {

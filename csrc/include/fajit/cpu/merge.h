@@ -17,8 +17,7 @@ class Merge {
 
   void run(const fajit_merge_work& w) const {
     if (w.request < 0 || w.num_splits <= 0) return;  // padding
-    const Writer writer{c_, w.request,
-                        (c_.args->flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized : Emit::kFinal};
+    const Writer writer{c_, w.request, emit_of(*c_.args, -1)};
     for (int32_t p = w.row_begin; p < w.row_end; ++p)
       merge_row(writer, w, packed_row<Config::kIndirect>(*c_.args, w, p), p - w.row_begin);
   }

@@ -454,10 +454,7 @@ class Prefill {
   // --- output ---------------------------------------------------------------------------------
 
   void finish(const fajit_work& w, const Block& block, int32_t row0, int32_t row_count) {
-    const Writer writer{c_, w.request,
-                        w.partial >= 0                        ? Emit::kSplit
-                        : (c_.args->flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized
-                                                                : Emit::kFinal};
+    const Writer writer{c_, w.request, emit_of(*c_.args, w.partial)};
     float* lines = reinterpret_cast<float*>(line_);
     const int64_t split0 = int64_t{w.partial} - w.row_begin;
     for (int j = 0; j < block.count; ++j) {

@@ -7,6 +7,7 @@
 #include <fajit/cpu/fast_math.h>
 #include <fajit/cpu/load_row.h>
 #include <fajit/cpu/packed_rows.h>
+#include <fajit/emit.h>
 
 namespace fajit {
 
@@ -34,13 +35,6 @@ FAJIT_INLINE Normalized normalize_with_sink(vf max2, vf sum, vf sink) {
   const Normalized n = normalize(base, sum * kept + math::exp2(sink2 - base));
   return {n.factor * kept, n.lse};
 }
-
-// Where the states of a work item go.
-enum class Emit {
-  kFinal,        // out in q's dtype, lse with the sink
-  kUnfinalized,  // out in fp32, lse without the sink (FAJIT_PARTIAL)
-  kSplit,        // partial_out, partial_lse
-};
 
 template <class Config, class Hooks>
 struct RowWriter {

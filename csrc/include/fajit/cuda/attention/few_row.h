@@ -219,10 +219,7 @@ class FewRow {
 
   // Warp w merges rows w, w + kWarps, ... over all warps, in order, into warp 0's place.
   FAJIT_DEV void write_states() {
-    const StateWriter<Config, Hooks> writer{c_, item_.partial >= 0 ? Emit::kSplit
-                                                : (a_.flags & FAJIT_PARTIAL) != 0
-                                                    ? Emit::kUnfinalized
-                                                    : Emit::kFinal};
+    const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item_.partial)};
     for (int r = warp_; r < count_; r += kWarps) {
       float top = -FAJIT_INF, sum = 0.0f, weight[kWarps];
 #pragma unroll

@@ -52,8 +52,7 @@ class Merge {
         if (lane + 32 * j < Config::kHeadDimV) sum[j] += values[lane + 32 * j] * weight;
     }
 
-    const StateWriter<Config, Hooks> writer{
-        c, (a.flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized : Emit::kFinal};
+    const StateWriter<Config, Hooks> writer{c, emit_of(a, -1)};
     const Normalized n = writer.normalizer(base * kLog2e, total, row);
     float* const values =
         reinterpret_cast<float*>(shared) + warp * (kRowFloats + Hooks::kRowTemps);

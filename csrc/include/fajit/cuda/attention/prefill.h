@@ -279,10 +279,7 @@ class Prefill {
   template <class Rows>
   FAJIT_DEV void write_states(const Rows& rows, const Units& units,
                               const OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
-    const StateWriter<Config, Hooks> writer{c_, item_.partial >= 0 ? Emit::kSplit
-                                                : (a_.flags & FAJIT_PARTIAL) != 0
-                                                    ? Emit::kUnfinalized
-                                                    : Emit::kFinal};
+    const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item_.partial)};
     const PackedRow mine = own_row();
     float* const out = reinterpret_cast<float*>(scratch_) + warp_ * 8 * kOutPitch;
     __syncthreads();  // all warps are done with the tiles

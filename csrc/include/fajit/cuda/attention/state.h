@@ -5,6 +5,7 @@
 #pragma once
 #include <fajit/cuda/attention/scores.h>
 #include <fajit/cuda/tile/hook_rows.h>
+#include <fajit/emit.h>
 
 namespace fajit::cuda {
 
@@ -30,13 +31,6 @@ FAJIT_DEV Normalized normalize_with_sink(float top2, float sum, float sink) {
   const Normalized n = normalize(base, sum * kept + ptx::exp2_approx(sink2 - base));
   return {n.factor * kept, n.lse};
 }
-
-// Where the states of a work item go.
-enum class Emit {
-  kFinal,        // out in q's dtype, lse with the sink
-  kUnfinalized,  // out in fp32, lse without the sink (FAJIT_PARTIAL)
-  kSplit,        // partial_out, partial_lse
-};
 
 template <class Config, class Hooks>
 struct StateWriter {

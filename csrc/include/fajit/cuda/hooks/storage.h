@@ -1,28 +1,10 @@
-// Reading param tensors: one element from global memory, and small floats as float.
+// Small floats, as param tensors store them, as float.
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 #include <stdint.h>
 
 namespace fajit {
 namespace ops {
-
-// A param is not written while a kernel runs, so its loads take the read-only path.
-template <class T> FAJIT_FN T load_global(const T* p) {
-#if defined(__CUDA_ARCH__)
-  return __ldg(p);
-#else
-  return *p;
-#endif
-}
-#if defined(__CUDACC__)
-FAJIT_FN int64_t load_global(const int64_t* p) {  // long is not among __ldg's 64-bit types everywhere
-#if defined(__CUDA_ARCH__)
-  return __ldg(reinterpret_cast<const long long*>(p));
-#else
-  return *p;
-#endif
-}
-#endif
 
 FAJIT_FN float bfloat16_to_float(uint16_t h) { return as_float(int32_t(uint32_t(h) << 16)); }
 
