@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..codegen.document import Line, spec_from_document
+from ..codegen.document import spec_from_document
 from ..codegen.spec import AnySpec
-from ..deploy.manifest import read_lines, read_manifest
+from ..deploy.manifest import lines_at
 from ..errors import InputError
 from ..jit.toolchain import key_of
 from ..planner.tiles import request_of
@@ -38,7 +37,8 @@ def read(text: str) -> list[Named]:
     if match is None:
         raise InputError("the name of a kernel is empty, or has a line break")
     if match["path"] == "-" or is_file(match["path"]):
-        lines = manifest_lines(match["path"])
+        # Nothing of it is compiled here, so hooks given as C++ text may be in it.
+        lines = lines_at(match["path"], allow_cpp=True)
         if match["line"] is None:
             return [_of(line.spec) for line in lines]
         number = int(match["line"])
@@ -58,16 +58,6 @@ def read_one(text: str) -> Named:
     if len(found) != 1:
         raise InputError(f"{text} names {len(found)} kernels: name one, as {text}:LINE")
     return found[0]
-
-
-def manifest_lines(path: str) -> tuple[Line, ...]:
-    """The lines of a manifest; ``-`` is standard input. Raises ManifestError.
-
-    Nothing of it is compiled here, so hooks given as C++ text may be in it.
-    """
-    if path != "-":
-        return read_manifest(path, allow_cpp=True)
-    return read_lines("standard input", sys.stdin, allow_cpp=True)
 
 
 def _of(spec: AnySpec) -> Named:

@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -23,9 +24,11 @@ from pathlib import Path
 
 from ..codegen.document import Line, line_text, parse_line
 from ..errors import ManifestError
+from .pack_writer import replacing
 
 log = logging.getLogger(__name__)
 
+STDIN = "-"
 MAX_FILE = 1 << 28
 """Bytes of a manifest: some ten thousand lines."""
 
@@ -41,6 +44,13 @@ def read_manifest(path: str | os.PathLike[str], *, allow_cpp: bool = False) -> t
         >>> lines = read_manifest("service.jsonl")
     """
     return read_lines(str(path), _read(Path(path)).split("\n"), allow_cpp)
+
+
+def lines_at(path: str | os.PathLike[str], allow_cpp: bool) -> tuple[Line, ...]:
+    """The lines of a manifest; ``-`` is standard input. Raises ManifestError."""
+    if path == STDIN:
+        return read_lines("standard input", sys.stdin, allow_cpp)
+    return read_manifest(path, allow_cpp=allow_cpp)
 
 
 def read_lines(where: str, texts: Iterable[str], allow_cpp: bool) -> tuple[Line, ...]:
@@ -108,7 +118,8 @@ def write_manifest(
             every = merged([*old, *lines])
             text = _joined(every)
             if not there or text != before:
-                _replace(place, text)
+                with replacing(place, place.stat().st_mode & 0o777 if there else None) as file:
+                    file.write(text.encode())
             return every
     except OSError as error:
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
@@ -185,29 +196,3 @@ def _acquire(folder: int, path: Path) -> bool:
             return False
         else:
             return True
-
-
-def _replace(path: Path, text: str) -> None:
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    # There is no way to read it but to set it; /proc has it without that race between threads.
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    except (OSError, ValueError, IndexError):
-        pass
-    return 0o077

@@ -47,14 +47,17 @@ def write_pack(
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` once it was written whole, and else leaves nothing."""
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it was written whole, and else leaves nothing.
+
+    mode: the file's; by default all may read it whom the umask lets.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), 0o644 & ~_umask())
+            os.fchmod(file.fileno(), 0o644 & ~_umask() if mode is None else mode)
             os.fsync(file.fileno())
         Path(name).replace(path)
     except BaseException:

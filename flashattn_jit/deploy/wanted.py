@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from ..codegen.document import Line
 from ..codegen.spec import AnySpec, KernelSpec
 from ..errors import InputError
 from ..planner.reachable import retarget
-from .manifest import read_lines, read_manifest
+from .manifest import STDIN, lines_at
 from .targets import parse_targets
-
-_STDIN = "-"
 
 
 def wanted_specs(
@@ -37,7 +34,7 @@ def wanted_specs(
     variants = []
     for one in _several(what):
         if isinstance(one, os.PathLike) or isinstance(one, str) and _is_manifest(one):
-            recorded += [line.spec for line in _lines(one, allow_cpp)]
+            recorded += [line.spec for line in lines_at(one, allow_cpp)]
         elif isinstance(one, Line):
             recorded.append(one.spec)
         elif isinstance(one, AnySpec):
@@ -86,10 +83,4 @@ def _several(what: Any) -> Iterable[Any]:
 
 
 def _is_manifest(name: str) -> bool:
-    return name == _STDIN or os.sep in name or "." in name or Path(name).is_file()
-
-
-def _lines(path: str | os.PathLike[str], allow_cpp: bool) -> Iterable[Line]:
-    if path != _STDIN:
-        return read_manifest(path, allow_cpp=allow_cpp)
-    return read_lines("standard input", sys.stdin, allow_cpp)
+    return name == STDIN or os.sep in name or "." in name or Path(name).is_file()

@@ -230,19 +230,16 @@ class Builder(Generic[T]):
         store, key = self.store, wanted.key.hex
         try:
             store.remember_compiler(self.compiler.fingerprint, identity)
-            try:
-                entry = store.publish(staging, key, identity, meta)
-            except CorruptEntryError as error:
-                self.counters.corrupt += 1
-                log.warning("%s: moving it to quarantine", error)
-                store.quarantine(error.path, error.inode)
-                entry = store.publish(staging, key, identity, meta)
+            entry = store.publish(staging, key, identity, meta, self._count_corrupt)
         except OSError as error:
             shown = f"{key[:16]} of {wanted.request.name}"
             log.warning("kernel %s is not kept in %s: %s", shown, store.root, error)
             return None
         _evict(store)
         return entry
+
+    def _count_corrupt(self, error: CorruptEntryError) -> None:
+        self.counters.corrupt += 1
 
 
 def _evict(store: Store) -> None:

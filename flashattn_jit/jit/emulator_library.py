@@ -20,7 +20,7 @@ from pathlib import Path
 from flashattn_jit import env
 from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
 from flashattn_jit.jit.driver import failure
-from flashattn_jit.jit.entry import ARTIFACT, CorruptEntryError, document_digest
+from flashattn_jit.jit.entry import ARTIFACT, document_digest
 from flashattn_jit.jit.layers import found_in_folder
 from flashattn_jit.jit.locks import build_lock
 from flashattn_jit.jit.store import Store, is_safe_root
@@ -230,13 +230,7 @@ def _publish(store: Store, staging: Path, key: str) -> None:
     assert compiler is not None
     created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
     meta = {"document": _document(), "created": created}
-    identity = ask_version(compiler)
-    try:
-        store.publish(staging, key, identity, meta)
-    except CorruptEntryError as error:
-        log.warning("%s: moving it to quarantine", error)
-        store.quarantine(error.path, error.inode)
-        store.publish(staging, key, identity, meta)
+    store.publish(staging, key, ask_version(compiler), meta)
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:

@@ -32,7 +32,7 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +161,17 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def publish(
-        self, staging: Path, key: str, compiler: CompilerIdentity, meta: Mapping[str, Any]
+        self,
+        staging: Path,
+        key: str,
+        compiler: CompilerIdentity,
+        meta: Mapping[str, Any],
+        replaced: Callable[[CorruptEntryError], object] | None = None,
     ) -> Entry:
         """Makes a staged build the entry of `key`, whole or not at all; the first of two wins.
 
-        `meta` is completed with the key, the compiler and the digest of every file. Raises
-        CorruptEntryError where an entry that is not sound has its place, OSError.
+        `meta` is completed with the key, the compiler and the digest of every file. An entry that
+        is not sound and has its place goes to quarantine; `replaced` is told. Raises OSError.
         """
         contents = {p.name: p.read_bytes() for p in sorted(staging.iterdir()) if p.name != META}
         complete = {
@@ -178,7 +183,7 @@ class Store:
                 for name, content in contents.items()
             },
         }
-        return self._publish(staging, key, compiler.id, complete)
+        return self._publish(staging, key, compiler.id, complete, replaced=replaced)
 
     def adopt(
         self,
@@ -216,12 +221,7 @@ class Store:
                 except ValueError as error:
                     raise CorruptEntryError(place, str(error)) from None
                 staging.joinpath(name).write_bytes(content)
-            try:
-                return self._publish(staging, key, compiler_id, complete, durable)
-            except CorruptEntryError as error:
-                log.warning("%s: replacing it", error)
-                self.quarantine(error.path, error.inode)
-                return self._publish(staging, key, compiler_id, complete, durable)
+            return self._publish(staging, key, compiler_id, complete, durable)
 
     def quarantine(self, path: Path, inode: int = 0) -> None:
         """Moves an entry out of the way, for inspection. Does nothing where it is gone already.
@@ -315,6 +315,7 @@ class Store:
         compiler_id: str,
         meta: dict[str, Any],
         durable: bool = True,
+        replaced: Callable[[CorruptEntryError], object] | None = None,
     ) -> Entry:
         staging.joinpath(META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
         for path in staging.iterdir():
@@ -326,21 +327,33 @@ class Store:
         target = self._path(key, compiler_id)
         self.make_folder(target.parent)
         try:
-            staging.rename(target)
-        except OSError as error:
-            # Another builder was first (a folder that holds files is never replaced). Theirs
-            # serves as well as ours, if it is sound.
-            return self._read_again(target, key, error)
+            other = self._take_place(staging, target, key)
+        except CorruptEntryError as corrupt:
+            log.warning("%s: moving it to quarantine", corrupt)
+            self.quarantine(corrupt.path, corrupt.inode)
+            if replaced is not None:
+                replaced(corrupt)
+            other = self._take_place(staging, target, key)
+        if other is not None:
+            return other
         if durable:
             _fsync(target.parent)
         return Entry(target, meta)
 
-    def _read_again(self, path: Path, key: str, error: OSError) -> Entry:
-        for delay in _REREAD_AFTER_S:
-            time.sleep(delay)
-            with contextlib.suppress(FileNotFoundError):
-                return read_entry(path, key)
-        raise error
+    def _take_place(self, staging: Path, target: Path, key: str) -> Entry | None:
+        """Moves a staged build to its place; where another builder was first, theirs.
+
+        It serves as well as ours, if it is sound: a folder that holds files is never replaced.
+        """
+        try:
+            staging.rename(target)
+        except OSError as error:
+            for delay in _REREAD_AFTER_S:
+                time.sleep(delay)
+                with contextlib.suppress(FileNotFoundError):
+                    return read_entry(target, key)
+            raise error
+        return None
 
 
 def _make_one(path: Path) -> None:
