@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from flashattn_jit.errors import PackError
 from flashattn_jit.jit.entry import (
     META,
+    MOST_FILE_BYTES,
     MOST_META_BYTES,
     complaint,
     is_compiler_id,
@@ -110,8 +111,6 @@ class PackedEntry:
     def meta(self) -> Mapping[str, Any]:
         """Its meta.json. Raises PackError where that is not of this entry's key and files."""
         member = self.files[META]
-        if member.file_size > MOST_META_BYTES:
-            raise self.pack.error(f"member {member.filename!r} is too large")
         try:
             meta = parse_meta(self.read(META), self.key, self.compiler_id)
         except ValueError as error:
@@ -272,6 +271,8 @@ def _complaint(member: zipfile.ZipInfo, file_name: str) -> str:
         return "is compressed"
     if member.external_attr != _ATTRIBUTES:
         return "is no plain file, such as a link"
+    if member.file_size > (MOST_META_BYTES if file_name == META else MOST_FILE_BYTES):
+        return "is too large"
     if not is_key(member.comment.decode("latin-1")):
         return "has no digest"
     return ""

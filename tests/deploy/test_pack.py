@@ -147,6 +147,23 @@ def test_a_pack_is_written_whole_or_not_at_all(packed: Path, tmp_path: Path) -> 
     assert packed.read_bytes() == before
 
 
+def test_a_full_disk_leaves_what_was_there(packed: Path, tmp_path: Path) -> None:
+    before = packed.read_bytes()
+    script = (
+        "import errno, resource, sys, flashattn_jit as fa\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+        "try:\n"
+        "    fa.pack(sys.argv[1])\n"
+        "except OSError as error:\n"
+        "    assert error.errno == errno.EFBIG, error\n"
+        "    print('refused')\n"
+    )
+    process = processes.run(["-c", script, str(packed)])
+    assert process.stdout.strip() == "refused", process.stderr
+    assert packed.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "kernels.pack"}
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -300,7 +317,18 @@ def test_links_are_refused(packed: Path) -> None:
         PackFile(packed)
 
 
-@pytest.mark.parametrize("size", [0, 999, 1001, 1 << 20, 0xFFFFFFFE])
+@pytest.mark.parametrize("place", [0, 3])
+def test_huge_members_are_refused(packed: Path, place: int) -> None:
+    """Of a size that a file with holes may well have, whether it is there or not."""
+    start, data = start_of(packed), bytearray(packed.read_bytes())
+    size = (1 << 30) + 1 if place == 0 else (16 << 20) + 1
+    struct.pack_into("<2I", data, central_record(data, place) + 20, size, size)
+    packed.write_bytes(signed(data, start))
+    with pytest.raises(PackError, match=r"member 'v1/.*' is too large"):
+        PackFile(packed)
+
+
+@pytest.mark.parametrize("size", [0, 999, 1001, 1 << 20])
 @pytest.mark.parametrize("place", [0, 6, 11])
 def test_sizes_that_lie_are_refused(packed: Path, size: int, place: int) -> None:
     """A member that ends early, or reaches into others or behind the end."""
