@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..codegen.document import Line, line_text, parse_line
 from ..errors import ManifestError
-from .pack_writer import replacing
+from .files import replacing
 
 log = logging.getLogger(__name__)
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import PackError
+from ..jit.entry import META, sha256
 from ..jit.layers import Found, entries_of, found_in_folder
+from ..jit.pack_file import folder_name, write_archive
 from ..jit.remote import layers
 from ..jit.store import Store
 from ..jit.toolchain import key_of
 from ..planner.tiles import requests_of
-from .pack_writer import check_place, checked_path, write_pack
+from .files import checked_path, replacing
 from .report import kernel_words
 from .targets import parse_targets
 from .wanted import wanted_specs
@@ -37,7 +42,7 @@ class PackReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.entries} kernels ({_words(self.targets)}), "
+            f"{self.path}: {self.entries} kernels ({words_of(self.targets)}), "
             f"{self.bytes / 1e6:.1f} MB in {self.wall_s:.2f} s"
         )
 
@@ -75,9 +80,13 @@ def pack(
         >>> fa.pack("kernels.pack", manifest="m.jsonl", targets=("cpu:avx2", "sm_90"))
     """
     begin = time.perf_counter()
-    check_place(checked_path("path", path))
+    place = checked_path("path", path)
+    check_place(place)
     chosen = chosen_entries(manifest, targets, keys, allow_cpp)
-    return report_of(path, chosen, write_pack(path, chosen, progress), begin)
+    with replacing(place) as file:
+        size = write_entries(file, chosen, progress)
+    wall_s = time.perf_counter() - begin
+    return PackReport(os.fspath(path), len(chosen), size, targets_of(chosen), wall_s)
 
 
 def chosen_entries(
@@ -101,26 +110,19 @@ def chosen_entries(
     return chosen
 
 
-def report_of(
-    path: str | os.PathLike[str], chosen: Sequence[Found], size: int, begin: float
-) -> PackReport:
-    """What was written, since `begin` of `time.perf_counter`."""
-    return PackReport(
-        os.fspath(path), len(chosen), size, _counts(chosen), time.perf_counter() - begin
-    )
+def targets_of(chosen: Sequence[Found]) -> tuple[tuple[str, int], ...]:
+    """How many kernels there are of each target."""
+    return tuple(sorted(Counter(target_of(one.meta) for one in chosen).items()))
 
 
-def targets_words(chosen: Sequence[Found]) -> str:
-    """How many kernels there are of each target, as a report says it."""
-    return _words(_counts(chosen))
+def words_of(targets: Sequence[tuple[str, int]]) -> str:
+    """The same, as a report says it."""
+    return ", ".join(f"{count} for {target}" for target, count in targets)
 
 
-def _counts(chosen: Sequence[Found]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(Counter(_target(one) for one in chosen).items()))
-
-
-def _words(counts: Sequence[tuple[str, int]]) -> str:
-    return ", ".join(f"{count} for {target}" for target, count in counts) or "none"
+def target_of(meta: Mapping[str, Any]) -> str:
+    """The target of an entry."""
+    return str(dict(meta["document"]).get("target", ""))
 
 
 def _of_folder(targets: Sequence[str]) -> list[Found]:
@@ -133,7 +135,7 @@ def _of_folder(targets: Sequence[str]) -> list[Found]:
         other = newest.get(entry.key)
         if other is None or entry.created > str(other.meta.get("created", "")):
             newest[entry.key] = found_in_folder(entry, "user")
-    return [one for one in newest.values() if not targets or _target(one) in targets]
+    return [one for one in newest.values() if not targets or target_of(one.meta) in targets]
 
 
 def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
@@ -158,5 +160,64 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
     return list(found.values())
 
 
-def _target(found: Found) -> str:
-    return str(dict(found.meta["document"]).get("target", ""))
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_entries(
+    file: BinaryIO,
+    sources: Sequence[Found],
+    progress: Callable[[int, int], object] | None = None,
+) -> int:
+    """Writes a pack of some entries to an open file that is empty; returns its size in bytes.
+
+    Equal entries make equal bytes, in whatever order they come. Each file is read once and compared
+    with the digest that its entry states. Raises PackError for one that differs, OSError where it
+    cannot be written.
+    """
+    return write_archive(file, _members(sources, progress))
+
+
+def _members(
+    sources: Sequence[Found], progress: Callable[[int, int], object] | None
+) -> Iterator[tuple[str, str, bytes]]:
+    chosen = {folder_name(source.compiler_id, source.key): source for source in sources}
+    for done, (folder, source) in enumerate(sorted(chosen.items()), start=1):
+        meta = _meta_text(source)
+        digests = {name: stated["sha256"] for name, stated in source.meta["files"].items()}
+        digests[META] = sha256(meta)
+        for name, digest in sorted(digests.items()):
+            yield f"{folder}/{name}", digest, meta if name == META else read_file(source, name)
+        if progress is not None:
+            progress(done, len(chosen))
+
+
+def read_file(source: Found, name: str) -> bytes:
+    """A file of an entry. Raises PackError where it is not what its digest says."""
+    try:
+        return source.read(name)
+    except (ValueError, OSError) as error:
+        raise PackError(
+            f"{source.path} cannot be packed: {error}; run: flashattn-jit cache verify"
+        ) from error
+
+
+def _meta_text(source: Found) -> bytes:
+    # As a store writes it: the same entry packed from a folder and from a pack is the same bytes.
+    return (json.dumps(source.meta, indent=1, sort_keys=True) + "\n").encode()
+
+
+def check_place(path: Path) -> None:
+    """Raises PackError where no pack can be written: its folder is missing, or it is a folder."""
+    folder = path.parent
+    if not folder.is_dir():
+        nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+        if nearest == folder:
+            what = "is no folder; correct the path"
+        elif nearest.is_dir():
+            made = f"mkdir -p {shlex.quote(str(folder))}"
+            what = f"does not exist; make it ({made}), or correct the path"
+        else:
+            what = f"does not exist, and {nearest} is no folder; correct the path"
+        raise PackError(f"cannot write the pack {path}: its folder {folder} {what}")
+    if path.is_dir():
+        raise PackError(f"cannot write the pack {path}: it is a folder; name a file in it")

@@ -16,7 +16,8 @@ from ..errors import PackError
 from ..jit.entry import META, CorruptEntryError
 from ..jit.pack_file import PackedEntry, PackFile
 from ..jit.store import Store
-from .pack_writer import checked_path
+from .files import checked_path
+from .pack import target_of
 from .targets import parse_targets
 
 _THREADS = 2
@@ -76,8 +77,8 @@ def unpack(
     root = env.cache_dir() if directory is None else _folder(directory)
     store = Store(root)
     sizes: list[int] = []
-    with _opened(path) as pack:
-        wanted = [e for e in pack.entries() if not chosen or _target(e) in chosen]
+    with PackFile(path) as pack:
+        wanted = [e for e in pack.entries() if not chosen or target_of(e.meta) in chosen]
         # Digests and writes leave the interpreter to another thread.
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
@@ -107,13 +108,6 @@ def _folder(directory: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-def _opened(path: str | os.PathLike[str]) -> PackFile:
-    try:
-        return PackFile(path)
-    except OSError as error:
-        raise PackError(f"pack {os.fspath(path)} cannot be read: {error.strerror}") from error
-
-
 def _unpack_one(store: Store, packed: PackedEntry) -> int:
     """Publishes an entry. Returns the bytes of its files, 0 where it was there before."""
     if _is_there(store, packed):
@@ -128,10 +122,6 @@ def _unpack_one(store: Store, packed: PackedEntry) -> int:
             f"entry {packed.compiler_id}/{packed.key}: {error.reason}"
         ) from error
     return sum(map(len, files.values()))
-
-
-def _target(packed: PackedEntry) -> str:
-    return str(dict(packed.meta["document"]).get("target", ""))
 
 
 def _is_there(store: Store, packed: PackedEntry) -> bool:

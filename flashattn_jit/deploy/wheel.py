@@ -27,15 +27,23 @@ from ..jit import nvcc, toolchain
 from ..jit.entry import ARTIFACT
 from ..jit.installed import GROUP, PACK
 from ..jit.layers import Found
-from .pack import PackReport, chosen_entries, report_of, targets_words
-from .pack_writer import check_place, checked_path, read_file, replacing, write_entries
+from ..jit.pack_file import EARLIEST
+from .files import checked_path, replacing
+from .pack import (
+    PackReport,
+    check_place,
+    chosen_entries,
+    read_file,
+    targets_of,
+    words_of,
+    write_entries,
+)
 from .platform_tag import platform_tag
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
 _OWN = "flashattn_jit"
 _FOR_PEOPLE = frozenset({toolchain.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
-_EARLIEST = (1980, 1, 1, 0, 0, 0)
 _CHUNK_BYTES = 1 << 20
 
 
@@ -90,7 +98,7 @@ def pack_wheel(
     info = f"{package}-{version}.dist-info"
     texts = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        f"Summary: Kernels of {_OWN} {__version__}: {targets_words(chosen)}\n"
+        f"Summary: Kernels of {_OWN} {__version__}: {words_of(targets_of(chosen))}\n"
         f"Requires-Dist: {_OWN}=={__version__}\n",
         "WHEEL": f"Wheel-Version: 1.0\nGenerator: {_OWN} {__version__}\n"
         f"Root-Is-Purelib: false\nTag: py3-none-{platform}\n",
@@ -102,12 +110,13 @@ def pack_wheel(
         zipfile.ZipFile(file, "w", compresslevel=9) as archive,
     ):
         write_entries(packed, chosen, progress)
-        wheel = _Wheel(archive)
-        wheel.add(f"{package}/{PACK}", packed)
+        record = _add(archive, f"{package}/{PACK}", packed)
         for member, text in texts.items():
-            wheel.add(f"{info}/{member}", io.BytesIO(text.encode()))
-        wheel.close(f"{info}/RECORD")
-    return report_of(path, chosen, path.stat().st_size, begin)
+            record += _add(archive, f"{info}/{member}", io.BytesIO(text.encode()))
+        record += f"{info}/RECORD,,\n"
+        _add(archive, f"{info}/RECORD", io.BytesIO(record.encode()))
+    wall_s = time.perf_counter() - begin
+    return PackReport(str(path), len(chosen), path.stat().st_size, targets_of(chosen), wall_s)
 
 
 def _lean(one: Found) -> Found:
@@ -132,33 +141,17 @@ def _package(name: object) -> str:
     return package
 
 
-class _Wheel:
-    """The members of a wheel, and what its RECORD must say of them."""
-
-    def __init__(self, archive: zipfile.ZipFile) -> None:
-        self._archive = archive
-        self._record = ""
-
-    def add(self, name: str, content: IO[bytes]) -> None:
-        """Adds a file."""
-        digest, size = hashlib.sha256(), content.seek(0, os.SEEK_END)
-        content.seek(0)
-        with self._archive.open(_member(name, size), "w") as member:
-            while part := content.read(_CHUNK_BYTES):
-                digest.update(part)
-                member.write(part)
-        text = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
-        self._record += f"{name},sha256={text},{size}\n"
-
-    def close(self, record: str) -> None:
-        """Adds the RECORD, under this name."""
-        text = f"{self._record}{record},,\n"
-        self._archive.writestr(_member(record, len(text)), text)
-
-
-def _member(name: str, size: int) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name, _EARLIEST)
-    info.file_size = size  # from 2 GiB on the header has 64 bits for it
+def _add(archive: zipfile.ZipFile, name: str, content: IO[bytes]) -> str:
+    """Adds a file to a wheel. Returns what its RECORD must say of it."""
+    info = zipfile.ZipInfo(name, EARLIEST)
+    info.file_size = content.seek(0, os.SEEK_END)  # from 2 GiB on the header has 64 bits for it
     info.compress_type = zipfile.ZIP_DEFLATED
     info.external_attr = 0o100644 << 16
-    return info
+    content.seek(0)
+    digest = hashlib.sha256()
+    with archive.open(info, "w") as member:
+        while part := content.read(_CHUNK_BYTES):
+            digest.update(part)
+            member.write(part)
+    text = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+    return f"{name},sha256={text},{info.file_size}\n"

@@ -1,112 +1,163 @@
-"""A pack: cache entries in one ZIP archive, read at random, with every file's digest in front.
+"""A pack: cache entries in one ZIP archive, read at random.
 
-    pack.json                                               the index: `pack_index`
     v1/<compiler id>/<first two hex digits>/<key>/<file>    entries as in a store, in order
 
-The index alone says what is in a pack and where: names are made of checked compiler ids, keys and
-file names, so none can escape; places follow from the sizes, so no two overlap; the rest of the
-archive must be what `zip_frame` makes of the index, byte for byte. A file is given out only after
-its digest was compared. Whoever wrote a pack decides the code in it, as with a store's folder: a
-pack is trusted only if it belongs to this user or root and nobody else may write to it.
+Members are stored uncompressed, in the order of their names, with a fixed time and mode, so that
+equal entries make equal bytes. A member's comment is its sha256; the archive's comment states the
+schema and the sha256 of the directory.
+
+An archive is read as an enemy's. Names must be those of entries, so that none can escape; members
+lie one behind the other, so that no two overlap and no size is wrong; and a file is given out only
+after its digest was compared. Whoever wrote a pack decides the code in it, as with a store's
+folder: a pack is trusted only if it belongs to this user or root and nobody else may write to it.
 """
 
 from __future__ import annotations
 
-import hashlib
+import io
 import os
 import stat
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from flashattn_jit.errors import PackError
-from flashattn_jit.jit import zip_frame
-from flashattn_jit.jit.entry import META, MOST_META_BYTES, others_write, parse_meta
-from flashattn_jit.jit.pack_index import (
-    INDEX,
-    MAX_INDEX_BYTES,
-    FileDigest,
-    member_name,
-    parse_index,
+from flashattn_jit.jit.entry import (
+    META,
+    MOST_FILE_BYTES,
+    MOST_META_BYTES,
+    complaint,
+    is_compiler_id,
+    is_file_name,
+    is_key,
+    parse_meta,
+    sha256,
 )
-from flashattn_jit.jit.zip_frame import Member
+from flashattn_jit.jit.store import LAYOUT
+
+EARLIEST = (1980, 1, 1, 0, 0, 0)
+"""The time of an archive's members; there is none before it."""
+
+_SCHEMA = 2
+_COMMENT = f"flashattn_jit pack of schema {_SCHEMA}, sha256 of the directory: ".encode()
+_DIGEST_BYTES = 64
+_MOST_DIRECTORY_BYTES = 1 << 28
+_ATTRIBUTES = 0o100600 << 16
+
+
+def folder_name(compiler_id: str, key: str) -> str:
+    """Where an entry is in the archive: as below a store's root."""
+    return f"{LAYOUT}/{compiler_id}/{key[:2]}/{key}"
+
+
+def write_archive(file: BinaryIO, members: Iterable[tuple[str, str, bytes]]) -> int:
+    """Writes a pack to an open file that is empty; returns its size in bytes.
+
+    members: the name, sha256 and content of each file, in the order of their names. Raises
+    PackError where they are too many, OSError.
+    """
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.comment = _comment_of(b"")  # of the right length
+        for name, digest, content in members:
+            archive.writestr(_member(name, digest), content)
+    file.seek(archive.start_dir)
+    directory = file.read()
+    if len(directory) > _MOST_DIRECTORY_BYTES:
+        raise PackError("kernels are too many for one pack; choose fewer, such as by target")
+    file.seek(-len(archive.comment), os.SEEK_END)
+    file.write(_comment_of(directory))
+    return file.tell()
+
+
+def _member(name: str, digest: str) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name, EARLIEST)
+    info.external_attr = _ATTRIBUTES
+    info.comment = digest.encode("ascii")
+    return info
+
+
+def _header(name: str, size: int, checksum: int) -> bytes:
+    """What is in front of a member's content."""
+    info = _member(name, "")
+    info.CRC, info.compress_size, info.file_size = checksum, size, size
+    return info.FileHeader()
+
+
+_HEADER_BYTES = len(_header("", 0, 0))
+
+
+def _comment_of(directory: bytes) -> bytes:
+    """An archive's comment. directory: all that follows its members."""
+    return _COMMENT + sha256(directory[:-_DIGEST_BYTES]).encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)
 class PackedEntry:
-    """One entry of an open pack."""
+    """One entry of an open pack; its files by name, in order."""
 
     key: str
     compiler_id: str
-    files: Mapping[str, FileDigest]
+    files: dict[str, zipfile.ZipInfo]
     pack: PackFile = field(repr=False, compare=False)
-    begin: int = field(repr=False, compare=False)  # of the first file's header
+
+    @property
+    def folder(self) -> str:
+        """Where it is in the archive."""
+        return folder_name(self.compiler_id, self.key)
 
     @property
     def meta(self) -> Mapping[str, Any]:
         """Its meta.json. Raises PackError where that is not of this entry's key and files."""
-        where = f"member {self._member(META).name!r}"
-        if self.files[META].bytes > MOST_META_BYTES:
-            raise self.pack.error(f"{where} is too large")
+        member = self.files[META]
         try:
             meta = parse_meta(self.read(META), self.key, self.compiler_id)
         except ValueError as error:
-            raise self.pack.error(
-                f"entry {member_name(self.compiler_id, self.key, '')!r}: {error}"
-            ) from None
+            raise self.pack.error(f"entry {self.folder!r}: {error}") from None
         said = {name: (f["bytes"], f["sha256"]) for name, f in meta["files"].items()}
-        if said != {name: f[:2] for name, f in self.files.items() if name != META}:
-            raise self.pack.error(f"{where} lists other files than the index")
+        held = {n: (m.file_size, m.comment.decode()) for n, m in self.files.items() if n != META}
+        if said != held:
+            raise self.pack.error(f"member {member.filename!r} lists other files than the pack has")
         return meta
 
     def read(self, name: str) -> bytes:
-        """A file's content. Raises PackError where it is not what the index says, KeyError."""
+        """A file's content. Raises PackError where it is not what its digest says, KeyError."""
         content = self.read_unverified(name)
-        digest = self.files[name]
-        if (len(content), hashlib.sha256(content).hexdigest()) != digest[:2]:
-            raise self.pack.error(f"member {self._member(name).name!r} is not what its digest says")
+        member = self.files[name]
+        if sha256(content).encode("ascii") != member.comment:
+            raise self.pack.error(f"member {member.filename!r} is not what its digest says")
         return content
 
     def read_unverified(self, name: str) -> bytes:
         """A file's content, for a caller that compares its digest. Raises PackError, KeyError."""
-        begin = self.begin
-        for other in self.files:
-            if other == name:
-                break
-            member = self._member(other)
-            begin += zip_frame.local_bytes(member) + member.size
-        member = self._member(name)
-        header = zip_frame.local_header(member)
-        if self.pack.read_at(begin, len(header)) != header:
-            raise self.pack.error(f"the header of member {member.name!r} is not what it must be")
-        return self.pack.read_at(begin + len(header), member.size)
-
-    def _member(self, name: str) -> Member:
-        return Member(
-            member_name(self.compiler_id, self.key, name),
-            self.files[name].bytes,
-            self.files[name].crc32,
-        )
+        member = self.files[name]
+        header = _header(member.filename, member.file_size, member.CRC)
+        if self.pack.read_at(member.header_offset, len(header)) != header:
+            raise self.pack.error(f"the header of {member.filename!r} is not what it must be")
+        return self.pack.read_at(member.header_offset + len(header), member.file_size)
 
 
 class PackFile:
     """An open pack; a context manager. What it was when it was opened is what it stays.
 
-    Opening reads the index and the directory, not the entries. Safe in threads and after a fork.
+    Opening reads the directory, not the entries. Safe in threads and after a fork.
     Raises PackError, naming the member, for anything but a pack, for one of a foreign owner and for
-    one that others may write to (installed: see `trust.others_write`); OSError where it cannot be
-    read.
+    one that others may write to (installed: see `entry.others_write`), and where it cannot be read.
     """
+
+    _descriptor = -1
 
     def __init__(self, path: str | os.PathLike[str], *, installed: bool = False) -> None:
         self.path = Path(path)
-        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self.bytes = _check_owner(self._descriptor, self.path, installed)
-            self._entries = self._read_index()
+            # Not blocking: a pipe would wait for its writer.
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise PackError(f"pack {self.path} cannot be read: {error.strerror}") from error
+        try:
+            _check_owner(self._descriptor, self.path, installed)
+            self._entries = self._read_directory()
         except BaseException:
             self.close()
             raise
@@ -115,7 +166,7 @@ class PackFile:
             self._by_key.setdefault(entry.key, []).append(entry)
 
     def entries(self) -> Iterator[PackedEntry]:
-        """All entries, by compiler and key."""
+        """All entries, in the order of their folders."""
         return iter(self._entries)
 
     def __len__(self) -> int:
@@ -127,23 +178,19 @@ class PackFile:
         return [e for e in found if compiler_id is None or e.compiler_id == compiler_id]
 
     def read_at(self, begin: int, size: int) -> bytes:
-        """Bytes of the archive; fewer at its end. Raises PackError where it was closed."""
-        parts: list[bytes] = []
-        while size > 0:
-            # A read stops at 2 GiB.
-            try:
-                part = os.pread(self._descriptor, min(size, 1 << 30), begin)
-            except OSError as error:
-                raise self.error(f"it cannot be read: {error}") from error
-            if not part:
-                break
-            parts.append(part)
-            begin, size = begin + len(part), size - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        """Bytes of the archive; fewer at its end. Raises PackError where it was closed.
+
+        Moves no offset, which threads and forked processes would share. A read stops at 2 GiB,
+        more than a member or the directory can have.
+        """
+        try:
+            return os.pread(self._descriptor, size, begin)
+        except OSError as error:
+            raise PackError(f"pack {self.path} cannot be read: {error.strerror}") from error
 
     def error(self, reason: str) -> PackError:
-        """The error for this pack."""
-        return PackError(f"pack {self.path}: {reason}")
+        """The error for this pack's content."""
+        return PackError(f"pack {self.path}: {reason}; pack it again, or copy it again")
 
     def close(self) -> None:
         """Gives its descriptor back; entries cannot be read any more."""
@@ -154,76 +201,90 @@ class PackFile:
     def __enter__(self) -> PackFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            self.close()
+        self.close()
 
-    def _read_index(self) -> list[PackedEntry]:
-        head = self.read_at(0, zip_frame.local_bytes(Member(INDEX, 0, 0)))
-        size = zip_frame.first_size(head)
-        if not 0 < size <= min(MAX_INDEX_BYTES, self.bytes):
-            raise self.error(f"it does not begin with {INDEX}: it is no pack, or cut short")
-        text = self.read_at(len(head), size)
-        index = Member(INDEX, size, zlib.crc32(text))
-        if len(text) != size or head != zip_frame.local_header(index):
-            raise self.error(f"member {INDEX!r} is damaged, cut short or not stored as it is")
-        listed = parse_index(text, self.error)
-        begin = len(head) + size
-        members, entries = [index], []
-        for compiler_id, key, files in listed:
-            entries.append(PackedEntry(key, compiler_id, files, self, begin))
-            prefix = member_name(compiler_id, key, "")
-            for name, digest in files.items():
-                member = Member(prefix + name, digest.bytes, digest.crc32)
-                begin += zip_frame.local_bytes(member) + member.size
-                members.append(member)
-        self._check_frame(members, begin)
-        return entries
+    def _read_directory(self) -> list[PackedEntry]:
+        try:
+            with (
+                _BoundedFile(self._descriptor, closefd=False) as file,
+                zipfile.ZipFile(file) as archive,
+            ):
+                members, start, comment = archive.infolist(), archive.start_dir, archive.comment
+        except Exception as error:  # foreign bytes raise more than BadZipFile
+            raise self.error(f"it is cut short, or no pack: {error}") from error
+        if not comment.startswith(_COMMENT):
+            raise self.error(f"its schema is not {_SCHEMA}, the one that this version reads")
+        directory = self.read_at(start, os.fstat(self._descriptor).st_size - start)
+        if _comment_of(directory) != comment:
+            raise self.error("its directory is not what its digest says")
+        entries: dict[str, PackedEntry] = {}
+        end, last = 0, ""
+        for member in members:
+            name = member.orig_filename
+            folder, _, file_name = name.rpartition("/")
+            if folder not in entries:
+                entries[folder] = self._entry(folder)
+            if wrong := _complaint(member, file_name):
+                raise self.error(f"member {name!r} {wrong}")
+            if name <= last:
+                raise self.error(f"member {name!r} is there twice or out of order")
+            if member.header_offset != end:
+                raise self.error(f"member {name!r} does not begin where the one before it ends")
+            end, last = end + _HEADER_BYTES + len(name) + member.file_size, name
+            entries[folder].files[file_name] = member
+        if end != start:
+            raise self.error(f"member {last!r} does not end where the directory begins")
+        for folder, entry in entries.items():
+            if META not in entry.files:
+                raise self.error(f"entry {folder!r} has no {META}")
+        return list(entries.values())
 
-    def _check_frame(self, members: Sequence[Member], start: int) -> None:
-        if start >= self.bytes:
-            # Some member is not of the size that the index says, or the file ends too early.
-            for member, begin in zip(members, zip_frame.places(members), strict=False):
-                header = zip_frame.local_header(member)
-                if self.read_at(begin, len(header)) != header:
-                    raise self.error(f"it is cut short before member {member.name!r}")
-                if begin + len(header) + member.size > self.bytes:
-                    raise self.error(f"it is cut short in member {member.name!r}")
-            raise self.error("it is cut short behind its members")
-        most = zip_frame.directory_bytes(members)
-        found = self.read_at(start, min(self.bytes - start, most + 1))
-        if found == zip_frame.directory(members):
-            return
-        for member, begin in zip(members, zip_frame.places(members), strict=False):
-            header = zip_frame.local_header(member)
-            if self.read_at(begin, len(header)) != header:
-                raise self.error(
-                    f"the header of member {member.name!r} is not where or what it must be"
-                )
-        raise self.error(zip_frame.complaint(members, found))
+    def _entry(self, folder: str) -> PackedEntry:
+        parts = folder.split("/")
+        if len(parts) == 4 and is_compiler_id(parts[1]) and is_key(parts[3]):
+            entry = PackedEntry(parts[3], parts[1], {}, self)
+            if folder == entry.folder:
+                return entry
+        raise self.error(f"{folder!r} is no folder of an entry")
 
 
-def _check_owner(descriptor: int, path: Path, installed: bool) -> int:
-    """The size of a pack that only this user or root can have written."""
+class _BoundedFile(io.FileIO):
+    """A file of which no more is read at once than a directory may take, whatever it claims."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MOST_DIRECTORY_BYTES:
+            raise ValueError("its directory is too large")
+        return super().read(size)
+
+
+def _complaint(member: zipfile.ZipInfo, file_name: str) -> str:
+    """What keeps a member from being in a pack, whatever the others are; nothing: empty."""
+    if file_name != META and not is_file_name(file_name):
+        return "has no plain file name"
+    if member.flag_bits:
+        return "is encrypted, or not plainly stored"
+    if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+        return "is compressed"
+    if member.external_attr != _ATTRIBUTES:
+        return "is no plain file, such as a link"
+    if member.file_size > (MOST_META_BYTES if file_name == META else MOST_FILE_BYTES):
+        return "is too large"
+    if not is_key(member.comment.decode("latin-1")):
+        return "has no digest"
+    return ""
+
+
+def _check_owner(descriptor: int, path: Path, installed: bool) -> None:
+    """Raises PackError for a pack that not only this user or root can have written."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise PackError(f"pack {path} is no file")
-    if status.st_uid not in (os.geteuid(), 0):
+    if wrong := complaint(status, read_only=True, installed=installed):
         raise PackError(
-            f"pack {path} belongs to user {status.st_uid}, not to user {os.geteuid()}, and kernels "
-            "of it would run as this user; if you trust it, take a copy of your own"
+            f"pack {path} {wrong}, and kernels of it would run as this user; if you trust it, take "
+            f"a copy of your own, or run: chmod go-w {path}"
         )
-    if others_write(status, installed=installed):
-        raise PackError(
-            f"pack {path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it, and "
-            f"kernels of it would run as this user; if you trust it, run: chmod go-w {path}"
-        )
-    return status.st_size

@@ -25,7 +25,7 @@ def torn(path: Path) -> str:
 
 def empty(path: Path) -> str:
     path.write_bytes(b"")
-    return f"pack {path}: it does not begin with pack.json: it is no pack, or cut short"
+    return f"pack {path}: it is cut short, or no pack: "
 
 
 def writable(path: Path) -> str:

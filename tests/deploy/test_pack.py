@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import io
 import os
+import resource
 import stat
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,9 @@ from hypothesis import strategies as st
 from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.errors import PackError, TargetError
-from flashattn_jit.jit import zip_frame
-from flashattn_jit.jit.pack_file import PackFile
+from flashattn_jit.jit.entry import sha256
+from flashattn_jit.jit.pack_file import PackFile, write_archive
 from flashattn_jit.jit.store import Store
-from flashattn_jit.jit.zip_frame import Member
 from tests import processes
 from tests.deploy.caches import COMPILER, add_entry, contents
 
@@ -63,11 +63,24 @@ def test_equal_entries_make_equal_files(store: Store, packed: Path, tmp_path: Pa
 def test_any_tool_reads_it(store: Store, packed: Path) -> None:
     with zipfile.ZipFile(packed) as archive:
         assert archive.testzip() is None
-        names = archive.namelist()
-        assert names[0] == "pack.json"
-        found = {name: archive.read(name) for name in names[1:]}
+        found = {name: archive.read(name) for name in archive.namelist()}
         assert {i.compress_type for i in archive.infolist()} == {zipfile.ZIP_STORED}
+        assert {i.date_time for i in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+        assert {(i.create_system, i.external_attr >> 16) for i in archive.infolist()} == {
+            (3, stat.S_IFREG | 0o600)
+        }
+        assert [i.comment.decode() for i in archive.infolist()] == [*map(sha256, found.values())]
     assert found == contents(store.root)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0, 0o644), (0o002, 0o644), (0o077, 0o600)])
+def test_nobody_else_may_write_to_it(store: Store, tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        pack(tmp_path / "p.pack")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "p.pack").stat().st_mode) == mode
 
 
 def test_entries_are_found_by_key(store: Store, packed: Path) -> None:
@@ -123,109 +136,143 @@ def test_a_manifest_of_missing_kernels_says_what_to_build(tmp_path: Path) -> Non
 def test_a_pack_is_written_whole_or_not_at_all(packed: Path, tmp_path: Path) -> None:
     before = packed.read_bytes()
     script = (
-        "import os, sys, signal, flashattn_jit.deploy.pack_writer as w\n"
-        "from flashattn_jit.deploy.pack import pack\n"
-        "def index_text(entries, real=w.index_text):\n"
-        "    if entries[0].files['artifact.so'].crc32:\n"
+        "import os, sys, signal, flashattn_jit.deploy.pack as p\n"
+        "def progress(done, total):\n"
+        "    if done == total:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(entries)\n"
-        "w.index_text = index_text\n"
-        "pack(sys.argv[1])\n"
+        "p.pack(sys.argv[1], progress=progress)\n"
     )
     process = processes.run(["-c", script, str(packed)])
     assert process.returncode == -9
     assert packed.read_bytes() == before
 
 
+def test_a_full_disk_leaves_what_was_there(packed: Path, tmp_path: Path) -> None:
+    before = packed.read_bytes()
+    script = (
+        "import errno, resource, sys, flashattn_jit as fa\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))\n"
+        "try:\n"
+        "    fa.pack(sys.argv[1])\n"
+        "except OSError as error:\n"
+        "    assert error.errno == errno.EFBIG, error\n"
+        "    print('refused')\n"
+    )
+    process = processes.run(["-c", script, str(packed)])
+    assert process.stdout.strip() == "refused", process.stderr
+    assert packed.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "kernels.pack"}
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 
-def members_of(path: Path) -> list[tuple[str, bytes]]:
+Members = list[tuple[str, str, bytes]]
+"""Name, digest and content of each member."""
+
+
+def members_of(path: Path) -> Members:
     with zipfile.ZipFile(path) as archive:
-        return [(i.filename, archive.read(i)) for i in archive.infolist()]
+        return [(i.filename, i.comment.decode(), archive.read(i)) for i in archive.infolist()]
 
 
-def rewritten(members: list[tuple[str, bytes]]) -> bytes:
+def rewritten(members: Members) -> bytes:
     """An archive of the right frame for any members."""
-    listed = [Member(name, len(text), zlib.crc32(text)) for name, text in members]
-    body = b"".join(
-        zip_frame.local_header(m) + t for m, (_, t) in zip(listed, members, strict=True)
-    )
-    return body + zip_frame.directory(listed)
+    file = io.BytesIO()
+    write_archive(file, members)
+    return file.getvalue()
 
 
-def with_index(path: Path, change: Callable[[dict], object], *, sort: bool = True) -> bytes:
-    members = members_of(path)
-    index = json.loads(members[0][1])
-    change(index)
-    text = json.dumps(index, sort_keys=sort, separators=(",", ":")).encode()
-    return rewritten([("pack.json", text), *members[1:]])
+def signed(data: bytes, start: int) -> bytes:
+    """An archive whose comment is right for what is in its directory."""
+    return data[:-64] + sha256(data[start:-64]).encode()
 
 
-def entry_of(index: dict, place: int = 0) -> dict:
-    return index["entries"][place]
+def start_of(path: Path) -> int:
+    """Where the directory begins."""
+    with zipfile.ZipFile(path) as archive:
+        return archive.start_dir
 
 
-def _rename(index: dict, name: str) -> None:
-    entry_of(index)["files"][name] = entry_of(index)["files"].pop("kernel.cpp")
+def renamed(place: int, change: Callable[[str], str]) -> Callable[[Members], Members]:
+    """Gives a member another name."""
+
+    def of(members: Members) -> Members:
+        name, digest, content = members[place]
+        return [*members[:place], (change(name), digest, content), *members[place + 1 :]]
+
+    return of
 
 
-HOSTILE_INDEXES: dict[str, tuple[Callable[[dict], object], str]] = {
-    "path escape in a file": (lambda i: _rename(i, "../../x"), r"'\.\./\.\./x' has no plain"),
-    "absolute file": (lambda i: _rename(i, "/etc/passwd"), "'/etc/passwd' has no plain"),
-    "hidden file": (lambda i: _rename(i, ".bashrc"), "'.bashrc' has no plain"),
-    "file with a zero": (lambda i: _rename(i, "a\0b"), "no plain"),
+# Of the first entry's four members the second is a log, the last its meta.json.
+HOSTILE_MEMBERS: dict[str, tuple[Callable[[Members], Members], str]] = {
+    "path escape in a file": (renamed(1, lambda n: f"{n}/../../x"), r"no folder of an entry"),
+    "path escape as a file": (renamed(1, lambda n: n.replace("build.log", "..")), "has no plain"),
+    "absolute file": (renamed(1, lambda n: "/etc/passwd"), "'/etc' is no folder of an entry"),
+    "hidden file": (renamed(1, lambda n: n.replace("build", ".build")), "has no plain file name"),
+    "no file": (renamed(1, lambda n: n.replace("build.log", "")), "has no plain file name"),
+    "file of other letters": (renamed(1, lambda n: n + "\xe4"), "has no plain file name"),
+    "file in the top folder": (renamed(0, lambda n: "x"), "'' is no folder of an entry"),
+    "file beside the entries": (renamed(0, lambda n: "v1/x"), "is no folder of an entry"),
     "path escape in the compiler": (
-        lambda i: entry_of(i).update(compiler="../../../x"), "is no folder name"),
-    "hidden compiler": (lambda i: entry_of(i).update(compiler=".staging"), "is no folder name"),
-    "key that is none": (lambda i: entry_of(i).update(key="a/../b"), "is no digest"),
-    "no meta.json": (lambda i: entry_of(i)["files"].pop("meta.json"), "must have meta.json"),
+        renamed(0, lambda n: n.replace(COMPILER, "../../../x")), "is no folder of an entry"),
+    "hidden compiler": (
+        renamed(0, lambda n: n.replace(COMPILER, ".staging")), "is no folder of an entry"),
+    "other layout": (renamed(0, lambda n: n.replace("v1/", "v0/")), "is no folder of an entry"),
+    "key that is none": (
+        renamed(0, lambda n: n.replace(n.split("/")[3], "a")), "is no folder of an entry"),
+    "key in the folder of others": (
+        renamed(0, lambda n: n.replace(n.split("/")[2], "zz", 1)), "is no folder of an entry"),
+    "no meta.json": (lambda m: [*m[:3], *m[4:]], "has no meta.json"),
+    "file that is missing": (lambda m: m[1:], "lists other files"),
     "many files": (
-        lambda i: entry_of(i)["files"].update({f"f{n}": [0, "0" * 64, "00000000"]
-                                               for n in range(99)}), "at most"),
-    "huge file": (
-        lambda i: entry_of(i)["files"]["kernel.cpp"].__setitem__(0, 1 << 40), "below 1 GiB"),
-    "negative size": (
-        lambda i: entry_of(i)["files"]["kernel.cpp"].__setitem__(0, -1), "below 1 GiB"),
-    "size that is true": (
-        lambda i: entry_of(i)["files"]["kernel.cpp"].__setitem__(0, True), "no size"),
-    "short digest": (
-        lambda i: entry_of(i)["files"]["kernel.cpp"].__setitem__(1, "00"), "two digests"),
-    "entry twice": (lambda i: i["entries"].append(entry_of(i, 2)), "there twice"),
-    "out of order": (lambda i: i["entries"].reverse(), "out of order"),
-    "no list": (lambda i: i.update(entries={}), "other fields"),
-    "further field": (lambda i: i.update(more=1), "other fields"),
-    "further field of an entry": (lambda i: entry_of(i).update(more=1), "other fields"),
-    "other schema": (lambda i: i.update(pack_schema=2), "its schema is 2"),
-    "entry that is not there": (
-        lambda i: i["entries"].append(dict(entry_of(i, 2), key="f" * 64)), "member .*f{64}"),
-    "file that is smaller than said": (
-        lambda i: entry_of(i)["files"]["artifact.so"].__setitem__(0, 999999), "artifact.so"),
+        lambda m: [*m[:3], m[3], *((m[3][0] + str(i), sha256(b""), b"") for i in range(10, 99)),
+                   *m[4:]], "lists other files"),
+    "other content": (lambda m: [(m[0][0], sha256(b"x"), b"x"), *m[1:]], "lists other files"),
+    "short digest": (lambda m: [(m[0][0], "00", m[0][2]), *m[1:]], "has no digest"),
+    "wrong digest of meta.json": (
+        lambda m: [*m[:3], (m[3][0], "0" * 64, m[3][2]), *m[4:]], "not what its digest says"),
+    "entry twice": (lambda m: [*m, *m[-4:]], "there twice"),
+    "member twice": (lambda m: [*m[:2], *m[1:]], "there twice"),
+    "entries out of order": (lambda m: [*m[4:], *m[:4]], "out of order"),
+    "members out of order": (lambda m: [m[1], m[0], *m[2:]], "out of order"),
+    "file that no entry lists": (
+        lambda m: [*m, (m[-1][0] + "x", sha256(b"x"), b"x")], "lists other files"),
+    "no entry's file": (
+        lambda m: [*m, ("w/evil", sha256(b"x"), b"x")], "'w' is no folder of an entry"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", HOSTILE_INDEXES)
-def test_hostile_indexes_are_refused(what: str, packed: Path, tmp_path: Path) -> None:
-    change, words = HOSTILE_INDEXES[what]
-    packed.write_bytes(with_index(packed, change))
-    with pytest.raises(PackError, match=words):
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize("what", HOSTILE_MEMBERS)
+def test_hostile_members_are_refused(what: str, packed: Path, tmp_path: Path) -> None:
+    change, words = HOSTILE_MEMBERS[what]
+    packed.write_bytes(rewritten(change(members_of(packed))))
+    with pytest.raises(PackError, match=rf"^pack {packed}: .*({words}).*; pack it again"):
         unpack(packed, tmp_path / "other")
-    assert not (tmp_path / "other").exists()
+    # Those of other entries that came before it may be there.
+    assert {path.parts[-5] for path in (tmp_path / "other").rglob("*.so")} <= {"v1"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"cache", "kernels.pack", "other"}
 
 
-def test_an_index_is_canonical(packed: Path) -> None:
-    members = members_of(packed)
-    for text in (
-        members[0][1].replace(b'"pack_schema":1', b'"pack_schema":1,"pack_schema":1'),
-        members[0][1].replace(b"{", b"{ ", 1),
-    ):
-        packed.write_bytes(rewritten([("pack.json", text), *members[1:]]))
-        with pytest.raises(PackError, match="canonical"):
-            PackFile(packed)
-    for text in (b"[" * 100_000, b"nonsense", b'{"a":' + b"9" * 5000 + b"}"):
-        packed.write_bytes(rewritten([("pack.json", text), *members[1:]]))
-        with pytest.raises(PackError, match=r"no JSON|canonical"):
-            PackFile(packed)
+def test_a_zero_in_a_name_is_refused(packed: Path) -> None:
+    """Readers that stop at it see another name, such as one that is there already."""
+    start, data = start_of(packed), packed.read_bytes().replace(b"kernel.cpp", b"build.log\0")
+    packed.write_bytes(signed(data, start))
+    with pytest.raises(PackError, match=r"member .*build.log.x00' has no plain file name"):
+        PackFile(packed)
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [b"", b"flashattn_jit pack of schema 1, sha256 of the directory: " + b"0" * 64, b"x" * 60000],
+    ids=["none, as before schemas were stated", "another", "long"],
+)
+def test_a_pack_of_another_schema_is_to_be_made_again(packed: Path, comment: bytes) -> None:
+    with zipfile.ZipFile(packed, "a") as archive:
+        archive.comment = comment
+    with pytest.raises(PackError, match=r"schema is not 2, .* this version reads; pack it again"):
+        PackFile(packed)
 
 
 def central_record(data: bytes, place: int) -> int:
@@ -240,68 +287,119 @@ def central_record(data: bytes, place: int) -> int:
 @pytest.mark.parametrize(
     ("offset", "value", "words"),
     [
+        (6, 99, "cut short, or no pack"),
         (8, 1, r"member 'v1/.*' is encrypted"),
+        (8, 8, "not plainly stored"),
         (10, 8, "is compressed"),
-        (38, 1, "another place .* or attribute"),
-        (42, 7, "another place"),
+        (10, 99, "is compressed"),
+        (20, 1, "is compressed"),
+        (24, 1, "is compressed"),
+        (38, 1, "is no plain file"),
+        (42, 7, "does not begin where the one before it ends"),
     ],
 )
+@pytest.mark.parametrize("again", [True, False], ids=["signed", "unsigned"])
 def test_directories_that_lie_are_refused(
-    packed: Path, offset: int, value: int, words: str
+    packed: Path, offset: int, value: int, words: str, again: bool
 ) -> None:
-    data = bytearray(packed.read_bytes())
+    start, data = start_of(packed), bytearray(packed.read_bytes())
     struct.pack_into("<H", data, central_record(data, 3) + offset, value)
-    packed.write_bytes(data)
-    with pytest.raises(PackError, match=words):
+    packed.write_bytes(signed(data, start) if again else data)
+    with pytest.raises(PackError, match=words if again else "not what its digest says|cut short"):
         PackFile(packed)
 
 
 def test_links_are_refused(packed: Path) -> None:
-    data = bytearray(packed.read_bytes())
+    start, data = start_of(packed), bytearray(packed.read_bytes())
     struct.pack_into("<I", data, central_record(data, 2) + 38, (stat.S_IFLNK | 0o777) << 16)
-    packed.write_bytes(data)
+    packed.write_bytes(signed(data, start))
     with pytest.raises(PackError, match=r"member 'v1/.*' is no plain file, such as a link"):
         PackFile(packed)
 
 
-def test_members_that_the_index_does_not_list_are_refused(packed: Path) -> None:
-    members = members_of(packed)
-    for extra, words in (
-        (("../../../etc/evil", b"x"), r"member '../../../etc/evil' is not in its index"),
-        (members[2], r"member 'v1/.*' is there twice"),
-    ):
-        packed.write_bytes(rewritten([*members, extra]))
-        with pytest.raises(PackError, match=words):
+@pytest.mark.parametrize("place", [0, 3])
+def test_huge_members_are_refused(packed: Path, place: int) -> None:
+    """Of a size that a file with holes may well have, whether it is there or not."""
+    start, data = start_of(packed), bytearray(packed.read_bytes())
+    size = (1 << 30) + 1 if place == 0 else (16 << 20) + 1
+    struct.pack_into("<2I", data, central_record(data, place) + 20, size, size)
+    packed.write_bytes(signed(data, start))
+    with pytest.raises(PackError, match=r"member 'v1/.*' is too large"):
+        PackFile(packed)
+
+
+@pytest.mark.parametrize("size", [0, 999, 1001, 1 << 20])
+@pytest.mark.parametrize("place", [0, 6, 11])
+def test_sizes_that_lie_are_refused(packed: Path, size: int, place: int) -> None:
+    """A member that ends early, or reaches into others or behind the end."""
+    start, data = start_of(packed), bytearray(packed.read_bytes())
+    struct.pack_into("<2I", data, central_record(data, place) + 20, size, size)
+    packed.write_bytes(signed(data, start))
+    with pytest.raises(PackError, match=r"does not (begin where the one|end where the)"):
+        PackFile(packed)
+
+
+def test_bytes_between_and_behind_members_are_refused(packed: Path) -> None:
+    start, data = start_of(packed), packed.read_bytes()
+    with zipfile.ZipFile(packed) as archive:
+        second = archive.infolist()[1].header_offset
+    for place in (0, second, start, len(data)):
+        packed.write_bytes(data[:place] + b"more" + data[place:])
+        with pytest.raises(PackError, match=r"does not|digest"):
             PackFile(packed)
 
 
 def test_archives_of_other_tools_are_refused(packed: Path, tmp_path: Path) -> None:
-    """Compressed, in another order, without an index, or no archive at all."""
-    members = members_of(packed)
+    """Compressed, in another order, without a schema, or no archive at all."""
+    members, comment = members_of(packed), zipfile.ZipFile(packed).comment
     for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
         with zipfile.ZipFile(packed, "w", compression) as archive:
-            for name, text in members if compression else members[::-1]:
+            archive.comment = comment
+            for name, _, text in members if compression else members[::-1]:
                 archive.writestr(name, text)
         with pytest.raises(PackError):
             PackFile(packed)
-    for data in (b"", b"PK", b"\x7fELF" * 100, os.urandom(1000)):
+        packed.write_bytes(signed(packed.read_bytes(), start_of(packed)))
+        with pytest.raises(PackError, match="member"):
+            PackFile(packed)
+    for data in (b"", b"PK", b"\x7fELF" * 100, os.urandom(1000), b"PK\5\6" + bytes(18)):
         packed.write_bytes(data)
-        with pytest.raises(PackError, match="it is no pack, or cut short"):
+        with pytest.raises(PackError, match=r"no pack|its schema"):
             PackFile(packed)
 
 
 def test_bombs_are_refused_before_they_are_read(packed: Path) -> None:
-    """An index whose header states gigabytes is not allocated."""
-    data = bytearray(packed.read_bytes())
-    struct.pack_into("<2I", data, 18, 0xFFFFFFF0, 0xFFFFFFF0)
-    packed.write_bytes(data)
-    with pytest.raises(PackError, match="no pack, or cut short"):
+    """A directory of 200 GB, in a file with a hole, is neither allocated nor read."""
+    end = packed.read_bytes()[-200:]
+    end = bytearray(end[end.index(b"PK\5\6") :])
+    struct.pack_into("<2I", end, 12, 0xFFFFFFFF, 0xFFFFFFFF)
+    size = 200_000_000_000
+    end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, size, 0)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, size, 1)
+    with packed.open("wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(end64 + locator + end)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(PackError, match="its directory is too large"):
+        PackFile(packed)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_a_pack_has_a_most(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = packed.read_bytes()
+    monkeypatch.setattr("flashattn_jit.jit.pack_file._MOST_DIRECTORY_BYTES", 1000)
+    with pytest.raises(PackError, match="too many for one pack; choose fewer"):
+        pack(packed)
+    assert packed.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"cache", "kernels.pack"}
+    with pytest.raises(PackError, match="too large"):
         PackFile(packed)
 
 
 def test_cut_short_anywhere(packed: Path, tmp_path: Path) -> None:
     data = packed.read_bytes()
-    for size in [*range(0, len(data), 97), len(data) - 1]:
+    for size in [*range(0, len(data), 97), *range(len(data) - 200, len(data))]:
         packed.write_bytes(data[:size])
         with pytest.raises(PackError):
             PackFile(packed)
@@ -349,6 +447,30 @@ def test_mixed_up_archives_never_give_other_content(packed: Path, data: st.DataO
     assert found == good
 
 
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_signed_directories_never_give_other_content(packed: Path, data: st.DataObject) -> None:
+    """A directory of any bytes whose digest is right: an error or the content that was packed."""
+    whole = PACKED.setdefault(packed, packed.read_bytes())
+    packed.write_bytes(whole)
+    good, start = opened(packed), start_of(packed)
+    changed = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(start, len(whole) - 1))
+        piece = data.draw(st.binary(min_size=1, max_size=8))
+        changed[place : place + len(piece)] = piece
+    packed.write_bytes(signed(changed, start))
+    try:
+        found = opened(packed)
+    except PackError as error:
+        assert str(packed) in str(error)
+        assert "again" in str(error)
+        return
+    assert found == good
+
+
 PACKED: dict[Path, bytes] = {}
 
 
@@ -386,18 +508,39 @@ def test_it_stays_what_it_was_when_opened(packed: Path) -> None:
         entry.read("artifact.so")
 
 
-def test_places_beyond_4_gib_are_right(tmp_path: Path) -> None:
-    """The frame of an archive of 6 GiB, in a file with a hole: another reader finds its members."""
-    members = [Member(f"m{i}", (1 << 30) - 1, 0) for i in range(6)]
-    last = Member("last", 4, zlib.crc32(b"last"))
-    begins = list(zip_frame.places([*members, last]))
-    with (tmp_path / "big.zip").open("wb") as file:
-        for member, begin in zip(members, begins, strict=False):
-            file.seek(begin)
-            file.write(zip_frame.local_header(member))
-        file.seek(begins[-2])
-        file.write(zip_frame.local_header(last) + b"last")
-        file.write(zip_frame.directory([*members, last]))
-    with zipfile.ZipFile(tmp_path / "big.zip") as archive:
-        assert archive.read("last") == b"last"
-        assert [i.header_offset for i in archive.infolist()] == begins[:-1]
+def test_it_is_read_in_threads_and_after_a_fork(packed: Path) -> None:
+    """A file offset that processes share would give them pieces of each other's files."""
+    with PackFile(packed) as found:
+        entries = list(found.entries())
+        child = os.fork()
+        right = all(
+            found.find(e.key) == [e] and e.read("artifact.so").startswith(e.key.encode())
+            for _ in range(300)
+            for e in entries
+        )
+        if child == 0:
+            os._exit(0 if right else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert right
+        with ThreadPoolExecutor(4) as threads:
+            pairs = [(e, n) for _ in range(50) for e in entries for n in e.files]
+            for (entry, name), content in zip(
+                pairs, threads.map(lambda p: p[0].read(p[1]), pairs), strict=True
+            ):
+                assert sha256(content).encode() == entry.files[name].comment
+
+
+def test_places_beyond_a_zip_files_32_bits_are_right(
+    store: Store, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an archive of many GiB has them: in fields of 64 bits, here from 4 KiB on."""
+    good = opened(packed)
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 4096)
+    pack(tmp_path / "big.pack")
+    monkeypatch.undo()
+    data = (tmp_path / "big.pack").read_bytes()
+    assert b"PK\6\6" in data
+    assert data != packed.read_bytes()
+    with zipfile.ZipFile(tmp_path / "big.pack") as archive:
+        assert archive.testzip() is None
+    assert opened(tmp_path / "big.pack") == good

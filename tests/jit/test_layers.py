@@ -11,7 +11,7 @@ import pytest
 
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.deploy.pack_writer import write_pack
+from flashattn_jit.deploy.pack import replacing, write_entries
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
 from flashattn_jit.jit import layers as layers_module
 from flashattn_jit.jit import store as store_module
@@ -47,7 +47,8 @@ def use(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:
 def pack_of(store: Store, path: Path) -> Path:
     """A pack of all that a store holds."""
     found = [found_in_folder(store.verify(e.path), "user") for e in store.entries()]
-    write_pack(path, found)
+    with replacing(path) as file:
+        write_entries(file, found)
     return path
 
 
@@ -140,7 +141,7 @@ def test_a_miss_tells_of_every_layer_why(
     assert said["cache"] == said["missing"] == "there is no such folder"
     assert said["site"] == "it has no such kernel"
     assert "chmod go-w" in said["unsafe"]
-    assert "pack.json" in said["text"]
+    assert "no pack" in said["text"]
     assert [layer.layer for layer in error.value.layers] == ["user"] + 4 * ["read_only"]
     for layer in error.value.layers:
         assert f"{layer.layer} {layer.location}: {layer.reason}" in str(error.value)

@@ -1,0 +1,59 @@
+"""Files that callers name: their paths, and writing one in the place of another at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import InputError, PackError
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` once it was written whole, and else leaves nothing.
+
+    mode: the file's; by default all may read it whom the umask lets.
+    """
+    name = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        # A file that others may write to is no pack, whatever the umask allows.
+        with open(name, "x+b", opener=lambda p, flags: os.open(p, flags, 0o644)) as file:
+            yield file
+            file.flush()
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        name.replace(path)
+    except BaseException:
+        name.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def checked_path(name: str, value: object) -> Path:
+    """A path that the caller gave, as a `Path`; name: of the argument.
+
+    Raises InputError where it is no text, PackError where no file can have that name.
+    """
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise InputError(f"{name} must be a str or an os.PathLike, got {type(value).__name__}")
+    if not text:
+        raise PackError(f"{name} is empty; give the name of a file or folder")
+    try:
+        if b"\0" not in os.fsencode(text):
+            return Path(text)
+    except UnicodeEncodeError:
+        pass
+    raise PackError(f"{name} {text!r} holds a character that no file name can have")
