@@ -9,12 +9,12 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops._device import launch, make_plan
 from flashattn_jit.ops._device_launch import LaunchTensors
 from flashattn_jit.planner import placed
+from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 
@@ -74,7 +74,7 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
         for kv_h in range(KV_HEADS)
         for row in range(0, tokens * group, spec.tile_q)
     ]  # fmt: skip
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
+    module = load_stepping([request_of(spec)])[1]
     call = _C.Call(module, native, b"".join(work), b"", 0, _C.WRITE_LSE)
     plan = make_plan(call, module, "emulated:sm_80", torch.device("cpu"), spec)
     out = torch.full((tokens, HEADS, DIM), float("nan"), dtype=torch.bfloat16)
