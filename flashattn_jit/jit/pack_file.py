@@ -97,7 +97,7 @@ class PackFile:
 
     Opening reads the index and the directory, not the entries. Safe in threads and after a fork.
     Raises PackError, naming the member, for anything but a pack, for one of a foreign owner and for
-    one that others may write to (installed: see `trust.others_write`); OSError where it cannot be
+    one that others may write to (installed: see `entry.others_write`); OSError where it cannot be
     read.
     """
 
