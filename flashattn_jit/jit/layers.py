@@ -353,24 +353,16 @@ class FolderLayer:
         found = tuple(found_in_folder(e, self.name, read_only=read_only) for e in entries)
         if found:
             return Answer(found, tuple(wrong))
-        absent = read_only and not _has_mode(self.store.root, stat.S_ISDIR)
-        reason = self._reason(key, compiler_id, wrong)
-        return Answer((), tuple(wrong), reason, fault=bool(wrong) or absent)
+        if not wrong and not _has_mode(self.store.root, stat.S_ISDIR):
+            return Answer(reason="there is no such folder", fault=read_only)
+        others = [c for c in self.store.compilers_of(key) if c != compiler_id] if not wrong else []
+        return Answer((), tuple(wrong), _reason(wrong, others, compiler_id), fault=bool(wrong))
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""
         for entry in self.store.entries():
             if entry.meta:
                 yield entry.key, str(entry.path), entry.meta["document"]
-
-    def _reason(self, key: str, compiler_id: str | None, wrong: list[CorruptEntryError]) -> str:
-        if wrong:
-            return f"its entry is corrupt: {wrong[0].reason}"
-        if not _has_mode(self.store.root, stat.S_ISDIR):
-            return "there is no such folder"
-        if others := [c for c in self.store.compilers_of(key) if c != compiler_id]:
-            return _other_compiler(others, compiler_id)
-        return "it has no such kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +393,8 @@ class PackLayer:
                     found.append(self._found(packed))
                 except (PackError, ValueError) as error:
                     wrong.append(CorruptEntryError(self.path, str(error)))
-            reason = "" if found else _pack_reason(pack, key, compiler_id, wrong)
+            others = [] if found else [entry.compiler_id for entry in pack.find(key)]
+            reason = "" if found else _reason(wrong, others, compiler_id)
         except (PackError, UnsafeCacheError, OSError) as error:
             return Answer(reason=str(error), fault=True)
         found.sort(key=lambda one: str(one.meta.get("created", "")), reverse=True)
@@ -421,15 +414,6 @@ class PackLayer:
         return found_in_memory(
             packed.key, packed.compiler_id, self.name, self.path, meta, packed.read
         )
-
-
-def _pack_reason(
-    pack: PackFile, key: str, compiler_id: str | None, wrong: list[CorruptEntryError]
-) -> str:
-    if wrong:
-        return f"its entry is corrupt: {wrong[0].reason}"
-    others = [entry.compiler_id for entry in pack.find(key)]
-    return _other_compiler(others, compiler_id) if others else "it has no such kernel"
 
 
 def user_layer() -> FolderLayer:
@@ -484,7 +468,12 @@ def _has_mode(path: Path, wanted: Callable[[int], bool]) -> bool:
         return False
 
 
-def _other_compiler(others: list[str], compiler_id: str | None) -> str:
+def _reason(wrong: list[CorruptEntryError], others: list[str], compiler_id: str | None) -> str:
+    """Why a layer has no sound entry of a kernel. others: compilers whose entries it has."""
+    if wrong:
+        return f"its entry is corrupt: {wrong[0].reason}"
+    if not others:
+        return "it has no such kernel"
     return (
         f"it has the kernel as {', '.join(sorted(others))} made it, and this machine's compiler is "
         f"{compiler_id}; FLASHATTN_JIT_COMPILE=never takes any compiler's"

@@ -102,28 +102,12 @@ class KernelCache:
         """The module of a spec that this process loaded already."""
         return self._modules.get(spec)
 
-    def load(
-        self,
-        spec: str,
-        template: str,
-        target: str,
-        render: Callable[[], str],
-        fallbacks: Sequence[Request] = (),
-    ) -> _C.Module:
-        """The module of a kernel spec, compiled where no layer has it.
-
-        `spec` is the canonical JSON of the kernel spec, target included; `template` the name of its
-        root template; `render` makes the source and is called on a miss only. `fallbacks`: see
-        `load_stepping`. Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError;
-        then nothing was cached.
-        """
-        return self.load_stepping([Request(spec, template, target, render), *fallbacks])[1]
-
     def load_stepping(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
         """The first of `requests` that does not spill registers, and its place among them.
 
         They are one kernel on ever smaller tiles. The last one is taken even if it spills: slow is
-        better than none. Raises as `load` does.
+        better than none. Raises CompileError, MissingKernelError, CacheError, AbiError,
+        TargetError; then nothing was cached.
         """
         first = requests[0].spec
         module = self._modules.get(first)
@@ -148,8 +132,8 @@ class KernelCache:
     def prepare(self, requests: Sequence[Request]) -> Prepared:
         """As `load_stepping`, but the kernel only is in the cache then; nothing is loaded.
 
-        Its target may be one that this machine cannot run. Raises as `load` does, and CacheError
-        where the cache's folder cannot be written.
+        Its target may be one that this machine cannot run. Raises as `load_stepping` does, and
+        CacheError where the cache's folder cannot be written.
         """
         with self._only_thread(f"prepare {requests[0].spec}"):
             return _prepared(*self._resolver(_check_artifact, loads=False).resolve(requests))
@@ -489,7 +473,6 @@ def _keyed(requests: Sequence[Request]) -> list[Wanted]:
 
 default = KernelCache()
 find_kernel = default.find
-load_kernel = default.load
 load_stepping = default.load_stepping
 kernel_ptx = default.ptx
 prepare_kernel = default.prepare

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner import tiles
+from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.bounds_simplify import range_tables
 from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.range_table import build_tables
@@ -65,7 +65,7 @@ def library(
     """The loaded artifact of a spec with the planner's tile; compiled where the cache lacks it."""
     blank = KernelSpec(ir, dtype, dtype, dtype, *dims, target, kind, 0, 0, features)
     spec = tiles.place_on_cpu(blank, kind)
-    module = default.load(spec.document(), spec.template, target, lambda: render(spec))
+    module = default.load_stepping([request_of(spec)])[1]
     return ctypes.CDLL(str(module.path))
 
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from flashattn_jit import _C
-from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit import emulator
-from flashattn_jit.jit.module import kernel_ptx, load_kernel
+from flashattn_jit.jit.module import kernel_ptx, load_stepping
+from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.binding import Bound
 
 _PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -182,7 +182,7 @@ class ByHand:
 
 def artifact_of(spec: KernelSpec) -> tuple[ctypes.CDLL, str]:
     """The host part of a kernel's artifact, and its PTX."""
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
+    module = load_stepping([request_of(spec)])[1]
     return ctypes.CDLL(module.path), ptx_of_artifact(spec, kernel_ptx(module))
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from flashattn_jit import planner
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
-from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.codegen.target import CUDA_TARGETS
-from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.jit.resources import load_report
+from flashattn_jit.planner.tiles import request_of
 from tests import rotation
 from tests.cuda.kernels import (
     FEATURE_SETS,
@@ -91,9 +91,7 @@ def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
     utilities = [UtilitySpec("merge_states", target)]
     utilities += [UtilitySpec("append_paged_kv", target, unit_bytes=n) for n in (1, 16)]
     for spec in utilities:
-        module = load_kernel(
-            spec.document(), spec.template, spec.target, lambda spec=spec: render(spec)
-        )
+        module = load_stepping([request_of(spec)])[1]
         report = load_report(Path(module.path).with_name("resources.json"))
         assert report.kernels
         assert report.complaints() == []

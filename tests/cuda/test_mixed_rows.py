@@ -9,12 +9,12 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops._device import LaunchTensors
 from flashattn_jit.ops._device_memory import DeviceState, launch
 from flashattn_jit.planner import placed
+from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 from tests.planner.batch_plans import Level, Ragged, lengths
@@ -70,7 +70,7 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
         for kv_h in range(KV_HEADS)
         for row in range(0, tokens * group, spec.tile_q)
     ]  # fmt: skip
-    module = load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
+    module = load_stepping([request_of(spec)])[1]
     core = _C.BatchCall(
         _C.BatchPlan.of_work(b"".join(work)), batch, (module, None), num_q_heads=HEADS,
         num_kv_heads=KV_HEADS, head_dim=DIM, head_dim_v=DIM,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
@@ -49,7 +50,9 @@ def packed(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def load() -> object:
-    return KernelCache().load("{}", "cpu/attention.cpp.j2", "cpu:generic", lambda: SOURCE)
+    return KernelCache().load_stepping(
+        [Request("{}", "cpu/attention.cpp.j2", "cpu:generic", lambda: SOURCE)]
+    )[1]
 
 
 @pytest.mark.parametrize("damage", [torn, empty, writable, absent])

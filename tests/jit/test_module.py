@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import (
     AbiError,
     CompileError,
@@ -29,7 +30,7 @@ NewCache = Callable[[], KernelCache]
 
 def load(cache: KernelCache, spec: str = "{}", render: Callable[[], str] = lambda: "int x;") -> str:
     """Loads a kernel; returns the path of its artifact."""
-    return cache.load(spec, "kernel.cpp.j2", TARGET, render).path
+    return cache.load_stepping([Request(spec, "kernel.cpp.j2", TARGET, render)])[1].path
 
 
 def never() -> str:
@@ -50,8 +51,8 @@ def tree(root: Path) -> dict[str, tuple[int, int]]:
 def test_a_kernel_is_compiled_once_and_then_comes_from_memory(new_cache, fake_build) -> None:
     cache = new_cache()
     assert cache.find("{}") is None
-    first = cache.load("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")
-    assert cache.load("{}", "kernel.cpp.j2", TARGET, never) is first
+    first = cache.load_stepping([Request("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")])[1]
+    assert cache.load_stepping([Request("{}", "kernel.cpp.j2", TARGET, never)])[1] is first
     assert cache.find("{}") is first
     assert len(fake_build.builds) == 1
     assert cache.counters.misses == cache.counters.compiles == 1
@@ -158,7 +159,9 @@ def test_threads_that_want_one_kernel_compile_it_once(new_cache, fake_build) -> 
 
     def want() -> None:
         everybody.wait()
-        modules.append(cache.load("{}", "kernel.cpp.j2", TARGET, lambda: "int x;"))
+        modules.append(
+            cache.load_stepping([Request("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")])[1]
+        )
 
     threads = [threading.Thread(target=want) for _ in range(8)]
     for thread in threads:
@@ -202,6 +205,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import conftest
 from flashattn_jit import env
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.jit.module import KernelCache
 root = Path(sys.argv[2])
 env.templates_dir = lambda: root / "templates"
@@ -212,7 +216,7 @@ build.before = lambda: time.sleep(0.5)
 cache = KernelCache(build=build, load=conftest.FakeModule)
 print("ready", flush=True)
 sys.stdin.readline()
-cache.load("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")
+cache.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")])
 print(len(build.builds))
 """
 

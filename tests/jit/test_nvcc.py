@@ -248,7 +248,7 @@ def test_a_missing_compiler_is_told_with_the_remedy(
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CUDA_HOME", str(tmp_path / "nothing"))
     with pytest.raises(CompileError, match=r"install a CUDA toolkit.*FLASHATTN_JIT_CUDA_HOME"):
-        KernelCache().load("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)
+        KernelCache().load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
 
 
 def test_a_toolkit_is_found_where_the_environment_says(
@@ -341,7 +341,7 @@ def cache(sources: Path) -> KernelCache:
 def test_a_kernel_is_kept_with_its_ptx_and_the_driver_it_needs(
     cache: KernelCache, cache_root: Path
 ) -> None:
-    module = cache.load("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)
+    module = cache.load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
     entry = Path(module.path).parent
     assert {path.name for path in entry.iterdir()} == FILES | {"meta.json"}
     assert entry.is_relative_to(cache_root)
@@ -351,7 +351,9 @@ def test_a_kernel_is_kept_with_its_ptx_and_the_driver_it_needs(
     assert set(meta["files"]) == FILES
     assert cache.ptx(module) == entry.joinpath("kernel.ptx").read_text()
     again = KernelCache()
-    assert again.load("{}", "kernel.cpp.j2", "sm_80", never).path == module.path
+    assert (
+        again.load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", never)])[1].path == module.path
+    )
 
 
 def never() -> str:
@@ -363,7 +365,7 @@ def test_ptx_is_there_where_nothing_can_be_kept(
     cache: KernelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", os.devnull + "/cache")
-    module = cache.load("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)
+    module = cache.load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
     assert ".entry fajit_attention_kernel" in cache.ptx(module)
     assert min_driver(module) is None
 

@@ -148,7 +148,7 @@ def test_hits_are_counted_by_layer(sources: Path, fake_build) -> None:
     cache = new()
     for _ in range(3):
         cache.load_stepping([request()])
-        cache.load("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")
+        cache.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")])[1]
     assert cache.counters.hits == {"memory": 5, "user": 0, "read_only": 0, "remote": 0}
     assert (cache.counters.misses, cache.counters.compiles, cache.counters.waits) == (1, 1, 0)
     again = new()

@@ -83,7 +83,7 @@ def test_another_process_goes_straight_there(
 def test_a_smaller_tile_that_exists_already_is_not_compiled_again(
     new_cache, fake_build, tiles: list[Request]
 ) -> None:
-    new_cache().load(tiles[2].spec, "kernel.cpp.j2", TARGET, tiles[2].render)
+    new_cache().load_stepping([Request(tiles[2].spec, "kernel.cpp.j2", TARGET, tiles[2].render)])[1]
     place, _ = new_cache().load_stepping(tiles)
     assert place == 2
     assert len(fake_build.builds) == 3
@@ -124,7 +124,7 @@ def test_asked_for_without_fallbacks_it_is_built_as_it_is(
     tile = request(128, "SPILLS")
     new_cache().load_stepping([tile, request(64, "fits")])
     cache = new_cache()
-    module = cache.load(tile.spec, "kernel.cpp.j2", TARGET, tile.render)
+    module = cache.load_stepping([Request(tile.spec, "kernel.cpp.j2", TARGET, tile.render)])[1]
     assert module.key == fake_build.builds[0] == fake_build.builds[2]
     assert "stepped_down" in metas(cache_root)[tile.spec]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flashattn_jit import _C
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import CPU_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit import toolchain
@@ -152,7 +153,7 @@ def cache(sources: Path) -> KernelCache:
 
 
 def load(cache: KernelCache, source: str = SOURCE) -> _C.Module:
-    return cache.load("{}", "kernel.cpp.j2", "cpu:generic", lambda: source)
+    return cache.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:generic", lambda: source)])[1]
 
 
 def test_a_kernel_compiles_loads_and_is_found_again(cache: KernelCache, cache_root: Path) -> None:
@@ -276,6 +277,7 @@ def test_variables_that_compilers_read_reach_no_artifact(
 HIT = """
 import sys
 import torch
+from flashattn_jit.codegen.spec import Request
 from flashattn_jit.jit import module
 from flashattn_jit import env
 from pathlib import Path
@@ -293,7 +295,7 @@ def audit(event, args):
 sys.addaudithook(audit)
 def render():
     raise AssertionError("a hit renders nothing")
-module.load_kernel("{}", "kernel.cpp.j2", "cpu:generic", render)
+module.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:generic", render)])
 slow = {"jinja2", "torch.utils.cpp_extension", "setuptools", "platformdirs", "ninja", "sympy",
         "torch._dynamo"}
 print(seen, sorted(slow & set(sys.modules)))

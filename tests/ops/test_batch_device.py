@@ -14,15 +14,15 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen.render import render
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
-from flashattn_jit.jit.module import load_kernel
+from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops import _device, _device_memory
 from flashattn_jit.ops._device import LaunchTensors
 from flashattn_jit.ops._device_memory import DeviceState, Ring, launch
 from flashattn_jit.ops._emulated import Recording, record
 from flashattn_jit.planner import placed
+from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 
@@ -286,7 +286,7 @@ def kernels() -> Kernels:
     variant = fa.Causal().bind(Dims(1, HEADS, KV_HEADS, 8, 8, DIM, DIM), {})
     specs = placed(variant.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("paged",),))
     chosen = [next(s for s in specs if s.tile_kind == kind) for kind in ("prefill", "few_row")]
-    modules = [load_kernel(s.document(), s.template, s.target, lambda s=s: render(s))
+    modules = [load_stepping([request_of(s)])[1]
                for s in chosen]  # fmt: skip
     native = [(m, s.tile_q, s.tile_q, s.tile_kv, s.tile_kv, 500.0, 10.0, 1.0, 20.0)
               for m, s in zip(modules, chosen, strict=True)]  # fmt: skip

@@ -13,15 +13,15 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
-from flashattn_jit.jit.module import default, load_kernel
+from flashattn_jit.jit.module import default, load_stepping
 from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops import _check, _device, _launch, _placement, _utility
 from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops._plan import Needs
 from flashattn_jit.planner import named_hardware, slots
+from flashattn_jit.planner.tiles import request_of
 from tests.planner.batch_plans import Paged, lengths
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -266,7 +266,7 @@ def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNa
 @pytest.fixture(scope="module")
 def merge_module() -> _C.Module:
     spec = UtilitySpec("merge_states", "sm_80")
-    return load_kernel(spec.document(), spec.template, spec.target, lambda: render(spec))
+    return load_stepping([request_of(spec)])[1]
 
 
 def call_of(module: _C.Module, q_len: tuple[int, ...] = (3, 0, 2)) -> _C.BatchCall:
