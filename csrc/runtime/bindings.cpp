@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../interval/bindings.h"
+#include "../scheduler/batch_plan.h"
 #include "../scheduler/bindings.h"
 #include "batch_bindings.h"
 #include "errors.h"

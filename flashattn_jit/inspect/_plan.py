@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from ..errors import CompileError
 from ..jit.module import find_kernel
 from ..ops._call import Requests, dense_lengths, read_lengths
 from ..ops._launch import plan_call
-from ..ops._plan import Options, Variation
+from ..ops._plan import Options
 from ..planner import Problem
 from ..variants.bounds import MaskParams
 from ..variants.dtypes import DTYPE_NAMES
@@ -72,17 +72,29 @@ def layout_of(
     return Layout(q, k, v, dense_lengths(batch, q_len, rows, *read))
 
 
-def plan(layout: Layout, bound: Bound, name: str, target: str) -> Variation | CompileError:
-    """The call's plan, whose kernel is compiled if need be; or why it does not compile."""
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The figures of a planned call; times are predicted."""
+
+    num_work: int
+    most_splits: int
+    workspace_bytes: int
+    total_ns: float
+    critical_ns: float
+
+
+def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule | CompileError:
+    """The call's schedule, whose kernel is compiled if need be; or why it does not compile."""
     d = layout.dims
     options = Options(
         d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, layout.q.dtype, layout.k.dtype,
         layout.v.dtype, d.device, target,
     )  # fmt: skip
     try:
-        return plan_call(options, Requests(layout.lengths, d), bound, name)
+        planned = plan_call(options, Requests(layout.lengths, d), bound, name).native
     except CompileError as error:
         return error
+    return Schedule(**{f.name: getattr(planned, f.name) for f in fields(Schedule)})
 
 
 def artifact_path(document: str) -> str | None:

@@ -10,7 +10,6 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from .. import _C
 from ..codegen.render import render
 from ..codegen.spec import KernelSpec
 from ..codegen.target import matrix_dtype
@@ -33,7 +32,7 @@ from ..variants.ir import VariantIR, format_graph
 from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
 from ._dims import complete_dims
-from ._plan import Layout, artifact_path, layout_of, plan
+from ._plan import Layout, Schedule, artifact_path, layout_of, plan
 from ._table import kib, si, table
 from .device_plan import DevicePlan, device_plan, machine
 from .plots import draw, require_matplotlib
@@ -53,7 +52,7 @@ class Plan:
     candidates: tuple[TileChoice, ...]
     spec: KernelSpec
     key: KernelKey
-    call: _C.BatchPlan | None
+    call: Schedule | None
     error: CompileError | None
     num_threads: int
 
@@ -252,7 +251,7 @@ def _plan(
     planned = plan(layout, bound, name, spec.target)
     if isinstance(planned, CompileError):
         return Plan(options, spec, key, None, planned, torch.get_num_threads())
-    return Plan(options, spec, key, planned.native, None, torch.get_num_threads())
+    return Plan(options, spec, key, planned, None, torch.get_num_threads())
 
 
 def _layout(

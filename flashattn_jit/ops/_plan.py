@@ -20,7 +20,7 @@ from .. import _C
 from ..codegen.spec import KernelSpec
 from ..codegen.target import CPU_TARGETS, LANES
 from ..errors import InputError
-from ..jit.module import load_stepping
+from ..jit.module import default, load_stepping
 from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
 from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows, requests_of
@@ -157,6 +157,8 @@ class Kernels:
         """
         found = self._pairs.get((handle, needs))
         if found is not None:
+            if any(found):
+                default.last_source = "memory"
             return found
         features = needs.features(self.options.cpu)
         prefill = few = None

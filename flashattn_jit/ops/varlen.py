@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 import torch
 
 from ..errors import InputError
 from ..variants.binding import Swap, bind, bind_outside_modes
+from ..variants.modes import outside_modes
 from ..variants.spec import Variant, as_variant
 from . import _check, _handles
 from ._call import Offset, packed_form, packed_requests
@@ -108,7 +110,8 @@ def run_packed(
     if direct is None:
         direct = is_direct(q, k, v)
     form = packed_form(q, k, v, direct)
-    requests = packed_requests(form, q_indptr, kv_indptr, q_offset)
+    with contextlib.nullcontext() if direct else outside_modes():
+        requests = packed_requests(form, q_indptr, kv_indptr, q_offset)
     for name, most, what, lengths in (
         ("max_q_len", max_q_len, requests.dims.q_len, requests.lengths.q_len),
         ("max_kv_len", max_kv_len, requests.dims.kv_len, requests.lengths.kv_len),

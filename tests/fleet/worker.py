@@ -332,14 +332,14 @@ def task_audited(dim: int = 8) -> Json:
 def task_attend_until(gate: str, dims: list[int]) -> Json:
     """Loads kernels afresh again and again until the gate opens; where they came from."""
     from flashattn_jit.jit import module
-    from flashattn_jit.ops import _launch
+    from flashattn_jit.ops._launch import _kernels, _launches
 
     sources: dict[str, int] = {}
     rounds = 0
     while not Path(gate).exists() or not rounds:
         module.default.forget()
-        _launch._launches.clear()
-        _launch._kernels.clear()
+        _launches.clear()
+        _kernels.clear()
         for dim in dims:
             source = _attend(dim)["source"]
             sources[source] = sources.get(source, 0) + 1
