@@ -17,7 +17,6 @@ from ._device import launch
 from ._device_launch import LaunchTensors
 from ._direct import is_direct
 from ._placement import on_cpu, place_utility
-from ._traced import is_traced
 from ._utility import UtilityWork, addresses, layouts, plan_utility
 from .paged import Paged, PageTable, read_pages
 from .varlen import request_lengths
@@ -66,9 +65,8 @@ def append_paged_kv(
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
     given = (k, v, k_pages, v_pages)
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced((*given, q_indptr)):
-        from ._compiled import append
+    if torch.compiler.is_dynamo_compiling() or not is_direct(*given):
+        from ._as_op import append
 
         append(*given, q_indptr, paged, target)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -15,7 +15,6 @@ from ._dense import result_dtype
 from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
-from ._traced import is_traced
 
 Offset = int | torch.Tensor | Literal["end"]
 
@@ -84,12 +83,14 @@ def attention(
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(q, k, v)
     for host in (kv_len, q_offset):
         direct = direct and (type(host) is torch.Tensor or not isinstance(host, torch.Tensor))
-    if not direct and is_traced((q, k, v, kv_len, q_offset, out, *params.values())):
-        from ._compiled import dense
+    if not direct:
+        from ._as_op import states
 
-        return dense(  # type: ignore[no-any-return]
-            q, k, v, variant, params, scale, q_offset, kv_len, return_lse, partial, out, target
-        )
+        arguments = {
+            "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
+            "partial": partial, "target": target,
+        }  # fmt: skip
+        return states("attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
     result, lse = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
         return_lse=return_lse, partial=partial, out=out, target=target, direct=direct,
@@ -125,6 +126,8 @@ def run_dense(
     if direct is None:
         direct = is_direct(q, k, v)
     dims = _check.check_dense(q, k, v)
+    if not direct:
+        _check.check_types(q, k, v)
     bound = (bind if direct else bind_outside_modes)(chosen, dims, params, swap)
     ir = bound.ir
     _check.check_grad((q, k, v, *bound.tensors))
@@ -140,31 +143,20 @@ def run_dense(
     scalars = pack_scalars(bound.scalars)
     lse: torch.Tensor | None
     if out is None:
-        run = _dense.attend if direct else _attention_op
-        result, lse = run(
+        result, lse = _dense.attend(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, with_lse, partial, target,
         )  # fmt: skip
     else:
         shape = (*q.shape[:3], dims.head_dim_v)
-        if not direct:
-            _check.check_types(q, k, v)
         _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
         result = out
         lse = q.new_empty(shape[:3], dtype=torch.float32) if with_lse else None
-        write: Callable[..., object] = torch.ops.flashattn_jit.attention_out
-        if direct and is_direct(out):
-            write = _dense.dense_out
-        write(
+        _dense.dense_out(
             q, k, v, bound.tensors, scalars, handle, scale, offset, offsets, kv_len,
             block_states, block_size, partial, target, out, lse,
         )  # fmt: skip
     return result, lse if with_lse else None
-
-
-def _attention_op(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    _check.check_types(*arguments[:3])
-    return torch.ops.flashattn_jit.attention(*arguments)  # type: ignore[no-any-return]
 
 
 def _resolve_offset(

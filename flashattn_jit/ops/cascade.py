@@ -11,7 +11,6 @@ from ..errors import InputError, VariantError
 from ..variants.binding import Bound
 from ..variants.modes import on_host
 from ..variants.queries import keys_read_request
-from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._batch_plan import Batch
 from ._level_pages import in_cache_pages

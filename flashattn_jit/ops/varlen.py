@@ -15,7 +15,6 @@ from ._dense import result_dtype
 from ._direct import is_direct
 from ._placement import place
 from ._scalars import pack_scalars
-from ._traced import is_traced
 from .attention import Offset, check_offset
 
 
@@ -64,15 +63,16 @@ def varlen_attention(
     """
     given = (q, k, v)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    host = (q_indptr, kv_indptr)
     direct = direct and type(q_indptr) is torch.Tensor and type(kv_indptr) is torch.Tensor
-    if not direct and is_traced((*given, *host, q_offset, out, *params.values())):
-        from ._compiled import packed
+    if not direct:
+        from ._as_op import states
 
-        return packed(  # type: ignore[no-any-return]
-            q, k, v, q_indptr, kv_indptr, variant, params, max_q_len, max_kv_len, scale, q_offset,
-            return_lse, partial, out, target,
-        )  # fmt: skip
+        arguments = {
+            "q_indptr": q_indptr, "kv_indptr": kv_indptr, "max_q_len": max_q_len,
+            "max_kv_len": max_kv_len, "scale": scale, "q_offset": q_offset,
+            "return_lse": return_lse, "partial": partial, "target": target,
+        }  # fmt: skip
+        return states("varlen_attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
     result, lse = run_packed(
         q, k, v, q_indptr, kv_indptr, as_variant(variant), params, max_q_len=max_q_len,
         max_kv_len=max_kv_len, scale=scale, q_offset=q_offset, return_lse=return_lse,
@@ -140,9 +140,9 @@ def run_packed(
     target = place(q, k, v, target)
     with_lse = return_lse or (partial and not pointwise)
     scalars = pack_scalars(bound.scalars)
+    lse: torch.Tensor | None
     if out is None:
-        run = _packed.packed if direct else torch.ops.flashattn_jit.varlen_attention
-        result, lse = run(
+        result, lse = _packed.packed(
             q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
             with_lse, partial, target,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def run_packed(
         _check.check_out(out, shape, result_dtype(q, partial), (q, k, v, *bound.tensors))
         result = out
         lse = q.new_empty(shape[:2], dtype=torch.float32) if with_lse else None
-        torch.ops.flashattn_jit.varlen_attention_out(
+        _packed.packed_out(
             q, k, v, bound.tensors, scalars, handle, scale, q_indptr, kv_indptr, offsets,
             partial, target, out, lse,
         )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .ir import Graph, VariantIR
+from .normalizers import Pointwise
 
 _OF_REQUEST = ("kv_len", "q_len", "q_row")
 
@@ -39,6 +40,14 @@ def _reads_request(graph: Graph) -> bool:
         return not is_input(i, "b") and any(is_input(arg, "b") for arg in node.args)
 
     return is_input(graph.output, "b") or any(reads(i) for i in range(len(graph.nodes)))
+
+
+def is_pointwise(variant: Any) -> bool:
+    """Whether a `Variant` has a pointwise normaliser, and so no lse."""
+    parts = getattr(variant, "_parts", None)
+    if parts is not None:
+        return any(is_pointwise(part) for part in parts)
+    return isinstance(variant._normalizer(), Pointwise)
 
 
 def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) -> str:

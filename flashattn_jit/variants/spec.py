@@ -12,6 +12,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.binding import Bound
 from flashattn_jit.variants.class_form import (
@@ -44,6 +46,9 @@ class FunctionVariant(Variant):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         hooks = {n: f for n, f in state.items() if n != "_name"}
+        for hook, fn in hooks.items():
+            if hook != "normalizer":
+                _check_hook(hook, fn)
         self.__init__(hooks, state["_name"])  # type: ignore[misc]
 
 
@@ -87,7 +92,7 @@ def variant(
             _check_hook(hook, fn)
             hooks[hook] = fn
     if not is_default(normalizer):
-        normalizer_hooks(normalizer, object())
+        normalizer_hooks(normalizer, None)
         hooks["normalizer"] = normalizer
     if name is not None and not isinstance(name, str):
         raise VariantError(f"name must be a string, got {type(name).__name__}")
@@ -115,6 +120,8 @@ def _check_hook(hook: str, fn: Any) -> None:
         return
     if not callable(fn) or isinstance(fn, Variant):
         raise VariantError(f"{hook} must be a function, got {type(fn).__name__}")
+    if torch.compiler.is_dynamo_compiling():
+        return  # which cannot tell yet; it is checked when the graph runs
     count = positional_count(fn)
     wanted = HOOK_ARGUMENTS[hook]
     if count is not None and count != len(wanted):
