@@ -1,8 +1,7 @@
 """The ops that users call, registered with torch. `flex`, `sdpa`, `paged` and `append` are
 imported on first use."""
 
-from . import _graph_ops as _graph_ops
-from . import _register as _register
+from . import torch_ops as torch_ops
 from .attention import attention
 from .merge import merge_states
 from .varlen import varlen_attention

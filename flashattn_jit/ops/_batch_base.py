@@ -17,9 +17,9 @@ from ..variants.binding import Bound
 from ..variants.compose import present_hooks
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import unscaled_integers
-from ..variants.modes import PLAN_FIRST, need_values, refuse_capture, refuse_unreadable
-from ..variants.params import Dims, Pointwise
-from ..variants.spec import Variant, as_variant
+from ..variants.modes import PLAN_FIRST, need_values, refuse_capture
+from ..variants.params import Dims
+from ..variants.spec import Variant, as_variant, is_pointwise
 from . import _batch_run, _check, _plan, _sites
 from ._batch_params import bind_plan, bound_kernels
 from ._batch_run import Habits, Planned
@@ -31,7 +31,6 @@ from ._launch import Workspace
 from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._plan import Batch, Kernels, Keys, Options, native_kinds
 from ._replays import check_replayable, padded, with_room
-from ._traced import is_traced
 from .limits import Limits
 from .plan import Plan
 from .sparsity import BlockSparse, Sparsity, TokenSparse, Tree
@@ -78,7 +77,7 @@ class BatchBase:
         target: str | None = None,
     ) -> None:
         self._variant = as_variant(variant)
-        self._pointwise = isinstance(self._variant._normalizer(), Pointwise)
+        self._pointwise = is_pointwise(self._variant)
         self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         own = _device(device)
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
@@ -190,30 +189,19 @@ class BatchBase:
             more = [x for x in params.values() if isinstance(x, torch.Tensor)]
             given = (*given, *more) if out is None else (*given, *more, out)
         direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-        if not direct and is_traced(given):
-            from ._compiled import batch
+        if not direct:
+            from ._as_op import batch
 
-            return batch(  # type: ignore[no-any-return]
-                self, q, k, v, params, scale, return_lse, partial, out
-            )
-        if direct:
-            planned = self.in_force()
-            result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
-        else:
-            from ._batch_ops import run_by_op
-
-            placed = [("q", q), ("k", k), ("v", v), *([] if out is None else [("out", out)])]
-            for name, tensor in placed:
-                _batch_run.check_place(name, tensor, self._kernels.options.device)
-            for name, value in params.items():
-                if isinstance(value, torch.Tensor):
-                    refuse_unreadable(name, value)
-            self.in_force().check_transforms(params)
-            _check.check_grad([x for x in given if isinstance(x, torch.Tensor)])
-            result, lse = run_by_op(
-                self._number, self._pointwise, q, k, v, params, scale, return_lse, partial, out
-            )
+            return batch(self, q, k, v, params, scale, return_lse, partial, out)  # type: ignore[no-any-return]
+        planned = self.in_force()
+        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
         return result if lse is None else (result, lse)
+
+    def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
+        """Raises InputError for what is no tensor on the object's device."""
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if name != "out" or out is not None:
+                _batch_run.check_place(name, tensor, self._kernels.options.device)
 
     def in_force(self) -> Planned:
         """The plan that runs follow. Raises InputError where there is none."""

@@ -11,7 +11,6 @@ from ..planner.tiles import ALL_ROWS
 from ..variants.binding import Bound, bind_on_host
 from ..variants.params import MISSING, Dims, Param
 from ..variants.spec import Variant
-from . import _handles
 from ._plan import Kernels, Needs, Pair, note_planned
 
 Params = Mapping[str, object]
@@ -95,12 +94,11 @@ def bound_kernels(
         if d.param.default is MISSING and d.param.name not in d.owner.__dict__
     }
     bound = bind_on_host(variant, dims, params)
-    known = _handles.structure_of(bound, variant.name)
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
     needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned)
     if kernels.options.cpu:
-        return kernels.unloaded(known, needs)
-    pair = kernels.pair(bound.handle, known, needs)
+        return kernels.unloaded(bound.structure, needs, variant.name)
+    pair = kernels.pair(bound.structure, needs, variant.name)
     note_planned(pair)
     return pair
 

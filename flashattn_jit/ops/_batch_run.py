@@ -66,7 +66,7 @@ class Planned:
         self.form = paged_form if batch.keys.page_size else packed_form
         self.pointwise = first.known.pointwise
         self.scale = _check.check_scale(None, batch.options.head_dim)
-        self.variations = {(first.known.handle, unaligned): first}
+        self.variations = {(first.known, unaligned): first}
 
     @property
     def latest(self) -> Variation:
@@ -95,7 +95,7 @@ class Planned:
             _check_call(self, q, k, v)  # says what the batch was made for, where it is that
             raise
         unaligned = not self.cpu and not is_aligned(form, q, k, v, out)
-        variation = self.variations.get((bound.handle, unaligned))
+        variation = self.variations.get((bound.structure, unaligned))
         if variation is None:
             _check_call(self, q, k, v)
             refuse_mask_params(self.variant, params, bound.mask_params)
@@ -105,7 +105,7 @@ class Planned:
         addresses, layouts, held = bind_tensors(variation.known, tensors)
         with_lse = return_lse or (partial and not self.pointwise)
         call = Call(
-            form, batch.lengths, bound.handle, layouts,
+            form, batch.lengths, bound.structure, layouts,
             None if out is None else (out.shape, out.stride(), out.dtype, out.device), with_lse,
             partial, batch.options.target, int(self.cpu), not unaligned,
         )  # fmt: skip
@@ -148,7 +148,7 @@ class Planned:
         )
         if self.batch.options.cuda_graph:
             self.variations = {}
-        return self.variations.setdefault((bound.handle, unaligned), made)
+        return self.variations.setdefault((bound.structure, unaligned), made)
 
 
 _KEPT_LAUNCHES = 256

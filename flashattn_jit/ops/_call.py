@@ -20,8 +20,8 @@ from .. import _C
 from ..errors import InputError
 from ..variants.modes import need_values
 from ..variants.params import Dims
+from ..variants.structure import Structure
 from . import _check
-from ._handles import Structure
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -116,7 +116,7 @@ class Requests(NamedTuple):
 class Call(NamedTuple):
     """All that a launch depends on but for addresses and values. Equal calls have one launch.
 
-    structure: handle of the variant's structure. layouts: of its param tensors. out: shape,
+    structure: the variant's. layouts: of its param tensors. out: shape,
     strides, dtype and device of a given one. num_threads: 0 on devices. aligned: rows of q, k, v
     and out start and end at multiples of 16 bytes (devices). scalars: the variant's, where its
     schedule depends on them.
@@ -124,7 +124,7 @@ class Call(NamedTuple):
 
     form: Form
     lengths: _C.BatchLengths
-    structure: int
+    structure: Structure
     layouts: Layouts
     out: tuple[Any, ...] | None
     return_lse: bool

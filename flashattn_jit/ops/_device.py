@@ -28,7 +28,7 @@ from ..planner import fallbacks, slots
 from ..planner.devices import Device, device_hardware
 from ..planner.tiles import requests_of
 from ..variants.modes import is_capturing
-from ._handles import Structure
+from ..variants.structure import Structure
 
 EMULATED_SLOTS = 8
 """Workers that emulated work is planned for: enough that long keys are split."""
@@ -45,7 +45,7 @@ _SCALAR_BYTES = 32  # with what the host works out of it
 
 def check_params(known: Structure) -> None:
     """Raises InputError for a variant with more params than a kernel takes."""
-    tensors, scalars = len(known.tensor_names), len(known.integer_scalars)
+    tensors, scalars = len(known.tensor_names), len(known.scalar_kinds)
     if _TENSOR_BYTES * tensors + _SCALAR_BYTES * scalars > _PARAM_BYTES:
         raise InputError(
             f"the variant reads {tensors} tensors, range tables included, and {scalars} numbers; "

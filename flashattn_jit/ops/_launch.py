@@ -6,7 +6,7 @@ which plans the first call of a kind and remembers its launch; runs of batches c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 
 from .. import _C
 from ..errors import InputError, ParamError
-from ..variants.binding import Bound
+from ..variants.binding import Bound, Swap, bind, bind_outside_modes
 from ..variants.ir import unscaled_integers
 from ..variants.modes import refuse_capture
-from . import _check, _handles
+from ..variants.spec import Variant
+from . import _check
 from ._call import (
     BlockMaskLayout,
     Call,
@@ -29,7 +30,7 @@ from ._call import (
     is_aligned,
 )
 from ._direct import learn_device
-from ._placement import on_cpu
+from ._placement import on_cpu, place
 from ._plan import Batch, Kernels, Options, Variation, vary
 
 _CPU = torch.device("cpu")
@@ -201,31 +202,39 @@ _workspaces: dict[torch.device, Workspace] = {}
 def attend(
     form: Form,
     requests: Requests,
-    bound: Bound,
-    name: str,
+    variant: Variant,
+    params: Mapping[str, object],
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    scale: float,
-    target: str,
-    return_lse: bool,
-    partial: bool,
+    scale: float | None = None,
+    return_lse: bool = False,
+    partial: bool = False,
     out: torch.Tensor | None = None,
+    target: str | None = None,
+    swap: Swap | None = None,
+    direct: bool = True,
     block_states: torch.Tensor | None = None,
     block_size: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of a checked call; lse is None unless `return_lse`.
+    """(out, lse) of a dense or packed call whose lengths were read; lse is None unless asked for.
 
-    block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
-    block_size (q_block, kv_block).
+    scale, return_lse, partial, out, target: as for `fa.attention`. swap: see `bind`. direct: what
+    `is_direct` says of q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of
+    `BlockMask` states, with block_size (q_block, kv_block).
 
     Raises:
-        InputError: `out` does not fit; int8 keys or values, which no hook of the variant scales.
-        CompileError: a new kernel was needed and the compiler failed.
-        LaunchError: CUDA refused the launch; or the call was not planned before a graph's capture.
+        InputError, ParamError, TraceError, CompileError, TargetError, LaunchError, EmulatorFault,
+        GradError: as `fa.attention`.
     """
-    known = _handles.structure_of(bound, name)
+    bound = (bind if direct else bind_outside_modes)(variant, requests.dims, params, swap)
+    known = bound.structure
+    _check.check_grad((q, k, v, *bound.tensors))
+    _check.check_lse(return_lse, known.pointwise)
+    return_lse = return_lse or (partial and not known.pointwise)
+    scale = _check.check_scale(scale, form.head_dim)
+    target = place(q, k, v, target)
     addresses, layouts, held = bind_tensors(known, bound.tensors)
     num_threads = torch.get_num_threads() if on_cpu(target) else 0
     mask: BlockMaskLayout | None = None
@@ -234,7 +243,7 @@ def attend(
     call = Call(
         form,
         requests.lengths,
-        known.handle,
+        known,
         layouts,
         None if out is None else (out.shape, out.stride(), out.dtype, out.device),
         return_lse,
@@ -249,7 +258,7 @@ def attend(
     if found is None:
         if out is not None:
             check_out(out, form, partial, (q, k, v, *bound.tensors))
-        plan = _plan(call, requests, bound, name)
+        plan = _plan(call, requests, bound, variant.name)
         found = _launches.keep(call, (plan, make_launch(plan, call, out, bound.tensors)))
     plan, ready = found
     workspace = _workspaces.get(form.device)

@@ -28,9 +28,8 @@ from ..variants.binding import Bound
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR
 from ..variants.params import Dims
-from . import _handles
+from ..variants.structure import Structure
 from ._call import BlockMaskLayout, Call, bind_tensors
-from ._handles import Structure
 from ._key_lists import KeyLists
 from .limits import Limits
 
@@ -149,13 +148,13 @@ class Kernels:
             block_mask, unaligned,
         )  # fmt: skip
 
-    def pair(self, handle: int, known: Structure, needs: Needs) -> Pair:
-        """The kernels, from memory or loaded now.
+    def pair(self, known: Structure, needs: Needs, name: str) -> Pair:
+        """The kernels, from memory or loaded now. name: of the variant, for messages.
 
         Raises:
             CompileError: a kernel was needed that no cache has, and the compiler failed.
         """
-        found = self._pairs.get((handle, needs))
+        found = self._pairs.get((known, needs))
         if found is not None:
             if any(found):
                 default.last_source = "memory"
@@ -163,20 +162,18 @@ class Kernels:
         features = needs.features(self.options.cpu)
         prefill = few = None
         if needs.prefill_rows:
-            prefill = self._kernel(handle, known, needs.prefill_rows, features)
+            prefill = self._kernel(known, needs.prefill_rows, features, name)
         if needs.few:
-            few = self._kernel(handle, known, 1, features)
+            few = self._kernel(known, 1, features, name)
         if len(self._pairs) >= _KEPT_PAIRS:
             self._pairs.clear()
-        self._pairs[handle, needs] = prefill, few
+        self._pairs[known, needs] = prefill, few
         return prefill, few
 
-    def unloaded(self, known: Structure, needs: Needs) -> Pair:
+    def unloaded(self, known: Structure, needs: Needs, name: str) -> Pair:
         """The kernels of a CPU target as `_C.BatchPlan.workspace_bound` takes them: no modules."""
         features = needs.features(self.options.cpu)
-        specs = (
-            self.spec(known.ir, rows, features, known.name) for rows in (needs.prefill_rows, 1)
-        )
+        specs = (self.spec(known.ir, rows, features, name) for rows in (needs.prefill_rows, 1))
         prefill, few = (Kernel(s, None, native_kind(s, self.options.target), 0) for s in specs)
         return prefill, few
 
@@ -191,13 +188,13 @@ class Kernels:
         )
 
     def _kernel(
-        self, handle: int, known: Structure, packed_rows: int, features: tuple[str, ...]
+        self, known: Structure, packed_rows: int, features: tuple[str, ...], name: str
     ) -> Kernel:
         rows = packed_rows if self.options.cpu else row_class(packed_rows)
-        key = (handle, rows, features)
+        key = (known, rows, features)
         kernel = self._known.get(key)
         if kernel is None:
-            spec = self.spec(known.ir, packed_rows, features, known.name)
+            spec = self.spec(known.ir, packed_rows, features, name)
             kernel = self._known[key] = self._load(spec)
         return kernel
 
@@ -409,7 +406,7 @@ def vary(
         CompileError: a kernel was needed that no cache has, and the compiler failed.
     """
     options, kernels, lists = batch.options, batch.kernels, batch.lists
-    known = _handles.structure_of(bound, batch.name)
+    known = bound.structure
     if not options.cpu:
         from ._device import check_params  # a process without a device need not have it
 
@@ -431,7 +428,7 @@ def vary(
         batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,
         batch.keys.page_size > 0, batch.num_levels > 0, blocks is not None, unaligned,
     )  # fmt: skip
-    pair = kernels.pair(bound.handle, known, needs)
+    pair = kernels.pair(known, needs, batch.name)
     classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)
     mask_args: dict[str, Any] = {}
     if classify:

@@ -79,7 +79,7 @@ def check_replayable(before: Variation, now: Variation) -> None:
         ("the kind of sparsity", was.name, new.name, ""),
         ("the form of the key lists", *lists, ", or plan the longest lists first"),
         ("the number of levels", was.num_levels, new.num_levels, ", or plan the most levels first"),
-        ("the structure of the variant", before.known.handle, now.known.handle, ""),
+        ("the structure of the variant", before.known, now.known, ""),
         ("the numbers that the mask reads", before.mask_scalars, now.mask_scalars, ""),
         (
             "the shapes of tensors that the mask reads", *shapes,

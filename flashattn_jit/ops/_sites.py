@@ -1,9 +1,10 @@
-"""Calls that tracers see: what is fixed while tracing, and how a run gets its values back.
+"""Calls that are one torch op: what is constant in them, and how a run makes the call again.
 
-A *site* is one call in a compiled graph. While the graph is traced, the site learns which tensors
-the variant captures and the paths that lead to them, so that the graph takes them as inputs; when
-the graph runs, the site binds the variant as any call does, with the graph's values in the places
-of the captured ones. The tracer calls `variant_site` and `function_site`; it never looks inside.
+The op's inputs are tensors and numbers. All else of the call is its *site*, which the op names by
+an int. While a graph is made, the site learns which tensors and numbers the variant captures and
+the paths that lead to them, so that the graph takes them as inputs; when the graph runs, the site
+puts variant, params and arguments together again, with the graph's values in their places. Nothing
+but this file resolves the int.
 """
 
 from __future__ import annotations
@@ -14,26 +15,30 @@ import secrets
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .. import errors
 from ..errors import FlashAttnJitError, InputError, VariantError
-from ..variants.binding import param_locations
+from ..variants.binding import Swap, param_locations
 from ..variants.captures import Walk
 from ..variants.extract import (
     NOWHERE,
     PARAMS,
     ROOT,
+    Extractor,
     Location,
     Step,
-    Yields,
     extractor,
     stride_pattern,
 )
-from ..variants.params import MISSING, Pointwise
-from ..variants.spec import Variant, as_variant, variant
+from ..variants.modes import PLAIN
+from ..variants.params import MISSING
+from ..variants.spec import Variant, as_variant, is_pointwise
+from ..variants.spec import variant as function_variant
+from ._outline import Maker, Outline
 from .block_mask import own_mask_mod
 
 ATTRIBUTE, ITEM = 0, 1
@@ -42,20 +47,21 @@ Path = tuple[int, tuple[tuple[int, Any], ...]]
 """How to reach a value: from that of an earlier path (or ROOT), by attributes and items.
 CELL: what the function of that name in `CELLS` returns."""
 
-Tensors = tuple[torch.Tensor, ...]
-Numbers = tuple[float, ...]
+Tensors = Sequence[torch.Tensor]
 
 # What a hook's structure depends on by value; the tracer guards on them when it looks at them.
 _FIXED = (types.FunctionType, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_STAND_IN = 1 << 40
+"""Numbers from here on stand for numbers that are inputs of an op."""
 
 
 class Plan(NamedTuple):
-    """What the traced code needs of a site: tuples, strings and numbers alone.
+    """What the code that is traced needs of a site: tuples, strings and numbers alone.
 
-    number: the site's, for when the graph runs. paths: what to read of the root, in order. The
-    others say what paths end at: captured tensors, Python numbers, fixed things (functions and
-    constants), functions that must stay the same objects. pointwise: there is no lse. error:
-    (class, message) of why the call cannot be.
+    number: the site's, for when the graph runs. paths: what to read, in order, of the objects
+    outside. The others say what paths end at: captured tensors, Python numbers, fixed things
+    (functions and constants), functions that must stay the same objects. pointwise: there is no
+    lse.
     """
 
     number: int
@@ -65,36 +71,31 @@ class Plan(NamedTuple):
     fixed: tuple[int, ...] = ()
     functions: tuple[int, ...] = ()
     pointwise: bool = False
-    error: tuple[str, str] | None = None
 
 
-class Site:
-    """The running graph's side of a call; subclasses say whose values the graph's replace."""
+class Call(NamedTuple):
+    """A call as its user made it. swap: see `bind`. kept: a place for the site's own use."""
 
-    def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
-        """The variant to bind."""
-        raise NotImplementedError
-
-    def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
-        """What puts the graph's tensors and numbers in the place of the variant's (a `Swap`)."""
-        raise NotImplementedError
+    variant: Any
+    params: dict[str, Any]
+    arguments: dict[str, Any]
+    swap: Swap | None
+    kept: dict[str, Any]
 
 
-class _Cells:
-    """Functions that read a cell, as attributes: `_Paths.use_cell_readers` says why."""
+# --- sites by number -----------------------------------------------------------------------------
 
-
-CELLS = _Cells()
-_sites: dict[int, Site] = {}
+_Site = Callable[[Tensors, torch.Tensor, Sequence[int]], Call]
+_sites: dict[int, _Site] = {}
 _numbers = itertools.count()
 _once: set[int] = set()
 _exported: dict[int, Any] = {}
 _lock = threading.Lock()
 
-Use = Literal["compiled", "exported", "once", "fake"]
-"""What becomes of a traced call. compiled: a graph of ``torch.compile``, which guards on the
-variant. exported: a graph on its own, of torch.export or make_fx, which keeps its site for the life
-of the process. once: it runs now and never again. fake: shapes, and no graph."""
+Use = Literal["compiled", "exported", "once"]
+"""What becomes of a call that is one op. compiled: a graph of ``torch.compile``, which guards on
+the variant. exported: a graph on its own, of torch.export or make_fx, which keeps its site for the
+life of the process. once: it runs now and never again."""
 
 # An exported graph can be saved, and loaded by another process whose sites and batches have the
 # same numbers: its numbers are counted from here on, which is another number in each process.
@@ -124,14 +125,30 @@ def exported_number(owner: Any) -> int:
     return int(owner._number) + FIRST_EXPORTED
 
 
-def site(number: int) -> Site:
-    """The site of a number that a plan gave. Raises InputError as `local_number` does."""
-    return _sites[local_number(number)]
+def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[int]) -> Call:
+    """The call of a site with the values of a run. Raises InputError as `local_number` does."""
+    site = _sites.get(local_number(number))
+    if site is None:
+        raise InputError(f"number {number} names no call of this process; make the graph again")
+    return site(tensors, floats, ints)
 
 
-def _number(made: Site, use: Use) -> int:
-    if use == "fake":
-        return -1  # never run
+def once(variant: Any, params: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    """The number of a site for one call that runs now, with what it got; see `release`."""
+    call = Call(variant, dict(params), dict(arguments), None, {})
+    return _number(lambda tensors, floats, ints: call, "once")
+
+
+def refusal(use: Use, kind: str, message: str) -> int:
+    """The number of a site that raises an error, of the class of that name, when the graph runs."""
+
+    def refuse(*_: object) -> Call:
+        raise getattr(errors, kind, FlashAttnJitError)(message)
+
+    return _number(refuse, use)
+
+
+def _number(made: _Site, use: Use) -> int:
     with _lock:
         number = next(_numbers)
         _sites[number] = made
@@ -148,87 +165,241 @@ def release(number: int) -> None:
             del _sites[number]
 
 
-def _cell_reader(cell: types.CellType) -> str:
-    """The name in `CELLS` of a function that returns what the cell holds."""
-
-    def reader(held: Any) -> Callable[[], Any]:
-        def read() -> Any:
-            return held
-
-        return read
-
-    twin = types.FunctionType(reader(None).__code__, globals(), "read_cell", None, (cell,))
-    with _lock:
-        name = f"cell_{len(CELLS.__dict__)}"
-        setattr(CELLS, name, twin)
-    return name
+# --- the site of a call --------------------------------------------------------------------------
 
 
-def _refused(error: Exception) -> Plan:
-    if isinstance(error, FlashAttnJitError):
-        return Plan(-1, error=(type(error).__name__, str(error)))
-    return Plan(-1, error=("VariantError", f"{type(error).__name__} in a variant: {error}"))
+def call_site(
+    use: Use,
+    outline: Outline,
+    counts: tuple[int, int, int],
+    names: tuple[str, ...],
+    is_live: bool,
+    *outside: Any,
+) -> Plan:
+    """The plan of a call, and its site.
+
+    outline: of (variant, params, arguments). counts: how many tensors, floats and ints it has.
+    names: of methods that it mentions. outside: what it takes as it is. is_live: the variant is the
+    first of these, one that was made before the traced function: its numbers are read when the
+    graph runs, so that a new one changes no input of the graph.
+    """
+    try:
+        if is_live:
+            return _live_site(use, outline, counts[0], outside)
+        walk = Walk(outside, frozenset(names))
+        paths = _Paths(walk)
+        reached = [paths.index(at) for at in (*walk.yielding("tensor"), *walk.yielding("number"))]
+        for name, index in zip((*walk.tensor_names, *walk.number_names), reached, strict=True):
+            if index is None:
+                raise VariantError(
+                    f"a hook captures {name!r} in a way that the compiler cannot follow; make a "
+                    "variant of the hook outside of the compiled function, with fa.variant(...)"
+                )
+        found = [i for i in reached if i is not None]
+        fixed, count = paths.fixed(), len(walk.tensors)
+        site = _MadeSite(outline, counts, walk)
+        return Plan(
+            _number(site, use), tuple(paths.made), tuple(found[:count]), tuple(found[count:]),
+            fixed, (), site.is_pointwise(outside),
+        )  # fmt: skip
+    except FlashAttnJitError as error:
+        return Plan(refusal(use, type(error).__name__, str(error)))
+    except Exception as error:
+        return Plan(refusal(use, "VariantError", f"{type(error).__name__} in a variant: {error}"))
 
 
-# --- variants: made outside of the graph, read anew in every run ---------------------------------
+class _Prototype(NamedTuple):
+    """The variant of a site for tensors of some layout, with stand-ins for all of its values.
+
+    outside: the objects that it is made of. declared: its params whose values are inputs of the op,
+    by the indices of these. tensors, numbers: for each that the variant captures, in the order of
+    `bind`, the index of the input that takes its place, None for its own.
+    """
+
+    variant: Variant
+    outside: Sequence[Any]
+    declared: tuple[tuple[str, Literal["tensor", "number"], int], ...]
+    tensors: tuple[int | None, ...]
+    numbers: tuple[int | None, ...]
 
 
-class _VariantSite(Site):
-    """A `Variant` object: its numbers are read when the graph runs, its tensors are inputs.
+class _MadeSite:
+    """Makes a variant of what hooks captured.
 
-    frozen: of an exported graph, whose variant is kept alive and must stay what it was: only its
-    numbers and the values of its tensors may change, which the graph does not follow.
+    The op's inputs are the outline's own tensors and numbers, then those that the objects outside
+    captured. Another closure of the same code runs the same graph, so nothing is read of the
+    objects themselves: prototypes are copies, and `bind` swaps the graph's values in.
+    """
+
+    def __init__(self, outline: Outline, counts: tuple[int, int, int], walk: Walk) -> None:
+        self._variant, *self._rest = outline[1]
+        self._counts = counts
+        self._build = walk.build
+        self._kinds = tuple(type(x) for x in walk.numbers)
+        self._prototypes: dict[object, _Prototype] = {}
+        self._kept: dict[str, Any] = {}
+
+    def __call__(self, tensors: Tensors, packed: torch.Tensor, ints: Sequence[int]) -> Call:
+        floats = packed.tolist()
+        values = {"tensor": tensors, "number": (*floats, *ints)}
+        layout = tuple((t.dtype, stride_pattern(t), t.is_contiguous()) for t in tensors)
+        made = self._prototypes.get(layout)
+        if made is None:
+            made = self._prototypes[layout] = self._prototype(tensors, len(floats), len(ints))
+        params, arguments = Maker(tensors, floats, ints, made.outside).all(self._rest)
+        for name, kind, index in made.declared:
+            params.setdefault(name, values[kind][index])
+
+        def put(captured: Any, numbers: Any) -> Any:
+            given = zip(captured, made.tensors, strict=True)
+            known = zip(numbers, made.numbers, strict=True)
+            return (
+                tuple([t if i is None else tensors[i] for t, i in given]),
+                tuple([x if i is None else type(x)(values["number"][i]) for x, i in known]),
+            )
+
+        return Call(made.variant, params, arguments, put, self._kept)
+
+    def _prototype(self, tensors: Tensors, num_floats: int, num_ints: int) -> _Prototype:
+        shells = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors
+        ]
+        # Each number is another one, by which it is found again.
+        floats = [_STAND_IN + i + 0.5 for i in range(num_floats)]
+        ints = [_STAND_IN + num_floats + i for i in range(num_ints)]
+        others = {float: iter(floats[self._counts[1] :]), int: iter(ints[self._counts[2] :])}
+        outside = self._build(
+            shells[self._counts[0] :], [next(others[kind]) for kind in self._kinds]
+        )
+        variant = self._made_variant(Maker(shells, floats, ints, outside))
+        place = {id(x): i for i, x in enumerate(shells)}
+        number = {x: i for i, x in enumerate((*floats, *ints))}
+        declared: list[tuple[str, Literal["tensor", "number"], int]] = []
+        for d in variant._declared:
+            value = d.owner.__dict__.get(d.param.name)
+            if id(value) in place:
+                declared.append((d.name, "tensor", place[id(value)]))
+            elif type(value) in (int, float) and value in number:
+                declared.append((d.name, "number", number[value]))
+        walk = _walk(variant, {name for name, _, _ in declared})
+        return _Prototype(
+            variant,
+            outside,
+            tuple(declared),
+            tuple([place.get(id(t)) for t in walk.tensors]),
+            tuple([number.get(x) for x in walk.numbers]),
+        )
+
+    def _made_variant(self, maker: Maker) -> Variant:
+        made = maker.make(self._variant)
+        if not isinstance(made, dict):
+            return as_variant(made)
+        mask_mod = own_mask_mod(made["mask_mod"])
+        return function_variant(score_mod=made["score_mod"], mask_mod=mask_mod)
+
+    def is_pointwise(self, outside: Sequence[Any]) -> bool:
+        """Whether the variant has no lse, as far as that can be told without its values."""
+        tensors = [torch.empty(0, device="cpu")] * self._counts[0]
+        maker = Maker(tensors, [0.0] * self._counts[1], [0] * self._counts[2], outside)
+        try:
+            return is_pointwise(self._made_variant(maker))
+        except Exception:
+            return False  # the run says what is wrong
+
+
+# --- variants that were made before: read anew in every run --------------------------------------
+
+
+def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -> Plan:
+    chosen: Variant = outside[0]
+    given = set(outline[1][1][1])
+    walk = _walk(chosen, given)
+    paths = _Paths(walk, params=_param_paths(chosen, given), cell_readers=use == "compiled")
+    reached = [paths.index(at) for at in walk.yielding("tensor")]
+    frozen = _Frozen(chosen, walk, given) if use == "exported" else None
+    places = [i for i, index in enumerate(reached) if index is not None]
+    site = _LiveSite(outline, count, outside, len(reached), places, frozen)
+    return Plan(
+        _number(site, use),
+        tuple(paths.made),
+        tuple([i for i in reached if i is not None]),
+        functions=tuple(paths.functions),
+        pointwise=is_pointwise(chosen),
+    )
+
+
+class _LiveSite:
+    """Calls with a `Variant` object: its numbers are read in each run, its tensors are inputs.
+
+    The op's inputs are the outline's own tensors and numbers, then the variant's tensors, which
+    take the `places` among those that it captures. frozen: of an exported graph, whose variant is
+    kept alive and must stay what it was: only its numbers and the values of its tensors may change,
+    which the graph does not follow.
     """
 
     def __init__(
-        self, chosen: Variant, count: int, places: Sequence[int], frozen: _Frozen | None
+        self,
+        outline: Outline,
+        count: int,
+        outside: Sequence[Any],
+        num_captured: int,
+        places: Sequence[int],
+        frozen: _Frozen | None,
     ) -> None:
-        self._variant = weakref.ref(chosen)
-        self._kept = None if frozen is None else chosen
+        self._rest = outline[1][1:]
         self._count = count
-        self._places = tuple(places)
-        self._frozen = frozen
+        self._variant = weakref.ref(outside[0])
+        self._outside = outside if frozen is not None else (None, *outside[1:])
+        self._num_captured, self._places, self._frozen = num_captured, places, frozen
+        self._kept: dict[str, Any] = {}
 
-    def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
+    def __call__(self, tensors: Tensors, packed: torch.Tensor, ints: Sequence[int]) -> Call:
         chosen = self._variant()
         if chosen is None:
             raise VariantError("the variant of a compiled graph is gone; keep it alive")
         if self._frozen is not None:
             self._frozen.check(chosen)
-        return chosen
-
-    def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
+        params, arguments = Maker(tensors, packed.tolist(), ints, self._outside).all(self._rest)
         fixed = {} if self._frozen is None else self._frozen.numbers
         again = "call torch.compiler.reset()" if self._frozen is None else "export the call again"
 
-        def put(own: Tensors, own_numbers: Numbers) -> tuple[Tensors, Numbers]:
-            if len(own) != self._count:
+        def put(captured: Any, numbers: Any) -> Any:
+            if len(captured) != self._num_captured:
                 raise VariantError(
-                    f"the variant captured {self._count} tensors when the call was traced, and "
-                    f"captures {len(own)} now; {again}"
+                    f"the variant captured {self._num_captured} tensors when the call was traced, "
+                    f"and captures {len(captured)} now; {again}"
                 )
-            out = list(own)
-            for place, tensor in zip(self._places, tensors, strict=True):
-                out[place] = _laid_out_as(tensor, own[place], again)
+            out = list(captured)
+            for place, tensor in zip(self._places, tensors[self._count :], strict=True):
+                out[place] = _laid_out_as(tensor, captured[place], again)
             if not fixed:
-                return tuple(out), own_numbers
-            return tuple(out), tuple(fixed.get(i, x) for i, x in enumerate(own_numbers))
+                return tuple(out), numbers
+            return tuple(out), tuple([fixed.get(i, x) for i, x in enumerate(numbers)])
 
-        return put
+        return Call(chosen, params, arguments, put, self._kept)
 
 
 class _Frozen:
     """What an exported call was traced with: its numbers, and the structure that must stay."""
 
-    def __init__(self, chosen: Variant, walk: Walk, values: Sequence[Any], given: set[str]) -> None:
+    def __init__(self, chosen: Variant, walk: Walk, given: set[str]) -> None:
         own = walk.param_numbers
         self.numbers = {i: x for i, x in enumerate(walk.numbers) if own.get(i) not in given}
-        self._values, self._extract = tuple(values), extractor(walk.locations)
+        self._given = given
+        self._extract: Extractor | None = None
+        # A tracer that lends a variant tensors of its own, for as long as it runs, is over when the
+        # graph runs for the first time.
+        if all(type(t) in PLAIN for t in walk.tensors):
+            self._learn(chosen)
+
+    def _learn(self, chosen: Variant) -> None:
+        self._extract = extractor(_walk(chosen, self._given).locations)
         self._key = self._seen(chosen)
 
     def _seen(self, chosen: Variant) -> object:
         """All of the variant but its numbers and tensors: code, flags, and which params are set."""
-        found = self._extract(chosen, self._values)
+        assert self._extract is not None
+        found = self._extract((chosen,), _stand_ins(chosen, self._given))
         if found is None:
             return None
         is_set = tuple(d.param.name in d.owner.__dict__ for d in chosen._declared)
@@ -236,6 +407,8 @@ class _Frozen:
 
     def check(self, chosen: Variant) -> None:
         """Raises VariantError where the variant has become another one."""
+        if self._extract is None:
+            self._learn(chosen)
         if self._seen(chosen) != self._key:
             raise VariantError(
                 f"{chosen.name} is not what it was when the call was exported: its hooks, flags or "
@@ -255,38 +428,23 @@ def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor, again: str) -> torch.T
     return tensor.new_empty_strided(own.shape, own.stride()).copy_(tensor)
 
 
-def variant_site(
-    chosen: Variant, tensor_names: tuple[str, ...], scalar_names: tuple[str, ...], use: Use
-) -> Plan:
-    """The plan of a call of a Variant. The names are those of the params that the call gives."""
-    try:
-        if "_declared" not in chosen.__dict__:
-            raise VariantError(
-                "the variant is made inside of the compiled region; make it outside, and let the "
-                "function or module refer to it"
-            )
-        given = {*tensor_names, *scalar_names}
-        values = [_stand_in(d, d.name in given) for d in chosen._declared]
-        walk = Walk(chosen, params=param_locations(chosen._declared, values))
-        params: dict[int, Path] = {
-            i: (ROOT, (*_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name)))
-            for i, d in enumerate(chosen._declared)
-            if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor)
-        }
-        paths = _Paths(walk, params=params, cell_readers=use == "compiled")
-        places, tensors = [], []
-        for place, at in enumerate(paths.yielding("tensor")):
-            index = paths.index(at)
-            if index is not None:
-                places.append(place)
-                tensors.append(index)
-        frozen = _Frozen(chosen, walk, values, given) if use == "exported" else None
-        made = _VariantSite(chosen, len(walk.tensors), places, frozen)
-        return Plan(
-            _number(made, use), tuple(paths.made), tuple(tensors), pointwise=_is_pointwise(chosen)
-        )
-    except Exception as error:
-        return _refused(error)
+def _param_paths(chosen: Variant, given: set[str]) -> dict[int, Path]:
+    """The paths to declared params that are tensors of the variant itself, by their index."""
+    return {
+        i: (ROOT, ((ITEM, 0), *_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name)))
+        for i, d in enumerate(chosen._declared)
+        if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor)
+    }
+
+
+def _walk(chosen: Variant, given: Collection[str]) -> Walk:
+    """The visit of a variant, in the order of `bind`; given: params that a call gives."""
+    values = _stand_ins(chosen, given)
+    return Walk((chosen,), params=param_locations(chosen._declared, values))
+
+
+def _stand_ins(chosen: Variant, given: Collection[str]) -> list[Any]:
+    return [_stand_in(d, d.name in given) for d in chosen._declared]
 
 
 def _stand_in(declared: Any, given: bool) -> Any:
@@ -309,103 +467,23 @@ def _steps_to(root: Any, owner: Any) -> tuple[tuple[int, Any], ...]:
     raise VariantError(f"{owner.name} is no part of {root.name}")
 
 
-def _is_pointwise(chosen: Variant) -> bool:
-    parts = getattr(chosen, "_parts", None)
-    if parts is not None:
-        return any(_is_pointwise(part) for part in parts)
-    return isinstance(chosen._normalizer(), Pointwise)
-
-
-# --- functions: any closure of the same code, its values are inputs ------------------------------
-
-
-class _FunctionSite(Site):
-    """Bare hooks: tensors and numbers are the graph's inputs, the hooks a copy of the first ones.
-
-    Another closure of the same code runs the same graph, so nothing is read of the hooks
-    themselves. The copy's tensors have no storage: they carry dtypes and strides.
-    """
-
-    def __init__(self, walk: Walk, kinds: Sequence[type]) -> None:
-        self._build = walk.build
-        self._numbers = tuple(walk.numbers)
-        self._kinds = tuple(kinds)
-        self._copies: dict[tuple[object, ...], Variant] = {}
-
-    def variant(self, tensors: Tensors, numbers: Numbers) -> Variant:
-        key = tuple((t.dtype, stride_pattern(t), t.is_contiguous()) for t in tensors)
-        copy = self._copies.get(key)
-        if copy is None:
-            shells = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-                for t in tensors
-            ]
-            copy = self._build(shells, self._numbers)
-            self._copies[key] = copy
-        return copy
-
-    def swap(self, tensors: Tensors, numbers: Numbers) -> Callable[[Tensors, Numbers], Any]:
-        values = tuple([kind(x) for kind, x in zip(self._kinds, numbers, strict=True)])
-
-        def put(own: Tensors, own_numbers: Numbers) -> tuple[Tensors, Numbers]:
-            assert len(own) == len(tensors) and len(own_numbers) == len(values)
-            return tensors, values
-
-        return put
-
-
-def function_site(score_mod: Any, mask_mod: Any, use: Use) -> Plan:
-    """The plan of a call of bare hooks, either None; a lone mask_mod or score_mod, too."""
-    try:
-        mask_mod = own_mask_mod(mask_mod)
-        chosen = variant(score_mod=score_mod, mask_mod=mask_mod)
-        walk = Walk(chosen)
-        paths = _Paths(walk, root_is_mapping=True)
-        wanted = [paths.index(at) for at in (*paths.yielding("tensor"), *paths.yielding("number"))]
-        if None in wanted:
-            raise VariantError(
-                f"{chosen.name} captures a value in a way that torch.compile cannot follow; make a "
-                "variant of it outside of the compiled region, with fa.variant(...)"
-            )
-        fixed, count = paths.fixed(), len(walk.tensors)
-        made = _FunctionSite(walk, [type(x) for x in walk.numbers])
-        indices = tuple(i for i in wanted if i is not None)
-        return Plan(
-            _number(made, use), tuple(paths.made), indices[:count], indices[count:],
-            fixed,
-        )  # fmt: skip
-    except Exception as error:
-        return _refused(error)
-
-
-def callable_site(hook: Any, use: Use) -> Plan:
-    """The plan of a call of one bare hook, a score_mod or a mask_mod by its arguments."""
-    try:
-        hooks = as_variant(hook).hooks()
-    except Exception as error:
-        return _refused(error)
-    return function_site(hooks.get("score_mod"), hooks.get("mask_mod"), use)
-
-
-def hook_name(hook: Any) -> str:
-    """Whether a bare hook is a ``score_mod`` or a ``mask_mod``; for anything else, either."""
-    try:
-        return next(iter(as_variant(hook).hooks()))
-    except FlashAttnJitError:
-        return "score_mod"
-
-
 # --- paths ---------------------------------------------------------------------------------------
+
+
+class _Cells:
+    """Functions that read a cell, as attributes: `_Paths` says why."""
+
+
+CELLS = _Cells()
 
 
 class _Paths:
     """The locations of a `Walk` as paths that traced code can follow.
 
-    params: the paths to values of declared params, by their index. root_is_mapping: traced code has
-    a dict of the root's attributes. cell_readers: read cells by calling functions that share them.
-    Dynamo cannot read an attribute of a cell that the compiled function closes over, too, but
-    follows a call to a function that does. The functions' identities are then guarded, since the
-    readers hold the cells of one of them.
+    params: the paths to values of declared params, by their index. cell_readers: read cells by
+    calling functions that share them. Dynamo cannot read an attribute of a cell that the compiled
+    function closes over, too, but follows a call to a function that does. The functions' identities
+    are then guarded, since the readers hold the cells of one of them.
     """
 
     def __init__(
@@ -413,20 +491,14 @@ class _Paths:
         walk: Walk,
         *,
         params: Mapping[int, Path] = types.MappingProxyType({}),
-        root_is_mapping: bool = False,
         cell_readers: bool = False,
     ) -> None:
         self._walk = walk
         self._params = params
-        self._root_is_mapping = root_is_mapping
         self._cell_readers = cell_readers
         self.functions: list[int] = []
         self.made: list[Path] = []
         self._index: dict[int, int | None] = {ROOT: ROOT, NOWHERE: None}
-
-    def yielding(self, what: Yields) -> list[int]:
-        """The locations that yield tensors or numbers, in their order."""
-        return [at for at, x in enumerate(self._walk.locations) if x.yields == what]
 
     def fixed(self) -> tuple[int, ...]:
         """The indices of the paths to functions and constants, as far as there are any."""
@@ -484,6 +556,20 @@ class _Paths:
                 found.append((ATTRIBUTE, "__class__"))
             else:
                 return None
-        if base == ROOT and self._root_is_mapping:
-            found[0] = (ITEM, found[0][1])
         return base, tuple(found)
+
+
+def _cell_reader(cell: types.CellType) -> str:
+    """The name in `CELLS` of a function that returns what the cell holds."""
+
+    def reader(held: Any) -> Callable[[], Any]:
+        def read() -> Any:
+            return held
+
+        return read
+
+    twin = types.FunctionType(reader(None).__code__, globals(), "read_cell", None, (cell,))
+    with _lock:
+        name = f"cell_{len(CELLS.__dict__)}"
+        setattr(CELLS, name, twin)
+    return name

@@ -16,7 +16,6 @@ from ._call import host_array
 from ._device import LaunchTensors
 from ._direct import is_direct
 from ._placement import on_cpu, place_utility
-from ._traced import is_traced
 from ._utility import UtilityWork, addresses, layouts, run_utility
 from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Stored, check_pages, read_storage
@@ -65,9 +64,8 @@ def append_paged_kv(
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
     """
     given = (k, v, k_pages, v_pages)
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced((*given, q_indptr)):
-        from ._compiled import append
+    if torch.compiler.is_dynamo_compiling() or not is_direct(*given):
+        from ._as_op import append
 
         append(*given, q_indptr, paged, target)
     else:

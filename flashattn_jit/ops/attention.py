@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..variants.binding import Swap, bind, bind_outside_modes
+from ..variants.binding import Swap
 from ..variants.spec import Variant, as_variant
-from . import _check, _handles
 from ._call import Offset, dense_form, dense_requests
 from ._direct import is_direct
 from ._launch import attend
-from ._placement import place
-from ._scalars import pack_scalars
-from ._traced import is_traced
 
 
 def attention(
@@ -78,15 +74,18 @@ def attention(
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
     """
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(q, k, v)
+    given = (q, k, v) if out is None else (q, k, v, out)
+    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
     for host in (kv_len, q_offset):
         direct = direct and (type(host) is torch.Tensor or not isinstance(host, torch.Tensor))
-    if not direct and is_traced((q, k, v, kv_len, q_offset, out, *params.values())):
-        from ._compiled import dense
+    if not direct:
+        from ._as_op import states
 
-        return dense(  # type: ignore[no-any-return]
-            q, k, v, variant, params, scale, q_offset, kv_len, return_lse, partial, out, target
-        )
+        arguments = {
+            "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
+            "partial": partial, "target": target,
+        }  # fmt: skip
+        return states("attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
     result, lse = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
         return_lse=return_lse, partial=partial, out=out, target=target, direct=direct,
@@ -122,35 +121,10 @@ def run_dense(
     if direct is None:
         direct = is_direct(q, k, v)
     form = dense_form(q, k, v, direct)
-    requests = dense_requests(form, kv_len, q_offset)
-    bound = (bind if direct else bind_outside_modes)(chosen, requests.dims, params, swap)
-    _check.check_grad((q, k, v, *bound.tensors))
-    pointwise = bound.ir.normalizer == "pointwise"
-    _check.check_lse(return_lse, pointwise)
-    with_lse = return_lse or (partial and not pointwise)
-    if not direct or not (out is None or is_direct(out)):
-        if out is not None:
-            _check.check_out_layout(
-                out, form.result_shape, torch.float32 if partial else q.dtype, q.device
-            )
-        handle = _handles.structure_of(bound, chosen.name).handle
-        offsets = torch.tensor(requests.lengths.q_offset, device="cpu")
-        values = (
-            q, k, v, bound.tensors, pack_scalars(bound.scalars), handle,
-            _check.check_scale(scale, form.head_dim), 0, offsets, kv_len, block_states, block_size,
-        )  # fmt: skip
-        ops = torch.ops.flashattn_jit
-        if out is None:
-            result, lse = ops.attention(*values, with_lse, partial, place(q, k, v, target))
-            return result, lse if with_lse else None
-        lse = q.new_empty(form.result_shape[:-1], dtype=torch.float32) if with_lse else None
-        ops.attention_out(*values, partial, place(q, k, v, target), out, lse)
-        return out, lse
     return attend(
-        form, requests, bound, chosen.name, q, k, v,
-        scale=_check.check_scale(scale, form.head_dim), target=place(q, k, v, target),
-        return_lse=with_lse, partial=partial, out=out, block_states=block_states,
-        block_size=block_size,
+        form, dense_requests(form, kv_len, q_offset), chosen, params, q, k, v, scale=scale,
+        return_lse=return_lse, partial=partial, out=out, target=target, swap=swap, direct=direct,
+        block_states=block_states, block_size=block_size,
     )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..variants.modes import on_host
-from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase
 from .attention import Offset
 from .plan import Plan

@@ -11,7 +11,6 @@ from ..errors import InputError, VariantError
 from ..variants.binding import Bound
 from ..variants.ir import keys_read_request
 from ..variants.modes import on_host
-from . import _batch_ops as _batch_ops  # registers the op
 from ._batch_base import BatchBase, Level
 from ._call import host_array
 from ._level_pages import in_cache_pages

@@ -14,7 +14,6 @@ from ..variants.spec import FULL, Dims, Variant, variant
 from . import _check, _torch_inputs
 from ._call import dense_form, dense_requests
 from ._direct import is_direct
-from ._traced import is_traced
 from .attention import run_dense
 from .block_mask import Blocks, check_mask_device, read_block_mask
 
@@ -85,15 +84,11 @@ def flex_attention(
         )
     want_lse = return_lse or (return_aux is not None and bool(return_aux.lse))
     want_max = return_aux is not None and bool(return_aux.max_scores)
-    run: Callable[..., Any]
-    given = (query, key, value)
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced(given):
-        from ._compiled import flex
+    run: Callable[..., Any] = functools.partial(run_flex, direct=True)
+    if torch.compiler.is_dynamo_compiling() or not is_direct(query, key, value):
+        from ._as_op import flex
 
         run = flex
-    else:
-        run = functools.partial(run_flex, direct=direct)
     out, lse, max_scores = run(
         query, key, value, score_mod, block_mask, scale, enable_gqa, want_lse, want_max
     )

@@ -11,7 +11,6 @@ from ..errors import InputError
 from . import _check
 from ._direct import is_direct
 from ._placement import on_cpu, place_utility
-from ._traced import as_inputs, is_traced
 
 
 def merge_states(
@@ -66,12 +65,14 @@ def merge_states(
     named = {f"outs[{i}]": t for i, t in enumerate(outs)}
     _check.check_devices(named | {f"lses[{i}]": t for i, t in enumerate(lses or ())})
     _check.check_grad([*outs, *(lses or ())])
-    given: list[list[torch.Tensor]] = [outs, list(lses or ())]
-    traced = not torch.compiler.is_dynamo_compiling() and not is_direct(*outs, *given[1])
-    if traced and is_traced([*outs, *given[1]]):
-        given = as_inputs(given)
-    flat = torch.ops.flashattn_jit.merge_states(*given, target=target)
-    return flat[0], flat[1] if lses is not None else None
+    given = list(lses or ())
+    if torch.compiler.is_dynamo_compiling() or not is_direct(*outs, *given):
+        from . import _as_op
+
+        out, lse = _as_op.merge(outs, given, target)
+    else:
+        out, lse = merge(outs, given, target=target)
+    return out, lse if lses is not None else None
 
 
 def _states(name: str, states: object) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ from ..variants.spec import Variant, tensor
 from . import _torch_inputs
 from ._check import check_readable, shown
 from ._direct import is_direct
-from ._traced import is_traced
 from .attention import run_dense
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
@@ -85,15 +84,14 @@ def scaled_dot_product_attention(
     Example:
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
-    given = (query, key, value)
-    direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    if not direct and is_traced((*given, attn_mask)):
-        from ._compiled import sdpa
+    if torch.compiler.is_dynamo_compiling() or not is_direct(query, key, value):
+        from ._as_op import sdpa
 
         return sdpa(  # type: ignore[no-any-return]
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
-    return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, direct)
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+    return run_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, True)
 
 
 def run_sdpa(

@@ -8,16 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
-from ..variants.binding import Swap, bind, bind_outside_modes
+from ..variants.binding import Swap
 from ..variants.modes import outside_modes
 from ..variants.spec import Variant, as_variant
-from . import _check, _handles
+from . import _check
 from ._call import Offset, packed_form, packed_requests
 from ._direct import is_direct
 from ._launch import attend
-from ._placement import place
-from ._scalars import pack_scalars
-from ._traced import is_traced
 
 
 def varlen_attention(
@@ -63,17 +60,18 @@ def varlen_attention(
     Example:
         >>> out = fa.varlen_attention(q, k, v, q_indptr, kv_indptr, fa.Causal())
     """
-    given = (q, k, v)
+    given = (q, k, v) if out is None else (q, k, v, out)
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
-    host = (q_indptr, kv_indptr)
     direct = direct and type(q_indptr) is torch.Tensor and type(kv_indptr) is torch.Tensor
-    if not direct and is_traced((*given, *host, q_offset, out, *params.values())):
-        from ._compiled import packed
+    if not direct:
+        from ._as_op import states
 
-        return packed(  # type: ignore[no-any-return]
-            q, k, v, q_indptr, kv_indptr, variant, params, max_q_len, max_kv_len, scale, q_offset,
-            return_lse, partial, out, target,
-        )  # fmt: skip
+        arguments = {
+            "q_indptr": q_indptr, "kv_indptr": kv_indptr, "max_q_len": max_q_len,
+            "max_kv_len": max_kv_len, "scale": scale, "q_offset": q_offset,
+            "return_lse": return_lse, "partial": partial, "target": target,
+        }  # fmt: skip
+        return states("varlen_attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
     result, lse = run_packed(
         q, k, v, q_indptr, kv_indptr, as_variant(variant), params, max_q_len=max_q_len,
         max_kv_len=max_kv_len, scale=scale, q_offset=q_offset, return_lse=return_lse,
@@ -120,31 +118,7 @@ def run_packed(
             raise InputError(
                 f"{name}={most} is less than the length {what} of request {lengths.index(what)}"
             )
-    bound = (bind if direct else bind_outside_modes)(chosen, requests.dims, params, swap)
-    _check.check_grad((q, k, v, *bound.tensors))
-    pointwise = bound.ir.normalizer == "pointwise"
-    _check.check_lse(return_lse, pointwise)
-    with_lse = return_lse or (partial and not pointwise)
-    scale, target = _check.check_scale(scale, form.head_dim), place(q, k, v, target)
-    if not direct or not (out is None or is_direct(out)):
-        if out is not None:
-            _check.check_out_layout(
-                out, form.result_shape, torch.float32 if partial else q.dtype, q.device
-            )
-        handle = _handles.structure_of(bound, chosen.name).handle
-        offsets = torch.tensor(requests.lengths.q_offset, dtype=torch.int64, device="cpu")
-        values = (
-            q, k, v, bound.tensors, pack_scalars(bound.scalars), handle, scale, q_indptr, kv_indptr,
-            offsets,
-        )  # fmt: skip
-        ops = torch.ops.flashattn_jit
-        if out is None:
-            result, lse = ops.varlen_attention(*values, with_lse, partial, target)
-            return result, lse if with_lse else None
-        lse = q.new_empty(form.result_shape[:-1], dtype=torch.float32) if with_lse else None
-        ops.varlen_attention_out(*values, partial, target, out, lse)
-        return out, lse
     return attend(
-        form, requests, bound, chosen.name, q, k, v, scale=scale, target=target,
-        return_lse=with_lse, partial=partial, out=out,
+        form, requests, chosen, params, q, k, v, scale=scale, return_lse=return_lse,
+        partial=partial, out=out, target=target, swap=swap, direct=direct,
     )  # fmt: skip

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashattn_jit.errors import ParamError
-from flashattn_jit.variants import ir
 from flashattn_jit.variants.captures import Walk
 from flashattn_jit.variants.extract import (
     Extractor,
@@ -24,8 +23,10 @@ from flashattn_jit.variants.extract import (
     calculator,
     extractor,
 )
+from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.modes import is_outside, outside_modes, refuse_transforms
 from flashattn_jit.variants.params import Declared, Dims, resolve
+from flashattn_jit.variants.structure import Structure, structure_of
 from flashattn_jit.variants.trace import Traced, trace_variant
 
 if TYPE_CHECKING:
@@ -39,23 +40,27 @@ _NONE: dict[Any, Any] = {}
 class Bound(NamedTuple):
     """A variant bound to one call.
 
-    ir: what decides the kernel, handle: its number in this process (equal IR, equal handle),
-    tensors, scalars: in the order of ``ir.tensors`` and ``ir.scalars``, specialised: (name, value)
-    of what was captured and became part of the structure, mask_params: names of the declared params
-    that the mask depends on.
+    structure: what decides the kernel (equal IR, one object), tensors, scalars: in the order of
+    ``ir.tensors`` and ``ir.scalars``, specialised: (name, value) of what was captured and became
+    part of the structure, mask_params: names of the declared params that the mask depends on.
     """
 
-    ir: ir.VariantIR
-    handle: int
+    structure: Structure
     tensors: tuple[torch.Tensor, ...]
     scalars: tuple[float, ...]
     specialised: tuple[tuple[str, object], ...]
     mask_params: frozenset[str] = frozenset()
 
+    @property
+    def ir(self) -> VariantIR:
+        """Of the structure."""
+        return self.structure.ir
 
-class _Structure(NamedTuple):
-    ir: ir.VariantIR
-    handle: int
+
+class _Result(NamedTuple):
+    """What tracing found, for every call with the same structural key."""
+
+    structure: Structure
     finish: Finish | None
     specialised: tuple[tuple[str, object], ...]
     mask_params: frozenset[str]
@@ -72,25 +77,25 @@ Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], object]
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The structures of one structural key, by the values of what tracing specialised on."""
+    """What tracing found for one structural key, by the values of what it specialised on."""
 
     pins: dict[Source, None] = field(default_factory=dict)
     select: Select | None = None
-    structures: dict[Any, _Structure] = field(default_factory=dict)
+    results: dict[Any, _Result] = field(default_factory=dict)
 
     def add(
-        self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], made: _Structure
+        self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], made: _Result
     ) -> None:
         """Record what was traced; `pins` is what the trace specialised on."""
         new = [p for p in pins if p not in self.pins]
         if new:
-            # Structures traced before did not record these values: they are traced again.
+            # What was traced before did not record these values: it is traced again.
             self.pins.update(dict.fromkeys(new))
-            self.structures.clear()
+            self.results.clear()
             self.select = calculator(tuple(self.pins))
-        if len(self.structures) >= MAX_STRUCTURES:
-            self.structures.clear()
-        self.structures[None if self.select is None else key_of(self.select)] = made
+        if len(self.results) >= MAX_STRUCTURES:
+            self.results.clear()
+        self.results[None if self.select is None else key_of(self.select)] = made
 
 
 @dataclass(slots=True, eq=False)
@@ -102,8 +107,6 @@ class _Plan:
 
 # By the default dtype, which decides what dtype the floats are that a hook makes, and by shape.
 _plans: dict[torch.dtype, dict[Any, list[_Plan]]] = {}
-# By text: -0.0 == 0.0 and nan != nan, so that equality would not do.
-_handles: dict[str, int] = {}
 _lock = threading.RLock()
 
 
@@ -126,10 +129,10 @@ def bind(
         if swap is not None:
             tensors, numbers = swap(tensors, numbers)
         select = group.select
-        structure = group.structures.get(None if select is None else select(tensors, numbers, dims))
-        if structure is None:
+        result = group.results.get(None if select is None else select(tensors, numbers, dims))
+        if result is None:
             break
-        return _finish(structure, tensors, numbers, dims)
+        return _finish(result, tensors, numbers, dims)
     return _bind_new(variant, dims, declared, values, swap)
 
 
@@ -159,34 +162,32 @@ def bind_on_host(variant: Variant, dims: Dims, params: Mapping[str, object]) -> 
 
 
 def _finish(
-    structure: _Structure,
+    result: _Result,
     tensors: tuple[torch.Tensor, ...],
     numbers: tuple[float, ...],
     dims: Dims,
 ) -> Bound:
-    if structure.finish is not None:
-        tensors, numbers = structure.finish(tensors, numbers)
+    if result.finish is not None:
+        tensors, numbers = result.finish(tensors, numbers)
     if tensors:
         device = dims.device
         for i, t in enumerate(tensors):
             if t.device != device:
-                tensors = _moved(structure, tensors, i, device)
-    return Bound(
-        structure.ir, structure.handle, tensors, numbers, structure.specialised,
-        structure.mask_params,
-    )  # fmt: skip
+                tensors = _moved(result, tensors, i, device)
+    return Bound(result.structure, tensors, numbers, result.specialised, result.mask_params)
 
 
 def _moved(
-    structure: _Structure, tensors: tuple[torch.Tensor, ...], i: int, device: torch.device
+    result: _Result, tensors: tuple[torch.Tensor, ...], i: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     t = tensors[i]
     if t.dim() == 0 and t.device.type == "cpu":
         # Filled there rather than copied: a CUDA graph may hold it, and nothing waits.
         moved = torch.full((), t.item(), dtype=t.dtype, device=device)
         return (*tensors[:i], moved, *tensors[i + 1 :])
+    name = result.structure.ir.tensors[i].name
     raise ParamError(
-        f"captured tensor {structure.ir.tensors[i].name!r} is on {t.device}, the call on {device}; "
+        f"captured tensor {name!r} is on {t.device}, the call on {device}; "
         f"move it with `.to({str(device)!r})`"
     )
 
@@ -209,9 +210,8 @@ def _bind_new(
             tensors, numbers = swap(tensors, numbers)
             walk.tensors, walk.numbers = list(tensors), list(numbers)
         traced = trace_variant(variant, walk, dims)
-        structure = _Structure(
-            traced.ir,
-            _handles.setdefault(repr(traced.ir), len(_handles)),
+        result = _Result(
+            structure_of(traced.ir),
             traced.finish,
             _specialised(traced, walk, dims),
             traced.mask_params,
@@ -219,8 +219,8 @@ def _bind_new(
         if len(plan.groups) >= MAX_STRUCTURES:
             plan.groups.clear()
         group = plan.groups.setdefault(key, _Group())
-        group.add(traced.pins, lambda select: select(tensors, numbers, dims), structure)
-    return _finish(structure, tensors, numbers, dims)
+        group.add(traced.pins, lambda select: select(tensors, numbers, dims), result)
+    return _finish(result, tensors, numbers, dims)
 
 
 def param_locations(
@@ -262,6 +262,6 @@ def _specialised(traced: Traced, walk: Walk, dims: Dims) -> tuple[tuple[str, obj
 
 
 def clear() -> None:
-    """Forget every plan; handles stay. For tests."""
+    """Forget every plan; structures stay. For tests."""
     with _lock:
         _plans.clear()

@@ -143,6 +143,10 @@ class Walk:
         """A copy of the root that finds `tensors` and `numbers` where it captured its own."""
         return self._build(Values(tensors, numbers))
 
+    def yielding(self, what: Yields) -> list[int]:
+        """The locations that yield tensors or numbers, in their order."""
+        return [at for at, x in enumerate(self.locations) if x.yields == what]
+
     # --- recording ---------------------------------------------------------------------------
 
     def _at(self, value: object, base: int, *steps: Step) -> int:
@@ -432,6 +436,11 @@ class Walk:
                 # __setattr__.
                 body = {"__fajit_view__": True, "__slots__": (), **overrides}
                 object.__setattr__(new, "__class__", type(cls.__name__, (cls,), body))
+            if "_declared" in own:  # of a variant: its params are those of the copies
+                declared = [
+                    d._replace(owner=p.made.get(id(d.owner), d.owner)) for d in own["_declared"]
+                ]
+                new.__dict__["_declared"] = tuple(declared)
             return new
 
         self._seen[id(value)] = (at, build)

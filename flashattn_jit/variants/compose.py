@@ -120,9 +120,14 @@ def _check_cpp(parts: tuple[Variant, ...], hooks: list[set[str]]) -> None:
 
 def _leaf_hook(part: Variant, hook: str) -> Any:
     if isinstance(part, ComposedVariant):
-        found = [f for p in part._parts if (f := _leaf_hook(p, hook)) is not None]
-        return next((f for f in found if isinstance(f, CppHook)), found[0] if found else None)
+        hooks = [_leaf_hook(p, hook) for p in part._parts]
+        found = sorted((f for f in hooks if f is not None), key=_is_python)
+        return found[0] if found else None
     return getattr(part, hook, None)
+
+
+def _is_python(hook: Any) -> bool:
+    return not isinstance(hook, CppHook)
 
 
 def rename(part: Variant, prefix: str) -> Variant:

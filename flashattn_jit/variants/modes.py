@@ -92,6 +92,8 @@ def _leave_others() -> list[AbstractContextManager[Any]]:
         found += [torch.inference_mode(False), torch.no_grad()]  # the first enables gradients
     if torch._C._is_any_autocast_enabled():
         found += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]
+    if not torch._C._is_torch_function_enabled():  # inside of a call of a subclass of tensors
+        found.append(torch._C._EnableTorchFunction())
     if torch._C._functorch.peek_interpreter_stack() is not None:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -187,6 +189,12 @@ def refuse_transforms(tensor: torch.Tensor) -> None:
         raise GradError(GRAD_MESSAGE)
 
 
+def constant_in_graphs(work: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.assume_constant_result`, which imports Dynamo to set this attribute."""
+    work._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return work
+
+
 def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """`functools.lru_cache` for functions that make tensors: under a mode nothing is kept.
 
@@ -271,7 +279,7 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 __all__ = [
-    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "has_no_values", "is_capturing",
-    "is_outside", "is_quiet", "need_values", "on_host", "outside_modes", "refuse_capture",
-    "refuse_transforms", "refuse_unreadable", "remembered", "unreadable",
+    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "constant_in_graphs", "has_no_values",
+    "is_capturing", "is_outside", "is_quiet", "need_values", "on_host", "outside_modes",
+    "refuse_capture", "refuse_transforms", "refuse_unreadable", "remembered", "unreadable",
 ]  # fmt: skip

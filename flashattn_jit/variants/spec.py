@@ -43,7 +43,7 @@ else:
     from typing_extensions import dataclass_transform  # a requirement of torch
 
 __all__ = ["Bound", "CppHook", "Dims", "Pointwise", "Softmax", "Variant", "as_variant", "cpp",
-           "scalar", "tensor", "variant"]  # fmt: skip
+           "is_pointwise", "scalar", "tensor", "variant"]  # fmt: skip
 
 _NO_PARAMS: Mapping[str, object] = types.MappingProxyType({})
 
@@ -409,6 +409,9 @@ class FunctionVariant(Variant):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         hooks = {n: f for n, f in state.items() if n != "_name"}
+        for hook, fn in hooks.items():
+            if hook != "normalizer":
+                _check_hook(hook, fn)
         self.__init__(hooks, state["_name"])  # type: ignore[misc]
 
 
@@ -452,7 +455,7 @@ def variant(
             _check_hook(hook, fn)
             hooks[hook] = fn
     if not is_default(normalizer):
-        normalizer_hooks(normalizer, object())
+        normalizer_hooks(normalizer, None)
         hooks["normalizer"] = normalizer
     if name is not None and not isinstance(name, str):
         raise VariantError(f"name must be a string, got {type(name).__name__}")
@@ -480,6 +483,8 @@ def _check_hook(hook: str, fn: Any) -> None:
         return
     if not callable(fn) or isinstance(fn, Variant):
         raise VariantError(f"{hook} must be a function, got {type(fn).__name__}")
+    if torch.compiler.is_dynamo_compiling():
+        return  # which cannot tell yet; it is checked when the graph runs
     count = positional_count(fn)
     wanted = ir.HOOK_INPUTS[hook]
     if count is not None and count != len(wanted):
@@ -518,3 +523,11 @@ def as_variant(x: Any) -> Variant:
             f"(score_mod: score first), got {positional_count(x)}"
         )
     return FunctionVariant({hook: x}, _name_of({hook: x}))
+
+
+def is_pointwise(variant: Variant) -> bool:
+    """Whether a variant has a pointwise normaliser, and so no lse."""
+    parts = getattr(variant, "_parts", None)
+    if parts is not None:
+        return any(is_pointwise(part) for part in parts)
+    return isinstance(variant._normalizer(), Pointwise)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from flashattn_jit.ops._scalars import pack_scalars
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.target import cuda_target
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops import _dense, _handles
-from flashattn_jit.ops._scalars import pack_scalars
 from flashattn_jit.planner import Problem, choose, fallbacks
 from flashattn_jit.planner.tiles import requests_of
 from flashattn_jit.variants.params import Dims

@@ -268,9 +268,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 _CAUSAL, _GATED, _CAUSAL_CAP = fa.Causal(), Gated(), fa.Causal() & fa.SoftCap(15.0)
 
-# What tracers need not take: it plans in the call, computes on the host alone, or makes its variant
-# in the call.
-PLANS, HOST, INSIDE = (frozenset({name}) for name in ("plans", "host", "inside"))
+# What tracers need not take: it plans in the call, or computes on the host alone.
+PLANS, HOST = (frozenset({name}) for name in ("plans", "host"))
 
 
 @functools.cache
@@ -287,7 +286,7 @@ def subjects() -> list[Subject]:
         Subject("attention gated", dense, (), _attention(_GATED, window=14, q_offset=-3)),
         Subject("attention rope", dense, (), _attention(fa.RoPE() & fa.Causal(), q_offset="end")),
         Subject("attention t5", (*dense, _random(32, HEADS)), (), _t5),
-        Subject("attention closure", (*dense, _random(HEADS, 40)), (), _closure, INSIDE),
+        Subject("attention closure", (*dense, _random(HEADS, 40)), (), _closure),
         Subject("attention lengths", dense, (_ints(33, 0), _ints(9, 2)), _lengths),
         Subject("attention out", dense, (), _out),
         Subject("varlen", packed, indptrs, _varlen),

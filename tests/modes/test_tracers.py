@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashattn_jit as fa
 from tests import processes, rotation
-from tests.modes.subjects import HOST, INSIDE, PLANS, Subject, subjects
+from tests.modes.subjects import HOST, PLANS, Subject, subjects
 from tests.modes.worker import flat
 
 # The compiler's own modules warn when they are first imported, and about what they cannot trace.
@@ -134,7 +134,7 @@ def test_make_fx(subject: Subject, tracing: str) -> None:
 @each_subject
 @pytest.mark.parametrize("strict", rotation.turn(21, [False, True]), ids="strict={}".format)
 def test_export(subject: Subject, strict: bool) -> None:
-    cannot = refused(subject, HOST, PLANS, INSIDE) if strict else subject.name == "reference"
+    cannot = refused(subject, HOST, PLANS) if strict else subject.name == "reference"
     with twice_and_plain(subject) as (expected, rounds):
         for _ in rounds:
             export = lambda: torch.export.export(Module(subject), subject.tensors, strict=strict)  # noqa: E731
@@ -165,7 +165,7 @@ def test_compile(subject: Subject, dynamic: bool) -> None:
             subject.run, fullgraph=True, dynamic=dynamic, backend="aot_eager"
         )  # fmt: skip
         for _ in rounds:
-            if refused(subject, HOST, PLANS, INSIDE):
+            if refused(subject, HOST, PLANS):
                 with pytest.raises(UNTRACEABLE):
                     compiled(*subject.tensors)
                 continue

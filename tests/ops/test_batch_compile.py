@@ -3,6 +3,7 @@ recompiling."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -30,38 +31,38 @@ def planned(b: Batch, variant: Any, **params: Any) -> fa.BatchAttention:
     return batch
 
 
-def op_arguments(batch: fa.BatchAttention, b: Batch, **options: bool) -> tuple[Any, ...]:
-    return (
-        b.q, b.k, b.v, [SLOPES], torch.tensor([0.5, 0.1], dtype=torch.float64), batch._number,
-        ["slopes"], ["gain:float"], "{}", True, options.get("return_lse", False),
-        options.get("partial", False),
-        options.get("return_lse", False) or options.get("partial", False),
-    )  # fmt: skip
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.12
-def test_the_op_is_the_run() -> None:
+def test_what_listens_sees_the_op() -> None:
     b = mixed(page_size=16)
     batch = planned(b, Windowed(), width=WIDTH)
-    expected, expected_lse = batch.run(
-        b.q, b.k, b.v, slopes=SLOPES, gain=0.5, scale=0.1, return_lse=True
-    )
-    out, lse = torch.ops.flashattn_jit.batch_attention(*op_arguments(batch, b, return_lse=True))
+    given = {"slopes": SLOPES, "gain": 0.5, "scale": 0.1, "return_lse": True}
+    expected, expected_lse = batch.run(b.q, b.k, b.v, **given)
+    with torch.profiler.profile() as profile:
+        out, lse = batch.run(b.q, b.k, b.v, **given)
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    with torch.profiler.profile() as profile:  # something listens: run goes through the op
-        again = batch.run(b.q, b.k, b.v, slopes=SLOPES, gain=0.5, scale=0.1)
-    assert torch.equal(again, expected)
     assert any(e.key == "flashattn_jit::batch_attention" for e in profile.key_averages())
 
 
-def test_the_op_of_a_batch_that_is_gone() -> None:
+def test_the_graph_of_a_batch_that_is_gone() -> None:
     b = mixed()
-    batch = planned(b, Windowed(), width=WIDTH)
-    arguments = op_arguments(batch, b)
-    batch.run(b.q, b.k, b.v, slopes=SLOPES)
-    del batch
+    held = [planned(b, Windowed(), width=WIDTH)]
+    expected = held[0].run(b.q, b.k, b.v, slopes=SLOPES)
+    graphs = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append((graph, inputs))
+        return graph
+
+    run = torch.compile(lambda *t: held[0].run(*t, slopes=SLOPES), backend=keep, fullgraph=True)
+    assert torch.equal(run(b.q, b.k, b.v), expected)
+    ((graph, inputs),) = graphs
+    assert torch.equal(graph(*inputs)[0], expected)
+    held.clear()
+    del run
+    torch.compiler.reset()
+    gc.collect()
     with pytest.raises(fa.InputError, match="names no batch of this process; keep the"):
-        torch.ops.flashattn_jit.batch_attention(*arguments)
+        graph(*inputs)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -552,7 +552,6 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     ),
     "trace": (lambda q, k, v: fa.attention(q, k, v, BRANCHES), fa.TraceError, "torch.where"),
     "arity": (lambda q, k, v: fa.attention(q, k, v, dense), fa.VariantError, "arguments"),
-    "inside": (lambda q, k, v: fa.attention(q, k, v, Window()), fa.VariantError, "outside"),
     "flex_heads": (lambda q, k, v: fa.flex_attention(q, k, v), fa.InputError, "enable_gqa=True"),
     "sdpa_both": (
         lambda q, k, v: fa.scaled_dot_product_attention(

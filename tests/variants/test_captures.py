@@ -44,7 +44,7 @@ def windowed(window):
 def test_new_closures_over_other_numbers_are_the_same_structure(traces):
     bounds = [as_variant(windowed(w)).bind(DIMS) for w in (1, 5, 100, -3)]
     assert traces.n == 1
-    assert {x.handle for x in bounds} == {bounds[0].handle}
+    assert {x.structure for x in bounds} == {bounds[0].structure}
     assert [x.scalars for x in bounds] == [(1,), (5,), (100,), (-3,)]
 
 
@@ -54,7 +54,7 @@ def test_lengths_heads_and_tensors_do_not_retrace(traces):
         return lambda s, b, h, q, k: s + bias[b, h, q, k]
 
     handles = {
-        as_variant(make(n)).bind(Dims(batch, heads, heads, n, n, 64, 64)).handle
+        as_variant(make(n)).bind(Dims(batch, heads, heads, n, n, 64, 64)).structure
         for n, batch, heads in ((1, 1, 1), (7, 2, 3), (128, 9, 32))
     }
     assert traces.n == 1 and len(handles) == 1
@@ -66,7 +66,7 @@ def test_dtype_rank_and_strides_are_structure(traces):
 
     zeros = torch.zeros(16)
     tensors = [zeros[:8], zeros[:8].double(), torch.zeros(1).expand(8), zeros[::2]]
-    assert len({as_variant(make(t)).bind(DIMS).handle for t in tensors}) == 4
+    assert len({as_variant(make(t)).bind(DIMS).structure for t in tensors}) == 4
     with pytest.raises(TraceError, match=r"256 elements"):
         as_variant(make(torch.zeros(8, 256))).bind(DIMS)
     assert traces.n == 5
@@ -88,7 +88,7 @@ def test_stride_patterns(t, pattern):
 def test_ints_and_floats_are_different_structures():
     a, b = (as_variant(windowed(w)).bind(DIMS) for w in (4, 4.5))
     assert a.ir.scalars[0].dtype == "int64" and b.ir.scalars[0].dtype == "float64"
-    assert a.handle != b.handle
+    assert a.structure != b.structure
 
 
 # --- every kind of location, and its change -----------------------------------------------------
@@ -525,7 +525,7 @@ def test_equal_code_in_equal_variants_has_equal_ir():
     text = "lambda b, h, q, k: (q >= k) & (q - k < window)"
     made = [eval(text, {"window": w}) for w in (3, 4)]
     bounds = [variant(mask_mod=f).bind(DIMS) for f in made]
-    assert bounds[0].handle == bounds[1].handle
+    assert bounds[0].structure == bounds[1].structure
 
 
 def test_hooks_that_ask_for_types_see_tensors_and_numbers():
@@ -546,7 +546,7 @@ def test_hooks_that_ask_for_types_see_tensors_and_numbers():
 
 def test_signed_zeros_are_different_kernels():
     a, b = (variant(score_mod=eval(f"lambda s, b, h, q, k: s + {z}")) for z in ("0.0 * 1", "-0.0"))
-    assert a.bind(DIMS).handle != b.bind(DIMS).handle
+    assert a.bind(DIMS).structure != b.bind(DIMS).structure
 
 
 def test_a_prelude_that_fails_later_is_a_param_error():

@@ -112,4 +112,4 @@ def test_new_compositions_do_not_retrace(monkeypatch):
     first = (Causal() & Window(window=3) & CappedAlibi()).bind(DIMS)
     monkeypatch.setattr(binding, "trace_variant", None)
     again = (Causal() & Window(window=4) & CappedAlibi(cap=2.0)).bind(DIMS)
-    assert again.handle == first.handle and again.scalars == (2.0, 4)
+    assert again.structure == first.structure and again.scalars == (2.0, 4)

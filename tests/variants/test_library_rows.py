@@ -169,7 +169,7 @@ def test_rope_of_another_length_or_config_has_the_same_structure() -> None:
     one = bound(lib.RoPE(), kv_len=100)
     assert one.ir == bound(lib.RoPE(5e5, scaling=lib.YarnScaling(4.0, 64)), kv_len=9000).ir
     assert one.ir != bound(lib.RoPE(interleaved=True), kv_len=100).ir
-    assert lib.RoPE().bind(Dims(1, 1, 1, 1, 9, 16, 16)).handle == one.handle
+    assert lib.RoPE().bind(Dims(1, 1, 1, 1, 9, 16, 16)).structure == one.structure
 
 
 def test_a_call_may_bring_its_own_tables() -> None:

@@ -72,5 +72,5 @@ def test_equal_seeds_build_equal_calls(case: Case) -> None:
         as_variant(v).bind(Dims(*case.shape), p)
         for v, p in ((first, first_params), (second, second_params))
     )
-    assert one.ir == two.ir and one.handle == two.handle and one.scalars == two.scalars
+    assert one.ir == two.ir and one.structure == two.structure and one.scalars == two.scalars
     assert all(same(a, b) for a, b in zip(one.tensors, two.tensors, strict=True))

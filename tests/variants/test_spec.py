@@ -58,8 +58,8 @@ def test_values_come_from_the_call_then_the_variant_then_the_default():
 
 
 def test_a_new_value_is_the_same_structure():
-    handles = {CappedAlibi().bind(DIMS, {"cap": c}).handle for c in (1, 2.5, 100.0)}
-    handles |= {CappedAlibi(cap=c, slopes=torch.ones(4)).bind(DIMS).handle for c in (1, 7.5)}
+    handles = {CappedAlibi().bind(DIMS, {"cap": c}).structure for c in (1, 2.5, 100.0)}
+    handles |= {CappedAlibi(cap=c, slopes=torch.ones(4)).bind(DIMS).structure for c in (1, 7.5)}
     assert len(handles) == 1
 
 
@@ -173,9 +173,9 @@ def test_static_fields_are_structure_or_runtime_by_kind():
     with pytest.raises(ParamError, match="needs 'needed' when it is made"):
         Options()
     a, b = (Options(needed=2.0, block=n).bind(DIMS) for n in (4, 5))
-    assert a.handle == b.handle and a.scalars == (4, 2.0)
-    assert a.handle != Options(needed=2.0, strict=True).bind(DIMS).handle
-    assert Options(needed=2.0).bind(DIMS, {"strict": True}).handle != a.handle
+    assert a.structure == b.structure and a.scalars == (4, 2.0)
+    assert a.structure != Options(needed=2.0, strict=True).bind(DIMS).structure
+    assert Options(needed=2.0).bind(DIMS, {"strict": True}).structure != a.structure
     assert Options(needed=1.0, mode="full").bind(DIMS).scalars == ()
     with pytest.raises(ParamError, match=r"'strict' expects a bool, got int 1; it is part of"):
         Options(needed=2.0).bind(DIMS, {"strict": 1})
@@ -195,7 +195,7 @@ def test_inheritance():
     assert run(v, "mask_mod", q_idx=2, kv_idx=1) is True
     assert run(v, "mask_mod", {"extra": 2}, q_idx=2, kv_idx=1) is False
     assert run(v, "mask_mod", {"window": 1}, q_idx=3, kv_idx=1) is False
-    assert v.bind(DIMS, {"window": 2}).handle == v.bind(DIMS).handle
+    assert v.bind(DIMS, {"window": 2}).structure == v.bind(DIMS).structure
 
 
 def test_methods_of_the_class_and_attributes_set_later():
@@ -333,7 +333,7 @@ def test_equal_variants_have_equal_json():
 
     one, two = Window(window=2).bind(DIMS), Again(window=3).bind(DIMS)
     texts = [ir.canonical_json(ir.variant_to_json(x.ir)) for x in (one, two)]
-    assert texts[0] == texts[1] and one.handle == two.handle
+    assert texts[0] == texts[1] and one.structure == two.structure
 
 
 # --- normalisers ----------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_a_normalizer_may_be_a_method():
 
     assert run(Biased(), "pointwise", score=2.0) == 3
     assert run(Biased(), "pointwise", {"bias": 5.0}, score=2.0) == 7
-    assert Biased().bind(DIMS).handle == Biased(bias=9).bind(DIMS).handle
+    assert Biased().bind(DIMS).structure == Biased(bias=9).bind(DIMS).structure
 
 
 def test_normalizers_of_the_wrong_kind():
@@ -416,8 +416,8 @@ def test_an_expression_is_a_body():
     v = variant(mask_mod=cpp("q_idx >= kv_idx"))
     assert v.bind(DIMS).ir.cpp == (("mask_mod", "return q_idx >= kv_idx;"),)
     other = variant(mask_mod=cpp("q_idx > kv_idx"))
-    assert other.bind(DIMS).handle != v.bind(DIMS).handle
-    assert variant(mask_mod=cpp("q_idx >= kv_idx")).bind(DIMS).handle == v.bind(DIMS).handle
+    assert other.bind(DIMS).structure != v.bind(DIMS).structure
+    assert variant(mask_mod=cpp("q_idx >= kv_idx")).bind(DIMS).structure == v.bind(DIMS).structure
 
 
 def test_cpp_hooks_that_cannot_be():
@@ -488,7 +488,7 @@ def test_copies_are_independent():
     for twin in (copy.copy(v), copy.deepcopy(v), pickle.loads(pickle.dumps(v))):
         twin.window = 9
         assert twin.bind(DIMS).scalars == (9,) and v.bind(DIMS).scalars == (3,)
-        assert twin.bind(DIMS).handle == v.bind(DIMS).handle
+        assert twin.bind(DIMS).structure == v.bind(DIMS).structure
     both = Causal() & Window(window=3).named("x")
     twin = copy.deepcopy(both)
     assert twin.bind(DIMS).scalars == (3,)

@@ -163,7 +163,7 @@ def test_rotary_embeddings_are_a_few_vector_operations():
 
 def test_one_trace_per_head_dim():
     v = variant(query_mod=neox, mask_mod=lambda b, h, q, k: q >= k)
-    assert v.bind(DIMS).handle == v.bind(DIMS._replace(batch=9, kv_len=11)).handle
+    assert v.bind(DIMS).structure == v.bind(DIMS._replace(batch=9, kv_len=11)).structure
     assert ("head_dim", D) in v.bind(DIMS).specialised
     with pytest.raises(TraceError, match=r"\[8\]"):
         v.bind(DIMS._replace(head_dim=16))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
+from flashattn_jit.variants.library.made_classes import made_class
 from flashattn_jit.variants.modes import outside_modes
 from flashattn_jit.variants.spec import Variant, scalar, tensor
 
@@ -84,8 +85,12 @@ def RelativeBias(
             f"of them (half if not bidirectional), got num_buckets={num_buckets}, "
             f"max_distance={max_distance}, bidirectional={bidirectional}"
         )
-    made = _bucket_bias(num_buckets, max_distance, bidirectional)
+    made = made_class("RelativeBias", _relative_bias, num_buckets, max_distance, bidirectional)
     return made() if table is None else made(table=table)
+
+
+def _relative_bias(num_buckets: int, max_distance: int, bidirectional: bool) -> type[BucketBias]:
+    return _bucket_bias(num_buckets, max_distance, bidirectional)
 
 
 @functools.lru_cache(maxsize=64)

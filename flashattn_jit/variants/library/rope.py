@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError, VariantError
+from flashattn_jit.variants.library.made_classes import made_class
 from flashattn_jit.variants.library.rope_scaling import (
     DynamicNTKScaling,
     NoScaling,
@@ -233,8 +234,19 @@ def RoPE(
         )
     if tables is None:
         tables = not isinstance(chosen, DynamicNTKScaling)
-    config = _Config(float(theta), chosen, float(partial), max_position)
+    made = made_class("RoPE", _rope, tables, float(theta), scaling, float(partial), max_position)
     if tables:
-        return _table_rope(config)(interleaved=interleaved, start=start)
+        return made(interleaved=interleaved, start=start)
     factor = chosen.attention_factor
-    return _computed_rope(config)(attention_factor=factor, interleaved=interleaved, start=start)
+    return made(attention_factor=factor, interleaved=interleaved, start=start)
+
+
+def _rope(
+    tables: bool,
+    theta: float,
+    scaling: RopeScaling | None,
+    partial: float,
+    max_position: int | None,
+) -> type[Variant]:
+    config = _Config(theta, NoScaling() if scaling is None else scaling, partial, max_position)
+    return _table_rope(config) if tables else _computed_rope(config)
