@@ -11,6 +11,7 @@ import torch
 
 from flashattn_jit.codegen.target import host_target
 from tests import processes
+from tests.gpu import harness
 from tests.gpu.harness import Want, case_named, compile_wanted, run_case
 from tests.gpu.prewarm import compile_one
 from tests.ops.test_attention import DECODE, SMALL, fitting
@@ -26,10 +27,13 @@ def test_a_case_is_run_and_judged(case):
 
 
 def test_a_wrong_result_is_found(monkeypatch):
-    from flashattn_jit.ops import _dense
+    right = harness.run_dense
 
-    right = _dense.dense
-    monkeypatch.setattr(_dense, "dense", lambda *a: (right(*a)[0] * 1.02, right(*a)[1]))
+    def wrong(*args, **named):
+        out, lse = right(*args, **named)
+        return out * 1.02, lse
+
+    monkeypatch.setattr(harness, "run_dense", wrong)
     with pytest.raises(AssertionError, match="rms error"):
         run_case(case_named("plain causal"), SMALL, torch.bfloat16, "cpu", host_target())
 

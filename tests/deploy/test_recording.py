@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from flashattn_jit.deploy import recording
 from flashattn_jit.deploy.manifest import read_manifest
 from flashattn_jit.errors import ManifestError
 from flashattn_jit.jit.module import KernelCache, Loaded
-from flashattn_jit.ops import _handles, _launch, _plan
+from flashattn_jit.ops import _launch, _plan
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.params import Dims
@@ -32,16 +31,6 @@ ROWS = 20
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A CPU artifact whose kernels do nothing, in the place of every kernel."""
     return nothing_module(tmp_path_factory.mktemp("nothing")).path
-
-
-@pytest.fixture(autouse=True)
-def names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are called by the first variant of a process that has them: here by these."""
-    for variant in (fa.Causal(), fa.ALiBi(), fa.Full(), fa.SlidingWindow(3)):
-        bound = variant.bind(Dims(1, 2, 2, ROWS, ROWS, 16, 16), {})
-        known = _handles.structure_of(bound, variant.name)
-        named = replace(known, name=variant.name)
-        monkeypatch.setitem(_handles._structures, known.handle, named)
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from flashattn_jit.ops._scalars import pack_scalars
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.target import cuda_target
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.ops import _dense, _handles
+from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.planner import Problem, choose, fallbacks
 from flashattn_jit.planner.tiles import requests_of
 from flashattn_jit.variants.params import Dims
@@ -92,24 +91,24 @@ def run_case(
     target: str | None = None,
 ) -> None:
     """Run a case on a device and hold it to the bound of docs/semantics.md against fp64."""
-    bound, title = _bound(case, shape)
+    bound, _ = _bound(case, shape)
     q, k, v = inputs(shape, dtype)
     call = {"scale": case.scale, "q_offset": case.q_offset}
     offset = shape.kv_len - shape.q_len if case.q_offset == "end" else case.q_offset
     scale = case.scale if case.scale is not None else shape.head_dim**-0.5
-    handle = _handles.structure_of(bound, title).handle
-    pointwise = bound.ir.normalizer == "pointwise"
-    placed = [t.to(device) for t in (q, k, v)]
-    out, lse = _dense.dense(
-        *placed, [t.to(device) for t in bound.tensors], pack_scalars(bound.scalars), handle, scale,
-        offset, None, None, None, (), not pointwise, False, target or device_target(),
-    )  # fmt: skip
     variant, params = case.build(shape)
+    pointwise = bound.structure.pointwise
+    placed = [t.to(device) for t in (q, k, v)]
+    out, lse = run_dense(
+        *placed, as_variant(variant), params, scale=scale, q_offset=offset,
+        return_lse=not pointwise, target=target or device_target(),
+        swap=lambda tensors, numbers: (tuple(t.to(device) for t in tensors), numbers),
+    )  # fmt: skip
     exact, exact_lse = attention_reference(q, k, v, variant, params=params, **call)
     eager, _ = attention_reference(q, k, v, variant, params=params, dtype=dtype, **call)
     assert out.dtype == dtype and out.shape == exact.shape
     assert_close(out.cpu(), exact, eager)
-    if not pointwise:
+    if lse is not None:
         # Rows that hooks changed are rounded to the matrix dtype, and scores carry that rounding.
         tolerance = 16 * EPS[dtype] if "row" in case.tags else 1e-4
         torch.testing.assert_close(
