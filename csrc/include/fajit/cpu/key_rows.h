@@ -1,10 +1,10 @@
 // Where the key and value rows of a tile lie: evenly spaced, or each where a table says.
 //
-// Direct kernels take rows at a stride (StridedKeys). Indirect ones fill a table of addresses and logical
-// positions for each tile, from pages and from key lists, so that the products know neither. With
-// pages of 16 that cost 1.5 to 2.5 ns a key while entries were written one by one, not by whole
-// vectors; a key of 128 floats, K and V, comes from memory in 75 (measured). Pages in random order
-// cost more than their table: what they miss is the TLB.
+// Direct kernels take rows at a stride (StridedKeys). Indirect ones fill a table of addresses and
+// logical positions for each tile (KeyTable), from pages and from key lists, so that the products
+// know neither. With pages of 16 that cost 1.5 to 2.5 ns a key while entries were written one by
+// one, not by whole vectors; a key of 128 floats, K and V, comes from memory in 75 (measured). Pages
+// in random order cost more than their table: what they miss is the TLB.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/packed_rows.h>

@@ -1,4 +1,4 @@
-// Rows of q, k and v, brought through their hooks into the matrix dtype, and into the layouts of the
+// Rows of q, k and v, brought through their hooks into the matrix dtype and the layouts of the
 // microkernel.
 #pragma once
 #include <fajit/cpu/microkernel.h>
