@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -112,10 +113,11 @@ class Batch:
         return self.q.shape[1] // self.k.shape[-2]
 
 
-def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1, workers: Any = None):
+def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1):
     """(out [tokens, Hq, Dv], lse [tokens, Hq]) of `fajit_attention`, then of `fajit_merge`.
 
-    workers: calls `fajit_attention` itself, given (call, args); by default one call.
+    Several threads come to every list of the batch, each second one in reverse order; a batch
+    without lists then is one.
     """
     tokens, heads, dim = batch.q.shape
     dim_v = batch.v.shape[-1]
@@ -177,14 +179,19 @@ def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1, wor
     a.merge_sources, a.kv_first = address(batch.merge_sources), address(batch.kv_first)
     a.key_blocks, a.key_block = address(batch.key_blocks), batch.key_block
     a.num_key_blocks = len(batch.key_blocks or ())
-    if batch.worker_indptr is not None:
-        a.worker_indptr, a.num_workers = address(batch.worker_indptr), len(batch.worker_indptr) - 1
+    lists = batch.worker_indptr or ([0, len(batch.work)] if num_threads > 1 else None)
+    if lists is not None:
+        a.worker_indptr, a.num_workers = address(lists), len(lists) - 1
         a.cursors = address([0] * a.num_workers)
 
-    def call(args: Args) -> None:
-        status = lib.fajit_attention(ctypes.byref(args))
-        assert status == 0, status
+    def visit(number: int) -> list[int]:
+        mine, statuses = Args.from_buffer_copy(a), []
+        for worker in range(max(a.num_workers, 1))[:: -1 if number % 2 else 1]:
+            mine.worker = worker
+            statuses.append(lib.fajit_attention(ctypes.byref(mine)))
+        return statuses
 
-    (workers or (lambda f, args: f(args)))(call, a)
+    with ThreadPoolExecutor(num_threads) as pool:
+        assert not any(status for s in pool.map(visit, range(num_threads)) for status in s)
     assert lib.fajit_merge(ctypes.byref(a)) == 0
     return out, lse

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -449,20 +448,7 @@ def test_lists_of_workers(features):
     n = len(batch.work)
     batch.worker_indptr = [0, 0, n // 2, n // 2 + 1, n]
 
-    def two_threads(call: Any, args: Any) -> None:
-        def visit(order: list[int]) -> None:
-            for w in order:
-                mine = type(args).from_buffer_copy(args)
-                mine.worker = w
-                call(mine)
-
-        threads = [threading.Thread(target=visit, args=(o,)) for o in ([0, 1, 2, 3], [3, 2, 1, 0])]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-
-    out, lse = cpu_artifact.run(lib, batch, bound, workers=two_threads)
+    out, lse = cpu_artifact.run(lib, batch, bound, num_threads=2)
     expected, expected_lse = world.reference(fa.Causal())
     torch.testing.assert_close(out.double(), expected, rtol=3e-5, atol=3e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=3e-5, atol=3e-5)

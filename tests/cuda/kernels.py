@@ -175,6 +175,14 @@ def without_columns(ptx: str) -> str:
     return re.sub(r"(\.loc\t\d+ \d+|inlined_at \d+ \d+) \d+", r"\1", ptx)
 
 
+def without_lines(ptx: str) -> str:
+    """PTX without what says which line of which file an instruction comes from."""
+    ptx = re.sub(r"^\s*\.(?:loc|file)\b.*\n", "", ptx, flags=re.MULTILINE)
+    names = r"^\t?\.section\s+\.debug_str\n\s*\{.*?^\s*\}\n?"  # of inlined functions
+    ptx = re.sub(names, "", ptx, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"\n\s*\n+", "\n", ptx)
+
+
 def on_target(spec: KernelSpec, target: str) -> KernelSpec:
     """The same kernel, tile included, for another target."""
     return replace(spec, target=target)

@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -296,18 +297,22 @@ struct Work {
   }
 };
 
-// A list of work a worker; what one call leaves, a later one for the same list does.
+// A list of work a worker; threads may be in one list together, and what one call leaves, a later
+// one for the same list does.
 int run_lists(Random& r, fajit_args a) {
   std::vector<int32_t> lists = cuts(r, a.num_work, 6);
   std::vector<int32_t> cursors(lists.size() - 1, 0);
   a.worker_indptr = lists.data();
   a.cursors = cursors.data();
   a.num_workers = static_cast<int32_t>(cursors.size());
+  std::atomic<int> status{FAJIT_OK};
+#pragma omp parallel for num_threads(a.num_threads) schedule(dynamic)
   for (int32_t call = 0; call < 2 * a.num_workers; ++call) {
-    a.worker = call % a.num_workers;
-    if (const int status = fajit_attention(&a)) return status;
+    fajit_args mine = a;
+    mine.worker = call / 2;
+    if (const int failed = fajit_attention(&mine)) status = failed;
   }
-  return FAJIT_OK;
+  return status;
 }
 
 // The same merges, whose states are listed one by one instead of following one another.

@@ -61,7 +61,6 @@ extern "C" int fajit_attention(const fajit_args* args) {
       run_item(args, args->work[i], shift);
     }
   }
-#pragma omp parallel for num_threads(args->num_threads)
   for (int i = 0; i < args->num_work; ++i) run_item(args, args->work[i], shift);
   return FAJIT_OK;
 }

@@ -93,7 +93,7 @@ typedef struct fajit_args {
   int32_t num_requests, num_q_heads, num_kv_heads, head_dim, head_dim_v;
   int32_t flags;
   float scale;
-  int32_t num_threads;
+  int32_t num_threads;  // of a merge, CPU
 
   // Per request, num_requests entries each.
   const int32_t* q_len;
@@ -139,7 +139,7 @@ typedef struct fajit_args {
   // Which work is whose. With worker_indptr, worker w does items [worker_indptr[w],
   // worker_indptr[w + 1]) in order: on CUDA thread block w of num_workers, on CPUs one call for list
   // `worker`, which claims items from cursors[worker] (0 before the first) so that several threads
-  // may call it for one list. Without, items are claimed in order (CPU) or are a block's (CUDA).
+  // may call it for one list. Without, one call does all items (CPU) or each is a block's (CUDA).
   const int32_t* worker_indptr;  // [num_workers + 1]
   int32_t* cursors;              // [num_workers], CPU
   int32_t num_workers, worker;

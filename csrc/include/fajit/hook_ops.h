@@ -38,12 +38,12 @@ template <class From, class To, class T> FAJIT_FN auto cast(T x) {
 
 // --- arithmetic ----------------------------------------------------------------------------------
 
-#define FAJIT_BINARY(name, op)                                        \
-  template <class A, class B> FAJIT_FN auto name(A a, B b) {          \
-    using W = Wide<A, B>;                                             \
-    using U = Unsigned<W>;                                            \
+#define FAJIT_BINARY(name, op)                                              \
+  template <class A, class B> FAJIT_FN auto name(A a, B b) {                \
+    using W = Wide<A, B>;                                                   \
+    using U = Unsigned<W>;                                                  \
     if constexpr (is_vector<W>) return W(U(widen<W>(a)) op U(widen<W>(b))); \
-    else return W(U(a) op U(b));                                      \
+    else return W(U(a) op U(b));                                            \
   }
 FAJIT_BINARY(add, +)
 FAJIT_BINARY(sub, -)
@@ -99,14 +99,14 @@ template <class T> FAJIT_FN T ipow(T base, T exponent) {
 }
 }  // namespace scalar
 
-#define FAJIT_DIVISION(name)                                                           \
-  template <class A, class B> FAJIT_FN auto name(A a, B b) {                           \
-    using W = Wide<A, B>;                                                              \
-    using L = Lane<W>;                                                                 \
-    if constexpr (is_vector<W>)                                                        \
-      return name##_lanes(a, b, [](L x, L y) { return scalar::name(x, y); });          \
-    else                                                                               \
-      return scalar::name(W(a), W(b));                                                 \
+#define FAJIT_DIVISION(name)                                                  \
+  template <class A, class B> FAJIT_FN auto name(A a, B b) {                  \
+    using W = Wide<A, B>;                                                     \
+    using L = Lane<W>;                                                        \
+    if constexpr (is_vector<W>)                                               \
+      return name##_lanes(a, b, [](L x, L y) { return scalar::name(x, y); }); \
+    else                                                                      \
+      return scalar::name(W(a), W(b));                                        \
   }
 FAJIT_DIVISION(truncdiv)
 FAJIT_DIVISION(fmod)
@@ -133,11 +133,11 @@ template <class A> FAJIT_FN A neg(A a) {
 
 // --- comparison and choice -----------------------------------------------------------------------
 
-#define FAJIT_COMPARE(name, op)                                               \
-  template <class A, class B> FAJIT_FN auto name(A a, B b) {                  \
-    using W = Wide<A, B>;                                                     \
-    if constexpr (is_vector<W>) return mask_of(widen<W>(a) op widen<W>(b));   \
-    else return bool(a op b);                                                 \
+#define FAJIT_COMPARE(name, op)                                             \
+  template <class A, class B> FAJIT_FN auto name(A a, B b) {                \
+    using W = Wide<A, B>;                                                   \
+    if constexpr (is_vector<W>) return mask_of(widen<W>(a) op widen<W>(b)); \
+    else return bool(a op b);                                               \
   }
 FAJIT_COMPARE(ge, >=)
 FAJIT_COMPARE(gt, >)

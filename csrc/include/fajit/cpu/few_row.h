@@ -40,13 +40,13 @@ class FewRow {
   static constexpr int kDimV =
       round_up(Config::kHeadDimV, kLanes * ValueStep<Matrix, Matrix>::kVectors);
   static constexpr bool kKeysInPlace = !Hooks::kKeyMod && kDim == Config::kHeadDim &&
-                                       (same_type<Matrix, float> || same_type<K, Matrix>);
+                                       (same<Matrix, float> || same<K, Matrix>);
   static constexpr bool kValuesInPlace = !Hooks::kValueMod && kDimV == Config::kHeadDimV &&
-                                         (same_type<Matrix, float> || same_type<V, Matrix>);
+                                         (same<Matrix, float> || same<V, Matrix>);
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
-  static constexpr bool kTiles = same_type<Matrix, bfloat16_t>;
+  static constexpr bool kTiles = same<Matrix, bfloat16_t>;
   using TileSession = TileUnit;
 #else
   static constexpr bool kTiles = false;
@@ -63,33 +63,16 @@ class FewRow {
   static constexpr int kVectorRows = 1;
 
   // The type that a tile's rows have when the products read them.
-  template <bool InPlace, class A, class B>
-  struct Choose {
-    using type = A;
-  };
-  template <class A, class B>
-  struct Choose<false, A, B> {
-    using type = B;
-  };
-  using Key = typename Choose<kKeysInPlace, K, Matrix>::type;
-  using Value = typename Choose<kValuesInPlace, V, Matrix>::type;
+  using Key = Choose<kKeysInPlace, K, Matrix>;
+  using Value = Choose<kValuesInPlace, V, Matrix>;
 
   // The products prefetch this many rows ahead, through the table.
   static constexpr int kAheadK = prefetch_keys(kDim * sizeof(Key));
   static constexpr int kAheadV = prefetch_keys(kDimV * sizeof(Value));
-  struct NoTable {
-    explicit NoTable(Carver&) {}
-  };
   static constexpr int kAhead = kAheadK > kAheadV ? kAheadK : kAheadV;
-  using Table = typename Choose<kIndirect, KeyTable<Config, kAhead>, NoTable>::type;
+  using KvRows = KeysOf<Config, kAhead>;
 
  public:
-  static uint64_t scratch_bytes() {
-    Carver carver{nullptr};
-    FewRow<Config, Hooks>(Context{}, carver);
-    return carver.used;
-  }
-
   FewRow(const Context& c, Carver& carver)
       : c_(c),
         q_(carver.take<Matrix>(uint64_t{kTileRows} * kDim)),
@@ -104,19 +87,10 @@ class FewRow {
         q_idx_(carver.take<int32_t>(kTileRows)),
         rows_(carver.take<Rows>(kTileRows)),
         b_(carver.take<int32_t>(kIndirect ? kTileRows + kLanes : 0)),
-        table_(carver) {}
+        kv_(carver) {}
 
-  using Session = typename Choose<kTiles, TileSession, NoSession>::type;
+  using Session = Choose<kTiles, TileSession, NoSession>;
 
-  // Not inlined: callers with and without lists share the code.
-  __attribute__((noinline)) void run(const fajit_work& w) {
-    for (int32_t row = w.row_begin; row < w.row_end; row += Config::kTileQ) {
-      const int32_t left = w.row_end - row;
-      run_tile(w, row, left < Config::kTileQ ? left : Config::kTileQ);
-    }
-  }
-
- private:
   void run_tile(const fajit_work& w, int32_t row0, int count) {
     const fajit_args& a = *c_.args;
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
@@ -130,33 +104,16 @@ class FewRow {
       base_[i] = -kInf;
       store(sums_ + i * kLanes, vf{});
       if constexpr (kPairHooks) rows_[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
-      load_query(static_cast<const Q*>(a.q) + row_offset(a.q_stride, w.request, row.h, row.row),
-                 q_ + i * kDim, row);
+      convert_query<Config, Hooks, kDim>(c_, w, row, q_ + i * kDim);
     }
     if constexpr (kTiles) pack_queries(count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
-    const KeyRange range = key_range(a, w, kIndirect);
-    if constexpr (kIndirect) {
-      table_.open(a, w, w.head_begin / c_.group_size(), range.begin, range.end);
-      TableWalk<Config, Hooks, Table> walk(c_, span, table_, range.begin, range.end);
-      for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
-    } else {
-      KvWalk<Config, Hooks> walk(c_, span, row0 / w.head_count, range.begin, range.end);
-      for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
-    }
+    KvWalk<Config, Hooks, KvRows> walk(c_, w, span, row0, kv_);
+    for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
     finish(w, row0, count);
   }
 
-  FAJIT_INLINE void load_query(const Q* src, Matrix* dst, [[maybe_unused]] const PackedRow& row) {
-    if constexpr (Hooks::kQueryMod) {
-      convert_row<Matrix, Q, Config::kHeadDim, kDim>(src, dst, [&](const float* x, float* y) {
-        Hooks::query_mod(c_, x, y, row.b, row.h, row.q_idx);
-      });
-    } else {
-      convert_row<Matrix, Q, Config::kHeadDim, kDim>(src, dst, NoMod{});
-    }
-  }
-
+ private:
   // Rows of Q as columns of words, for the tiles' products.
   void pack_queries(int count) {
     const int blocks = (count + 15) / 16;
@@ -172,8 +129,8 @@ class FewRow {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int keys = tile.end - tile.begin;
-    const auto k_src = key_rows<Config>(a, b, kv_h, tile.begin, table_);
-    const auto v_src = value_rows<Config>(a, b, kv_h, tile.begin, table_);
+    const auto k_src = kv_.keys();
+    const auto v_src = kv_.values();
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
 #if FAJIT_AMX
@@ -196,7 +153,8 @@ class FewRow {
       multiply(k_src);
     } else {
       for (int n = 0; n < keys; ++n)
-        copy_key(k_src(n), k_rows_ + n * kDim, b, kv_h, position(tile, n));
+        convert_key<Config, Hooks, kDim>(c_, b, kv_h, kv_.position(n), k_src(n),
+                                         k_rows_ + n * kDim);
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     }
 
@@ -223,17 +181,9 @@ class FewRow {
       accumulate(v_src);
     } else {
       for (int n = 0; n < keys; ++n)
-        copy_value(v_src(n), v_rows_ + n * kDimV, b, kv_h, position(tile, n));
+        convert_value<Config, Hooks, kDimV>(c_, b, kv_h, kv_.position(n), v_src(n),
+                                            v_rows_ + n * kDimV);
       accumulate(StridedRows<Matrix>{v_rows_, kDimV});
-    }
-  }
-
-  // Logical position of key n of a tile.
-  FAJIT_INLINE int32_t position(const KvTile& tile, int n) const {
-    if constexpr (kIndirect) {
-      return table_.positions()[n];
-    } else {
-      return tile.begin + n;
     }
   }
 
@@ -261,26 +211,6 @@ class FewRow {
     }
   }
 
-  // Keys are changed once for all rows: key_mod and value_mod see the item's request.
-  FAJIT_INLINE void copy_key(const K* src, Matrix* dst, int32_t b, int32_t kv_h, int32_t kv_idx) {
-    if constexpr (Hooks::kKeyMod) {
-      convert_row<Matrix, K, Config::kHeadDim, kDim>(src, dst, [&](const float* x, float* y) {
-        Hooks::key_mod(c_, x, y, b, kv_h, kv_idx);
-      });
-    } else {
-      convert_row<Matrix, K, Config::kHeadDim, kDim>(src, dst, NoMod{});
-    }
-  }
-  FAJIT_INLINE void copy_value(const V* src, Matrix* dst, int32_t b, int32_t kv_h, int32_t kv_idx) {
-    if constexpr (Hooks::kValueMod) {
-      convert_row<Matrix, V, Config::kHeadDimV, kDimV>(src, dst, [&](const float* x, float* y) {
-        Hooks::value_mod(c_, x, y, b, kv_h, kv_idx);
-      });
-    } else {
-      convert_row<Matrix, V, Config::kHeadDimV, kDimV>(src, dst, NoMod{});
-    }
-  }
-
   // Hooks and softmax: scores in s_ become weights in place, o_ is rescaled.
   __attribute__((flatten)) void soften(int32_t b, int32_t kv_h, const KvTile& tile, int count) {
     const int keys = tile.end - tile.begin, vectors = (keys + kLanes - 1) / kLanes;
@@ -288,15 +218,8 @@ class FewRow {
     vf top[kTileRows];
     for (int r = 0; r < count; ++r) top[r] = splat(-kInf);
     for (int j = 0; j < vectors; ++j) {
-      const vi at = iota() + j * kLanes;
-      const vi inside = at < keys;
-      vi kv_idx;
-      if constexpr (kIndirect) {
-        const int32_t* positions = table_.positions();
-        kv_idx = select(inside, load<vi>(positions + j * kLanes), splat(positions[keys - 1]));
-      } else {
-        kv_idx = tile.begin + (inside ? at : splat(keys - 1));
-      }
+      const vi inside = iota() + j * kLanes < keys;
+      const vi kv_idx = kv_.positions(j * kLanes, inside, keys - 1);
       [[maybe_unused]] Keys key;
       if constexpr (kPairHooks && !kKeysOfRows) key = Hooks::keys(c_, b, kv_h, kv_idx);
       for (int r = 0; r < count; ++r) {
@@ -391,7 +314,7 @@ class FewRow {
   int32_t* q_idx_;
   Rows* rows_;
   int32_t* b_;  // per row, of indirect kernels
-  Table table_;
+  KvRows kv_;
 };
 
 }  // namespace fajit

@@ -60,17 +60,17 @@ FAJIT_INLINE vi truncdiv_vi(vi a, vi b) {
 }
 
 // `of_lane`: the same of one lane.
-#define FAJIT_DIVISION(name, of_int32)                                                 \
-  template <class A, class B, class F>                                                 \
-  FAJIT_INLINE auto name##_lanes(A a, B b, F of_lane) {                                \
-    if constexpr (same<Wide<A, B>, vi>) {                                              \
-      const vi x = widen<vi>(a), y = widen<vi>(b), q = truncdiv_vi(x, y);              \
-      [[maybe_unused]] const vi m = y == 0 ? vi{} : x - q * y;                         \
-      [[maybe_unused]] const vi off = (m != 0) & ((m ^ y) < 0);                        \
-      return vi(of_int32);                                                             \
-    } else {                                                                           \
-      return each_lane(of_lane, a, b);                                                 \
-    }                                                                                  \
+#define FAJIT_DIVISION(name, of_int32)                                    \
+  template <class A, class B, class F>                                    \
+  FAJIT_INLINE auto name##_lanes(A a, B b, F of_lane) {                   \
+    if constexpr (same<Wide<A, B>, vi>) {                                 \
+      const vi x = widen<vi>(a), y = widen<vi>(b), q = truncdiv_vi(x, y); \
+      [[maybe_unused]] const vi m = y == 0 ? vi{} : x - q * y;            \
+      [[maybe_unused]] const vi off = (m != 0) & ((m ^ y) < 0);           \
+      return vi(of_int32);                                                \
+    } else {                                                              \
+      return each_lane(of_lane, a, b);                                    \
+    }                                                                     \
   }
 FAJIT_DIVISION(truncdiv, q)
 FAJIT_DIVISION(fmod, m)

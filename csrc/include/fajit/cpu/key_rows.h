@@ -1,14 +1,15 @@
 // Where the key and value rows of a tile lie: evenly spaced, or each where a table says.
 //
-// Direct kernels take rows at a stride. Indirect ones fill a table of addresses and logical
-// positions for each tile, from pages and from key lists, so that the products know neither. With
-// pages of 16 that cost 1.5 to 2.5 ns a key while entries were written one by one, not by whole
-// vectors; a key of 128 floats, K and V, comes from memory in 75 (measured). Pages in random order
-// cost more than their table: what they miss is the TLB.
+// Direct kernels take rows at a stride (StridedKeys). Indirect ones fill a table of addresses and
+// logical positions for each tile (KeyTable), from pages and from key lists, so that the products
+// know neither. With pages of 16 that cost 1.5 to 2.5 ns a key while entries were written one by
+// one, not by whole vectors; a key of 128 floats, K and V, comes from memory in 75 (measured). Pages
+// in random order cost more than their table: what they miss is the TLB.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/packed_rows.h>
 #include <fajit/cpu/scratch.h>
+#include <fajit/types.h>
 
 namespace fajit {
 
@@ -97,8 +98,12 @@ class KeyTable {
 
   HeldRows<K> keys() const { return {k_}; }
   HeldRows<V> values() const { return {v_}; }
-  // Logical positions of the keys.
-  const int32_t* positions() const { return position_; }
+  // Logical position of key n, and of keys [n, n + kLanes): of key `last` in lanes that are not
+  // `inside`.
+  int32_t position(int n) const { return position_[n]; }
+  vi positions(int n, vi inside, int last) const {
+    return select(inside, load<vi>(position_ + n), splat(position_[last]));
+  }
   bool listed() const { return listed_; }
 
   // Least and greatest position of keys [n0, n1) of the tile.
@@ -213,30 +218,42 @@ class KeyTable {
   int32_t run_ = 0, run_end_ = 0;  // keys that follow each other and are not in it yet
 };
 
-// K or V rows of a tile, from logical position `begin` on where there is no table.
-template <class Config, class Table>
-FAJIT_INLINE auto key_rows(const fajit_args& a, int32_t b, int32_t kv_h, int32_t begin,
-                           [[maybe_unused]] const Table& table) {
-  if constexpr (Config::kIndirect) {
-    return table.keys();
-  } else {
-    return StridedRows<typename Config::K>{
-        static_cast<const typename Config::K*>(a.k) +
-            row_offset(a.k_stride, b, kv_h, int64_t{a.kv_row0[b]} + begin),
-        a.k_stride[2]};
+// The same of keys that follow each other at a stride: nothing is kept.
+template <class Config>
+class StridedKeys {
+  using K = typename Config::K;
+  using V = typename Config::V;
+
+ public:
+  explicit StridedKeys(Carver&) {}
+
+  void open(const fajit_args& a, const fajit_work& w, int32_t kv_h, int32_t, int32_t) {
+    const int32_t b = w.request;
+    const int64_t row0 = a.kv_row0[b];
+    k_ = {static_cast<const K*>(a.k) + row_offset(a.k_stride, b, kv_h, row0), a.k_stride[2]};
+    v_ = {static_cast<const V*>(a.v) + row_offset(a.v_stride, b, kv_h, row0), a.v_stride[2]};
   }
-}
-template <class Config, class Table>
-FAJIT_INLINE auto value_rows(const fajit_args& a, int32_t b, int32_t kv_h, int32_t begin,
-                             [[maybe_unused]] const Table& table) {
-  if constexpr (Config::kIndirect) {
-    return table.values();
-  } else {
-    return StridedRows<typename Config::V>{
-        static_cast<const typename Config::V*>(a.v) +
-            row_offset(a.v_stride, b, kv_h, int64_t{a.kv_row0[b]} + begin),
-        a.v_stride[2]};
+  FAJIT_INLINE void seek(int32_t begin, int) { begin_ = begin; }
+
+  StridedRows<K> keys() const { return k_.from(begin_, 0); }
+  StridedRows<V> values() const { return v_.from(begin_, 0); }
+  int32_t position(int n) const { return begin_ + n; }
+  vi positions(int n, vi inside, int last) const {
+    return begin_ + (inside ? iota() + n : splat(last));
   }
-}
+  void hull(int n0, int n1, int32_t& low, int32_t& high) const {
+    low = begin_ + n0;
+    high = begin_ + n1 - 1;
+  }
+
+ private:
+  StridedRows<K> k_{};
+  StridedRows<V> v_{};
+  int32_t begin_ = 0;  // logical position of the tile's first key
+};
+
+// The keys of an item as a kernel's feature wants them.
+template <class Config, int kAhead>
+using KeysOf = Choose<Config::kIndirect, KeyTable<Config, kAhead>, StridedKeys<Config>>;
 
 }  // namespace fajit

@@ -21,23 +21,35 @@ FAJIT_INLINE int classify_span(const Context& c, const RowSpan& r, int32_t k0, i
                          Interval{r.q_first, r.q_last}, Interval{k0, k1 - 1});
 }
 
-template <class Config, class Hooks>
+// `Keys` is told of each tile: in an indirect kernel that brings the rows of the tile into a table.
+// It may also hold key lists, whose tiles are classified by the hull of their positions.
+template <class Config, class Hooks, class Keys>
 class KvWalk {
  public:
   static constexpr int32_t kRun = 8;  // tiles classified at once
 
-  // `q_row`: first row of the span in its request, which selects the block mask's row.
-  KvWalk(const Context& c, const RowSpan& rows, int32_t q_row, int32_t begin, int32_t end)
-      : c_(c), rows_(rows), at_(begin), end_(end) {
+  // `rows`: the span of the packed rows from `row0` on, whose first selects the block mask's row.
+  KvWalk(const Context& c, const fajit_work& w, const RowSpan& rows, int32_t row0, Keys& keys)
+      : c_(c), rows_(rows), keys_(keys), at_(w.kv_begin), end_(w.kv_end) {
+    const fajit_args& a = *c.args;
+    // Only the positions that are of the request. Those of a list are not cut.
+    if (!Config::kIndirect || a.key_blocks == nullptr) {
+      if (a.kv_len[w.request] < end_) end_ = a.kv_len[w.request];
+      if (Config::kIndirect && a.kv_first != nullptr && at_ < a.kv_first[w.request])
+        at_ = a.kv_first[w.request];
+    }
+    keys.open(a, w, w.head_begin / c.group_size(), at_, end_);
     if constexpr (Config::kBlockMask) {
-      const fajit_block_mask& m = c.args->block_mask;
+      const fajit_block_mask& m = a.block_mask;
       states_ = m.states + rows.b_first * m.strides[0] + rows.h_first * m.strides[1] +
-                q_row / m.q_block * m.strides[2];
+                row0 / w.head_count / m.q_block * m.strides[2];
     }
   }
 
   // The next tile that is not empty; false at the end.
   bool next(KvTile& tile) {
+    if constexpr (Config::kIndirect)
+      if (keys_.listed()) return next_listed(tile);
     while (at_ < end_) {
       int state = FAJIT_TILE_FULL;
       int32_t stop = end_ - at_ < Config::kTileKv ? end_ : at_ + Config::kTileKv;
@@ -66,12 +78,24 @@ class KvWalk {
       }
       tile = {at_, stop, state};
       at_ = stop;
-      if (state != FAJIT_TILE_EMPTY) return true;
+      if (state == FAJIT_TILE_EMPTY) continue;
+      keys_.seek(tile.begin, tile.end - tile.begin);
+      return true;
     }
     return false;
   }
 
  private:
+  bool next_listed(KvTile& tile) {
+    while (const int count = keys_.next()) {
+      int32_t low, high;
+      keys_.hull(0, count, low, high);
+      tile = {0, count, classify(low, high + 1)};
+      if (tile.state != FAJIT_TILE_EMPTY) return true;
+    }
+    return false;
+  }
+
   int classify(int32_t k0, int32_t k1) const {
     if constexpr (Hooks::kMask) {
       return classify_span<Hooks>(c_, rows_, k0, k1);
@@ -82,59 +106,11 @@ class KvWalk {
 
   const Context c_;
   const RowSpan rows_;
+  Keys& keys_;
   int32_t at_, end_;
   int32_t run_end_ = INT32_MIN;
   int run_state_ = FAJIT_TILE_PARTIAL;
   const uint8_t* states_ = nullptr;
 };
-
-// The same in an indirect kernel: brings the rows of each tile into a table, and goes through the
-// tiles of a key list. A list's tile is classified by the hull of its positions.
-template <class Config, class Hooks, class Table>
-class TableWalk {
- public:
-  TableWalk(const Context& c, const RowSpan& rows, Table& table, int32_t begin, int32_t end)
-      : c_(c), rows_(rows), table_(table), walk_(c, rows, 0, begin, end) {}
-
-  bool next(KvTile& tile) {
-    if (!table_.listed()) {
-      if (!walk_.next(tile)) return false;
-      table_.seek(tile.begin, tile.end - tile.begin);
-      return true;
-    }
-    while (const int count = table_.next()) {
-      int state = FAJIT_TILE_FULL;
-      if constexpr (Hooks::kMask) {
-        int32_t low, high;
-        table_.hull(0, count, low, high);
-        state = classify_span<Hooks>(c_, rows_, low, high + 1);
-        if (state == FAJIT_TILE_EMPTY) continue;
-      }
-      tile = {0, count, state};
-      return true;
-    }
-    return false;
-  }
-
- private:
-  const Context c_;
-  const RowSpan rows_;
-  Table& table_;
-  KvWalk<Config, Hooks> walk_;
-};
-
-// The part of an item's positions that is of its request. Positions of a list are not cut.
-struct KeyRange {
-  int32_t begin, end;
-};
-FAJIT_INLINE KeyRange key_range(const fajit_args& a, const fajit_work& w, bool indirect) {
-  KeyRange range{w.kv_begin, w.kv_end};
-  if (indirect && a.key_blocks != nullptr) return range;
-  const int32_t kv_len = a.kv_len[w.request];
-  if (kv_len < range.end) range.end = kv_len;
-  if (indirect && a.kv_first != nullptr && range.begin < a.kv_first[w.request])
-    range.begin = a.kv_first[w.request];
-  return range;
-}
 
 }  // namespace fajit

@@ -1,23 +1,21 @@
-// Rows of q, k and v, brought into the matrix dtype and the layouts of the microkernel.
+// Rows of q, k and v, brought through their hooks into the matrix dtype and the layouts of the
+// microkernel.
 #pragma once
 #include <fajit/cpu/microkernel.h>
+#include <fajit/cpu/packed_rows.h>
 #include <fajit/cpu/transpose.h>
+#include <fajit/types.h>
 
 namespace fajit {
-
-template <class A, class B>
-inline constexpr bool same_type = false;
-template <class A>
-inline constexpr bool same_type<A, A> = true;
 
 // Stands for the absence of query_mod, key_mod or value_mod.
 struct NoMod {};
 
 // dst[0, N) = mod(src) rounded once to the matrix dtype; dst[N, Padded) = 0.
-template <class Matrix, class T, int N, int Padded, class Mod>
-FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod) {
-  constexpr bool modified = !same_type<Mod, NoMod>;
-  if constexpr (same_type<T, Matrix> && !modified) {
+template <int N, int Padded, class Matrix, class T, class Mod = NoMod>
+FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod = {}) {
+  constexpr bool modified = !same<Mod, NoMod>;
+  if constexpr (same<T, Matrix> && !modified) {
     __builtin_memcpy(dst, src, N * sizeof(T));
   } else {
     alignas(64) float row[round_up(N, kLanes)];
@@ -31,6 +29,44 @@ FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod) {
     }
   }
   if constexpr (N < Padded) __builtin_memset(dst + N, 0, (Padded - N) * sizeof(Matrix));
+}
+
+// A row of q, k or v as the products take it: through its hook, padded. Keys are changed once for
+// all query rows: key_mod and value_mod see the item's request.
+template <class Config, class Hooks, int Padded>
+FAJIT_INLINE void convert_query(const Context& c, const fajit_work& w, const PackedRow& row,
+                                typename Config::Matrix* dst) {
+  const auto* src = static_cast<const typename Config::Q*>(c.args->q) +
+                    row_offset(c.args->q_stride, w.request, row.h, row.row);
+  if constexpr (Hooks::kQueryMod) {
+    convert_row<Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
+      Hooks::query_mod(c, x, y, row.b, row.h, row.q_idx);
+    });
+  } else {
+    convert_row<Config::kHeadDim, Padded>(src, dst);
+  }
+}
+template <class Config, class Hooks, int Padded>
+FAJIT_INLINE void convert_key(const Context& c, int32_t b, int32_t kv_h, int32_t kv_idx,
+                              const typename Config::K* src, typename Config::Matrix* dst) {
+  if constexpr (Hooks::kKeyMod) {
+    convert_row<Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
+      Hooks::key_mod(c, x, y, b, kv_h, kv_idx);
+    });
+  } else {
+    convert_row<Config::kHeadDim, Padded>(src, dst);
+  }
+}
+template <class Config, class Hooks, int Padded>
+FAJIT_INLINE void convert_value(const Context& c, int32_t b, int32_t kv_h, int32_t kv_idx,
+                                const typename Config::V* src, typename Config::Matrix* dst) {
+  if constexpr (Hooks::kValueMod) {
+    convert_row<Config::kHeadDimV, Padded>(src, dst, [&](const float* x, float* y) {
+      Hooks::value_mod(c, x, y, b, kv_h, kv_idx);
+    });
+  } else {
+    convert_row<Config::kHeadDimV, Padded>(src, dst);
+  }
 }
 
 // kLanes rows of words, `stride` apart, to columns: qt[word * qt_stride + lane], `Words` of them.

@@ -31,16 +31,8 @@ class Prefill {
   using Matrix = typename Config::Matrix;
   static constexpr bool kIndirect = Config::kIndirect;
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
-  template <bool Vector, class A, class B>
-  struct Choose {
-    using type = A;
-  };
-  template <class A, class B>
-  struct Choose<false, A, B> {
-    using type = B;
-  };
   // Rows of an indirect kernel have a request each.
-  using Request = typename Choose<kIndirect, vi, int32_t>::type;
+  using Request = Choose<kIndirect, vi, int32_t>;
   using Rows = decltype(Hooks::rows(Context{}, Request{}, vi{}, vi{}));
   using Keys = decltype(Hooks::keys(Context{}, 0, 0, int32_t{}));
   using Writer = RowWriter<Config, Hooks>;
@@ -77,20 +69,21 @@ class Prefill {
   static_assert(kChunk % Products::kStep == 0);
   static constexpr int kChunks = (kTileKv + kChunk - 1) / kChunk;
 
-  static constexpr bool kKeysInPlace = Products::kKeysAnywhere && same_type<K, Matrix> &&
+  static constexpr bool kKeysInPlace = Products::kKeysAnywhere && same<K, Matrix> &&
                                        !Hooks::kKeyMod && Config::kHeadDim % kPack == 0;
   static constexpr bool kValuesInPlace =
-      same_type<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV == kVRow;
+      same<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV == kVRow;
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   // Scores are raw until they become weights.
   static constexpr bool kRawWeights = Products::kRawScores && !kNaturalUnits<Hooks>;
   // Rows of the next tile are prefetched while those of this one are copied and packed, else with
   // the product of its keys.
   static constexpr bool kFetchRows = !Products::kKeysAnywhere;
-  struct NoTable {
-    explicit NoTable(Carver&) {}
-  };
-  using Table = typename Choose<kIndirect, KeyTable<Config, kTileKv>, NoTable>::type;
+  using KvRows = KeysOf<Config, kTileKv>;
+
+  static constexpr uint64_t kLineBytes =
+      kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float) ? kQRow * sizeof(Matrix)
+                                                                : Writer::kPaddedV * sizeof(float);
 
   // Vectors [first, first + count) of the tile.
   struct Block {
@@ -100,12 +93,6 @@ class Prefill {
 
  public:
   static constexpr int kMaxBlocks = (kTileVectors + kMaxVectors - 1) / kMaxVectors;
-
-  static uint64_t scratch_bytes() {
-    Carver carver{nullptr};
-    Prefill<Config, Hooks>(Context{}, carver);
-    return carver.used;
-  }
 
   Prefill(const Context& c, Carver& carver)
       : c_(c),
@@ -123,22 +110,9 @@ class Prefill {
         rows_(carver.take<Rows>(kTileVectors)),
         keys_(carver.take<Keys>(kTileKv)),
         b_(carver.take<int32_t>(kIndirect ? kTileRows : 0)),
-        table_(carver) {}
+        kv_(carver) {}
 
   using Session = typename Products::Session;
-
-  // Not inlined: callers with and without lists share the code.
-  __attribute__((noinline)) void run(const fajit_work& w) {
-    for (int32_t row = w.row_begin; row < w.row_end; row += Config::kTileQ) {
-      const int32_t left = w.row_end - row;
-      run_tile(w, row, left < Config::kTileQ ? left : Config::kTileQ);
-    }
-  }
-
- private:
-  static constexpr uint64_t kLineBytes =
-      kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float) ? kQRow * sizeof(Matrix)
-                                                                : Writer::kPaddedV * sizeof(float);
 
   // --- one tile of rows -----------------------------------------------------------------------
 
@@ -173,22 +147,18 @@ class Prefill {
     __builtin_memset(o_, 0, sizeof(float) * vectors * kLanes * kOutDims);
 
     const RowSpan rows = span(w, 0, row_count);
-    const KeyRange range = key_range(a, w, kIndirect);
     if constexpr (kIndirect) {
       kv_h_ = w.head_begin / c_.group_size();
       key_request_ = rows.b_first;
       several_requests_ = rows.b_first != rows.b_last;
-      table_.open(a, w, kv_h_, range.begin, range.end);
-      TableWalk<Config, Hooks, Table> walk(c_, rows, table_, range.begin, range.end);
-      for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
-    } else {
-      KvWalk<Config, Hooks> walk(c_, rows, row0 / w.head_count, range.begin, range.end);
-      for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
     }
+    KvWalk<Config, Hooks, KvRows> walk(c_, w, rows, row0, kv_);
+    for (KvTile tile; walk.next(tile);) run_keys(w, tile, blocks, num_blocks);
 
     for (int i = 0; i < num_blocks; ++i) finish(w, blocks[i], row0, row_count);
   }
 
+ private:
   // Packed rows [i0, i1) of the tile as the mask sees them; pad lanes repeat real rows.
   RowSpan span(const fajit_work& w, int i0, int i1) const {
     return row_span<kIndirect>(w, b_ + i0, q_idx_ + i0, i1 - i0);
@@ -217,16 +187,7 @@ class Prefill {
           continue;
         }
         const PackedRow row = packed_row<kIndirect>(a, w, row0 + at);
-        const Q* src = static_cast<const Q*>(a.q) +
-                       row_offset(a.q_stride, w.request, row.h, row.row);
-        if constexpr (Hooks::kQueryMod) {
-          convert_row<Matrix, Q, Config::kHeadDim, kQRow>(
-              src, dst, [&](const float* x, float* y) {
-                Hooks::query_mod(c_, x, y, row.b, row.h, row.q_idx);
-              });
-        } else {
-          convert_row<Matrix, Q, Config::kHeadDim, kQRow>(src, dst, NoMod{});
-        }
+        convert_query<Config, Hooks, kQRow>(c_, w, row, dst);
       }
       transpose_rows<kWords>(rows, qt_ + int64_t{block.first} * kLanes * kWords + j * kLanes,
                              block.count * kLanes);
@@ -236,31 +197,24 @@ class Prefill {
   // --- one tile of keys -----------------------------------------------------------------------
 
   void run_keys(const fajit_work& w, const KvTile& tile, const Block* blocks, int num_blocks) {
-    const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int count = tile.end - tile.begin;
     if constexpr (kPairHooks)
       if (!kKeysOfRows || !several_requests_)
         for (int n = 0; n < count; ++n)
-          keys_[n] = Hooks::keys(c_, kIndirect ? key_request_ : b, kv_h, position(tile, n));
+          keys_[n] = Hooks::keys(c_, kIndirect ? key_request_ : b, kv_h, kv_.position(n));
 
-    const auto k = key_rows<Config>(a, b, kv_h, tile.begin, table_);
-    const auto v = value_rows<Config>(a, b, kv_h, tile.begin, table_);
-    pack_values(v, tile, b, kv_h);
-    if constexpr (kKeysInPlace && kIndirect) {
+    const auto k = kv_.keys();
+    pack_values(kv_.values(), count, b, kv_h);
+    if constexpr (kKeysInPlace) {
       run_blocks(tile, blocks, num_blocks, k);
-    } else if constexpr (kKeysInPlace) {
-      run_blocks(tile, blocks, num_blocks,
-                 StridedRows<char>{reinterpret_cast<const char*>(k.first),
-                                   k.stride * int64_t{sizeof(K)}});
     } else {
       for (int n = 0; n < count; ++n) {
         if constexpr (kFetchRows) prefetch_row<Config::kHeadDim * sizeof(K)>(k(n + count));
-        convert_key(k(n), k_rows_ + int64_t{n} * kKRow, b, kv_h, position(tile, n));
+        convert_key<Config, Hooks, kKRow>(c_, b, kv_h, kv_.position(n), k(n),
+                                          k_rows_ + int64_t{n} * kKRow);
       }
-      run_blocks(tile, blocks, num_blocks,
-                 StridedRows<char>{reinterpret_cast<const char*>(k_rows_),
-                                   kKRow * int64_t{sizeof(Matrix)}});
+      run_blocks(tile, blocks, num_blocks, StridedRows<Matrix>{k_rows_, kKRow});
     }
   }
 
@@ -280,31 +234,9 @@ class Prefill {
     }
   }
 
-  // Logical position of key n of a tile.
-  FAJIT_INLINE int32_t position(const KvTile& tile, int n) const {
-    if constexpr (kIndirect) {
-      return table_.positions()[n];
-    } else {
-      return tile.begin + n;
-    }
-  }
-
-  // Keys are changed once for all rows: key_mod and value_mod see the item's request.
-  FAJIT_INLINE void convert_key(const K* src, Matrix* dst, int32_t b, int32_t kv_h,
-                                int32_t kv_idx) {
-    if constexpr (Hooks::kKeyMod) {
-      convert_row<Matrix, K, Config::kHeadDim, kKRow>(src, dst, [&](const float* x, float* y) {
-        Hooks::key_mod(c_, x, y, b, kv_h, kv_idx);
-      });
-    } else {
-      convert_row<Matrix, K, Config::kHeadDim, kKRow>(src, dst, NoMod{});
-    }
-  }
-
   template <class ValueRows>
-  FAJIT_INLINE void pack_values(ValueRows v, const KvTile& tile, int32_t b, int32_t kv_h) {
+  FAJIT_INLINE void pack_values(ValueRows v, int count, int32_t b, int32_t kv_h) {
     alignas(64) Matrix line[kValuesInPlace ? 1 : Products::kHeld][kVRow];
-    const int count = tile.end - tile.begin;
     Products::pack(count, values_, [&](int n) -> const Matrix* {
       const V* src = v(n);
       if constexpr (kFetchRows) prefetch_row<Config::kHeadDimV * sizeof(V)>(v(n + count));
@@ -312,13 +244,7 @@ class Prefill {
         return src;
       } else {
         Matrix* dst = line[n % Products::kHeld];
-        if constexpr (Hooks::kValueMod) {
-          convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, [&](const float* x, float* y) {
-            Hooks::value_mod(c_, x, y, b, kv_h, position(tile, n));
-          });
-        } else {
-          convert_row<Matrix, V, Config::kHeadDimV, kVRow>(src, dst, NoMod{});
-        }
+        convert_value<Config, Hooks, kVRow>(c_, b, kv_h, kv_.position(n), src, dst);
         return dst;
       }
     });
@@ -339,7 +265,7 @@ class Prefill {
     };
     if constexpr (kIndirect && !kFetchRows) {
       const int next = tile.end - tile.begin + n0;
-      multiply(FetchNext{table_.keys().from(next, 0), table_.values().from(next, 0),
+      multiply(FetchNext{kv_.keys().from(next, 0), kv_.values().from(next, 0),
                          block.index == 0, block.index == (num_blocks_ > 1 ? 1 : 0)});
     } else {
       multiply(NoFetch{});
@@ -360,8 +286,8 @@ class Prefill {
       int first = chunks, last = -1;
       for (int i = 0; i < chunks; ++i) {
         const int end = (i + 1) * kChunk < count ? (i + 1) * kChunk : count;
-        int32_t low = tile.begin + i * kChunk, high = tile.begin + end - 1;
-        if constexpr (kIndirect) table_.hull(i * kChunk, end, low, high);
+        int32_t low, high;
+        kv_.hull(i * kChunk, end, low, high);
         states[i] = static_cast<uint8_t>(classify_span<Hooks>(c_, rows, low, high + 1));
         if (states[i] == FAJIT_TILE_EMPTY) continue;
         if (first > i) first = i;
@@ -399,7 +325,7 @@ class Prefill {
       vf top = old;
       if constexpr (kKeysOfRows) {
         if (several_requests_) {
-          const RowKeys keys{c_, load<vi>(b_ + v * kLanes), kv_h_, table_.positions()};
+          const RowKeys keys{c_, load<vi>(b_ + v * kLanes), kv_h_, kv_};
           top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys, row_scale, scale, top);
         } else {
           top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
@@ -427,8 +353,8 @@ class Prefill {
     const Context& c;
     vi b;
     int32_t kv_h;
-    const int32_t* positions;
-    FAJIT_INLINE auto operator[](int n) const { return Hooks::keys(c, b, kv_h, positions[n]); }
+    const KvRows& kv;
+    FAJIT_INLINE auto operator[](int n) const { return Hooks::keys(c, b, kv_h, kv.position(n)); }
   };
 
   // `hook_scores` of one vector over chunks of keys, with the mask where a chunk needs it.
@@ -499,7 +425,7 @@ class Prefill {
   int32_t kv_h_ = 0, key_request_ = 0;
   bool several_requests_ = false;
   int num_blocks_ = 0;
-  Table table_;
+  KvRows kv_;
 };
 
 }  // namespace fajit

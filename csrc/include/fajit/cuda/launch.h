@@ -67,4 +67,31 @@ inline int load_kernels(int device, const KernelEntry (&entries)[2]) {
   return FAJIT_OK;
 }
 
+// The launch of a kernel on x by y blocks with its one parameter; x is 0 where nothing is to do.
+template <class P>
+void fill_launch(const KernelEntry& entry, uint32_t x, uint32_t y, const P& params,
+                 fajit_launch* launch) {
+  static_assert(sizeof(P) <= sizeof(launch->params), "too many param tensors for a CUDA kernel");
+  launch->kernel = entry.name;
+  launch->grid[0] = x;
+  launch->grid[1] = y;
+  launch->block[0] = entry.threads;
+  launch->grid[2] = launch->block[1] = launch->block[2] = 1;
+  launch->shared_bytes = entry.shared_bytes;
+  launch->params_bytes = sizeof(P);
+  __builtin_memcpy(launch->params, &params, sizeof(P));
+}
+
+// Issues a filled launch of `entry`'s on the device and stream of `a`.
+inline int run_launch(const fajit_args* a, const KernelEntry& entry, fajit_launch& launch) {
+  if (launch.grid[0] == 0) return FAJIT_OK;
+  const DeviceGuard guard(a->device);
+  if (const int status = check(guard.status(), "cudaSetDevice", launch.kernel)) return status;
+  void* kernel_args[] = {launch.params};
+  return check(cudaLaunchKernel(entry.function, dim3(launch.grid[0], launch.grid[1]),
+                                dim3(launch.block[0]), kernel_args, launch.shared_bytes,
+                                static_cast<cudaStream_t>(a->stream)),
+               "launch", launch.kernel);
+}
+
 }  // namespace fajit::cuda
