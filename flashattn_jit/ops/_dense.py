@@ -219,7 +219,7 @@ def bind_tensors(
     if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
         tensors = [t.resolve_neg() for t in tensors]
     if known.tables:
-        from ..variants.range_table import build_tables  # imports numpy's typing: only when needed
+        from ..variants.range_table import build_tables  # few masks need it
 
         tensors = [*tensors, *build_tables(known.tables, tensors)]
     addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
