@@ -39,7 +39,7 @@ class Statement:
     """``result = name(*operands, *numbers)``; operands and the result are registers.
 
     name: a function of the headers. One that returns a bool has no result: where it is false, the
-    clause does not hold. Four read a tensor, whose slot is the first number:
+    clause does not hold. These read a tensor, whose slot is the first number:
 
     * ``i_gather``, ``t_gather``, ``f_gather`` (slot, table, dim): the hull of the elements at the
       operands, one a dim. table: the slot of the tensor's lo and hi tables along `dim`, or -1.
@@ -133,15 +133,11 @@ class _Writer:
         box = _Scope(once.registers, once.count)
         for node, low, high in program.guards:
             self._check(box, "fits", self.value(box, node), numbers=(low, high))
-        keep: tuple[CodeClause, ...] = (CodeClause(),)
-        drop: tuple[CodeClause, ...] = (CodeClause(),)
         if program.keep and program.drop:
             keep = self._clauses(box, program.keep)
             drop = self._clauses(box, program.drop)
-        elif program.keep:
-            drop = ()
         else:
-            keep = ()
+            keep, drop = (CodeClause(),) if program.keep else (), ()
         used = {register for period in periods for register in period}
         drop = _pruned_clauses(drop, used)
         keep = _pruned_clauses(keep, used)

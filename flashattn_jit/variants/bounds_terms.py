@@ -76,10 +76,6 @@ class Form:
         """``self + by``."""
         return Form(self.terms, self.const + by)
 
-    def coefficient(self, term: int) -> int:
-        """The coefficient of `term`, 0 when it does not occur."""
-        return dict(self.terms).get(term, 0)
-
     @property
     def is_const(self) -> bool:
         """Whether no term occurs."""

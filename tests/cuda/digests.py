@@ -19,15 +19,9 @@ from pathlib import Path
 
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.target import CUDA_TARGETS
-<<<<<<< HEAD
 from flashattn_jit.jit.nvcc import cuda_version
 from flashattn_jit.jit.toolchain import ask_version, find_compiler
-from tests.cuda.kernels import KINDS, ptx_of, spec_of, twin, without_columns
-=======
-from flashattn_jit.jit.compiler import ask_version, find_compiler
-from flashattn_jit.jit.cuda_toolkit import cuda_version
 from tests.cuda.kernels import KINDS, ptx_of, spec_of, twin, without_lines
->>>>>>> w15-kernels
 from tests.registry import CASES
 
 TABLE = Path(__file__).with_name("digests.json")

@@ -210,13 +210,13 @@ def run_mutants(count: int) -> None:
 
 def test_what_is_no_code_is_refused_or_harmless() -> None:
     """In a process of its own, which a wrong read or a division by zero would end."""
-    script = "from tests.variants.test_interval_form import run_mutants; run_mutants(1500)"
+    script = "from tests.variants.test_interval_form import run_mutants; run_mutants(700)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     refused, answered = map(int, done.stdout.split())
-    assert refused > 300 and answered > 300
+    assert refused > 200 and answered > 200
 
 
 DOCS = torch.arange(3000) // 70

@@ -17,12 +17,11 @@ FAJIT_SHARED double f_larger(double a, double b) { return a > b ? a : b; }
 FAJIT_SHARED double rounded(double x, bool single) { return single ? double(float(x)) : x; }
 FAJIT_SHARED bool whole(double x) { return x == __builtin_floor(x); }
 
-// The neighbour of x below (above), in the hook's precision.
+// The neighbour of x below, in the hook's precision.
 FAJIT_SHARED double below(double x, bool single) {
   return single ? double(__builtin_nextafterf(float(x), -__builtin_inff()))
                 : __builtin_nextafter(x, -kInf);
 }
-FAJIT_SHARED double above(double x, bool single) { return -below(-x, single); }
 
 FAJIT_SHARED FInterval f_top() { return {-kInf, kInf, true}; }
 FAJIT_SHARED FInterval f_point(double x) { return x != x ? f_top() : FInterval{x, x, false}; }
