@@ -44,10 +44,7 @@ def bench_command(
             made, dims=complete_sizes(sizes), dtype=getattr(torch, dtype), device=device,
             seconds=seconds, params=params_of(made, params), progress=show,
         )  # fmt: skip
-    if not output.wants_json():
-        output.lines(str(report))
-        return
-    output.emit_json("bench", {
+    output.emit({
         "variant": report.variant,
         "target": report.target,
         "dims": {name: getattr(report.dims, name) for name in report.dims._fields[:7]},
@@ -62,4 +59,4 @@ def bench_command(
             for t in report.timings
         ],
         "skipped": [{"name": name, "reason": why} for name, why in report.skipped],
-    })  # fmt: skip
+    }, report)  # fmt: skip

@@ -16,7 +16,7 @@ from ..jit.store import Store
 from . import exit_codes, output
 from .app import Group
 from .entries import SHOWN_KEY, Listed, find, kernel_words, listed, spec_of, variant_words
-from .options import KeyType, SizeType, SpecType, TargetType
+from .options import KeyType, SizeType, SpecType, keys_option, targets_option
 
 if TYPE_CHECKING:
     from ..inspect.lookup import LookUp
@@ -29,9 +29,7 @@ def cache_command() -> None:
 
 
 @cache_command.command("ls", short_help="List kernels.")
-@click.option(
-    "--target", "targets", type=TargetType(), multiple=True, help="Only kernels for these."
-)
+@targets_option()
 @click.option("--layer", type=click.Choice(["user", "read_only"]), help="Only of this layer.")
 def ls(targets: tuple[str, ...], layer: str | None) -> None:
     """List the kernels of the user's folder and of the read-only layers."""
@@ -41,7 +39,7 @@ def ls(targets: tuple[str, ...], layer: str | None) -> None:
         if layer in (None, one.layer) and (not targets or one.document.get("target") in targets)
     ]
     if output.wants_json():
-        output.emit_json("cache ls", {
+        output.emit_json({
             "directory": str(env.cache_dir()),
             "kernels": [_brief(one) for one in found],
             "bytes": sum(one.size for one in found),
@@ -69,16 +67,16 @@ def show(key: str, file: str | None) -> None:
         content = found[0].read(file)
         if output.wants_json():
             text = content.decode(errors="replace")
-            output.emit_json("cache show", {"key": found[0].key, "file": file, "content": text})
+            output.emit_json({"key": found[0].key, "file": file, "content": text})
         else:
             click.echo(content, nl=False)
         return
     if output.wants_json():
-        output.emit_json("cache show", {"key": found[0].key, "entries": [_full(o) for o in found]})
+        output.emit_json({"key": found[0].key, "entries": [_full(one) for one in found]})
         return
     for i, one in enumerate(found):
         if i:
-            output.lines("")
+            click.echo()
         _show(one)
 
 
@@ -95,16 +93,16 @@ def verify(context: click.Context, keys: tuple[str, ...], repair: bool) -> None:
     entries = [one for key in keys for one in find(key)] if keys else list(listed())
     corrupt: list[tuple[Listed, str]] = []
     repaired = 0
-    with output.progress("verifying", len(entries)) as advance:
-        for one in entries:
+    with output.activity("verifying") as show:
+        for done, one in enumerate(entries, 1):
             if reason := _fault(one):
                 corrupt.append((one, reason))
                 if repair and one.layer == "user":
                     Store(one.location).quarantine(one.path)
                     repaired += 1
-            advance()
+            show(f"verifying: {done}/{len(entries)}")
     if output.wants_json():
-        output.emit_json("cache verify", {
+        output.emit_json({
             "verified": len(entries) - len(corrupt),
             "repaired": repaired,
             "corrupt": [
@@ -118,7 +116,7 @@ def verify(context: click.Context, keys: tuple[str, ...], repair: bool) -> None:
             [[one.key[:SHOWN_KEY], one.layer, why] for one, why in corrupt],
         )
         moved = f", {repaired} moved aside" if repaired else ""
-        output.lines(f"{len(entries) - len(corrupt)} sound, {len(corrupt)} corrupt{moved}")
+        click.echo(f"{len(entries) - len(corrupt)} sound, {len(corrupt)} corrupt{moved}")
     if len(corrupt) > repaired:
         context.exit(exit_codes.CORRUPT)
 
@@ -138,7 +136,7 @@ def gc(max_bytes: int | None, dry_run: bool) -> None:
     limit = env.cache_max_bytes() if max_bytes is None else max_bytes
     if limit is None:
         raise click.UsageError("give --max-bytes, or set FLASHATTN_JIT_CACHE_MAX_BYTES")
-    _collected("cache gc", collect(Store(env.cache_dir()), limit, dry_run=dry_run))
+    _collected(collect(Store(env.cache_dir()), limit, dry_run=dry_run))
 
 
 @cache_command.command("clear", short_help="Remove all kernels and the emulator.")
@@ -157,16 +155,14 @@ def clear(yes: bool) -> None:
             )
         question = f"Remove {count} kernels and the emulator from {store.root}?"
         click.confirm(question, abort=True, err=True)
-    _collected("cache clear", collect(store, 0, grace_s=0.0))
+    _collected(collect(store, 0, grace_s=0.0))
     collect(Store(env.cache_dir() / FOLDER), 0, grace_s=0.0)
 
 
 @cache_command.command("push", short_help="Copy kernels to a remote folder.")
 @click.argument("url")
-@click.option(
-    "--target", "targets", type=TargetType(), multiple=True, help="Only kernels for these."
-)
-@click.option("--key", "keys", type=KeyType(), multiple=True, help="Only these kernels.")
+@targets_option()
+@keys_option
 def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
     """Copy kernels of the user's folder to URL, for FLASHATTN_JIT_CACHE_REMOTE to name.
 
@@ -188,10 +184,10 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
             store, url, keys=tuple(chosen),
             progress=lambda done: show(f"sending: {done}/{len(chosen)} kernels"),
         )  # fmt: skip
-    if output.wants_json():
-        output.emit_json("cache push", {"url": url, "sent": sent, "had": had})
-    else:
-        output.lines(f"{sent} kernels sent to {remote.public_url(url)}, {had} were there")
+    output.emit(
+        {"url": url, "sent": sent, "had": had},
+        f"{sent} kernels sent to {remote.public_url(url)}, {had} were there",
+    )
 
 
 @cache_command.command("explain", short_help="Say why a kernel missed, or how two differ.")
@@ -209,15 +205,12 @@ def explain(first: str, second: str | None) -> None:
 
     if second is None:
         found = [look_up(named.spec) for named in read(first)]
-        if output.wants_json():
-            output.emit_json("cache explain", {"kernels": [_looked_up(one) for one in found]})
-        else:
-            output.lines("\n\n".join(map(str, found)))
+        output.emit({"kernels": [_looked_up(one) for one in found]}, "\n\n".join(map(str, found)))
         return
     a, b = read_one(first), read_one(second)
     differing = differences(a.document, b.document)
     if output.wants_json():
-        output.emit_json("cache explain", {
+        output.emit_json({
             "first": a.key,
             "second": b.key,
             "differences": [
@@ -225,7 +218,7 @@ def explain(first: str, second: str | None) -> None:
             ],
         })  # fmt: skip
     elif not differing:
-        output.lines(f"both are kernel {a.key}")
+        click.echo(f"both are kernel {a.key}")
     else:
         output.rows(
             ["field", a.key[:SHOWN_KEY], b.key[:SHOWN_KEY]],
@@ -234,20 +227,7 @@ def explain(first: str, second: str | None) -> None:
 
 
 def _looked_up(found: LookUp) -> dict[str, Any]:
-    near = found.nearest
-    return {
-        "name": found.name,
-        "key": found.key.hex,
-        "target": found.target,
-        "mode": found.mode,
-        "found": bool(found.layer),
-        "layer": found.layer,
-        "path": found.path,
-        "stepped_down_to": found.stepped_down_to or None,
-        "searched": [asdict(searched) for searched in found.searched],
-        "nearest": asdict(near) if near else None,
-        "command": found.command,
-    }
+    return {**asdict(found), "found": bool(found.layer)}
 
 
 def _row(one: Listed) -> list[str]:
@@ -345,10 +325,7 @@ def _fault(one: Listed) -> str:
     return ""
 
 
-def _collected(command: str, found: Collected) -> None:
-    if output.wants_json():
-        output.emit_json(command, asdict(found))
-        return
+def _collected(found: Collected) -> None:
     did = "would be removed" if found.dry_run else "removed"
     lines = [
         f"{found.removed} kernels ({output.size(found.removed_bytes)}) {did}, {found.kept} "
@@ -360,4 +337,4 @@ def _collected(command: str, found: Collected) -> None:
         lines.append(
             f"kept beyond the limit: {found.in_use} kernels in use, {found.young} made just now"
         )
-    output.lines("\n".join(lines))
+    output.emit(asdict(found), "\n".join(lines))

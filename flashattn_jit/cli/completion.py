@@ -24,7 +24,4 @@ def completion_command(context: click.Context, shell: str) -> None:
     assert found is not None
     root = context.find_root().command
     script = found(root, {}, "flashattn-jit", "_FLASHATTN_JIT_COMPLETE").source()
-    if output.wants_json():
-        output.emit_json("completion", {"shell": shell, "script": script})
-    else:
-        output.lines(script)
+    output.emit({"shell": shell, "script": script}, script)

@@ -22,16 +22,13 @@ def doctor_command(context: click.Context) -> None:
 
     with output.activity("checking"):
         checks = doctor()
-    if output.wants_json():
-        output.emit_json("doctor", {
-            "healthy": checks.healthy, "checks": [asdict(check) for check in checks],
-        })  # fmt: skip
-    elif output.is_terminal():
+    if output.is_terminal() and not output.wants_json():
         output.rows(
             ["status", "what", "found", "remedy"],
             [[c.status, c.name, c.detail, c.remedy] for c in checks],
         )
     else:
-        output.lines(str(checks))
+        document = {"healthy": checks.healthy, "checks": [asdict(check) for check in checks]}
+        output.emit(document, checks)
     if not checks.healthy:
         context.exit(exit_codes.CHECKS)

@@ -52,10 +52,7 @@ def explain_command(
             dims=complete_sizes(sizes), dtype=getattr(torch, dtype), q_offset=offset,
             target=target, device=device, plot=plot, **params_of(made, params),
         )  # fmt: skip
-    if output.wants_json():
-        output.emit_json("explain", _document(found))
-    else:
-        output.lines(found.source if source else str(found))
+    output.emit(_document(found), found.source if source else found)
 
 
 def _document(found: Any) -> dict[str, Any]:

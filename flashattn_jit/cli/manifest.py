@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 import click
@@ -10,7 +11,12 @@ from ..deploy.manifest import lines_at
 from . import output
 from .app import Group
 from .entries import kernel_words, variant_words
-from .options import DtypesType, HeadDimType, TargetType
+from .options import DtypesType, HeadDimType, targets_option
+
+_output_option = click.option(
+    "--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
+    help="The file to write.",
+)  # fmt: skip
 
 
 @click.group("manifest", cls=Group, short_help="Look into manifests and merge them.")
@@ -28,7 +34,7 @@ def show(path: str) -> None:
         found.append([line.name, line.spec.target, kernel_words(document), variant_words(document)])
     if output.wants_json():
         names = ("name", "target", "kernel", "variant")
-        output.emit_json("manifest show", {
+        output.emit_json({
             "path": path, "lines": [dict(zip(names, row, strict=True)) for row in found],
         })  # fmt: skip
     else:
@@ -42,28 +48,21 @@ def show(path: str) -> None:
 
 @manifest_command.command("merge")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
-              help="The file to write.")  # fmt: skip
+@_output_option
 def merge(paths: tuple[str, ...], out: str) -> None:
     """Merge manifests into one, each kernel once. What --output held before is replaced."""
     from ..deploy.manifest import merge_manifests
 
-    count = len(merge_manifests(paths, out))
-    if output.wants_json():
-        output.emit_json("manifest merge", {"path": out, "lines": count})
-    else:
-        output.lines(f"{out}: {count} kernels")
+    _written(out, merge_manifests(paths, out))
 
 
 @manifest_command.command("library")
-@click.option("--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
-              help="The file to write.")  # fmt: skip
+@_output_option
 @click.option("--head-dim", "head_dims", type=HeadDimType(), multiple=True, default=("64", "128"),
               help="Head dims: 64, or 192/128 for q and k, and v; else 64 and 128.")  # fmt: skip
 @click.option("--dtype", "dtypes", type=DtypesType(), multiple=True, default=("fp32", "bf16"),
               help="Dtypes of q, k and v; else fp32 and bf16.")  # fmt: skip
-@click.option("--target", "targets", type=TargetType(groups=True), multiple=True, default=("cpu",),
-              help="A target, host, cpu, cuda or all; else cpu.")  # fmt: skip
+@targets_option("A target, host, cpu, cuda or all; else cpu.", groups=True, default=("cpu",))
 def library(
     out: str, head_dims: tuple[Any, ...], dtypes: tuple[str, ...], targets: tuple[str, ...]
 ) -> None:
@@ -75,8 +74,8 @@ def library(
     from ..deploy.manifest import write_manifest
 
     lines = library_lines(head_dims=head_dims, dtypes=dtypes, targets=targets)
-    count = len(write_manifest(out, lines, merge=False))
-    if output.wants_json():
-        output.emit_json("manifest library", {"path": out, "lines": count})
-    else:
-        output.lines(f"{out}: {count} kernels")
+    _written(out, write_manifest(out, lines, merge=False))
+
+
+def _written(path: str, lines: Sized) -> None:
+    output.emit({"path": path, "lines": len(lines)}, f"{path}: {len(lines)} kernels")

@@ -9,19 +9,10 @@ from __future__ import annotations
 import re
 
 from ..errors import FlashAttnJitError, InputError, PackError, ParamError, TargetError
+from .options import SIZES, size_flag
 
 _ABOUT_ARGUMENTS = (InputError, ParamError, TargetError, PackError)
 """Errors of arguments; others quote the user's code, which stays as it is."""
-
-_SIZES = {
-    "batch": "--batch",
-    "num_q_heads": "--q-heads",
-    "num_kv_heads": "--kv-heads",
-    "q_len": "--q-len",
-    "kv_len": "--kv-len",
-    "head_dim": "--head-dim",
-    "head_dim_v": "--head-dim-v",
-}
 
 _AT_THE_CALL = r"; pass (\w+)=\.\.\. at the call or when making the variant"
 _RULES = [
@@ -70,7 +61,7 @@ _RULES = [
         (r"\bread it with allow_cpp=True", "add --allow-cpp"),
     )
 ]
-_SIZE = re.compile(rf"\b({'|'.join(_SIZES)})=(\d+)\b")
+_SIZE = re.compile(rf"\b({'|'.join(SIZES)})=(\d+)\b")
 _SPACES = re.compile(r"(?<=float32\[)[\d, ]+(?=\])")
 
 
@@ -81,5 +72,5 @@ def in_options(error: FlashAttnJitError) -> str:
         return message
     for pattern, text in _RULES:
         message = pattern.sub(text, message, count=1)
-    message = _SIZE.sub(lambda found: f"{_SIZES[found[1]]} {found[2]}", message)
+    message = _SIZE.sub(lambda found: f"{size_flag(found[1])} {found[2]}", message)
     return _SPACES.sub(lambda found: found[0].replace(" ", ""), message)

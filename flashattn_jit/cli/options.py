@@ -20,15 +20,59 @@ from ..codegen.target import (
 from . import library_index, variant_names
 
 if TYPE_CHECKING:
-    _Type = click.ParamType[Any]
+    _Base = click.ParamType[Any]
 else:  # older clicks' is not generic
-    _Type = click.ParamType
+    _Base = click.ParamType
 
 DTYPES = {text: name for name in KV_DTYPES for text in (SHORT_DTYPES.get(name, name), name)}
 """Short and long names of dtypes, and torch's."""
 
+SIZES = {
+    "batch": (1, "Requests."),
+    "num_q_heads": (8, "Query heads."),
+    "num_kv_heads": (None, "Key-value heads; as many as query heads if unset."),
+    "q_len": (1024, "Query positions."),
+    "kv_len": (None, "Keys; as many as query positions if unset."),
+    "head_dim": (64, "Head dim of queries and keys."),
+    "head_dim_v": (None, "Head dim of values; as the others if unset."),
+}
+"""A problem's sizes by `Dims`' names: what they are by default, and what they mean."""
 
-class SizeType(_Type):
+
+class _Type(_Base):
+    """A type whose values a shell completes.
+
+    or_file: whether the name of a file may stand there as well.
+    """
+
+    or_file = False
+
+    def choices(self, incomplete: str) -> Mapping[str, str]:
+        """Values, with what they mean; those that do not begin so are left out later."""
+        return {}
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=text or None)
+            for name, text in self.choices(incomplete).items()
+            if name.lower().startswith(incomplete.lower())
+        ]
+        return [*found, CompletionItem(incomplete, type="file")] if self.or_file else found
+
+
+class _ChoiceType(_Type):
+    """A type that takes its choices and nothing else."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        known = self.choices("")
+        if value not in known:
+            self.fail(f"{value!r} is not one of {', '.join(known)}", param, ctx)
+        return str(value)
+
+
+class SizeType(_Base):
     """Bytes: a number, or one with K, M, G or T (powers of 1024)."""
 
     name = "size"
@@ -42,7 +86,7 @@ class SizeType(_Type):
             self.fail(f"{value!r} {error}", param, ctx)
 
 
-class TargetType(_Type):
+class TargetType(_ChoiceType):
     """A target's name; ``host`` is what CPU tensors run on by default.
 
     groups: whether ``cpu``, ``cuda`` and ``all`` may stand for several, as `warm` takes them.
@@ -55,20 +99,17 @@ class TargetType(_Type):
         extra = ("cpu", "cuda", "all") if groups else EMULATED_TARGETS if emulated else ()
         self.known = ("host", *CPU_TARGETS, *CUDA_TARGETS, *extra)
 
+    def choices(self, incomplete: str) -> Mapping[str, str]:
+        """See `_Type`."""
+        return dict.fromkeys(self.known, "")
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "host" and not self.groups:
             return default_target()
-        if value not in self.known:
-            self.fail(f"{value!r} is not one of {', '.join(self.known)}", param, ctx)
-        return str(value)
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return _beginning(incomplete, dict.fromkeys(self.known, ""))
+        return super().convert(value, param, ctx)
 
 
-class HeadDimType(_Type):
+class HeadDimType(_Base):
     """A head dim, or two: ``192/128`` for queries and keys, and for values."""
 
     name = "head-dim"
@@ -80,20 +121,17 @@ class HeadDimType(_Type):
         return str(value)
 
 
-class DtypeType(_Type):
+class DtypeType(_ChoiceType):
     """A dtype by its short or long name; the value is torch's name without the prefix."""
 
     name = "dtype"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in DTYPES:
-            self.fail(f"{value!r} is not one of {', '.join(DTYPES)}", param, ctx)
-        return DTYPES[value]
+    def choices(self, incomplete: str) -> Mapping[str, str]:
+        """See `_Type`."""
+        return dict.fromkeys(DTYPES, "")
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return _beginning(incomplete, dict.fromkeys(DTYPES, ""))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return DTYPES[super().convert(value, param, ctx)]
 
 
 class DtypesType(DtypeType):
@@ -103,24 +141,16 @@ class DtypesType(DtypeType):
         return "/".join(super(DtypesType, self).convert(v, param, ctx) for v in value.split("/"))
 
 
-class FormatType(_Type):
+class FormatType(_ChoiceType):
     """A kind of calls, of `planner.reachable.FORMATS`."""
 
     name = "format"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+    def choices(self, incomplete: str) -> Mapping[str, str]:
+        """See `_Type`."""
         from ..planner.reachable import FORMATS
 
-        if value not in FORMATS:
-            self.fail(f"{value!r} is not one of {', '.join(FORMATS)}", param, ctx)
-        return str(value)
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        from ..planner.reachable import FORMATS
-
-        return _beginning(incomplete, dict.fromkeys(FORMATS, ""))
+        return dict.fromkeys(FORMATS, "")
 
 
 class VariantType(_Type):
@@ -128,24 +158,23 @@ class VariantType(_Type):
 
     name = "variant"
 
+    def choices(self, incomplete: str) -> Mapping[str, str]:
+        """See `_Type`."""
+        return library_index.variants()
+
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         if "/" in incomplete or "." in incomplete:
             return [CompletionItem(incomplete, type="file")]
-        return _beginning(incomplete, library_index.variants())
+        return super().shell_complete(ctx, param, incomplete)
 
 
 class ManifestOrVariantType(VariantType):
     """A manifest's file, ``-`` for standard input, or a variant."""
 
     name = "manifest|variant"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [*super().shell_complete(ctx, param, incomplete),
-                CompletionItem(incomplete, type="file")]  # fmt: skip
+    or_file = True
 
 
 class KeyType(_Type):
@@ -153,27 +182,21 @@ class KeyType(_Type):
 
     name = "key"
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
+    def choices(self, incomplete: str) -> Mapping[str, str]:
+        """See `_Type`."""
         from .entries import key_names
 
-        return _beginning(incomplete, key_names(incomplete))
+        return key_names(incomplete)
 
 
 class SpecType(KeyType):
     """A key's beginning, a manifest's file, or a spec as JSON."""
 
     name = "key|manifest|spec"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [*super().shell_complete(ctx, param, incomplete),
-                CompletionItem(incomplete, type="file")]  # fmt: skip
+    or_file = True
 
 
-class NameValueType(_Type):
+class NameValueType(_Base):
     """``name=value``: a Python literal, text, or a tensor of zeros as ``float32[8,2]``."""
 
     name = "name=value"
@@ -194,28 +217,43 @@ allow_cpp_option = click.option(
 )
 
 
+keys_option = click.option(
+    "--key", "keys", type=KeyType(), multiple=True, help="Only these kernels."
+)
+
+params_option = click.option(
+    "--param", "params", type=NameValueType(), multiple=True, help="A param of the variant."
+)
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def targets_option(
+    text: str = "Only kernels for these.", *, groups: bool = False, default: Any = None
+) -> Decorator:
+    """``--target``, which may be given several times."""
+    return click.option(
+        "--target", "targets", type=TargetType(groups=groups), multiple=True, default=default,
+        help=text,
+    )  # fmt: skip
+
+
+def size_flag(name: str) -> str:
+    """The option of one of `SIZES`: ``--q-heads`` for num_q_heads."""
+    return "--" + name.removeprefix("num_").replace("_", "-")
+
+
 def shape_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Options of a problem's sizes, for commands that take one; they arrive as `Dims`' names."""
-    sizes = {
-        "batch": ("--batch", 1, "Requests."),
-        "num_q_heads": ("--q-heads", 8, "Query heads."),
-        "num_kv_heads": ("--kv-heads", None, "Key-value heads; as many as query heads if unset."),
-        "q_len": ("--q-len", 1024, "Query positions."),
-        "kv_len": ("--kv-len", None, "Keys; as many as query positions if unset."),
-        "head_dim": ("--head-dim", 64, "Head dim of queries and keys."),
-        "head_dim_v": ("--head-dim-v", None, "Head dim of values; as the others if unset."),
-    }
-    for name, (flag, default, text) in reversed(sizes.items()):
-        shown = default is not None
+    for name, (default, text) in reversed(SIZES.items()):
         function = click.option(
-            flag, name, type=click.IntRange(min=1), default=default, show_default=shown, help=text
-        )(function)
+            size_flag(name), name, type=click.IntRange(min=1), default=default,
+            show_default=default is not None, help=text,
+        )(function)  # fmt: skip
     function = click.option(
         "--dtype", type=DtypeType(), default="fp32", show_default=True, help="Of q, k and v."
     )(function)
-    return click.option(
-        "--param", "params", type=NameValueType(), multiple=True, help="A param of the variant."
-    )(function)
+    return params_option(function)
 
 
 def complete_sizes(sizes: Mapping[str, int | None]) -> dict[str, int]:
@@ -226,12 +264,3 @@ def complete_sizes(sizes: Mapping[str, int | None]) -> dict[str, int]:
         if full.get(name) is None:
             full[name] = full[other]
     return {name: int(value) for name, value in full.items() if value is not None}
-
-
-def _beginning(incomplete: str, choices: Mapping[str, str]) -> list[CompletionItem]:
-    low = incomplete.lower()
-    return [
-        CompletionItem(name, help=text or None)
-        for name, text in choices.items()
-        if name.lower().startswith(low)
-    ]

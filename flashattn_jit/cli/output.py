@@ -13,12 +13,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import click
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SCHEMA = 1
 """Version of every JSON object; raised when a field changes its meaning or goes away."""
@@ -36,19 +33,6 @@ def is_terminal(stream: TextIO | None = None) -> bool:
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
-def console(stream: TextIO | None = None) -> Console:
-    """A rich console on standard output, without any escape where NO_COLOR is set."""
-    from rich.console import Console
-
-    return Console(
-        file=stream or sys.stdout,
-        color_system="auto" if wants_colour() else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-
-
 def wants_colour() -> bool:
     """Whether a terminal may be sent colours: https://no-color.org."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -60,15 +44,19 @@ def wants_json() -> bool:
     return bool(context is not None and context.find_root().meta.get("json"))
 
 
-def emit_json(command: str, fields: Mapping[str, Any]) -> None:
-    """Prints the one JSON object of a command."""
+def emit(fields: Mapping[str, Any], text: object) -> None:
+    """Prints what a command found: its one JSON object with --json, else the text."""
+    if wants_json():
+        emit_json(fields)
+    else:
+        click.echo(str(text))
+
+
+def emit_json(fields: Mapping[str, Any]) -> None:
+    """Prints the one JSON object of the running command."""
+    command = click.get_current_context().command_path.partition(" ")[2]
     document = {"schema": SCHEMA, "command": command, **fields}
     click.echo(json.dumps(document, indent=1, default=str))
-
-
-def lines(text: str) -> None:
-    """Prints text as it is."""
-    click.echo(text)
 
 
 def summary(text: str) -> None:
@@ -115,10 +103,12 @@ def _rich_table(
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    out = console()
+    colours: Literal["auto"] | None = "auto" if wants_colour() else None
+    out = Console(color_system=colours, highlight=False, markup=False, emoji=False)
     widths = {
         name: max(map(cell_len, column))
         for name, *column in zip(header, header, *cells, strict=True)
@@ -142,31 +132,6 @@ def _rich_table(
         shown = [cell for name, cell in zip(header, row, strict=True) if name in widths]
         table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in shown))
     out.print(table)
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """What is done of long work, on stderr. Yields what to call after each item.
-
-    A bar on a terminal, elsewhere a line every few seconds.
-    """
-    if not is_terminal(sys.stderr):
-        done = 0
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            show(f"{what}: {done}/{total}")
-
-        with activity(what) as show:
-            yield count
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import click
 
 from . import output
 from .app import Command
-from .options import KeyType, TargetType, allow_cpp_option
+from .options import allow_cpp_option, keys_option, targets_option
 
 
 @click.command("pack", cls=Command, short_help="Write kernels to one file, or to a wheel.")
@@ -23,14 +23,8 @@ from .options import KeyType, TargetType, allow_cpp_option
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     help="Only what a manifest needs.",
 )
-@click.option(
-    "--target",
-    "targets",
-    type=TargetType(groups=True),
-    multiple=True,
-    help="Only kernels for these.",
-)
-@click.option("--key", "keys", type=KeyType(), multiple=True, help="Only these kernels.")
+@targets_option(groups=True)
+@keys_option
 @allow_cpp_option
 def pack_command(
     path: str | None,
@@ -65,20 +59,14 @@ def pack_command(
         report = (
             pack(str(path), **what) if wheel is None else pack_wheel(wheel, path or ".", **what)
         )
-    _show("pack", report)
+    output.emit(asdict(report), report)
 
 
 @click.command("unpack", cls=Command, short_help="Put a pack's kernels into the cache.")
 @click.argument("path", type=click.Path(exists=True, dir_okay=False))
 @click.option("--directory", "-d", type=click.Path(file_okay=False),
               help="The cache folder to unpack to; else FLASHATTN_JIT_CACHE_DIR.")  # fmt: skip
-@click.option(
-    "--target",
-    "targets",
-    type=TargetType(groups=True),
-    multiple=True,
-    help="Only kernels for these.",
-)
+@targets_option(groups=True)
 def unpack_command(path: str, directory: str | None, targets: tuple[str, ...]) -> None:
     """Put the kernels of the pack PATH into the cache, once every digest was compared.
 
@@ -92,11 +80,4 @@ def unpack_command(path: str, directory: str | None, targets: tuple[str, ...]) -
             path, directory, targets=targets,
             progress=lambda done, total: show(f"unpacking: {done}/{total} kernels"),
         )  # fmt: skip
-    _show("unpack", report)
-
-
-def _show(command: str, report: Any) -> None:
-    if output.wants_json():
-        output.emit_json(command, asdict(report))
-    else:
-        output.lines(str(report))
+    output.emit(asdict(report), report)

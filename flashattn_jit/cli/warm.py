@@ -15,9 +15,9 @@ from .options import (
     FormatType,
     HeadDimType,
     ManifestOrVariantType,
-    NameValueType,
-    TargetType,
     allow_cpp_option,
+    params_option,
+    targets_option,
 )
 from .variant_names import is_file, variant_of
 
@@ -34,13 +34,10 @@ from .variant_names import is_file, variant_of
 @click.option(
     "--dtype", "dtypes", type=DtypesType(), multiple=True, help="Dtypes of a variant's kernels."
 )
-@click.option(
-    "--target",
-    "targets",
-    type=TargetType(groups=True),
-    multiple=True,
-    help="What to compile for: a target, host, cpu, cuda or all; else this host, or what "
-    "a manifest names.",
+@targets_option(
+    "What to compile for: a target, host, cpu, cuda or all; else this host, or what a manifest "
+    "names.",
+    groups=True,
 )
 @click.option(
     "--format",
@@ -52,9 +49,7 @@ from .variant_names import is_file, variant_of
 @click.option(
     "--heads", help="Query heads:key-value heads, for variants whose params need them: 32:8."
 )
-@click.option(
-    "--param", "params", type=NameValueType(), multiple=True, help="A param of the variant."
-)
+@params_option
 @click.option(
     "--jobs", "-j", type=click.IntRange(min=1), help="Kernels compiled at a time; else one a core."
 )
@@ -93,19 +88,16 @@ def warm_command(
         wanted, head_dims=head_dims, dtypes=dtypes, targets=targets, params=dict(params) or None,
         jobs=jobs, progress=not quiet, strict=False, allow_cpp=allow_cpp, **options,
     )  # fmt: skip
-    if output.wants_json():
-        output.emit_json("warm", {
-            "directory": str(report.directory),
-            "kernels": [asdict(result) for result in report.results],
-            "compiled": len(report.built),
-            "failed": len(report.failures),
-            "compile_s": report.compile_s,
-            "wall_s": report.wall_s,
-            "jobs": report.jobs,
-            "notes": list(report.notes),
-        })  # fmt: skip
-    else:
-        output.lines(str(report))
+    output.emit({
+        "directory": str(report.directory),
+        "kernels": [asdict(result) for result in report.results],
+        "compiled": len(report.built),
+        "failed": len(report.failures),
+        "compile_s": report.compile_s,
+        "wall_s": report.wall_s,
+        "jobs": report.jobs,
+        "notes": list(report.notes),
+    }, report)  # fmt: skip
     if report.failures:
         missing = all(one.error_type == "MissingKernelError" for one in report.failures)
         context.exit(exit_codes.MISSING if missing else exit_codes.COMPILE)

@@ -7,7 +7,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +22,9 @@ from ..jit.store import Store
 from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
 from ._table import kib
-from .doctor import Check
+from .doctor import Check, error, named, ok, warning
 
 _PREFIX = "FLASHATTN_JIT_"
-_BUILD_TIME = (f"{_PREFIX}BUILD_JOBS",)
 _VERIFY_S = 0.8
 _LEAST_FREE = 200 * 2**20
 _LEAST_INODES = 1000
@@ -34,94 +33,103 @@ _STALE_S = 24 * 3600.0
 
 def layers() -> Iterator[Check]:
     """Every layer: the user's folder, the read-only ones, installed wheels', the remote one."""
-    yield from _guarded("cache", env.cache_dir(), _user)
+    yield from _guarded("cache", env.cache_dir(), partial(_folder, writable=True))
     for path in env.cache_path():
         yield from _guarded("cache, read-only", path, _read_only)
-    yield from _installed()
+    yield from named("cache, installed", _installed())
     if remote := env.cache_remote():
-        yield from _remote(remote)
+        yield from named("cache, remote", [_remote(remote)])
 
 
-def _guarded(
-    name: str, path: Path, check: Callable[[str, Path], Iterator[Check]]
-) -> Iterator[Check]:
+def _guarded(name: str, path: Path, check: Callable[[Path], Iterable[Check]]) -> Iterator[Check]:
     """The checks of a layer; what keeps it from being looked at is one of them."""
     try:
-        yield from check(name, path)
-    except OSError as error:
-        yield Check(
-            name,
-            "error",
-            f"{path} cannot be looked at: {error.strerror or error}",
-            "correct its name, or the modes of the folders above it",
-        )
+        yield from named(name, check(path))
+    except OSError as failure:
+        words = f"{path} cannot be looked at: {failure.strerror or failure}"
+        yield Check(name, "error", words, "correct its name, or the modes of the folders above it")
 
 
-def _user(name: str, path: Path) -> Iterator[Check]:
-    return _folder(name, path, writable=True)
-
-
-def _read_only(name: str, path: Path) -> Iterator[Check]:
-    return _pack(name, path) if path.is_file() else _folder(name, path, writable=False)
+def _read_only(path: Path) -> Iterator[Check]:
+    return _pack(path) if path.is_file() else _folder(path, writable=False)
 
 
 def _installed() -> Iterator[Check]:
     """What wheels brought, and whether it is taken."""
     packs = installed_packs()
     if not env.cache_installed():
-        names = ", ".join(pack.distribution for pack in packs)
-        if names:
-            detail = f"kernels of {names} are left alone: {_PREFIX}CACHE_INSTALLED=0"
-            yield Check("cache, installed", "ok", detail)
+        if names := ", ".join(pack.distribution for pack in packs):
+            yield ok(f"kernels of {names} are left alone: {_PREFIX}CACHE_INSTALLED=0")
         return
     for pack in packs:
         name = f"{pack.distribution} {pack.version}"
         if pack.path.is_file():
             yield from _guarded("cache, installed", pack.path, partial(_pack, of=name))
         else:
-            yield Check(
-                "cache, installed",
-                "error",
+            yield error(
                 f"{name} announces the pack {pack.path}, which is no file",
                 f"pip install --force-reinstall --no-deps {pack.distribution}: not editable, and "
                 f"not inside an archive; or pip uninstall {pack.distribution}",
             )
 
 
-def _folder(name: str, root: Path, *, writable: bool) -> Iterator[Check]:
+def _folder(root: Path, *, writable: bool) -> Iterator[Check]:
     if not root.exists():
-        if not writable:
-            yield Check(
-                name,
-                "warning",
-                f"{root} does not exist",
-                f"mount or unpack it there, or take it out of {_PREFIX}CACHE_PATH",
-            )
-        elif problem := _cannot_make(root):
-            yield Check(
-                name,
-                "warning",
-                f"{root} does not exist and cannot be made: {problem}; kernels are compiled anew "
-                "in every process",
-                f"set {_PREFIX}CACHE_DIR to a folder that can be written",
-            )
-        else:
-            yield Check(name, "ok", f"{root}, made when the first kernel is compiled")
+        yield _absent(root, writable=writable)
         return
     store = Store(root)
     try:
         store.find("0" * 64, None)
-    except CacheError as error:
-        yield Check(name, "error", str(error), _remedy(root))
+    except CacheError as refusal:
+        yield error(
+            str(refusal),
+            f"see who wrote to {root} (ls -la); then chmod go-w it, or set {_PREFIX}CACHE_DIR to a "
+            "folder of this user",
+        )
         return
     system = file_system(root)
     mode = stat.S_IMODE(root.stat().st_mode)
-    count, bytes_, corrupt, unread = _contents(store)
-    detail = f"{root} (mode {mode:04o}, {system.kind or 'unknown file system'}): "
-    detail += f"{count} kernels, {kib(bytes_)}"
-    yield Check(name, "ok", detail)
-    yield from _contents_problems(name, root, bytes_, corrupt, unread, writable=writable)
-    yield from _system_problems(name, root, system, writable=writable)
+    count, size, corrupt, unread = _contents(store)
+    yield ok(
+        f"{root} (mode {mode:04o}, {system.kind or 'unknown file system'}): {count} kernels, "
+        f"{kib(size)}"
+    )
+    if corrupt:
+        yield warning(
+            f"{len(corrupt)} corrupt entries"
+            + (f" ({unread} not looked at)" if unread else "")
+            + f"; the first: {corrupt[0]}",
+            "flashattn-jit cache verify --repair moves them away; they are compiled again when "
+            "they are needed. Many of them: check the disk"
+            if writable
+            else "make that layer again: it is not repaired from here",
+        )
+    if system.noexec:
+        yield error(
+            f"{root} is on a file system mounted noexec: no kernel can be loaded from it",
+            f"set {_PREFIX}CACHE_DIR to a folder that is not, or remount it with exec"
+            if writable
+            else "remount it with exec, or name a pack file instead of a folder",
+        )
+    if writable:
+        yield from _leftovers(store, size)
+        yield from _system_problems(root, system)
+
+
+def _absent(root: Path, *, writable: bool) -> Check:
+    """A folder that is not there."""
+    if not writable:
+        return warning(
+            f"{root} does not exist",
+            f"mount or unpack it there, or take it out of {_PREFIX}CACHE_PATH",
+        )
+    if problem := _cannot_make(root):
+        return warning(
+            f"{root} does not exist and cannot be made: {problem}; kernels are compiled anew in "
+            "every process",
+            f"set {_PREFIX}CACHE_DIR to a folder that can be written",
+        )
+    return ok(f"{root}, made when the first kernel is compiled")
 
 
 def _contents(store: Store) -> tuple[int, int, list[str], int]:
@@ -137,117 +145,79 @@ def _contents(store: Store) -> tuple[int, int, list[str], int]:
             continue
         try:
             store.verify(entry.path)
-        except CorruptEntryError as error:
-            corrupt.append(str(error))
-        except OSError as error:
-            corrupt.append(f"{entry.path} cannot be read: {error}")
+        except CorruptEntryError as fault:
+            corrupt.append(str(fault))
+        except OSError as fault:
+            corrupt.append(f"{entry.path} cannot be read: {fault}")
     return count, size, corrupt, unread
 
 
-def _contents_problems(
-    name: str, root: Path, size: int, corrupt: list[str], unread: int, *, writable: bool
-) -> Iterator[Check]:
-    if corrupt:
-        yield Check(
-            name,
-            "warning",
-            f"{len(corrupt)} corrupt entries"
-            + (f" ({unread} not looked at)" if unread else "")
-            + f"; the first: {corrupt[0]}",
-            "flashattn-jit cache verify --repair moves them away; they are compiled again when "
-            "they are needed. Many of them: check the disk"
-            if writable
-            else "make that layer again: it is not repaired from here",
-        )
-    if not writable:
-        return
+def _leftovers(store: Store, size: int) -> Iterator[Check]:
+    """What `cache gc` would remove."""
     cap = env.cache_max_bytes()
     if cap is not None and size > cap:
-        yield Check(
-            name,
-            "warning",
+        yield warning(
             f"holds {kib(size)}, over the limit of {kib(cap)} ({_PREFIX}CACHE_MAX_BYTES)",
             f"flashattn-jit cache gc --max-bytes {cap}",
         )
-    base = root / "v1"
-    quarantined = len(list(base.glob(".quarantine/*")))
+    quarantined = len(list(store.base.glob(".quarantine/*")))
     if quarantined:
-        yield Check(
-            name,
-            "warning",
-            f"{quarantined} entries that were found corrupt lie in {base / '.quarantine'}",
+        yield warning(
+            f"{quarantined} entries that were found corrupt lie in {store.base / '.quarantine'}",
             "look at them if they are many (a failing disk, a copy that was cut off), then delete "
             "them; flashattn-jit cache gc deletes those older than a week",
         )
     now = time.time()
-    stale = [p for p in base.glob(".staging/*") if now - p.lstat().st_mtime > _STALE_S]
+    stale = [p for p in store.base.glob(".staging/*") if now - p.lstat().st_mtime > _STALE_S]
     if stale:
-        yield Check(
-            name,
-            "warning",
-            f"{len(stale)} builds that were killed over a day ago lie in {base / '.staging'}",
+        yield warning(
+            f"{len(stale)} builds that were killed over a day ago lie in {store.base / '.staging'}",
             "flashattn-jit cache gc",
         )
 
 
-def _system_problems(
-    name: str, root: Path, system: FileSystem, *, writable: bool
-) -> Iterator[Check]:
-    if system.noexec:
-        yield Check(
-            name,
-            "error",
-            f"{root} is on a file system mounted noexec: no kernel can be loaded from it",
-            f"set {_PREFIX}CACHE_DIR to a folder that is not, or remount it with exec"
-            if writable
-            else "remount it with exec, or name a pack file instead of a folder",
-        )
-    if not writable:
-        return
+def _system_problems(root: Path, system: FileSystem) -> Iterator[Check]:
+    """What the file system of the user's folder makes slower."""
     if system.read_only or not os.access(root, os.W_OK | os.X_OK):
-        yield Check(
-            name,
-            "warning",
+        yield warning(
             f"{root} cannot be written: kernels that it lacks are compiled anew in every process",
             f"set {_PREFIX}CACHE_DIR to a folder that can be written, and name this one in "
             f"{_PREFIX}CACHE_PATH",
         )
     elif system.free < _LEAST_FREE or system.free_inodes < _LEAST_INODES:
-        yield Check(
-            name,
-            "warning",
+        yield warning(
             f"{kib(system.free)} and {system.free_inodes} files are free where {root} is",
             "flashattn-jit cache gc --max-bytes 100M, or free space there",
         )
     if system.noatime:
-        yield Check(
-            name,
-            "warning",
+        yield warning(
             f"the file system of {root} keeps no access times: gc takes the oldest kernels, not "
             "the least recently used",
             "nothing, or remount it with relatime",
         )
     if system.is_network:
-        yield Check(
-            name,
-            "warning",
+        yield warning(
             f"{root} lies on a network file system ({system.kind}): kernels are found there, but "
             "machines do not wait for each other's builds, and each may compile the same",
             f"set {_PREFIX}CACHE_DIR to a local folder and name this one in {_PREFIX}CACHE_PATH",
         )
 
 
-def _pack(name: str, path: Path, of: str = "") -> Iterator[Check]:
+def _pack(path: Path, of: str = "") -> Iterator[Check]:
     try:
         with PackFile(path, installed=bool(of)) as pack:
             count, stale = len(pack), bool(of) and _is_stale(pack)
-    except (CacheError, OSError) as error:
-        yield Check(name, "error", str(error), _pack_remedy(path))
+    except (CacheError, OSError) as refusal:
+        others_write = path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        yield error(
+            str(refusal),
+            f"see who wrote to it (ls -l), then: chmod go-w {path}"
+            if others_write
+            else "pack it again, or copy it again",
+        )
         return
     if stale:
-        yield Check(
-            name,
-            "warning",
+        yield warning(
             f"{path}: the {count} kernels of {of} are of another version of flashattn_jit, so that "
             "calls do not find them",
             "install the wheel for this version, or make it again: flashattn-jit warm, then "
@@ -255,8 +225,7 @@ def _pack(name: str, path: Path, of: str = "") -> Iterator[Check]:
         )
     else:
         detail = f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}"
-        detail += f", of {of}" if of else ""
-        yield Check(name, "ok", detail)
+        yield ok(f"{detail}, of {of}" if of else detail)
 
 
 def _is_stale(pack: PackFile) -> bool:
@@ -272,25 +241,15 @@ def _is_stale(pack: PackFile) -> bool:
     return False
 
 
-def _pack_remedy(path: Path) -> str:
-    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"see who wrote to it (ls -l), then: chmod go-w {path}"
-    return "pack it again, or copy it again"
-
-
-def _remote(url: str) -> Iterator[Check]:
+def _remote(url: str) -> Check:
     from ..jit.remote import public_url, unreadable
 
     if reason := unreadable(url):
-        yield Check(
-            "cache, remote",
-            "error",
+        return error(
             f"{public_url(url)} cannot be read: {reason}",
             f"install what it names, or unset {_PREFIX}CACHE_REMOTE",
         )
-    else:
-        words = f"{public_url(url)}; what it holds runs as code of this user"
-        yield Check("cache, remote", "ok", words)
+    return ok(f"{public_url(url)}; what it holds runs as code of this user")
 
 
 def _cannot_make(root: Path) -> str:
@@ -306,15 +265,7 @@ def _cannot_make(root: Path) -> str:
     return "no folder above it exists"
 
 
-def _remedy(root: Path) -> str:
-    """What to do about a folder that is refused; its error says why."""
-    return (
-        f"see who wrote to {root} (ls -la); then chmod go-w it, or set {_PREFIX}CACHE_DIR to a "
-        "folder of this user"
-    )
-
-
-def locks() -> Iterator[Check]:
+def locks() -> Check:
     """The folder of build locks, which must be local to the machine."""
     chosen = env.lock_dir()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -328,19 +279,13 @@ def locks() -> Iterator[Check]:
             refused.append(f"{folder}: {problem}")
             continue
         if folder.exists() and (system := file_system(folder)).is_network:
-            yield Check(
-                "locks",
-                "warning",
+            return warning(
                 f"{folder} lies on a network file system ({system.kind}): locks there are slow or "
                 "do nothing",
                 f"set {_PREFIX}LOCK_DIR to a folder on a local disk",
             )
-        else:
-            yield Check("locks", "ok", str(folder))
-        return
-    yield Check(
-        "locks",
-        "warning",
+        return ok(str(folder))
+    return warning(
         f"no folder can be used ({'; '.join(refused)}): processes that want one kernel each "
         "compile it",
         f"set {_PREFIX}LOCK_DIR to a local folder of this user, mode 0700",
@@ -361,38 +306,42 @@ def _lock_problem(folder: Path) -> str:
     return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
 
 
-def environment() -> Iterator[Check]:
+def environment() -> list[Check]:
     """Variables of this package: unknown names, and values that cannot be."""
-    known = {*env.VARIABLES, *_BUILD_TIME}
     given = sorted(name for name in os.environ if name.startswith(_PREFIX))
-    problems = 0
+    found = []
     for name in given:
-        if name not in known:
-            problems += 1
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-            yield Check(
-                "environment",
-                "warning",
-                f"{name} is no variable of this package: it does nothing",
-                f"did you mean {near[0]}?" if near else f"unset it; known are {_words(known)}",
+        if name not in env.VARIABLES:
+            near = difflib.get_close_matches(name, env.VARIABLES, n=1, cutoff=0.7)
+            known = ", ".join(one.removeprefix(_PREFIX) for one in sorted(env.VARIABLES))
+            found.append(
+                warning(
+                    f"{name} is no variable of this package: it does nothing",
+                    f"did you mean {near[0]}?" if near else f"unset it; known are {known}",
+                )
             )
     for read in _READERS:
         try:
             read()
-        except EnvironmentVariableError as error:
-            problems += 1
-            yield Check("environment", "error", str(error), "correct or unset it")
-    if problem := _record_problem():
-        problems += 1
-        yield Check(
-            "environment",
-            "error",
-            f"{_PREFIX}RECORD: nothing is recorded: {problem}",
-            "name a manifest, or a file in a folder that can be written; or unset it",
-        )
-    if not problems:
-        shown = ", ".join(f"{name}={_public(os.environ[name])}" for name in given)
-        yield Check("environment", "ok", shown or f"no {_PREFIX}* variable is set")
+        except EnvironmentVariableError as wrong:
+            found.append(error(str(wrong), "correct or unset it"))
+        except ManifestError as wrong:
+            found.append(
+                error(
+                    f"{_PREFIX}RECORD: nothing is recorded: {wrong}",
+                    "name a manifest, or a file in a folder that can be written; or unset it",
+                )
+            )
+    shown = ", ".join(f"{name}={_public(os.environ[name])}" for name in given)
+    return found or [ok(shown or f"no {_PREFIX}* variable is set")]
+
+
+def _check_record() -> None:
+    """Raises ManifestError where the file that FLASHATTN_JIT_RECORD names cannot be written."""
+    from ..deploy.manifest import check_writable
+
+    if path := env.record_path():
+        check_writable(path)
 
 
 _READERS: tuple[Callable[[], object], ...] = (
@@ -406,24 +355,10 @@ _READERS: tuple[Callable[[], object], ...] = (
     env.cuda_home,
     env.emulator_copies,
     env.lock_wait_s,
-    env.record_path,
     env.apply_log_level,
     default_target,
+    _check_record,
 )
-
-
-def _record_problem() -> str:
-    """Why the file that FLASHATTN_JIT_RECORD names cannot be written; empty where it can."""
-    from ..deploy.manifest import check_writable
-
-    try:
-        if path := env.record_path():
-            check_writable(path)
-    except ManifestError as error:
-        return str(error)
-    except EnvironmentVariableError:
-        return ""  # said already
-    return ""
 
 
 def _public(value: str) -> str:
@@ -433,7 +368,3 @@ def _public(value: str) -> str:
     from ..jit.remote import public_url
 
     return public_url(value)
-
-
-def _words(known: set[str]) -> str:
-    return ", ".join(name.removeprefix(_PREFIX) for name in sorted(known))

@@ -15,7 +15,7 @@ from ..codegen.target import cuda_target, default_target, host_target
 from ..errors import EnvironmentVariableError, TargetError
 from ..jit.layers import driver_version
 from ..planner import host_hardware
-from .doctor import Check
+from .doctor import Check, error, named, ok, warning
 
 LEAST_TORCH = (2, 11)
 """The oldest version of torch that the package is made for."""
@@ -23,7 +23,7 @@ LEAST_TORCH = (2, 11)
 _OPENMP = re.compile(r"/(lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*)$")
 
 
-def torch_version() -> Iterator[Check]:
+def torch_version() -> Check:
     """Its version and build."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -33,65 +33,52 @@ def torch_version() -> Iterator[Check]:
         f"Python {platform.python_version()}"
     )
     if version >= LEAST_TORCH:
-        yield Check("torch", "ok", detail)
-    else:
-        wanted = ">={}.{}".format(*LEAST_TORCH)
-        yield Check(
-            "torch",
-            "warning",
-            f"{detail}; this package is made for torch{wanted}",
-            f"pip install 'torch{wanted}'",
-        )
+        return ok(detail)
+    wanted = "torch>={}.{}".format(*LEAST_TORCH)
+    return warning(f"{detail}; this package is made for {wanted}", f"pip install '{wanted}'")
 
 
-def cpu() -> Iterator[Check]:
+def cpu() -> Check:
     """Instruction set, cores and threads, and what calls run on where that is another target."""
     machine, threads = host_hardware(), torch.get_num_threads()
     detail = f"{host_target()}, {machine.cores} cores, {threads} threads"
     with contextlib.suppress(EnvironmentVariableError):  # what is wrong there is said of it there
         if default_target() != host_target():
             detail += f"; calls without target= run {default_target()} (FLASHATTN_JIT_TARGET)"
-    if threads > machine.cores:
-        yield Check(
-            "cpu",
-            "warning",
-            f"{detail}: more threads than cores that this process may use",
-            f"set OMP_NUM_THREADS={machine.cores}, or call torch.set_num_threads",
-        )
-    else:
-        yield Check("cpu", "ok", detail)
+    if threads <= machine.cores:
+        return ok(detail)
+    return warning(
+        f"{detail}: more threads than cores that this process may use",
+        f"set OMP_NUM_THREADS={machine.cores}, or call torch.set_num_threads",
+    )
 
 
 def gpu() -> Iterator[Check]:
     """The GPUs that torch sees, and the driver."""
     if torch.version.cuda is None:
-        yield Check(
-            "gpu",
-            "ok",
-            "none: this torch is built without CUDA. Kernels for GPUs can be compiled "
-            "here all the same, where there is a CUDA toolkit",
+        yield ok(
+            "none: this torch is built without CUDA. Kernels for GPUs can be compiled here all the "
+            "same, where there is a CUDA toolkit"
         )
         return
     if not torch.cuda.is_available():
-        yield Check(
-            "gpu",
-            "warning",
+        yield warning(
             f"torch is built for CUDA {torch.version.cuda} but sees no GPU",
             "where there should be one: run nvidia-smi, check the driver, CUDA_VISIBLE_DEVICES "
             "and, in a container, that it was started with GPUs",
         )
         return
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        name = f"gpu {index}"
-        try:
-            target = cuda_target(properties.major, properties.minor)
-        except TargetError as error:
-            yield Check(
-                name, "error", f"{properties.name}: {error}", "use another GPU, or CPU tensors"
-            )
-        else:
-            yield Check(name, "ok", f"{properties.name}, {target}, {driver_words()}")
+        yield from named(f"gpu {index}", [_device(index)])
+
+
+def _device(index: int) -> Check:
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        target = cuda_target(properties.major, properties.minor)
+    except TargetError as unknown:
+        return error(f"{properties.name}: {unknown}", "use another GPU, or CPU tensors")
+    return ok(f"{properties.name}, {target}, {driver_words()}")
 
 
 def driver_words() -> str:
@@ -113,20 +100,18 @@ def openmp() -> Iterator[Check]:
         if _OPENMP.search(line)
     }
     if len(loaded) > 1:
-        yield Check(
-            "openmp",
-            "warning",
+        yield warning(
             f"{len(loaded)} runtimes in a process: {', '.join(sorted(loaded))}",
             "import torch first, and remove the packages that bring the others (often "
             "intel-openmp or a conda llvm-openmp): threads of two runtimes fight for the cores",
         )
     else:
-        yield Check("openmp", "ok", f"one runtime, {Path(next(iter(loaded), 'none')).name}")
+        yield ok(f"one runtime, {Path(next(iter(loaded), 'none')).name}")
 
 
-def sources() -> Iterator[Check]:
+def sources() -> Check:
     """The templates and headers that kernels are made of."""
     try:
-        yield Check("sources", "ok", f"{env.templates_dir()}, {env.include_dir()}")
-    except FileNotFoundError as error:
-        yield Check("sources", "error", str(error), "reinstall the package")
+        return ok(f"{env.templates_dir()}, {env.include_dir()}")
+    except FileNotFoundError as missing:
+        return error(str(missing), "reinstall the package")

@@ -7,7 +7,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from ..jit import nvcc
 from ..jit.layers import driver_version, oldest_driver, too_old
 from ..jit.toolchain import ask_version, cxx_words, find_compiler, missing_cxx
 from ._check_machine import driver_words
-from .doctor import Check
+from .doctor import Check, error, ok, warning
 
 _TIMEOUT_S = 10.0
 _LEAST_GCC = 11
@@ -30,173 +31,122 @@ _WITHOUT = (
     "install one, or compile elsewhere: `flashattn-jit warm --target ...` and `pack` on a machine "
     "with a toolkit, `unpack` here"
 )
+_REINSTALL = "pip install --force-reinstall ninja"
 
 
-def cxx() -> Iterator[Check]:
+def _unless_never(section: Callable[[], Check]) -> Callable[[], Check]:
+    """The section; where nothing may be compiled, what it finds is no fault."""
+
+    @wraps(section)
+    def check() -> Check:
+        try:
+            never = env.compile_mode() == "never"
+        except EnvironmentVariableError:  # a check of its own says so
+            never = False
+        found = section()
+        if not never or (found.status == "ok" and not found.remedy):
+            return found
+        detail = found.detail.removesuffix(f", so {_UNCOMPILED}")
+        return ok(f"{detail}; FLASHATTN_JIT_COMPILE=never asks for none")
+
+    return check
+
+
+@_unless_never
+def cxx() -> Check:
     """The C++ compiler: found, runs, links OpenMP."""
-    return _unless_never(_cxx())
-
-
-def _cxx() -> Iterator[Check]:
     compiler = find_compiler()
     if compiler is None:
         why, _, remedy = missing_cxx().partition("; ")
-        yield Check("c++", "error", f"{why}, so {_UNCOMPILED}", remedy)
-        return
+        return error(f"{why}, so {_UNCOMPILED}", remedy)
     identity = ask_version(compiler)
     words = f"{' '.join(compiler.command)} ({identity.id})"
     if named := cxx_words():
         words = f"{words}, of {named},"
+    # The variable to set for another compiler: the one that names this one.
+    variable = env.cxx_variable() or "FLASHATTN_JIT_CXX"
     if identity.id.startswith("unknown"):
-        yield Check(
-            "c++",
-            "error",
+        return error(
             f"{words} does not say its version",
-            f"run it with --version; set {_variable()} to a compiler that works",
+            f"run it with --version; set {variable} to a compiler that works",
         )
-        return
     if failure := _probe(compiler.command):
-        yield Check(
-            "c++",
-            "error",
+        return error(
             f"{words} does not compile a line of C++ with OpenMP: {failure}",
             "install g++ whole (Debian, Ubuntu: apt install g++; Fedora: dnf install "
-            f"gcc-c++), or set {_variable()} to a compiler that works",
+            f"gcc-c++), or set {variable} to a compiler that works",
         )
-        return
     found = re.match(r"gcc-(\d+)", identity.id)
     if found and int(found[1]) < _LEAST_GCC:
-        yield Check(
-            "c++",
-            "warning",
+        return warning(
             f"{words} is older than g++ {_LEAST_GCC}",
-            f"install g++ {_LEAST_GCC} or later, or set {_variable()} to one",
+            f"install g++ {_LEAST_GCC} or later, or set {variable} to one",
         )
-    else:
-        yield Check("c++", "ok", words.rstrip(","))
+    return ok(words.rstrip(","))
 
 
-def _variable() -> str:
-    """The variable to set for another compiler: the one that names this one."""
-    return env.cxx_variable() or "FLASHATTN_JIT_CXX"
-
-
-def ninja() -> Iterator[Check]:
+@_unless_never
+def ninja() -> Check:
     """Ninja, which torch's extension builder runs."""
-    return _unless_never(_ninja())
-
-
-def _ninja() -> Iterator[Check]:
     from ..jit.driver import _ninja_dir
 
     path = os.pathsep.join(filter(None, (_ninja_dir(), os.environ.get("PATH", ""))))
     found = shutil.which("ninja", path=path)
     if found is None:
-        yield Check("ninja", "error", "not found", "pip install ninja")
-        return
+        return error("not found", "pip install ninja")
     done = _run([found, "--version"])
-    if isinstance(done, str) or done.returncode:
-        words = done if isinstance(done, str) else done.stderr.strip()
-        yield Check(
-            "ninja",
-            "error",
-            f"{found} does not run: {words}",
-            "pip install --force-reinstall ninja",
-        )
-    else:
-        yield Check("ninja", "ok", f"{done.stdout.strip()}, {found}")
+    if isinstance(done, str):
+        return error(f"{found} does not run: {done}", _REINSTALL)
+    if done.returncode:
+        return error(f"{found} does not run: {done.stderr.strip()}", _REINSTALL)
+    return ok(f"{done.stdout.strip()}, {found}")
 
 
-def cuda() -> Iterator[Check]:
+@_unless_never
+def cuda() -> Check:
     """The CUDA toolkit: found, whole, runs, new enough, and not too new for the driver."""
-    return _unless_never(_cuda())
-
-
-def _cuda() -> Iterator[Check]:
     toolkit = nvcc.find_toolkit()
     if toolkit is None:
         if torch.version.cuda is None:
-            yield Check(
-                "cuda toolkit",
-                "ok",
+            return ok(
                 "none: kernels for GPUs cannot be compiled here",
                 f"only to compile for GPUs: {nvcc.MISSING}",
             )
-        else:
-            yield Check(
-                "cuda toolkit",
-                "warning",
-                f"torch is built for CUDA {torch.version.cuda} and brings no compiler: CUDA "
-                "kernels that no cache layer holds cannot be compiled",
-                f"{_WITHOUT}. {nvcc.MISSING}",
-            )
-        return
+        return warning(
+            f"torch is built for CUDA {torch.version.cuda} and brings no compiler: CUDA kernels "
+            "that no cache layer holds cannot be compiled",
+            f"{_WITHOUT}. {nvcc.MISSING}",
+        )
     compiler = find_compiler("sm_80")
     if compiler is None:
-        yield Check(
-            "cuda toolkit",
-            "error",
-            f"{toolkit.home} needs a C++ compiler beside nvcc",
-            missing_cxx(),
-        )
-        return
+        return error(f"{toolkit.home} needs a C++ compiler beside nvcc", missing_cxx())
     identity = ask_version(compiler)
     words = f"{toolkit.home} ({identity.id})"
     version = nvcc.cuda_version(identity.version)
     if version is None:
-        yield Check(
-            "cuda toolkit",
-            "error",
+        return error(
             f"{toolkit.nvcc} does not say its version",
             f"run {toolkit.nvcc} --version; reinstall the toolkit, or set "
             "FLASHATTN_JIT_CUDA_HOME to one that works",
         )
-        return
     if toolkit.libraries is None:
-        yield Check(
-            "cuda toolkit",
-            "error",
+        return error(
             f"{words} lacks libcudart_static.a",
-            "install its runtime too (pip install nvidia-cuda-runtime, or the "
-            "distribution's cuda-cudart-dev package)",
+            "install its runtime too (pip install nvidia-cuda-runtime, or the distribution's "
+            "cuda-cudart-dev package)",
         )
-        return
     needed, driver = oldest_driver(version[0]), driver_version()
     if driver and too_old(driver, needed):
-        yield Check(
-            "cuda toolkit",
-            "error",
+        return error(
             f"{words} compiles for driver {needed} or newer; this machine has a {driver_words()}",
             "update the driver, or set FLASHATTN_JIT_CUDA_HOME to an older toolkit",
         )
-        return
     if version < _FULL_CUDA:
-        yield Check(
-            "cuda toolkit",
-            "warning",
+        return warning(
             f"{words} does not know every target",
             "install CUDA {}.{} or later to compile for all of them".format(*_FULL_CUDA),
         )
-        return
-    yield Check("cuda toolkit", "ok", f"{words}, for drivers from {needed} on")
-
-
-def _unless_never(checks: Iterator[Check]) -> Iterator[Check]:
-    """The checks; where nothing may be compiled, what they find is no fault."""
-    try:
-        never = env.compile_mode() == "never"
-    except EnvironmentVariableError:  # a check of its own says so
-        never = False
-    if not never:
-        yield from checks
-        return
-    for check in checks:
-        if check.status == "ok" and not check.remedy:
-            yield check
-        else:
-            detail = check.detail.removesuffix(f", so {_UNCOMPILED}")
-            note = "FLASHATTN_JIT_COMPILE=never asks for none"
-            yield Check(check.name, "ok", f"{detail}; {note}")
+    return ok(f"{words}, for drivers from {needed} on")
 
 
 def _probe(command: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ that fails by itself is an error of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import EnvironmentVariableError
@@ -19,8 +19,8 @@ Status = Literal["ok", "warning", "error"]
 class Check:
     """One line of the report. `str()` gives it, with the remedy below.
 
-    status: "ok", "warning" (something will be slower or is not available) or "error" (calls fail,
-    or the cache is refused). detail: what was found. remedy: what to do; empty where nothing.
+    status: see `ok`, `warning` and `error`. detail: what was found. remedy: what to do; empty where
+    nothing.
     """
 
     name: str
@@ -31,6 +31,26 @@ class Check:
     def __str__(self) -> str:
         line = f"{self.status:<7}  {self.name}: {self.detail}"
         return f"{line}\n         -> {self.remedy}" if self.remedy else line
+
+
+def ok(detail: str, remedy: str = "") -> Check:
+    """Nothing is amiss. `doctor` gives the checks of a section its name."""
+    return Check("", "ok", detail, remedy)
+
+
+def warning(detail: str, remedy: str) -> Check:
+    """Something will be slower or is not available."""
+    return Check("", "warning", detail, remedy)
+
+
+def error(detail: str, remedy: str) -> Check:
+    """Calls fail, or the cache is refused."""
+    return Check("", "error", detail, remedy)
+
+
+def named(name: str, checks: Iterable[Check]) -> Iterator[Check]:
+    """The checks under a name, but for those that have one."""
+    return (check if check.name else replace(check, name=name) for check in checks)
 
 
 class Checks(tuple[Check, ...]):
@@ -47,6 +67,9 @@ class Checks(tuple[Check, ...]):
         return "\n".join(map(str, self))
 
 
+Section = Callable[[], Check | Iterable[Check]]
+
+
 def doctor() -> Checks:
     """Checks torch, CPU, compilers, CUDA, every layer of the cache, locks and the environment.
 
@@ -57,7 +80,7 @@ def doctor() -> Checks:
     """
     from . import _check_cache, _check_machine, _check_tools
 
-    sections: Sequence[tuple[str, Callable[[], Iterable[Check]]]] = (
+    sections: Sequence[tuple[str, Section]] = (
         ("torch", _check_machine.torch_version),
         ("cpu", _check_machine.cpu),
         ("gpu", _check_machine.gpu),
@@ -65,7 +88,7 @@ def doctor() -> Checks:
         ("sources", _check_machine.sources),
         ("c++", _check_tools.cxx),
         ("ninja", _check_tools.ninja),
-        ("cuda", _check_tools.cuda),
+        ("cuda toolkit", _check_tools.cuda),
         ("cache", _check_cache.layers),
         ("locks", _check_cache.locks),
         ("environment", _check_cache.environment),
@@ -73,13 +96,14 @@ def doctor() -> Checks:
     return Checks(check for name, section in sections for check in _run(name, section))
 
 
-def _run(name: str, section: Callable[[], Iterable[Check]]) -> list[Check]:
+def _run(name: str, section: Section) -> list[Check]:
     try:
-        return list(section())
-    except EnvironmentVariableError as error:
-        return [Check(name, "error", f"cannot be checked: {error}", "correct or unset it")]
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}".strip()
+        found = section()
+        return list(named(name, [found] if isinstance(found, Check) else found))
+    except EnvironmentVariableError as wrong:
+        return [Check(name, "error", f"cannot be checked: {wrong}", "correct or unset it")]
+    except Exception as failure:
+        words = f"{type(failure).__name__}: {failure}".strip()
         return [Check(name, "error", f"the check itself failed: {words}", "report this as a bug")]
 
 

@@ -22,25 +22,25 @@ class LookUp:
 
     mode: FLASHATTN_JIT_COMPILE, which decides whether another compiler's build counts. compiler_id:
     whose build was asked for, "" for anyone's. layer, path: where it was found, "" where it was
-    not. stepped_down_to: the key on a smaller tile that takes its place. searched: the layers that
-    did not serve. nearest, command: of a miss, the entry that comes closest and the shell command
-    that builds the kernel.
+    not. stepped_down_to: the key on a smaller tile that takes its place, if one does. searched: the
+    layers that did not serve. nearest, command: of a miss, the entry that comes closest and the
+    shell command that builds the kernel.
     """
 
     name: str
-    key: KernelKey
+    key: str
     target: str
     mode: str
     compiler_id: str
     layer: str = ""
     path: str = ""
-    stepped_down_to: str = ""
+    stepped_down_to: str | None = None
     searched: tuple[Searched, ...] = ()
     nearest: Nearest | None = None
     command: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.name} for {self.target}, kernel {self.key.hex}"]
+        lines = [f"{self.name} for {self.target}, kernel {self.key}"]
         lines += [f"  {searched}" for searched in self.searched]
         if self.stepped_down_to:
             lines.append(f"  spills registers: {self.stepped_down_to[:16]} takes its place")
@@ -75,7 +75,7 @@ def look_up(spec: AnySpec) -> LookUp:
     compiler_id = identify(compiler, recall).id if compiler else None
     tiles = [key_of(request) for request in requests_of(spec)]
     searched_in = layers()
-    key, stepped = tiles[0], ""
+    key, stepped = tiles[0], None
     while True:
         found, searched = _ask(searched_in, key, compiler_id, spec.target)
         smaller = {k.hex: k for k in tiles[1 + tiles.index(key) :]}
@@ -86,7 +86,7 @@ def look_up(spec: AnySpec) -> LookUp:
     missing = found is None
     return LookUp(
         name_of(spec),
-        tiles[0],
+        tiles[0].hex,
         spec.target,
         mode,
         compiler_id or "",

@@ -133,10 +133,10 @@ def test_a_pipe_is_told_of_long_work_in_lines_a_few_seconds_apart(
 ) -> None:
     stream = Stream(terminal=False)
     monkeypatch.setattr(output, "sys", SimpleNamespace(stderr=stream, stdout=None))
-    with output.progress("verifying", 10) as advance:
-        for _ in range(10):
+    with output.activity("verifying") as show:
+        for done in range(1, 11):
             now[0] += 1.0
-            advance()
+            show(f"verifying: {done}/10")
     assert stream.getvalue().splitlines() == [f"verifying: {done}/10" for done in (3, 6, 9)]
 
 

@@ -76,7 +76,7 @@ def test_a_compiler_that_does_not_compile_is_an_error(
         '[ "$1" = -dumpmachine ] && { echo x86_64-linux-gnu; exit 0; }\n'
         "echo 'cannot find -lgomp' >&2; exit 1\n"
     )
-    (check,) = _check_tools.cxx()
+    check = _check_tools.cxx()
     assert check.status == "error"
     assert "cannot find -lgomp" in check.detail
     assert "install g++" in check.remedy
@@ -86,9 +86,9 @@ def test_no_compiler_is_fine_where_nothing_may_be_compiled(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CXX", "no-such-compiler")
-    assert next(iter(_check_tools.cxx())).status == "error"
+    assert _check_tools.cxx().status == "error"
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
-    assert next(iter(_check_tools.cxx())).status == "ok"
+    assert _check_tools.cxx().status == "ok"
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "c++ --no-such-flag", "'"])
@@ -119,11 +119,11 @@ def test_a_variable_that_is_no_command_line_is_told_in_one_sentence(
 ) -> None:
     monkeypatch.delenv("FLASHATTN_JIT_CXX", raising=False)
     monkeypatch.setenv("CXX", "'")
-    (check,) = _check_tools.cxx()
+    check = _check_tools.cxx()
     found = 'no C++ compiler was found, because CXX="\'" is no command line (no closing quotation)'
     assert check.detail == f"{found}, so kernels that no cache layer holds cannot be compiled"
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
-    (check,) = _check_tools.cxx()
+    check = _check_tools.cxx()
     assert check.detail == f"{found}; FLASHATTN_JIT_COMPILE=never asks for none"
 
 
@@ -134,7 +134,7 @@ def test_the_variable_that_names_a_compiler_that_fails_is_named(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(variable, value)
-    (check,) = _check_tools.cxx()
+    check = _check_tools.cxx()
     assert check.status == "error"
     assert f"{variable}={value!r}" in check.detail
     assert variable in check.remedy
@@ -145,7 +145,7 @@ def test_a_cuda_torch_without_a_toolkit_is_told_what_to_install_or_to_unpack(
 ) -> None:
     monkeypatch.setattr(nvcc, "find_toolkit", lambda: None)
     monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
-    (check,) = _check_tools.cuda()
+    check = _check_tools.cuda()
     assert check.status == "warning"
     for words in ("unpack", "pip install nvidia-cuda-nvcc", "FLASHATTN_JIT_CUDA_HOME"):
         assert words in check.remedy
@@ -155,7 +155,7 @@ def test_a_torch_that_the_package_is_not_made_for_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_check_machine.torch, "__version__", "2.3.1+cpu")
-    (check,) = _check_machine.torch_version()
+    check = _check_machine.torch_version()
     assert check.status == "warning"
     assert "torch>=2.11'" in check.remedy
 
@@ -165,7 +165,7 @@ def test_a_later_torch_than_any_that_was_tried_is_no_warning(
 ) -> None:
     for version in ("2.15.0+cu132", "2.100.1", "3.0.0a0+git1234"):
         monkeypatch.setattr(_check_machine.torch, "__version__", version)
-        (check,) = _check_machine.torch_version()
+        check = _check_machine.torch_version()
         assert check.status == "ok", version
 
 

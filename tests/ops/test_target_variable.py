@@ -155,10 +155,10 @@ def test_warming_for_the_host_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_shows_it_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     lower = CPU_TARGETS[0]
-    (check,) = _check_machine.cpu()
+    check = _check_machine.cpu()
     assert NAME not in check.detail
     monkeypatch.setenv(NAME, lower)
-    (check,) = _check_machine.cpu()
+    check = _check_machine.cpu()
     assert (f"calls without target= run {lower} ({NAME})" in check.detail) == (
         host_target() != lower
     )
@@ -166,5 +166,5 @@ def test_doctor_shows_it_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(NAME, "cpu:avx3")
     problems = [c for c in _check_cache.environment() if c.status == "error"]
     assert any(NAME in c.detail for c in problems)
-    (check,) = _check_machine.cpu()
+    check = _check_machine.cpu()
     assert check.status in ("ok", "warning")
