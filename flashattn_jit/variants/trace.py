@@ -38,12 +38,21 @@ from flashattn_jit.variants.trace_errors import Where
 from flashattn_jit.variants.trace_host import HostProgram, HostTensor, map_tree
 from flashattn_jit.variants.trace_nodes import Emitter
 from flashattn_jit.variants.trace_ops import cast
-from flashattn_jit.variants.trace_values import ACTIVE, HANDLERS, Captured, Number, Value, attach
+from flashattn_jit.variants.trace_values import (
+    ACTIVE,
+    HANDLERS,
+    READS,
+    Captured,
+    Number,
+    Value,
+    attach,
+    updated_by,
+)
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.spec import Variant
 
-attach(trace_factory.FACTORIES)
+attach()
 
 SMALL_VECTOR = 32
 """Elements of a vector in masks, sinks and normalisers: it lives in registers."""
@@ -56,8 +65,6 @@ _INT_INPUTS = frozenset({"b", "h", "kv_h", "q_idx", "kv_idx"})
 _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
                      "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
                      "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
-_READS = {"item": ".item()", "tolist": ".tolist()", "__bool__": "bool", "__float__": "float()",
-          "__int__": "int()", "__index__": "index", "numpy": ".numpy()"}  # fmt: skip
 
 
 class _Mode(TorchFunctionMode):
@@ -288,24 +295,21 @@ class Tracer:
         map_tree((tuple(args), kwargs), look)
         if kwargs.get("out") is not None:
             self.refuse(f"`{name}(out=...)`", "use the returned value")
+        if name in READS:
+            self.refuse_value(READS[name])
         if not traced:
             return trace_factory.host_call(self, func, name, tuple(args), kwargs)
-        if name in _READS:
-            self.refuse_value(_READS[name])
         if type(args[0] if args else None) is Captured and name == "__getitem__":
             return trace_nodes.index(self, args[0], args[1])
         return self._handle(name, args, kwargs)
 
     def _handle(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        base = name[:-1] if inplace else name
-        if name.startswith("__i") and name[3:] and f"__{name[3:]}" in HANDLERS:
-            inplace, base = True, f"__{name[3:]}"
-        handler = HANDLERS.get(base) or trace_factory.FACTORIES.get(base)
+        base = updated_by(name)
+        handler = HANDLERS.get(base or name)
         if handler is None:
-            self.refuse_op(base)
+            self.refuse_op(base or name)
         result = handler(*args, **kwargs)
-        if not inplace and not kwargs.get("inplace"):
+        if not base and not kwargs.get("inplace"):
             return result
         target = args[0]
         if type(target) is not Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from flashattn_jit.variants.dtypes import VALUE_DTYPES
 from flashattn_jit.variants.trace_host import HostTensor, map_tree
 from flashattn_jit.variants.trace_nodes import index
-from flashattn_jit.variants.trace_ops import ELEMENTWISE, cast, const, to_dtype, val
-from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer
+from flashattn_jit.variants.trace_ops import ELEMENTWISE, cast, const, op, to_dtype, val
+from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer, updated_by
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
@@ -29,11 +30,7 @@ def host_call(
 ) -> Any:
     """A call whose arguments are all known at bind time: recorded in the prelude."""
     name = name or getattr(func, "__name__", "")
-    if name in ("__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy"):
-        t.refuse_value({"item": ".item()", "tolist": ".tolist()", "numpy": ".numpy()"}.get(
-            name, {"__bool__": "bool", "__index__": "index"}.get(name, f"{name.strip('_')}()")
-        ))  # fmt: skip
-    if args and type(args[0]) is Captured and _writes(name):
+    if args and type(args[0]) is Captured and (updated_by(name) or name == "__setitem__"):
         t.refuse_mutation(name)
     if name == "__getitem__":
         return index(t, args[0], args[1])
@@ -54,13 +51,6 @@ def host_call(
     result = t.run_host(func, args, kwargs)
     from_captures = _has_captures((args, kwargs))
     return map_tree(result, lambda x: _wrap(t, x, from_captures))
-
-
-def _writes(name: str) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return in_place or name == "__setitem__" or (
-        name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    )  # fmt: skip
 
 
 def _pinned(x: Any) -> Any:
@@ -98,11 +88,12 @@ def _answer(name: str, args: tuple[Any, ...]) -> Any:
 # --- factories that take a value of the hook ---------------------------------------------------
 
 
-def _filled(shape: Any, value: float, dtype: str) -> Value:
+def _filled(shape: Any, value: Any, dtype: Any, default: str) -> Value:
     sizes = tuple(int(n) for n in shape)
     if math.prod(sizes) > tracer().max_elements:
         tracer().refuse(f"a tensor of shape {list(sizes)}", "make it outside and capture it")
-    return Value(const(value, dtype).node, dtype, sizes)
+    filler = cast(val(value), _dtype(dtype, default))
+    return Value(filler.node, filler.name, sizes)
 
 
 def _dtype(dtype: Any, default: str) -> str:
@@ -114,64 +105,49 @@ def _dtype(dtype: Any, default: str) -> str:
     return name
 
 
-def _shape(sizes: tuple[Any, ...]) -> Any:
-    return sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-
-
-def _register() -> dict[str, Callable[..., Any]]:
-    factories: dict[str, Callable[..., Any]] = {}
-    for stem, value in {"zeros": 0, "ones": 1, "empty": 0}.items():
-
-        def like(input: Any, *, dtype: Any = None, _value: int = value, **_: Any) -> Value:
-            x = val(input)
-            return _filled(x.shape, _value, _dtype(dtype, x.name))
-
-        def new(input: Any, *size: Any, dtype: Any = None, _value: int = value, **kw: Any) -> Value:
-            shape = _shape(size or (kw.get("size", ()),))
-            return _filled(shape, _value, _dtype(dtype, val(input).name))
-
-        factories[f"{stem}_like"] = like
-        factories[f"new_{stem}"] = new
-    factories["full_like"] = _full_like
-    factories["new_full"] = _new_full
-    factories["new_tensor"] = _new_tensor
-    factories["full"] = _full
-    factories["tensor"] = factories["as_tensor"] = factories["scalar_tensor"] = _as_tensor
-    factories["is_tensor"] = lambda x: True
-    factories["broadcast_tensors"] = _broadcast_tensors
-    return factories
-
-
+@op("full_like", elementwise=False)
 def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
     x = val(input)
-    value = cast(val(fill_value), _dtype(dtype, x.name))
-    return Value(value.node, value.name, x.shape)
+    return _filled(x.shape, fill_value, dtype, x.name)
 
 
+@op("new_full", elementwise=False)
 def _new_full(input: Any, size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
-    value = cast(val(fill_value), _dtype(dtype, val(input).name))
-    return Value(value.node, value.name, tuple(int(n) for n in size))
+    return _filled(size, fill_value, dtype, val(input).name)
 
 
+def _new(fill_value: int, input: Any, *size: Any, **kwargs: Any) -> Value:
+    sizes = size or (kwargs.pop("size", ()),)
+    shape = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    return _new_full(input, shape, fill_value, **kwargs)
+
+
+for _stem, _value in (("zeros", 0), ("ones", 1), ("empty", 0)):
+    op(f"{_stem}_like", elementwise=False)(partial(_full_like, fill_value=_value))
+    op(f"new_{_stem}", elementwise=False)(partial(_new, _value))
+
+
+@op("full", elementwise=False)
+def _full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
+    return _filled(size, fill_value, dtype, val(fill_value).name)
+
+
+@op("new_tensor", elementwise=False)
 def _new_tensor(input: Any, data: Any, *, dtype: Any = None, **_: Any) -> Value:
     return cast(val(data), _dtype(dtype, val(data).name))
 
 
-def _full(size: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
-    x = val(fill_value)
-    value = cast(x, _dtype(dtype, x.name))
-    return Value(value.node, value.name, tuple(int(n) for n in size))
-
-
+@op("tensor", "as_tensor", "scalar_tensor", elementwise=False)
 def _as_tensor(data: Any, *, dtype: Any = None, **_: Any) -> Value:
     x = val(data)
     return x if dtype is None else to_dtype(x, dtype)
 
 
+@op("broadcast_tensors", elementwise=False)
 def _broadcast_tensors(*tensors: Any) -> tuple[Value, ...]:
     values = [val(x) for x in tensors]
     shape = tracer().broadcast_shape([v.shape for v in values])
     return tuple(tracer().expand(v, shape) for v in values)
 
 
-FACTORIES = _register()
+op("is_tensor", elementwise=False)(lambda x: True)

@@ -8,7 +8,8 @@ order: operands, arithmetic, comparisons and logic, functions of one argument, c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -117,9 +118,9 @@ def logical(x: Any) -> Value:
 _BOOL_ARITHMETIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
 
 
-def binary(name: str, a: Any, b: Any) -> Value:
+def binary(name: str, input: Any, other: Any) -> Value:
     """An arithmetic operation after promotion."""
-    first, second = val(a), val(b)
+    first, second = val(input), val(other)
     if name == "sub" and "bool" in (first.name, second.name):
         tracer().refuse("`-` of booleans", "convert with `.int()` or use `^`, `&`, `|`")
     dtype, (x, y) = aligned(first, second)
@@ -128,94 +129,33 @@ def binary(name: str, a: Any, b: Any) -> Value:
     return emit(name, (x, y), dtype)
 
 
-def _is_one(x: Any) -> bool:
-    return type(x) is int and x == 1  # a Number would specialise on the answer
+def _scaled(name: str, input: Any, other: Any, alpha: Any = 1) -> Value:
+    one = type(alpha) is int and alpha == 1  # a Number would specialise on the answer
+    return binary(name, input, other if one else binary("mul", other, alpha))
 
 
-@op("add", "__add__", "__iadd__")
-def _add(input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return binary("add", input, other if _is_one(alpha) else _mul(other, alpha))
-
-
-@op("__radd__")
-def _radd(input: Any, other: Any) -> Value:
-    return binary("add", other, input)
-
-
-@op("sub", "subtract", "__sub__", "__isub__")
-def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return binary("sub", input, other if _is_one(alpha) else _mul(other, alpha))
-
-
-@op("__rsub__", "rsub")
-def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
-    return binary("sub", other, input if _is_one(alpha) else _mul(input, alpha))
-
-
-@op("mul", "multiply", "__mul__", "__imul__")
-def _mul(input: Any, other: Any) -> Value:
-    return binary("mul", input, other)
-
-
-@op("__rmul__")
-def _rmul(input: Any, other: Any) -> Value:
-    return binary("mul", other, input)
-
-
-@op("div", "divide", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__")
+@op("div", "divide", "true_divide")
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     """torch.div: a true division gives a float."""
-    if rounding_mode == "floor":
-        return _floordiv(input, other)
-    if rounding_mode == "trunc":
-        return _integer_division("truncdiv", input, other)
+    if rounding_mode in ("floor", "trunc"):
+        return _integer_division(f"{rounding_mode}div", input, other)
     dtype, (x, y) = aligned(input, other)
     if not is_float(dtype):
         dtype = "float32"
     return emit("div", (cast(x, dtype), cast(y, dtype)), dtype)
 
 
-@op("__rtruediv__", "__rdiv__")
-def _rdiv(input: Any, other: Any) -> Value:
-    return div(other, input)
-
-
-def _integer_division(name: str, a: Any, b: Any) -> Value:
-    divisor = val(b)
+def _integer_division(name: str, input: Any, other: Any) -> Value:
+    divisor = val(other)
     if tracer().emitter.value(divisor.node) == 0 and not is_float(divisor.name):
         tracer().refuse("integer division by the constant zero", "use a divisor that is not zero")
-    dtype, (x, y) = aligned(a, divisor)
+    dtype, (x, y) = aligned(input, divisor)
     if dtype == "bool":
         tracer().refuse(f"{name} of booleans", "convert with `.int()` first")
     return emit(name, (x, y), dtype)
 
 
-@op("floor_divide", "__floordiv__", "__ifloordiv__")
-def _floordiv(input: Any, other: Any) -> Value:
-    return _integer_division("floordiv", input, other)
-
-
-@op("__rfloordiv__")
-def _rfloordiv(input: Any, other: Any) -> Value:
-    return _integer_division("floordiv", other, input)
-
-
-@op("remainder", "__mod__", "__imod__")
-def _remainder(input: Any, other: Any) -> Value:
-    return _integer_division("remainder", input, other)
-
-
-@op("__rmod__")
-def _rremainder(input: Any, other: Any) -> Value:
-    return _integer_division("remainder", other, input)
-
-
-@op("fmod")
-def _fmod(input: Any, other: Any) -> Value:
-    return _integer_division("fmod", input, other)
-
-
-@op("pow", "__pow__", "__ipow__", "float_power")
+@op("pow", "float_power")
 def _pow(input: Any, exponent: Any) -> Value:
     if type(exponent) is Number and type(exponent.value) is int:
         exponent = exponent.pin()
@@ -255,21 +195,6 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
     return emit("mul", (half, x), dtype) if c > 1 and c % 2 else half
 
 
-@op("__rpow__")
-def _rpow(input: Any, other: Any) -> Value:
-    return _pow(other, input)
-
-
-@op("maximum")
-def _maximum(input: Any, other: Any) -> Value:
-    return binary("maximum", input, other)
-
-
-@op("minimum")
-def _minimum(input: Any, other: Any) -> Value:
-    return binary("minimum", input, other)
-
-
 @op("clamp", "clip", "hardtanh")
 def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
     low, high = kw.get("min_val", min), kw.get("max_val", max)
@@ -297,59 +222,25 @@ def _clamp_max(input: Any, max: Any) -> Value:
 # --- comparisons and logic ---------------------------------------------------------------------
 
 
-def compare(name: str, a: Any, b: Any) -> Any:
+def compare(name: str, input: Any, other: Any) -> Any:
     """A comparison after promotion; booleans are ordered as 0 and 1."""
-    if a is None or b is None:
+    if input is None or other is None:
         return name == "ne"
-    dtype, (x, y) = aligned(a, b)
+    dtype, (x, y) = aligned(input, other)
     if dtype == "bool" and name not in ("eq", "ne"):
         x, y = cast(x, "int32"), cast(y, "int32")
     return emit(name, (x, y), "bool")
 
 
-def _bitwise(name: str, a: Any, b: Any) -> Value:
-    dtype, (x, y) = aligned(a, b)
+def _bitwise(name: str, input: Any, other: Any) -> Value:
+    dtype, (x, y) = aligned(input, other)
     if is_float(dtype):
         tracer().refuse(f"`{name}` of floating values", "compare first, then combine the booleans")
     return emit(name, (x, y), dtype)
 
 
-def _logical(name: str, a: Any, b: Any) -> Value:
-    return emit(name, (logical(a), logical(b)), "bool")
-
-
-def _register_pairs() -> None:
-    comparisons = {"ge": "greater_equal", "gt": "greater", "le": "less_equal", "lt": "less",
-                   "eq": "", "ne": "not_equal"}  # fmt: skip
-    for name, alias in comparisons.items():
-
-        def comparison(input: Any, other: Any, _name: str = name) -> Any:
-            return compare(_name, input, other)
-
-        op(name, alias or name, f"__{name}__")(comparison)
-    for name in ("and", "or", "xor"):
-
-        def bits(input: Any, other: Any, _name: str = name) -> Value:
-            return _bitwise(_name, input, other)
-
-        def logic(input: Any, other: Any, _name: str = name) -> Value:
-            return _logical(_name, input, other)
-
-        op(f"bitwise_{name}", f"__{name}__", f"__r{name}__", f"__i{name}__")(bits)
-        op(f"logical_{name}")(logic)
-    for name, symbol, other_name in (("shl", "lshift", "left"), ("shr", "rshift", "right")):
-
-        def shift(input: Any, other: Any, _name: str = name) -> Value:
-            return _bitwise(_name, input, other)
-
-        def rshift(input: Any, other: Any, _name: str = name) -> Value:
-            return _bitwise(_name, other, input)
-
-        op(f"bitwise_{other_name}_shift", f"__{symbol}__", f"__i{symbol}__")(shift)
-        op(f"__r{symbol}__")(rshift)
-
-
-_register_pairs()
+def _logical(name: str, input: Any, other: Any) -> Value:
+    return emit(name, (logical(input), logical(other)), "bool")
 
 
 @op("bitwise_not", "__invert__")
@@ -366,7 +257,8 @@ def _logical_not(input: Any) -> Value:
 
 
 @op("where")
-def _where(condition: Any, input: Any = None, other: Any = None) -> Value:
+def where(condition: Any, input: Any = None, other: Any = None) -> Value:
+    """torch.where with three arguments."""
     if input is None or other is None:
         tracer().refuse("`where` with one argument", "give both branches: where(cond, a, b)")
     chosen = val(condition)
@@ -382,6 +274,67 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
     return emit("where", (logical(mask), cast(val(value), x.name), x), x.name)
 
 
+# --- the operations of two arguments -----------------------------------------------------------
+
+
+def _reflected(handler: Handler) -> Handler:
+    """What ``other.__rsub__(input)`` does, of the handler of ``input - other``."""
+
+    def reflected(input: Any, other: Any) -> Any:
+        return handler(other, input)
+
+    return reflected
+
+
+_PAIRS: Mapping[tuple[str, ...], Handler] = {
+    ("add",): partial(_scaled, "add"),
+    ("sub", "subtract"): partial(_scaled, "sub"),
+    ("mul", "multiply"): partial(binary, "mul"),
+    ("maximum",): partial(binary, "maximum"),
+    ("minimum",): partial(binary, "minimum"),
+    ("floor_divide",): partial(_integer_division, "floordiv"),
+    ("remainder",): partial(_integer_division, "remainder"),
+    ("fmod",): partial(_integer_division, "fmod"),
+    ("ge", "greater_equal"): partial(compare, "ge"),
+    ("gt", "greater"): partial(compare, "gt"),
+    ("le", "less_equal"): partial(compare, "le"),
+    ("lt", "less"): partial(compare, "lt"),
+    ("eq",): partial(compare, "eq"),
+    ("ne", "not_equal"): partial(compare, "ne"),
+    ("bitwise_and",): partial(_bitwise, "and"),
+    ("bitwise_or",): partial(_bitwise, "or"),
+    ("bitwise_xor",): partial(_bitwise, "xor"),
+    ("bitwise_left_shift",): partial(_bitwise, "shl"),
+    ("bitwise_right_shift",): partial(_bitwise, "shr"),
+    ("logical_and",): partial(_logical, "and"),
+    ("logical_or",): partial(_logical, "or"),
+    ("logical_xor",): partial(_logical, "xor"),
+}
+_OPERATORS = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "pow": "pow",
+    "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}  # fmt: skip
+
+
+def _register_pairs() -> None:
+    for names, handler in _PAIRS.items():
+        op(*names)(handler)
+    for name in ("ge", "gt", "le", "lt", "eq", "ne"):
+        op(f"__{name}__")(HANDLERS[name])
+    for symbol, name in _OPERATORS.items():
+        op(f"__{symbol}__", f"__i{symbol}__")(HANDLERS[name])
+        op(f"__r{symbol}__")(_reflected(HANDLERS[name]))
+
+
+_register_pairs()
+
+
+@op("rsub")
+def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
+    return _scaled("sub", other, input, alpha)
+
+
 # --- functions of one argument -------------------------------------------------------------------
 
 _FLOAT_FUNCTIONS = (
@@ -393,36 +346,34 @@ _FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos"
                   "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip
 
 
-def _register_unary() -> None:
-    for name in _FLOAT_FUNCTIONS:
-
-        def function(input: Any, _name: str = name) -> Value:
-            x = as_float(input)
-            return emit(_name, (x,), x.name)
-
-        aliases = [a for a, target in _FLOAT_ALIASES.items() if target == name]
-        op(name, *aliases)(function)
-    for name in ("floor", "ceil", "trunc", "round"):
-
-        def rounding(input: Any, *, decimals: int = 0, _name: str = name) -> Value:
-            x = val(input)
-            if decimals:
-                tracer().refuse("round to decimals", "multiply, round and divide")
-            return emit(_name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
-
-        op(name, "fix" if name == "trunc" else name, f"__{name}__")(rounding)
-    for name in ("isnan", "isinf"):
-
-        def test(input: Any, _name: str = name) -> Value:
-            x = val(input)
-            if is_float(x.name):
-                return emit(_name, (x,), "bool")
-            return tracer().expand(const(0, "bool"), x.shape)
-
-        op(name)(test)
+def _of_float(name: str, input: Any) -> Value:
+    x = as_float(input)
+    return emit(name, (x,), x.name)
 
 
-_register_unary()
+def _rounding(name: str, input: Any, *, decimals: int = 0) -> Value:
+    x = val(input)
+    if decimals:
+        tracer().refuse("round to decimals", "multiply, round and divide")
+    return emit(name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
+
+
+def _test(name: str, input: Any) -> Value:
+    x = val(input)
+    if is_float(x.name):
+        return emit(name, (x,), "bool")
+    return tracer().expand(const(0, "bool"), x.shape)
+
+
+for _name in _FLOAT_FUNCTIONS:
+    op(_name)(partial(_of_float, _name))
+for _alias, _name in _FLOAT_ALIASES.items():
+    op(_alias)(HANDLERS[_name])
+for _name in ("floor", "ceil", "trunc", "round"):
+    op(_name, f"__{_name}__")(partial(_rounding, _name))
+op("fix")(HANDLERS["trunc"])
+op("isnan")(partial(_test, "isnan"))
+op("isinf")(partial(_test, "isinf"))
 
 
 @op("neg", "negative", "__neg__")
@@ -499,25 +450,16 @@ def _type(input: Any, dtype: Any) -> Value:
     return to_dtype(val(input), dtype)
 
 
-def _register_conversions() -> None:
-    for name, dtype in {
-        "float": torch.float32, "double": torch.float64, "half": torch.float32,
-        "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64,
-        "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
-    }.items():  # fmt: skip
-
-        def convert(input: Any, _dtype: torch.dtype = dtype) -> Value:
-            return to_dtype(val(input), _dtype)
-
-        op(name)(convert)
-    for name in ("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_",
-                 "lift_fresh", "resolve_conj", "resolve_neg"):  # fmt: skip
-
-        def same(input: Any, *args: Any, **kwargs: Any) -> Value:
-            x = val(input)
-            return Value(x.node, x.name, x.shape)
-
-        op(name)(same)
+for _name, _dtype in {
+    "float": torch.float32, "double": torch.float64, "half": torch.float32,
+    "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64, "short": torch.int16,
+    "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+}.items():  # fmt: skip
+    op(_name)(partial(_type, dtype=_dtype))
 
 
-_register_conversions()
+@op("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_", "lift_fresh",
+    "resolve_conj", "resolve_neg")  # fmt: skip
+def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
+    x = val(input)
+    return Value(x.node, x.name, x.shape)

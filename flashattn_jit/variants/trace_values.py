@@ -33,6 +33,10 @@ Handler = Callable[..., Any]
 HANDLERS: dict[str, Handler] = {}
 """What a torch function or Tensor method does while tracing, by its name; see `trace_ops.op`."""
 
+READS = {"item": ".item()", "tolist": ".tolist()", "numpy": ".numpy()", "__bool__": "bool",
+         "__float__": "float()", "__int__": "int()", "__index__": "index"}  # fmt: skip
+"""Methods that ask a tensor for its values, by the name that errors give them."""
+
 _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
     "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "<<": operator.lshift,
@@ -55,13 +59,70 @@ def tracer() -> Tracer:
     return active
 
 
+def updated_by(name: str) -> str:
+    """The operation whose result `name` writes to its first argument: ``__add__`` for ``__iadd__``,
+    ``add`` for ``add_``; empty for what writes nothing."""
+    if name.startswith("__"):
+        base = f"__{name[3:]}"
+        return base if name.startswith("__i") and base in HANDLERS else ""
+    return name[:-1] if name.endswith("_") and name != "requires_grad_" else ""
+
+
 def _dispatch(
     cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     return tracer().dispatch(func, args, kwargs or {})
 
 
-class Value:
+class _Proxy:
+    """What passes for a tensor while a hook is traced, with a dtype, a device, a shape and an ndim.
+
+    Reading its values is refused: they are not known then, and a captured tensor on a device would
+    be waited for at each call.
+    """
+
+    __slots__ = ()
+    __torch_function__: Any = classmethod(_dispatch)
+
+    is_cuda = property(lambda self: self.device.type == "cuda")
+
+    def size(self: Any, dim: int | None = None) -> Any:
+        """As ``Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self: Any) -> int:
+        """As ``Tensor.dim``."""
+        return self.ndim  # type: ignore[no-any-return]
+
+    def numel(self: Any) -> Any:
+        """As ``Tensor.numel``."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self: Any) -> bool:
+        """As ``Tensor.is_floating_point``."""
+        return self.dtype.is_floating_point  # type: ignore[no-any-return]
+
+    def __len__(self: Any) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return int(self.shape[0])
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def read(self: Any, *_: Any, **__: Any) -> NoReturn:
+        tracer().refuse_value(what)
+
+    return read
+
+
+for _name, _what in READS.items():
+    setattr(_Proxy, _name, _refused(_what))
+
+
+class Value(_Proxy):
     """A value that depends on the hook's arguments: logical `shape` over a flat IR node.
 
     A value of one element is a scalar node whatever its shape; others are vectors, row-major.
@@ -69,7 +130,6 @@ class Value:
     """
 
     __slots__ = ("name", "node", "shape", "weak")
-    __torch_function__: Any = classmethod(_dispatch)
 
     def __init__(self, node: int, name: str, shape: Shape = (), weak: bool = False) -> None:
         self.node = node
@@ -92,74 +152,20 @@ class Value:
         """The device of the call."""
         return tracer().device
 
-    @property
-    def numel_(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
     requires_grad = False
-    is_cuda = property(lambda self: self.device.type == "cuda")
     layout = torch.strided
-
-    def size(self, dim: int | None = None) -> Any:
-        """As ``Tensor.size``."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def numel(self) -> int:
-        """As ``Tensor.numel``."""
-        return self.numel_
-
-    def dim(self) -> int:
-        """As ``Tensor.dim``."""
-        return len(self.shape)
-
-    def is_floating_point(self) -> bool:
-        """As ``Tensor.is_floating_point``."""
-        return self.name.startswith("float")
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return int(self.shape[0])
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def __repr__(self) -> str:
         return f"Value({self.name}{list(self.shape)})"
 
-    def _refuse(self, what: str) -> NoReturn:
-        tracer().refuse_value(what)
 
-    def __bool__(self) -> bool:
-        self._refuse("bool")
-
-    def __int__(self) -> int:
-        self._refuse("int()")
-
-    def __float__(self) -> float:
-        self._refuse("float()")
-
-    def __index__(self) -> int:
-        self._refuse("index")
-
-    def item(self) -> float:
-        """Refused: the value is not known while tracing."""
-        self._refuse(".item()")
-
-    def tolist(self) -> float:
-        """Refused: the value is not known while tracing."""
-        self._refuse(".tolist()")
-
-
-class Captured:
+class Captured(_Proxy):
     """A captured tensor, or what the prelude computes, with some of its dims already indexed.
 
     index: per dim of `host` None (free), an int, a `Number` or an integer `Value`.
     """
 
     __slots__ = ("host", "index")
-    __torch_function__: Any = classmethod(_dispatch)
 
     def __init__(self, host: HostTensor, index: tuple[Any, ...] = ()) -> None:
         self.host = host
@@ -198,52 +204,9 @@ class Captured:
         return tuple(tracer().size_of(self.host, d) for d in self.free)
 
     requires_grad = property(lambda self: self.host.requires_grad)
-    is_cuda = property(lambda self: self.device.type == "cuda")
-
-    def size(self, dim: int | None = None) -> Any:
-        """As ``Tensor.size``."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """As ``Tensor.dim``."""
-        return self.ndim
-
-    def numel(self) -> Any:
-        """As ``Tensor.numel``."""
-        return math.prod(self.shape)
-
-    def is_floating_point(self) -> bool:
-        """As ``Tensor.is_floating_point``."""
-        return self.dtype.is_floating_point
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def __repr__(self) -> str:
         return f"Captured({self.host.name}, index={self.index})"
-
-    def __bool__(self) -> bool:
-        tracer().refuse_value("bool")
-
-    def __int__(self) -> int:
-        tracer().refuse_value("int()")
-
-    def __float__(self) -> float:
-        tracer().refuse_value("float()")
-
-    def __index__(self) -> int:
-        tracer().refuse_value("index")
-
-    def item(self) -> float:
-        """Refused: reading it would synchronise with the device on each call."""
-        tracer().refuse_value(".item()")
-
-    def tolist(self) -> float:
-        """Refused, as `item`."""
-        tracer().refuse_value(".tolist()")
 
     def __getattr__(self, name: str) -> Any:
         return tracer().captured_attribute(self, name)
@@ -279,32 +242,6 @@ class Number:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pin(), name)
-
-    def __repr__(self) -> str:
-        return repr(self.pin())
-
-    def __hash__(self) -> int:
-        return hash(self.pin())
-
-    def __bool__(self) -> bool:
-        return bool(self.pin())
-
-    def __int__(self) -> int:
-        return int(self.pin())
-
-    def __float__(self) -> float:
-        return float(self.pin())
-
-    def __index__(self) -> int:
-        return self.pin().__index__()  # type: ignore[no-any-return]
-
-    def __format__(self, spec: str) -> str:
-        return format(self.pin(), spec)
-
-
-def is_number(x: object) -> bool:
-    """Whether `x` is a `Number`; isinstance would ask the number's own class."""
-    return type(x) is Number
 
 
 def _is_instance(x: Any, kinds: Any) -> bool:
@@ -384,6 +321,13 @@ def _comparison(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
     setattr(Number, name, compare)
 
 
+def _pinning(name: str) -> None:
+    def apply(self: Any, *args: Any) -> Any:
+        return getattr(self.pin(), name)(*args)
+
+    setattr(Number, name, apply)
+
+
 def _unary(name: str) -> None:
     def apply(self: Any) -> Any:
         return Number(getattr(self.value, name)(), (name, self.node), self.sources)
@@ -395,6 +339,8 @@ for _symbol, _operate in _ARITHMETIC.items():
     _arithmetic(_symbol, _operate)
 for _symbol, _operate in _COMPARISONS.items():
     _comparison(_symbol, _operate)
+for _name in ("bool", "int", "float", "index", "format", "hash", "repr"):
+    _pinning(f"__{_name}__")
 for _name in UNARY:
     _unary(_name)
 
@@ -445,21 +391,17 @@ def _missing(self: Value, name: str) -> Any:
     if name in ("T", "mT"):
         return HANDLERS["t"](self)
     if hasattr(torch.Tensor, name):
-        base = name[:-1] if name.endswith("_") else name
-        if base in HANDLERS:
+        if (updated_by(name) or name) in HANDLERS:
             return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
         tracer().refuse_op(f"Tensor.{name}")
     raise AttributeError(f"'Tensor' object has no attribute {name!r}")
 
 
-def attach(factories: Mapping[str, Handler]) -> None:
-    """Give `Value` and `Captured` every operator and method that has a handler.
-
-    factories: those of functions that make tensors. Called once all handlers are registered.
-    """
-    for name, handler in {**factories, **HANDLERS}.items():
+def attach() -> None:
+    """Give `Value` and `Captured` every operator and method that has a handler, once all have."""
+    for name, handler in HANDLERS.items():
         dunder = name.startswith("__")
-        if dunder and name.startswith("__i") and f"__{name[3:]}" in HANDLERS:
+        if dunder and updated_by(name):
             setattr(Value, name, _inplace(name))
         elif dunder or hasattr(torch.Tensor, name):
             setattr(Value, name, _method(name, handler))

@@ -33,29 +33,25 @@ def base_inv_freq(dim: int, theta: float) -> Frequencies:
 class RopeScaling(Protocol):
     """What `RoPE` asks of a scaling. Instances are hashable values."""
 
+    __slots__ = ()
+
     @property
     def attention_factor(self) -> float:
         """Multiplies cos and sin, so its square multiplies the rotated part of every score."""
+        return 1.0
 
     def effective_length(self, length: int) -> int:
-        """The same for all lengths that have the same frequencies; itself such a length."""
+        """The same for all lengths that have the same frequencies; itself such a length, or 0
+        where one table serves every length."""
+        return 0
 
     def inv_freq(self, dim: int, theta: float, length: int) -> Frequencies:
         """Radians per position, float64 ``[dim // 2]``, for a context of `length` positions."""
 
 
 @dataclass(frozen=True, slots=True)
-class NoScaling:
+class NoScaling(RopeScaling):
     """The frequencies as trained: ``theta ** (-2 i / dim)``. Llama 2, Mistral, Qwen, Gemma."""
-
-    @property
-    def attention_factor(self) -> float:
-        """1: cos and sin as they are."""
-        return 1.0
-
-    def effective_length(self, length: int) -> int:
-        """0: one table serves every length."""
-        return 0
 
     def inv_freq(self, dim: int, theta: float, length: int) -> Frequencies:
         """``theta ** (-2 i / dim)``."""
@@ -63,7 +59,7 @@ class NoScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearScaling:
+class LinearScaling(RopeScaling):
     """Position interpolation: every frequency divided by `factor`.
 
     Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
@@ -72,22 +68,13 @@ class LinearScaling:
 
     factor: float
 
-    @property
-    def attention_factor(self) -> float:
-        """1: cos and sin as they are."""
-        return 1.0
-
-    def effective_length(self, length: int) -> int:
-        """0: one table serves every length."""
-        return 0
-
     def inv_freq(self, dim: int, theta: float, length: int) -> Frequencies:
         """``theta ** (-2 i / dim) / factor``."""
         return base_inv_freq(dim, theta) / self.factor
 
 
 @dataclass(frozen=True, slots=True)
-class DynamicNTKScaling:
+class DynamicNTKScaling(RopeScaling):
     """NTK-aware scaling whose base grows with the context: with L the context's length and L0 the
     trained one, ``theta' = theta * (factor * L / L0 - (factor - 1)) ** (dim / (dim - 2))`` where
     L > L0, and theta as trained below.
@@ -97,11 +84,6 @@ class DynamicNTKScaling:
 
     factor: float
     original_max_position: int
-
-    @property
-    def attention_factor(self) -> float:
-        """1: cos and sin as they are."""
-        return 1.0
 
     def effective_length(self, length: int) -> int:
         """Every length beyond the trained one has its own frequencies."""
@@ -117,7 +99,7 @@ class DynamicNTKScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
+class Llama3Scaling(RopeScaling):
     """Llama 3.1's scaling by wavelength: with ``w = 2 pi / f``, L0 the trained length, and
     ``s = (L0 / w - low) / (high - low)``: f where ``w < L0 / high``, f / factor where
     ``w > L0 / low``, else ``(1 - s) f / factor + s f``.
@@ -130,15 +112,6 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
-
-    @property
-    def attention_factor(self) -> float:
-        """1: cos and sin as they are."""
-        return 1.0
-
-    def effective_length(self, length: int) -> int:
-        """0: one table serves every length."""
-        return 0
 
     def inv_freq(self, dim: int, theta: float, length: int) -> Frequencies:
         """The piecewise frequencies of the class's formula."""
@@ -154,7 +127,7 @@ def _yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class YarnScaling:
+class YarnScaling(RopeScaling):
     """YaRN: between dims ``low`` and ``high``, a ramp from the trained frequency to the
     interpolated one: ``f_i' = (1 - r_i) f_i + r_i f_i / factor``, ``r_i = clip((i - low) /
     (high - low), 0, 1)``; low and high are where a pair makes `beta_fast` and `beta_slow` turns
@@ -188,10 +161,6 @@ class YarnScaling:
             )
         return _yarn_mscale(self.factor)
 
-    def effective_length(self, length: int) -> int:
-        """0: one table serves every length."""
-        return 0
-
     def inv_freq(self, dim: int, theta: float, length: int) -> Frequencies:
         """The ramped frequencies of the class's formula."""
 
@@ -211,7 +180,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
-class LongRopeScaling:
+class LongRopeScaling(RopeScaling):
     """LongRoPE: ``f_i / short_factor[i]`` for contexts up to the trained length L0, and
     ``f_i / long_factor[i]`` beyond it. cos and sin are multiplied by `attention` if given, else by
     ``sqrt(1 + ln(factor) / ln(L0))``, `factor` being the longest context over L0 (1 if under 1).
