@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..errors import InputError
+from ..errors import FlashAttnJitError, InputError
 from ..variants.modes import (
     GRAD_MESSAGE,
     VMAP_MESSAGE,
@@ -24,12 +24,14 @@ from ..variants.modes import (
 )
 from ..variants.spec import as_variant, is_pointwise
 from . import _check, _sites, torch_ops
-from ._sites import Plan, Use
+from ._sites import Use
 from ._torch_inputs import autocast
 from .block_mask import lists_of
 from .paged import Paged
 
 Values = Mapping[str, Any]
+Flags = Callable[[bool], list[bool]]
+"""The flags of an op (`torch_ops`); whether the variant is pointwise decides some."""
 
 _KEYS = torch._C._TorchDispatchModeKey
 _active = torch._C._get_dispatch_mode
@@ -58,14 +60,14 @@ def states(
     return_lse, partial = arguments["return_lse"], arguments["partial"]
     with_lse = return_lse
 
-    def flags(plan: Plan) -> list[bool]:
+    def flags(no_lse: bool) -> list[bool]:
         nonlocal with_lse
-        no_lse = plan.pointwise if pointwise is None else pointwise
+        no_lse = no_lse if pointwise is None else pointwise
         with_lse = return_lse or (partial and not no_lse)
         return [partial, with_lse]
 
     named = {"q": q, "k": k, "v": v}
-    result, lse = _call(op, named, variant, params, arguments, flags, 2, out)
+    result, lse = _call(op, named, variant, params, arguments, flags, out)
     return (result, lse) if with_lse else result
 
 
@@ -119,7 +121,7 @@ def flex(
         arguments["block_mask"] = (lists, block_mask.BLOCK_SIZE, block_mask.shape)
     named = _autocast({"query": query, "key": key, "value": value})
     out, lse, max_scores = _call(
-        "flex_attention", named, hooks, {}, arguments, lambda plan: [want_lse, want_max], 3
+        "flex_attention", named, hooks, {}, arguments, lambda _: [want_lse, want_max]
     )
     return out, lse if want_lse else None, max_scores if want_max else None
 
@@ -129,7 +131,7 @@ def sdpa(query: Any, key: Any, value: Any, **arguments: Any) -> Any:
     named = _autocast({"query": query, "key": key, "value": value})
     (out,) = _call(
         "scaled_dot_product_attention", named, None, {}, arguments,
-        lambda plan: [bool(arguments["enable_gqa"])], 1,
+        lambda _: [bool(arguments["enable_gqa"])],
     )  # fmt: skip
     return out
 
@@ -169,27 +171,29 @@ def _call(
     variant: Any,
     params: Values,
     arguments: Values,
-    flags: Callable[[Plan], list[bool]],
-    num_results: int,
+    flags: Flags,
     out: Any = None,
 ) -> Sequence[torch.Tensor]:
     """The results of a call; `out`, where it is given, is the first."""
     values = (*named.values(), out, *arguments.values(), *params.values())
     if not (is_traced(values) or _is_transformed()):
         return _listened_to(op, named, variant, params, arguments, flags, out)
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_functionalize("out", (out,))
     from . import _graphs
 
     use = _use()
     plan, inputs = _graphs.inputs(use, variant, params, arguments)
-    if use == "once" and _is_transformed():
-        _check_transforms([x for x in (*values, *inputs.tensors) if isinstance(x, torch.Tensor)])
     problem = _problem(named, inputs.tensors, out)
+    if use == "once" and _is_transformed():
+        problem = problem or _lost_transform((*values, *inputs.tensors))
     if problem is not None:
-        site = _graphs.refusal(use, *problem)
-        inputs = _graphs.Inputs([], torch_ops.NO_FLOATS, [], site)
+        if use == "once":
+            _sites.release(plan.number)
+        inputs = _graphs.Inputs([], torch_ops.NO_FLOATS, [], _graphs.refusal(use, *problem))
         named = {name: _placeholder(x) for name, x in named.items()}
         out = out if isinstance(out, torch.Tensor) else None
-    return _results(op, (*named.values(), *inputs, flags(plan)), out, inputs.site)
+    return _results(op, (*named.values(), *inputs, flags(plan.pointwise)), out, inputs.site)
 
 
 def _listened_to(
@@ -198,19 +202,17 @@ def _listened_to(
     variant: Any,
     params: Values,
     arguments: Values,
-    flags: Callable[[Plan], list[bool]],
+    flags: Flags,
     out: Any,
 ) -> Sequence[torch.Tensor]:
     """The results of a call that runs at once; what it got stays with its site."""
-    tensors = [*named.values()] if out is None else [*named.values(), out]
-    if not _fit_an_op(tensors):
+    if not _fit_an_op([*named.values()] if out is None else [*named.values(), out]):
         call = _sites.Call(variant, dict(params), dict(arguments), None, {})
         q, k, v = named.values()
         return torch_ops.ordinary(op, q, k, v, call, out)
-    number = _sites.once(variant, params, arguments)
     pointwise = not isinstance(variant, dict) and is_pointwise(as_variant(variant))
-    plan = Plan(number, pointwise=pointwise)
-    given = (*named.values(), [], torch_ops.NO_FLOATS, [], number, flags(plan))
+    number = _sites.once(variant, params, arguments)
+    given = (*named.values(), [], torch_ops.NO_FLOATS, [], number, flags(pointwise))
     return _results(op, given, out, number)
 
 
@@ -218,8 +220,6 @@ def _results(op: str, given: Sequence[Any], out: Any, number: int) -> Sequence[t
     if out is None:
         found = _run(getattr(_OPS, op), given, number)
         return (found,) if isinstance(found, torch.Tensor) else found
-    if not torch.compiler.is_dynamo_compiling():
-        _refuse_functionalize("out", (out,))
     return out, _run(getattr(_OPS, f"{op}_out"), (*given, out), number)
 
 
@@ -273,11 +273,16 @@ def _is_transformed() -> bool:
     )
 
 
-def _check_transforms(tensors: Sequence[torch.Tensor]) -> None:
-    """Raises GradError or InputError for tensors whose transform an op would lose."""
-    _check.check_grad(tensors)
-    for tensor in tensors:
-        refuse_transforms(tensor)
+def _lost_transform(values: Iterable[object]) -> tuple[str, str] | None:
+    """The error, as of `_problem`, of a tensor whose transform an op would lose."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    try:
+        _check.check_grad(tensors)
+        for tensor in tensors:
+            refuse_transforms(tensor)
+    except FlashAttnJitError as error:
+        return type(error).__name__, str(error)
+    return None
 
 
 def _refuse_functionalize(what: str, values: Iterable[object]) -> None:

@@ -173,8 +173,8 @@ def _look_inside(context: Any) -> None:
 
     constant = variables.ConstantVariable.create
     facts = local("facts").items
+    x, seen = local("x"), local("seen").items
     try:
-        x, seen = local("x"), local("seen").items
         places = [i for i, other in enumerate(seen) if other is x]
         if places:
             facts += [constant("seen"), constant(places[0])]
@@ -195,7 +195,13 @@ def _look_inside(context: Any) -> None:
             facts += [constant("object"), constant(name)]
             seen.append(x)
     except Exception as error:
-        facts[:] = [constant("unknown"), constant(f"{type(error).__name__}: {error}")]
+        name = getattr(x, "get_name", x.python_type)()
+        problem = (
+            f"{name} is made inside of the compiled function, where this version of torch "
+            f"({torch.__version__}) does not show what it holds ({type(error).__name__}: {error}); "
+            "make it outside"
+        )
+        facts[:] = [constant("unknown"), constant(problem)]
 
 
 def _slots(cls: type) -> list[str]:

@@ -189,12 +189,6 @@ def refuse_transforms(tensor: torch.Tensor) -> None:
         raise GradError(GRAD_MESSAGE)
 
 
-def constant_in_graphs(work: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.assume_constant_result`, which imports Dynamo to set this attribute."""
-    work._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return work
-
-
 def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """`functools.lru_cache` for functions that make tensors: under a mode nothing is kept.
 
@@ -279,7 +273,7 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 __all__ = [
-    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "constant_in_graphs", "has_no_values",
+    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "has_no_values",
     "is_capturing", "is_outside", "is_quiet", "need_values", "on_host", "outside_modes",
     "refuse_capture", "refuse_transforms", "refuse_unreadable", "remembered", "unreadable",
 ]  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 
 from flashattn_jit.errors import VariantError
-from flashattn_jit.variants.modes import constant_in_graphs
 from flashattn_jit.variants.spec import Variant
 
 _V = TypeVar("_V", bound=Variant)
@@ -33,7 +32,6 @@ def made_class(name: str, make: Callable[..., type[_V]], *args: Any) -> type[_V]
     return getattr(_CLASSES, _made(name, make, *args))  # type: ignore[no-any-return]
 
 
-@constant_in_graphs
 def _made(name: str, make: Callable[..., type[Variant]], *args: Any) -> str:
     try:
         made = make(*args)
@@ -45,3 +43,7 @@ def _made(name: str, make: Callable[..., type[Variant]], *args: Any) -> str:
     place = f"{name}_{id(made)}"
     setattr(_CLASSES, place, made)
     return place
+
+
+# What `torch.compiler.assume_constant_result` sets, which imports Dynamo to do so.
+_made._dynamo_marked_constant = True  # type: ignore[attr-defined]
