@@ -44,7 +44,7 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from flashattn_jit import _C
 from flashattn_jit.errors import EnvironmentVariableError
@@ -142,13 +142,7 @@ def check_pages() -> bool | None:
 
 def compile_mode() -> CompileMode:
     """When to compile. Raises EnvironmentVariableError for an unknown mode."""
-    value = _read("COMPILE") or "missing"
-    for mode in get_args(CompileMode):
-        if value == mode:
-            return mode  # type: ignore[no-any-return]
-    raise EnvironmentVariableError(
-        f"{_PREFIX}COMPILE={value!r} must be one of {', '.join(get_args(CompileMode))}"
-    )
+    return cast(CompileMode, _choice("COMPILE", get_args(CompileMode)))
 
 
 def cuda_home() -> Path | None:
@@ -177,13 +171,7 @@ def cxx_variable() -> str:
 
 def emulator_copies() -> EmulatorCopies:
     """When asynchronous copies arrive in the emulator. Raises EnvironmentVariableError."""
-    value = _read("EMULATOR_COPIES") or "late"
-    for choice in get_args(EmulatorCopies):
-        if value == choice:
-            return choice  # type: ignore[no-any-return]
-    raise EnvironmentVariableError(
-        f"{_PREFIX}EMULATOR_COPIES={value!r} must be one of {', '.join(get_args(EmulatorCopies))}"
-    )
+    return cast(EmulatorCopies, _choice("EMULATOR_COPIES", get_args(EmulatorCopies)))
 
 
 def lock_dir() -> Path | None:
@@ -232,6 +220,16 @@ def _switch(name: str) -> bool | None:
     if value not in ("", "0", "1"):
         raise EnvironmentVariableError(f"{_PREFIX}{name}={value!r} must be 0 or 1")
     return value == "1" if value else None
+
+
+def _choice(name: str, choices: tuple[str, ...]) -> str:
+    """One of the choices, the first by default."""
+    value = _read(name) or choices[0]
+    if value not in choices:
+        raise EnvironmentVariableError(
+            f"{_PREFIX}{name}={value!r} must be one of {', '.join(choices)}"
+        )
+    return value
 
 
 def _seconds(name: str, default: str) -> float:
@@ -285,10 +283,11 @@ def emulator_dir() -> Path:
 
 def _find(installed: str, checkout: str) -> Path:
     # An installed package never sees the second place: beside it lie other packages.
-    for folder in (PACKAGE_DIR / "_data" / installed, PACKAGE_DIR.parent / checkout):
+    folders = (PACKAGE_DIR / "_data" / installed, PACKAGE_DIR.parent / checkout)
+    for folder in folders:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"flashattn_jit's kernel sources are missing: neither {PACKAGE_DIR / '_data' / installed} "
-        f"nor {PACKAGE_DIR.parent / checkout} exists; reinstall the package"
+        f"flashattn_jit's kernel sources are missing: neither "
+        f"{' nor '.join(map(str, folders))} exists; reinstall the package"
     )

@@ -7,7 +7,7 @@ refused or stopped, and nothing useful is in the outputs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 
 class FlashAttnJitError(Exception):
@@ -38,6 +38,7 @@ class TargetError(FlashAttnJitError, ValueError):
     """A target is unknown, or this machine cannot run it."""
 
 
+@dataclass(eq=False, repr=False)
 class CompileError(FlashAttnJitError, RuntimeError):
     """The compiler is missing or failed. Holds the first error line, the log's and source's path.
 
@@ -45,20 +46,12 @@ class CompileError(FlashAttnJitError, RuntimeError):
     ("hook:SoftCap.score_mod", 3); None where the compiler named none.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        first_error: str = "",
-        location: tuple[str, int] | None = None,
-        log_path: str = "",
-        source_path: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.first_error = first_error
-        self.location = location
-        self.log_path = log_path
-        self.source_path = source_path
+    message: str
+    _: KW_ONLY
+    first_error: str = ""
+    location: tuple[str, int] | None = None
+    log_path: str = ""
+    source_path: str = ""
 
 
 class WarmError(CompileError):
@@ -111,6 +104,7 @@ class Nearest:
     differences: tuple[Difference, ...]
 
 
+@dataclass(eq=False, repr=False)
 class MissingKernelError(CacheError):
     """The cache lacks a kernel and FLASHATTN_JIT_COMPILE=never forbids to compile it.
 
@@ -119,24 +113,14 @@ class MissingKernelError(CacheError):
     differs (None where the layers are empty), `command` is the shell command that builds it.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        spec: str = "",
-        key: str = "",
-        target: str = "",
-        layers: Sequence[Searched] = (),
-        nearest: Nearest | None = None,
-        command: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.spec = spec
-        self.key = key
-        self.target = target
-        self.layers = tuple(layers)
-        self.nearest = nearest
-        self.command = command
+    message: str
+    _: KW_ONLY
+    spec: str = ""
+    key: str = ""
+    target: str = ""
+    layers: Sequence[Searched] = ()
+    nearest: Nearest | None = None
+    command: str = ""
 
 
 class PackError(CacheError):
@@ -162,6 +146,7 @@ class EmulatorError(FlashAttnJitError, RuntimeError):
     """The emulator cannot run a kernel, such as for an instruction that it does not know."""
 
 
+@dataclass(eq=False, repr=False)
 class EmulatorFault(EmulatorError):
     """A kernel did in the emulator what it must not: a bad access, a race, a deadlock.
 
@@ -169,26 +154,15 @@ class EmulatorFault(EmulatorError):
     `address` and `allocation` (a tensor's name) say where. What does not apply is empty or None.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        kind: str = "",
-        kernel: str = "",
-        source: str = "",
-        block: tuple[int, int, int] | None = None,
-        thread: int | None = None,
-        address: int | None = None,
-        allocation: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.kernel = kernel
-        self.source = source
-        self.block = block
-        self.thread = thread
-        self.address = address
-        self.allocation = allocation
+    message: str
+    _: KW_ONLY
+    kind: str = ""
+    kernel: str = ""
+    source: str = ""
+    block: tuple[int, int, int] | None = None
+    thread: int | None = None
+    address: int | None = None
+    allocation: str = ""
 
 
 class GradError(FlashAttnJitError, RuntimeError):

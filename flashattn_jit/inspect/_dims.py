@@ -15,6 +15,15 @@ _NAMES = Dims._fields[:7]
 DEFAULT = Dims(2, 4, 2, 77, 131, 64, 64)
 
 
+def shapes(d: Dims) -> tuple[tuple[int, int, int, int], ...]:
+    """Of q, k and v."""
+    return (
+        (d.batch, d.num_q_heads, d.q_len, d.head_dim),
+        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim),
+        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v),
+    )
+
+
 def held_dims(variant: Variant, params: Mapping[str, object]) -> dict[str, int]:
     """The sizes that a variant's tensors have, by the names of their declared dims.
 

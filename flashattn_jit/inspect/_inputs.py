@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops.attention import Offset
 from ._cases import Case, Layout
+from ._dims import shapes
 
 NAN = float("nan")
 
@@ -39,12 +40,7 @@ def masked_key(kv_idx: Tensor) -> Tensor:
 def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
     """The case's tensors, from `generator` alone."""
     d = case.dims
-    shapes = (
-        (d.batch, d.num_q_heads, d.q_len, d.head_dim),
-        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim),
-        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v),
-    )
-    values = [_values(s, generator, case.extreme and i < 2) for i, s in enumerate(shapes)]
+    values = [_values(s, generator, case.extreme and i < 2) for i, s in enumerate(shapes(d))]
     q, k, v = (_laid_out(x.to(dtype), case.layout) for x in values)
     if case.layout == "expanded":
         k, v = (x[:1].expand_as(x) for x in (k, v))

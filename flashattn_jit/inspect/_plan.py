@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from .. import _C
-from ..errors import CompileError
-from ..jit.module import find_kernel
 from ..ops._call import Requests, dense_lengths, read_lengths
 from ..ops._launch import plan_call
 from ..ops._plan import Options
@@ -29,16 +27,6 @@ class Layout:
     lengths: _C.BatchLengths
 
     @property
-    def kv_len(self) -> tuple[int, ...]:
-        """Of each request."""
-        return tuple(self.lengths.kv_len)
-
-    @property
-    def q_offset(self) -> tuple[int, ...]:
-        """Of each request."""
-        return tuple(self.lengths.q_offset)
-
-    @property
     def dims(self) -> Dims:
         """The sizes, for binding a variant."""
         batch, heads, q_len, head_dim = self.q.shape
@@ -50,16 +38,17 @@ class Layout:
         """The planner's view."""
         d = self.dims
         return Problem(
-            (d.q_len,) * d.batch, self.kv_len, d.num_q_heads, d.num_kv_heads, d.head_dim,
-            d.head_dim_v, *(DTYPE_NAMES[t.dtype] for t in (self.q, self.k, self.v)),
+            (d.q_len,) * d.batch, tuple(self.lengths.kv_len), d.num_q_heads, d.num_kv_heads,
+            d.head_dim, d.head_dim_v, *(DTYPE_NAMES[t.dtype] for t in (self.q, self.k, self.v)),
         )  # fmt: skip
 
     def mask_params(self, bound: Bound) -> MaskParams:
         """What the mask reads."""
-        d = self.dims
+        d, lengths = self.dims, self.lengths
         return MaskParams(
-            bound.tensors, bound.scalars, (d.q_len,) * d.batch, self.kv_len, self.q_offset,
-            tuple(b * d.q_len for b in range(d.batch)), tuple(b * d.kv_len for b in range(d.batch)),
+            bound.tensors, bound.scalars, (d.q_len,) * d.batch, tuple(lengths.kv_len),
+            tuple(lengths.q_offset), tuple(b * d.q_len for b in range(d.batch)),
+            tuple(b * d.kv_len for b in range(d.batch)),
         )  # fmt: skip
 
 
@@ -83,21 +72,12 @@ class Schedule:
     critical_ns: float
 
 
-def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule | CompileError:
-    """The call's schedule, whose kernel is compiled if need be; or why it does not compile."""
+def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule:
+    """The call's schedule, whose kernel is compiled if need be. Raises CompileError."""
     d = layout.dims
     options = Options(
         d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, layout.q.dtype, layout.k.dtype,
         layout.v.dtype, d.device, target,
     )  # fmt: skip
-    try:
-        planned = plan_call(options, Requests(layout.lengths, d), bound, name).native
-    except CompileError as error:
-        return error
+    planned = plan_call(options, Requests(layout.lengths, d), bound, name).native
     return Schedule(**{f.name: getattr(planned, f.name) for f in fields(Schedule)})
-
-
-def artifact_path(document: str) -> str | None:
-    """Where the artifact of a kernel spec lies, when this process has loaded it."""
-    module = find_kernel(document)
-    return None if module is None else module.path

@@ -23,6 +23,7 @@ _FLIPPED_ROWS = 0.05
 """Share of rows in which rounding may change the largest of scores of 1e4."""
 
 Results = tuple[Tensor, ...]
+_Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class MisfitError(Exception):
@@ -65,11 +66,8 @@ class Runner:
             MisfitError: the variant cannot be used with the case's sizes.
         """
         try:
-            variant = self._variant(case)
-            variant.bind(case.dims, params)
-            wide, same = (
-                self._reference(case, variant, inputs, params, d) for d in (torch.float64, dtype)
-            )
+            self._variant(case).bind(case.dims, params)
+            wide, same = (self._reference(case, inputs, params, d) for d in (torch.float64, dtype))
         except Exception as error:  # hooks are the user's code: they may raise anything
             raise MisfitError(first_line(error)) from error
         return wide, same
@@ -92,16 +90,11 @@ class Runner:
         trim = _FLIPPED_ROWS if case.extreme and self._moves_scores(case, params) else 0.0
         results = _compared(got, wide, same, dtype, trim, None)
         if any(r.problem for r in results):
-            moved = score_rounding(wide, lambda off: self._off(case, off, inputs, params))
+            moved = score_rounding(
+                wide, lambda off: self._reference(case, inputs, params, torch.float64, off)
+            )
             results = _compared(got, wide, same, dtype, trim, moved)
         return results
-
-    def _off(
-        self, case: Case, off: ScoreError, inputs: Inputs, params: Mapping[str, Any]
-    ) -> Results:
-        """The fp64 results with scores that are off."""
-        variant = self._variant(case)
-        return self._reference(case, variant, inputs, params, torch.float64, off)
 
     def _moves_scores(self, case: Case, params: Mapping[str, Any]) -> bool:
         """Whether q or k are rounded anew, so that large scores are no longer exact."""
@@ -114,22 +107,19 @@ class Runner:
     def _reference(
         self,
         case: Case,
-        variant: Variant,
         inputs: Inputs,
         params: Mapping[str, Any],
         dtype: torch.dtype,
         score_error: ScoreError | None = None,
     ) -> Results:
-        q, k, v = inputs.q, inputs.clean_k, inputs.clean_v
+        variant, tensors = self._variant(case), (inputs.q, inputs.clean_k, inputs.clean_v)
         if case.packed:
-            q_lens, kv_lens = packed_lengths(case.dims)
-            out, lse = varlen_reference(
-                _tokens(q, q_lens), _tokens(k, kv_lens), _tokens(v, kv_lens), _indptr(q_lens),
-                _indptr(kv_lens), variant, dtype=dtype, params=params, score_error=score_error,
-            )  # fmt: skip
-            return _as_dense(out, lse)
+            return _as_dense(*varlen_reference(
+                *_packed(case.dims, *tensors), variant, dtype=dtype, params=params,
+                score_error=score_error,
+            ))  # fmt: skip
         out, lse = attention_reference(
-            q, k, v, variant, q_offset=inputs.q_offset, kv_len=inputs.kv_len, dtype=dtype,
+            *tensors, variant, q_offset=inputs.q_offset, kv_len=inputs.kv_len, dtype=dtype,
             params=params, score_error=score_error,
         )  # fmt: skip
         return (out,) if lse is None else (out, lse)
@@ -137,38 +127,24 @@ class Runner:
     def _kernel(
         self, case: Case, inputs: Inputs, params: Mapping[str, Any], with_lse: bool
     ) -> Results:
-        variant, threads = self._variant(case), torch.get_num_threads()
-        if case.threads is not None:
-            torch.set_num_threads(case.threads)
+        variant, tensors = self._variant(case), (inputs.q, inputs.k, inputs.v)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(case.threads or threads)
         try:
             with torch.no_grad():
                 if case.packed:
-                    return self._packed(case, variant, inputs, params, with_lse)
+                    result = varlen_attention(
+                        *_packed(case.dims, *tensors), variant, return_lse=with_lse,
+                        target=self.target, **params,
+                    )  # fmt: skip
+                    return _as_dense(*result) if isinstance(result, tuple) else _as_dense(result)
                 result = attention(
-                    inputs.q, inputs.k, inputs.v, variant, q_offset=inputs.q_offset,
-                    kv_len=inputs.kv_len, return_lse=with_lse, target=self.target, **params,
+                    *tensors, variant, q_offset=inputs.q_offset, kv_len=inputs.kv_len,
+                    return_lse=with_lse, target=self.target, **params,
                 )  # fmt: skip
         finally:
-            if case.threads is not None:
-                torch.set_num_threads(threads)
+            torch.set_num_threads(threads)
         return result if isinstance(result, tuple) else (result,)
-
-    def _packed(
-        self,
-        case: Case,
-        variant: Variant,
-        inputs: Inputs,
-        params: Mapping[str, Any],
-        with_lse: bool,
-    ) -> Results:
-        q_lens, kv_lens = packed_lengths(case.dims)
-        q = _tokens(inputs.q, q_lens)
-        k, v = (_tokens(x, kv_lens) for x in (inputs.k, inputs.v))
-        result = varlen_attention(
-            q, k, v, _indptr(q_lens), _indptr(kv_lens), variant, return_lse=with_lse,
-            target=self.target, **params,
-        )  # fmt: skip
-        return _as_dense(*result) if isinstance(result, tuple) else _as_dense(result, None)
 
 
 def _compared(
@@ -189,7 +165,14 @@ def packed_lengths(dims: Dims) -> tuple[list[int], list[int]]:
     return [q_lens[i % 3] for i in range(dims.batch)], [kv_lens[i % 3] for i in range(dims.batch)]
 
 
-def _as_dense(out: Tensor, lse: Tensor | None) -> Results:
+def _packed(dims: Dims, q: Tensor, k: Tensor, v: Tensor) -> _Packed:
+    """What `varlen_attention` takes for a packed case: q, k, v, q_indptr, kv_indptr."""
+    q_lens, kv_lens = packed_lengths(dims)
+    tokens = _tokens(q, q_lens), _tokens(k, kv_lens), _tokens(v, kv_lens)
+    return *tokens, _indptr(q_lens), _indptr(kv_lens)
+
+
+def _as_dense(out: Tensor, lse: Tensor | None = None) -> Results:
     """Packed results [tokens, heads, ...] as a batch of one [1, heads, tokens, ...]."""
     results = (out,) if lse is None else (out, lse)
     return tuple(x.transpose(0, 1)[None] for x in results)

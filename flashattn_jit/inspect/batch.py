@@ -12,7 +12,7 @@ from ..ops._plan import KINDS, Kernel, Variation
 from ..planner import Problem, candidates
 from ..planner.costs import merge_cost
 from ..variants.dtypes import DTYPE_NAMES
-from ._table import kib, table
+from ._table import kib, si, table
 
 Work = NDArray[np.int32]
 _REQUEST, _ROWS, _KEYS = 0, slice(3, 5), slice(5, 7)
@@ -140,11 +140,7 @@ def _balance(planned: Variation, launches: list[Launch]) -> list[str]:
 
 
 def _time(ns: float) -> str:
-    """Nanoseconds in the unit that reads best."""
-    for factor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
-        if ns >= factor:
-            return f"{ns / factor:.3g} {unit}"
-    return f"{ns:.3g} ns"
+    return si(ns * 1e-9, "s")
 
 
 def _why(planned: Variation, launches: list[Launch]) -> list[str]:

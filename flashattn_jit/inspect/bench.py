@@ -22,7 +22,7 @@ from ..ops.attention import attention
 from ..variants.library import Causal, Full
 from ..variants.params import Dims
 from ..variants.spec import Variant
-from ._dims import complete_dims
+from ._dims import complete_dims, shapes
 from ._table import si, table
 from .explanation import explain
 
@@ -84,8 +84,8 @@ class BenchReport:
             low, high = timing.spread_s
             ratio = timing.median_s / own
             cells.append([
-                timing.name, _small(timing.median_s),
-                f"{_small(low)} .. {_small(high)}", f"{self.roofline_share(timing):.0%}",
+                timing.name, si(timing.median_s, "s"),
+                f"{si(low, 's')} .. {si(high, 's')}", f"{self.roofline_share(timing):.0%}",
                 f"{ratio:.2f}x", str(len(timing.times_s)), timing.note,
             ])  # fmt: skip
         head = (
@@ -98,7 +98,7 @@ class BenchReport:
         )
         tail = [
             f"  {self.bound} bound, {self.visited_share:.0%} of the tiles visited, at least "
-            f"{_small(self.attainable_s)}",
+            f"{si(self.attainable_s, 's')}",
             *(f"  {name} did not run: {why}" for name, why in self.skipped),
         ]
         return "\n".join([head, body, *tail])
@@ -142,16 +142,8 @@ def bench(
     )  # fmt: skip
 
 
-def _shapes(d: Dims) -> tuple[tuple[int, int, int, int], ...]:
-    return (
-        (d.batch, d.num_q_heads, d.q_len, d.head_dim),
-        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim),
-        (d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v),
-    )
-
-
 def _check_size(d: Dims, dtype: torch.dtype) -> None:
-    size = sum(math.prod(shape) for shape in _shapes(d)) * dtype.itemsize
+    size = sum(math.prod(shape) for shape in shapes(d)) * dtype.itemsize
     if size > _INPUT_BYTES:
         raise InputError(f"q, k and v take {si(size, 'B')} of memory; bench takes up to 8.6 GB")
 
@@ -159,7 +151,7 @@ def _check_size(d: Dims, dtype: torch.dtype) -> None:
 def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(0)
     q, k, v = (
-        torch.randn(s, generator=generator, device="cpu").to(device, dtype) for s in _shapes(d)
+        torch.randn(s, generator=generator, device="cpu").to(device, dtype) for s in shapes(d)
     )
     return q, k, v
 
@@ -225,14 +217,6 @@ def _ignore(text: str) -> None:
 
 def _nothing() -> None:
     """Calls on CPU tensors are over when they return."""
-
-
-def _small(value: float) -> str:
-    """Seconds, such as ``1.52 ms``."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= factor:
-            return f"{value / factor:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
 
 
 __all__ = ["BenchReport", "Timing", "bench"]

@@ -15,6 +15,7 @@ from ..codegen.spec import KernelSpec
 from ..codegen.target import matrix_dtype
 from ..errors import CompileError, InputError
 from ..jit.entry import KernelKey
+from ..jit.module import find_kernel
 from ..jit.toolchain import key_of
 from ..ops._check import check_dense
 from ..planner import (
@@ -31,8 +32,8 @@ from ..planner.tiles import request_of
 from ..variants.ir import VariantIR, format_graph
 from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
-from ._dims import complete_dims
-from ._plan import Layout, Schedule, artifact_path, layout_of, plan
+from ._dims import complete_dims, shapes
+from ._plan import Layout, Schedule, layout_of, plan
 from ._table import kib, si, table
 from .device_plan import DevicePlan, device_plan, machine
 from .plots import draw, require_matplotlib
@@ -59,7 +60,8 @@ class Plan:
     @property
     def artifact(self) -> str | None:
         """Where the kernel lies on disk; None where it does not compile."""
-        return artifact_path(self.spec.document())
+        module = find_kernel(self.spec.document())
+        return None if module is None else module.path
 
     @property
     def balance(self) -> float:
@@ -214,7 +216,7 @@ def explain(
     bound = variant.bind(layout.dims, params)
     problem = layout.problem()
     spec = choose(bound.ir, problem, target, (), variant.name)
-    tiles = _tiles(layout, bound, spec, problem.group_size)
+    tiles = _tiles(layout, bound, spec)
     matrix = matrix_dtype(target, problem.q_dtype)
     share = tiles.counts.visited_share
     explanation = Explanation(
@@ -248,10 +250,12 @@ def _plan(
     key = key_of(request_of(spec))
     if isinstance(hardware, Device):
         return device_plan(options, spec, key, hardware, problem)
-    planned = plan(layout, bound, name, spec.target)
-    if isinstance(planned, CompileError):
-        return Plan(options, spec, key, None, planned, torch.get_num_threads())
-    return Plan(options, spec, key, planned, None, torch.get_num_threads())
+    call = error = None
+    try:
+        call = plan(layout, bound, name, spec.target)
+    except CompileError as failure:
+        error = failure
+    return Plan(options, spec, key, call, error, torch.get_num_threads())
 
 
 def _layout(
@@ -268,25 +272,21 @@ def _layout(
         raise InputError("explain needs q, k and v, or dims=; give one or the other")
     if q is None or k is None or v is None:
         d = complete_dims(dims)
-        q = torch.empty(d.batch, d.num_q_heads, d.q_len, d.head_dim, dtype=dtype, device="meta")
-        k = torch.empty(d.batch, d.num_kv_heads, d.kv_len, d.head_dim, dtype=dtype, device="meta")
-        v = torch.empty(d.batch, d.num_kv_heads, d.kv_len, d.head_dim_v, dtype=dtype, device="meta")
+        q, k, v = (torch.empty(s, dtype=dtype, device="meta") for s in shapes(d))
     else:
         check_dense(q, k, v)
     return layout_of(q, k, v, kv_len, q_offset)
 
 
-def _tiles(layout: Layout, bound: Bound, spec: KernelSpec, group_size: int) -> Tiles:
+def _tiles(layout: Layout, bound: Bound, spec: KernelSpec) -> Tiles:
     mask = bound.ir.hook("mask_mod")
     note = ""
     if bound.ir.cpp_hook("mask_mod") is not None:
         note = "the mask is C++ text, which is not analysed: its code runs on every tile"
-    d = layout.dims
     # A tile packs the heads of a group, so it spans fewer query positions than it has rows.
-    return analyse(
-        mask, layout.mask_params(bound), (d.q_len,) * d.batch, layout.kv_len, layout.q_offset,
-        d.num_q_heads, max(1, spec.tile_q // group_size), spec.tile_kv, note,
-    )  # fmt: skip
+    tile_q = max(1, spec.tile_q // layout.dims.group_size)
+    params = layout.mask_params(bound)
+    return analyse(mask, params, layout.dims.num_q_heads, tile_q, spec.tile_kv, note)
 
 
 def _param_values(bound: Bound) -> tuple[tuple[str, str], ...]:

@@ -92,19 +92,16 @@ class Tiles:
 def analyse(
     mask: Graph | None,
     params: MaskParams,
-    q_len: Sequence[int],
-    kv_len: Sequence[int],
-    q_offset: Sequence[int],
     num_q_heads: int,
     tile_q: int,
     tile_kv: int,
     note: str = "",
 ) -> Tiles:
-    """The tiles of requests of these lengths. `mask` is None where every tile is visited whole.
+    """The tiles of requests of the params' lengths. `mask` is None where all are visited whole.
 
     Time and memory follow the mask's border, not the number of tiles.
     """
-    groups = _groups(q_len, kv_len, q_offset)
+    q_len, kv_len, q_offset = params.q_len, params.kv_len, params.q_offset
     if mask is None:
         total = sum(-(-q // tile_q) * -(-k // tile_kv) for q, k in zip(q_len, kv_len, strict=True))
         counts = Counts(0, 0, total * num_q_heads)
@@ -115,7 +112,7 @@ def analyse(
             Grid(q_offset[b0], q_offset[b0] + q_len[b0], 0, kv_len[b0], tile_q, tile_kv,
                  b_begin=b0, b_end=b1, h_begin=0, h_end=num_q_heads),
         )
-        for b0, b1 in groups
+        for b0, b1 in _groups(q_len, kv_len, q_offset)
     )  # fmt: skip
     counts = Counts(*(sum(column) for column in zip(*(r.counts() for r in runs), strict=True)))
     return Tiles(tile_q, tile_kv, counts, _per_head(runs), runs, note)

@@ -13,10 +13,12 @@ from flashattn_jit.variants.params import Dims
 from tests.memory import peak_bytes
 
 
-def bound(variant, batch, heads, q_len, kv_len):
-    """The mask and its params for one problem."""
-    found = variant.bind(Dims(batch, heads, heads, q_len, kv_len, 64, 64), {})
-    return found.ir.hook("mask_mod"), MaskParams(found.tensors, found.scalars)
+def bound(variant, heads, q_len, kv_len, q_offset):
+    """The mask and its params for requests of these lengths."""
+    dims = Dims(len(q_len), heads, heads, max(q_len), max(kv_len), 64, 64)
+    found = variant.bind(dims, {})
+    params = MaskParams(found.tensors, found.scalars, q_len, kv_len, q_offset)
+    return found.ir.hook("mask_mod"), params
 
 
 def brute_force(mask, heads, q_len, kv_len, q_offset, tile_q, tile_kv):
@@ -42,16 +44,16 @@ def causal(b, h, q_idx, kv_idx):
 
 
 def test_counts_equal_brute_force_for_every_head():
-    mask, params = bound(fa.variant(mask_mod=window_by_head), 1, 3, 100, 130)
-    tiles = analyse(mask, params, [100], [130], [30], 3, 16, 24)
+    mask, params = bound(fa.variant(mask_mod=window_by_head), 3, [100], [130], [30])
+    tiles = analyse(mask, params, 3, 16, 24)
     expected = brute_force(window_by_head, 3, 100, 130, 30, 16, 24)
     assert tiles.per_head == tuple(Counts(*map(int, line)) for line in expected)
     assert tiles.counts == Counts(*map(int, expected.sum(0)))
 
 
 def test_requests_of_different_lengths_are_summed():
-    mask, params = bound(fa.variant(mask_mod=causal), 3, 2, 50, 90)
-    tiles = analyse(mask, params, [50, 50, 50], [90, 90, 20], [40, 40, -30], 2, 16, 16)
+    mask, params = bound(fa.variant(mask_mod=causal), 2, [50] * 3, [90, 90, 20], [40, 40, -30])
+    tiles = analyse(mask, params, 2, 16, 16)
     expected = 2 * (
         2 * brute_force(causal, 1, 50, 90, 40, 16, 16) + brute_force(causal, 1, 50, 20, -30, 16, 16)
     )
@@ -60,14 +62,14 @@ def test_requests_of_different_lengths_are_summed():
 
 
 def test_without_a_mask_every_tile_is_full():
-    tiles = analyse(None, MaskParams(), [33], [65], [0], 4, 16, 16)
+    tiles = analyse(None, MaskParams((), (), [33], [65], [0]), 4, 16, 16)
     assert tiles.counts == Counts(0, 0, 4 * 3 * 5)
     assert tiles.counts.visited_share == 1.0
 
 
 def test_coverage_is_the_share_of_visited_tiles():
-    mask, params = bound(fa.variant(mask_mod=causal), 1, 1, 640, 640)
-    tiles = analyse(mask, params, [640], [640], [0], 1, 16, 16)
+    mask, params = bound(fa.variant(mask_mod=causal), 1, [640], [640], [0])
+    tiles = analyse(mask, params, 1, 16, 16)
     fine = tiles.coverage(40, 40)
     assert np.array_equal(fine, np.tril(np.ones((40, 40))))
     coarse = tiles.coverage(7, 9)
@@ -79,8 +81,8 @@ def test_coverage_is_the_share_of_visited_tiles():
 
 
 def test_the_map_shows_visited_tiles():
-    mask, params = bound(fa.variant(mask_mod=causal), 1, 1, 64, 64)
-    text = str(analyse(mask, params, [64], [64], [0], 1, 16, 16))
+    mask, params = bound(fa.variant(mask_mod=causal), 1, [64], [64], [0])
+    text = str(analyse(mask, params, 1, 16, 16))
     assert [line.strip() for line in text.splitlines()[-4:]] == [
         "|#   |",
         "|##  |",
@@ -92,17 +94,17 @@ def test_the_map_shows_visited_tiles():
 
 @pytest.mark.parametrize("lengths", [(0, 50), (50, 0), (0, 0)])
 def test_empty_problems_have_no_tiles(lengths):
-    mask, params = bound(fa.variant(mask_mod=causal), 1, 1, *lengths)
-    tiles = analyse(mask, params, [lengths[0]], [lengths[1]], [0], 1, 16, 16)
+    mask, params = bound(fa.variant(mask_mod=causal), 1, [lengths[0]], [lengths[1]], [0])
+    tiles = analyse(mask, params, 1, 16, 16)
     assert tiles.counts.total == 0
     assert "visited" in str(tiles)
 
 
 def test_a_million_tokens_need_no_quadratic_memory():
-    mask, params = bound(fa.SlidingWindow(4096), 1, 1, 2**20, 2**20)
+    mask, params = bound(fa.SlidingWindow(4096), 1, [2**20], [2**20], [0])
 
     def look():
-        tiles = analyse(mask, params, [2**20], [2**20], [0], 1, 128, 128)
+        tiles = analyse(mask, params, 1, 128, 128)
         tiles.coverage(256, 256)
         assert tiles.counts.total == 2**26
 
