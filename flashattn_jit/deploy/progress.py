@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from .report import KernelResult
 
@@ -29,87 +29,59 @@ class WarmEvent:
 Progress = bool | Callable[[WarmEvent], object] | None
 
 
-class Display(Protocol):
-    """Something that shows events, and is told when there are no more."""
-
-    def __call__(self, event: WarmEvent) -> object: ...
-
-    def close(self) -> None: ...
+Show = Callable[[WarmEvent], object]
 
 
-def display(progress: Progress, total: int) -> Display:
-    """What `progress` asks for: see `warm`."""
+@contextmanager
+def display(progress: Progress, total: int) -> Iterator[Show]:
+    """What `progress` asks for, see `warm`: called with each event, until the block is left."""
     if callable(progress):
-        return _Call(progress)
-    if progress is False or not total:
-        return _Call(lambda event: None)
-    if sys.stderr is not None and sys.stderr.isatty():
-        return _Bar(total)
-    return _Lines()
+        yield progress
+    elif progress is False or not total:
+        yield lambda event: None
+    elif sys.stderr is not None and sys.stderr.isatty():
+        with _bar(total) as show:
+            yield show
+    else:
+        yield _line
 
 
-class _Call:
-    def __init__(self, function: Callable[[WarmEvent], object]) -> None:
-        self._function = function
-
-    def __call__(self, event: WarmEvent) -> object:
-        return self._function(event)
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines:
+def _line(event: WarmEvent) -> None:
     """A line a kernel."""
-
-    def __call__(self, event: WarmEvent) -> None:
-        if event.finished is not None and sys.stderr is not None:
-            width = len(str(event.total))
-            sys.stderr.write(f"[{event.done:{width}}/{event.total}] {event.finished}\n")
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        pass
+    if event.finished is not None and sys.stderr is not None:
+        width = len(str(event.total))
+        sys.stderr.write(f"[{event.done:{width}}/{event.total}] {event.finished}\n")
+        sys.stderr.flush()
 
 
-class _Bar:
+@contextmanager
+def _bar(total: int) -> Iterator[Show]:
     """One bar, below it what is compiling."""
+    from rich import progress
+    from rich.console import Console
+    from rich.table import Column
 
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-        from rich.progress import (
-            Progress as Bar,
-        )
-        from rich.table import Column
+    with progress.Progress(
+        progress.BarColumn(bar_width=24),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("/"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn(
+            "{task.description}", markup=False, table_column=Column(no_wrap=True)
+        ),
+        console=Console(stderr=True),
+    ) as bar:
+        task = bar.add_task("", total=total)
 
-        self._bar: Any = Bar(
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("/"),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-            console=Console(stderr=True),
-        )
-        self._task = self._bar.add_task("", total=total)
-        self._bar.start()
+        def show(event: WarmEvent) -> None:
+            if event.finished is not None and event.finished.failed:
+                bar.console.print(str(event.finished), markup=False, highlight=False)
+            bar.update(
+                task, completed=event.done, description=_names(event.compiling), refresh=True
+            )
 
-    def __call__(self, event: WarmEvent) -> None:
-        if event.finished is not None and event.finished.failed:
-            self._bar.console.print(str(event.finished), markup=False, highlight=False)
-        self._bar.update(
-            self._task, completed=event.done, description=_names(event.compiling), refresh=True
-        )
-
-    def close(self) -> None:
-        self._bar.stop()
+        yield show
 
 
 def _names(compiling: Sequence[str]) -> str:

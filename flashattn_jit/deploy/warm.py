@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
-from contextlib import closing
 from typing import Any
 
 from .. import env
@@ -213,7 +212,7 @@ def _build_all(
         return results
     pool = executor or WorkerPool(workers)
     pending: dict[Future[Result], _Task] = {}
-    with closing(display(progress, total)) as show:
+    with display(progress, total) as show:
         try:
             for task in tasks:
                 text = task.text(ship=executor is not None)
