@@ -28,7 +28,7 @@ from .bounds_terms import (
     Test,
     size,
 )
-from .ir import Graph, GraphBuilder, Node
+from .ir import REDUCTIONS, Graph, GraphBuilder, Node, rearranged
 
 _COMPARISONS = ("ge", "gt", "le", "lt", "eq", "ne")
 _MAX_CONST = 2**62
@@ -358,8 +358,6 @@ class Translator:
 
 # --- vectors --------------------------------------------------------------------------------------
 
-_REDUCE = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or",
-           "all": "and"}  # fmt: skip
 _MAX_ELEMENTS = 64
 
 
@@ -393,19 +391,12 @@ def _elements(builder: GraphBuilder, node: Node, args: list[list[int]]) -> list[
 
     if node.op == "iota":
         return [builder.add("const", dtype=node.dtype, value=i) for i in range(length)]
-    if node.op == "slice":
-        start, step = node.int_attr("start"), node.int_attr("step")
-        return [args[0][start + step * i] for i in range(length)]
-    if node.op == "cat":
-        return [x for a in args for x in a]
-    if node.op == "interleave":
-        return [a[i] for i in range(len(args[0])) for a in args]
-    if node.op == "broadcast":
-        return [args[0][0]] * length
-    if node.op in _REDUCE:
+    if (moved := rearranged(node, args)) is not None:
+        return moved
+    if node.op in REDUCTIONS:
         total = args[0][0]
         for x in args[0][1:]:
-            total = builder.add(_REDUCE[node.op], (total, x), node.dtype)
+            total = builder.add(REDUCTIONS[node.op], (total, x), node.dtype)
         return [total]
     if node.op == "gather" and node.shape:
         columns = [builder.add("const", dtype="int64", value=i) for i in range(length)]

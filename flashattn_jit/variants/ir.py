@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
 """Dtypes of values inside a hook. Half-precision and fp8 tensors are read as float32."""
@@ -36,6 +38,10 @@ MAX_NAME = 200
 INPUTS = ("score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "lse")
 """What a hook is a function of. `h` is the query head, `kv_h` the key-value head, `row` one fp32
 row of q, k, v or the output, `lse` the row's log-sum-exp."""
+
+REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or",
+              "all": "and"}  # fmt: skip
+"""Reductions of a vector, with the operation that joins two elements."""
 
 Attr = bool | int | float | str | tuple[int, ...]
 
@@ -85,7 +91,7 @@ OPS: Mapping[str, OpInfo] = {
     "interleave": OpInfo("vector", -1),  # n vectors of length m -> n*m: a0 b0 a1 b1 ...
     "broadcast": OpInfo("vector", 1, ("length",)),
     "iota": OpInfo("leaf", 0, ("length",)),  # 0, 1, 2, ...
-    **{name: OpInfo("reduce", 1) for name in ("sum", "prod", "amax", "amin", "any", "all")},
+    **{name: OpInfo("reduce", 1) for name in REDUCTIONS},
 }
 
 
@@ -115,6 +121,18 @@ class Node:
         value = self.attr(name)
         assert isinstance(value, int)
         return value
+
+
+def rearranged(node: Node, args: Sequence[Sequence[T]]) -> list[T] | None:
+    """The elements of a node that only moves those of its arguments; None for other nodes."""
+    if node.op == "slice":
+        start, step = node.int_attr("start"), node.int_attr("step")
+        return [args[0][start + step * i] for i in range(node.shape[0])]
+    if node.op == "cat":
+        return [x for a in args for x in a]
+    if node.op == "interleave":
+        return [x for group in zip(*args, strict=True) for x in group]
+    return [args[0][0]] * node.shape[0] if node.op == "broadcast" else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .ir import BUILTINS, Attr, Graph, Node, TensorParam
+from .ir import BUILTINS, REDUCTIONS, Attr, Graph, Node, TensorParam
 
 CPP_TYPE = {
     "bool": "bool",
@@ -102,9 +102,12 @@ UNROLLED = {"cuda": 4, "cpu": 32}
 rows of a tile, and gathers are what such a hook costs: there only very long ones are loops.
 """
 
-JOIN = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or_",
-        "all": "and_"}  # fmt: skip
-"""The function of `fajit::ops` that joins two values, by reduction."""
+
+def joined(node: Node) -> str:
+    """The C++ function that joins two values of a reduction."""
+    name = REDUCTIONS[node.op]
+    return f"ops::{_RENAMED.get(name, name)}"
+
 
 Divide = Callable[[Node, list[str]], tuple[Node, list[str]]]
 """Makes a division cheaper, where its operands let it: see `lower_pair`."""
@@ -139,7 +142,7 @@ class Loop:
             return None
         value = self._entry(source, "i")
         lines = "".join(f"\n      {line}" for line in self._lines)
-        join = f"[](auto a, auto b) {{ return ops::{JOIN[node.op]}(a, b); }}"
+        join = f"[](auto a, auto b) {{ return {joined(node)}(a, b); }}"
         return (
             f"ops::fold<{vector.shape[0]}>({join}, [&]([[maybe_unused]] int i) {{{lines}\n"
             f"      return {value};\n    }})"

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 
-from .ir import Graph, Node, TensorParam, VariantIR
-from .lower_expr import CPP_TYPE, JOIN, TAG, UNROLLED, Loop, Uniforms, literal, map_op, read_op
+from .ir import REDUCTIONS, Graph, Node, TensorParam, VariantIR, rearranged
+from .lower_expr import CPP_TYPE, TAG, UNROLLED, Loop, Uniforms, joined, literal, map_op, read_op
 
 
 class Level(IntEnum):
@@ -157,16 +157,9 @@ def _lower_node(
     if text := read_op(node, names, block.tensors):
         param = node.op == "scalar"
         return [block.emit(text, names, CPP_TYPE[node.dtype] if param else "", param)]
-    if node.op == "slice":
-        start, step = node.int_attr("start"), node.int_attr("step")
-        return [args[0][start + step * i] for i in range(length)]
-    if node.op == "cat":
-        return [name for a in args for name in a]
-    if node.op == "interleave":
-        return [a[i] for i in range(len(args[0])) for a in args]
-    if node.op == "broadcast":
-        return [args[0][0]] * length
-    if node.op in JOIN:
+    if (moved := rearranged(node, args)) is not None:
+        return moved
+    if node.op in REDUCTIONS:
         return [_reduce(block, graph, node, values)]
     dtypes = [graph.nodes[a].dtype for a in node.args]
     out = []
@@ -211,7 +204,7 @@ def _reduce(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> 
             return block.emit(text, list(loop.uses))
     total = names[0]
     for name in names[1:]:
-        total = block.emit(f"ops::{JOIN[node.op]}({total}, {name})", [total, name])
+        total = block.emit(f"{joined(node)}({total}, {name})", [total, name])
     return total
 
 

@@ -16,8 +16,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .ir import Graph, Node, TensorParam
-from .lower_expr import CPP_TYPE, JOIN, TAG, literal, map_op, read_op
+from .ir import REDUCTIONS, Graph, Node, TensorParam
+from .lower_expr import CPP_TYPE, TAG, joined, literal, map_op, read_op
 
 ARGUMENTS = {
     "query_mod": "int32_t b, int32_t h, int32_t q_idx",
@@ -93,7 +93,7 @@ class RowLowering:
         if node.op == "const":
             self.names[i] = literal(node.attr("value"), node.dtype)
             return
-        if node.op in JOIN:
+        if node.op in REDUCTIONS:
             text = self._reduction(node)
         elif node.op == "gather":
             slot = node.int_attr("slot")
@@ -127,7 +127,7 @@ class RowLowering:
             parts.append(f"ops::reduce_{node.op}<{kind}, {hi - lo}>({body})")
         text = parts[0]
         for part in parts[1:]:
-            text = f"ops::{JOIN[node.op]}({text}, {part})"
+            text = f"{joined(node)}({text}, {part})"
         return text
 
     # --- vectors -----------------------------------------------------------------------------

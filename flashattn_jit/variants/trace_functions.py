@@ -1,8 +1,14 @@
-"""torch functions that are compositions of IR operations: activations, special values, norms."""
+"""torch functions that are compositions of IR operations: activations, special values, norms.
+
+They are written with the operators and methods that values have (`trace_values.attach`), as a hook
+would write them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from flashattn_jit.variants.ir import is_float
@@ -12,171 +18,141 @@ from flashattn_jit.variants.trace_ops import (
     cast,
     compare,
     const,
+    div,
     emit,
     logical,
     op,
     val,
+    where,
 )
-from flashattn_jit.variants.trace_values import HANDLERS, Value, tracer
+from flashattn_jit.variants.trace_values import Value, tracer
 
 _FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
 
 
-def _call(name: str, *args: Any, **kwargs: Any) -> Any:
-    return HANDLERS[name](*args, **kwargs)
-
-
 @op("relu")
-def _relu(input: Any, inplace: bool = False) -> Value:
-    return _call("clamp", input, min=0)  # type: ignore[no-any-return]
+def _relu(input: Any, inplace: bool = False) -> Any:
+    x: Any = val(input)
+    return x.clamp(min=0)
 
 
 @op("relu6")
-def _relu6(input: Any, inplace: bool = False) -> Value:
-    return _call("clamp", input, min=0, max=6)  # type: ignore[no-any-return]
+def _relu6(input: Any, inplace: bool = False) -> Any:
+    x: Any = val(input)
+    return x.clamp(min=0, max=6)
+
+
+@op("square")
+def _square(input: Any) -> Any:
+    return binary("mul", input, input)
 
 
 @op("leaky_relu")
 def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
-    x = val(input)
-    return _call("where", compare("gt", x, 0), x, binary("mul", x, negative_slope))
+    x: Any = val(input)
+    return where(x > 0, x, x * negative_slope)
 
 
 @op("elu")
 def _elu(input: Any, alpha: Any = 1.0, inplace: bool = False) -> Any:
-    x = as_float(input)
-    return _call("where", compare("gt", x, 0), x, binary("mul", _call("expm1", x), alpha))
-
-
-@op("silu", "swish")
-def _silu(input: Any, inplace: bool = False) -> Value:
-    x = as_float(input)
-    return binary("mul", x, _call("sigmoid", x))
+    x: Any = as_float(input)
+    return where(x > 0, x, x.expm1() * alpha)
 
 
 @op("gelu")
-def _gelu(input: Any, approximate: str = "none") -> Value:
-    x = as_float(input)
+def _gelu(input: Any, approximate: str = "none") -> Any:
+    x: Any = as_float(input)
     if approximate == "tanh":
-        inner = binary("add", x, binary("mul", 0.044715, _call("pow", x, 3)))
-        t = _call("tanh", binary("mul", inner, math.sqrt(2 / math.pi)))
+        t = ((x + 0.044715 * x**3) * math.sqrt(2 / math.pi)).tanh()
     else:
-        t = _call("erf", binary("mul", x, math.sqrt(0.5)))
-    return binary("mul", binary("mul", 0.5, x), binary("add", t, 1))
+        t = (x * math.sqrt(0.5)).erf()
+    return 0.5 * x * (t + 1)
 
 
 @op("softplus")
 def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Any:
-    x = as_float(input)
-    scaled = x if type(beta) is int and beta == 1 else binary("mul", x, beta)
-    soft = _call("log1p", _call("exp", scaled))
-    if scaled is not x:
-        soft = _call("div", soft, beta)
-    return _call("where", compare("gt", scaled, threshold), x, soft)
+    x: Any = as_float(input)
+    scaled = x if type(beta) is int and beta == 1 else x * beta
+    soft = scaled.exp().log1p()
+    return where(scaled > threshold, x, soft if scaled is x else soft / beta)
 
 
-@op("log_sigmoid", "logsigmoid")
-def _log_sigmoid(input: Any) -> Value:
-    x = as_float(input)
-    tail = _call("log1p", _call("exp", _call("neg", _call("abs", x))))
-    return binary("sub", _call("clamp", x, max=0), tail)
+_OF_FLOAT: Mapping[str, Callable[[Any], Any]] = {
+    "silu": lambda x: x * x.sigmoid(),
+    "hardsigmoid": lambda x: (x + 3).clamp(min=0, max=6) / 6,
+    "hardswish": lambda x: x * _OF_FLOAT["hardsigmoid"](x),
+    "mish": lambda x: x * _softplus(x).tanh(),
+    "softsign": lambda x: x / (x.abs() + 1),
+    "tanhshrink": lambda x: x - x.tanh(),
+    "log_sigmoid": lambda x: x.clamp(max=0) - (-x.abs()).exp().log1p(),
+    "erfc": lambda x: 1 - x.erf(),
+    "reciprocal": lambda x: 1 / x,
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+}
+"""Functions of one value, which integers enter as float32."""
+
+_ALIASES = {"silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"]}
 
 
-@op("hardsigmoid")
-def _hardsigmoid(input: Any, inplace: bool = False) -> Any:
-    return _call("div", _call("clamp", binary("add", as_float(input), 3), min=0, max=6), 6)
+def _of_float(formula: Callable[[Any], Any], input: Any, inplace: bool = False) -> Any:
+    return formula(as_float(input))
 
 
-@op("hardswish")
-def _hardswish(input: Any, inplace: bool = False) -> Value:
-    x = as_float(input)
-    return binary("mul", x, _hardsigmoid(x))
-
-
-@op("mish")
-def _mish(input: Any, inplace: bool = False) -> Value:
-    x = as_float(input)
-    return binary("mul", x, _call("tanh", _softplus(x)))
-
-
-@op("softsign")
-def _softsign(input: Any) -> Any:
-    x = as_float(input)
-    return _call("div", x, binary("add", _call("abs", x), 1))
-
-
-@op("tanhshrink")
-def _tanhshrink(input: Any) -> Value:
-    x = as_float(input)
-    return binary("sub", x, _call("tanh", x))
-
-
-@op("erfc", "special_erfc")
-def _erfc(input: Any) -> Value:
-    return binary("sub", 1, _call("erf", input))
+for _name, _formula in _OF_FLOAT.items():
+    op(_name, *_ALIASES.get(_name, ()))(partial(_of_float, _formula))
 
 
 @op("logit", "special_logit")
 def _logit(input: Any, eps: Any = None) -> Any:
-    x = as_float(input)
+    x: Any = as_float(input)
     if eps is not None:
-        x = _call("clamp", x, min=eps, max=binary("sub", 1, eps))
-    return _call("log", _call("div", x, binary("sub", 1, x)))
+        x = x.clamp(min=eps, max=1 - eps)
+    return (x / (1 - x)).log()
 
 
 @op("logaddexp")
 def _logaddexp(input: Any, other: Any) -> Any:
-    a, b = as_float(input), as_float(other)
-    top = binary("maximum", a, b)
-    low = _call("neg", _call("abs", binary("sub", a, b)))
-    total = binary("add", top, _call("log1p", _call("exp", low)))
+    a: Any = as_float(input)
+    b = as_float(other)
+    total = binary("maximum", a, b) + (-(a - b).abs()).exp().log1p()
     # inf - inf: both are the same infinity, which is the answer.
-    same = _call("logical_and", compare("eq", a, b), _call("isinf", a))
-    return _call("where", same, a, total)
+    return where((a == b) & a.isinf(), a, total)
 
 
 @op("xlogy", "special_xlogy")
 def _xlogy(input: Any, other: Any) -> Any:
-    x, y = as_float(input), as_float(other)
-    product = _call("where", compare("eq", x, 0), 0.0, binary("mul", x, _call("log", y)))
-    return _call("where", _call("isnan", y), y, product)
+    x: Any = as_float(input)
+    y: Any = as_float(other)
+    return where(y.isnan(), y, where(x == 0, 0.0, x * y.log()))
 
 
 @op("hypot")
 def _hypot(input: Any, other: Any) -> Any:
-    a, b = as_float(input), as_float(other)
-    return _call("sqrt", binary("add", binary("mul", a, a), binary("mul", b, b)))
+    a: Any = as_float(input)
+    b: Any = as_float(other)
+    return (a * a + b * b).sqrt()
 
 
 @op("copysign")
 def _copysign(input: Any, other: Any) -> Any:
-    size, sign = _call("abs", as_float(input)), as_float(other)
+    x: Any = as_float(input)
+    size, sign = x.abs(), as_float(other)
     # 1 / -0.0 is -inf: the sign of a zero counts.
-    negative = compare("lt", _call("where", compare("eq", sign, 0), _call("div", 1, sign), sign), 0)
-    return _call("where", negative, _call("neg", size), size)
-
-
-@op("deg2rad")
-def _deg2rad(input: Any) -> Value:
-    return binary("mul", as_float(input), math.pi / 180)
-
-
-@op("rad2deg")
-def _rad2deg(input: Any) -> Value:
-    return binary("mul", as_float(input), 180 / math.pi)
+    negative = compare("lt", where(compare("eq", sign, 0), div(1, sign), sign), 0)
+    return where(negative, -size, size)
 
 
 @op("heaviside")
 def _heaviside(input: Any, values: Any) -> Any:
-    x = val(input)
-    step = cast(compare("gt", x, 0), x.name)
-    return _call("where", compare("eq", x, 0), values, step)
+    x: Any = val(input)
+    return where(x == 0, values, cast(x > 0, x.name))
 
 
 @op("lerp")
-def _lerp(input: Any, end: Any, weight: Any) -> Value:
-    start = val(input)
-    return binary("add", start, binary("mul", weight, binary("sub", end, start)))
+def _lerp(input: Any, end: Any, weight: Any) -> Any:
+    start: Any = val(input)
+    return start + weight * (end - start)
 
 
 @op("addcmul")
@@ -186,13 +162,13 @@ def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value
 
 @op("addcdiv")
 def _addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
-    return binary("add", input, binary("mul", value, _call("div", tensor1, tensor2)))
+    return binary("add", input, binary("mul", value, div(tensor1, tensor2)))
 
 
 @op("isfinite")
-def _isfinite(input: Any) -> Value:
-    x = val(input)
-    return _call("logical_not", _call("logical_or", _call("isnan", x), _call("isinf", x)))  # type: ignore[no-any-return]
+def _isfinite(input: Any) -> Any:
+    x: Any = val(input)
+    return ~(x.isnan() | x.isinf())
 
 
 @op("isposinf")
@@ -207,7 +183,7 @@ def _isneginf(input: Any) -> Any:
 
 @op("nan_to_num")
 def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
-    x = val(input)
+    x: Any = val(input)
     if not is_float(x.name):
         return x
     top = _FLOAT_MAX[x.name]
@@ -215,46 +191,45 @@ def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = N
     def chosen(value: Any, default: float) -> Value:
         return const(default, x.name) if value is None else cast(val(value), x.name)
 
-    finite = emit("where", (_call("isnan", x), chosen(nan, 0.0), x), x.name)
+    finite = emit("where", (x.isnan(), chosen(nan, 0.0), x), x.name)
     finite = emit("where", (compare("eq", x, math.inf), chosen(posinf, top), finite), x.name)
     return emit("where", (compare("eq", x, -math.inf), chosen(neginf, -top), finite), x.name)
 
 
 @op("frac")
-def _frac(input: Any) -> Value:
-    return binary("sub", input, _call("trunc", input))
+def _frac(input: Any) -> Any:
+    x: Any = val(input)
+    return x - x.trunc()
 
 
 @op("isin", elementwise=False)
 def _isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: Any) -> Any:
-    found = _call("any", compare("eq", val(elements), val(test_elements)))
-    return _call("logical_not", found) if invert else found
+    found = compare("eq", val(elements), val(test_elements)).any()
+    return ~found if invert else found
 
 
 # --- normalisations of a row ----------------------------------------------------------------------
 
 
 @op("rms_norm", elementwise=False)
-def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Value:
-    x = val(input)
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    x: Any = val(input)
     _whole_row(x, normalized_shape)
     eps = 1.1920928955078125e-07 if eps is None else eps
-    mean = _call("mean", binary("mul", x, x), -1, keepdim=True)
-    out = binary("mul", x, _call("rsqrt", binary("add", mean, eps)))
-    return out if weight is None else binary("mul", out, weight)
+    out = x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+    return out if weight is None else out * weight
 
 
 @op("layer_norm", elementwise=False)
 def _layer_norm(
     input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5
-) -> Value:
-    x = val(input)
+) -> Any:
+    x: Any = val(input)
     _whole_row(x, normalized_shape)
-    centred = binary("sub", x, _call("mean", x, -1, keepdim=True))
-    variance = _call("mean", binary("mul", centred, centred), -1, keepdim=True)
-    out = binary("mul", centred, _call("rsqrt", binary("add", variance, eps)))
-    out = out if weight is None else binary("mul", out, weight)
-    return out if bias is None else binary("add", out, bias)
+    centred = x - x.mean(-1, keepdim=True)
+    out = centred * ((centred * centred).mean(-1, keepdim=True) + eps).rsqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
 
 
 def _whole_row(x: Value, normalized_shape: Any) -> None:
@@ -268,11 +243,11 @@ def _whole_row(x: Value, normalized_shape: Any) -> None:
 
 @op("normalize", elementwise=False)
 def _normalize(input: Any, p: Any = 2.0, dim: int = -1, eps: Any = 1e-12, out: Any = None) -> Any:
-    x = as_float(input)
-    norm = _call("norm", x, p, dim, keepdim=True)
-    return _call("div", x, _call("clamp", norm, min=eps))
+    x: Any = as_float(input)
+    return x / x.norm(p, dim, keepdim=True).clamp(min=eps)
 
 
 @op("count_nonzero", elementwise=False)
 def _count_nonzero(input: Any, dim: Any = None) -> Any:
-    return _call("sum", logical(input), dim)
+    x: Any = logical(input)
+    return x.sum(dim)

@@ -408,16 +408,6 @@ def _atan2(input: Any, other: Any) -> Value:
     return emit("atan2", (cast(x, dtype), cast(y, dtype)), dtype)
 
 
-@op("reciprocal")
-def _reciprocal(input: Any) -> Value:
-    return div(1, as_float(input))
-
-
-@op("square")
-def _square(input: Any) -> Value:
-    return binary("mul", input, input)
-
-
 # --- conversions -----------------------------------------------------------------------------
 
 

@@ -8,13 +8,14 @@ numpy and lowered once, by `take`, to the fewest slices, interleaves and concate
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flashattn_jit.variants.ir import is_float
+from flashattn_jit.variants.ir import REDUCTIONS, is_float
 from flashattn_jit.variants.trace_ops import (
     as_float,
     binary,
@@ -246,68 +247,71 @@ def _expand_as(input: Any, other: Any) -> Value:
     return expand(val(input), tuple(val(other).shape))
 
 
-@op("transpose", "swapaxes", "swapdims", elementwise=False)
-def _transpose(input: Any, dim0: int, dim1: int) -> Value:
-    v = full(val(input))
-    return take(v, np.swapaxes(element_numbers(v), dim0, dim1))
+def _moves(*names: str) -> Callable[[Callable[..., Numbers]], Callable[..., Numbers]]:
+    """Register what says of each element of the result which of the element numbers it has."""
+
+    def register(arrange: Callable[..., Numbers]) -> Callable[..., Numbers]:
+        def handler(input: Any, *args: Any, **kwargs: Any) -> Value:
+            v = full(val(input))
+            return take(v, arrange(element_numbers(v), *args, **kwargs))
+
+        op(*names, elementwise=False)(handler)
+        return arrange
+
+    return register
 
 
-@op("t", elementwise=False)
-def _t(input: Any) -> Value:
-    v = full(val(input))
-    return take(v, element_numbers(v).T)
+_moves("t")(np.transpose)
+_moves("movedim", "moveaxis")(np.moveaxis)
 
 
-@op("permute", elementwise=False)
-def _permute(input: Any, *dims: Any) -> Value:
-    v = full(val(input))
-    return take(v, np.transpose(element_numbers(v), ints(*dims)))
+@_moves("transpose", "swapaxes", "swapdims")
+def _transpose(numbers: Numbers, dim0: int, dim1: int) -> Numbers:
+    return np.swapaxes(numbers, dim0, dim1)
 
 
-@op("movedim", elementwise=False)
-def _movedim(input: Any, source: Any, destination: Any) -> Value:
-    v = full(val(input))
-    return take(v, np.moveaxis(element_numbers(v), source, destination))
+@_moves("permute")
+def _permute(numbers: Numbers, *dims: Any) -> Numbers:
+    return np.transpose(numbers, ints(*dims))
 
 
-@op("flip", elementwise=False)
-def _flip(input: Any, *dims: Any) -> Value:
-    v = full(val(input))
-    return take(v, np.flip(element_numbers(v), ints(*dims)))
+@_moves("flip")
+def _flip(numbers: Numbers, *dims: Any) -> Numbers:
+    return np.flip(numbers, ints(*dims))
 
 
-@op("roll", elementwise=False)
-def _roll(input: Any, shifts: Any, dims: Any = None) -> Value:
-    v = full(val(input))
+@_moves("roll")
+def _roll(numbers: Numbers, shifts: Any, dims: Any = None) -> Numbers:
     count = ints(*shifts) if isinstance(shifts, tuple | list) else int(shifts)
     axes = ints(*dims) if isinstance(dims, tuple | list) else dims
-    return take(v, np.roll(element_numbers(v), count, axes or None if axes == () else axes))
+    return np.roll(numbers, count, axes or None if axes == () else axes)
 
 
-@op("repeat_interleave", elementwise=False)
-def _repeat_interleave(input: Any, repeats: Any, dim: int | None = None) -> Value:
-    v = full(val(input))
-    return take(v, np.repeat(element_numbers(v), int(repeats), dim))
+@_moves("repeat_interleave")
+def _repeat_interleave(numbers: Numbers, repeats: Any, dim: int | None = None) -> Numbers:
+    return np.repeat(numbers, int(repeats), dim)
 
 
-@op("repeat", "tile", elementwise=False)
-def _repeat(input: Any, *repeats: Any) -> Value:
-    v = full(val(input))
-    return take(v, np.tile(element_numbers(v), ints(*repeats)))
+@_moves("repeat", "tile")
+def _repeat(numbers: Numbers, *repeats: Any) -> Numbers:
+    return np.tile(numbers, ints(*repeats))
 
 
-@op("narrow", elementwise=False)
-def _narrow(input: Any, dim: int, start: int, length: int) -> Value:
-    v = full(val(input))
-    where = [slice(None)] * len(v.shape)
+@_moves("narrow")
+def _narrow(numbers: Numbers, dim: int, start: int, length: int) -> Numbers:
+    where = [slice(None)] * numbers.ndim
     where[dim] = slice(int(start), int(start) + int(length))
-    return take(v, element_numbers(v)[tuple(where)])
+    return numbers[tuple(where)]
 
 
-@op("select", elementwise=False)
-def _select(input: Any, dim: int, index: int) -> Value:
-    v = full(val(input))
-    return take(v, np.take(element_numbers(v), int(index), dim))
+@_moves("select")
+def _select(numbers: Numbers, dim: int, index: int) -> Numbers:
+    return np.asarray(np.take(numbers, int(index), dim))
+
+
+@_moves("__getitem__")
+def _getitem(numbers: Numbers, index: Any) -> Numbers:
+    return np.asarray(numbers[_static_index(index)])
 
 
 @op("split", "split_with_sizes", elementwise=False)
@@ -382,12 +386,6 @@ def _static_index(index: Any) -> Any:
     return tuple(out)
 
 
-@op("__getitem__", elementwise=False)
-def _getitem(input: Any, index: Any) -> Value:
-    v = full(val(input))
-    return take(v, np.asarray(element_numbers(v)[_static_index(index)]))
-
-
 @op("__setitem__", elementwise=False)
 def _setitem(input: Any, index: Any, value: Any) -> None:
     v = full(val(input))
@@ -403,10 +401,12 @@ def _setitem(input: Any, index: Any, value: Any) -> None:
 # --- reductions: sums, extrema, norms, dot products ----------------------------------------------
 
 
-def reduce(name: str, input: Any, dim: Any, keepdim: bool, dtype: str | None = None) -> Value:
-    """Reduce over `dim` (None: all)."""
+def reduce(
+    name: str, input: Any, dim: Any = None, keepdim: bool = False, *, to: str | None = None
+) -> Value:
+    """Reduce over `dim` (None: all), converted `to` a dtype before."""
     v = full(val(input))
-    v = cast(v, dtype) if dtype is not None else v
+    v = cast(v, to) if to is not None else v
     rank = len(v.shape)
     if rank == 0:
         return v
@@ -424,30 +424,23 @@ def reduce(name: str, input: Any, dim: Any, keepdim: bool, dtype: str | None = N
             return Value(row.node, v.name, shape)
         node = tracer().emitter.emit(name, [row.node], v.name, ())
         return Value(node, v.name, shape)
-    pairwise = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum",
-                "any": "or", "all": "and"}[name]  # fmt: skip
     if numbers.shape[1] <= numbers.shape[0]:
         parts = [take(v, column) for column in numbers.T]
         total = parts[0]
         for part in parts[1:]:
-            total = emit(pairwise, (total, part), v.name)
+            total = emit(REDUCTIONS[name], (total, part), v.name)
         return Value(total.node, v.name, shape)
     nodes = [tracer().emitter.emit(name, [take(v, r).node], v.name, ()) for r in numbers]
     return Value(concatenate(nodes, v.name), v.name, shape)
 
 
-@op("sum", elementwise=False)
-def _sum(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+def _total(
+    name: str, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
     v = val(input)
     if dtype is not None:
         v = to_dtype(v, dtype)
-    return reduce("sum", v, dim, keepdim, None if is_float(v.name) else "int64")
-
-
-@op("prod", elementwise=False)
-def _prod(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    v = val(input)
-    return reduce("prod", v, dim, keepdim, None if is_float(v.name) else "int64")
+    return reduce(name, v, dim, keepdim, to=None if is_float(v.name) else "int64")
 
 
 @op("mean", elementwise=False)
@@ -474,37 +467,16 @@ def _extremum(name: str, pair: str, input: Any, *args: Any, **kw: Any) -> Any:
         return binary(pair, input, other)
     if args or "dim" in kw:
         tracer().refuse(f"`{name[1:]}` with a dim, which also gives indices", f"use `.{name}(dim)`")
-    return reduce(name, input, None, False)
+    return reduce(name, input)
 
 
-@op("max", elementwise=False)
-def _max(input: Any, *args: Any, **kw: Any) -> Any:
-    return _extremum("amax", "maximum", input, *args, **kw)
-
-
-@op("min", elementwise=False)
-def _min(input: Any, *args: Any, **kw: Any) -> Any:
-    return _extremum("amin", "minimum", input, *args, **kw)
-
-
-@op("amax", elementwise=False)
-def _amax(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return reduce("amax", input, dim, keepdim)
-
-
-@op("amin", elementwise=False)
-def _amin(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return reduce("amin", input, dim, keepdim)
-
-
-@op("any", elementwise=False)
-def _any(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return reduce("any", input, dim, keepdim, "bool")
-
-
-@op("all", elementwise=False)
-def _all(input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-    return reduce("all", input, dim, keepdim, "bool")
+for _name in ("sum", "prod"):
+    op(_name, elementwise=False)(partial(_total, _name))
+for _name in ("amax", "amin"):
+    op(_name, elementwise=False)(partial(reduce, _name))
+    op(_name[1:], elementwise=False)(partial(_extremum, _name, REDUCTIONS[_name]))
+for _name in ("any", "all"):
+    op(_name, elementwise=False)(partial(reduce, _name, to="bool"))
 
 
 @op("dot", "vdot", "inner", "linalg_vecdot", elementwise=False)
@@ -512,7 +484,7 @@ def _dot(input: Any, other: Any, dim: int = -1) -> Value:
     a, b = val(input), val(other)
     if len(a.shape) != 1 or len(b.shape) != 1:
         tracer().refuse("dot of values that are not vectors", "index down to one dim")
-    return _sum(binary("mul", a, b))
+    return _total("sum", binary("mul", a, b))
 
 
 @op("matmul", "__matmul__", "mm", "mv", "bmm", "einsum", "linear", elementwise=False)
