@@ -49,7 +49,8 @@ class WorkerPool(ThreadPoolExecutor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Builds a task: `submit(worker.build, task)`, nothing else."""
         assert fn.__name__ == "build" and not kwargs
-        return super().submit(self._build, *args)
+        (task,) = args
+        return super().submit(self._build, str(task))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Lets the workers end once their tasks are done, or drops what has not begun."""

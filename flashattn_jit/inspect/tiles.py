@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,7 +118,7 @@ def analyse(
     return Tiles(tile_q, tile_kv, counts, _per_head(runs), runs, note)
 
 
-def _groups(*lengths: Sequence[int]) -> list[tuple[int, int]]:
+def _groups(*lengths: Iterable[int]) -> list[tuple[int, int]]:
     """Half-open ranges of neighbouring requests whose lengths are all equal."""
     each = list(zip(*lengths, strict=True))
     starts = [i for i in range(len(each)) if i == 0 or each[i] != each[i - 1]]
