@@ -67,9 +67,7 @@ def _bar(total: int) -> Iterator[Show]:
         progress.TimeElapsedColumn(),
         progress.TextColumn("/"),
         progress.TimeRemainingColumn(),
-        progress.TextColumn(
-            "{task.description}", markup=False, table_column=Column(no_wrap=True)
-        ),
+        progress.TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         console=Console(stderr=True),
     ) as bar:
         task = bar.add_task("", total=total)
