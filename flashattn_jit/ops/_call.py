@@ -48,8 +48,20 @@ Strides = tuple[int, ...]
 Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Sizes and strides of param tensors and of their min/max tables."""
 
-BlockMaskLayout = tuple[tuple[int, ...], tuple[int, ...], int, int]
-"""Sizes and strides (request, head, q block, kv block) of a map of blocks, q_block, kv_block."""
+
+class BlockMaskLayout(NamedTuple):
+    """A map of blocks: its sizes and strides (request, head, q block, kv block) and a block's."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    q_block: int
+    kv_block: int
+
+    @property
+    def head_stride(self) -> int:
+        """0 where all heads visit the same blocks."""
+        return self.strides[1]
+
 
 Offset = int | torch.Tensor | Literal["end"]
 """Of ``q_idx``: an int, a tensor with one entry a request, or "end" for kv_len - q_len."""

@@ -8,8 +8,8 @@ import torch
 
 from .. import _C
 from ..errors import InputError
+from ..variants.modes import is_direct
 from . import _check
-from ._direct import is_direct
 from ._placement import on_cpu, place_utility
 
 

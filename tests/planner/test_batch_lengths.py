@@ -10,7 +10,7 @@ import pytest
 from flashattn_jit import _C
 from tests.slowness import slowdown
 
-from .batch_plans import Level, Paged, Ragged, array, indptr, lengths, make, seen
+from .batch_plans import FEW_ROW, Level, Paged, Ragged, array, indptr, lengths, make, seen
 
 
 def raw(q_indptr, storage, q_offset=None, levels=(), dtype=np.int32):
@@ -246,7 +246,7 @@ def test_key_lists_and_levels_together():
 
 def test_a_kind_that_is_not_there():
     with pytest.raises(ValueError, match=r"request 1 has q_len=100, which is prefill work"):
-        make([1, 100], Ragged([5, 5]), kinds=(None, (None, 8, 1, 16, 32, 1.0, 1.0, 1.0, 1.0)))
+        make([1, 100], Ragged([5, 5]), kinds=(None, FEW_ROW))
 
 
 @pytest.mark.parametrize(
