@@ -375,8 +375,9 @@ def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tens
     if isinstance(q_offset, torch.Tensor):
         array, held = host_array("q_offset", q_offset)
         values = held.numpy()
-        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-        check_offset(high if high > -low else low, "num_requests")
+        if values.size and (values.min() < -_LARGEST_OFFSET or values.max() > _LARGEST_OFFSET):
+            for i, offset in enumerate(values.tolist()):
+                _in_range(f"q_offset[{i}]", offset)
         return array, held
     if is_end(q_offset, "num_requests"):
         return None, None
@@ -405,9 +406,12 @@ def check_offset(q_offset: object, requests: str) -> int:
             f'q_offset must be an int, a tensor [{requests}] or "end", got '
             f"{type(q_offset).__name__}"
         )
-    return _check.check_int(
-        "q_offset", q_offset, -_LARGEST_OFFSET, _LARGEST_OFFSET, "is outside of [-2**30, 2**30]"
-    )
+    return _in_range("q_offset", q_offset)
+
+
+def _in_range(name: str, offset: object) -> int:
+    rule = "is outside of [-2**30, 2**30]"
+    return _check.check_int(name, offset, -_LARGEST_OFFSET, _LARGEST_OFFSET, rule)
 
 
 __all__ = [
