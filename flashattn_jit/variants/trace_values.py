@@ -388,8 +388,10 @@ def _captured(name: str) -> Callable[..., Any]:
 def _missing(self: Value, name: str) -> Any:
     if name.startswith("__") and name.endswith("__"):
         raise AttributeError(name)
-    if name in ("T", "mT"):
-        return HANDLERS["t"](self)
+    if name == "T":
+        return HANDLERS["permute"](self, *reversed(range(self.ndim)))
+    if name == "mT":
+        return HANDLERS["transpose"](self, -2, -1)
     if hasattr(torch.Tensor, name):
         if (updated_by(name) or name) in HANDLERS:
             return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
