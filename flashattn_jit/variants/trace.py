@@ -390,35 +390,6 @@ class Traced(NamedTuple):
     mask_params: frozenset[str] = frozenset()
 
 
-class TracedHook(NamedTuple):
-    """One hook's graph, with the tensors and numbers of its slots."""
-
-    graph: ir.Graph
-    tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[float, ...]
-
-
-def trace_hook(kind: str, fn: Callable[..., Any], row_length: int = 0) -> TracedHook:
-    """Trace one function as the hook `kind` (of `ir.HOOKS`), without a variant around it.
-
-    row_length: elements of the row, for row hooks. Raises TraceError as `Variant.bind` does. For
-    tools and tests: `Variant.bind` keeps what it has traced, this does not.
-
-    >>> trace_hook("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).graph
-    """
-    walk = Walk(fn)
-    tracer = Tracer(
-        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names,
-        owner=getattr(fn, "__name__", ""), codes=walk.codes,
-    )  # fmt: skip
-    graph = tracer.trace(kind, walk.build(tracer.captured, tracer.numbers), row_length)
-    made = _assemble(tracer, [(kind, graph)], (), ())
-    tensors, numbers = tuple(walk.tensors), tuple(walk.numbers)
-    if made.finish is not None:
-        tensors, numbers = made.finish(tensors, numbers)
-    return TracedHook(made.ir.hooks[0][1], tensors, numbers)
-
-
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
     """Trace every hook; numbers are runtime params unless the hooks cannot work that way."""
     try:

@@ -2,7 +2,8 @@
 
 A `Value` of logical shape (n, m, ...) is one flat vector node. Everything that only moves elements
 (slices, flips, transposes, stacks, rolls, views) is computed on an array of element numbers, by
-torch's own method, and lowered once, by `take`, to the fewest slices, interleaves and concatenations.
+torch's own methods, and lowered once, by `take`, to the fewest slices, interleaves and
+concatenations.
 """
 
 from __future__ import annotations
