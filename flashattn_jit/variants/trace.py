@@ -29,7 +29,7 @@ from flashattn_jit.variants import (
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.captures import Walk
+from flashattn_jit.variants.captures import Walk, unique_name
 from flashattn_jit.variants.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.extract import Finish, Node, Source, stride_pattern
 from flashattn_jit.variants.ir import is_float
@@ -387,7 +387,7 @@ class Traced(NamedTuple):
     ir: ir.VariantIR
     finish: Finish | None
     pins: Mapping[Source, None]
-    mask_params: frozenset[str] = frozenset()
+    mask_params: frozenset[str]
 
 
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
@@ -430,7 +430,7 @@ def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced
         graphs.append((kind, tracer.trace(kind, hook, length)))
     declared = _named_in_texts(variant, texts, view, tracer)
     mask_params = _mask_params(variant, walk, tracer, dict(graphs), dict(texts))
-    return _assemble(tracer, graphs, texts, declared)._replace(mask_params=mask_params)
+    return _assemble(tracer, graphs, texts, declared, mask_params)
 
 
 def _mask_params(
@@ -492,6 +492,7 @@ def _assemble(
     graphs: Sequence[tuple[str, ir.Graph]],
     texts: Sequence[tuple[str, str]],
     declared: Sequence[tuple[str, Captured | Number]],
+    mask_params: frozenset[str],
 ) -> Traced:
     tensors: dict[int, int] = {}
     scalars: dict[int, int] = {}
@@ -508,36 +509,23 @@ def _assemble(
             scalars.setdefault(tracer.scalar_slot(value), len(scalars))
     hosts = [tracer.tensor_slots[slot] for slot in tensors]
     numbers = [list(tracer.scalar_slots.values())[slot] for slot in scalars]
-    names = _Names()
+    taken = set[str]()
     made = ir.VariantIR(
         tuple((kind, ir.remap_slots(g, tensors, scalars)) for kind, g in graphs),
-        tuple(_tensor_param(host, sizes, names) for host, sizes in hosts),
-        tuple(_scalar_param(n, tracer.number_names, names) for n in numbers),
+        tuple(_tensor_param(host, sizes, taken) for host, sizes in hosts),
+        tuple(_scalar_param(n, tracer.number_names, taken) for n in numbers),
         tuple(texts),
     )
     finish = tracer.program.finish(
         len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.node for n in numbers]
     )
-    return Traced(made, finish, tracer.pins)
+    return Traced(made, finish, tracer.pins, mask_params)
 
 
-class _Names:
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def unique(self, name: str) -> str:
-        candidate, i = name, 1
-        while candidate in self._taken:
-            i += 1
-            candidate = f"{name}_{i}"
-        self._taken.add(candidate)
-        return candidate
-
-
-def _tensor_param(host: HostTensor, sizes: Mapping[int, int], names: _Names) -> ir.TensorParam:
+def _tensor_param(host: HostTensor, sizes: Mapping[int, int], taken: set[str]) -> ir.TensorParam:
     t = host.tensor
     return ir.TensorParam(
-        names.unique(host.name),
+        unique_name(host.name, taken),
         DTYPE_NAMES[t.dtype],
         t.dim(),
         stride_pattern(t),
@@ -545,11 +533,11 @@ def _tensor_param(host: HostTensor, sizes: Mapping[int, int], names: _Names) -> 
     )
 
 
-def _scalar_param(number: Number, number_names: Sequence[str], names: _Names) -> ir.ScalarParam:
+def _scalar_param(number: Number, number_names: Sequence[str], taken: set[str]) -> ir.ScalarParam:
     kinds = sorted(number.sources)
     name = "size" if kinds and kinds[0][0] == "size" else "number"
     if kinds and kinds[0][0] == "number":
         name = number_names[int(kinds[0][1])]
     return ir.ScalarParam(
-        names.unique(name), "float64" if isinstance(number.value, float) else "int64"
+        unique_name(name, taken), "float64" if isinstance(number.value, float) else "int64"
     )
