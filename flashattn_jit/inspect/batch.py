@@ -179,6 +179,3 @@ def _problem(planned: Variation, launch: Launch) -> Problem:
         (q_len[longest],), (kv_len[longest],), o.num_q_heads, o.num_kv_heads, o.head_dim,
         o.head_dim_v, *names,
     )  # fmt: skip
-
-
-__all__ = ["Launch", "explain_plan", "launches_of"]

@@ -76,6 +76,3 @@ def _draw(axes: Any, launch: Launch, begin: NDArray[np.float64]) -> NDArray[np.f
         )
     axes.plot([], [], "s", color=colours(0), label=launch.kind)
     return begin + launch.load_ns
-
-
-__all__ = ["plot_plan"]

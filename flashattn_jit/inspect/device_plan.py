@@ -129,6 +129,3 @@ def device_plan(
         merge_ns=merge_cost(device.target),
     )  # fmt: skip
     return DevicePlan(candidates, spec, key, device, found, native.num_work, native.most_splits)
-
-
-__all__ = ["DevicePlan", "device_plan", "machine"]

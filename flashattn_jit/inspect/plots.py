@@ -95,6 +95,3 @@ def _draw_tiles(axes: Any, figure: Any, tiles: Tiles) -> None:
         title=f"tiles {tiles.tile_q} x {tiles.tile_kv}: {tiles.counts.visited_share:.1%} visited",
         xlabel="kv_idx", ylabel="q_idx",
     )  # fmt: skip
-
-
-__all__ = ["draw", "require_matplotlib"]
