@@ -31,11 +31,19 @@ from flashattn_jit.variants import (
 from flashattn_jit.variants.builtins import CONTEXT
 from flashattn_jit.variants.captures import Walk, unique_name
 from flashattn_jit.variants.dtypes import DTYPE_NAMES
-from flashattn_jit.variants.extract import Finish, Node, Source, stride_pattern
+from flashattn_jit.variants.extract import (
+    Finish,
+    HostProgram,
+    HostTensor,
+    Node,
+    Source,
+    leaves,
+    map_tree,
+    stride_pattern,
+)
 from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.trace_errors import Where
-from flashattn_jit.variants.trace_host import HostProgram, HostTensor, map_tree
 from flashattn_jit.variants.trace_nodes import Emitter
 from flashattn_jit.variants.trace_ops import cast
 from flashattn_jit.variants.trace_values import (
@@ -283,16 +291,11 @@ class Tracer:
         if name in _RANDOM:
             self.refuse(f"`{name}`", "random numbers cannot be part of a kernel; capture a tensor")
         traced = False
-
-        def look(x: Any) -> Any:
-            nonlocal traced
+        for x in leaves((args, kwargs)):
             if isinstance(x, Value) or type(x) is Captured and not x.on_host:
                 traced = True
             elif isinstance(x, torch.Tensor):
                 self._refuse_unknown(x)
-            return x
-
-        map_tree((tuple(args), kwargs), look)
         if kwargs.get("out") is not None:
             self.refuse(f"`{name}(out=...)`", "use the returned value")
         if name in READS:

@@ -17,9 +17,8 @@ import torch
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.dtypes import TORCH_DTYPES
-from flashattn_jit.variants.extract import UNARY, Node, Source, constant
+from flashattn_jit.variants.extract import UNARY, HostNumber, HostTensor, Node, Source, constant
 from flashattn_jit.variants.modes import outside_modes
-from flashattn_jit.variants.trace_host import HostNumber, HostTensor
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
@@ -260,6 +259,11 @@ with outside_modes():
     _EXAMPLE = torch.empty(0, device="cpu")
 STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
 """Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
+
+
+def pinned(x: Any) -> Any:
+    """A captured number as its value, specialised on; anything else as it is."""
+    return x.pin() if type(x) is Number else x
 
 
 def _node(x: Any) -> Node:

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flashattn_jit.variants.extract import map_tree
 from flashattn_jit.variants.ir import REDUCTIONS, is_float
-from flashattn_jit.variants.trace_host import map_tree
 from flashattn_jit.variants.trace_ops import (
     as_float,
     binary,
