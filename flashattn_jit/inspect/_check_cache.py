@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,7 +16,9 @@ from ..codegen.target import default_target
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
 from ..jit.entry import CorruptEntryError
 from ..jit.installed import installed_packs
+from ..jit.locks import candidates, not_ours
 from ..jit.pack_file import PackFile
+from ..jit.remote import public_url, unreadable
 from ..jit.store import Store
 from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
@@ -242,8 +243,6 @@ def _is_stale(pack: PackFile) -> bool:
 
 
 def _remote(url: str) -> Check:
-    from ..jit.remote import public_url, unreadable
-
     if reason := unreadable(url):
         return error(
             f"{public_url(url)} cannot be read: {reason}",
@@ -267,14 +266,8 @@ def _cannot_make(root: Path) -> str:
 
 def locks() -> Check:
     """The folder of build locks, which must be local to the machine."""
-    chosen = env.lock_dir()
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    parents = ([runtime] if runtime else []) + ["/dev/shm", tempfile.gettempdir()]
-    candidates = [chosen] if chosen else [
-        Path(parent) / f"flashattn_jit-{os.geteuid()}" for parent in parents
-    ]  # fmt: skip
     refused = []
-    for folder in candidates:
+    for folder in candidates():
         if problem := _lock_problem(folder):
             refused.append(f"{folder}: {problem}")
             continue
@@ -297,12 +290,8 @@ def _lock_problem(folder: Path) -> str:
         status = folder.lstat()
     except OSError:
         return _cannot_make(folder)
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is not a folder"
-    if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others may write to it"
+    if reason := not_ours(status):
+        return reason
     return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
 
 
@@ -332,7 +321,7 @@ def environment() -> list[Check]:
                     "name a manifest, or a file in a folder that can be written; or unset it",
                 )
             )
-    shown = ", ".join(f"{name}={_public(os.environ[name])}" for name in given)
+    shown = ", ".join(f"{name}={public_url(os.environ[name])}" for name in given)
     return found or [ok(shown or f"no {_PREFIX}* variable is set")]
 
 
@@ -359,12 +348,3 @@ _READERS: tuple[Callable[[], object], ...] = (
     default_target,
     _check_record,
 )
-
-
-def _public(value: str) -> str:
-    """A value without what may be secret in a URL."""
-    if "://" not in value:
-        return value
-    from ..jit.remote import public_url
-
-    return public_url(value)
