@@ -13,6 +13,7 @@ from pathlib import Path
 from .. import env
 from ..codegen.document import spec_from_document
 from ..codegen.target import default_target
+from ..env import format_bytes
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
 from ..jit.entry import CorruptEntryError
 from ..jit.installed import installed_packs
@@ -22,7 +23,6 @@ from ..jit.remote import public_url, unreadable
 from ..jit.store import Store
 from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
-from ._table import kib
 from .doctor import Check, error, named, ok, warning
 
 _PREFIX = "FLASHATTN_JIT_"
@@ -93,7 +93,7 @@ def _folder(root: Path, *, writable: bool) -> Iterator[Check]:
     count, size, corrupt, unread = _contents(store)
     yield ok(
         f"{root} (mode {mode:04o}, {system.kind or 'unknown file system'}): {count} kernels, "
-        f"{kib(size)}"
+        f"{format_bytes(size)}"
     )
     if corrupt:
         yield warning(
@@ -158,7 +158,8 @@ def _leftovers(store: Store, size: int) -> Iterator[Check]:
     cap = env.cache_max_bytes()
     if cap is not None and size > cap:
         yield warning(
-            f"holds {kib(size)}, over the limit of {kib(cap)} ({_PREFIX}CACHE_MAX_BYTES)",
+            f"holds {format_bytes(size)}, over the limit of {format_bytes(cap)} "
+            f"({_PREFIX}CACHE_MAX_BYTES)",
             f"flashattn-jit cache gc --max-bytes {cap}",
         )
     quarantined = len(list(store.base.glob(".quarantine/*")))
@@ -187,7 +188,7 @@ def _system_problems(root: Path, system: FileSystem) -> Iterator[Check]:
         )
     elif system.free < _LEAST_FREE or system.free_inodes < _LEAST_INODES:
         yield warning(
-            f"{kib(system.free)} and {system.free_inodes} files are free where {root} is",
+            f"{format_bytes(system.free)} and {system.free_inodes} files are free where {root} is",
             "flashattn-jit cache gc --max-bytes 100M, or free space there",
         )
     if system.noatime:
@@ -225,7 +226,7 @@ def _pack(path: Path, of: str = "") -> Iterator[Check]:
             "flashattn-jit pack --wheel",
         )
     else:
-        detail = f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}"
+        detail = f"{path}: a pack of {count} kernels, {format_bytes(path.stat().st_size)}"
         yield ok(f"{detail}, of {of}" if of else detail)
 
 
