@@ -113,6 +113,15 @@ def parse_bytes(text: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
+def format_bytes(value: float) -> str:
+    """Bytes, such as ``312 KiB`` or ``1.2 GiB``."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= factor:
+            digits = ".3g" if value < 1000 * factor else ".0f"
+            return f"{value / factor:{digits}} {unit}"
+    return f"{value:.0f} B"
+
+
 def cache_path() -> tuple[Path, ...]:
     """Folders and pack files that are searched after the user's folder, in order.
 

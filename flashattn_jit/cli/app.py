@@ -143,6 +143,3 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
 @click.version_option(package_name="flashattn_jit", prog_name="flashattn-jit")
 def app() -> None:
     """Kernels of flashattn_jit: check, compile ahead, keep, ship, explain, measure."""
-
-
-__all__ = ["App", "Command", "Group", "app", "fail"]

@@ -51,7 +51,7 @@ def ls(targets: tuple[str, ...], layer: str | None) -> None:
         narrower=(("compiler", 0), ("compiled", 0), ("layer", 0), ("size", 0), ("key", 12),
                   ("variant", 20), ("kernel", 12), ("variant", 8)),
     )  # fmt: skip
-    total = output.size(sum(one.size for one in found))
+    total = env.format_bytes(sum(one.size for one in found))
     output.summary(f"{len(found)} kernels, {total}; the user's folder is {env.cache_dir()}")
 
 
@@ -240,7 +240,7 @@ def _row(one: Listed) -> list[str]:
         document.get("target", ""),
         kernel_words(document) + stepped,
         one.variant,
-        output.size(one.size),
+        env.format_bytes(one.size),
         str(one.meta.get("created", ""))[:19],
         one.entry.compiler_id,
         one.layer,
@@ -301,7 +301,7 @@ def _show(one: Listed) -> None:
         pairs.append(("stepped down", f"spills; {step['key'][:SHOWN_KEY]} takes its place"))
     pairs += [("complaint", str(c)) for c in meta.get("complaints", ())]
     pairs += [
-        ("file", f"{name}, {output.size(f['bytes'])}, sha256 {f['sha256'][:16]}")
+        ("file", f"{name}, {env.format_bytes(f['bytes'])}, sha256 {f['sha256'][:16]}")
         for name, f in sorted(meta.get("files", {}).items())
     ]
     pairs.append(("spec", json.dumps(spec_of(document), sort_keys=True)))
@@ -328,11 +328,13 @@ def _fault(one: Listed) -> str:
 def _collected(found: Collected) -> None:
     did = "would be removed" if found.dry_run else "removed"
     lines = [
-        f"{found.removed} kernels ({output.size(found.removed_bytes)}) {did}, {found.kept} "
-        f"({output.size(found.kept_bytes)}) kept"
+        f"{found.removed} kernels ({env.format_bytes(found.removed_bytes)}) {did}, {found.kept} "
+        f"({env.format_bytes(found.kept_bytes)}) kept"
     ]
     if found.leftover_bytes:
-        lines.append(f"{output.size(found.leftover_bytes)} of abandoned and corrupt builds {did}")
+        lines.append(
+            f"{env.format_bytes(found.leftover_bytes)} of abandoned and corrupt builds {did}"
+        )
     if found.in_use or found.young:
         lines.append(
             f"kept beyond the limit: {found.in_use} kernels in use, {found.young} made just now"

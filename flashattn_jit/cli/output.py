@@ -168,15 +168,3 @@ def activity(what: str) -> Iterator[Callable[[str], object]]:
     finally:
         if terminal:
             write("")
-
-
-def size(value: float) -> str:
-    """Bytes, such as ``312 KiB`` or ``1.2 GiB``."""
-    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= factor:
-            return (
-                f"{value / factor:.3g} {unit}"
-                if value < 1000 * factor
-                else f"{value / factor:.0f} {unit}"
-            )
-    return f"{value:.0f} B"

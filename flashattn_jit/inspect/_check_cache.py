@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -14,14 +13,16 @@ from pathlib import Path
 from .. import env
 from ..codegen.document import spec_from_document
 from ..codegen.target import default_target
+from ..env import format_bytes
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
 from ..jit.entry import CorruptEntryError
 from ..jit.installed import installed_packs
+from ..jit.locks import candidates, not_ours
 from ..jit.pack_file import PackFile
+from ..jit.remote import public_url, unreadable
 from ..jit.store import Store
 from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
-from ._table import kib
 from .doctor import Check, error, named, ok, warning
 
 _PREFIX = "FLASHATTN_JIT_"
@@ -92,7 +93,7 @@ def _folder(root: Path, *, writable: bool) -> Iterator[Check]:
     count, size, corrupt, unread = _contents(store)
     yield ok(
         f"{root} (mode {mode:04o}, {system.kind or 'unknown file system'}): {count} kernels, "
-        f"{kib(size)}"
+        f"{format_bytes(size)}"
     )
     if corrupt:
         yield warning(
@@ -157,7 +158,8 @@ def _leftovers(store: Store, size: int) -> Iterator[Check]:
     cap = env.cache_max_bytes()
     if cap is not None and size > cap:
         yield warning(
-            f"holds {kib(size)}, over the limit of {kib(cap)} ({_PREFIX}CACHE_MAX_BYTES)",
+            f"holds {format_bytes(size)}, over the limit of {format_bytes(cap)} "
+            f"({_PREFIX}CACHE_MAX_BYTES)",
             f"flashattn-jit cache gc --max-bytes {cap}",
         )
     quarantined = len(list(store.base.glob(".quarantine/*")))
@@ -186,7 +188,7 @@ def _system_problems(root: Path, system: FileSystem) -> Iterator[Check]:
         )
     elif system.free < _LEAST_FREE or system.free_inodes < _LEAST_INODES:
         yield warning(
-            f"{kib(system.free)} and {system.free_inodes} files are free where {root} is",
+            f"{format_bytes(system.free)} and {system.free_inodes} files are free where {root} is",
             "flashattn-jit cache gc --max-bytes 100M, or free space there",
         )
     if system.noatime:
@@ -224,7 +226,7 @@ def _pack(path: Path, of: str = "") -> Iterator[Check]:
             "flashattn-jit pack --wheel",
         )
     else:
-        detail = f"{path}: a pack of {count} kernels, {kib(path.stat().st_size)}"
+        detail = f"{path}: a pack of {count} kernels, {format_bytes(path.stat().st_size)}"
         yield ok(f"{detail}, of {of}" if of else detail)
 
 
@@ -242,8 +244,6 @@ def _is_stale(pack: PackFile) -> bool:
 
 
 def _remote(url: str) -> Check:
-    from ..jit.remote import public_url, unreadable
-
     if reason := unreadable(url):
         return error(
             f"{public_url(url)} cannot be read: {reason}",
@@ -267,14 +267,8 @@ def _cannot_make(root: Path) -> str:
 
 def locks() -> Check:
     """The folder of build locks, which must be local to the machine."""
-    chosen = env.lock_dir()
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    parents = ([runtime] if runtime else []) + ["/dev/shm", tempfile.gettempdir()]
-    candidates = [chosen] if chosen else [
-        Path(parent) / f"flashattn_jit-{os.geteuid()}" for parent in parents
-    ]  # fmt: skip
     refused = []
-    for folder in candidates:
+    for folder in candidates():
         if problem := _lock_problem(folder):
             refused.append(f"{folder}: {problem}")
             continue
@@ -297,12 +291,8 @@ def _lock_problem(folder: Path) -> str:
         status = folder.lstat()
     except OSError:
         return _cannot_make(folder)
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is not a folder"
-    if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others may write to it"
+    if reason := not_ours(status):
+        return reason
     return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
 
 
@@ -332,7 +322,7 @@ def environment() -> list[Check]:
                     "name a manifest, or a file in a folder that can be written; or unset it",
                 )
             )
-    shown = ", ".join(f"{name}={_public(os.environ[name])}" for name in given)
+    shown = ", ".join(f"{name}={public_url(os.environ[name])}" for name in given)
     return found or [ok(shown or f"no {_PREFIX}* variable is set")]
 
 
@@ -359,12 +349,3 @@ _READERS: tuple[Callable[[], object], ...] = (
     default_target,
     _check_record,
 )
-
-
-def _public(value: str) -> str:
-    """A value without what may be secret in a URL."""
-    if "://" not in value:
-        return value
-    from ..jit.remote import public_url
-
-    return public_url(value)

@@ -66,6 +66,3 @@ def _mount(folder: Path) -> tuple[str, tuple[str, ...]]:
         if resolved.is_relative_to(point) and len(point.parts) >= best:
             best, kind, options = len(point.parts), rest.split()[0], tuple(words[5].split(","))
     return kind, options
-
-
-__all__ = ["FileSystem", "file_system"]

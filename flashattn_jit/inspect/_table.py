@@ -29,11 +29,3 @@ def si(value: float, unit: str) -> str:
         if abs(value) >= factor:
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
-
-
-def kib(value: float) -> str:
-    """Bytes as ``312 KiB`` or ``1.2 MiB``."""
-    return f"{value / 2**20:.1f} MiB" if value >= 2**20 else f"{value / 2**10:.0f} KiB"
-
-
-__all__ = ["kib", "si", "table"]

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..env import format_bytes
 from ..ops._batch_run import Planned
 from ..ops._plan import KINDS, Kernel, Variation
 from ..planner import Problem, candidates
 from ..planner.costs import merge_cost
 from ..variants.dtypes import DTYPE_NAMES
-from ._table import kib, si, table
+from ._table import si, table
 
 Work = NDArray[np.int32]
 _REQUEST, _ROWS, _KEYS = 0, slice(3, 5), slice(5, 7)
@@ -132,7 +133,7 @@ def _balance(planned: Variation, launches: list[Launch]) -> list[str]:
         f"  critical path {_time(native.critical_ns)}, {ratio}{shared}",
         f"  splits: a row's keys in at most {native.most_splits} parts, {native.num_merges} "
         f"merges, {native.partial_rows} partial rows",
-        f"  workspace: {kib(native.workspace_bytes)} ({native.workspace_bytes} bytes)",
+        f"  workspace: {format_bytes(native.workspace_bytes)} ({native.workspace_bytes} bytes)",
         f"  predicted time: {_time(native.critical_ns + merge_ns)}"
         + (f", of which the merge {_time(merge_ns)}" if merge_ns else ""),
     ]
@@ -179,6 +180,3 @@ def _problem(planned: Variation, launch: Launch) -> Problem:
         (q_len[longest],), (kv_len[longest],), o.num_q_heads, o.num_kv_heads, o.head_dim,
         o.head_dim_v, *names,
     )  # fmt: skip
-
-
-__all__ = ["Launch", "explain_plan", "launches_of"]

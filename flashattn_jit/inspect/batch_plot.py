@@ -6,16 +6,14 @@ Needs matplotlib, the extra `plot`; imported only when something is drawn.
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InputError
 from ..ops._batch_run import Planned
 from .batch import Launch, launches_of
-from .plots import require_matplotlib
+from .plots import require_matplotlib, save
 
 _MOST_WORKERS = 512  # lanes of one drawing; more would be thinner than a pixel
 
@@ -47,10 +45,7 @@ def plot_plan(planned: Planned, path: str | PathLike[str]) -> None:
     axes.invert_yaxis()
     if launches:
         axes.legend(loc="upper right")
-    try:
-        figure.savefig(Path(path), dpi=150)
-    except ValueError as error:
-        raise InputError(f"path={str(path)!r} cannot be written: {error}") from error
+    save(figure, "path", path)
 
 
 def _draw(axes: Any, launch: Launch, begin: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -76,6 +71,3 @@ def _draw(axes: Any, launch: Launch, begin: NDArray[np.float64]) -> NDArray[np.f
         )
     axes.plot([], [], "s", color=colours(0), label=launch.kind)
     return begin + launch.load_ns
-
-
-__all__ = ["plot_plan"]

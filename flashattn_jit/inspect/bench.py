@@ -217,6 +217,3 @@ def _ignore(text: str) -> None:
 
 def _nothing() -> None:
     """Calls on CPU tensors are over when they return."""
-
-
-__all__ = ["BenchReport", "Timing", "bench"]

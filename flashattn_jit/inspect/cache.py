@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
+from ..env import format_bytes
 from ..jit import module as _module
 from ..jit.entry import ARTIFACT, META
 from ..jit.module import KernelSource
 from ..jit.remote import layers
-from ._table import kib
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CacheInfo:
     def __str__(self) -> str:
         found = ", ".join(f"{count} {name}" for name, count in self.hits.items())
         lines = [
-            f"{self.directory}: {self.kernels} kernels, {kib(self.bytes)}",
+            f"{self.directory}: {self.kernels} kernels, {format_bytes(self.bytes)}",
             *(f"then {location} ({name})" for name, location in self.layers[1:]),
             f"this process: {self.in_memory} in memory, {self.disk_hits} from disk, "
             f"{self.compiles} compiled in {self.compile_s:.1f} s",

@@ -8,6 +8,7 @@ from .. import _C
 from ..codegen.budget import ctas_per_sm, register_budget, shared_bytes
 from ..codegen.spec import KernelSpec
 from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
+from ..env import format_bytes
 from ..errors import InputError
 from ..jit.entry import KernelKey
 from ..ops._plan import native_kind
@@ -26,7 +27,7 @@ from ..planner import (
 from ..planner.costs import merge_cost
 from ..planner.cuda_tiles import in_flight_bytes
 from ..planner.tiles import few_rows
-from ._table import kib, table
+from ._table import table
 
 
 def machine(target: str | None, device: str | int | None) -> tuple[str, Hardware | Device]:
@@ -78,26 +79,29 @@ class DevicePlan:
         header = ["", "tile kind", "tile", "warps", "stages", "shared", "for or against"]
         rows = [
             ["->" if c.chosen else "", c.tile_kind, f"{c.tile_q} x {c.tile_kv}",
-             str(c.spec.num_warps), str(c.spec.num_stages), kib(c.scratch_bytes), c.reason]
+             str(c.spec.num_warps), str(c.spec.num_stages), format_bytes(c.scratch_bytes), c.reason]
             for c in self.candidates
         ]  # fmt: skip
         spec, found = self.spec, self.slots
         flying = in_flight_bytes(spec)
-        loads = f", {kib(flying)} of K and V in flight on each" if flying else ""
-        splits = (
-            f"keys cut into up to {self.most_splits} parts" if self.most_splits > 1
-            else "no keys split"
-        )  # fmt: skip
+        loads = f", {format_bytes(flying)} of K and V in flight on each" if flying else ""
         lines = [
             table(header, rows, "  "),
-            f"  budget: {register_budget(spec)} registers a thread, {kib(shared_bytes(spec))} of "
-            f"shared memory, at least {ctas_per_sm(spec)} blocks a multiprocessor",
+            f"  budget: {register_budget(spec)} registers a thread, "
+            f"{format_bytes(shared_bytes(spec))} of shared memory, at least {ctas_per_sm(spec)} "
+            "blocks a multiprocessor",
             f"  slots: {found.per_sm} a multiprocessor (as {found.limit} allow{_s(found.limit)}), "
             f"{found.total} on {self.device.name}{loads}",
-            f"  schedule by lengths: {self.num_work} items on {found.total} slots, {splits}",
+            f"  schedule by lengths: {self.num_work} items on {found.total} slots, "
+            f"{split_words(self.most_splits)}",
             f"  kernel {self.key.hex}",
         ]
         return "\n".join(lines)
+
+
+def split_words(most_splits: int) -> str:
+    """How far keys are cut, in words."""
+    return f"keys cut into up to {most_splits} parts" if most_splits > 1 else "no keys split"
 
 
 def _s(limit: str) -> str:
@@ -129,6 +133,3 @@ def device_plan(
         merge_ns=merge_cost(device.target),
     )  # fmt: skip
     return DevicePlan(candidates, spec, key, device, found, native.num_work, native.most_splits)
-
-
-__all__ = ["DevicePlan", "device_plan", "machine"]

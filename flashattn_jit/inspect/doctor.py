@@ -105,6 +105,3 @@ def _run(name: str, section: Section) -> list[Check]:
     except Exception as failure:
         words = f"{type(failure).__name__}: {failure}".strip()
         return [Check(name, "error", f"the check itself failed: {words}", "report this as a bug")]
-
-
-__all__ = ["Check", "Checks", "Status", "doctor"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..codegen.render import render
 from ..codegen.spec import KernelSpec
 from ..codegen.target import matrix_dtype
+from ..env import format_bytes
 from ..errors import CompileError, InputError
 from ..jit.entry import KernelKey
 from ..jit.module import find_kernel
@@ -34,8 +35,8 @@ from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
 from ._dims import complete_dims, shapes
 from ._plan import Layout, Schedule, layout_of, plan
-from ._table import kib, si, table
-from .device_plan import DevicePlan, device_plan, machine
+from ._table import si, table
+from .device_plan import DevicePlan, device_plan, machine, split_words
 from .plots import draw, require_matplotlib
 from .tiles import Tiles, analyse
 
@@ -74,18 +75,17 @@ class Plan:
         header = ["", "tile kind", "tile", "scratch", "for or against"]
         rows = [
             ["->" if c.chosen else "", c.tile_kind, f"{c.tile_q} x {c.tile_kv}",
-             kib(c.scratch_bytes), c.reason]
+             format_bytes(c.scratch_bytes), c.reason]
             for c in self.candidates
         ]  # fmt: skip
         lines = [table(header, rows, "  ")]
         if self.call is None:
             lines.append(f"  no schedule, since the kernel does not compile: {self.error}")
         else:
-            splits = self.call.most_splits
             lines.append(
                 f"  schedule: {self.call.num_work} items on {self.num_threads} threads, "
-                + (f"keys cut into up to {splits} parts" if splits > 1 else "no keys split")
-                + f", workspace {kib(self.call.workspace_bytes)}, balance {self.balance:.2f} "
+                f"{split_words(self.call.most_splits)}, workspace "
+                f"{format_bytes(self.call.workspace_bytes)}, balance {self.balance:.2f} "
                 "(critical / mean)"
             )
         lines.append(f"  kernel {self.key.hex}")

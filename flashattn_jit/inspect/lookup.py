@@ -123,6 +123,3 @@ def _unfit(found: Found, target: str) -> str:
         or unfit_machine(found.head)
         or unfit_driver(target, found.meta.get("min_driver"))
     )
-
-
-__all__ = ["LookUp", "look_up"]

@@ -52,10 +52,15 @@ def draw(
     figure.suptitle(title)
     _draw_roofline(left, point, hardware, matrix_dtype)
     _draw_tiles(right, figure, tiles)
+    save(figure, "plot", path)
+
+
+def save(figure: Any, argument: str, path: str | PathLike[str]) -> None:
+    """Write a drawing; its format follows the name's ending. InputError where it has none."""
     try:
         figure.savefig(Path(path), dpi=150)
     except ValueError as error:
-        raise InputError(f"plot={str(path)!r} cannot be written: {error}") from error
+        raise InputError(f"{argument}={str(path)!r} cannot be written: {error}") from error
 
 
 def _draw_roofline(
@@ -95,6 +100,3 @@ def _draw_tiles(axes: Any, figure: Any, tiles: Tiles) -> None:
         title=f"tiles {tiles.tile_q} x {tiles.tile_kv}: {tiles.counts.visited_share:.1%} visited",
         xlabel="kv_idx", ylabel="q_idx",
     )  # fmt: skip
-
-
-__all__ = ["draw", "require_matplotlib"]

@@ -170,6 +170,3 @@ def _picture(coverage: NDArray[np.float64], caption: str) -> str:
     levels = np.minimum(np.ceil(coverage * top).astype(int), top)
     lines = ["".join(_SHADES[x] for x in line) for line in levels]
     return "\n".join([f"  {caption}", *(f"  |{line}|" for line in lines)])
-
-
-__all__ = ["Counts", "Tiles", "analyse"]

@@ -99,14 +99,30 @@ def _open(key: str) -> int | None:
         return None
 
 
+def candidates() -> list[Path]:
+    """Folders that locks may lie in: the chosen one, else node-local ones, the best first."""
+    if chosen := env.lock_dir():
+        return [chosen]
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    parents = (*([runtime] if runtime else []), "/dev/shm", tempfile.gettempdir())
+    return [Path(parent, f"flashattn_jit-{os.geteuid()}") for parent in parents]
+
+
+def not_ours(status: os.stat_result) -> str:
+    """Why what lies there is no folder of ours alone; empty where it is one.
+
+    Another user may have made the name first in a shared folder: then it is not ours to use.
+    """
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a folder"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}"
+    return "others may write to it" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+
+
 def folder(make: bool = True) -> Path | None:
     """The first node-local folder that is ours alone; made where it is missing, if it may be."""
-    name = f"flashattn_jit-{os.geteuid()}"
-    chosen = env.lock_dir()
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    parents = [runtime] if runtime else []
-    candidates = [Path(parent) / name for parent in (*parents, "/dev/shm", tempfile.gettempdir())]
-    for path in [chosen] if chosen else candidates:
+    for path in candidates():
         try:
             if make:
                 with contextlib.suppress(FileExistsError):
@@ -114,11 +130,7 @@ def folder(make: bool = True) -> Path | None:
             status = os.lstat(path)
         except OSError:
             continue
-        # Another user may have made the name first in a shared folder: then it is not ours to use.
-        is_ours = status.st_uid == os.geteuid() and not status.st_mode & (
-            stat.S_IWGRP | stat.S_IWOTH
-        )
-        if stat.S_ISDIR(status.st_mode) and is_ours:
+        if not not_ours(status):
             return path
     log.debug("no folder for build locks: building without")
     return None

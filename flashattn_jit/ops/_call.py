@@ -18,9 +18,9 @@ import torch
 
 from .. import _C
 from ..errors import InputError
+from ..variants.binding import Structure
 from ..variants.modes import need_values
 from ..variants.params import Dims
-from ..variants.structure import Structure
 from . import _check
 
 _Key = TypeVar("_Key")

@@ -27,8 +27,8 @@ from ..jit.module import load_stepping, min_driver
 from ..planner import fallbacks, slots
 from ..planner.devices import Device, device_hardware
 from ..planner.tiles import requests_of
+from ..variants.binding import Structure
 from ..variants.modes import is_capturing
-from ..variants.structure import Structure
 
 EMULATED_SLOTS = 8
 """Workers that emulated work is planned for: enough that long keys are split."""

@@ -24,11 +24,10 @@ from ..jit.module import default, load_stepping
 from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
 from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows, requests_of
-from ..variants.binding import Bound
+from ..variants.binding import Bound, Structure
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR
 from ..variants.params import Dims
-from ..variants.structure import Structure
 from ._call import BlockMaskLayout, Call, bind_tensors
 from ._key_lists import KeyLists
 from .limits import Limits

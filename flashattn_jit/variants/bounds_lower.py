@@ -1,4 +1,4 @@
-"""A mask's interval form as text: C++ for kernels, one line a clause for people.
+"""A mask's interval form as text: C++ for kernels, with its clauses as comments for people.
 
 The rendered ``Hooks::classify`` runs on the host, where it plans, and inside kernels, where it
 skips. It is the code of `bounds_code`, printed over ``fajit/interval*.h``.
@@ -183,17 +183,6 @@ def _literal(value: int | float) -> str:
 
 
 # --- text for people ------------------------------------------------------------------------------
-
-
-def format_program(program: Program) -> Iterator[str]:
-    """The interval form as lines such as ``keep if 0 <= q_idx - kv_idx <= scalar0 - 1``."""
-    for name, clauses in (("keep", program.keep), ("drop", program.drop)):
-        if not clauses:
-            yield f"{name} never"
-        for clause in clauses:
-            yield f"{name} if {format_clause(program, clause)}"
-    for node, low, high in program.guards:
-        yield f"assuming {low} <= {format_term(program.nodes, node)} <= {high}"
 
 
 def format_clause(program: Program, clause: Clause) -> str:

@@ -96,6 +96,16 @@ def is_opaque_module(name: str | None) -> bool:
     return name.partition(".")[0] in _OPAQUE_PACKAGES
 
 
+def unique_name(name: str, taken: set[str]) -> str:
+    """The name, numbered where it is among those that are taken, which it joins."""
+    candidate, i = name, 1
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}_{i}"
+    taken.add(candidate)
+    return candidate
+
+
 class Walk:
     """One visit of everything that `root` captures.
 
@@ -168,13 +178,7 @@ class Walk:
 
     def _unique(self, name: str) -> str:
         name = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "value"
-        name = f"_{name}" if name[0].isdigit() else name
-        candidate, i = name, 1
-        while candidate in self._taken:
-            i += 1
-            candidate = f"{name}_{i}"
-        self._taken.add(candidate)
-        return candidate
+        return unique_name(f"_{name}" if name[0].isdigit() else name, self._taken)
 
     # --- the visit ---------------------------------------------------------------------------
 

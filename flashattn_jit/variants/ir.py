@@ -219,15 +219,6 @@ def prune(graph: Graph) -> Graph:
     return Graph(graph.inputs, nodes, new[graph.output])
 
 
-def dependencies(graph: Graph) -> list[frozenset[str]]:
-    """For each node, the names of the inputs that its value depends on."""
-    out: list[frozenset[str]] = []
-    for n in graph.nodes:
-        own = frozenset([str(n.attr("name"))]) if n.op == "input" else frozenset()
-        out.append(own.union(*(out[a] for a in n.args)))
-    return out
-
-
 def remap_slots(graph: Graph, tensors: Mapping[int, int], scalars: Mapping[int, int]) -> Graph:
     """The same graph with its param slots renumbered."""
 
@@ -468,18 +459,11 @@ def _value_to_json(value: Attr) -> object:
     # JSON has no inf, nan or exact float: hex strings are exact and canonical.
     if isinstance(value, float):
         return {"f": value.hex() if math.isfinite(value) else repr(value)}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _value_from_json(value: object) -> Attr:
-    if isinstance(value, dict):
-        text = value["f"]
-        return float(text) if text in ("inf", "-inf", "nan") else float.fromhex(text)
-    return tuple(value) if isinstance(value, list) else value  # type: ignore[return-value]
+    return value
 
 
 def graph_to_json(graph: Graph) -> object:
-    """A JSON-able document of the graph; the inverse of `graph_from_json`."""
+    """A JSON-able document of the graph."""
     nodes = [
         [n.op, list(n.args), n.dtype, list(n.shape), [[k, _value_to_json(v)] for k, v in n.attrs]]
         for n in graph.nodes
@@ -487,38 +471,14 @@ def graph_to_json(graph: Graph) -> object:
     return {"inputs": list(graph.inputs), "nodes": nodes, "output": graph.output}
 
 
-def graph_from_json(doc: Mapping[str, object]) -> Graph:
-    """The graph that `graph_to_json` wrote."""
-    nodes = tuple(
-        Node(op, tuple(args), dtype, tuple(shape), tuple((k, _value_from_json(v)) for k, v in at))
-        for op, args, dtype, shape, at in doc["nodes"]  # type: ignore[attr-defined]
-    )
-    return Graph(tuple(doc["inputs"]), nodes, int(doc["output"]))  # type: ignore[arg-type,call-overload]
-
-
 def variant_to_json(ir: VariantIR) -> dict[str, object]:
-    """A JSON-able document of the variant. Param names are left out of nothing: they are stable."""
+    """A JSON-able document of the variant; `ir_check.variant_from_document` reads it."""
     return {
         "hooks": {name: graph_to_json(g) for name, g in ir.hooks},
         "tensors": [[p.name, p.dtype, p.rank, p.strides, list(p.sizes)] for p in ir.tensors],
         "scalars": [[p.name, p.dtype] for p in ir.scalars],
         "cpp": dict(ir.cpp),
     }
-
-
-def variant_from_json(doc: Mapping[str, object]) -> VariantIR:
-    """The variant that `variant_to_json` wrote."""
-    hooks: dict[str, dict[str, object]] = doc["hooks"]  # type: ignore[assignment]
-    cpp: dict[str, str] = doc["cpp"]  # type: ignore[assignment]
-    return VariantIR(
-        tuple((name, graph_from_json(hooks[name])) for name in HOOKS if name in hooks),
-        tuple(
-            TensorParam(name, dtype, rank, strides, tuple(sizes))
-            for name, dtype, rank, strides, sizes in doc["tensors"]  # type: ignore[attr-defined]
-        ),
-        tuple(ScalarParam(name, dtype) for name, dtype in doc["scalars"]),  # type: ignore[attr-defined]
-        tuple((name, cpp[name]) for name in HOOKS if name in cpp),
-    )
 
 
 def canonical_json(doc: object) -> str:

@@ -1,8 +1,7 @@
-"""Checks IR that comes from outside: every op, attribute, dtype, shape and slot, one by one.
+"""Reads IR that comes from outside: every op, attribute, dtype, shape and slot is checked.
 
-`graph_from_json` trusts its input. Here nothing is trusted: a graph that passes is one that tracing
-could have made, so that lowering it writes no text but its own. Limits keep what a small document
-can ask for small.
+Nothing is trusted: a graph that passes is one that tracing could have made, so that lowering it
+writes no text but its own. Limits keep what a small document can ask for small.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from .ir import (
     TensorParam,
     VariantIR,
     fitting_name,
-    variant_from_json,
 )
 
 MAX_NODES = 4096
@@ -96,11 +94,17 @@ def variant_from_document(where: str, doc: object) -> VariantIR:
     hooks = fields["hooks"]
     if not isinstance(hooks, dict) or not set(hooks) <= set(HOOKS):
         raise fail(f"{where}.hooks", f"expected graphs by the names of hooks, got {show(hooks)}")
+    graphs = {}
     for name, graph in hooks.items():
         if name in cpp:
             raise fail(f"{where}.hooks.{name}", "the hook is given as C++ text as well")
-        _GraphCheck(f"{where}.hooks.{name}", name, tensors, scalars).check(graph)
-    return variant_from_json(fields)
+        graphs[name] = _GraphReader(f"{where}.hooks.{name}", name, tensors, scalars).read(graph)
+    return VariantIR(
+        tuple((name, graphs[name]) for name in HOOKS if name in graphs),
+        tuple(tensors),
+        tuple(scalars),
+        tuple((name, cpp[name]) for name in HOOKS if name in cpp),
+    )
 
 
 def record(where: str, doc: object, names: Sequence[str]) -> dict[str, Any]:
@@ -184,8 +188,8 @@ def _scalar(where: str, doc: object, named: bool) -> ScalarParam:
     return ScalarParam(name, dtype)
 
 
-class _GraphCheck:
-    """Checks one hook's graph, node by node."""
+class _GraphReader:
+    """Reads one hook's graph, node by node."""
 
     def __init__(
         self, where: str, hook: str, tensors: Sequence[TensorParam], scalars: Sequence[ScalarParam]
@@ -194,7 +198,8 @@ class _GraphCheck:
         self.tensors, self.scalars = tensors, scalars
         self.nodes: list[Node] = []
 
-    def check(self, doc: object) -> None:
+    def read(self, doc: object) -> Graph:
+        """The graph of a document."""
         fields = record(self.where, doc, ("inputs", "nodes", "output"))
         if fields["inputs"] != list(HOOK_INPUTS[self.hook]):
             wanted = ", ".join(HOOK_INPUTS[self.hook])
@@ -214,6 +219,7 @@ class _GraphCheck:
         dead = next((i for i in range(len(nodes)) if i not in needed), None)
         if dead is not None:
             raise fail(f"{self.where}.nodes[{dead}]", "the result does not need this node")
+        return graph
 
     def _result(self, node: Node) -> None:
         dtype = "bool" if self.hook == "mask_mod" else "float32"
@@ -373,21 +379,21 @@ class _GraphCheck:
         self.want(where, node, x.dtype, ())
 
 
-_Rule = Callable[[_GraphCheck, str, Node], None]
+_Rule = Callable[[_GraphReader, str, Node], None]
 _RULES: Mapping[str, _Rule] = {
-    "map": _GraphCheck.map,
-    "reduce": _GraphCheck.reduce,
-    "input": _GraphCheck.input,
-    "const": _GraphCheck.const,
-    "scalar": _GraphCheck.scalar,
-    "gather": _GraphCheck.gather,
-    "searchsorted": _GraphCheck.searchsorted,
-    "iota": _GraphCheck.iota,
-    "broadcast": _GraphCheck.broadcast,
-    "slice": _GraphCheck.slice,
-    "cat": _GraphCheck.cat,
-    "interleave": _GraphCheck.interleave,
-    **dict.fromkeys(BUILTINS, _GraphCheck.length),
+    "map": _GraphReader.map,
+    "reduce": _GraphReader.reduce,
+    "input": _GraphReader.input,
+    "const": _GraphReader.const,
+    "scalar": _GraphReader.scalar,
+    "gather": _GraphReader.gather,
+    "searchsorted": _GraphReader.searchsorted,
+    "iota": _GraphReader.iota,
+    "broadcast": _GraphReader.broadcast,
+    "slice": _GraphReader.slice,
+    "cat": _GraphReader.cat,
+    "interleave": _GraphReader.interleave,
+    **dict.fromkeys(BUILTINS, _GraphReader.length),
 }
 
 

@@ -16,8 +16,8 @@ from typing import Literal
 
 from . import lower_pair, lower_row
 from .bounds_lower import lower_classify
-from .ir import ROW_HOOKS, Graph, VariantIR
-from .lower_expr import TAG, Uniforms
+from .ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
+from .lower_expr import TAG, Uniforms, arguments
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -77,24 +77,15 @@ def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
     return out
 
 
-_CPP_SIGNATURES = {
-    "score_mod": ("float", "float score, int32_t b, int32_t h, int32_t q_idx, int32_t kv_idx"),
-    "mask_mod": ("bool", "int32_t b, int32_t h, int32_t q_idx, int32_t kv_idx"),
-    "sink": ("float", "int32_t b, int32_t h"),
-    "pointwise": ("float", "float score"),
-    "pointwise_scale": ("float", "int32_t b, int32_t h, int32_t q_idx"),
-}
-
-
 def _cpp_function(
     variant: VariantIR, hook: str, text: str, name: str, uniforms: Uniforms | None
 ) -> str:
     """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
-    result, arguments = _CPP_SIGNATURES[hook]
+    result = "bool" if hook == "mask_mod" else "float"
     declare = "static inline" if uniforms is None else _DECLARE["cuda"]
     return (
         f"  {declare} {result} {hook}_text([[maybe_unused]] const Context& c, "
-        f"{', '.join('[[maybe_unused]] ' + a for a in arguments.split(', '))}) {{\n"
+        f"{arguments(hook)}) {{\n"
         f"{_cpp_params(variant, hook, text, uniforms)}"
         f'#line 1 "hook:{name}.{hook}"\n{text}\n#line 1 "hooks"\n  }}'
     )
@@ -117,11 +108,11 @@ def _cpp_params(variant: VariantIR, hook: str, text: str, uniforms: Uniforms | N
             lines.append(f"const {kind} {scalar.name} = {value};")
     for slot, tensor in enumerate(variant.tensors):
         if tensor.name in words:
-            arguments = [f"int64_t i{d}" for d in range(tensor.rank)]
+            indices = ", ".join(f"int64_t i{d}" for d in range(tensor.rank))
             offset = f"ops::offset<false>(c.tensor({slot}), "
             total = " + ".join(f"{offset}{d}, i{d})" for d in range(tensor.rank)) or "INT64_C(0)"
             lines.append(
-                f"const auto {tensor.name} = [&]({', '.join(arguments)}) "
+                f"const auto {tensor.name} = [&]({indices}) "
                 f"{{ return ops::load<{TAG[tensor.dtype]}>(c.tensor({slot}), {total}); }};"
             )
     return "".join(f"    {line}\n" for line in lines)
@@ -131,22 +122,18 @@ def _scalar_hook(
     variant: VariantIR, hook: str, declare: str, uniforms: Uniforms | None = None
 ) -> str:
     """`pointwise`, `pointwise_scale` and `sink`: functions without the row/key split."""
-    signatures = {
-        "pointwise": (f"template <class S>\n  {declare} S", "S s"),
-        "pointwise_scale": (f"{declare} float", "int32_t b, int32_t h, int32_t q_idx"),
-        "sink": (f"{declare} float", "int32_t b, int32_t h"),
-    }
-    head, arguments = signatures[hook]
-    listed = ", ".join(f"[[maybe_unused]] {a}" for a in arguments.split(", "))
+    result, listed = "float", arguments(hook)
+    head = f"{declare} float"
+    if hook == "pointwise":
+        result, listed = "S", "[[maybe_unused]] S s"
+        head = f"template <class S>\n  {declare} S"
     opening = f"  {head} {hook}([[maybe_unused]] const Context& c, {listed}) {{\n"
-    result = "S" if hook == "pointwise" else "float"
     graph = variant.hook(hook)
     if variant.cpp_hook(hook) is not None:
-        names = ", ".join(a.split()[-1] for a in arguments.split(", "))
         call = (
             f"ops::each_lane([&](float x) {{ return {hook}_text(c, x); }}, s)"
             if hook == "pointwise"
-            else f"{hook}_text(c, {names})"
+            else f"{hook}_text(c, {', '.join(HOOK_INPUTS[hook])})"
         )
         return f"{opening}    return {call};\n  }}"
     if graph is None:

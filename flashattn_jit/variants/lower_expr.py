@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .ir import BUILTINS, REDUCTIONS, Attr, Graph, Node, TensorParam
+from .ir import BUILTINS, HOOK_INPUTS, REDUCTIONS, Attr, Graph, Node, TensorParam
 
 CPP_TYPE = {
     "bool": "bool",
@@ -47,6 +47,13 @@ TAG = {
 
 _WRAPPED = {"add", "sub", "mul", "neg", "abs", "shl", "floordiv", "truncdiv", "pow", "not"}
 _RENAMED = {"and": "and_", "or": "or_", "xor": "xor_", "not": "not_"}
+
+
+def arguments(hook: str) -> str:
+    """The arguments of a hook's C++ function, but for a row."""
+    kinds = {"score": "float", "lse": "float"}
+    names = [name for name in HOOK_INPUTS[hook] if name != "row"]
+    return ", ".join(f"[[maybe_unused]] {kinds.get(name, 'int32_t')} {name}" for name in names)
 
 
 def literal(value: Attr, dtype: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 
-from .ir import REDUCTIONS, Graph, Node, TensorParam, VariantIR, rearranged
+from .ir import HOOK_INPUTS, REDUCTIONS, Graph, Node, TensorParam, VariantIR, rearranged
 from .lower_expr import CPP_TYPE, TAG, UNROLLED, Loop, Uniforms, joined, literal, map_op, read_op
 
 
@@ -126,15 +126,11 @@ def lower_graph(
     for number, node in enumerate(graph.nodes):
         values.append(_lower_node(block, graph, number, node, values))
     (result,) = values[graph.output]
-    want = {"mask_mod": "bool"}.get(_kind(graph), "float32")
+    want = "bool" if graph.inputs == HOOK_INPUTS["mask_mod"] else "float32"
     if graph.result.dtype != want:
         text = f"ops::cast<{TAG[graph.result.dtype]}, {TAG[want]}>({result})"
         result = block.emit(text, [result], CPP_TYPE[want])
     return block, result
-
-
-def _kind(graph: Graph) -> str:
-    return "mask_mod" if graph.inputs == ("b", "h", "q_idx", "kv_idx") else "other"
 
 
 def _lower_node(

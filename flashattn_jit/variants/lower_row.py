@@ -17,24 +17,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from .ir import REDUCTIONS, Graph, Node, TensorParam
-from .lower_expr import CPP_TYPE, TAG, joined, literal, map_op, read_op
-
-ARGUMENTS = {
-    "query_mod": "int32_t b, int32_t h, int32_t q_idx",
-    "key_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
-    "value_mod": "int32_t b, int32_t kv_h, int32_t kv_idx",
-    "output_mod": "float lse, int32_t b, int32_t h, int32_t q_idx",
-}
+from .lower_expr import CPP_TYPE, TAG, arguments, joined, literal, map_op, read_op
 
 
 def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
     """The C++ function of one row hook: ``out[i]`` from ``row[i]``, both fp32, not aliased."""
     lines = RowLowering(graph, tensors).run()
-    listed = ", ".join(f"[[maybe_unused]] {a}" for a in ARGUMENTS[hook].split(", "))
     head = (
         f"  static void {hook}([[maybe_unused]] const Context& c, "
         f"[[maybe_unused]] const float* __restrict row, float* __restrict out,\n"
-        f"      {listed}) {{\n"
+        f"      {arguments(hook)}) {{\n"
     )
     return head + "".join(f"    {line}\n" for line in lines) + "  }"
 
@@ -258,11 +250,10 @@ def lower_cuda(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple
     """The C++ function of one row hook, and how many floats of `temps` it uses, a multiple of 4."""
     lowering = _WarpLowering(graph, tensors)
     lines = lowering.run()
-    listed = ", ".join(f"[[maybe_unused]] {a}" for a in ARGUMENTS[hook].split(", "))
     head = (
         f"  template <class Row_>\n"
         f"  FAJIT_FN static void {hook}([[maybe_unused]] const Context& c, const Row_& row,\n"
-        f"      [[maybe_unused]] float* temps, int lane, {listed}) {{\n"
+        f"      [[maybe_unused]] float* temps, int lane, {arguments(hook)}) {{\n"
     )
     text = head + "".join(f"    {line}\n" for line in lines) + "  }"
     return text, lowering.scratch + -lowering.scratch % 4

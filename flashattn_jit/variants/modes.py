@@ -301,11 +301,3 @@ def _has_address(tensor: torch.Tensor) -> bool:
         return tensor.data_ptr() != 0 or tensor.is_meta or tensor.numel() == 0
     except RuntimeError:
         return False
-
-
-__all__ = [
-    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "has_no_values", "is_capturing",
-    "is_direct", "is_outside", "is_quiet", "learn_device", "need_values", "on_host",
-    "outside_modes", "refuse_capture", "refuse_transforms", "refuse_unreadable", "remembered",
-    "unreadable",
-]  # fmt: skip

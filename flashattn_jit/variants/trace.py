@@ -29,13 +29,21 @@ from flashattn_jit.variants import (
     trace_vectors,
 )
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.captures import Walk
+from flashattn_jit.variants.captures import Walk, unique_name
 from flashattn_jit.variants.dtypes import DTYPE_NAMES
-from flashattn_jit.variants.extract import Finish, Node, Source, stride_pattern
+from flashattn_jit.variants.extract import (
+    Finish,
+    HostProgram,
+    HostTensor,
+    Node,
+    Source,
+    leaves,
+    map_tree,
+    stride_pattern,
+)
 from flashattn_jit.variants.ir import is_float
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.trace_errors import Where
-from flashattn_jit.variants.trace_host import HostProgram, HostTensor, map_tree
 from flashattn_jit.variants.trace_nodes import Emitter
 from flashattn_jit.variants.trace_ops import cast
 from flashattn_jit.variants.trace_values import (
@@ -283,16 +291,11 @@ class Tracer:
         if name in _RANDOM:
             self.refuse(f"`{name}`", "random numbers cannot be part of a kernel; capture a tensor")
         traced = False
-
-        def look(x: Any) -> Any:
-            nonlocal traced
+        for x in leaves((args, kwargs)):
             if isinstance(x, Value) or type(x) is Captured and not x.on_host:
                 traced = True
             elif isinstance(x, torch.Tensor):
                 self._refuse_unknown(x)
-            return x
-
-        map_tree((tuple(args), kwargs), look)
         if kwargs.get("out") is not None:
             self.refuse(f"`{name}(out=...)`", "use the returned value")
         if name in READS:
@@ -387,36 +390,7 @@ class Traced(NamedTuple):
     ir: ir.VariantIR
     finish: Finish | None
     pins: Mapping[Source, None]
-    mask_params: frozenset[str] = frozenset()
-
-
-class TracedHook(NamedTuple):
-    """One hook's graph, with the tensors and numbers of its slots."""
-
-    graph: ir.Graph
-    tensors: tuple[torch.Tensor, ...]
-    scalars: tuple[float, ...]
-
-
-def trace_hook(kind: str, fn: Callable[..., Any], row_length: int = 0) -> TracedHook:
-    """Trace one function as the hook `kind` (of `ir.HOOKS`), without a variant around it.
-
-    row_length: elements of the row, for row hooks. Raises TraceError as `Variant.bind` does. For
-    tools and tests: `Variant.bind` keeps what it has traced, this does not.
-
-    >>> trace_hook("mask_mod", lambda b, h, q_idx, kv_idx: q_idx >= kv_idx).graph
-    """
-    walk = Walk(fn)
-    tracer = Tracer(
-        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names,
-        owner=getattr(fn, "__name__", ""), codes=walk.codes,
-    )  # fmt: skip
-    graph = tracer.trace(kind, walk.build(tracer.captured, tracer.numbers), row_length)
-    made = _assemble(tracer, [(kind, graph)], (), ())
-    tensors, numbers = tuple(walk.tensors), tuple(walk.numbers)
-    if made.finish is not None:
-        tensors, numbers = made.finish(tensors, numbers)
-    return TracedHook(made.ir.hooks[0][1], tensors, numbers)
+    mask_params: frozenset[str]
 
 
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
@@ -459,7 +433,7 @@ def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced
         graphs.append((kind, tracer.trace(kind, hook, length)))
     declared = _named_in_texts(variant, texts, view, tracer)
     mask_params = _mask_params(variant, walk, tracer, dict(graphs), dict(texts))
-    return _assemble(tracer, graphs, texts, declared)._replace(mask_params=mask_params)
+    return _assemble(tracer, graphs, texts, declared, mask_params)
 
 
 def _mask_params(
@@ -521,6 +495,7 @@ def _assemble(
     graphs: Sequence[tuple[str, ir.Graph]],
     texts: Sequence[tuple[str, str]],
     declared: Sequence[tuple[str, Captured | Number]],
+    mask_params: frozenset[str],
 ) -> Traced:
     tensors: dict[int, int] = {}
     scalars: dict[int, int] = {}
@@ -537,36 +512,23 @@ def _assemble(
             scalars.setdefault(tracer.scalar_slot(value), len(scalars))
     hosts = [tracer.tensor_slots[slot] for slot in tensors]
     numbers = [list(tracer.scalar_slots.values())[slot] for slot in scalars]
-    names = _Names()
+    taken = set[str]()
     made = ir.VariantIR(
         tuple((kind, ir.remap_slots(g, tensors, scalars)) for kind, g in graphs),
-        tuple(_tensor_param(host, sizes, names) for host, sizes in hosts),
-        tuple(_scalar_param(n, tracer.number_names, names) for n in numbers),
+        tuple(_tensor_param(host, sizes, taken) for host, sizes in hosts),
+        tuple(_scalar_param(n, tracer.number_names, taken) for n in numbers),
         tuple(texts),
     )
     finish = tracer.program.finish(
         len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.node for n in numbers]
     )
-    return Traced(made, finish, tracer.pins)
+    return Traced(made, finish, tracer.pins, mask_params)
 
 
-class _Names:
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def unique(self, name: str) -> str:
-        candidate, i = name, 1
-        while candidate in self._taken:
-            i += 1
-            candidate = f"{name}_{i}"
-        self._taken.add(candidate)
-        return candidate
-
-
-def _tensor_param(host: HostTensor, sizes: Mapping[int, int], names: _Names) -> ir.TensorParam:
+def _tensor_param(host: HostTensor, sizes: Mapping[int, int], taken: set[str]) -> ir.TensorParam:
     t = host.tensor
     return ir.TensorParam(
-        names.unique(host.name),
+        unique_name(host.name, taken),
         DTYPE_NAMES[t.dtype],
         t.dim(),
         stride_pattern(t),
@@ -574,11 +536,11 @@ def _tensor_param(host: HostTensor, sizes: Mapping[int, int], names: _Names) -> 
     )
 
 
-def _scalar_param(number: Number, number_names: Sequence[str], names: _Names) -> ir.ScalarParam:
+def _scalar_param(number: Number, number_names: Sequence[str], taken: set[str]) -> ir.ScalarParam:
     kinds = sorted(number.sources)
     name = "size" if kinds and kinds[0][0] == "size" else "number"
     if kinds and kinds[0][0] == "number":
         name = number_names[int(kinds[0][1])]
     return ir.ScalarParam(
-        names.unique(name), "float64" if isinstance(number.value, float) else "int64"
+        unique_name(name, taken), "float64" if isinstance(number.value, float) else "int64"
     )

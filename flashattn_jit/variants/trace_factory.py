@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashattn_jit.variants.dtypes import VALUE_DTYPES
-from flashattn_jit.variants.trace_host import HostTensor, map_tree
+from flashattn_jit.variants.extract import HostTensor, leaves, map_tree
 from flashattn_jit.variants.trace_nodes import index
 from flashattn_jit.variants.trace_ops import ELEMENTWISE, cast, const, op, to_dtype, val
-from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer, updated_by
+from flashattn_jit.variants.trace_values import Captured, Number, Value, pinned, tracer, updated_by
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
@@ -46,27 +46,10 @@ def host_call(
     if name in _MAKERS and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": t.device}
     if name not in _DYNAMIC:
-        args = map_tree(args, _pinned)
-        kwargs = map_tree(kwargs, _pinned)
+        args, kwargs = map_tree((args, kwargs), pinned)
     result = t.run_host(func, args, kwargs)
-    from_captures = _has_captures((args, kwargs))
+    from_captures = any(type(x) in (Captured, Number) for x in leaves((args, kwargs)))
     return map_tree(result, lambda x: _wrap(t, x, from_captures))
-
-
-def _pinned(x: Any) -> Any:
-    return x.pin() if type(x) is Number else x
-
-
-def _has_captures(tree: Any) -> bool:
-    found = False
-
-    def look(x: Any) -> Any:
-        nonlocal found
-        found = found or type(x) in (Captured, Number)
-        return x
-
-    map_tree(tree, look)
-    return found
 
 
 def _wrap(t: Tracer, x: Any, from_captures: bool) -> Any:

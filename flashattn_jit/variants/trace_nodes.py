@@ -17,10 +17,10 @@ import torch
 
 from flashattn_jit.variants import ir
 from flashattn_jit.variants.dtypes import VALUE_DTYPES
+from flashattn_jit.variants.extract import HostTensor, map_tree
 from flashattn_jit.variants.ir import category, is_float
-from flashattn_jit.variants.trace_host import HostTensor
 from flashattn_jit.variants.trace_ops import cast, op, val
-from flashattn_jit.variants.trace_values import Captured, Number, Value, tracer
+from flashattn_jit.variants.trace_values import Captured, Number, Value, pinned, tracer
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
@@ -243,10 +243,7 @@ def index(t: Tracer, c: Captured, items: Any) -> Captured:
 def _pinned(part: Any) -> Any:
     if isinstance(part, Captured):
         return materialise(tracer(), part)
-    if isinstance(part, slice):
-        bounds = (part.start, part.stop, part.step)
-        return slice(*(b.pin() if type(b) is Number else b for b in bounds))
-    return part.pin() if type(part) is Number else part
+    return map_tree(part, pinned) if isinstance(part, slice) else pinned(part)
 
 
 def _scalar_index(t: Tracer, part: Any) -> Any:

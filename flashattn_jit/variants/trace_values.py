@@ -17,9 +17,8 @@ import torch
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.dtypes import TORCH_DTYPES
-from flashattn_jit.variants.extract import UNARY, Node, Source, constant
+from flashattn_jit.variants.extract import UNARY, HostNumber, HostTensor, Node, Source, constant
 from flashattn_jit.variants.modes import outside_modes
-from flashattn_jit.variants.trace_host import HostNumber, HostTensor
 
 if TYPE_CHECKING:
     from flashattn_jit.variants.trace import Tracer
@@ -262,6 +261,11 @@ STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
 """Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
 
 
+def pinned(x: Any) -> Any:
+    """A captured number as its value, specialised on; anything else as it is."""
+    return x.pin() if type(x) is Number else x
+
+
 def _node(x: Any) -> Node:
     return x.node if type(x) is Number else constant(x)
 
@@ -388,8 +392,10 @@ def _captured(name: str) -> Callable[..., Any]:
 def _missing(self: Value, name: str) -> Any:
     if name.startswith("__") and name.endswith("__"):
         raise AttributeError(name)
-    if name in ("T", "mT"):
-        return HANDLERS["t"](self)
+    if name == "T":
+        return HANDLERS["permute"](self, *reversed(range(self.ndim)))
+    if name == "mT":
+        return HANDLERS["transpose"](self, -2, -1)
     if hasattr(torch.Tensor, name):
         if (updated_by(name) or name) in HANDLERS:
             return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)

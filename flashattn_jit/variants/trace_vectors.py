@@ -1,20 +1,23 @@
 """Small static vectors and rows: rearrangement, indexing, reductions.
 
 A `Value` of logical shape (n, m, ...) is one flat vector node. Everything that only moves elements
-(slices, flips, transposes, stacks, rolls, views) is computed on an array of element numbers by
-numpy and lowered once, by `take`, to the fewest slices, interleaves and concatenations.
+(slices, flips, transposes, stacks, rolls, views) is computed on an array of element numbers, by
+torch's own methods, and lowered once, by `take`, to the fewest slices, interleaves and
+concatenations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from flashattn_jit.variants.extract import map_tree
 from flashattn_jit.variants.ir import REDUCTIONS, is_float
 from flashattn_jit.variants.trace_ops import (
     as_float,
@@ -41,9 +44,10 @@ def element_numbers(x: Value) -> Numbers:
 
 def take(x: Value, numbers: Numbers) -> Value:
     """The elements of `x` at the flat `numbers`, in their shape."""
-    shape = tuple(numbers.shape)
-    node = _take(x.node, numbers.ravel(), x.name)
-    return Value(node, x.name, shape)
+    node = x.node
+    if tracer().emitter.node(node).shape:  # every element of a scalar is that scalar
+        node = _take(node, numbers.ravel(), x.name)
+    return Value(node, x.name, numbers.shape)
 
 
 def _step(ns: Numbers) -> int | None:
@@ -159,9 +163,6 @@ def expand(x: Value, shape: Shape) -> Value:
     """`x` broadcast to `shape`."""
     if tuple(x.shape) == tuple(shape):
         return x
-    if math.prod(x.shape) == math.prod(shape) or math.prod(x.shape) == 1:
-        node = x.node
-        return Value(node, x.name, shape)
     return take(x, np.broadcast_to(element_numbers(x), shape))
 
 
@@ -173,7 +174,7 @@ def full(x: Value) -> Value:
     return x
 
 
-# --- shapes ------------------------------------------------------------------------------------
+# --- what only moves elements ------------------------------------------------------------------
 
 
 def ints(*args: Any) -> tuple[int, ...]:
@@ -182,64 +183,27 @@ def ints(*args: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in items)
 
 
-def _view(x: Any, shape: Sequence[int]) -> Value:
-    v = val(x)
-    return Value(v.node, v.name, np.empty(v.shape, np.bool_).reshape(tuple(shape)).shape)
-
-
-@op("reshape", "view", "view_as", "reshape_as", elementwise=False)
-def _reshape(input: Any, *shape: Any, **kw: Any) -> Value:
-    if shape and isinstance(shape[0], Value | Captured):
-        return _view(input, ints(shape[0].shape))
-    return _view(input, ints(*(shape or (kw["shape"],))))
-
-
-@op("flatten", "ravel", elementwise=False)
-def _flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Value:
+def _moved(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the method `name` makes: torch's own says, of the numbers of the elements."""
     v = val(input)
-    shape = list(v.shape) or [1]
-    end = end_dim % len(shape)
-    start = start_dim % len(shape)
-    shape[start : end + 1] = [math.prod(shape[start : end + 1])]
-    return _view(v, shape)
+    args, kwargs = map_tree((args, kwargs), lambda x: x if x is None else int(x))
+    with torch._C.DisableTorchFunction():
+        moved = getattr(torch.from_numpy(element_numbers(v)), name)(*args, **kwargs)
+        return map_tree(moved, lambda numbers: take(v, numbers.numpy()))
 
 
-@op("unflatten", elementwise=False)
-def _unflatten(input: Any, dim: int, sizes: Any) -> Value:
-    v = val(input)
-    shape = list(v.shape)
-    dim %= len(shape)
-    inner = np.empty(shape[dim], np.bool_).reshape(ints(sizes)).shape
-    shape[dim : dim + 1] = inner
-    return _view(v, shape)
+for _name in (
+    "reshape", "view", "flatten", "ravel", "unflatten", "unsqueeze", "squeeze", "expand",
+    "broadcast_to", "t", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "permute",
+    "flip", "roll", "repeat_interleave", "repeat", "tile", "narrow", "select", "split_with_sizes",
+    "chunk", "unbind",
+):  # fmt: skip
+    op(_name, elementwise=False)(partial(_moved, _name))
 
 
-@op("unsqueeze", elementwise=False)
-def _unsqueeze(input: Any, dim: int) -> Value:
-    v = val(input)
-    shape = list(v.shape)
-    shape.insert(dim % (len(shape) + 1), 1)
-    return _view(v, shape)
-
-
-@op("squeeze", elementwise=False)
-def _squeeze(input: Any, dim: int | None = None) -> Value:
-    v = val(input)
-    if dim is None:
-        return _view(v, [n for n in v.shape if n != 1])
-    shape = list(v.shape)
-    if shape and shape[dim] == 1:
-        del shape[dim % len(shape)]
-    return _view(v, shape)
-
-
-@op("expand", "broadcast_to", elementwise=False)
-def _expand(input: Any, *sizes: Any) -> Value:
-    v = val(input)
-    wanted = list(ints(*sizes))
-    offset = len(wanted) - len(v.shape)
-    shape = [v.shape[i - offset] if n == -1 else n for i, n in enumerate(wanted)]
-    return expand(v, tuple(shape))
+@op("view_as", "reshape_as", elementwise=False)
+def _reshape_as(input: Any, other: Any) -> Value:
+    return _moved("reshape", input, other.shape)  # type: ignore[no-any-return]
 
 
 @op("expand_as", elementwise=False)
@@ -247,95 +211,15 @@ def _expand_as(input: Any, other: Any) -> Value:
     return expand(val(input), tuple(val(other).shape))
 
 
-def _moves(*names: str) -> Callable[[Callable[..., Numbers]], Callable[..., Numbers]]:
-    """Register what says of each element of the result which of the element numbers it has."""
-
-    def register(arrange: Callable[..., Numbers]) -> Callable[..., Numbers]:
-        def handler(input: Any, *args: Any, **kwargs: Any) -> Value:
-            v = full(val(input))
-            return take(v, arrange(element_numbers(v), *args, **kwargs))
-
-        op(*names, elementwise=False)(handler)
-        return arrange
-
-    return register
-
-
-_moves("t")(np.transpose)
-_moves("movedim", "moveaxis")(np.moveaxis)
-
-
-@_moves("transpose", "swapaxes", "swapdims")
-def _transpose(numbers: Numbers, dim0: int, dim1: int) -> Numbers:
-    return np.swapaxes(numbers, dim0, dim1)
-
-
-@_moves("permute")
-def _permute(numbers: Numbers, *dims: Any) -> Numbers:
-    return np.transpose(numbers, ints(*dims))
-
-
-@_moves("flip")
-def _flip(numbers: Numbers, *dims: Any) -> Numbers:
-    return np.flip(numbers, ints(*dims))
-
-
-@_moves("roll")
-def _roll(numbers: Numbers, shifts: Any, dims: Any = None) -> Numbers:
-    count = ints(*shifts) if isinstance(shifts, tuple | list) else int(shifts)
-    axes = ints(*dims) if isinstance(dims, tuple | list) else dims
-    return np.roll(numbers, count, axes or None if axes == () else axes)
-
-
-@_moves("repeat_interleave")
-def _repeat_interleave(numbers: Numbers, repeats: Any, dim: int | None = None) -> Numbers:
-    return np.repeat(numbers, int(repeats), dim)
-
-
-@_moves("repeat", "tile")
-def _repeat(numbers: Numbers, *repeats: Any) -> Numbers:
-    return np.tile(numbers, ints(*repeats))
-
-
-@_moves("narrow")
-def _narrow(numbers: Numbers, dim: int, start: int, length: int) -> Numbers:
-    where = [slice(None)] * numbers.ndim
-    where[dim] = slice(int(start), int(start) + int(length))
-    return numbers[tuple(where)]
-
-
-@_moves("select")
-def _select(numbers: Numbers, dim: int, index: int) -> Numbers:
-    return np.asarray(np.take(numbers, int(index), dim))
-
-
-@_moves("__getitem__")
-def _getitem(numbers: Numbers, index: Any) -> Numbers:
-    return np.asarray(numbers[_static_index(index)])
-
-
-@op("split", "split_with_sizes", elementwise=False)
+@op("split", elementwise=False)
 def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Value, ...]:
-    v = full(val(tensor))
-    size = v.shape[dim]
-    if isinstance(split_size_or_sections, tuple | list):
-        sizes = list(ints(split_size_or_sections))
-    else:
-        step = int(split_size_or_sections)
-        sizes = [min(step, size - s) for s in range(0, size, step)]
-    parts = np.split(element_numbers(v), np.cumsum(sizes)[:-1], axis=dim)
-    return tuple(take(v, p) for p in parts)
+    return _moved("split", tensor, split_size_or_sections, dim)  # type: ignore[no-any-return]
 
 
-@op("chunk", elementwise=False)
-def _chunk(input: Any, chunks: int, dim: int = 0) -> tuple[Value, ...]:
-    return _split(input, -(-val(input).shape[dim] // int(chunks)), dim)
-
-
-@op("unbind", elementwise=False)
-def _unbind(input: Any, dim: int = 0) -> tuple[Value, ...]:
-    v = full(val(input))
-    return tuple(take(v, p) for p in np.moveaxis(element_numbers(v), dim, 0))
+@op("__getitem__", elementwise=False)
+def _getitem(input: Any, index: Any) -> Value:
+    v = val(input)
+    return take(v, np.asarray(element_numbers(v)[_static_index(index)]))
 
 
 @op("cat", "concat", "concatenate", elementwise=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from flashattn_jit.variants.bounds import Grid, MaskParams, classify_boxes
-from flashattn_jit.variants.bounds_lower import lower_classify
-from flashattn_jit.variants.bounds_simplify import range_tables, simplify
+from flashattn_jit.variants.bounds_lower import format_clause, format_term, lower_classify
+from flashattn_jit.variants.bounds_simplify import Program, range_tables, simplify
 from flashattn_jit.variants.extract import stride_pattern
 from flashattn_jit.variants.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
@@ -52,6 +52,17 @@ def bound(variant: Variant, dims: Dims, params: Mapping[str, object], **lengths:
         builder = GraphBuilder(HOOK_INPUTS["mask_mod"])
         graph = builder.finish(builder.add("const", dtype="bool", value=True))
     return Mask(graph, MaskParams(call.tensors, call.scalars, **lengths), call.ir.tensors)
+
+
+def format_program(program: Program) -> Iterator[str]:
+    """The interval form as lines such as ``keep if 0 <= q_idx - kv_idx <= scalar0 - 1``."""
+    for name, clauses in (("keep", program.keep), ("drop", program.drop)):
+        if not clauses:
+            yield f"{name} never"
+        for clause in clauses:
+            yield f"{name} if {format_clause(program, clause)}"
+    for node, low, high in program.guards:
+        yield f"assuming {low} <= {format_term(program.nodes, node)} <= {high}"
 
 
 def described(tensors: Sequence[torch.Tensor]) -> tuple[TensorParam, ...]:

@@ -11,13 +11,12 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.variants.bounds import Grid, tile_runs
-from flashattn_jit.variants.bounds_lower import format_program
 from flashattn_jit.variants.bounds_simplify import simplify
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 from tests.registry import CASES, Case, Shape
 
-from .bounds_oracle import bound, brute_force, classify_grid, traced
+from .bounds_oracle import bound, brute_force, classify_grid, format_program, traced
 
 SHAPES = (
     Shape(2, 4, 2, 100, 100, 64, 64),

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flashattn_jit.variants.bounds import Grid, tile_runs
-from flashattn_jit.variants.bounds_lower import format_program
 from flashattn_jit.variants.bounds_simplify import simplify
 from flashattn_jit.variants.ir import format_graph
 
-from .bounds_oracle import Mask, brute_force, classify_grid, dense_mask, traced
+from .bounds_oracle import Mask, brute_force, classify_grid, dense_mask, format_program, traced
 from .bounds_random import RandomMask
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flashattn_jit.variants.bounds import Grid
-from flashattn_jit.variants.bounds_lower import format_program, lower_classify
+from flashattn_jit.variants.bounds_lower import lower_classify
 from flashattn_jit.variants.bounds_simplify import simplify
 
-from .bounds_oracle import traced
+from .bounds_oracle import format_program, traced
 from .test_bounds_masks import check
 
 DOC = torch.arange(64) // 10

@@ -286,10 +286,9 @@ def test_constants_are_folded():
     assert [n.op for n in graph.nodes] == ["input", "input", "ge"]
 
 
-def test_one_hook_by_itself():
-    from flashattn_jit.variants.trace import trace_hook
-
+def test_what_a_hook_captures_and_computes_is_bound():
     gain = 2.5
-    traced = trace_hook("score_mod", lambda s, b, h, q, k: s * gain + (TABLE * 2)[k])
-    assert traced.scalars == (2.5,) and torch.equal(traced.tensors[0], TABLE * 2)
-    assert traced.graph.inputs == ("score", "b", "h", "q_idx", "kv_idx")
+    bound = variant(score_mod=lambda s, b, h, q, k: s * gain + (TABLE * 2)[k]).bind(DIMS)
+    assert bound.scalars == (2.5,) and torch.equal(bound.tensors[0], TABLE * 2)
+    graph = bound.ir.hook("score_mod")
+    assert graph is not None and graph.inputs == ("score", "b", "h", "q_idx", "kv_idx")

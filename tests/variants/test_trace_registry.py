@@ -39,7 +39,6 @@ def test_ir_equals_eager_hooks(case: Case) -> None:
     variant = as_variant(made)
     dims = Dims(*shape)
     bound = variant.bind(dims, params)
-    assert ir.variant_from_json(ir.variant_to_json(bound.ir)) == bound.ir  # type: ignore[arg-type]
     dtypes = (torch.float32, torch.float32)
     run = _Run(variant, dims, dtypes, params, _lengths(shape), None, torch.float32, False)
     for name, graph in bound.ir.hooks:
