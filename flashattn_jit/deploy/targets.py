@@ -38,7 +38,7 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
 def _host_targets() -> Iterable[str]:
     import torch
 
-    from ..ops._placement import device_target
+    from ..codegen.target import device_target
 
     yield default_target()
     if torch.cuda.is_available():

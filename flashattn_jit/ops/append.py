@@ -9,13 +9,12 @@ import torch
 
 from .. import _C
 from ..codegen.spec import UtilitySpec
-from ..codegen.target import compiled_target
+from ..codegen.target import compiled_target, on_cpu, place_utility
 from ..errors import InputError
 from . import _check
 from ._call import host_array
 from ._device import LaunchTensors
 from ._direct import is_direct
-from ._placement import on_cpu, place_utility
 from ._utility import UtilityWork, addresses, layouts, run_utility
 from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Stored, check_pages, read_storage
