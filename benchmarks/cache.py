@@ -29,8 +29,7 @@ from flashattn_jit.codegen.spec import Request
 from flashattn_jit.codegen.target import default_target
 from flashattn_jit.jit.module import default, prepare_kernel
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.planner import Problem, choose
-from flashattn_jit.planner.tiles import requests_of
+from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.ir import VariantIR
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -148,6 +148,3 @@ def _write_at_end(recorder: _Recorder) -> None:
         recorder.finalizer = multiprocessing.util.Finalize(
             recorder, recorder.write_or_warn, exitpriority=0
         )
-
-
-__all__ = ["ran_since", "record_manifest", "record_process"]

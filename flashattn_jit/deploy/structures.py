@@ -266,7 +266,3 @@ def _dtype_name(one: Any, allowed: Sequence[str]) -> str:
     if name not in allowed:
         raise InputError(f"dtypes: {one!r} is none of {', '.join(allowed)}")
     return name
-
-
-__all__ = ["library_names", "parse_dtypes", "parse_head_dims", "parse_variant", "specs_of",
-           "variant_ir"]  # fmt: skip

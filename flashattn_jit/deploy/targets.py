@@ -48,6 +48,3 @@ def _host_targets() -> Iterable[str]:
 
 def _items(names: str | Sequence[str]) -> Sequence[str]:
     return [n.strip() for n in names.split(",")] if isinstance(names, str) else names
-
-
-__all__ = ["parse_targets"]

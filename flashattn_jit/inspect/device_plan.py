@@ -11,21 +11,10 @@ from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
 from ..errors import InputError
 from ..jit.entry import KernelKey
 from ..ops._plan import native_kind
-from ..planner import (
-    Device,
-    Hardware,
-    Problem,
-    Slots,
-    TileChoice,
-    device_hardware,
-    host_hardware,
-    named_hardware,
-    slots,
-    typical_hardware,
-)
-from ..planner.costs import merge_cost
 from ..planner.cuda_tiles import in_flight_bytes
-from ..planner.tiles import few_rows
+from ..planner.devices import Device, device_hardware, named_hardware, typical_hardware
+from ..planner.machines import Hardware, host_hardware
+from ..planner.tiles import Problem, Slots, TileChoice, few_rows, merge_cost, slots
 from ._table import kib, table
 
 
@@ -77,7 +66,7 @@ class DevicePlan:
     def __str__(self) -> str:
         header = ["", "tile kind", "tile", "warps", "stages", "shared", "for or against"]
         rows = [
-            ["->" if c.chosen else "", c.tile_kind, f"{c.tile_q} x {c.tile_kv}",
+            ["->" if c.chosen else "", c.spec.tile_kind, f"{c.spec.tile_q} x {c.spec.tile_kv}",
              str(c.spec.num_warps), str(c.spec.num_stages), kib(c.scratch_bytes), c.reason]
             for c in self.candidates
         ]  # fmt: skip

@@ -197,13 +197,3 @@ def _bandwidth(properties: Any) -> float:
 def _matrix_rate(properties: Any, target: str, sms: int) -> float:
     clock = getattr(properties, "clock_rate", 0) or 0
     return float(sms * clock * 1e3 * _MATRIX_FLOPS_PER_CLOCK[target])
-
-
-__all__ = [
-    "DEVICES",
-    "Device",
-    "described",
-    "device_hardware",
-    "named_hardware",
-    "typical_hardware",
-]

@@ -172,6 +172,3 @@ def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
     features = [f for name in formats_of(spec) for f in _features(name, target, dims)]
     kernels = placed(spec.variant, dims, dtypes, target, tuple(dict.fromkeys(features)), spec.name)
     return kernels if is_cuda(spec.target) else (*kernels, *utilities(dtypes[1:], target))
-
-
-__all__ = ["COMPOSED", "FORMATS", "formats_of", "reachable", "retarget", "utilities"]

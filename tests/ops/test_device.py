@@ -21,8 +21,8 @@ from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.ops import _check, _device, _launch, _utility
 from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops._plan import Needs
-from flashattn_jit.planner import named_hardware, slots
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.devices import named_hardware
+from flashattn_jit.planner.tiles import request_of, slots
 from tests.planner.batch_plans import Paged, lengths
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
