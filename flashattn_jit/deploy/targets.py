@@ -21,7 +21,8 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
         raise TargetError(
             f"targets must be names, in a string or a sequence, got {type(targets).__name__}"
         )
-    for name in _items(targets):
+    names = targets.split(",") if isinstance(targets, str) else targets
+    for name in map(str.strip, names):
         if name == "host":
             chosen.update(dict.fromkeys(_host_targets()))
             continue
@@ -44,7 +45,3 @@ def _host_targets() -> Iterable[str]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield device_target(index)
-
-
-def _items(names: str | Sequence[str]) -> Sequence[str]:
-    return [n.strip() for n in names.split(",")] if isinstance(names, str) else names
