@@ -294,13 +294,11 @@ def _notes(results: Sequence[KernelResult], executor: Executor | None) -> tuple[
     """What the results do not say: kernels that this machine itself will not look for."""
     if executor is None:
         return ()
-    from ..jit.toolchain import identify
-
     store = Store(env.cache_dir())
     notes = []
     for target in sorted({r.target for r in results if r.compiler_id}):
         compiler = find_compiler(target)
-        own = identify(compiler, store.recall_compiler).id if compiler else None
+        own = toolchain.identify(compiler, store.recall_compiler).id if compiler else None
         others = {r.compiler_id for r in results if r.target == target and r.compiler_id} - {own}
         if own and others:
             notes.append(

@@ -155,11 +155,11 @@ def _touched_bytes(spec: KernelSpec) -> int:
 
 
 def _considered_on_cpu(
-    blank: KernelSpec, packed_rows: int
+    choice: KernelSpec, packed_rows: int
 ) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, bytes touched, chosen, reason) of each tile kind."""
-    prefill, few = place_on_cpu(blank, "prefill"), place_on_cpu(blank, "few_row")
-    chosen = "few_row" if packed_rows <= few.tile_q else "prefill"
+    prefill, few = place_on_cpu(choice, "prefill"), place_on_cpu(choice, "few_row")
+    chosen = choice.tile_kind
     filled = min(1.0, packed_rows / prefill.tile_q) * 100
     return [
         (prefill, _touched_bytes(prefill), chosen == "prefill",
@@ -214,7 +214,12 @@ def choose_rows(
 
     head_dims: (head_dim, head_dim_v). dtypes: of q, k and v.
     """
-    return _placed(_blank(variant, head_dims, dtypes, target, features, name), packed_rows)
+    blank = KernelSpec(
+        variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
+    )
+    if is_cuda(blank.target):
+        return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
+    return place_on_cpu(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
 
 
 def choose(
@@ -227,7 +232,7 @@ def choose(
     """The kernel for a problem; always one of `reachable`. Its target is the compiled one."""
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
     dims = (problem.head_dim, problem.head_dim_v)
-    return _placed(_blank(variant, dims, dtypes, target, features, name), problem.packed_rows)
+    return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name)
 
 
 def placed(
@@ -246,7 +251,7 @@ def placed(
     few = few_rows(target, dtypes[0])
     rows = cuda_tiles.ROW_CLASSES if cuda else (few, few + 1)
     specs = [
-        _placed(_blank(variant, head_dims, dtypes, target, feature, name), n)
+        choose_rows(variant, head_dims, dtypes, target, n, feature, name)
         for n in reversed(rows)
         for feature in features
     ]
@@ -265,31 +270,9 @@ def candidates(
 
     variant: decides between tiles on CUDA; plain attention by default.
     """
-    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
-    dims = (problem.head_dim, problem.head_dim_v)
-    blank = _blank(variant or VariantIR(()), dims, dtypes, target, (), "variant")
-    considered = cuda_tiles.considered if is_cuda(blank.target) else _considered_on_cpu
-    return tuple(TileChoice(*c) for c in considered(blank, problem.packed_rows))
-
-
-def _blank(
-    variant: VariantIR,
-    head_dims: tuple[int, int],
-    dtypes: tuple[str, str, str],
-    target: str,
-    features: tuple[str, ...],
-    name: str,
-) -> KernelSpec:
-    """A spec whose tile is still to be placed."""
-    return KernelSpec(
-        variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
-    )
-
-
-def _placed(blank: KernelSpec, packed_rows: int) -> KernelSpec:
-    if is_cuda(blank.target):
-        return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
-    return place_on_cpu(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
+    chosen = choose(variant or VariantIR(()), problem, target)
+    considered = cuda_tiles.considered if is_cuda(chosen.target) else _considered_on_cpu
+    return tuple(TileChoice(*c) for c in considered(chosen, problem.packed_rows))
 
 
 # --- slots of a GPU ------------------------------------------------------------------------------
