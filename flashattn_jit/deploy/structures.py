@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import AnySpec
-from ..codegen.target import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, takes_dtypes
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
 from ..errors import FlashAttnJitError, InputError, ParamError
 from ..ops._batch_params import stand_in
 from ..planner.reachable import FORMATS, reachable, utilities

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from .. import _C
 from ..codegen.budget import ctas_per_sm, register_budget, shared_bytes
-from ..codegen.spec import KernelSpec
-from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
+from ..codegen.spec import EMULATED, KernelSpec, compiled_target, is_cuda, resolve_target
 from ..errors import InputError
 from ..jit.entry import KernelKey
 from ..ops._plan import native_kind

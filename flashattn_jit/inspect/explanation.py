@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codegen.render import render
-from ..codegen.spec import KernelSpec
-from ..codegen.target import matrix_dtype
+from ..codegen.spec import KernelSpec, matrix_dtype
 from ..errors import CompileError, InputError
 from ..jit.entry import KernelKey
 from ..jit.module import find_kernel

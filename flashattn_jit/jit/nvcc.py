@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashattn_jit import env
-from flashattn_jit.codegen.target import CUDA_TARGETS, sm_version
+from flashattn_jit.codegen.spec import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.driver import Compiler, Job, quote, write_wrapper
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..codegen.target import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, place_on
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, place_on
 from ..errors import InputError
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..codegen.target import on_cpu, place
+from ..codegen.spec import on_cpu, place
 from ..errors import InputError, ParamError
 from ..variants.binding import Bound, Swap, bind, bind_outside_modes
 from ..variants.ir import unscaled_integers

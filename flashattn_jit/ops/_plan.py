@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..codegen.spec import KernelSpec
-from ..codegen.target import CPU_TARGETS, LANES
+from ..codegen.spec import CPU_TARGETS, LANES, KernelSpec
 from ..errors import InputError
 from ..jit.module import default, load_stepping
 from ..planner.cuda_tiles import row_class

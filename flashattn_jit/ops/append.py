@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import UtilitySpec
-from ..codegen.target import compiled_target, on_cpu, place_utility
+from ..codegen.spec import UtilitySpec, compiled_target, on_cpu, place_utility
 from ..errors import InputError
 from . import _check
 from ._call import host_array

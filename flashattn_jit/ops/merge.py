@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _C
-from ..codegen.target import on_cpu, place_utility
+from ..codegen.spec import on_cpu, place_utility
 from ..errors import InputError
 from . import _check
 from ._direct import is_direct

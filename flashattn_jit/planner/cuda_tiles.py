@@ -20,8 +20,7 @@ from ..codegen.budget import (
     register_budget,
     shared_bytes,
 )
-from ..codegen.spec import KernelSpec, TileKind
-from ..codegen.target import compiled_target
+from ..codegen.spec import KernelSpec, TileKind, compiled_target
 
 ROW_CLASSES = (16, 64, 128)
 """Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where

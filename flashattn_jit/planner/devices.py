@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codegen.budget import LIMITS
-from ..codegen.target import compiled_target, cuda_target
+from ..codegen.spec import compiled_target, cuda_target
 from ..errors import InputError
 
 _MATRIX_FLOPS_PER_CLOCK = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from .. import _C
-from ..codegen.target import LANES, host_target
+from ..codegen.spec import LANES, host_target
 from .devices import Device
 from .tiles import READ_BYTES_PER_S_PER_CORE, Problem, clock_hz
 

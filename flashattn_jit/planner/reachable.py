@@ -32,8 +32,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec
-from ..codegen.target import DTYPE_BYTES, compiled_target, is_cuda, takes_dtypes
+from ..codegen.spec import (
+    DTYPE_BYTES,
+    FEATURES,
+    AnySpec,
+    KernelSpec,
+    UtilitySpec,
+    compiled_target,
+    is_cuda,
+    takes_dtypes,
+)
 from ..errors import InputError
 from ..variants.ir import VariantIR, unscaled_integers
 from .tiles import placed

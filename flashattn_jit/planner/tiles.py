@@ -21,8 +21,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
-from ..codegen.spec import AnySpec, KernelSpec, Request, TileKind, name_of
-from ..codegen.target import DTYPE_BYTES, LANES, compiled_target, has_amx, is_cuda, matrix_dtype
+from ..codegen.spec import (
+    DTYPE_BYTES,
+    LANES,
+    AnySpec,
+    KernelSpec,
+    Request,
+    TileKind,
+    compiled_target,
+    has_amx,
+    is_cuda,
+    matrix_dtype,
+    name_of,
+)
 from ..variants.ir import VariantIR
 from . import cuda_tiles
 from .devices import Device, typical_hardware

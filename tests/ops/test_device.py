@@ -13,7 +13,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.codegen import target as targets
+from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.module import default, load_stepping

@@ -16,10 +16,10 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
-from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import (
+from flashattn_jit.codegen.spec import (
     CPU_TARGETS,
     CUDA_TARGETS,
+    KernelSpec,
     compiled_target,
     default_target,
     takes_dtypes,
