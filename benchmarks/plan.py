@@ -121,7 +121,7 @@ def growth_rows(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _kind(target: str, packed_rows: int) -> tuple[Any, ...]:
+def _kind(target: str, packed_rows: int) -> _C.Kind:
     problem = Problem((packed_rows,), (1024,), 1, 1, _DIM, _DIM, *["bfloat16"] * 3)
     return native_kind(choose(VariantIR(()), problem, target), target)
 

@@ -166,23 +166,44 @@ class BatchLengths:
     def tile_kinds(self, group_size: int, few_rows: int, q_block: int = 0) -> tuple[int, int, int]:
         """(prefill requests, few-row requests, most packed rows of one), groups included."""
 
+class Kind:
+    """A kernel as the planner sees it: its tile and what its work costs (`Kind` of
+    csrc/scheduler/batch_plan.h). module may be None where masks are not classified."""
+
+    def __init__(
+        self,
+        module: Module | None,
+        tile_q: int,
+        row_granule: int,
+        tile_kv: int,
+        min_chunk: int,
+        item_ns: float,
+        load_ns: float,
+        pair_ns: float,
+        state_ns: float,
+    ) -> None: ...
+    @property
+    def tile_q(self) -> int: ...
+    @property
+    def tile_kv(self) -> int: ...
+    @property
+    def min_chunk(self) -> int: ...
+
 class BatchPlan:
     """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
 
-    kinds: for prefill and few-row, (module, tile_q, row_granule, tile_kv, min_chunk, item_ns,
-    load_ns, pair_ns, state_ns) or None; module may be None where masks are not classified.
-    split_keys of 0 are never cut. merge_ns: what a merge's launch costs. num_levels: levels of
-    shared keys that plans within the limits may have. lists: (q_block, key_block, per_head,
-    begin, count, num_key_blocks) or None. tensors, scalars: of the mask, with their layouts,
-    for its interval form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None.
-    row_block: no item has query rows of two blocks of so many. Raises ValueError for a batch beyond
-    the limits.
+    kinds: prefill and few-row, None where a batch has no such work. split_keys of 0 are never cut.
+    merge_ns: what a merge's launch costs. num_levels: levels of shared keys that plans within the
+    limits may have. lists: (q_block, key_block, per_head, begin, count, num_key_blocks) or None.
+    tensors, scalars: of the mask, with their layouts, for its interval form. limits: (max_requests,
+    max_q_tokens, max_kv_len, max_pages) or None. row_block: no item has query rows of two blocks of
+    so many. Raises ValueError for a batch beyond the limits.
     """
 
     def __init__(
         self,
         lengths: BatchLengths,
-        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
+        kinds: tuple[Kind | None, Kind | None],
         *,
         num_q_heads: int,
         num_kv_heads: int,
@@ -255,7 +276,7 @@ class BatchPlan:
 
     @staticmethod
     def workspace_bound(
-        kinds: tuple[tuple[object, ...] | None, tuple[object, ...] | None],
+        kinds: tuple[Kind | None, Kind | None],
         limits: tuple[int, int, int, int],
         *,
         num_q_heads: int,

@@ -1,9 +1,11 @@
-// Python bindings of batch plans: `_C.BatchLengths`, `_C.BatchPlan`.
+// Python bindings of batch plans: `_C.BatchLengths`, `_C.Kind`, `_C.BatchPlan`.
 #include <pybind11/stl.h>
 
 #include <array>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "../runtime/params.h"
 #include "../runtime/python_values.h"
@@ -20,15 +22,6 @@ using runtime::Items;
 
 int32_t to_int32(py::handle value, const char* name) {
   return runtime::narrow(runtime::to_int64(value, name), name);
-}
-
-double to_double(py::handle value, const char* name) {
-  const double number = PyFloat_AsDouble(value.ptr());
-  if (number == -1.0 && PyErr_Occurred()) {
-    PyErr_Clear();
-    throw py::type_error(std::string(name) + " must be a number");
-  }
-  return number;
 }
 
 Items exactly(py::handle tuple, size_t count, const char* name) {
@@ -86,24 +79,31 @@ std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, p
                                                 read_array(q_offset, "q_offset"), level_arrays));
 }
 
-void read_kinds(py::handle source, Kind (&kinds)[2]) {
-  const Items items = exactly(source, 2, "kinds");
+// Prefill and few-row; None where there is no such kind.
+using Kinds = std::array<std::shared_ptr<Kind>, 2>;
+
+void read_kinds(const Kinds& source, Kind (&kinds)[2]) {
   for (size_t i = 0; i < 2; ++i) {
-    const py::object item = items[i];
-    if (item.is_none()) continue;
-    const Items fields = exactly(item, 9, "a kind");
-    Kind& kind = kinds[i];
-    kind.module = py::cast<std::shared_ptr<runtime::Module>>(fields[0]);
-    kind.tile_q = to_int32(fields[1], "tile_q");
-    kind.row_granule = to_int32(fields[2], "row_granule");
-    kind.tile_kv = to_int32(fields[3], "tile_kv");
-    kind.min_chunk = to_int32(fields[4], "min_chunk");
-    kind.item_ns = to_double(fields[5], "item_ns");
-    kind.load_ns = to_double(fields[6], "load_ns");
-    kind.pair_ns = to_double(fields[7], "pair_ns");
-    kind.state_ns = to_double(fields[8], "state_ns");
-    if (kind.tile_q < 1) throw py::value_error("tile_q of a kind must be positive");
+    if (source[i] != nullptr) kinds[i] = *source[i];
   }
+}
+
+Kind make_kind(std::shared_ptr<runtime::Module> module, int32_t tile_q, int32_t row_granule,
+               int32_t tile_kv, int32_t min_chunk, double item_ns, double load_ns, double pair_ns,
+               double state_ns) {
+  if (tile_q < 1) throw py::value_error("tile_q of a kind must be positive");
+  return {std::move(module), tile_q,  row_granule, tile_kv, min_chunk,
+          item_ns,           load_ns, pair_ns,     state_ns};
+}
+
+void bind_kind(py::module_& m) {
+  py::class_<Kind, std::shared_ptr<Kind>>(m, "Kind")
+      .def(py::init(&make_kind), py::arg("module"), py::arg("tile_q"), py::arg("row_granule"),
+           py::arg("tile_kv"), py::arg("min_chunk"), py::arg("item_ns"), py::arg("load_ns"),
+           py::arg("pair_ns"), py::arg("state_ns"))
+      .def_readonly("tile_q", &Kind::tile_q)
+      .def_readonly("tile_kv", &Kind::tile_kv)
+      .def_readonly("min_chunk", &Kind::min_chunk);
 }
 
 KeyLists read_lists(py::handle source) {
@@ -222,7 +222,7 @@ void bind_lengths(py::module_& m) {
 }
 
 std::shared_ptr<BatchPlan> make_plan(
-    const std::shared_ptr<Lengths>& lengths, py::handle kinds_source, int32_t num_q_heads,
+    const std::shared_ptr<Lengths>& lengths, const Kinds& both_kinds, int32_t num_q_heads,
     int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
     std::array<int32_t, 2> num_workers, bool share_workers, py::handle lists_source,
     bool batch_invariant, std::array<int32_t, 2> split_keys, bool classify,
@@ -230,7 +230,7 @@ std::shared_ptr<BatchPlan> make_plan(
     py::handle layouts, py::handle scalars, const std::string& scalar_kinds, py::handle limits,
     int32_t num_levels, int32_t row_block) {
   Kind kinds[2];
-  read_kinds(kinds_source, kinds);
+  read_kinds(both_kinds, kinds);
   PlanOptions options =
       read_options(num_q_heads, num_kv_heads, head_dim_v, few_rows, num_workers, share_workers,
                    batch_invariant, split_keys, limits, num_levels);
@@ -284,13 +284,13 @@ std::shared_ptr<BatchPlan> make_plan_of_work(const py::buffer& work, int kind,
       read_items<fajit_merge_work>(merge_work, "merge_work"), merge_sources, partial_rows));
 }
 
-int64_t workspace_bound(py::handle kinds_source, py::handle limits, int32_t num_q_heads,
+int64_t workspace_bound(const Kinds& both_kinds, py::handle limits, int32_t num_q_heads,
                         int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
                         std::array<int32_t, 2> num_workers, bool share_workers,
                         bool batch_invariant, std::array<int32_t, 2> split_keys,
                         int32_t num_levels, int32_t q_block) {
   Kind kinds[2];
-  read_kinds(kinds_source, kinds);
+  read_kinds(both_kinds, kinds);
   const PlanOptions options =
       read_options(num_q_heads, num_kv_heads, head_dim_v, few_rows, num_workers, share_workers,
                    batch_invariant, split_keys, limits, num_levels);
@@ -364,6 +364,7 @@ void bind_plan(py::module_& m) {
 
 void bind_scheduler(py::module_& m) {
   bind_lengths(m);
+  bind_kind(m);
   bind_plan(m);
 }
 

@@ -266,7 +266,10 @@ BatchPlan plan_of_work(int kind, std::vector<fajit_work> work,
   plan.merge_sources = std::move(merge_sources);
   plan.partial_rows = partial_rows;
   for (const fajit_merge_work& item : plan.merge_work) {
-    plan.max_merge_rows = std::max(plan.max_merge_rows, item.row_end - item.row_begin);
+    const int64_t rows = int64_t{item.row_end} - item.row_begin;  // not checked yet
+    if (rows > plan.max_merge_rows) {
+      plan.max_merge_rows = static_cast<int32_t>(std::min<int64_t>(rows, INT32_MAX));
+    }
     plan.most_splits = std::max(plan.most_splits, item.num_splits);
   }
   return plan;

@@ -1,6 +1,6 @@
 """Calls as one torch op: where torch's dispatcher has a listener, or makes a graph of what it sees.
 
-A plain call of plain tensors never comes here (`_direct`). A mode, a profiler or a subclass of
+A plain call of plain tensors never comes here (`is_direct`). A mode, a profiler or a subclass of
 tensors sees the op of the call, which makes the ordinary call inside. Fake tensors and tracers have
 no values to plan with: there the op's inputs are all that the call depends on (`_graphs`), and it
 makes the ordinary call when the graph runs.

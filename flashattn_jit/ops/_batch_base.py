@@ -17,7 +17,7 @@ from ..variants.binding import Bound
 from ..variants.compose import present_hooks
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import unscaled_integers
-from ..variants.modes import PLAN_FIRST, need_values, refuse_capture
+from ..variants.modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.params import Dims
 from ..variants.spec import Variant, as_variant, is_pointwise
 from . import _batch_run, _check, _plan, _sites
@@ -25,7 +25,6 @@ from ._batch_params import bind_plan, bound_kernels
 from ._batch_run import Habits, Planned
 from ._bits import BlockBits, TreeBits, tree_words
 from ._call import Array, Offset, host_array, offset_array
-from ._direct import is_direct
 from ._key_lists import KeyLists, Lengths, key_lists
 from ._launch import Workspace
 from ._plan import Batch, Kernels, Keys, Options, native_kinds

@@ -48,8 +48,20 @@ Strides = tuple[int, ...]
 Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Sizes and strides of param tensors and of their min/max tables."""
 
-BlockMaskLayout = tuple[tuple[int, ...], tuple[int, ...], int, int]
-"""Sizes and strides (request, head, q block, kv block) of a map of blocks, q_block, kv_block."""
+
+class BlockMaskLayout(NamedTuple):
+    """A map of blocks: its sizes and strides (request, head, q block, kv block) and a block's."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    q_block: int
+    kv_block: int
+
+    @property
+    def head_stride(self) -> int:
+        """0 where all heads visit the same blocks."""
+        return self.strides[1]
+
 
 Offset = int | torch.Tensor | Literal["end"]
 """Of ``q_idx``: an int, a tensor with one entry a request, or "end" for kv_len - q_len."""
@@ -363,8 +375,9 @@ def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tens
     if isinstance(q_offset, torch.Tensor):
         array, held = host_array("q_offset", q_offset)
         values = held.numpy()
-        low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
-        check_offset(high if high > -low else low, "num_requests")
+        if values.size and (values.min() < -_LARGEST_OFFSET or values.max() > _LARGEST_OFFSET):
+            for i, offset in enumerate(values.tolist()):
+                _in_range(f"q_offset[{i}]", offset)
         return array, held
     if is_end(q_offset, "num_requests"):
         return None, None
@@ -393,9 +406,12 @@ def check_offset(q_offset: object, requests: str) -> int:
             f'q_offset must be an int, a tensor [{requests}] or "end", got '
             f"{type(q_offset).__name__}"
         )
-    return _check.check_int(
-        "q_offset", q_offset, -_LARGEST_OFFSET, _LARGEST_OFFSET, "is outside of [-2**30, 2**30]"
-    )
+    return _in_range("q_offset", q_offset)
+
+
+def _in_range(name: str, offset: object) -> int:
+    rule = "is outside of [-2**30, 2**30]"
+    return _check.check_int(name, offset, -_LARGEST_OFFSET, _LARGEST_OFFSET, rule)
 
 
 __all__ = [

@@ -17,7 +17,7 @@ from ..codegen.spec import on_cpu, place
 from ..errors import InputError, ParamError
 from ..variants.binding import Bound, Swap, bind, bind_outside_modes
 from ..variants.ir import unscaled_integers
-from ..variants.modes import refuse_capture
+from ..variants.modes import learn_device, refuse_capture
 from ..variants.spec import Variant
 from . import _check
 from ._call import (
@@ -30,7 +30,6 @@ from ._call import (
     bind_tensors,
     is_aligned,
 )
-from ._direct import learn_device
 from ._plan import Batch, Kernels, Options, Variation, vary
 
 _CPU = torch.device("cpu")
@@ -239,7 +238,7 @@ def attend(
     num_threads = torch.get_num_threads() if on_cpu(target) else 0
     mask: BlockMaskLayout | None = None
     if block_states is not None:
-        mask = (tuple(block_states.shape), block_states.stride(), block_size[0], block_size[1])
+        mask = BlockMaskLayout(tuple(block_states.shape), block_states.stride(), *block_size)
     call = Call(
         form,
         requests.lengths,

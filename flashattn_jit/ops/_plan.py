@@ -82,11 +82,11 @@ class Options:
 
 
 class Kernel(NamedTuple):
-    """A kernel of one tile kind. native: as `_C.BatchPlan` takes a kind. module: None in bounds."""
+    """A kernel of one tile kind. native: as the planner sees it. module: None in bounds."""
 
     spec: KernelSpec
     module: _C.Module | None
-    native: tuple[object, ...]
+    native: _C.Kind
     workers: int
 
 
@@ -243,21 +243,22 @@ class Kernels:
         }
 
 
-def native_kind(
-    spec: KernelSpec, target: str, module: _C.Module | None = None
-) -> tuple[object, ...]:
-    """A kernel as `_C.BatchPlan` takes a kind: its module, its tile and what its work costs."""
+def native_kind(spec: KernelSpec, target: str, module: _C.Module | None = None) -> _C.Kind:
+    """A kernel as the planner sees it: its tile and what its work costs."""
     rows = granule = spec.tile_q  # on devices a tile that is not full takes as long as a full one
     if target in CPU_TARGETS:
         rows = item_rows(spec, _L2_BYTES)
         granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
-    costs = coefficients(spec, target)
-    return module, rows, granule, spec.tile_kv, least_part(spec), *costs
+    return _C.Kind(
+        module, tile_q=rows, row_granule=granule, tile_kv=spec.tile_kv, min_chunk=least_part(spec),
+        **coefficients(spec, target)._asdict(),
+    )  # fmt: skip
 
 
-def native_kinds(kernels: Sequence[Kernel | None]) -> Any:
-    """As `_C.BatchPlan` takes them."""
-    return tuple(None if k is None else k.native for k in kernels)
+def native_kinds(kernels: Pair) -> tuple[_C.Kind | None, _C.Kind | None]:
+    """As the planner sees them."""
+    prefill, few = kernels
+    return prefill and prefill.native, few and few.native
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -429,7 +430,7 @@ def vary(
                 values[slot] = mask_values.get(params[slot].name, values[slot])  # type: ignore
     blocks = batch.block_mask
     num_kv_heads = options.num_kv_heads
-    if blocks is not None and blocks[1][1] != 0:
+    if blocks is not None and blocks.head_stride != 0:
         num_kv_heads = options.num_q_heads  # heads that visit different blocks share no tile
     needs = kernels.needs(
         batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,
@@ -454,7 +455,7 @@ def vary(
             limits=None if options.limits is None else options.limits.native(),
             num_levels=batch.num_levels,
             num_kv_heads=num_kv_heads,
-            row_block=0 if blocks is None else blocks[2],
+            row_block=0 if blocks is None else blocks.q_block,
             **kernels.plan_options(pair),
             **mask_args,
         )

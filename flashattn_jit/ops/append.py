@@ -10,10 +10,10 @@ import torch
 from .. import _C
 from ..codegen.spec import UtilitySpec, compiled_target, on_cpu, place_utility
 from ..errors import InputError
+from ..variants.modes import is_direct
 from . import _check
 from ._call import host_array
 from ._device import LaunchTensors
-from ._direct import is_direct
 from ._utility import UtilityWork, addresses, layouts, run_utility
 from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Stored, check_pages, read_storage

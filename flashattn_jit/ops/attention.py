@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..variants.binding import Swap
+from ..variants.modes import is_direct
 from ..variants.spec import Variant, as_variant
 from ._call import Offset, dense_form, dense_requests
-from ._direct import is_direct
 from ._launch import attend
 
 

@@ -10,10 +10,10 @@ import torch
 
 from ..errors import InputError
 from ..variants.binding import Swap
+from ..variants.modes import is_direct
 from ..variants.spec import FULL, Dims, Variant, variant
 from . import _check, _torch_inputs
 from ._call import dense_form, dense_requests
-from ._direct import is_direct
 from .attention import run_dense
 from .block_mask import Blocks, check_mask_device, read_block_mask
 

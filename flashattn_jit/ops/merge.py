@@ -9,8 +9,8 @@ import torch
 from .. import _C
 from ..codegen.spec import on_cpu, place_utility
 from ..errors import InputError
+from ..variants.modes import is_direct
 from . import _check
-from ._direct import is_direct
 
 
 def merge_states(

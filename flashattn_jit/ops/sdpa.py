@@ -6,10 +6,10 @@ import torch
 
 from ..errors import InputError, TorchInputError
 from ..variants.library.masks import Causal, Full
+from ..variants.modes import is_direct
 from ..variants.spec import Variant, tensor
 from . import _torch_inputs
 from ._check import check_readable, shown
-from ._direct import is_direct
 from .attention import run_dense
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")

@@ -9,11 +9,10 @@ import torch
 
 from ..errors import InputError
 from ..variants.binding import Swap
-from ..variants.modes import outside_modes
+from ..variants.modes import is_direct, outside_modes
 from ..variants.spec import Variant, as_variant
 from . import _check
 from ._call import Offset, packed_form, packed_requests
-from ._direct import is_direct
 from ._launch import attend
 
 

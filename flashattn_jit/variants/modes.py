@@ -141,6 +141,37 @@ def is_quiet() -> bool:
     return not _function_modes() and _included_keys().raw_repr() in _QUIET
 
 
+_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+_tensor_keys = torch._C._dispatch_keys
+_PLAIN_KEYS: set[int] = set()
+
+
+def learn_device(device: torch.device) -> None:
+    """Know the key sets of plain tensors on a device, on which a call was planned."""
+    with outside_modes():
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                _PLAIN_KEYS.add(_tensor_keys(torch.empty(0, device=device)).raw_repr())
+
+
+learn_device(torch.device("cpu"))
+
+
+def is_direct(*tensors: torch.Tensor) -> bool:
+    """Whether a torch op on these tensors is exactly its implementation: nothing listens.
+
+    Such calls go without torch's dispatcher, which takes 6 to 9 us (measured, 2 cores): more than
+    a small kernel.
+    """
+    if _profiling() or not is_quiet():
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _TYPES or _tensor_keys(tensor).raw_repr() not in _PLAIN_KEYS:
+            return False
+    return True
+
+
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor of FakeTensorMode or of a tracer."""
     if type(tensor) is torch.Tensor:
@@ -273,7 +304,8 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 __all__ = [
-    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "has_no_values",
-    "is_capturing", "is_outside", "is_quiet", "need_values", "on_host", "outside_modes",
-    "refuse_capture", "refuse_transforms", "refuse_unreadable", "remembered", "unreadable",
+    "GRAD_MESSAGE", "PLAIN", "PLAN_FIRST", "VMAP_MESSAGE", "has_no_values", "is_capturing",
+    "is_direct", "is_outside", "is_quiet", "learn_device", "need_values", "on_host",
+    "outside_modes", "refuse_capture", "refuse_transforms", "refuse_unreadable", "remembered",
+    "unreadable",
 ]  # fmt: skip

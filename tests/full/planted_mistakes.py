@@ -33,8 +33,7 @@ CPU, CUDA = "csrc/include/fajit/cpu", "csrc/include/fajit/cuda"
 PYTHON = (
     # Variants: tracing, captures, interval form, library
     Mistake("reflected division", f"{VARIANTS}/trace_ops.py",
-            'return _integer_division("floordiv", other, input)',
-            'return _integer_division("floordiv", input, other)',
+            "return handler(other, input)", "return handler(input, other)",
             "`7 // kv_idx` in a hook divides the other way round.",
             "tests/variants/test_trace_ops.py"),
     Mistake("uint8 and int8", f"{VARIANTS}/ir.py",

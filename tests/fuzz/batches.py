@@ -105,7 +105,7 @@ class Fuzz:
             )
         return made
 
-    def kind(self, wrong: bool) -> tuple[Any, ...] | None:
+    def kind(self, wrong: bool) -> _C.Kind | None:
         if self.chance(0.1):
             return None
         numbers: list[Any] = [self.r.choice((1, 4, 16, 64)), self.r.choice((1, 4, 16)),
@@ -116,7 +116,7 @@ class Fuzz:
         if wrong and self.chance(0.3):
             costs[self.r.randrange(4)] = self.r.choice((-1.0, float("nan"), float("inf"), "y"))
         fields = [self.module, *numbers, *costs]
-        return tuple(fields[:-1] if wrong and self.chance(0.05) else fields)
+        return _C.Kind(*(fields[:-1] if wrong and self.chance(0.05) else fields))
 
     def lists(self, q_len: Sequence[int], heads: int, wrong: bool) -> tuple[Any, ...] | None:
         if self.chance(0.6):

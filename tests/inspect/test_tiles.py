@@ -17,7 +17,10 @@ def bound(variant, heads, q_len, kv_len, q_offset):
     """The mask and its params for requests of these lengths."""
     dims = Dims(len(q_len), heads, heads, max(q_len), max(kv_len), 64, 64)
     found = variant.bind(dims, {})
-    params = MaskParams(found.tensors, found.scalars, q_len, kv_len, q_offset)
+    starts = [0] * len(q_len)
+    params = MaskParams(
+        found.tensors, found.scalars, q_len, kv_len, q_offset, q_token0=starts, kv_token0=starts
+    )
     return found.ir.hook("mask_mod"), params
 
 

@@ -62,7 +62,7 @@ class Batch:
         self.lengths = (
             paged(self.q_len, self.kv_len, size) if size else ragged(self.q_len, self.kv_len)
         )
-        kind = (self.module, 8, 1, 16, 16, 500.0, 1.0, 2.0, 20.0)
+        kind = _C.Kind(self.module, 8, 1, 16, 16, 500.0, 1.0, 2.0, 20.0)
         self.plan = _C.BatchPlan(
             self.lengths, (kind, kind), num_q_heads=self.heads[0], num_kv_heads=self.heads[1],
             head_dim_v=self.dim, few_rows=self.few_rows, num_workers=(self.workers,) * 2,

@@ -170,7 +170,7 @@ def test_storage_and_sparsity_of_another_kind() -> None:
     [
         ("begin", 'q_offset must be an int, a tensor .num_requests. or "end", got'),
         (2**31, "q_offset=2147483648 is outside of"),
-        (torch.tensor([0, 0, 0, -(2**31)]), "q_offset=-2147483648 is outside of"),
+        (torch.tensor([0, 0, 0, -(2**31)]), r"q_offset\[3\]=-2147483648 is outside of"),
         (torch.tensor([0, 1]), "q_offset has 2 entries for 4 requests"),
         (1.5, "q_offset must be .* got float"),
     ],

@@ -71,8 +71,8 @@ OFFSETS: dict[str, tuple[Any, str]] = {
         r"q_offset must be an int32 or int64 cpu .* got torch\.int16",
     ),
     "meta": (torch.zeros(2, dtype=torch.int64, device="meta"), r"q_offset must be .* on meta"),
-    "entry": (torch.tensor([0, 2**31]), r"q_offset(\[1\])?=2147483648 is outside of"),
-    "low entry": (torch.tensor([0, -(2**30) - 1]), r"q_offset(\[1\])?=-1073741825 is outside of"),
+    "entry": (torch.tensor([0, 2**31]), r"q_offset\[1\]=2147483648 is outside of"),
+    "low entry": (torch.tensor([0, -(2**30) - 1]), r"q_offset\[1\]=-1073741825 is outside of"),
 }
 LENGTHS: dict[str, tuple[Any, str]] = {
     "int": (3, "kv_len must be an integer tensor, got int"),

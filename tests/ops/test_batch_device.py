@@ -277,7 +277,7 @@ class Kernels:
     """Prefill and few-row kernels of a causal variant over pages."""
 
     modules: tuple[_C.Module, _C.Module]
-    native: tuple[tuple[object, ...], tuple[object, ...]]
+    native: tuple[_C.Kind, _C.Kind]
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def kernels() -> Kernels:
     chosen = [next(s for s in specs if s.tile_kind == kind) for kind in ("prefill", "few_row")]
     modules = [load_stepping([request_of(s)])[1]
                for s in chosen]  # fmt: skip
-    native = [(m, s.tile_q, s.tile_q, s.tile_kv, s.tile_kv, 500.0, 10.0, 1.0, 20.0)
+    native = [_C.Kind(m, s.tile_q, s.tile_q, s.tile_kv, s.tile_kv, 500.0, 10.0, 1.0, 20.0)
               for m, s in zip(modules, chosen, strict=True)]  # fmt: skip
     return Kernels(tuple(modules), tuple(native))  # type: ignore[arg-type]
 

@@ -18,14 +18,26 @@ WORK = ("request", "head_begin", "head_count", "row_begin", "row_end", "kv_begin
 MERGE = ("request", "head_begin", "head_count", "row_begin", "row_end", "first_partial",
          "num_splits", "reserved")  # fmt: skip
 
-PREFILL = (None, 32, 8, 16, 32, 50.0, 4.0, 0.5, 5.0)
-FEW_ROW = (None, 8, 1, 16, 32, 20.0, 4.0, 0.25, 5.0)
-"""Module, tile_q, row_granule, tile_kv, min_chunk, then costs in ns. Small, so that small batches
-have many tiles and cuts."""
+
+def small_kinds(module: _C.Module | None = None) -> tuple[_C.Kind, _C.Kind]:
+    """Prefill and few-row, so small that small batches have many tiles and cuts."""
+    return (
+        _C.Kind(module, tile_q=32, row_granule=8, tile_kv=16, min_chunk=32, item_ns=50.0,
+                load_ns=4.0, pair_ns=0.5, state_ns=5.0),
+        _C.Kind(module, tile_q=8, row_granule=1, tile_kv=16, min_chunk=32, item_ns=20.0,
+                load_ns=4.0, pair_ns=0.25, state_ns=5.0),
+    )  # fmt: skip
 
 
-CPU_KINDS = ((None, 96, 16, 96, 256, 1000.0, 25.0, 5.4, 52.0),
-             (None, 8, 1, 64, 256, 1000.0, 25.0, 10.9, 52.0))  # fmt: skip
+PREFILL, FEW_ROW = small_kinds()
+
+
+CPU_KINDS = (
+    _C.Kind(None, tile_q=96, row_granule=16, tile_kv=96, min_chunk=256, item_ns=1000.0,
+            load_ns=25.0, pair_ns=5.4, state_ns=52.0),
+    _C.Kind(None, tile_q=8, row_granule=1, tile_kv=64, min_chunk=256, item_ns=1000.0, load_ns=25.0,
+            pair_ns=10.9, state_ns=52.0),
+)  # fmt: skip
 CPU_MERGE_NS = 2000.0
 """Costs of one machine: planner/tiles.py measures each."""
 

@@ -10,7 +10,7 @@ import pytest
 from flashattn_jit import _C
 from tests.slowness import slowdown
 
-from .batch_plans import Level, Paged, Ragged, array, indptr, lengths, make, seen
+from .batch_plans import FEW_ROW, Level, Paged, Ragged, array, indptr, lengths, make, seen
 
 
 def raw(q_indptr, storage, q_offset=None, levels=(), dtype=np.int32):
@@ -246,7 +246,7 @@ def test_key_lists_and_levels_together():
 
 def test_a_kind_that_is_not_there():
     with pytest.raises(ValueError, match=r"request 1 has q_len=100, which is prefill work"):
-        make([1, 100], Ragged([5, 5]), kinds=(None, (None, 8, 1, 16, 32, 1.0, 1.0, 1.0, 1.0)))
+        make([1, 100], Ragged([5, 5]), kinds=(None, FEW_ROW))
 
 
 @pytest.mark.parametrize(
@@ -255,8 +255,8 @@ def test_a_kind_that_is_not_there():
         ({"heads": (4, 3)}, "num_kv_heads=3 does not divide num_q_heads=4"),
         ({"workers": 0}, "num_workers must be positive"),
         ({"workers": (1, 2), "share_workers": True}, "num_workers 1 and 2 differ"),
-        ({"kinds": ((None, 8, 0, 16, 32, 1.0, 1.0, 1.0, 1.0), None)}, "row_granule"),
-        ({"kinds": ((None, 8, 1, 16, 32, -1.0, 1.0, 1.0, 1.0), None)}, "from 0 to 1e9 ns"),
+        ({"kinds": (_C.Kind(None, 8, 0, 16, 32, 1.0, 1.0, 1.0, 1.0), None)}, "row_granule"),
+        ({"kinds": (_C.Kind(None, 8, 1, 16, 32, -1.0, 1.0, 1.0, 1.0), None)}, "from 0 to 1e9 ns"),
         ({"split_keys": (-1, 0)}, "split_keys must not be negative"),
         ({"limits": (-1, 0, 0, 0)}, "limits must not be negative"),
     ],

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.ops import _handles
 from flashattn_jit.ops._call import bind_tensors
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 
-from .batch_plans import FEW_ROW, PREFILL, Level, Planned, Ragged, make
+from .batch_plans import Level, Planned, Ragged, make, small_kinds
 
 _DOCUMENT = torch.arange(4096) // 300
 
@@ -46,7 +45,7 @@ def classified(name: str) -> tuple[tuple, dict[str, object], object]:
     """Kinds with a real module, and the options with which its mask is costed."""
     variant = as_variant(MASKS[name][0])
     bound = bind(variant, Dims(), {})
-    known = _handles.structure_of(bound, name)
+    known = bound.structure
     problem = Problem((1,), (1,), 1, 1, 32, 32, "float32", "float32", "float32")
     spec = choose(known.ir, problem, "cpu:generic", (), name)
     _, module = load_stepping(requests_of(spec))
@@ -56,7 +55,7 @@ def classified(name: str) -> tuple[tuple, dict[str, object], object]:
         "mask_reads_request": known.mask_reads_request, "tensors": addresses, "layouts": layouts,
         "scalars": tuple(bound.scalars), "scalar_kinds": known.scalar_kinds,
     }  # fmt: skip
-    return ((module, *PREFILL[1:]), (module, *FEW_ROW[1:])), options, (bound, held)
+    return small_kinds(module), options, (bound, held)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,8 @@ def test_every_row_sees_every_key_once_and_in_order(shape, heads, workers, page,
     )  # fmt: skip
     check_whole(planned, kv_len)
     for kind in (0, 1):
-        tile_q, tile_kv = (PREFILL, FEW_ROW)[kind][1], (PREFILL, FEW_ROW)[kind][3]
+        own = (PREFILL, FEW_ROW)[kind]
+        tile_q, tile_kv = own.tile_q, own.tile_kv
         ends = planned.plan.worker_indptr(kind)
         assert len(ends) == workers + 1 and ends[0] == 0 and ends == sorted(ends)
         assert ends[-1] == len(planned.work[kind]) == len(planned.plan.cost_ns(kind))
@@ -72,12 +73,14 @@ def test_at_most_two_partial_tiles_a_worker(shape, heads, workers, share):
     partial = [sum(item["partial"] >= 0 for item in items) for items in planned.work]
     tiles = [sum(partial)] if share else partial
     assert all(count <= 2 * workers for count in tiles)
-    rows = sum(n * kind[1] for n, kind in zip(partial, (PREFILL, FEW_ROW), strict=True))
+    rows = sum(n * kind.tile_q for n, kind in zip(partial, (PREFILL, FEW_ROW), strict=True))
     assert planned.plan.partial_rows <= rows
     for work in planned.work:
         for item in work:
             chunk = item["kv_end"] - item["kv_begin"]
-            assert item["partial"] < 0 or chunk >= PREFILL[4], "a cut leaves at least min_chunk"
+            assert item["partial"] < 0 or chunk >= PREFILL.min_chunk, (
+                "a cut leaves at least min_chunk"
+            )
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,8 +103,12 @@ def test_no_worker_has_more_than_the_mean_and_the_longest_item(shape, heads, wor
     assert planned.plan.critical_ns == pytest.approx(sum(map(max, groups)), rel=1e-4, abs=1e-3)
 
 
-CUDA_KINDS = ((None, 128, 128, 64, 256, 2000.0, 47.0, 0.27, 96.0),
-              (None, 16, 16, 64, 128, 2000.0, 71.0, 0.41, 144.0))  # fmt: skip
+CUDA_KINDS = (
+    _C.Kind(None, tile_q=128, row_granule=128, tile_kv=64, min_chunk=256, item_ns=2000.0,
+            load_ns=47.0, pair_ns=0.27, state_ns=96.0),
+    _C.Kind(None, tile_q=16, row_granule=16, tile_kv=64, min_chunk=128, item_ns=2000.0,
+            load_ns=71.0, pair_ns=0.41, state_ns=144.0),
+)  # fmt: skip
 
 
 def zipf(count: int) -> list[int]:
@@ -369,10 +376,10 @@ def test_any_plan_fits_what_its_limits_reserve(cascade, heads, workers, share, s
 
 def test_the_bound_is_two_tiles_a_worker():
     capacity = make([1], Ragged([5]), workers=(7, 9), limits=(4, 64, 1000, 0)).plan.capacity
-    assert capacity["partial_rows"] == 2 * 7 * PREFILL[1] + 2 * 9 * FEW_ROW[1]
+    assert capacity["partial_rows"] == 2 * 7 * PREFILL.tile_q + 2 * 9 * FEW_ROW.tile_q
 
 
 def test_the_bound_of_a_cascade_is_a_state_a_row_and_level_and_a_tile_a_cut():
     limits = {"workers": (7, 9), "limits": (4, 64, 1000, 0), "heads": (4, 4), "num_levels": 2}
     capacity = make([64], Ragged([5]), kinds=(PREFILL, None), few_rows=0, **limits).plan.capacity
-    assert capacity["partial_rows"] == 64 * 4 * (2 + 1) + 7 * PREFILL[1]
+    assert capacity["partial_rows"] == 64 * 4 * (2 + 1) + 7 * PREFILL.tile_q

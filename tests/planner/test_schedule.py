@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashattn_jit import _C
+
 from .batch_plans import (
     CPU_KINDS,
     CPU_MERGE_NS,
@@ -48,8 +50,8 @@ def test_every_pair_is_computed_once(q_len, kv_len, heads, workers, costs, share
     for kind in (0, 1):
         for item in planned.work[kind]:
             assert (q_len * heads[0] // heads[1] <= 8) == (kind == 1)
-            assert item["row_end"] - item["row_begin"] <= kinds[kind][1]
-            assert item["kv_begin"] % kinds[kind][3] == 0
+            assert item["row_end"] - item["row_begin"] <= kinds[kind].tile_q
+            assert item["kv_begin"] % kinds[kind].tile_kv == 0
 
 
 def test_long_decode_is_split_over_workers():
@@ -107,13 +109,12 @@ def test_blocks_are_tiles_of_a_block_mask_where_they_are_no_larger():
     assert rows == [(0, 96), (96, 192), (192, 288), (288, 384)]
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, 4], ids=["tile_q", "row_granule", "tile_kv", "chunk"])
-def test_tiles_below_one_are_refused(place, request):
-    kind = list(CPU_KINDS[0])
-    kind[place] = 0
-    name = "min_chunk" if place == 4 else request.node.callspec.id
+@pytest.mark.parametrize("name", ["tile_q", "row_granule", "tile_kv", "min_chunk"])
+def test_tiles_below_one_are_refused(name):
+    sizes = {"tile_q": 96, "row_granule": 16, "tile_kv": 96, "min_chunk": 256} | {name: 0}
     with pytest.raises(ValueError, match=f"{name}.* of a kind must be positive"):
-        on_threads(8, [8], kinds=(tuple(kind), None), few_rows=0)
+        kind = _C.Kind(None, **sizes, item_ns=1.0, load_ns=1.0, pair_ns=1.0, state_ns=1.0)
+        on_threads(8, [8], kinds=(kind, None), few_rows=0)
 
 
 @pytest.mark.parametrize(
