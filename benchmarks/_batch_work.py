@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import default_target
-from flashattn_jit.planner import Problem, choose
+from flashattn_jit.codegen.spec import default_target
+from flashattn_jit.planner.tiles import Problem, choose
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 

@@ -15,8 +15,7 @@ from benchmarks import _gpu_mods as mods
 from benchmarks._progress import say, steps
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.planner import Problem, choose
-from flashattn_jit.planner.tiles import requests_of
+from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.spec import as_variant
 

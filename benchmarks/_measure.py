@@ -104,7 +104,7 @@ def arguments(
 
 def machine_name() -> str:
     """Such as ``amd-epyc-2c-avx512_bf16``."""
-    from flashattn_jit.codegen.target import default_target
+    from flashattn_jit.codegen.spec import default_target
 
     model = platform.machine()
     try:

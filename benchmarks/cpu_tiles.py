@@ -16,8 +16,7 @@ import torch
 
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
-from flashattn_jit.codegen.spec import KernelSpec, TileKind
-from flashattn_jit.codegen.target import LANES, default_target, matrix_dtype
+from flashattn_jit.codegen.spec import LANES, KernelSpec, TileKind, default_target, matrix_dtype
 from flashattn_jit.ops import _launch, _plan
 from flashattn_jit.planner.tiles import few_rows, prefill_tile
 

@@ -75,7 +75,7 @@ def failures(text: str, code: int) -> tuple[float, str]:
 def context(options: argparse.Namespace) -> dict[str, object]:
     """What the figures depend on."""
     from benchmarks._gpu_peers import flashinfer_version, missing
-    from flashattn_jit.planner import device_hardware
+    from flashattn_jit.planner.devices import device_hardware
 
     hardware = device_hardware(0)
     return {
@@ -109,7 +109,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks._gpu_measure import Clock, copy_run, interleave_on_device, matrix_rate
     from benchmarks._gpu_work import copy_bytes
     from benchmarks._measure import median
-    from flashattn_jit.planner import device_hardware
+    from flashattn_jit.planner.devices import device_hardware
 
     clock, hardware = Clock(options.limit), device_hardware(0)
     torch.manual_seed(0)

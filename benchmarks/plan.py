@@ -6,7 +6,7 @@ Time is that of the whole Python call, `BatchAttention.plan`, for 264 workers; n
 sets of tiles: those of an H100 (sm_90, planned as for its emulator, whose plan is written to host
 memory where a device's goes to a pinned buffer; page indices are not looked at, as none on a device
 are), and this CPU's, as if it had so many threads. Balance is that of predicted loads, by the costs
-of flashattn_jit/planner/costs.py: the longest worker over the mean, for the three distributions of
+of flashattn_jit/planner/tiles.py: the longest worker over the mean, for the three distributions of
 lengths of Ye et al. 2025 (arXiv 2501.01005), 16 to 256 requests of 1,024 keys on average.
 """
 
@@ -34,10 +34,10 @@ from benchmarks._batch_work import (
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from benchmarks._progress import say, steps
 from flashattn_jit import _C
-from flashattn_jit.codegen.target import default_target, is_cuda
+from flashattn_jit.codegen.spec import default_target, is_cuda
 from flashattn_jit.ops import _device
 from flashattn_jit.ops._plan import native_kind
-from flashattn_jit.planner import Problem, choose
+from flashattn_jit.planner.tiles import Problem, choose
 from flashattn_jit.variants.ir import VariantIR
 
 _WORKERS, _DIM, _PAGE = 264, 128, 16

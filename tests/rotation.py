@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
-from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
 
 SEED_VARIABLE = "FAJIT_TEST_SEED"
 TARGET_VARIABLE = "FAJIT_TEST_TARGET"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_jit.codegen.target import host_target
+from flashattn_jit.codegen.spec import host_target
 from tests import processes
 from tests.gpu import harness
 from tests.gpu.harness import Want, case_named, compile_wanted, run_case

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import env
-from ..codegen.target import (
+from ..codegen.spec import (
     CPU_TARGETS,
     CUDA_TARGETS,
     EMULATED_TARGETS,

@@ -13,8 +13,7 @@ from functools import lru_cache
 
 from ..variants.ir import ROW_HOOKS, VariantIR
 from ..variants.lower_row import lower_cuda
-from .spec import KernelSpec
-from .target import compiled_target
+from .spec import KernelSpec, compiled_target
 
 WARP = 32
 MAX_REGISTERS = 255

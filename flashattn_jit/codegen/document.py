@@ -25,23 +25,21 @@ from ..variants.ir_check import (
     variant_from_document,
 )
 from .spec import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
     FEATURES,
+    KV_DTYPES,
+    MAX_HEAD_DIM,
+    Q_DTYPES,
     SCHEMA,
     UTILITY_SCHEMA,
     AnySpec,
     KernelSpec,
     TileKind,
     UtilitySpec,
-    name_of,
-)
-from .target import (
-    CPU_TARGETS,
-    CUDA_TARGETS,
-    KV_DTYPES,
-    MAX_HEAD_DIM,
-    Q_DTYPES,
     cuda_dtypes,
     is_cuda,
+    name_of,
 )
 
 MAX_DOCUMENT = 4 << 20

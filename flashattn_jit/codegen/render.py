@@ -11,8 +11,7 @@ from ..errors import InputError
 from ..variants.bounds_simplify import range_tables
 from ..variants.lower import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
-from .spec import AnySpec, KernelSpec, UtilitySpec
-from .target import LANES, has_amx, is_cuda, matrix_dtype
+from .spec import LANES, AnySpec, KernelSpec, UtilitySpec, has_amx, is_cuda, matrix_dtype
 
 _CPP_NAME = {
     "float32": "float",

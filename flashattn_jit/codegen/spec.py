@@ -1,17 +1,288 @@
-"""Kernel specs: everything that decides the code of one artifact, and nothing else.
+"""Targets, which code is generated for, and kernel specs: what decides the code of one artifact.
 
-First the spec of an attention kernel, then that of the CUDA kernels that are no attention (merging
-states, writing to pages), then what people call either, and what the cache is asked for.
+A target is a name such as ``cpu:avx512_bf16`` or ``sm_80``. CPU targets are levels: a machine runs
+its own level and every lower one. CUDA targets are architectures: code is compiled for exactly one.
+``emulated:sm_80`` runs the PTX of sm_80 on the CPU.
+
+First the targets, the dtypes that they take, and which one a call's tensors run on. Then the spec
+of an attention kernel, that of the CUDA kernels that are no attention (merging states, writing to
+pages), what people call either, and what the cache is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Literal
 
+import torch
+
+from .. import _C, env
+from ..errors import EnvironmentVariableError, InputError, TargetError
+from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR, canonical_json, fitting_name, variant_to_json
-from .target import SHORT_DTYPES, is_cuda
+
+# --- targets -------------------------------------------------------------------------------------
+
+CPU_LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+"""CPU instruction-set levels, ascending. x86-64 baseline; AVX2 + FMA + F16C; AVX-512 F/BW/DQ/VL;
+the same with AVX512-BF16 dot products; the same with AMX tile products of bf16."""
+
+CPU_TARGETS = tuple(f"cpu:{level}" for level in CPU_LEVELS)
+
+CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+"""CUDA targets, ascending. A device takes the highest one of its own major version not above it."""
+
+EMULATED = "emulated:"
+"""What stands before a CUDA target whose PTX is to run on the CPU."""
+
+EMULATED_TARGETS = tuple(EMULATED + target for target in CUDA_TARGETS)
+
+LANES = {
+    "cpu:generic": 4,
+    "cpu:avx2": 8,
+    "cpu:avx512": 16,
+    "cpu:avx512_bf16": 16,
+    "cpu:amx_bf16": 16,
+}
+"""fp32 values in one vector register."""
+
+MAX_HEAD_DIM = 256
+"""The largest head dim of q, k and v, on every target."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+"""Bytes of one value of the dtypes that q, k and v may have, by torch's names."""
+
+KV_DTYPES = tuple(DTYPE_BYTES)
+"""Dtypes of keys and values on CPU targets."""
+
+Q_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of queries, and of the output, on CPU targets."""
+
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+"""What people call dtypes whose names are long."""
+
+_BF16_PRODUCTS = ("cpu:avx512_bf16", "cpu:amx_bf16")
+
+
+@cache
+def host_target() -> str:
+    """The highest CPU target that this machine runs, for example ``"cpu:avx512_bf16"``."""
+    return f"cpu:{_C.cpu_isa()}"
+
+
+def default_target() -> str:
+    """The target of CPU tensors where a call names none.
+
+    `host_target`, or what FLASHATTN_JIT_TARGET names.
+
+    Raises:
+        EnvironmentVariableError: it names no CPU target, or one that this machine cannot run.
+    """
+    name = env.target()
+    return _forced(name) if name else host_target()
+
+
+@cache
+def _forced(name: str) -> str:
+    runs = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]
+    if name in runs:
+        return name
+    if name in CPU_TARGETS:
+        problem = f"needs instructions that this machine lacks; set it to one of {', '.join(runs)}"
+    else:
+        problem = f"must be a CPU target that this machine runs: {', '.join(runs)}"
+    if name in CUDA_TARGETS or name in EMULATED_TARGETS:
+        problem += f"; for {compiled_target(name)} pass target= to a call"
+    raise EnvironmentVariableError(
+        f"FLASHATTN_JIT_TARGET={name!r} {problem}; or unset it, which means {host_target()}"
+    )
+
+
+def is_cuda(target: str) -> bool:
+    """Whether `target` is compiled by nvcc."""
+    return target.startswith("sm_")
+
+
+def is_emulated(target: str) -> bool:
+    """Whether the kernels of `target` run in the emulator."""
+    return target.startswith(EMULATED)
+
+
+def compiled_target(target: str) -> str:
+    """The target that code is compiled for: ``sm_80`` for ``emulated:sm_80``, else itself."""
+    return target.removeprefix(EMULATED)
+
+
+def sm_version(target: str) -> int:
+    """80 for ``sm_80``."""
+    return int(compiled_target(target).removeprefix("sm_").rstrip("a"))
+
+
+def cuda_target(major: int, minor: int) -> str:
+    """The target for a device of compute capability `major`.`minor`.
+
+    Raises:
+        TargetError: no target of that major version is not above it.
+    """
+    fitting = [t for t in CUDA_TARGETS if sm_version(t) // 10 == major and
+               sm_version(t) % 10 <= minor]  # fmt: skip
+    if not fitting:
+        raise TargetError(
+            f"no kernels exist for compute capability {major}.{minor}; CUDA targets are "
+            f"{', '.join(CUDA_TARGETS)}"
+        )
+    return fitting[-1]
+
+
+def resolve_target(target: str | None) -> str:
+    """`target` checked, or `default_target` when None.
+
+    Raises:
+        TargetError: the name is unknown, or this machine cannot run it.
+        EnvironmentVariableError: as for `default_target`.
+    """
+    if target is None:
+        return default_target()
+    if not isinstance(target, str):
+        raise TargetError(
+            f"unknown target <{type(target).__name__}>; a target is a name such as "
+            f"{CPU_TARGETS[0]!r}, or None for the best of this machine"
+        )
+    if target in EMULATED_TARGETS:
+        return target
+    if target in CUDA_TARGETS:
+        raise TargetError(
+            f"target {target!r} runs on CUDA tensors; on CPU tensors use {EMULATED + target!r} to "
+            "run its kernels in the emulator"
+        )
+    if target not in CPU_TARGETS:
+        known = ", ".join((*CPU_TARGETS, *CUDA_TARGETS, *EMULATED_TARGETS))
+        raise TargetError(f"unknown target {target!r}; known targets: {known}")
+    if CPU_TARGETS.index(target) > CPU_TARGETS.index(host_target()):
+        raise TargetError(
+            f"target {target!r} needs instructions that this machine lacks; the highest target "
+            f"that runs here is {host_target()!r}"
+        )
+    return target
+
+
+def cuda_dtypes(target: str) -> tuple[str, ...]:
+    """The dtypes of q, k and v on a CUDA target, which multiplies them on matrix units.
+
+    All three have one dtype, and sums are fp32. float32 is not among them: it could be computed as
+    three tf32 products, which takes a third of the rate, doubles the shared memory of every tile
+    and holds 21 bits of each operand. Whoever needs fp32's accuracy gets it on the CPU, whoever
+    needs speed has bfloat16.
+    """
+    return ("bfloat16", "float16") if sm_version(target) >= 80 else ("float16",)
+
+
+@lru_cache(maxsize=1024)
+def takes_dtypes(target: str, dtypes: tuple[str | None, str | None, str | None]) -> bool:
+    """Whether a target has kernels for these dtypes of q, k and v; None is one without a name."""
+    if is_cuda(compiled_target(target)):
+        return dtypes[0] in cuda_dtypes(target) and len(set(dtypes)) == 1
+    return dtypes[0] in Q_DTYPES and {*dtypes[1:]} <= DTYPE_BYTES.keys()
+
+
+def matrix_dtype(target: str, q_dtype: str) -> str:
+    """The dtype in which a target multiplies matrices for queries of `q_dtype`.
+
+    CPU: bfloat16 where the machine has bf16 dot products, else float32 (rows are converted on
+    load). CUDA: that of the queries, which is float16 or bfloat16.
+    """
+    if is_cuda(target):
+        return q_dtype
+    return "bfloat16" if q_dtype == "bfloat16" and target in _BF16_PRODUCTS else "float32"
+
+
+def has_amx(target: str) -> bool:
+    """Whether kernels of `target` use AMX tiles."""
+    return target == "cpu:amx_bf16"
+
+
+# --- where a call runs ----------------------------------------------------------------------------
+
+
+def on_cpu(target: str) -> bool:
+    """Whether a resolved target's kernels are CPU code."""
+    return target in CPU_TARGETS
+
+
+@cache
+def device_target(index: int) -> str:
+    """The CUDA target of a device. Raises TargetError where no kernels exist for it."""
+    return cuda_target(*torch.cuda.get_device_capability(index))
+
+
+def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None) -> str:
+    """The target that a call on these tensors runs on, `target` where it is given.
+
+    Raises:
+        TargetError: `target` is unknown, or does not run on the tensors' device.
+        InputError: the target does not take the tensors' dtypes.
+    """
+    if not q.is_cuda:
+        target = resolve_target(target)
+        if not on_cpu(target):
+            check_matrix_dtypes((q, k, v), target)
+        return target
+    index = q.device.index
+    target = _checked(target, device_target(0 if index is None else index), q.device)
+    check_matrix_dtypes((q, k, v), target)
+    return target
+
+
+def place_utility(tensor: torch.Tensor, target: str | None) -> str:
+    """As `place`, for kernels that move data and take any dtype."""
+    return place_on(tensor.device, target)
+
+
+def place_on(device: torch.device, target: str | None) -> str:
+    """As `place`, before there are tensors: dtypes are not checked."""
+    if device.type != "cuda":
+        return resolve_target(target)
+    index = device.index
+    return _checked(target, device_target(0 if index is None else index), device)
+
+
+def _checked(target: str | None, own: str, device: torch.device) -> str:
+    if target is None or target == own:
+        return own
+    if target in CUDA_TARGETS:
+        # Compiled code runs on every device of its major version that is not older.
+        if sm_version(target) // 10 == sm_version(own) // 10 and (
+            sm_version(target) <= sm_version(own)
+        ):
+            return target
+        raise TargetError(
+            f"target {target!r} does not run on {device}, whose target is {own!r}; leave target "
+            "out, or pass that one"
+        )
+    if is_emulated(target) or target in CPU_TARGETS:
+        raise TargetError(
+            f"target {target!r} runs on CPU tensors, but the tensors are on {device}; move them "
+            "with .cpu(), or leave target out"
+        )
+    return resolve_target(target)  # says that it is unknown
+
+
+def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
+    """q, k and v have one dtype that the matrix units of a CUDA target take."""
+    q, k, v = (t.dtype for t in tensors)
+    if takes_dtypes(target, (DTYPE_NAMES.get(q), DTYPE_NAMES.get(k), DTYPE_NAMES.get(v))):
+        return
+    allowed = [f"torch.{name}" for name in cuda_dtypes(target)]
+    raise InputError(
+        f"CUDA kernels of {compiled_target(target)} take q, k and v of one dtype, "
+        f"{' or '.join(allowed)}; got q {q}, k {k}, v {v}. Convert them with .to({allowed[0]}), or "
+        "call on CPU tensors without a CUDA target, where float32 is supported"
+    )
+
+
+# --- kernel specs --------------------------------------------------------------------------------
 
 SCHEMA = 2
 """Version of an attention kernel's document; part of its cache keys."""

@@ -83,6 +83,3 @@ def _of_flex(chosen: Variant) -> bool:
         and hooks.keys() <= {"score_mod", "mask_mod"}
         and not any(isinstance(fn, CppHook) for fn in hooks.values())
     )
-
-
-__all__ = ["Composition", "compositions"]

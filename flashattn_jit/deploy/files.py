@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import InputError, PackError
+from ..jit.store import fsync
 
 
 @contextlib.contextmanager
@@ -31,11 +32,7 @@ def replacing(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
     except BaseException:
         name.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    fsync(path.parent)
 
 
 def checked_path(name: str, value: object) -> Path:

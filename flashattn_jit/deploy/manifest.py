@@ -95,7 +95,7 @@ def merged(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 def manifest_text(lines: Iterable[Line]) -> str:
     """A whole manifest: equal sets of lines give equal text."""
-    return _joined(merged(lines))
+    return "".join(f"{line_text(line)}\n" for line in merged(lines))
 
 
 def write_manifest(
@@ -116,17 +116,13 @@ def write_manifest(
             before = _read(place) if there else ""
             old = read_manifest(place, allow_cpp=True) if merge and there else ()
             every = merged([*old, *lines])
-            text = _joined(every)
+            text = manifest_text(every)
             if not there or text != before:
                 with replacing(place, place.stat().st_mode & 0o777 if there else None) as file:
                     file.write(text.encode())
             return every
     except OSError as error:
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-def _joined(ordered: Iterable[Line]) -> str:
-    return "".join(f"{line_text(line)}\n" for line in ordered)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

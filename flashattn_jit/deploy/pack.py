@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .. import env
 from ..codegen.spec import AnySpec, name_of
@@ -84,7 +84,7 @@ def pack(
     check_place(place)
     chosen = chosen_entries(manifest, targets, keys, allow_cpp)
     with replacing(place) as file:
-        size = write_entries(file, chosen, progress)
+        size = write_archive(file, members(chosen, progress))
     wall_s = time.perf_counter() - begin
     return PackReport(os.fspath(path), len(chosen), size, targets_of(chosen), wall_s)
 
@@ -163,23 +163,14 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def write_entries(
-    file: BinaryIO,
-    sources: Sequence[Found],
-    progress: Callable[[int, int], object] | None = None,
-) -> int:
-    """Writes a pack of some entries to an open file that is empty; returns its size in bytes.
-
-    Equal entries make equal bytes, in whatever order they come. Each file is read once and compared
-    with the digest that its entry states. Raises PackError for one that differs, OSError where it
-    cannot be written.
-    """
-    return write_archive(file, _members(sources, progress))
-
-
-def _members(
-    sources: Sequence[Found], progress: Callable[[int, int], object] | None
+def members(
+    sources: Sequence[Found], progress: Callable[[int, int], object] | None = None
 ) -> Iterator[tuple[str, str, bytes]]:
+    """What `write_archive` makes a pack of: the files of some entries.
+
+    The same in whatever order entries come. Each file is read once and compared with the digest
+    that its entry states. Raises PackError for one that differs.
+    """
     chosen = {folder_name(source.compiler_id, source.key): source for source in sources}
     for done, (folder, source) in enumerate(sorted(chosen.items()), start=1):
         meta = _meta_text(source)

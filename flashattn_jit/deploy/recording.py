@@ -23,7 +23,6 @@ from pathlib import Path
 
 from .. import _C, env
 from ..codegen.document import Line, line_of, spec_from_document
-from ..codegen.spec import AnySpec, Request
 from ..errors import ManifestError
 from ..jit.module import default
 from .manifest import check_writable, write_manifest
@@ -101,15 +100,11 @@ def ran_since(epoch: int) -> tuple[Line, ...]:
     for loaded in default.loaded():
         if loaded.module.last_run >= epoch:
             try:
-                lines.append(line_of(_spec(loaded.request)))
+                spec = spec_from_document(loaded.request.spec, loaded.request.name)
+                lines.append(line_of(spec))
             except ManifestError as error:
                 log.warning("kernel %s is not recorded: %s", loaded.request.name, error)
     return tuple(lines)
-
-
-def _spec(request: Request) -> AnySpec:
-    """The spec that was asked for, as a manifest will give it back."""
-    return spec_from_document(request.spec, request.name)
 
 
 @dataclass(eq=False)  # not slotted: multiprocessing refers to it weakly
@@ -148,6 +143,3 @@ def _write_at_end(recorder: _Recorder) -> None:
         recorder.finalizer = multiprocessing.util.Finalize(
             recorder, recorder.write_or_warn, exitpriority=0
         )
-
-
-__all__ = ["ran_since", "record_manifest", "record_process"]

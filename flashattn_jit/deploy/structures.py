@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import AnySpec
-from ..codegen.target import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, takes_dtypes
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
 from ..errors import FlashAttnJitError, InputError, ParamError
 from ..ops._batch_params import stand_in
 from ..planner.reachable import FORMATS, reachable, utilities
@@ -82,7 +81,7 @@ def specs_of(
             for head_dim, head_dim_v in head_dims:
                 dims = (head_dim, made.head_dim_v or head_dim_v)
                 given = {**params, **made.params}
-                irs = [(variant_ir(made.variant, dims, heads, given), made.formats)]
+                irs = [(bound_for(made.variant, dims, heads, given).ir, made.formats)]
                 if planned := tuple(f for f in made.formats if f in _PLANNED):
                     irs += [(ir, planned) for ir in _planned(made.variant, dims, heads, given)]
                 for ir, kinds in irs:
@@ -100,20 +99,6 @@ def specs_of(
     return found
 
 
-def variant_ir(
-    chosen: Variant,
-    dims: HeadDims,
-    heads: tuple[int, int] | None,
-    params: Mapping[str, object],
-) -> VariantIR:
-    """A variant's IR for head dims, as calls of any size have it.
-
-    Raises InputError where it depends on the number of heads and `heads` is None, ParamError where
-    a param is missing or does not fit, TraceError.
-    """
-    return _bound(chosen, dims, heads, params).ir
-
-
 def _planned(
     chosen: Variant,
     dims: HeadDims,
@@ -124,7 +109,7 @@ def _planned(
 
     It stands in for them; in later plans with the dtypes that runs gave.
     """
-    mask_params = _bound(chosen, dims, heads, params).mask_params
+    mask_params = bound_for(chosen, dims, heads, params).mask_params
     late = [
         d for d in chosen._declared
         if d.name in params and d.name not in mask_params and d.param.kind != "static"
@@ -143,16 +128,21 @@ def _planned(
                 dtype = value.dtype if later and isinstance(value, torch.Tensor) else None
                 values[d.name] = stand_in(d.param, sizes, dtype)
         with suppress(FlashAttnJitError):  # plan() refuses it, too
-            found.append(variant_ir(chosen, dims, heads, values))
+            found.append(bound_for(chosen, dims, heads, values).ir)
     return found
 
 
-def _bound(
+def bound_for(
     chosen: Variant,
     dims: HeadDims,
     heads: tuple[int, int] | None,
     params: Mapping[str, object],
 ) -> Bound:
+    """A variant for head dims, with the IR that calls of any size have.
+
+    Raises InputError where it depends on the number of heads and `heads` is None, ParamError where
+    a param is missing or does not fit, TraceError.
+    """
     own = {d.name for d in chosen._declared}
     given = {name: value for name, value in params.items() if name in own}
     reads_sizes = any(callable(d.param.default) and d.name not in given for d in chosen._declared)
@@ -266,7 +256,3 @@ def _dtype_name(one: Any, allowed: Sequence[str]) -> str:
     if name not in allowed:
         raise InputError(f"dtypes: {one!r} is none of {', '.join(allowed)}")
     return name
-
-
-__all__ = ["library_names", "parse_dtypes", "parse_head_dims", "parse_variant", "specs_of",
-           "variant_ir"]  # fmt: skip

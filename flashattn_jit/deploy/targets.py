@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..codegen.target import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
+from ..codegen.spec import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
 from ..errors import TargetError
 
 
@@ -21,7 +21,8 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
         raise TargetError(
             f"targets must be names, in a string or a sequence, got {type(targets).__name__}"
         )
-    for name in _items(targets):
+    names = targets.split(",") if isinstance(targets, str) else targets
+    for name in map(str.strip, names):
         if name == "host":
             chosen.update(dict.fromkeys(_host_targets()))
             continue
@@ -38,16 +39,9 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
 def _host_targets() -> Iterable[str]:
     import torch
 
-    from ..ops._placement import device_target
+    from ..codegen.spec import device_target
 
     yield default_target()
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             yield device_target(index)
-
-
-def _items(names: str | Sequence[str]) -> Sequence[str]:
-    return [n.strip() for n in names.split(",")] if isinstance(names, str) else names
-
-
-__all__ = ["parse_targets"]

@@ -13,11 +13,11 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from dataclasses import fields
 from typing import Any
 
 from .. import env
-from ..codegen.spec import AnySpec, KernelSpec, name_of
-from ..codegen.target import is_cuda
+from ..codegen.spec import AnySpec, KernelSpec, is_cuda, name_of
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
 from ..jit import toolchain
 from ..jit.module import find_prepared
@@ -32,6 +32,8 @@ from .worker import Result, build, make_task
 
 log = logging.getLogger(__name__)
 
+# What a worker's result says of a kernel; it alone knows.
+_TOLD = {f.name for f in fields(KernelResult)} - {"key"}
 _LOOK_S = 0.2  # between looks at what is compiling
 _UNPACK = "; or unpack a pack that has these kernels: flashattn-jit unpack FILE"
 
@@ -137,15 +139,11 @@ class _Task:
         self.key = toolchain.key_of(request_of(spec)).hex
         self.words = kernel_words(spec)
 
-    def result(self, **fields: Any) -> KernelResult:
+    def result(self, **known: Any) -> KernelResult:
         """What became of it."""
         return KernelResult(
-            self.key, name_of(self.spec), self.spec.target, self.words, **fields
+            self.key, name_of(self.spec), self.spec.target, self.words, **known
         )  # fmt: skip
-
-    def text(self, *, ship: bool) -> str:
-        """What a worker is sent."""
-        return make_task(self.spec.document(), name_of(self.spec), ship=ship)
 
     def __str__(self) -> str:
         return f"{name_of(self.spec)} {self.words} {self.spec.target}"
@@ -215,7 +213,8 @@ def _build_all(
     with display(progress, total) as show:
         try:
             for task in tasks:
-                text = task.text(ship=executor is not None)
+                spec, ship = task.spec, executor is not None
+                text = make_task(spec.document(), name_of(spec), ship=ship)
                 pending[pool.submit(build, text)] = task
             while pending:
                 finished, _ = wait(pending, _LOOK_S, FIRST_COMPLETED)
@@ -248,27 +247,18 @@ def _result(task: _Task, future: Future[Result], store: Store, shipped: bool) ->
         return task.result(error=str(error) or repr(error), error_type=type(error).__name__)
     for warning in result.get("warnings", ()):
         log.warning("%s", warning)
-    timing = {"seconds": result["seconds"], "host": result["host"]}
-    if "error" in result:
-        return task.result(
-            error=result["error"],
-            error_type=result["error_type"],
-            log_path=_kept_log(task, result, store) if shipped else result.get("log_path", ""),
-            **timing,
-        )
-    if shipped:
+    told: dict[str, Any] = {name: value for name, value in result.items() if name in _TOLD}
+    if shipped and "error" in result:
+        told["log_path"] = _kept_log(task, result, store)
+    elif shipped:
         try:
             _adopt(task, result, store)
         except (FlashAttnJitError, OSError) as error:
-            return task.result(error=str(error), error_type=type(error).__name__, **timing)
-    return task.result(
-        place=result["place"],
-        layer="executor" if shipped and result["layer"] != "compiler" else result["layer"],
-        compiler_id=result["compiler_id"],
-        compile_s=result["compile_s"],
-        artifact_bytes=result["artifact_bytes"],
-        **timing,
-    )
+            told = {"seconds": result["seconds"], "host": result["host"]}
+            return task.result(error=str(error), error_type=type(error).__name__, **told)
+        if result["layer"] != "compiler":
+            told["layer"] = "executor"
+    return task.result(**told)
 
 
 def _adopt(task: _Task, result: Result, store: Store) -> None:
@@ -303,13 +293,11 @@ def _notes(results: Sequence[KernelResult], executor: Executor | None) -> tuple[
     """What the results do not say: kernels that this machine itself will not look for."""
     if executor is None:
         return ()
-    from ..jit.toolchain import identify
-
     store = Store(env.cache_dir())
     notes = []
     for target in sorted({r.target for r in results if r.compiler_id}):
         compiler = find_compiler(target)
-        own = identify(compiler, store.recall_compiler).id if compiler else None
+        own = toolchain.identify(compiler, store.recall_compiler).id if compiler else None
         others = {r.compiler_id for r in results if r.target == target and r.compiler_id} - {own}
         if own and others:
             notes.append(

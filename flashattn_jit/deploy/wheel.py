@@ -27,16 +27,16 @@ from ..jit import nvcc, toolchain
 from ..jit.entry import ARTIFACT
 from ..jit.installed import GROUP, PACK
 from ..jit.layers import Found
-from ..jit.pack_file import EARLIEST
+from ..jit.pack_file import EARLIEST, write_archive
 from .files import checked_path, replacing
 from .pack import (
     PackReport,
     check_place,
     chosen_entries,
+    members,
     read_file,
     targets_of,
     words_of,
-    write_entries,
 )
 from .platform_tag import platform_tag
 
@@ -109,7 +109,7 @@ def pack_wheel(
         tempfile.TemporaryFile() as packed,
         zipfile.ZipFile(file, "w", compresslevel=9) as archive,
     ):
-        write_entries(packed, chosen, progress)
+        write_archive(packed, members(chosen, progress))
         record = _add(archive, f"{package}/{PACK}", packed)
         for member, text in texts.items():
             record += _add(archive, f"{info}/{member}", io.BytesIO(text.encode()))

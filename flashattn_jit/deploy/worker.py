@@ -56,7 +56,6 @@ class Result(TypedDict, total=False):
     entries: list[ShippedEntry]
     error: str
     error_type: str
-    first_error: str
     log_path: str
     log: str
 
@@ -200,7 +199,7 @@ def _warnings() -> Iterator[list[str]]:
 def _failed(error: FlashAttnJitError) -> Result:
     result = Result(error=str(error), error_type=type(error).__name__)
     if isinstance(error, CompileError):
-        result["first_error"], result["log_path"] = error.first_error, error.log_path
+        result["log_path"] = error.log_path
         with suppress(OSError):
             result["log"] = Path(error.log_path).read_text(errors="replace")[-_KEPT_LOG:]
     return result

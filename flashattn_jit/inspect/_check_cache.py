@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import env
 from ..codegen.document import spec_from_document
-from ..codegen.target import default_target
+from ..codegen.spec import default_target
 from ..env import format_bytes
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
 from ..jit.entry import CorruptEntryError

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from .. import env
-from ..codegen.target import cuda_target, default_target, host_target
+from ..codegen.spec import cuda_target, default_target, host_target
 from ..errors import EnvironmentVariableError, TargetError
 from ..jit.layers import driver_version
-from ..planner import host_hardware
+from ..planner.machines import host_hardware
 from .doctor import Check, error, named, ok, warning
 
 LEAST_TORCH = (2, 11)

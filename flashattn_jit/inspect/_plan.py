@@ -10,7 +10,7 @@ from .. import _C
 from ..ops._call import Requests, dense_lengths, read_lengths
 from ..ops._launch import plan_call
 from ..ops._plan import Options
-from ..planner import Problem
+from ..planner.tiles import Problem
 from ..variants.bounds import MaskParams
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.params import Dims

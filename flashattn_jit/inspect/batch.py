@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from ..env import format_bytes
 from ..ops._batch_run import Planned
 from ..ops._plan import KINDS, Kernel, Variation
-from ..planner import Problem, candidates
-from ..planner.costs import merge_cost
+from ..planner.tiles import Problem, candidates, merge_cost
 from ..variants.dtypes import DTYPE_NAMES
 from ._table import si, table
 
@@ -151,9 +150,10 @@ def _why(planned: Variation, launches: list[Launch]) -> list[str]:
         for choice in candidates(
             _problem(planned, launch), planned.batch.options.target, planned.known.ir
         ):
-            mark = "->" if choice.tile_kind == launch.kind and choice.chosen else "  "
+            spec = choice.spec
+            mark = "->" if spec.tile_kind == launch.kind and choice.chosen else "  "
             lines.append(
-                f"  {mark} {choice.tile_kind} {choice.tile_q} x {choice.tile_kv}: {choice.reason}"
+                f"  {mark} {spec.tile_kind} {spec.tile_q} x {spec.tile_kv}: {choice.reason}"
             )
     if planned.batch.options.batch_invariant:
         lines.append("cuts at fixed positions, so that a request's bits do not depend on its batch")

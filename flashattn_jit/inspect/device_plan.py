@@ -6,27 +6,15 @@ from dataclasses import dataclass
 
 from .. import _C
 from ..codegen.budget import ctas_per_sm, register_budget, shared_bytes
-from ..codegen.spec import KernelSpec
-from ..codegen.target import EMULATED, compiled_target, is_cuda, resolve_target
+from ..codegen.spec import EMULATED, KernelSpec, compiled_target, is_cuda, resolve_target
 from ..env import format_bytes
 from ..errors import InputError
 from ..jit.entry import KernelKey
 from ..ops._plan import native_kind
-from ..planner import (
-    Device,
-    Hardware,
-    Problem,
-    Slots,
-    TileChoice,
-    device_hardware,
-    host_hardware,
-    named_hardware,
-    slots,
-    typical_hardware,
-)
-from ..planner.costs import merge_cost
 from ..planner.cuda_tiles import in_flight_bytes
-from ..planner.tiles import few_rows
+from ..planner.devices import Device, device_hardware, named_hardware, typical_hardware
+from ..planner.machines import Hardware, host_hardware
+from ..planner.tiles import Problem, Slots, TileChoice, few_rows, merge_cost, slots
 from ._table import table
 
 
@@ -78,7 +66,7 @@ class DevicePlan:
     def __str__(self) -> str:
         header = ["", "tile kind", "tile", "warps", "stages", "shared", "for or against"]
         rows = [
-            ["->" if c.chosen else "", c.tile_kind, f"{c.tile_q} x {c.tile_kv}",
+            ["->" if c.chosen else "", c.spec.tile_kind, f"{c.spec.tile_q} x {c.spec.tile_kv}",
              str(c.spec.num_warps), str(c.spec.num_stages), format_bytes(c.scratch_bytes), c.reason]
             for c in self.candidates
         ]  # fmt: skip

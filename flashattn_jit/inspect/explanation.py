@@ -11,25 +11,16 @@ import torch
 from torch import Tensor
 
 from ..codegen.render import render
-from ..codegen.spec import KernelSpec
-from ..codegen.target import matrix_dtype
+from ..codegen.spec import KernelSpec, matrix_dtype
 from ..env import format_bytes
 from ..errors import CompileError, InputError
 from ..jit.entry import KernelKey
 from ..jit.module import find_kernel
 from ..jit.toolchain import key_of
 from ..ops._check import check_dense
-from ..planner import (
-    Device,
-    Hardware,
-    Problem,
-    RooflinePoint,
-    TileChoice,
-    candidates,
-    choose,
-    roofline,
-)
-from ..planner.tiles import request_of
+from ..planner.devices import Device
+from ..planner.machines import Hardware, RooflinePoint, roofline
+from ..planner.tiles import Problem, TileChoice, candidates, choose, request_of
 from ..variants.ir import VariantIR, format_graph
 from ..variants.params import Dims
 from ..variants.spec import Bound, Variant
@@ -74,7 +65,7 @@ class Plan:
     def __str__(self) -> str:
         header = ["", "tile kind", "tile", "scratch", "for or against"]
         rows = [
-            ["->" if c.chosen else "", c.tile_kind, f"{c.tile_q} x {c.tile_kv}",
+            ["->" if c.chosen else "", c.spec.tile_kind, f"{c.spec.tile_q} x {c.spec.tile_kv}",
              format_bytes(c.scratch_bytes), c.reason]
             for c in self.candidates
         ]  # fmt: skip

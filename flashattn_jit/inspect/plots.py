@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..planner import Device, Hardware, RooflinePoint
+from ..planner.devices import Device
+from ..planner.machines import Hardware, RooflinePoint
 from .tiles import Tiles
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from ..codegen.target import Q_DTYPES, compiled_target, cuda_dtypes, is_cuda, resolve_target
+from ..codegen.spec import Q_DTYPES, compiled_target, cuda_dtypes, is_cuda, resolve_target
 from ..errors import InputError, VerificationError
 from ..ops._check import check_int, shown
 from ..planner.tiles import placed, tile_kind

@@ -90,17 +90,11 @@ class LazyMask(BlockMask):
             mask = mask & (keys < self.key_len.to(device)[:, None, None, None])
         return mask if self.keep is None else mask & self.keep.to(device)[:, None, None, :kv_len]
 
-    def contiguous(self) -> LazyMask:
-        """Itself: there is nothing to lay out."""
-        return self
-
-    def clone(self) -> LazyMask:
-        """Itself: nothing changes it."""
-        return self
-
     def to(self, *args: object, **kwargs: object) -> LazyMask:
-        """Itself: masks hold no values of a dtype, and layers check devices."""
+        """Itself: it holds no values to move, convert, lay out or copy. Layers check devices."""
         return self
+
+    contiguous = clone = to
 
     def numel(self) -> int:
         """The entries that a dense mask would have."""

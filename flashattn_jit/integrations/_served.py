@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 import torch
 
@@ -68,19 +68,12 @@ def _is_attention(module: torch.nn.Module) -> bool:
         return True
     if not _names_attention(module):
         return False
-    return not any(
-        _names_attention(part) or calls_the_interface(_class(part)) for part in _below(module)
-    )
+    below = list(module.modules())[1:]
+    return not any(_names_attention(part) or calls_the_interface(_class(part)) for part in below)
 
 
 def _class(module: torch.nn.Module) -> type:
-    return type(module)
-
-
-def _below(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    parts = module.modules()
-    next(parts)
-    return parts
+    return type(module)  # which mypy takes for unhashable
 
 
 def _names_attention(module: torch.nn.Module) -> bool:

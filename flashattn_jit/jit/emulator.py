@@ -44,11 +44,12 @@ class Program:
 
     def local_bytes(self, kernel: str) -> int:
         """Local memory of a thread of `kernel`. Raises EmulatorError."""
-        return self._describe(kernel)[0]
-
-    def num_instructions(self, kernel: str) -> int:
-        """The instructions of `kernel`. Raises EmulatorError."""
-        return self._describe(kernel)[1]
+        found, instructions = ctypes.c_int64(), ctypes.c_int64()
+        described = self._library.fajit_emulator_describe(
+            self._handle, kernel.encode(), ctypes.byref(found), ctypes.byref(instructions)
+        )
+        _check(described)
+        return found.value
 
     def run(
         self,
@@ -99,14 +100,6 @@ class Program:
             len(given), step_limit, async_copies == "late", check_races, uninitialised,
         )  # fmt: skip
         _check(self._library.fajit_emulator_run(self._handle, ctypes.byref(launch)))
-
-    def _describe(self, kernel: str) -> tuple[int, int]:
-        local_bytes, instructions = ctypes.c_int64(), ctypes.c_int64()
-        described = self._library.fajit_emulator_describe(
-            self._handle, kernel.encode(), ctypes.byref(local_bytes), ctypes.byref(instructions)
-        )
-        _check(described)
-        return local_bytes.value, instructions.value
 
 
 def _check_numbers(name: str, values: Sequence[int], count: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from flashattn_jit import env
 from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
-from flashattn_jit.jit.driver import failure
+from flashattn_jit.jit.driver import Compiler, Job, drive, failure, quote, write_wrapper
 from flashattn_jit.jit.entry import ARTIFACT, document_digest
 from flashattn_jit.jit.layers import found_in_folder
 from flashattn_jit.jit.locks import build_lock
@@ -106,17 +106,13 @@ def library() -> ctypes.CDLL:
 @cache
 def _document() -> tuple[tuple[str, str], ...]:
     """What decides the library: the fields of its key."""
-    files = sorted(path for path in _sources().iterdir() if path.suffix in (".cpp", ".h"))
+    files = sorted(path for path in env.emulator_dir().iterdir() if path.suffix in (".cpp", ".h"))
     return (
         ("library", "emulator"),
         ("flags", "\n".join((*_COMPILE_FLAGS, *_LINK_FLAGS))),
         ("units", str(_UNITS)),
         ("sources", document_digest((path.name, path.read_text()) for path in files)),
     )
-
-
-def _sources() -> Path:
-    return env.emulator_dir()
 
 
 def _obtain() -> ctypes.CDLL:
@@ -152,9 +148,12 @@ def _kept(store: Store, key: str) -> ctypes.CDLL | None:
 
 def _build(store: Store, key: str) -> ctypes.CDLL:
     """Compiles and loads the library, and keeps it in `store` where that can be written."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompileError(f"the emulator is compiled when it is first used: {missing_cxx()}")
     with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as name:
         folder = Path(name)
-        _compile(folder, key)
+        _compile(folder, key, compiler)
         try:
             loaded = ctypes.CDLL(str(folder / ARTIFACT))
         except OSError as error:
@@ -166,19 +165,17 @@ def _build(store: Store, key: str) -> ctypes.CDLL:
             with store.staging() as staging:
                 for path in folder.iterdir():
                     shutil.copyfile(path, staging / path.name)
-                _publish(store, staging, key)
+                created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+                meta = {"document": _document(), "created": created}
+                store.publish(staging, key, ask_version(compiler), meta)
         except OSError as error:
             log.warning("the emulator is not kept: cannot write to %s: %s", store.root, error)
         return loaded
 
 
-def _compile(staging: Path, key: str) -> None:
+def _compile(staging: Path, key: str, compiler: Compiler) -> None:
     """Leaves the library, the log and the commands in `staging`. Raises CompileError, OSError."""
-    from flashattn_jit.jit.driver import Job, drive, quote, write_wrapper
-
-    compiler = find_compiler()
-    if compiler is None:
-        raise CompileError(f"the emulator is compiled when it is first used: {missing_cxx()}")
+    sources = env.emulator_dir()
     words = staging / _LOG
     words.touch()
     work = staging / "build"
@@ -191,8 +188,8 @@ def _compile(staging: Path, key: str) -> None:
         work=work,
         compile_flags=[
             *_COMPILE_FLAGS,
-            quote(f"-I{_sources()}"),
-            quote(f"-ffile-prefix-map={_sources()}/="),
+            quote(f"-I{sources}"),
+            quote(f"-ffile-prefix-map={sources}/="),
             quote(f"-ffile-prefix-map={work}/="),
         ],
         link_flags=_LINK_FLAGS,
@@ -216,21 +213,13 @@ def _compile(staging: Path, key: str) -> None:
 
 
 def _write_units(work: Path) -> list[Path]:
-    files = sorted(path.name for path in _sources().glob("*.cpp"))
+    files = sorted(path.name for path in env.emulator_dir().glob("*.cpp"))
     units = []
     for i in range(min(_UNITS, len(files))):
         unit = work / f"unit_{i}.cpp"
         unit.write_text("".join(f'#include "{name}"\n' for name in files[i::_UNITS]))
         units.append(unit)
     return units
-
-
-def _publish(store: Store, staging: Path, key: str) -> None:
-    compiler = find_compiler()
-    assert compiler is not None
-    created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-    meta = {"document": _document(), "created": created}
-    store.publish(staging, key, ask_version(compiler), meta)
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:

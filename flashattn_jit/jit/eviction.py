@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -188,13 +186,7 @@ def _remove_leftovers(store: Store, dry_run: bool) -> int:
                 status = path.lstat()
                 if now - status.st_mtime < longest_s or not stat.S_ISDIR(status.st_mode):
                     continue
-                size += sum(file.lstat().st_size for file in _files(path))
+                size += sum(f.lstat().st_size for f in path.rglob("*") if not f.is_dir())
                 if not dry_run:
                     shutil.rmtree(path, ignore_errors=True)
     return size
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            yield Path(parent) / name

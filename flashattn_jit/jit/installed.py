@@ -68,6 +68,3 @@ def _announced(name: str, distribution: Distribution) -> list[InstalledPack]:
         place = distribution.locate_file(f"{package.replace('.', '/')}/{PACK}")
         packs.append(InstalledPack(name, distribution.version, Path(str(place)).absolute()))
     return packs
-
-
-__all__ = ["GROUP", "PACK", "InstalledPack", "installed_packs"]

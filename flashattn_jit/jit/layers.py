@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flashattn_jit import env
-from flashattn_jit.codegen.target import CPU_TARGETS, host_target, is_cuda
+from flashattn_jit.codegen.spec import CPU_TARGETS, host_target, is_cuda
 from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.entry import (
     ARTIFACT,

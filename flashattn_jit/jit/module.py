@@ -29,7 +29,7 @@ from flashattn_jit.errors import AbiError, CacheError, CompileError, Searched, T
 from flashattn_jit.jit import toolchain
 from flashattn_jit.jit.builder import Builder, BuildFunction, Obtained, Wanted
 from flashattn_jit.jit.driver import Compiler
-from flashattn_jit.jit.entry import ARTIFACT, META, CompilerIdentity, CorruptEntryError
+from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity, CorruptEntryError
 from flashattn_jit.jit.layers import (
     Counters,
     Found,
@@ -149,9 +149,7 @@ class KernelCache:
 
     def ptx(self, module: _C.Module) -> str:
         """The PTX of a module of a CUDA target. Raises OSError where its entry is gone."""
-        origin = self._origins.get(module.path)
-        if origin is None:
-            return Path(module.path).with_name(PTX).read_text()
+        origin = self._origins[module.path]
         try:
             return origin.read(PTX).decode()
         except ValueError as error:
@@ -160,6 +158,12 @@ class KernelCache:
     def origin(self, module: _C.Module) -> Found | None:
         """Where a module of this process came from."""
         return self._origins.get(module.path)
+
+    def min_driver(self, module: _C.Module) -> int | None:
+        """The lowest driver branch, such as 580, that runs a CUDA module; None: not known."""
+        origin = self.origin(module)
+        value = None if origin is None else origin.meta.get("min_driver")
+        return value if isinstance(value, int) else None
 
     def forget(self) -> None:
         """Empties the memory layer, for tests. Modules that are in use stay loaded."""
@@ -204,20 +208,6 @@ class KernelCache:
         if described != found.key:
             raise AbiError(f"artifact {path} says that it is kernel {described}, not {found.key}")
         return module
-
-
-def min_driver(module: _C.Module) -> int | None:
-    """The lowest driver branch, such as 580, that runs a CUDA module; None where it is not kept."""
-    origin = default.origin(module)
-    try:
-        if origin is None:
-            meta = json.loads(Path(module.path).with_name(META).read_bytes())
-        else:
-            meta = origin.meta
-        value = meta.get("min_driver")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return value if isinstance(value, int) else None
 
 
 def _check_artifact(found: Found) -> None:
@@ -475,6 +465,7 @@ default = KernelCache()
 find_kernel = default.find
 load_stepping = default.load_stepping
 kernel_ptx = default.ptx
+min_driver = default.min_driver
 prepare_kernel = default.prepare
 find_prepared = default.find_prepared
 os.register_at_fork(after_in_child=default.reset_after_fork)

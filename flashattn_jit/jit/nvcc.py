@@ -15,12 +15,12 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashattn_jit import env
-from flashattn_jit.codegen.target import CUDA_TARGETS, sm_version
+from flashattn_jit.codegen.spec import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.driver import Compiler, Job, quote, write_wrapper
 
@@ -219,7 +219,7 @@ def write_resources(words: str, ptx: str, target: str, artifact_bytes: int, path
     from flashattn_jit.jit.resources import read_report
 
     report = read_report(words, ptx, target)
-    stored = {"artifact_bytes": artifact_bytes, **json.loads(report.to_json())}
+    stored = {"artifact_bytes": artifact_bytes, **asdict(report)}
     path.write_text(json.dumps(stored, indent=1) + "\n")
     return report
 

@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -234,23 +235,19 @@ def _read(filesystem: Any, path: str, most_bytes: int) -> bytes:
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
     """What `work` returns, in a thread that is given up after a while. Raises as `work` does."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(work())
+            outcome.set_result(work())
         except BaseException as error:
-            failure.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="flashattn_jit-remote", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failure:
-        raise failure[0]
-    if not outcome:
+    # No executor's: those are waited for when the process ends.
+    threading.Thread(target=run, name="flashattn_jit-remote", daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise TimeoutError(f"it did not answer within {seconds:g} s")
-    return outcome[0]
+    return outcome.result()
 
 
 def _reset_after_fork() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from flashattn_jit.codegen.budget import MAX_REGISTERS, WARP, limits, register_limit
@@ -57,7 +57,10 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The kernels of one artifact, in ptxas' order, their budgets by name, and warnings."""
+    """The kernels of one artifact, in ptxas' order, their budgets by name, and warnings.
+
+    An entry's resources.json has these fields, and the artifact's size.
+    """
 
     kernels: tuple[KernelResources, ...]
     budgets: dict[str, Budget]
@@ -71,10 +74,6 @@ class Report:
         """What any kernel uses beyond its budget; empty for a clean report."""
         found = [text for k in self.kernels for text in check(k, self.budgets[k.name])]
         return [*found, *self.warnings]
-
-    def to_json(self) -> str:
-        """As it is kept in an entry's resources.json, without the artifact's size."""
-        return json.dumps(asdict(self), indent=1)
 
 
 def check(report: KernelResources, budget: Budget) -> list[str]:

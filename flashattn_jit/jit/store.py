@@ -321,9 +321,9 @@ class Store:
         for path in staging.iterdir():
             path.chmod(0o700 if path.suffix == ".so" else 0o600)
             if durable:
-                _fsync(path)
+                fsync(path)
         if durable:
-            _fsync(staging)
+            fsync(staging)
         target = self._path(key, compiler_id)
         self.make_folder(target.parent)
         try:
@@ -337,7 +337,7 @@ class Store:
         if other is not None:
             return other
         if durable:
-            _fsync(target.parent)
+            fsync(target.parent)
         return Entry(target, meta)
 
     def _take_place(self, staging: Path, target: Path, key: str) -> Entry | None:
@@ -362,7 +362,8 @@ def _make_one(path: Path) -> None:
         path.mkdir(mode=0o700)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Makes a file or a folder survive a power failure. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,8 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import Request
-from flashattn_jit.codegen.target import is_cuda
+from flashattn_jit.codegen.spec import Request, is_cuda
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit import nvcc
 from flashattn_jit.jit.driver import (

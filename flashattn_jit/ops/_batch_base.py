@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..codegen.target import KV_DTYPES, Q_DTYPES
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, place_on
 from ..errors import InputError
 from ..variants.binding import Bound
 from ..variants.compose import present_hooks
@@ -27,7 +27,6 @@ from ._bits import BlockBits, TreeBits, tree_words
 from ._call import Array, Offset, host_array, offset_array
 from ._key_lists import KeyLists, Lengths, key_lists
 from ._launch import Workspace
-from ._placement import check_matrix_dtypes, on_cpu, place_on
 from ._plan import Batch, Kernels, Keys, Options, native_kinds
 from ._replays import check_replayable, padded, with_room
 from .limits import Limits

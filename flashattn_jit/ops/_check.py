@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.autograd import forward_ad
 
-from ..codegen.target import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
+from ..codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
 from ..errors import GradError, InputError
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.modes import GRAD_MESSAGE, PLAIN, need_values, unreadable

@@ -24,9 +24,8 @@ from ..errors import InputError, LaunchError
 from ..jit import toolchain
 from ..jit.layers import too_old
 from ..jit.module import load_stepping, min_driver
-from ..planner import fallbacks, slots
 from ..planner.devices import Device, device_hardware
-from ..planner.tiles import requests_of
+from ..planner.tiles import fallbacks, requests_of, slots
 from ..variants.binding import Structure
 from ..variants.modes import is_capturing
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..codegen.spec import on_cpu, place
 from ..errors import InputError, ParamError
 from ..variants.binding import Bound, Swap, bind, bind_outside_modes
 from ..variants.ir import unscaled_integers
@@ -29,7 +30,6 @@ from ._call import (
     bind_tensors,
     is_aligned,
 )
-from ._placement import on_cpu, place
 from ._plan import Batch, Kernels, Options, Variation, vary
 
 _CPU = torch.device("cpu")

@@ -17,13 +17,20 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..codegen.spec import KernelSpec
-from ..codegen.target import CPU_TARGETS, LANES
+from ..codegen.spec import CPU_TARGETS, LANES, KernelSpec
 from ..errors import InputError
 from ..jit.module import default, load_stepping
-from ..planner.costs import coefficients, least_part, merge_cost
 from ..planner.cuda_tiles import row_class
-from ..planner.tiles import ALL_ROWS, choose_rows, few_rows, item_rows, requests_of
+from ..planner.tiles import (
+    ALL_ROWS,
+    choose_rows,
+    coefficients,
+    few_rows,
+    item_rows,
+    least_part,
+    merge_cost,
+    requests_of,
+)
 from ..variants.binding import Bound, Structure
 from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR

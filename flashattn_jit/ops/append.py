@@ -8,14 +8,12 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import UtilitySpec
-from ..codegen.target import compiled_target
+from ..codegen.spec import UtilitySpec, compiled_target, on_cpu, place_utility
 from ..errors import InputError
 from ..variants.modes import is_direct
 from . import _check
 from ._call import host_array
 from ._device import LaunchTensors
-from ._placement import on_cpu, place_utility
 from ._utility import UtilityWork, addresses, layouts, run_utility
 from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Stored, check_pages, read_storage

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _C
+from ..codegen.spec import on_cpu, place_utility
 from ..errors import InputError
 from ..variants.modes import is_direct
 from . import _check
-from ._placement import on_cpu, place_utility
 
 
 def merge_states(

@@ -20,8 +20,7 @@ from ..codegen.budget import (
     register_budget,
     shared_bytes,
 )
-from ..codegen.spec import KernelSpec, TileKind
-from ..codegen.target import compiled_target
+from ..codegen.spec import KernelSpec, TileKind, compiled_target
 
 ROW_CLASSES = (16, 64, 128)
 """Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
@@ -158,12 +157,11 @@ def spare_registers(spec: KernelSpec) -> int:
     return register_budget(spec) - accumulator_registers(spec)
 
 
-def considered(blank: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
+def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, shared bytes, chosen, reason) of the choice and of what it was chosen over."""
     rows = row_class(packed_rows)
-    chosen = place(blank, rows)
-    why = {place(blank, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
-    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(blank, rows)}
+    why = {place(chosen, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
+    why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows)}
     order = sorted(why, key=lambda s: (s != chosen, -s.tile_q, -s.tile_kv))
     return [(s, shared_bytes(s), s == chosen, why[s]) for s in order]
 

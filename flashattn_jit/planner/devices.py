@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codegen.budget import LIMITS
-from ..codegen.target import compiled_target, cuda_target
+from ..codegen.spec import compiled_target, cuda_target
 from ..errors import InputError
 
 _MATRIX_FLOPS_PER_CLOCK = {
@@ -39,19 +39,10 @@ class Device:
     memory_bytes: int
     read_bytes_per_s: float
     matrix_flops: float
-    shared_per_sm: int = 0
-    shared_per_block: int = 0
-    registers_per_sm: int = 65536
-    threads_per_sm: int = 0
-
-    def __post_init__(self) -> None:
-        arch = LIMITS[self.target]
-        for field, least in (
-            ("shared_per_sm", arch.shared_per_sm), ("shared_per_block", arch.shared_per_block),
-            ("threads_per_sm", arch.threads_per_sm),
-        ):  # fmt: skip
-            if getattr(self, field) == 0:
-                object.__setattr__(self, field, least)
+    shared_per_sm: int
+    shared_per_block: int
+    registers_per_sm: int
+    threads_per_sm: int
 
     def flops(self, matrix_dtype: str) -> float:
         """Peak arithmetic rate (FLOP/s) of the matrix units, which take fp16 and bf16 alike."""
@@ -74,9 +65,11 @@ class Device:
 def _device(
     name: str, target: str, sms: int, l2_mib: float, memory_gib: int, gb_s: float, tflops: float
 ) -> Device:
+    arch = LIMITS[target]
     return Device(
-        name, target, sms, int(l2_mib * 2**20), memory_gib << 30, gb_s * 1e9, tflops * 1e12
-    )
+        name, target, sms, int(l2_mib * 2**20), memory_gib << 30, gb_s * 1e9, tflops * 1e12,
+        arch.shared_per_sm, arch.shared_per_block, arch.registers_per_sm, arch.threads_per_sm,
+    )  # fmt: skip
 
 
 DEVICES = (
@@ -166,11 +159,15 @@ def described(properties: Any) -> Device:
         listed = None
     sms = int(properties.multi_processor_count)
     like = listed or typical_hardware(target)
+
+    def said(name: str, otherwise: int) -> int:
+        return int(getattr(properties, name, 0) or otherwise)
+
     return Device(
         name=properties.name,
         target=target,
         num_sms=sms,
-        l2_bytes=int(getattr(properties, "L2_cache_size", 0)) or like.l2_bytes,
+        l2_bytes=said("L2_cache_size", like.l2_bytes),
         memory_bytes=int(properties.total_memory),
         read_bytes_per_s=_bandwidth(properties) or like.read_bytes_per_s,
         matrix_flops=(
@@ -178,12 +175,10 @@ def described(properties: Any) -> Device:
             if listed is not None
             else _matrix_rate(properties, target, sms) or like.matrix_flops * sms / like.num_sms
         ),
-        shared_per_sm=int(getattr(properties, "shared_memory_per_multiprocessor", 0)),
-        shared_per_block=int(getattr(properties, "shared_memory_per_block_optin", 0)),
-        registers_per_sm=int(
-            getattr(properties, "regs_per_multiprocessor", 0) or arch.registers_per_sm
-        ),
-        threads_per_sm=int(getattr(properties, "max_threads_per_multi_processor", 0)),
+        shared_per_sm=said("shared_memory_per_multiprocessor", arch.shared_per_sm),
+        shared_per_block=said("shared_memory_per_block_optin", arch.shared_per_block),
+        registers_per_sm=said("regs_per_multiprocessor", arch.registers_per_sm),
+        threads_per_sm=said("max_threads_per_multi_processor", arch.threads_per_sm),
     )
 
 
@@ -197,13 +192,3 @@ def _bandwidth(properties: Any) -> float:
 def _matrix_rate(properties: Any, target: str, sms: int) -> float:
     clock = getattr(properties, "clock_rate", 0) or 0
     return float(sms * clock * 1e3 * _MATRIX_FLOPS_PER_CLOCK[target])
-
-
-__all__ = [
-    "DEVICES",
-    "Device",
-    "described",
-    "device_hardware",
-    "named_hardware",
-    "typical_hardware",
-]

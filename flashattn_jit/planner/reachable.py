@@ -32,8 +32,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec
-from ..codegen.target import DTYPE_BYTES, compiled_target, is_cuda, takes_dtypes
+from ..codegen.spec import (
+    DTYPE_BYTES,
+    FEATURES,
+    AnySpec,
+    KernelSpec,
+    UtilitySpec,
+    compiled_target,
+    is_cuda,
+    takes_dtypes,
+)
 from ..errors import InputError
 from ..variants.ir import VariantIR, unscaled_integers
 from .tiles import placed
@@ -172,6 +180,3 @@ def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
     features = [f for name in formats_of(spec) for f in _features(name, target, dims)]
     kernels = placed(spec.variant, dims, dtypes, target, tuple(dict.fromkeys(features)), spec.name)
     return kernels if is_cuda(spec.target) else (*kernels, *utilities(dtypes[1:], target))
-
-
-__all__ = ["COMPOSED", "FORMATS", "formats_of", "reachable", "retarget", "utilities"]

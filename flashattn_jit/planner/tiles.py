@@ -1,4 +1,4 @@
-"""Which kernel serves a problem: tile kind and tile, from a class of packed rows; its requests.
+"""Which kernel serves a problem: tile kind and tile, from a class of packed rows; what it costs.
 
 A choice depends on the variant, dtypes, head dims, target and class of packed rows alone, never on
 lengths, head counts or the machine, so the kernels that a variant can ever need are a short list.
@@ -8,19 +8,35 @@ problem is bound by memory and gets the few-row kernel, which streams K and V wi
 rows mean that arithmetic is the bound: the prefill kernel with the largest tile that its registers
 and a core's L2 hold.
 
-In order: the problem; tiles of CPU kernels (those of CUDA are in `cuda_tiles`); the choice; what
-the cache is asked for.
+In order: the problem; tiles of CPU kernels (those of CUDA are in `cuda_tiles`); the choice; slots
+and the costs of a chosen kernel's work; what the cache is asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
-from ..codegen.spec import AnySpec, KernelSpec, Request, TileKind, name_of
-from ..codegen.target import DTYPE_BYTES, LANES, compiled_target, has_amx, is_cuda, matrix_dtype
+from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
+from ..codegen.spec import (
+    DTYPE_BYTES,
+    LANES,
+    AnySpec,
+    KernelSpec,
+    Request,
+    TileKind,
+    compiled_target,
+    has_amx,
+    is_cuda,
+    matrix_dtype,
+    name_of,
+)
 from ..variants.ir import VariantIR
 from . import cuda_tiles
+from .devices import Device, typical_hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +166,11 @@ def _touched_bytes(spec: KernelSpec) -> int:
 
 
 def _considered_on_cpu(
-    blank: KernelSpec, packed_rows: int
+    choice: KernelSpec, packed_rows: int
 ) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, bytes touched, chosen, reason) of each tile kind."""
-    prefill, few = place_on_cpu(blank, "prefill"), place_on_cpu(blank, "few_row")
-    chosen = "few_row" if packed_rows <= few.tile_q else "prefill"
+    prefill, few = place_on_cpu(choice, "prefill"), place_on_cpu(choice, "few_row")
+    chosen = choice.tile_kind
     filled = min(1.0, packed_rows / prefill.tile_q) * 100
     return [
         (prefill, _touched_bytes(prefill), chosen == "prefill",
@@ -178,21 +194,6 @@ class TileChoice:
     scratch_bytes: int
     chosen: bool
     reason: str
-
-    @property
-    def tile_kind(self) -> TileKind:
-        """Of the spec."""
-        return self.spec.tile_kind
-
-    @property
-    def tile_q(self) -> int:
-        """Of the spec."""
-        return self.spec.tile_q
-
-    @property
-    def tile_kv(self) -> int:
-        """Of the spec."""
-        return self.spec.tile_kv
 
 
 def tile_kind(packed_rows: int, target: str, q_dtype: str) -> TileKind:
@@ -224,7 +225,12 @@ def choose_rows(
 
     head_dims: (head_dim, head_dim_v). dtypes: of q, k and v.
     """
-    return _placed(_blank(variant, head_dims, dtypes, target, features, name), packed_rows)
+    blank = KernelSpec(
+        variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
+    )
+    if is_cuda(blank.target):
+        return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
+    return place_on_cpu(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
 
 
 def choose(
@@ -237,7 +243,7 @@ def choose(
     """The kernel for a problem; always one of `reachable`. Its target is the compiled one."""
     dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
     dims = (problem.head_dim, problem.head_dim_v)
-    return _placed(_blank(variant, dims, dtypes, target, features, name), problem.packed_rows)
+    return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name)
 
 
 def placed(
@@ -256,7 +262,7 @@ def placed(
     few = few_rows(target, dtypes[0])
     rows = cuda_tiles.ROW_CLASSES if cuda else (few, few + 1)
     specs = [
-        _placed(_blank(variant, head_dims, dtypes, target, feature, name), n)
+        choose_rows(variant, head_dims, dtypes, target, n, feature, name)
         for n in reversed(rows)
         for feature in features
     ]
@@ -275,31 +281,174 @@ def candidates(
 
     variant: decides between tiles on CUDA; plain attention by default.
     """
-    dtypes = (problem.q_dtype, problem.k_dtype, problem.v_dtype)
-    dims = (problem.head_dim, problem.head_dim_v)
-    blank = _blank(variant or VariantIR(()), dims, dtypes, target, (), "variant")
-    considered = cuda_tiles.considered if is_cuda(blank.target) else _considered_on_cpu
-    return tuple(TileChoice(*c) for c in considered(blank, problem.packed_rows))
+    chosen = choose(variant or VariantIR(()), problem, target)
+    considered = cuda_tiles.considered if is_cuda(chosen.target) else _considered_on_cpu
+    return tuple(TileChoice(*c) for c in considered(chosen, problem.packed_rows))
 
 
-def _blank(
-    variant: VariantIR,
-    head_dims: tuple[int, int],
-    dtypes: tuple[str, str, str],
-    target: str,
-    features: tuple[str, ...],
-    name: str,
-) -> KernelSpec:
-    """A spec whose tile is still to be placed."""
-    return KernelSpec(
-        variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
+# --- slots of a GPU ------------------------------------------------------------------------------
+
+_PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers
+_REGISTER_UNIT = 8  # registers a thread come in multiples of this
+
+_MIN_CHUNK = {"prefill": 256, "few_row": 128}
+"""Keys. FlashInfer's and FlashAttention 3's least chunks, below which a partial state costs more to
+write and merge than its keys cost to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """per_sm: blocks on one multiprocessor; total: on all, the number of workers to plan for.
+
+    limit: what keeps it from holding more: "shared memory", "registers", "threads" or "blocks".
+    """
+
+    per_sm: int
+    total: int
+    limit: str
+
+
+def slots(spec: KernelSpec, device: Device, registers: int | None = None) -> Slots:
+    """The slots of a kernel on a device: how many of its thread blocks that runs at once.
+
+    Work is split for slots, not for multiprocessors: a device of 132 of them that holds three
+    blocks each is filled by 396 blocks, and 133 blocks of a kernel that fits once leave it idle
+    half the time.
+
+    registers: a thread's, from the kernel's resource report; its tile's budget when None.
+    """
+    threads = WARP * spec.num_warps
+    taken = register_budget(spec) if registers is None else max(1, registers)
+    per_warp = WARP * (-(-taken // _REGISTER_UNIT) * _REGISTER_UNIT)
+    warps = _PARTITIONS * (device.registers_per_sm // _PARTITIONS // per_warp)
+    shared, arch = shared_bytes(spec), LIMITS[device.target]
+    held = device.shared_per_sm // (shared + arch.shared_reserved)
+    by = {
+        "shared memory": held if shared <= device.shared_per_block else 0,
+        "registers": warps // spec.num_warps,
+        "threads": device.threads_per_sm // threads,
+        "blocks": arch.blocks_per_sm,
+    }
+    limit = min(by, key=lambda name: by[name])
+    return Slots(by[limit], by[limit] * device.num_sms, limit)
+
+
+def min_chunk(spec: KernelSpec) -> int:
+    """The fewest keys that a split of a CUDA kernel's work gets."""
+    return max(_MIN_CHUNK[spec.tile_kind], spec.tile_kv)
+
+
+# --- costs of work -------------------------------------------------------------------------------
+
+_CUDA_ITEM_NS = 2000.0
+"""From the start of a thread block's item to its first product, and from its last one to the stored
+rows: three dependent trips to device memory (work item, then q and page table, then keys) of 500 to
+800 ns under load, and the warps' reduction."""
+
+_CUDA_MERGE_NS = 3000.0
+"""One more kernel in a stream or graph: from the end of the last one to that of a short one."""
+
+_MEMORY_SHARE, _MATRIX_SHARE = 0.85, 0.5
+"""Of the rated figures: what streaming reaches of device memory's, and kernels on `mma.sync` with a
+softmax of the device's own of the matrix units' (FlashAttention 2 on an A100: 0.5 to 0.73)."""
+
+_CPU_ITEM_NS = 1000.0
+_CPU_MERGE_NS = 2000.0  # a barrier of the team and a second entry into the artifact
+_CPU_LEAST_PART = 256  # keys; a shorter one costs more in merging than it gains
+_CPU_FMAS_PER_CLOCK = {"prefill": 1.2, "few_row": 0.6}
+"""Vector multiply-adds a clock, of the two that a core can start; the softmax takes the rest."""
+_AMX_LANES = 7
+"""Times those rates, of kernels on AMX tiles: 600 GFLOP/s a core in prefill and 370 with 32 packed
+rows (a clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
+
+READ_BYTES_PER_S_PER_CORE = 20e9
+"""Bytes that one core reads a second while the others do: an estimate."""
+
+_DEFAULT_HZ = 3.0e9
+
+
+class Costs(NamedTuple):
+    """Coefficients of one kernel on one worker, in nanoseconds.
+
+    A work item of R packed rows over K keys costs ``item + K * max(load, R * pair)``, and ``state``
+    a row more where it writes a partial state: the larger of the time that its keys take to arrive
+    and that its arithmetic takes, for one worker while all others are busy (the roofline model,
+    Williams et al. 2009). FlashInfer's scheduler has two such coefficients, of rows and keys (arXiv
+    2501.01005, algorithm 1); with both bounds one set serves decode and prefill.
+
+    Only ratios matter to a schedule, and a coefficient that is wrong by half moves a cut by little:
+    a device's rates are those of its target's typical device, an emulated target's those of the
+    device that it stands for.
+    """
+
+    item_ns: float
+    load_ns: float
+    pair_ns: float
+    state_ns: float
+
+
+@cache
+def clock_hz() -> float:
+    """The highest clock that the kernel reports, or 3 GHz."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            speeds = [float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz")]
+    except (OSError, ValueError, IndexError):
+        return _DEFAULT_HZ
+    return max(speeds, default=_DEFAULT_HZ / 1e6) * 1e6
+
+
+def coefficients(spec: KernelSpec, target: str) -> Costs:
+    """The costs of a placed spec's work on a worker of `target`: a thread, or a slot of a device.
+
+    Args:
+        spec: a spec with its tile, as `choose` gives it.
+        target: any target, emulated ones included.
+
+    Example:
+        >>> coefficients(spec, "sm_90")
+        Costs(item_ns=2000.0, load_ns=71.2, pair_ns=0.41, state_ns=143.5)
+    """
+    k_bytes, v_bytes = DTYPE_BYTES[spec.k_dtype], DTYPE_BYTES[spec.v_dtype]
+    key_bytes = spec.head_dim * k_bytes + spec.head_dim_v * v_bytes
+    flops = 2.0 * (spec.head_dim + spec.head_dim_v)
+    state_bytes = 2 * 4 * (spec.head_dim_v + 1)  # fp32, written and read back
+    compiled = compiled_target(target)
+    if is_cuda(compiled):
+        device = typical_hardware(compiled)
+        workers = max(1, slots(spec, device).total)
+        bytes_per_ns = device.read_bytes_per_s * _MEMORY_SHARE / workers * 1e-9
+        flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE / workers * 1e-9
+        item_ns = _CUDA_ITEM_NS
+    else:
+        lanes = LANES[compiled]
+        matrix = matrix_dtype(compiled, spec.q_dtype)
+        if on_tiles(compiled, matrix):
+            lanes *= _AMX_LANES
+        elif spec.tile_kind == "prefill" and matrix == "bfloat16":
+            lanes *= 2  # two products a lane
+        bytes_per_ns = READ_BYTES_PER_S_PER_CORE * 1e-9
+        flops_per_ns = 2 * lanes * _CPU_FMAS_PER_CLOCK[spec.tile_kind] * clock_hz() * 1e-9
+        item_ns = _CPU_ITEM_NS
+    return Costs(
+        item_ns, key_bytes / bytes_per_ns, flops / flops_per_ns, state_bytes / bytes_per_ns
     )
 
 
-def _placed(blank: KernelSpec, packed_rows: int) -> KernelSpec:
-    if is_cuda(blank.target):
-        return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
-    return place_on_cpu(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
+def merge_cost(target: str) -> float:
+    """Nanoseconds that merging costs apart from reading states: its launch, or its barrier."""
+    return _CUDA_MERGE_NS if is_cuda(compiled_target(target)) else _CPU_MERGE_NS
+
+
+def least_part(spec: KernelSpec) -> int:
+    """The fewest keys of a part where a request is cut.
+
+    A tile for few-row kernels on CUDA: what a part costs besides its keys is counted already, and
+    parts so short even out what nothing else does.
+    """
+    if not is_cuda(spec.target):
+        return _CPU_LEAST_PART
+    return spec.tile_kv if spec.tile_kind == "few_row" else min_chunk(spec)
 
 
 # --- requests ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.target import host_target
+from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.env import include_dir
 from flashattn_jit.jit.toolchain import flags_for
 from tests.codegen.registry_hooks import (

@@ -18,8 +18,14 @@ import flashattn_jit as fa
 from flashattn_jit import _C, variants
 from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec
-from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
+from flashattn_jit.codegen.spec import (
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    FEATURES,
+    AnySpec,
+    KernelSpec,
+    UtilitySpec,
+)
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
 from flashattn_jit.jit.entry import ARTIFACT
 from flashattn_jit.jit.module import KernelCache

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
 from flashattn_jit.env import include_dir
 from flashattn_jit.jit.toolchain import flags_for
 from flashattn_jit.variants.ir import Node

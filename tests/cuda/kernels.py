@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import planner
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
-from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.codegen.spec import CUDA_TARGETS, KernelSpec, Request, TileKind
 from flashattn_jit.jit import nvcc
 from flashattn_jit.jit.driver import BuildFailure
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.jit.resources import Report, load_report
 from flashattn_jit.jit.toolchain import find_compiler
+from flashattn_jit.planner.tiles import fallbacks, placed
 from flashattn_jit.variants.ir import VariantIR
 from flashattn_jit.variants.spec import Dims, as_variant
 from tests import rotation
@@ -116,7 +115,7 @@ def specs(
     features: tuple[str, ...] = (),
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that the planner reaches for a case on a target."""
-    return planner.placed(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
+    return placed(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
 
 
 def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
@@ -126,7 +125,7 @@ def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
 
 def compiled(spec: KernelSpec) -> Compiled:
     """The cache entry of a kernel, compiled as a call would compile it: stepping down on spills."""
-    tiles = (spec, *planner.fallbacks(spec))
+    tiles = (spec, *fallbacks(spec))
     requests = [
         Request(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
         for tile in tiles

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.planner import placed
+from flashattn_jit.planner.tiles import placed
 from flashattn_jit.variants.binding import Bound
 from flashattn_jit.variants.spec import Dims
 from tests.cuda.by_hand import ByHand, ints

@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit import planner
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
-from flashattn_jit.codegen.spec import UtilitySpec
-from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.codegen.spec import CUDA_TARGETS, UtilitySpec
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.jit.resources import load_report
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import fallbacks, request_of
 from tests import rotation
 from tests.cuda.kernels import (
     FEATURE_SETS,
@@ -111,7 +109,7 @@ def test_targets_and_kinds_take_turns() -> None:
 @pytest.mark.parametrize("target", rotation.turn(0, ["sm_75", "sm_80", "sm_86"]))
 def test_smaller_tiles_that_a_kernel_may_step_down_to_compile_as_well(target: str) -> None:
     spec = next(s for s in specs("plain", target, (128, 128)) if s.tile_q >= 64)
-    steps = planner.fallbacks(spec)
+    steps = fallbacks(spec)
     assert steps
     for tile in steps:
         assert_clean(compiled(tile))

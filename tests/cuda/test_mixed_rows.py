@@ -13,8 +13,7 @@ from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops._device import LaunchTensors
 from flashattn_jit.ops._device_memory import DeviceState, launch
-from flashattn_jit.planner import placed
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import placed, request_of
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 from tests.planner.batch_plans import Level, Ragged, lengths

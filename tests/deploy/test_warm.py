@@ -22,8 +22,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import line_of
-from flashattn_jit.codegen.spec import UtilitySpec
-from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS, host_target
+from flashattn_jit.codegen.spec import CPU_TARGETS, CUDA_TARGETS, UtilitySpec, host_target
 from flashattn_jit.deploy import pool, structures, worker
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.wanted import wanted_specs
@@ -143,9 +142,9 @@ def test_a_kernel_that_depends_on_the_head_count_asks_for_it() -> None:
             return score + self.table[h, 1]
 
     with pytest.raises(InputError, match="give num_q_heads= and num_kv_heads="):
-        structures.variant_ir(PerHeads(), (16, 16), None, {})
-    few = structures.variant_ir(PerHeads(), (16, 16), (8, 8), {})
-    assert few != structures.variant_ir(PerHeads(), (16, 16), (32, 8), {})
+        structures.bound_for(PerHeads(), (16, 16), None, {})
+    few = structures.bound_for(PerHeads(), (16, 16), (8, 8), {}).ir
+    assert few != structures.bound_for(PerHeads(), (16, 16), (32, 8), {}).ir
 
 
 def test_defaults_may_depend_on_any_size() -> None:
@@ -157,7 +156,7 @@ def test_defaults_may_depend_on_any_size() -> None:
         def score_mod(self, score, b, h, q_idx, kv_idx):
             return score + self.bias[b, kv_idx]
 
-    assert structures.variant_ir(PerLength(), (16, 16), None, {}).tensors[0].dtype == "float32"
+    assert structures.bound_for(PerLength(), (16, 16), None, {}).ir.tensors[0].dtype == "float32"
 
 
 def test_a_plan_asks_for_kernels_before_runs_bring_their_params() -> None:

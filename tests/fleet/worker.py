@@ -262,8 +262,7 @@ def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
     import flashattn_jit
     from flashattn_jit.jit.entry import kernel_key
     from flashattn_jit.jit.toolchain import flags_for
-    from flashattn_jit.planner import Problem, choose
-    from flashattn_jit.planner.tiles import requests_of
+    from flashattn_jit.planner.tiles import Problem, choose, requests_of
     from flashattn_jit.variants.ir import VariantIR
 
     problem = Problem((1,), (16,), 1, 1, dim, dim, *["float32"] * 3)

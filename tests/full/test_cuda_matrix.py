@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashattn_jit.codegen.spec import TileKind
-from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.codegen.spec import CUDA_TARGETS, TileKind
 from tests.cuda import digests
 from tests.cuda.kernels import (
     FEATURE_SETS,

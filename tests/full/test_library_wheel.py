@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import torch
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import default_target
+from flashattn_jit.codegen.spec import default_target
 from tests.deploy.test_library import CASES
 from tests.ops.test_attention import run
 

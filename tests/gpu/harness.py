@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import cuda_target
+from flashattn_jit.codegen.spec import cuda_target
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops.attention import run_dense
-from flashattn_jit.planner import Problem, choose, fallbacks
-from flashattn_jit.planner.tiles import requests_of
+from flashattn_jit.planner.tiles import Problem, choose, fallbacks, requests_of
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Bound, as_variant

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.codegen.spec import CUDA_TARGETS
 from flashattn_jit.errors import InputError, TargetError
-from flashattn_jit.planner import DEVICES, named_hardware
+from flashattn_jit.planner.devices import DEVICES, named_hardware
 
 PREFILL = {"batch": 2, "num_q_heads": 32, "num_kv_heads": 8, "q_len": 4096, "kv_len": 4096,
            "head_dim": 128}  # fmt: skip

@@ -11,12 +11,13 @@ import pytest
 
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.deploy.pack import replacing, write_entries
+from flashattn_jit.deploy.pack import members, replacing
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
 from flashattn_jit.jit import layers as layers_module
 from flashattn_jit.jit import store as store_module
 from flashattn_jit.jit.layers import FolderLayer, PackLayer, found_in_folder
 from flashattn_jit.jit.module import KernelCache
+from flashattn_jit.jit.pack_file import write_archive
 from flashattn_jit.jit.remote import layers
 from flashattn_jit.jit.store import Store
 
@@ -48,7 +49,7 @@ def pack_of(store: Store, path: Path) -> Path:
     """A pack of all that a store holds."""
     found = [found_in_folder(store.verify(e.path), "user") for e in store.entries()]
     with replacing(path) as file:
-        write_entries(file, found)
+        write_archive(file, members(found))
     return path
 
 

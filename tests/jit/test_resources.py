@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -111,7 +111,7 @@ def test_what_exceeds_the_budget_is_said(change: dict[str, int], says: str) -> N
 def test_a_report_survives_its_file(tmp_path: Path) -> None:
     report = read_report(WORDS, PTX, "sm_80")
     path = tmp_path / "resources.json"
-    path.write_text(json.dumps({"artifact_bytes": 7, **json.loads(report.to_json())}))
+    path.write_text(json.dumps({"artifact_bytes": 7, **asdict(report)}))
     assert load_report(path) == report
     assert report.kernel("fajit_merge_kernel").registers == 10
     assert [text.split()[0] for text in report.complaints()] == ["fajit_attention_kernel"] * 3

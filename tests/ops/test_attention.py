@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
 from flashattn_jit.variants.reference import attention_reference
 from tests import rotation
 from tests.registry import CASES, SHAPES

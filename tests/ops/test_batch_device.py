@@ -21,8 +21,7 @@ from flashattn_jit.ops import _device, _device_memory
 from flashattn_jit.ops._device import LaunchTensors
 from flashattn_jit.ops._device_memory import DeviceState, Ring, launch
 from flashattn_jit.ops._emulated import Recording, record
-from flashattn_jit.planner import placed
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import placed, request_of
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.spec import Dims
 

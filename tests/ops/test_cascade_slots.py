@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.target import CPU_TARGETS, host_target
+from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
 from flashattn_jit.errors import VariantError
 from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.variants.ir import keys_read_request

@@ -13,15 +13,16 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
+from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.module import default, load_stepping
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _check, _device, _launch, _placement, _utility
+from flashattn_jit.ops import _check, _device, _launch, _utility
 from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops._plan import Needs
-from flashattn_jit.planner import named_hardware, slots
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.devices import named_hardware
+from flashattn_jit.planner.tiles import request_of, slots
 from tests.planner.batch_plans import Paged, lengths
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -40,11 +41,11 @@ class OnDevice:
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_placement, "device_target", lambda index: "sm_90")
+    monkeypatch.setattr(targets, "device_target", lambda index: "sm_90")
 
 
 def place(*dtypes: torch.dtype, target: str | None = None) -> str:
-    return _placement.place(*map(OnDevice, dtypes), target)  # type: ignore[arg-type]
+    return targets.place(*map(OnDevice, dtypes), target)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("h100")
@@ -53,7 +54,7 @@ def test_a_device_takes_its_own_target_and_older_ones_of_its_major_version(
 ) -> None:
     half = (torch.float16,) * 3
     assert place(*half) == "sm_90" == place(*half, target="sm_90")
-    monkeypatch.setattr(_placement, "device_target", lambda index: "sm_89")
+    monkeypatch.setattr(targets, "device_target", lambda index: "sm_89")
     assert place(*half, target="sm_86") == "sm_86"
     for target in ("sm_90", "sm_75"):
         with pytest.raises(TargetError, match="does not run on cuda:0, whose target is 'sm_89'"):
@@ -74,7 +75,7 @@ def test_matrix_dtypes_are_what_the_architecture_multiplies(
     for dtypes in ((single,) * 3, (bf16, half, half), (bf16, torch.int8, torch.int8)):
         with pytest.raises(InputError, match=r"bfloat16 or torch\.float16; got q .*to\(torch\.bf"):
             place(*dtypes)
-    monkeypatch.setattr(_placement, "device_target", lambda index: "sm_75")
+    monkeypatch.setattr(targets, "device_target", lambda index: "sm_75")
     assert place(half, half, half) == "sm_75"
     with pytest.raises(InputError, match=r"sm_75 take .* torch\.float16; got q torch\.bfloat16"):
         place(bf16, bf16, bf16)
@@ -83,7 +84,7 @@ def test_matrix_dtypes_are_what_the_architecture_multiplies(
 def test_an_architecture_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     with pytest.raises(TargetError, match=r"compute capability 7\.0"):
-        _placement.device_target.__wrapped__(3)
+        targets.device_target.__wrapped__(3)
 
 
 def test_tensors_of_different_devices_are_named_with_their_devices() -> None:

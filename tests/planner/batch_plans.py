@@ -10,8 +10,7 @@ import numpy as np
 
 from flashattn_jit import _C
 from flashattn_jit.ops._plan import native_kind
-from flashattn_jit.planner.costs import merge_cost
-from flashattn_jit.planner.tiles import choose_rows, few_rows
+from flashattn_jit.planner.tiles import choose_rows, few_rows, merge_cost
 from flashattn_jit.variants.ir import VariantIR
 
 WORK = ("request", "head_begin", "head_count", "row_begin", "row_end", "kv_begin", "kv_end",
@@ -40,7 +39,7 @@ CPU_KINDS = (
             pair_ns=10.9, state_ns=52.0),
 )  # fmt: skip
 CPU_MERGE_NS = 2000.0
-"""Costs of one machine: planner/costs.py measures each."""
+"""Costs of one machine: planner/tiles.py measures each."""
 
 
 def device_options(target: str, packed_rows: int, workers: int, head_dim: int = 128) -> dict:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashattn_jit import planner
-from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import CPU_TARGETS, CUDA_TARGETS
-from flashattn_jit.planner.costs import coefficients
+from flashattn_jit.codegen.spec import CPU_TARGETS, CUDA_TARGETS, KernelSpec
+from flashattn_jit.planner.tiles import coefficients, placed
 from flashattn_jit.variants.ir import VariantIR
 
 
@@ -15,8 +13,8 @@ def specs(target: str, head_dim: int = 128, kv_dtype: str | None = None) -> dict
     """By tile kind, the kernel of most rows and that of fewest."""
     own = "float32" if target in CPU_TARGETS else "float16"
     dtypes = own, kv_dtype or own, kv_dtype or own
-    placed = planner.placed(VariantIR(()), (head_dim, head_dim), dtypes, target)
-    return {"prefill": placed[0], "few_row": placed[-1]}
+    kernels = placed(VariantIR(()), (head_dim, head_dim), dtypes, target)
+    return {"prefill": kernels[0], "few_row": kernels[-1]}
 
 
 @pytest.mark.parametrize("target", [*CPU_TARGETS, *CUDA_TARGETS])

@@ -8,20 +8,17 @@ import pytest
 import torch
 
 from flashattn_jit.codegen.budget import LIMITS, register_budget, shared_bytes
-from flashattn_jit.codegen.target import CUDA_TARGETS
+from flashattn_jit.codegen.spec import CUDA_TARGETS
 from flashattn_jit.errors import InputError, TargetError
-from flashattn_jit.planner import (
+from flashattn_jit.planner.devices import (
     DEVICES,
-    Problem,
-    choose,
+    described,
     device_hardware,
-    min_chunk,
     named_hardware,
-    roofline,
-    slots,
     typical_hardware,
 )
-from flashattn_jit.planner.devices import described
+from flashattn_jit.planner.machines import roofline
+from flashattn_jit.planner.tiles import Problem, choose, min_chunk, slots
 from flashattn_jit.variants.ir import VariantIR
 
 PLAIN = VariantIR(())

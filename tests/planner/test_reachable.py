@@ -16,16 +16,16 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
-from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.codegen.target import (
+from flashattn_jit.codegen.spec import (
     CPU_TARGETS,
     CUDA_TARGETS,
+    KernelSpec,
     compiled_target,
     default_target,
     takes_dtypes,
 )
 from flashattn_jit.deploy.compositions import compositions
-from flashattn_jit.deploy.structures import variant_ir
+from flashattn_jit.deploy.structures import bound_for
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import (
     COMPOSED,
@@ -61,7 +61,7 @@ def listed(variant: Any, dims: tuple[int, int], dtype: str, target: str, name: s
     found: set[str] = set()
     for made in compositions(variant, (name,)):
         sizes = (dims[0], made.head_dim_v or dims[1])
-        ir = variant_ir(made.variant, sizes, None, made.params)
+        ir = bound_for(made.variant, sizes, None, made.params).ir
         specs = reachable(ir, sizes, (dtype,) * 3, target, made.formats)
         found |= {s.document() for s in specs}
     return found

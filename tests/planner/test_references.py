@@ -14,8 +14,8 @@ import pytest
 
 from flashattn_jit.codegen.budget import LIMITS, accumulator_registers, ctas_per_sm, shared_bytes
 from flashattn_jit.ops._plan import native_kind
-from flashattn_jit.planner import Problem, choose, named_hardware, slots
-from flashattn_jit.planner.costs import coefficients, merge_cost
+from flashattn_jit.planner.devices import named_hardware
+from flashattn_jit.planner.tiles import Problem, choose, coefficients, merge_cost, slots
 from flashattn_jit.variants.ir import VariantIR
 
 from .batch_plans import Dense, Planned, make

@@ -5,9 +5,17 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashattn_jit.codegen.target import CPU_TARGETS, matrix_dtype
-from flashattn_jit.planner import Hardware, Problem, candidates, choose, reachable, roofline
-from flashattn_jit.planner.tiles import FEW_ROWS, item_rows, scratch_bytes
+from flashattn_jit.codegen.spec import CPU_TARGETS, matrix_dtype
+from flashattn_jit.planner.machines import Hardware, roofline
+from flashattn_jit.planner.reachable import reachable
+from flashattn_jit.planner.tiles import (
+    FEW_ROWS,
+    Problem,
+    candidates,
+    choose,
+    item_rows,
+    scratch_bytes,
+)
 from flashattn_jit.variants.ir import VariantIR
 
 PLAIN = VariantIR(())
@@ -72,7 +80,7 @@ def test_exactly_one_candidate_is_chosen_and_each_has_a_reason():
         assert sum(c.chosen for c in options) == 1
         assert all(c.reason for c in options)
         kind = choose(PLAIN, problem(rows, 4096), "cpu:avx512_bf16").tile_kind
-        assert next(c for c in options if c.chosen).tile_kind == kind
+        assert next(c for c in options if c.chosen).spec.tile_kind == kind
 
 
 def test_a_thread_touches_less_than_its_share_of_scratch():
