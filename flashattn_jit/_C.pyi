@@ -382,7 +382,7 @@ def interval_functions() -> list[str]:
     """The functions of fajit/interval*.h that statements of an `IntervalForm` may call."""
 
 class IntervalForm:
-    """The interval form of a mask, as kernels have it compiled in: see csrc/interval/batch.h.
+    """The interval form of a mask, as kernels have it compiled in: see csrc/interval/program.h.
 
     code: a `variants.bounds_code.Code`. tensors: dtype and rank of the variant's params, which
     `num_tables` pairs of lo and hi tables follow. scalar_kinds: one "i" (int64) or "f" (float64) a

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../interval/bindings.h"
+#include "../interval/evaluation.h"
 #include "../scheduler/batch_plan.h"
 #include "../scheduler/bindings.h"
 #include "batch_bindings.h"
