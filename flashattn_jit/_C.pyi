@@ -83,29 +83,6 @@ class Module:
     def load(self, device: int) -> None:
         """Loads its kernels on a CUDA device, once. Raises `LaunchError`."""
 
-    def classify(
-        self,
-        lengths: BatchLengths,
-        heads: tuple[int, int],
-        request: int,
-        head_begin: int,
-        head_end: int,
-        q_begin: int,
-        q_end: int,
-        tile_q: int,
-        kv_begin: int,
-        kv_end: int,
-        tile_kv: int,
-        states: Buffer,
-        tensors: Sequence[int],
-        layouts: Sequence[_Layout],
-        scalars: Sequence[int | float],
-        scalar_kinds: str,
-    ) -> None:
-        """Writes 0 empty, 1 partial, 2 full for every tile into `states` (uint8, row-major).
-
-        heads: (num_q_heads, num_kv_heads)."""
-
 _Array = tuple[int, int, int]
 """A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
 _Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
