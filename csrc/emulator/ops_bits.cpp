@@ -126,8 +126,7 @@ void predicate_logic(Warp& warp, const Insn& insn, uint32_t mask) {
                          : insn.mode == kPredOr  ? a | b
                          : insn.mode == kPredXor ? a ^ b
                                                  : ~a;
-  uint32_t& result = warp.predicate(insn.slots[0]);
-  result = (result & ~mask) | (value & mask);
+  set_bits(warp.predicate(insn.slots[0]), mask, value);
 }
 
 template <class Form> void decode_logic(Decoder& d, uint8_t operation, Form form) {
@@ -139,12 +138,6 @@ template <class Form> void decode_logic(Decoder& d, uint8_t operation, Form form
   d.insn.exec = predicate_logic;
   d.insn.immediate =
       (d.operand(1).negated ? 1 : 0) | (operation != kPredNot && d.operand(2).negated ? 2 : 0);
-}
-
-template <class Form> void decode_one(Decoder& d, Type result, Form form) {
-  const Type type = d.type();
-  decode_operands(d, result == Type::none ? type : result, {type});
-  d.set_exec(by_integer(type, form));
 }
 
 }  // namespace
@@ -196,12 +189,12 @@ void decode_bfi(Decoder& d) {
 #define FAJIT_COUNT(function) \
   [](auto zero) -> Exec { return unary<uint32_t, decltype(zero), function<decltype(zero)>>; }
 void decode_bfind(Decoder& d) {
-  if (d.accept("shiftamt")) decode_one(d, Type::u32, FAJIT_COUNT(find_shift));
-  else decode_one(d, Type::u32, FAJIT_COUNT(find_top));
+  if (d.accept("shiftamt")) decode_unary(d, FAJIT_COUNT(find_shift), Type::u32);
+  else decode_unary(d, FAJIT_COUNT(find_top), Type::u32);
 }
-void decode_popc(Decoder& d) { decode_one(d, Type::u32, FAJIT_COUNT(count_ones)); }
-void decode_clz(Decoder& d) { decode_one(d, Type::u32, FAJIT_COUNT(leading_zeros)); }
-void decode_brev(Decoder& d) { decode_one(d, Type::none, FAJIT_UNARY(reversed)); }
+void decode_popc(Decoder& d) { decode_unary(d, FAJIT_COUNT(count_ones), Type::u32); }
+void decode_clz(Decoder& d) { decode_unary(d, FAJIT_COUNT(leading_zeros), Type::u32); }
+void decode_brev(Decoder& d) { decode_unary(d, FAJIT_UNARY(reversed)); }
 
 void decode_prmt(Decoder& d) {
   const Type type = d.type();

@@ -51,8 +51,7 @@ Arguments::Arguments(const Program& program, py::handle tensors, py::handle tens
   }
   layouts.fill_counts(args);
   params.fill(args);
-  const runtime::Items items(request_lengths, "lengths");
-  if (items.size() != std::size(kLengths)) throw py::value_error("lengths must have 5 entries");
+  const runtime::Items items = runtime::exactly(request_lengths, std::size(kLengths), "lengths");
   const py::object first = items[0];
   const size_t requests = runtime::Items(first, kLengths[0]).size();
   args.num_requests = runtime::narrow(static_cast<int64_t>(requests), "num_requests");
