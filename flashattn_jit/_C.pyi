@@ -12,8 +12,6 @@ from typing_extensions import Buffer
 ABI_VERSION: Final[int]
 WRITE_LSE: Final[int]
 PARTIAL: Final[int]
-WORK_BYTES: Final[int]
-MERGE_WORK_BYTES: Final[int]
 
 _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
@@ -136,9 +134,6 @@ class BatchLengths:
     @property
     def kv_first(self) -> list[int]:
         """Keys of outer levels, of every request and then of every group."""
-
-    def block_rows(self, q_block: int) -> int:
-        """Block rows of all requests, q_block query rows each."""
 
     def tile_kinds(self, group_size: int, few_rows: int, q_block: int = 0) -> tuple[int, int, int]:
         """(prefill requests, few-row requests, most packed rows of one), groups included."""
@@ -290,7 +285,9 @@ class BatchCall:
     def is_cuda(self) -> bool: ...
     @property
     def block_bytes(self) -> int:
-        """Bytes of the device block; under limits, the same for every plan."""
+        """Bytes of the device block, the plan as `launch(device_block=)` must find it at a multiple
+        of 16 bytes. Under limits, these and the places of its sections are the same for every
+        plan."""
 
     def write_block(self, address: int, bytes: int) -> None:
         """Writes the device block to host memory of at least `block_bytes` bytes."""
@@ -299,10 +296,6 @@ class BatchCall:
     def workspace_bytes(self) -> int:
         """Bytes that `launch(workspace=)` must point to; 0 when no row is split. Under limits, for
         any plan within them."""
-
-    def device_block(self) -> bytes:
-        """The plan as `launch(device_block=)` must find it, at a multiple of 16 bytes. Under
-        limits, its size and the places of its sections are the same for every plan."""
 
     def launch(
         self,

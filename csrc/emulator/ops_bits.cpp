@@ -102,17 +102,10 @@ void logic3(Warp& warp, const Insn& insn, uint32_t mask) {
   });
 }
 
-uint32_t funnel_left(uint32_t a, uint32_t b, uint32_t n) {
-  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-  return static_cast<uint32_t>(both << n >> 32);
-}
-uint32_t funnel_right(uint32_t a, uint32_t b, uint32_t n) {
-  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-  return static_cast<uint32_t>(both >> n);
-}
 template <bool left, bool wrap> uint32_t funnel(uint32_t a, uint32_t b, uint32_t c) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   const uint32_t n = wrap ? c & 31 : std::min(c, 32u);
-  return left ? funnel_left(a, b, n) : funnel_right(a, b, n);
+  return static_cast<uint32_t>(left ? both << n >> 32 : both >> n);
 }
 
 // Predicates are masks over the lanes: `operation` acts on all of them at once.

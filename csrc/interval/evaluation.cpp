@@ -40,6 +40,12 @@ View view_of(const fajit_tensor* tensors, const Gather& gather) {
   return view;
 }
 
+// Whether every operation holds.
+bool run(const Block& block, Frame& frame) {
+  return std::all_of(block.begin(), block.end(),
+                     [&](const Operation& operation) { return operation.run(operation, frame); });
+}
+
 }  // namespace
 
 Arguments::Arguments(const Program& program, py::handle tensors, py::handle tensor_layouts,
@@ -66,11 +72,6 @@ Arguments::Arguments(const Program& program, py::handle tensors, py::handle tens
   args.q_token0 = args.q_offset + requests;
   args.kv_token0 = args.q_token0 + requests;
   for (const Gather& gather : program.gathers) views.push_back(view_of(args.tensors, gather));
-}
-
-bool run(const Block& block, Frame& frame) {
-  return std::all_of(block.begin(), block.end(),
-                     [&](const Operation& operation) { return operation.run(operation, frame); });
 }
 
 bool run_any(const std::vector<Block>& clauses, Frame& frame) {

@@ -93,8 +93,6 @@ const std::map<std::string, Function>& functions();
 Operation::Run gather(const std::string& name, const std::string& dtype);
 Operation::Run searchsorted(const std::string& dtype, bool right);
 
-// Whether every operation holds.
-bool run(const Block& block, Frame& frame);
 // Whether one of the clauses holds.
 bool run_any(const std::vector<Block>& clauses, Frame& frame);
 

@@ -103,8 +103,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ABI_VERSION") = FAJIT_ABI_VERSION;
   m.attr("WRITE_LSE") = static_cast<int>(FAJIT_WRITE_LSE);
   m.attr("PARTIAL") = static_cast<int>(FAJIT_PARTIAL);
-  m.attr("WORK_BYTES") = sizeof(fajit_work);
-  m.attr("MERGE_WORK_BYTES") = sizeof(fajit_merge_work);
   m.def("cpu_isa", &rt::cpu_isa);
   m.def("refuse_stranded", &rt::refuse_stranded);
   m.def("target_variable", []() -> py::object {

@@ -199,16 +199,6 @@ void bind_lengths(py::module_& m) {
       .def_readonly("kv_len", &Lengths::kv_len)
       .def_readonly("q_offset", &Lengths::q_offset)
       .def_readonly("kv_first", &Lengths::kv_first)
-      .def("block_rows",
-           [](const Lengths& self, int32_t q_block) {
-             if (q_block < 1) throw py::value_error("q_block must be positive");
-             int64_t rows = 0;
-             for (int32_t b = 0; b < self.num_requests; ++b) {
-               rows += (int64_t{self.q_len[static_cast<size_t>(b)]} + q_block - 1) / q_block;
-             }
-             return rows;
-           },
-           py::arg("q_block"))
       .def("tile_kinds", &count_kinds, py::arg("group_size"), py::arg("few_rows"),
            py::arg("q_block") = 0);
 }

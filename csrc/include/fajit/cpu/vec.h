@@ -180,13 +180,23 @@ FAJIT_INLINE vf sqrt(vf x) {
 #define FAJIT_ROUND_CODE "vroundps"
 #endif
 #ifdef FAJIT_ROUND_CODE
-#define FAJIT_ROUND(name, imm, scalar)                                  FAJIT_INLINE float name(float x) { return scalar(x); }                FAJIT_INLINE vf name(vf x) {                                            vf r;                                                                 asm(FAJIT_ROUND_CODE " $" #imm ", %1, %0" : "=v"(r) : "v"(x));        return r;                                                           }
+#define FAJIT_ROUND(name, imm, scalar)                             \
+  FAJIT_INLINE float name(float x) { return scalar(x); }           \
+  FAJIT_INLINE vf name(vf x) {                                     \
+    vf r;                                                          \
+    asm(FAJIT_ROUND_CODE " $" #imm ", %1, %0" : "=v"(r) : "v"(x)); \
+    return r;                                                      \
+  }
 #else
-#define FAJIT_ROUND(name, imm, scalar)                                  FAJIT_INLINE float name(float x) { return scalar(x); }                FAJIT_INLINE vf name(vf x) {                                            vf r{};                                                               for (int i = 0; i < kLanes; ++i) r[i] = scalar(x[i]);                 return r;                                                           }
+#define FAJIT_ROUND(name, imm, scalar)                    \
+  FAJIT_INLINE float name(float x) { return scalar(x); }  \
+  FAJIT_INLINE vf name(vf x) {                            \
+    vf r{};                                               \
+    for (int i = 0; i < kLanes; ++i) r[i] = scalar(x[i]); \
+    return r;                                             \
+  }
 #endif
 FAJIT_ROUND(round_even, 8, __builtin_rintf)
-FAJIT_ROUND(floor, 9, __builtin_floorf)
-FAJIT_ROUND(ceil, 10, __builtin_ceilf)
 FAJIT_ROUND(trunc, 11, __builtin_truncf)
 #undef FAJIT_ROUND
 

@@ -24,7 +24,6 @@ extern void exit(int) throw() __attribute__((__noreturn__));
 
 #define FAJIT_INTRINSIC __device__ __device_builtin__
 FAJIT_INTRINSIC void __syncthreads(void);
-FAJIT_INTRINSIC int __float_as_int(float x);
 FAJIT_INTRINSIC float __int_as_float(int x);
 FAJIT_INTRINSIC float __uint_as_float(unsigned int x);
 FAJIT_INTRINSIC unsigned int __umulhi(unsigned int x, unsigned int y);
