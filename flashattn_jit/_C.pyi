@@ -12,8 +12,6 @@ from typing_extensions import Buffer
 ABI_VERSION: Final[int]
 WRITE_LSE: Final[int]
 PARTIAL: Final[int]
-WORK_BYTES: Final[int]
-MERGE_WORK_BYTES: Final[int]
 
 _Strides = tuple[int, int, int] | list[int]
 _Layout = tuple[Sequence[int], Sequence[int]]
@@ -83,29 +81,6 @@ class Module:
     def load(self, device: int) -> None:
         """Loads its kernels on a CUDA device, once. Raises `LaunchError`."""
 
-    def classify(
-        self,
-        lengths: BatchLengths,
-        heads: tuple[int, int],
-        request: int,
-        head_begin: int,
-        head_end: int,
-        q_begin: int,
-        q_end: int,
-        tile_q: int,
-        kv_begin: int,
-        kv_end: int,
-        tile_kv: int,
-        states: Buffer,
-        tensors: Sequence[int],
-        layouts: Sequence[_Layout],
-        scalars: Sequence[int | float],
-        scalar_kinds: str,
-    ) -> None:
-        """Writes 0 empty, 1 partial, 2 full for every tile into `states` (uint8, row-major).
-
-        heads: (num_q_heads, num_kv_heads)."""
-
 _Array = tuple[int, int, int]
 """A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
 _Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
@@ -159,9 +134,6 @@ class BatchLengths:
     @property
     def kv_first(self) -> list[int]:
         """Keys of outer levels, of every request and then of every group."""
-
-    def block_rows(self, q_block: int) -> int:
-        """Block rows of all requests, q_block query rows each."""
 
     def tile_kinds(self, group_size: int, few_rows: int, q_block: int = 0) -> tuple[int, int, int]:
         """(prefill requests, few-row requests, most packed rows of one), groups included."""
@@ -334,7 +306,9 @@ class BatchCall:
     def is_cuda(self) -> bool: ...
     @property
     def block_bytes(self) -> int:
-        """Bytes of the device block; under limits, the same for every plan."""
+        """Bytes of the device block, the plan as `launch(device_block=)` must find it at a multiple
+        of 16 bytes. Under limits, these and the places of its sections are the same for every
+        plan."""
 
     def write_block(self, address: int, bytes: int) -> None:
         """Writes the device block to host memory of at least `block_bytes` bytes."""
@@ -343,10 +317,6 @@ class BatchCall:
     def workspace_bytes(self) -> int:
         """Bytes that `launch(workspace=)` must point to; 0 when no row is split. Under limits, for
         any plan within them."""
-
-    def device_block(self) -> bytes:
-        """The plan as `launch(device_block=)` must find it, at a multiple of 16 bytes. Under
-        limits, its size and the places of its sections are the same for every plan."""
 
     def launch(
         self,
@@ -403,7 +373,7 @@ def interval_functions() -> list[str]:
     """The functions of fajit/interval*.h that statements of an `IntervalForm` may call."""
 
 class IntervalForm:
-    """The interval form of a mask, as kernels have it compiled in: see csrc/interval/batch.h.
+    """The interval form of a mask, as kernels have it compiled in: see csrc/interval/program.h.
 
     code: a `variants.bounds_code.Code`. tensors: dtype and rank of the variant's params, which
     `num_tables` pairs of lo and hi tables follow. scalar_kinds: one "i" (int64) or "f" (float64) a

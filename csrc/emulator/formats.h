@@ -30,8 +30,6 @@ inline uint32_t round_to_format(double value, int fraction, int min_exponent, in
   while ((1 << exponent_bits) - 2 < max_exponent - min_exponent + 1) ++exponent_bits;
   const uint32_t sign_bit = sign << (fraction + exponent_bits);
   const uint32_t infinity = ((1u << exponent_bits) - 1) << fraction;
-  if (std::isnan(value))
-    return infinity | (infinity >> 1 & ((1u << fraction) - 1)) | ((1u << fraction) - 1);
   const double magnitude = std::fabs(value);
   if (std::isinf(value)) return sign_bit | infinity;
   if (magnitude == 0) return sign_bit;

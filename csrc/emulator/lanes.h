@@ -19,19 +19,6 @@ inline float to_float(Half value) { return half_to_float(value.bits); }
 inline float to_float(Bf16 value) { return bf16_to_float(value.bits); }
 inline float to_float(float value) { return value; }
 inline double to_float(double value) { return value; }
-template <class T> struct FromFloat;
-template <> struct FromFloat<Half> {
-  static Half of(float value) { return {static_cast<uint16_t>(float_to_half(value))}; }
-};
-template <> struct FromFloat<Bf16> {
-  static Bf16 of(float value) { return {static_cast<uint16_t>(float_to_bf16(value))}; }
-};
-template <> struct FromFloat<float> {
-  static float of(float value) { return value; }
-};
-template <> struct FromFloat<double> {
-  static double of(double value) { return value; }
-};
 
 // The word of a lane that holds a T, and the T in it.
 template <class T> using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
@@ -163,6 +150,13 @@ inline void decode_operands(Decoder& d, Type result, std::initializer_list<Type>
     d.insn.slots[index] = d.source(index, type);
     ++index;
   }
+}
+
+// Decodes `op d, a` of integers; `result`: of another type than a.
+template <class Form> void decode_unary(Decoder& d, Form form, Type result = Type::none) {
+  const Type type = d.type();
+  decode_operands(d, result == Type::none ? type : result, {type});
+  d.set_exec(by_integer(type, form));
 }
 
 }  // namespace fajit::emulator

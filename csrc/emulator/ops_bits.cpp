@@ -102,17 +102,10 @@ void logic3(Warp& warp, const Insn& insn, uint32_t mask) {
   });
 }
 
-uint32_t funnel_left(uint32_t a, uint32_t b, uint32_t n) {
-  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-  return static_cast<uint32_t>(both << n >> 32);
-}
-uint32_t funnel_right(uint32_t a, uint32_t b, uint32_t n) {
-  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
-  return static_cast<uint32_t>(both >> n);
-}
 template <bool left, bool wrap> uint32_t funnel(uint32_t a, uint32_t b, uint32_t c) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   const uint32_t n = wrap ? c & 31 : std::min(c, 32u);
-  return left ? funnel_left(a, b, n) : funnel_right(a, b, n);
+  return static_cast<uint32_t>(left ? both << n >> 32 : both >> n);
 }
 
 // Predicates are masks over the lanes: `operation` acts on all of them at once.
@@ -126,8 +119,7 @@ void predicate_logic(Warp& warp, const Insn& insn, uint32_t mask) {
                          : insn.mode == kPredOr  ? a | b
                          : insn.mode == kPredXor ? a ^ b
                                                  : ~a;
-  uint32_t& result = warp.predicate(insn.slots[0]);
-  result = (result & ~mask) | (value & mask);
+  set_bits(warp.predicate(insn.slots[0]), mask, value);
 }
 
 template <class Form> void decode_logic(Decoder& d, uint8_t operation, Form form) {
@@ -139,12 +131,6 @@ template <class Form> void decode_logic(Decoder& d, uint8_t operation, Form form
   d.insn.exec = predicate_logic;
   d.insn.immediate =
       (d.operand(1).negated ? 1 : 0) | (operation != kPredNot && d.operand(2).negated ? 2 : 0);
-}
-
-template <class Form> void decode_one(Decoder& d, Type result, Form form) {
-  const Type type = d.type();
-  decode_operands(d, result == Type::none ? type : result, {type});
-  d.set_exec(by_integer(type, form));
 }
 
 }  // namespace
@@ -196,12 +182,12 @@ void decode_bfi(Decoder& d) {
 #define FAJIT_COUNT(function) \
   [](auto zero) -> Exec { return unary<uint32_t, decltype(zero), function<decltype(zero)>>; }
 void decode_bfind(Decoder& d) {
-  if (d.accept("shiftamt")) decode_one(d, Type::u32, FAJIT_COUNT(find_shift));
-  else decode_one(d, Type::u32, FAJIT_COUNT(find_top));
+  if (d.accept("shiftamt")) decode_unary(d, FAJIT_COUNT(find_shift), Type::u32);
+  else decode_unary(d, FAJIT_COUNT(find_top), Type::u32);
 }
-void decode_popc(Decoder& d) { decode_one(d, Type::u32, FAJIT_COUNT(count_ones)); }
-void decode_clz(Decoder& d) { decode_one(d, Type::u32, FAJIT_COUNT(leading_zeros)); }
-void decode_brev(Decoder& d) { decode_one(d, Type::none, FAJIT_UNARY(reversed)); }
+void decode_popc(Decoder& d) { decode_unary(d, FAJIT_COUNT(count_ones), Type::u32); }
+void decode_clz(Decoder& d) { decode_unary(d, FAJIT_COUNT(leading_zeros), Type::u32); }
+void decode_brev(Decoder& d) { decode_unary(d, FAJIT_UNARY(reversed)); }
 
 void decode_prmt(Decoder& d) {
   const Type type = d.type();

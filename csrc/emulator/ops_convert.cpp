@@ -133,7 +133,8 @@ template <class T> void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) 
   auto half = [&](uint32_t bits) -> uint32_t {
     float value = bits_as<float>(bits);
     if (relu && value < 0) value = 0;
-    return nearest ? FromFloat<T>::of(value).bits : narrow_float<T>(value, insn.round).bits;
+    if (!nearest) return narrow_float<T>(value, insn.round).bits;
+    return std::is_same_v<T, Half> ? float_to_half(value) : float_to_bf16(value);
   };
   for_lanes(mask, [&](int l) { d[l] = half(a[l]) << 16 | half(b[l]); });
 }

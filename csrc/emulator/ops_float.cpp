@@ -84,17 +84,7 @@ FAJIT_CLONES void fma32(Warp& warp, const Insn& insn, uint32_t mask) {
   });
 }
 
-FAJIT_CLONES void fma64(Warp& warp, const Insn& insn, uint32_t mask) {
-  uint64_t* d = warp.longs(insn.slots[0]);
-  const uint64_t* a = warp.longs(insn.slots[1]);
-  const uint64_t* b = warp.longs(insn.slots[2]);
-  const uint64_t* c = warp.longs(insn.slots[3]);
-  for_lanes(mask, [&](int l) {
-    const double r =
-        __builtin_fma(bits_as<double>(a[l]), bits_as<double>(b[l]), bits_as<double>(c[l]));
-    d[l] = bits_as<uint64_t>(canonical(r));
-  });
-}
+double fma64(double x, double y, double z) { return canonical(__builtin_fma(x, y, z)); }
 
 void take_flags(Decoder& d) {
   if (d.accept("ftz")) d.insn.flags |= kFtz;
@@ -182,7 +172,8 @@ void decode_fma(Decoder& d) {
   decode_operands(d, type, {type, type, type});
   if (decode_directed(d, type)) return;
   if (type == Type::f32) return d.set_exec(fma32);
-  d.set_exec(type == Type::f64 && d.insn.flags == 0 ? fma64 : nullptr);
+  const bool plain = type == Type::f64 && d.insn.flags == 0;
+  d.set_exec(plain ? ternary<double, double, double, double, fma64> : nullptr);
 }
 
 void decode_float_sign(Decoder& d, bool negate) {

@@ -42,21 +42,12 @@ template <class T> T negated(T a) { return static_cast<T>(0 - Modular<T>(a)); }
 
 template <class W, class T> W mul_wide(T a, T b) { return static_cast<W>(a) * static_cast<W>(b); }
 template <class W, class T> W mad_wide(T a, T b, W c) { return add<W>(mul_wide<W, T>(a, b), c); }
-template <class T> struct Wider {
-  using type = void;
-};
-template <> struct Wider<uint16_t> {
-  using type = uint32_t;
-};
-template <> struct Wider<int16_t> {
-  using type = int32_t;
-};
-template <> struct Wider<uint32_t> {
-  using type = uint64_t;
-};
-template <> struct Wider<int32_t> {
-  using type = int64_t;
-};
+// The type of products of 16 and of 32 bits.
+template <class T>
+using Wider = std::conditional_t<
+    sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
+    std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                       void>>;
 
 int32_t saturated(int64_t value) {
   return static_cast<int32_t>(std::clamp<int64_t>(value, INT32_MIN, INT32_MAX));
@@ -108,7 +99,7 @@ void decode_mul(Decoder& d) {
   decode_operands(d, wider(d, type), {type, type});
   d.set_exec(by_integer(type, [](auto zero) -> Exec {
     using T = decltype(zero);
-    using W = typename Wider<T>::type;
+    using W = Wider<T>;
     if constexpr (std::is_void_v<W>) return nullptr;
     else return binary<W, T, T, mul_wide<W, T>>;
   }));
@@ -123,7 +114,7 @@ void decode_mad(Decoder& d) {
   if (part == 1) return d.set_exec(by_integer(type, FAJIT_TERNARY(mad_hi)));
   d.set_exec(by_integer(type, [](auto zero) -> Exec {
     using T = decltype(zero);
-    using W = typename Wider<T>::type;
+    using W = Wider<T>;
     if constexpr (std::is_void_v<W>) return nullptr;
     else return ternary<W, T, T, W, mad_wide<W, T>>;
   }));
@@ -148,16 +139,12 @@ void decode_max(Decoder& d) {
 
 void decode_abs(Decoder& d) {
   if (d.has_float_type()) return decode_float_sign(d, false);
-  const Type type = d.type();
-  decode_operands(d, type, {type});
-  d.set_exec(by_integer(type, FAJIT_UNARY(absolute)));
+  decode_unary(d, FAJIT_UNARY(absolute));
 }
 
 void decode_neg(Decoder& d) {
   if (d.has_float_type()) return decode_float_sign(d, true);
-  const Type type = d.type();
-  decode_operands(d, type, {type});
-  d.set_exec(by_integer(type, FAJIT_UNARY(negated)));
+  decode_unary(d, FAJIT_UNARY(negated));
 }
 
 }  // namespace fajit::emulator

@@ -43,6 +43,8 @@ template <class T> void store(Warp& warp, const Insn& insn, uint32_t mask) {
   }
 }
 
+constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32, Type::b64};  // by bytes / 2
+
 void nothing(Warp&, const Insn&, uint32_t) {}
 
 void zero64(Warp& warp, const Insn& insn, uint32_t mask) {
@@ -86,14 +88,12 @@ void decode_access(Decoder& d, bool is_load) {
 void decode_ld(Decoder& d) {
   decode_access(d, true);
   // Floats are loaded as bits, and signed integers extend.
-  static constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32, Type::b64};
   const Type type = is_float(d.insn.type) ? kBits[bytes_of(d.insn.type) / 2] : d.insn.type;
   d.set_exec(by_integer(type, [](auto zero) -> Exec { return load<decltype(zero)>; }));
 }
 
 void decode_st(Decoder& d) {
   decode_access(d, false);
-  static constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32, Type::b64};
   const Type bits = kBits[bytes_of(d.insn.type) / 2];
   d.set_exec(by_integer(bits, [](auto zero) -> Exec { return store<decltype(zero)>; }));
 }

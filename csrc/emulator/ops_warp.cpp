@@ -25,26 +25,13 @@ void shuffle(Warp& warp, const Insn& insn, uint32_t mask) {
     const int last = (lane & segment) | (clamp & ~segment);
     const int first = lane & segment;
     int from = 0;
-    bool valid = false;
     switch (insn.mode) {
-      case kUp:
-        from = lane - by;
-        valid = from >= last;
-        break;
-      case kDown:
-        from = lane + by;
-        valid = from <= last;
-        break;
-      case kBfly:
-        from = lane ^ by;
-        valid = from <= last;
-        break;
-      default:
-        from = first | (by & ~segment);
-        valid = from <= last;
-        break;
+      case kUp: from = lane - by; break;
+      case kDown: from = lane + by; break;
+      case kBfly: from = lane ^ by; break;
+      default: from = first | (by & ~segment); break;
     }
-    if (!valid) from = lane;
+    if (insn.mode == kUp ? from < last : from > last) from = lane;
     else in_range |= 1u << lane;
     if ((mask >> from & 1) == 0)
       warp.block->fault(warp, lane, "shuffle",

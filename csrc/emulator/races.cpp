@@ -42,6 +42,11 @@ void SharedHistory::start() {
   }
 }
 
+Conflict SharedHistory::with_write(Conflict::Kind kind, uint32_t at) const {
+  const uint32_t writer = write_warp_[at] & ~uint32_t{kAtomic};
+  return {kind, true, writer, write_stamp_[at] & 63, write_pc_[at], at};
+}
+
 Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t offset,
                              uint32_t bytes) {
   const WarpState& state = states_[warp];
@@ -59,14 +64,7 @@ Conflict SharedHistory::read(uint32_t warp, uint32_t lane, uint32_t pc, uint32_t
     } else if (races_ && !ordered(state, warp, lane, write_warp_[at] & ~kAtomic, stamp)) {
       result.kind = Conflict::Kind::race;
     }
-    if (result.kind > Conflict::Kind::unwritten) {
-      result.with_write = true;
-      result.warp = write_warp_[at] & ~kAtomic;
-      result.lane = stamp & 63;
-      result.pc = write_pc_[at];
-      result.byte = at;
-      return result;
-    }
+    if (result.kind > Conflict::Kind::unwritten) return with_write(result.kind, at);
     const uint32_t before = stamps[at];
     stamps[at] = (before ^ own) >> 6 == 0 && before != own ? own | kAnyLane : own;
     pcs[at] = pc;
@@ -78,34 +76,18 @@ Conflict SharedHistory::write(uint32_t warp, uint32_t lane, uint32_t pc, uint32_
                               uint32_t bytes, bool atomic) {
   const WarpState& state = states_[warp];
   const uint32_t own = state.clock << 6 | lane;
-  Conflict result;
   for (uint32_t at = offset; at < offset + bytes; ++at) {
     const uint32_t stamp = write_stamp_[at];
     const uint8_t writer = write_warp_[at];
-    result.byte = at;
-    result.with_write = true;
-    result.warp = writer & ~kAtomic;
-    result.lane = stamp & 63;
-    result.pc = write_pc_[at];
-    if (in_flight_[at] != 0) {
-      result.kind = Conflict::Kind::in_flight;
-      return result;
-    }
+    if (in_flight_[at] != 0) return with_write(Conflict::Kind::in_flight, at);
     if (races_ && stamp >> 6 >= begin_ && !(atomic && (writer & kAtomic) != 0) &&
-        !ordered(state, warp, lane, writer & ~kAtomic, stamp)) {
-      result.kind = Conflict::Kind::race;
-      return result;
-    }
+        !ordered(state, warp, lane, writer & ~kAtomic, stamp))
+      return with_write(Conflict::Kind::race, at);
     for (uint32_t other = 0; races_ && other < warps_; ++other) {
       const size_t index = static_cast<size_t>(other) * bytes_ + at;
       const uint32_t seen = read_stamp_[index];
       if (seen >> 6 < begin_ || ordered(state, warp, lane, other, seen)) continue;
-      result.kind = Conflict::Kind::race;
-      result.with_write = false;
-      result.warp = other;
-      result.lane = seen & 63;
-      result.pc = read_pc_[index];
-      return result;
+      return {Conflict::Kind::race, false, other, seen & 63, read_pc_[index], at};
     }
     write_stamp_[at] = own;
     write_warp_[at] = static_cast<uint8_t>(warp | (atomic ? kAtomic : 0));

@@ -65,6 +65,8 @@ class SharedHistory {
            clock <= state.by_lane[lane][other_lane];
   }
 
+  Conflict with_write(Conflict::Kind kind, uint32_t at) const;  // the last one of a byte
+
   uint32_t bytes_ = 0, warps_ = 0;
   bool races_ = true;
   uint32_t begin_ = 0;  // clocks below are of earlier blocks

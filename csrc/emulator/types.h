@@ -47,7 +47,6 @@ inline Type type_of(std::string_view name) {
 
 inline const TypeInfo& info_of(Type type) { return kTypes[static_cast<int>(type) - 1]; }
 inline unsigned bytes_of(Type type) { return type == Type::none ? 0 : info_of(type).bytes; }
-inline bool is_signed(Type type) { return type >= Type::s8 && type <= Type::s64; }
 inline bool is_float(Type type) { return type >= Type::f16; }
 inline bool is_wide(Type type) { return bytes_of(type) == 8; }
 

@@ -23,7 +23,8 @@ py::bytes classify(const Program& self, const py::buffer& boxes, py::handle tens
   {
     py::gil_scoped_release no_gil;
     Evaluation evaluation(self, arguments);
-    evaluation.classify(static_cast<const Box*>(info.ptr), states.size(), states.data());
+    const Box* box = static_cast<const Box*>(info.ptr);
+    for (uint8_t& state : states) state = static_cast<uint8_t>(evaluation.classify(*box++));
   }
   return to_bytes(states);
 }

@@ -1,7 +1,6 @@
 #include "evaluation.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "../runtime/python_values.h"
 
@@ -26,8 +25,7 @@ fajit_tensor in_view(const fajit_tensor& tensor, const Gather& gather) {
 }
 
 View view_of(const fajit_tensor* tensors, const Gather& gather) {
-  View view{
-      in_view(tensors[gather.slot], gather), {}, false, std::vector<View::Known>(View::kKnown)};
+  View view{in_view(tensors[gather.slot], gather), {}, false, {}};
   if (gather.table < 0 || tensors[gather.table].ptr == nullptr) return view;
   view.has_tables = true;
   constexpr int kScan = FAJIT_MAX_RANK - 1;
@@ -42,6 +40,12 @@ View view_of(const fajit_tensor* tensors, const Gather& gather) {
   return view;
 }
 
+// Whether every operation holds.
+bool run(const Block& block, Frame& frame) {
+  return std::all_of(block.begin(), block.end(),
+                     [&](const Operation& operation) { return operation.run(operation, frame); });
+}
+
 }  // namespace
 
 Arguments::Arguments(const Program& program, py::handle tensors, py::handle tensor_layouts,
@@ -53,8 +57,7 @@ Arguments::Arguments(const Program& program, py::handle tensors, py::handle tens
   }
   layouts.fill_counts(args);
   params.fill(args);
-  const runtime::Items items(request_lengths, "lengths");
-  if (items.size() != std::size(kLengths)) throw py::value_error("lengths must have 5 entries");
+  const runtime::Items items = runtime::exactly(request_lengths, std::size(kLengths), "lengths");
   const py::object first = items[0];
   const size_t requests = runtime::Items(first, kLengths[0]).size();
   args.num_requests = runtime::narrow(static_cast<int64_t>(requests), "num_requests");
@@ -71,95 +74,40 @@ Arguments::Arguments(const Program& program, py::handle tensors, py::handle tens
   for (const Gather& gather : program.gathers) views.push_back(view_of(args.tensors, gather));
 }
 
-Lanes run(const Block& block, Frame& frame, Lanes lanes) {
-  for (const Operation& operation : block) {
-    if (lanes == 0) break;
-    lanes = operation.run(operation, frame, lanes);
-  }
-  return lanes;
-}
-
-Lanes run_any(const std::vector<Block>& clauses, Frame& frame, Lanes lanes) {
-  Lanes holds = 0;
-  for (const Block& clause : clauses) holds |= run(clause, frame, lanes & ~holds);
-  return holds;
+bool run_any(const std::vector<Block>& clauses, Frame& frame) {
+  return std::any_of(clauses.begin(), clauses.end(),
+                     [&](const Block& clause) { return run(clause, frame); });
 }
 
 Evaluation::Evaluation(const Program& program, const Arguments& arguments)
     : program_(program), frame_{Context(&arguments.args), arguments.views, {}} {
   frame_.registers.resize(program.num_registers);
-  run(program.once, frame_, ~Lanes{0});
+  run(program.once, frame_);
 }
 
-void Evaluation::classify(const Box* boxes, size_t count, uint8_t* states) {
-  for (size_t i = 0; i < count; i += kLanes) {
-    const size_t some = std::min<size_t>(kLanes, count - i);
-    batch(boxes + i, some, states + i);
-    if (!program_.periods.empty()) split(boxes + i, some, states + i);
-  }
-}
-
-void Evaluation::batch(const Box* boxes, size_t count, uint8_t* states) {
-  Lanes real = 0, known = 0;
-  for (size_t i = 0; i < count; ++i) {
-    const Box& box = boxes[i];
-    frame_.lanes(kB)[i].i = box.b;
-    frame_.lanes(kH)[i].i = box.h;
-    frame_.lanes(kQ)[i].i = box.q;
-    frame_.lanes(kK)[i].i = box.k;
-    const bool is_real = box.q.lo <= box.q.hi && box.k.lo <= box.k.hi;
-    real |= Lanes{is_real} << i;
-    known |= Lanes{is_real && interval::positions(box.q) && interval::positions(box.k)} << i;
-  }
-  known = run(program_.guards, frame_, known);
-  const Lanes keep = run_any(program_.keep, frame_, known);
-  const Lanes drop = run_any(program_.drop, frame_, keep);
-  const Lanes full = keep & ~drop, empty = ~real | (known & ~keep);
-  for (size_t i = 0; i < count; ++i) {
-    const auto in = [i](Lanes lanes) { return (lanes >> i & 1) != 0; };
-    states[i] = in(full) ? FAJIT_TILE_FULL : in(empty) ? FAJIT_TILE_EMPTY : FAJIT_TILE_PARTIAL;
-  }
-}
-
-// Looks at partial boxes again, period by period. `interval::by_parts` asks for the parts of a box
-// one after the other; here it is called once to hear which, and once to be told their states.
-void Evaluation::split(const Box* boxes, size_t count, uint8_t* states) {
-  std::vector<Box> parts;
-  std::vector<size_t> first;  // of the parts of each partial box
-  for (size_t i = 0; i < count; ++i) {
-    if (states[i] != FAJIT_TILE_PARTIAL) continue;
-    first.push_back(parts.size());
-    bool whole = true;
-    by_parts(boxes[i], [&](Interval q, Interval k) -> int {
-      if (!whole) parts.push_back({boxes[i].b, boxes[i].h, q, k});
-      return std::exchange(whole, false) ? FAJIT_TILE_PARTIAL : FAJIT_TILE_FULL;
-    });
-  }
-  std::vector<uint8_t> found(parts.size());
-  for (size_t i = 0; i < parts.size(); i += kLanes) {
-    batch(parts.data() + i, std::min<size_t>(kLanes, parts.size() - i), found.data() + i);
-  }
-  auto next = first.begin();
-  for (size_t i = 0; i < count; ++i) {
-    if (states[i] != FAJIT_TILE_PARTIAL) continue;
-    size_t part = *next++;
-    bool whole = true;
-    states[i] = static_cast<uint8_t>(by_parts(boxes[i], [&](Interval, Interval) -> int {
-      return std::exchange(whole, false) ? states[i] : found[part++];
-    }));
-  }
-}
-
-template <class F>
-int Evaluation::by_parts(const Box& box, F ask) {
+int Evaluation::classify(const Box& box) {
   Interval parts[2][3] = {{box.q}, {box.k}};
   int counts[2] = {1, 1};
   for (const auto& [index, offset, divisor] : program_.periods) {
     const int axis = index == kQ ? 0 : 1;
-    counts[axis] = interval::periods(parts[axis][0], frame_.lanes(offset)[0].i,
-                                     frame_.lanes(divisor)[0].i, parts[axis]);
+    counts[axis] =
+        interval::periods(parts[axis][0], frame_.at(offset).i, frame_.at(divisor).i, parts[axis]);
   }
-  return interval::by_parts(ask, box.q, box.k, parts[0], counts[0], parts[1], counts[1]);
+  return interval::by_parts(
+      [&](Interval q, Interval k) { return classify_part({box.b, box.h, q, k}); }, box.q, box.k,
+      parts[0], counts[0], parts[1], counts[1]);
+}
+
+int Evaluation::classify_part(const Box& box) {
+  if (box.q.lo > box.q.hi || box.k.lo > box.k.hi) return FAJIT_TILE_EMPTY;
+  frame_.at(kB).i = box.b;
+  frame_.at(kH).i = box.h;
+  frame_.at(kQ).i = box.q;
+  frame_.at(kK).i = box.k;
+  if (!interval::positions(box.q) || !interval::positions(box.k)) return FAJIT_TILE_PARTIAL;
+  if (!run(program_.guards, frame_)) return FAJIT_TILE_PARTIAL;
+  if (!run_any(program_.keep, frame_)) return FAJIT_TILE_EMPTY;
+  return run_any(program_.drop, frame_) ? FAJIT_TILE_PARTIAL : FAJIT_TILE_FULL;
 }
 
 }  // namespace fajit::form

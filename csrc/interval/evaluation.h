@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "../runtime/params.h"
-#include "batch.h"
+#include "program.h"
 
 namespace fajit::form {
 
@@ -33,14 +33,11 @@ class Evaluation {
  public:
   Evaluation(const Program& program, const Arguments& arguments);
 
-  // states[i] of boxes[i], a fajit_tile_state each, as compiled `Hooks::classify` gives it.
-  void classify(const Box* boxes, size_t count, uint8_t* states);
+  // A fajit_tile_state, as compiled `Hooks::classify` gives it.
+  int classify(const Box& box);
 
  private:
-  void batch(const Box* boxes, size_t count, uint8_t* states);
-  void split(const Box* boxes, size_t count, uint8_t* states);
-  template <class F>
-  int by_parts(const Box& box, F ask);
+  int classify_part(const Box& box);
 
   const Program& program_;
   Frame frame_;
@@ -62,5 +59,8 @@ struct TileRuns {
 // The tiles of each request and head of `b` and `h`.
 TileRuns tile_runs(Evaluation& evaluation, const Axis& q, const Axis& k,
                    const std::vector<Interval>& b, const std::vector<Interval>& h);
+
+// `_C.IntervalForm`.
+void bind_interval_form(pybind11::module_& m);
 
 }  // namespace fajit::form

@@ -1,7 +1,7 @@
 #include <tuple>
 #include <type_traits>
 
-#include "batch.h"
+#include "program.h"
 
 namespace fajit::form {
 namespace {
@@ -24,18 +24,17 @@ T& get(Value& value) {
 
 // The arguments of a call, taken from left to right.
 struct Arguments {
-  const Context& context;
-  Value* const* operands;
+  Frame& frame;
+  const int* operands;
   const Number* numbers;
-  int lane;
 
   template <class T>
   T take() {
     using Plain = std::decay_t<T>;
     if constexpr (std::is_same_v<Plain, Context>) {
-      return context;
+      return frame.context;
     } else if constexpr (kind_of<Plain>() != '?') {
-      return get<Plain>((*operands++)[lane]);
+      return get<Plain>(frame.at(*operands++));
     } else if constexpr (std::is_same_v<Plain, double>) {
       return (numbers++)->real;
     } else {
@@ -44,27 +43,19 @@ struct Arguments {
   }
 };
 
-// A call of F for each box of a set.
 template <auto F>
 struct Call;
 template <class R, class... A, R (*F)(A...)>
 struct Call<F> {
-  static Lanes run(const Operation& operation, Frame& frame, Lanes lanes) {
-    Value* operands[sizeof...(A) + 1];
-    for (size_t i = 0; i < operation.operands.size(); ++i) {
-      operands[i] = frame.lanes(operation.operands[i]);
+  static bool run(const Operation& operation, Frame& frame) {
+    [[maybe_unused]] Arguments all{frame, operation.operands.data(), operation.numbers.data()};
+    const std::tuple<A...> arguments{all.template take<A>()...};  // braces: in order
+    if constexpr (std::is_same_v<R, bool>) {
+      return std::apply(F, arguments);
+    } else {
+      get<R>(frame.at(operation.result)) = std::apply(F, arguments);
+      return true;
     }
-    Lanes stay = lanes;
-    each(lanes, [&](int lane) {
-      [[maybe_unused]] Arguments all{frame.context, operands, operation.numbers.data(), lane};
-      const std::tuple<A...> arguments{all.template take<A>()...};  // braces: in order
-      if constexpr (std::is_same_v<R, bool>) {
-        if (!std::apply(F, arguments)) stay &= ~(Lanes{1} << lane);
-      } else {
-        get<R>(frame.lanes(operation.result)[lane]) = std::apply(F, arguments);
-      }
-    });
-    return stay;
   }
 
   static Function function() {
@@ -114,7 +105,7 @@ const std::map<std::string, Function>& functions() {
       FAJIT_F(t_from_t), FAJIT_F(i_ge), FAJIT_F(i_gt), FAJIT_F(i_le), FAJIT_F(i_lt), FAJIT_F(i_eq),
       FAJIT_F(i_ne), FAJIT_F(f_ge), FAJIT_F(f_gt), FAJIT_F(f_le), FAJIT_F(f_lt), FAJIT_F(f_eq),
       FAJIT_F(f_ne), FAJIT_F(f_isnan), FAJIT_F(f_isinf),
-      // which boxes stay
+      // whether a clause holds
       FAJIT_F(fits), FAJIT_F(differ), FAJIT_F(may), FAJIT_F(may_fail),
   };
 #undef FAJIT_F

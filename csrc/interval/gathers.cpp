@@ -1,6 +1,4 @@
-#include <algorithm>
-
-#include "batch.h"
+#include "program.h"
 
 namespace fajit::form {
 namespace {
@@ -9,61 +7,49 @@ using namespace interval;
 
 constexpr int kRank = FAJIT_MAX_RANK;  // of every view
 
-// What the elements at[0..rank) are, the scanned dim last.
 template <class T, class E>
-Value read(const View& view, const Operation& operation, const Interval* at, size_t rank) {
+Value read(const View& view, const Operation& operation, const Interval* at) {
   const Tables tables(view.tables, view.has_tables);
-  Interval all[kRank] = {};
-  std::copy_n(at, rank, all + kRank - rank);
   Value out;
   if constexpr (std::is_same_v<T, Interval>) {
     const Interval top = {operation.numbers[3].whole, operation.numbers[4].whole};
-    out.i = i_gather<E, kRank, kRank - 1>(view.tensor, tables, all, top);
+    out.i = i_gather<E, kRank, kRank - 1>(view.tensor, tables, at, top);
   } else if constexpr (std::is_same_v<T, Tri>) {
-    out.t = t_gather<E, kRank, kRank - 1>(view.tensor, tables, all);
+    out.t = t_gather<E, kRank, kRank - 1>(view.tensor, tables, at);
   } else if constexpr (std::is_same_v<T, FInterval>) {
-    out.f = f_gather<E, kRank, kRank - 1>(view.tensor, tables, all);
+    out.f = f_gather<E, kRank, kRank - 1>(view.tensor, tables, at);
   } else {
-    out.b = gather_bits<E, kRank, kRank - 1>(view.tensor, all);
+    out.b = gather_bits<E, kRank, kRank - 1>(view.tensor, at);
   }
   return out;
 }
 
 template <class T, class E>
-Lanes gather_lanes(const Operation& operation, Frame& frame, Lanes lanes) {
+bool run_gather(const Operation& operation, Frame& frame) {
   View& view = frame.views[static_cast<size_t>(operation.view)];
-  Value* const out = frame.lanes(operation.result);
   const size_t rank = operation.operands.size();
-  const Value* in[kRank];
-  for (size_t d = 0; d < rank; ++d) in[d] = frame.lanes(operation.operands[d]);
-  each(lanes, [&](int lane) {
-    uint64_t hash = 0;
-    for (size_t d = 0; d < rank; ++d) {
-      const Interval x = in[d][lane].i;
-      hash = (hash + uint64_t(x.lo) * 0x9E3779B97F4A7C15u + uint64_t(x.hi)) * 0xC2B2AE3D27D4EB4Fu;
-    }
-    View::Known& known = view.known[hash >> 32 & (View::kKnown - 1)];
-    bool same = known.some;
-    for (size_t d = 0; d < rank && same; ++d) {
-      same = known.at[d].lo == in[d][lane].i.lo && known.at[d].hi == in[d][lane].i.hi;
-    }
-    if (!same) {
-      known.some = true;
-      for (size_t d = 0; d < rank; ++d) known.at[d] = in[d][lane].i;
-      known.value = read<T, E>(view, operation, known.at, rank);
-    }
-    out[lane] = known.value;
-  });
-  return lanes;
+  const int64_t begin = rank > 0 ? frame.at(operation.operands[rank - 1]).i.lo : 0;
+  const uint64_t hash = uint64_t(begin) * 0x9E3779B97F4A7C15u;
+  View::Known& known = view.known[hash >> (64 - View::kKnownBits)];
+  bool same = known.some;
+  for (size_t d = 0; d < rank; ++d) {
+    Interval& at = known.at[kRank - rank + d];
+    const Interval x = frame.at(operation.operands[d]).i;
+    same = same && at.lo == x.lo && at.hi == x.hi;
+    at = x;
+  }
+  if (!same) known.value = read<T, E>(view, operation, known.at);
+  known.some = true;
+  frame.at(operation.result) = known.value;
+  return true;
 }
 
 template <class E, bool Right>
-Lanes search_lanes(const Operation& operation, Frame& frame, Lanes lanes) {
+bool run_search(const Operation& operation, Frame& frame) {
   const fajit_tensor& tensor = frame.context.tensor(static_cast<int>(operation.numbers[0].whole));
-  const Value* const in = frame.lanes(operation.operands[0]);
-  Value* const out = frame.lanes(operation.result);
-  each(lanes, [&](int lane) { out[lane].i = i_searchsorted<E, Right>(tensor, in[lane].i); });
-  return lanes;
+  frame.at(operation.result).i =
+      i_searchsorted<E, Right>(tensor, frame.at(operation.operands[0]).i);
+  return true;
 }
 
 // f(storage) for the storage of an integer dtype.
@@ -80,21 +66,21 @@ Operation::Run of_integers(const std::string& dtype, F f) {
 
 Operation::Run gather(const std::string& name, const std::string& dtype) {
   if (name == "i_gather") {
-    return of_integers(dtype, [](auto e) { return &gather_lanes<Interval, decltype(e)>; });
+    return of_integers(dtype, [](auto e) { return &run_gather<Interval, decltype(e)>; });
   }
   if (name == "gather_bits") {
-    return of_integers(dtype, [](auto e) { return &gather_lanes<Bits, decltype(e)>; });
+    return of_integers(dtype, [](auto e) { return &run_gather<Bits, decltype(e)>; });
   }
-  if (name == "t_gather") return dtype == "bool" ? gather_lanes<Tri, Plain<uint8_t>> : nullptr;
-  if (dtype == "float32") return gather_lanes<FInterval, Plain<float>>;
-  if (dtype == "float64") return gather_lanes<FInterval, Plain<double>>;
-  if (dtype == "float16") return gather_lanes<FInterval, Half>;
-  return dtype == "bfloat16" ? gather_lanes<FInterval, BFloat> : nullptr;
+  if (name == "t_gather") return dtype == "bool" ? run_gather<Tri, Plain<uint8_t>> : nullptr;
+  if (dtype == "float32") return run_gather<FInterval, Plain<float>>;
+  if (dtype == "float64") return run_gather<FInterval, Plain<double>>;
+  if (dtype == "float16") return run_gather<FInterval, Half>;
+  return dtype == "bfloat16" ? run_gather<FInterval, BFloat> : nullptr;
 }
 
 Operation::Run searchsorted(const std::string& dtype, bool right) {
   return of_integers(dtype, [right](auto e) {
-    return right ? &search_lanes<decltype(e), true> : &search_lanes<decltype(e), false>;
+    return right ? &run_search<decltype(e), true> : &run_search<decltype(e), false>;
   });
 }
 

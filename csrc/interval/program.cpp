@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "../runtime/python_values.h"
-#include "batch.h"
+#include "program.h"
 
 namespace py = pybind11;
 
@@ -29,37 +29,30 @@ std::string text(py::handle value, const char* name) {
   return value.cast<std::string>();
 }
 
-// --- statements that are no function of the headers
-// ------------------------------------------------
+// --- statements that are no function of the headers ----------------------------------------------
 
 // numbers: how many of the operands behind the first are lows, then the constant ends.
-Lanes meet(const Operation& operation, Frame& frame, Lanes lanes) {
+bool meet(const Operation& operation, Frame& frame) {
   const std::vector<int>& operands = operation.operands;
   const size_t first_high = 1 + static_cast<size_t>(operation.numbers[0].whole);
-  Lanes stay = lanes;
-  each(lanes, [&](int lane) {
-    int64_t lo = operation.numbers[1].whole, hi = operation.numbers[2].whole;
-    for (size_t i = 1; i < operands.size(); ++i) {
-      const Interval limit = frame.lanes(operands[i])[lane].i;
-      if (i < first_high) {
-        lo = interval::larger(lo, limit.lo);
-      } else {
-        hi = interval::smaller(hi, limit.hi);
-      }
+  int64_t lo = operation.numbers[1].whole, hi = operation.numbers[2].whole;
+  for (size_t i = 1; i < operands.size(); ++i) {
+    const Interval limit = frame.at(operands[i]).i;
+    if (i < first_high) {
+      lo = interval::larger(lo, limit.lo);
+    } else {
+      hi = interval::smaller(hi, limit.hi);
     }
-    Interval value = frame.lanes(operands[0])[lane].i;
-    if (!interval::meet(value, lo, hi)) stay &= ~(Lanes{1} << lane);
-    frame.lanes(operation.result)[lane].i = value;
-  });
-  return stay;
+  }
+  Interval value = frame.at(operands[0]).i;
+  const bool some = interval::meet(value, lo, hi);
+  frame.at(operation.result).i = value;
+  return some;
 }
 
-Lanes any(const Operation& operation, Frame& frame, Lanes lanes) {
-  return run_any(operation.clauses, frame, lanes);
-}
+bool any(const Operation& operation, Frame& frame) { return run_any(operation.clauses, frame); }
 
-// --- reading
-// ---------------------------------------------------------------------------------------
+// --- reading -------------------------------------------------------------------------------------
 
 // Reads statements in order; what a register holds is what was written to it last.
 class Reader {

@@ -5,8 +5,7 @@
 namespace fajit::form {
 namespace {
 
-constexpr int64_t kColumns = 8;
-static_assert(kColumns * kColumns == kLanes);
+constexpr int64_t kCuts = 8;  // of a side
 
 struct Run {
   int64_t begin, end;
@@ -14,8 +13,8 @@ struct Run {
 };
 
 // The tiles of one request and head. A square of tiles that is partial is cut into 8 x 8 smaller
-// ones, which are one batch; what is empty or full is done. So time and memory follow the border of
-// the mask, not the number of tiles.
+// ones; what is empty or full is done. So time and memory follow the border of the mask, not the
+// number of tiles.
 struct Refiner {
   Evaluation& evaluation;
   const Axis &q, &k;
@@ -24,22 +23,20 @@ struct Refiner {
 
   // The tiles from (row, column) on, `span` in each direction. Columns of a row are met in order.
   void refine(int64_t row, int64_t column, int64_t span) {
-    const int64_t step = span / kColumns;
-    Box boxes[kLanes];  // those beyond the last tile hold no pair, and are empty
-    uint8_t states[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      boxes[i] = {b, h, positions(q, row + i / kColumns * step, step),
-                  positions(k, column + i % kColumns * step, step)};
-    }
-    evaluation.classify(boxes, kLanes, states);
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t top = row + i / kColumns * step, left = column + i % kColumns * step;
-      if (states[i] == FAJIT_TILE_PARTIAL && step > 1) {
-        refine(top, left, step);
-      } else if (states[i] != FAJIT_TILE_EMPTY) {
-        const int64_t bottom = std::min(top + step, q.tiles());
-        for (int64_t r = top; r < bottom; ++r) {
-          add(rows[static_cast<size_t>(r)], {left, std::min(left + step, k.tiles()), states[i]});
+    const int64_t step = span / kCuts, last_row = std::min(row + span, q.tiles()),
+                  last_column = std::min(column + span, k.tiles());
+    for (int64_t top = row; top < last_row; top += step) {
+      for (int64_t left = column; left < last_column; left += step) {
+        const int state =
+            evaluation.classify({b, h, positions(q, top, step), positions(k, left, step)});
+        if (state == FAJIT_TILE_PARTIAL && step > 1) {
+          refine(top, left, step);
+        } else if (state != FAJIT_TILE_EMPTY) {
+          const int64_t bottom = std::min(top + step, last_row);
+          for (int64_t r = top; r < bottom; ++r) {
+            add(rows[static_cast<size_t>(r)],
+                {left, std::min(left + step, last_column), static_cast<uint8_t>(state)});
+          }
         }
       }
     }
@@ -64,14 +61,14 @@ struct Refiner {
 
 TileRuns tile_runs(Evaluation& evaluation, const Axis& q, const Axis& k,
                    const std::vector<Interval>& b, const std::vector<Interval>& h) {
-  int64_t span = kColumns;
-  while (span < std::max(q.tiles(), k.tiles())) span *= kColumns;
+  int64_t span = kCuts;
+  while (span < std::max(q.tiles(), k.tiles())) span *= kCuts;
   TileRuns all;
   all.indptr.push_back(0);
   for (size_t i = 0; i < b.size() * h.size(); ++i) {
     Refiner refiner{evaluation, q, k, b[i / h.size()], h[i % h.size()], {}};
     refiner.rows.resize(static_cast<size_t>(q.tiles()));
-    if (q.tiles() > 0 && k.tiles() > 0) refiner.refine(0, 0, span);
+    refiner.refine(0, 0, span);
     for (const std::vector<Run>& row : refiner.rows) {
       for (const Run& run : row) {
         all.begin.push_back(run.begin);

@@ -38,12 +38,6 @@ void bind_batch(py::module_& m) {
           [](const BatchCall& self) { return self.work().accesses().workspace.bytes; })
       .def_property_readonly("block_bytes",
                              [](const BatchCall& self) { return self.work().block_bytes(); })
-      .def("device_block",
-           [](const BatchCall& self) {
-             std::string block(static_cast<size_t>(self.work().block_bytes()), '\0');
-             self.work().write_block(block.data());
-             return py::bytes(block);
-           })
       .def(
           "write_block",
           [](const BatchCall& self, py::handle address, int64_t bytes) {

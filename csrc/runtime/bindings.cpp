@@ -2,13 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../interval/bindings.h"
-#include "../scheduler/batch_plan.h"
+#include "../interval/evaluation.h"
 #include "../scheduler/bindings.h"
 #include "batch_bindings.h"
 #include "errors.h"
@@ -16,9 +16,7 @@
 #include "hardware.h"
 #include "merge_states.h"
 #include "module.h"
-#include "params.h"
 #include "python_values.h"
-#include "work_checks.h"
 
 namespace py = pybind11;
 
@@ -83,59 +81,6 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
   merge_states(states, merged, dims, head_dim_v, num_threads);
 }
 
-// States of a grid of tiles into `states`, a writable uint8 buffer: see fajit_classify_args.
-void classify(const Module& module, const scheduler::Lengths& lengths, py::handle heads,
-              int32_t request, int32_t head_begin, int32_t head_end, int32_t q_begin,
-              int32_t q_end, int32_t tile_q, int32_t kv_begin, int32_t kv_end, int32_t tile_kv,
-              const py::buffer& states, py::handle tensors, py::handle layouts,
-              py::handle scalars, const std::string& scalar_kinds) {
-  const ParamLayouts param_layouts(layouts, scalar_kinds);
-  const Params params(param_layouts, tensors, scalars);
-  int64_t counts[2];
-  to_int64s(heads, 2, counts, "heads (num_q_heads, num_kv_heads)");
-  fajit_args args{};
-  args.abi_version = FAJIT_ABI_VERSION;
-  args.args_bytes = sizeof(args);
-  args.num_requests = lengths.num_requests;
-  args.num_q_heads = narrow(counts[0], "num_q_heads");
-  args.num_kv_heads = narrow(counts[1], "num_kv_heads");
-  check_dims(args.num_q_heads, args.num_kv_heads, 1, 1);
-  lengths.fill(args);
-  param_layouts.fill_counts(args);
-  params.fill(args);
-  if (request < 0 || request >= args.num_requests) {
-    throw py::value_error("request " + std::to_string(request) +
-                          " of num_requests=" + std::to_string(args.num_requests));
-  }
-  if (head_begin < 0 || head_end <= head_begin || head_end > args.num_q_heads) {
-    throw py::value_error(range("heads", head_begin, head_end) +
-                          " of num_q_heads=" + std::to_string(args.num_q_heads));
-  }
-  if (q_end < q_begin || kv_begin < 0 || kv_end < kv_begin || tile_q < 1 || tile_kv < 1) {
-    throw py::value_error("classify needs " + range("q_idx", q_begin, q_end) + " and " +
-                          range("kv_idx", kv_begin, kv_end) + " in order, and positive tiles");
-  }
-  const auto tiles = [](int64_t begin, int64_t end, int64_t tile) {
-    return (end - begin + tile - 1) / tile;
-  };
-  const int64_t count = tiles(q_begin, q_end, tile_q) * tiles(kv_begin, kv_end, tile_kv);
-  const py::buffer_info info = states.request(/*writable=*/true);
-  if (info.itemsize != 1 || info.size < count ||
-      (info.ndim == 1 && info.size > 1 && info.strides[0] != 1) || info.ndim != 1) {
-    throw py::value_error("states must be a contiguous 1-d uint8 buffer of at least " +
-                          std::to_string(count) + " entries");
-  }
-  const fajit_classify_args classify_args{&args,    request, head_begin, head_end,
-                                          q_begin,  q_end,   tile_q,     kv_begin,
-                                          kv_end,   tile_kv, static_cast<uint8_t*>(info.ptr)};
-  int status = FAJIT_OK;
-  if (count > 0) {
-    py::gil_scoped_release no_gil;
-    status = module.classify(classify_args);
-  }
-  check_status(status, "fajit_classify", module.path());
-}
-
 void bind_module(py::module_& m) {
   py::class_<Module, std::shared_ptr<Module>>(m, "Module")
       .def(py::init<const std::string&>(), py::arg("path"),
@@ -145,12 +90,7 @@ void bind_module(py::module_& m) {
       .def_property_readonly("is_cuda", &Module::is_cuda)
       .def_property_readonly("last_run", &Module::last_run)
       .def("note_run", &Module::note_run)
-      .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>())
-      .def("classify", &classify, py::arg("lengths"), py::arg("heads"), py::arg("request"),
-           py::arg("head_begin"), py::arg("head_end"), py::arg("q_begin"), py::arg("q_end"),
-           py::arg("tile_q"), py::arg("kv_begin"), py::arg("kv_end"), py::arg("tile_kv"),
-           py::arg("states"), py::arg("tensors"), py::arg("layouts"), py::arg("scalars"),
-           py::arg("scalar_kinds"));
+      .def("load", &Module::load, py::arg("device"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -163,8 +103,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ABI_VERSION") = FAJIT_ABI_VERSION;
   m.attr("WRITE_LSE") = static_cast<int>(FAJIT_WRITE_LSE);
   m.attr("PARTIAL") = static_cast<int>(FAJIT_PARTIAL);
-  m.attr("WORK_BYTES") = sizeof(fajit_work);
-  m.attr("MERGE_WORK_BYTES") = sizeof(fajit_merge_work);
   m.def("cpu_isa", &rt::cpu_isa);
   m.def("refuse_stranded", &rt::refuse_stranded);
   m.def("target_variable", []() -> py::object {

@@ -57,13 +57,8 @@ Params::Params(const ParamLayouts& param_layouts, py::handle addresses, py::hand
     throw py::value_error("tensors must have " + std::to_string(layouts.size()) +
                           " addresses, got " + std::to_string(address_items.size()));
   }
-  tensors_ = inline_tensors_;
-  if (layouts.size() > kInlineTensors) {
-    more_tensors_.resize(layouts.size());
-    tensors_ = more_tensors_.data();
-  }
+  tensors_ = layouts;
   for (size_t i = 0; i < layouts.size(); ++i) {
-    tensors_[i] = layouts[i];
     tensors_[i].ptr = to_address(address_items[i]);
     const bool has_entries = std::all_of(layouts[i].sizes, layouts[i].sizes + FAJIT_MAX_RANK,
                                          [](int64_t n) { return n > 0; });
@@ -78,11 +73,7 @@ Params::Params(const ParamLayouts& param_layouts, py::handle addresses, py::hand
     throw py::value_error("scalars must have " + std::to_string(kinds.size()) + " values, got " +
                           std::to_string(scalar_items.size()));
   }
-  scalars_ = inline_scalars_;
-  if (kinds.size() > kInlineScalars) {
-    more_scalars_.resize(kinds.size());
-    scalars_ = more_scalars_.data();
-  }
+  scalars_.resize(kinds.size());
   for (size_t i = 0; i < kinds.size(); ++i) {
     const py::object item = scalar_items[i];
     if (kinds[i] == 'i') {

@@ -36,18 +36,13 @@ class Params {
   Params& operator=(const Params&) = delete;
 
   void fill(fajit_args& args) const {
-    args.tensors = tensors_;
-    args.scalars = scalars_;
+    args.tensors = tensors_.data();
+    args.scalars = scalars_.data();
   }
 
  private:
-  static constexpr size_t kInlineTensors = 8, kInlineScalars = 16;
-  fajit_tensor inline_tensors_[kInlineTensors];
-  uint64_t inline_scalars_[kInlineScalars];
-  std::vector<fajit_tensor> more_tensors_;
-  std::vector<uint64_t> more_scalars_;
-  fajit_tensor* tensors_ = nullptr;
-  uint64_t* scalars_ = nullptr;
+  std::vector<fajit_tensor> tensors_;
+  std::vector<uint64_t> scalars_;
 };
 
 }  // namespace fajit::runtime

@@ -49,13 +49,19 @@ class Items {
   pybind11::handle sequence_;
 };
 
-// `count` ints into `out`.
-inline void to_int64s(pybind11::handle sequence, size_t count, int64_t* out, const char* name) {
+// A tuple or list of `count` items.
+inline Items exactly(pybind11::handle sequence, size_t count, const char* name) {
   const Items items(sequence, name);
   if (items.size() != count) {
     throw pybind11::value_error(std::string(name) + " must have " + std::to_string(count) +
                                 " entries, got " + std::to_string(items.size()));
   }
+  return items;
+}
+
+// `count` ints into `out`.
+inline void to_int64s(pybind11::handle sequence, size_t count, int64_t* out, const char* name) {
+  const Items items = exactly(sequence, count, name);
   for (size_t i = 0; i < count; ++i) out[i] = to_int64(items[i], name);
 }
 

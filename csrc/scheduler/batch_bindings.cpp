@@ -18,19 +18,11 @@ namespace py = pybind11;
 namespace fajit::scheduler {
 namespace {
 
+using runtime::exactly;
 using runtime::Items;
 
 int32_t to_int32(py::handle value, const char* name) {
   return runtime::narrow(runtime::to_int64(value, name), name);
-}
-
-Items exactly(py::handle tuple, size_t count, const char* name) {
-  Items items(tuple, name);
-  if (items.size() != count) {
-    throw py::value_error(std::string(name) + " must have " + std::to_string(count) +
-                          " entries, got " + std::to_string(items.size()));
-  }
-  return items;
 }
 
 // (address, entries, bytes of an entry); None is an absent array.
@@ -207,16 +199,6 @@ void bind_lengths(py::module_& m) {
       .def_readonly("kv_len", &Lengths::kv_len)
       .def_readonly("q_offset", &Lengths::q_offset)
       .def_readonly("kv_first", &Lengths::kv_first)
-      .def("block_rows",
-           [](const Lengths& self, int32_t q_block) {
-             if (q_block < 1) throw py::value_error("q_block must be positive");
-             int64_t rows = 0;
-             for (int32_t b = 0; b < self.num_requests; ++b) {
-               rows += (int64_t{self.q_len[static_cast<size_t>(b)]} + q_block - 1) / q_block;
-             }
-             return rows;
-           },
-           py::arg("q_block"))
       .def("tile_kinds", &count_kinds, py::arg("group_size"), py::arg("few_rows"),
            py::arg("q_block") = 0);
 }
@@ -300,6 +282,9 @@ int64_t workspace_bound(const Kinds& both_kinds, py::handle limits, int32_t num_
 void bind_plan(py::module_& m) {
   const std::array<int32_t, 2> no_splits{0, 0};
   const py::tuple none = py::make_tuple();
+  const auto of_kind = [](auto member) {
+    return [member](const BatchPlan& self, int kind) { return kind_at(self, kind).*member; };
+  };
   py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(m, "BatchPlan")
       .def(py::init(&make_plan), py::arg("lengths"), py::arg("kinds"), py::kw_only(),
            py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim_v"),
@@ -328,15 +313,9 @@ void bind_plan(py::module_& m) {
       .def("work",
            [](const BatchPlan& self, int kind) { return to_bytes(kind_at(self, kind).work); },
            py::arg("kind"))
-      .def("worker_indptr",
-           [](const BatchPlan& self, int kind) { return kind_at(self, kind).worker_indptr; },
-           py::arg("kind"))
-      .def("cost_ns",
-           [](const BatchPlan& self, int kind) { return kind_at(self, kind).cost_ns; },
-           py::arg("kind"))
-      .def("load_ns",
-           [](const BatchPlan& self, int kind) { return kind_at(self, kind).load_ns; },
-           py::arg("kind"))
+      .def("worker_indptr", of_kind(&KindPlan::worker_indptr), py::arg("kind"))
+      .def("cost_ns", of_kind(&KindPlan::cost_ns), py::arg("kind"))
+      .def("load_ns", of_kind(&KindPlan::load_ns), py::arg("kind"))
       .def_property_readonly("merge_work",
                              [](const BatchPlan& self) { return to_bytes(self.merge_work); })
       .def_readonly("merge_sources", &BatchPlan::merge_sources)

@@ -347,56 +347,6 @@ def test_bad_options_of_a_call_are_refused(minimal_module: _C.Module) -> None:
         call_of(minimal_module, q, b"").launch(0, 0, 0, 0, 0, 1.0, 0)
 
 
-def test_tiles_are_classified_into_a_buffer(minimal_module: _C.Module) -> None:
-    states = np.full(9, 99, dtype=np.uint8)
-
-    def classify(**change: Any) -> None:
-        arguments = {
-            "lengths": _C.BatchLengths.dense(1, 7, 7),
-            "heads": (2, 2),
-            "request": 0,
-            "head_begin": 0,
-            "head_end": 2,
-            "q_begin": 0,
-            "q_end": 7,
-            "tile_q": 4,
-            "kv_begin": 0,
-            "kv_end": 7,
-            "tile_kv": 2,
-            "states": states,
-            "tensors": (),
-            "layouts": (),
-            "scalars": (),
-            "scalar_kinds": "",
-        }
-        minimal_module.classify(**{**arguments, **change})
-
-    classify()
-    assert states.tolist() == [1, 1, 0, 0, 2, 2, 1, 1, 99]
-    with pytest.raises(ValueError, match="at least 8"):
-        classify(states=np.zeros(7, dtype=np.uint8))
-    with pytest.raises(ValueError, match="uint8"):
-        classify(states=np.zeros(9, dtype=np.int32))
-    with pytest.raises(BufferError):
-        classify(states=bytes(9))
-    for change in (
-        {"request": 1},
-        {"head_end": 3},
-        {"head_begin": 2},
-        {"tile_q": 0},
-        {"kv_begin": 8},
-        {"kv_begin": -1},
-        {"heads": (2,)},
-        {"heads": (3, 2)},
-        {"heads": (0, 1)},
-        {"tensors": (8,)},
-        {"scalars": (1,)},
-        {"layouts": [((1,), (1,))], "tensors": (0,)},
-    ):
-        with pytest.raises(ValueError):
-            classify(**change)
-
-
 def test_what_is_no_artifact_does_not_load(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="cannot load artifact"):
         _C.Module(str(tmp_path / "absent.so"))

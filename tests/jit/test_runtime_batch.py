@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from flashattn_jit import _C
+from tests.planner.batch_plans import device_block
 
 Strides = tuple[int, int, int]
 LISTS = (1, 2, 5, 40)  # of work; the last is more than the counters kept on the stack
@@ -270,7 +271,7 @@ def test_blocks_of_all_plans_within_limits_have_one_size(minimal_module: _C.Modu
     ]
     assert len({batch.core.block_bytes for batch in plans}) == 1
     assert len({batch.core.workspace_bytes for batch in plans}) == 1
-    blocks = [batch.core.device_block() for batch in plans]
+    blocks = [device_block(batch.core) for batch in plans]
     assert len(set(blocks)) == len(blocks)
     # Lengths come first, then work: what a plan does not fill is padding.
     empty = struct.unpack(f"{len(blocks[1]) // 4}i", blocks[1])
@@ -284,7 +285,7 @@ def test_a_block_is_written_where_there_is_room(minimal_module: _C.Module) -> No
     core = Batch(minimal_module, *MIXED).core
     memory = torch.full((core.block_bytes + 1,), 7, dtype=torch.uint8)
     core.write_block(memory.data_ptr(), core.block_bytes)
-    assert memory[:-1].numpy().tobytes() == core.device_block()
+    assert memory[:-1].numpy().tobytes() == device_block(core)
     assert memory[-1] == 7
     with pytest.raises(ValueError, match="are written"):
         core.write_block(memory.data_ptr(), core.block_bytes - 1)

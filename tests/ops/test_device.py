@@ -23,7 +23,7 @@ from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_f
 from flashattn_jit.ops._plan import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import request_of, slots
-from tests.planner.batch_plans import Paged, lengths
+from tests.planner.batch_plans import Paged, device_block, lengths
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
@@ -290,7 +290,7 @@ def test_the_device_block_holds_lengths_pages_and_work_at_multiples_of_16(
     merge_module: _C.Module,
 ) -> None:
     assert merge_module.is_cuda
-    block = call_of(merge_module).device_block()
+    block = device_block(call_of(merge_module))
     rows, keys = [(0, 3, 3)], [(0, 0, 0)]
     arrays = [(3, 0, 2), (5, 6, 14), *rows, *keys, (-1, 0, 4), *rows, *keys]
     first_keys = (0, 0, 0)

@@ -261,3 +261,10 @@ def check_whole(planned: Planned, kv_len: Sequence[int]) -> None:
                     at = max(at, end)
                 assert at == length
     assert not results
+
+
+def device_block(core: _C.BatchCall) -> bytes:
+    """The block that a call writes for its device."""
+    memory = np.zeros(core.block_bytes, np.uint8)
+    core.write_block(memory.ctypes.data, memory.nbytes)
+    return memory.tobytes()

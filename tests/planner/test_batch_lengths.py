@@ -70,11 +70,10 @@ def test_levels_come_before_own_keys():
     assert (batch.num_groups, batch.num_kv_tokens, batch.q_offset[:2]) == (3, 123, [109, 111])
 
 
-def test_kinds_and_block_rows():
+def test_kinds():
     batch = lengths([1, 2, 3, 0, 100], Ragged([5] * 5))
     assert batch.tile_kinds(4, 8) == (2, 2, 400)
     assert batch.tile_kinds(4, 8, q_block=2) == (0, 4, 400)
-    assert (batch.block_rows(1), batch.block_rows(16)) == (106, 10)
 
 
 def test_dense_lengths():

@@ -59,11 +59,6 @@ FAJIT_INLINE T exp2_poly(T r) {
   return poly(r, 0x1.5bda58p-10f, 0x1.3ce8aep-7f, 0x1.c6b6d8p-5f, 0x1.ebf9c2p-3f, 0x1.62e42ap-1f,
               1.0f);
 }
-// Degree 3, error 1.0e-4: a twentieth of bf16's half ulp.
-template <class T>
-FAJIT_INLINE T exp2_poly_bf16(T r) {
-  return poly(r, 0x1.c2a254p-5f, 0x1.f00c4cp-3f, 0x1.62f5fap-1f, 1.0f);
-}
 
 // x limited to [low, high]; NaN stays.
 template <class T>

@@ -237,18 +237,16 @@ FAJIT_INLINE float fmod(float x, float y) { return __builtin_fmodf(x, y); }
 FAJIT_INLINE double fmod(double x, double y) { return __builtin_fmod(x, y); }
 FAJIT_INLINE double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
 FAJIT_INLINE vd sigmoid(const vd& x) { return 1.0 / (1.0 + exp(-x)); }
-FAJIT_INLINE double pow(double x, double y) { return __builtin_pow(x, y); }
-FAJIT_INLINE double atan2(double y, double x) { return __builtin_atan2(y, x); }
-FAJIT_INLINE vd pow(const vd& x, const vd& y) {
-  vd r;
-  for (int i = 0; i < kLanes; ++i) r[i] = __builtin_pow(x[i], y[i]);
-  return r;
-}
-FAJIT_INLINE vd atan2(const vd& y, const vd& x) {
-  vd r;
-  for (int i = 0; i < kLanes; ++i) r[i] = __builtin_atan2(y[i], x[i]);
-  return r;
-}
+#define FAJIT_DOUBLE(name, fn)                                          \
+  FAJIT_INLINE double name(double x, double y) { return fn(x, y); }     \
+  FAJIT_INLINE vd name(const vd& x, const vd& y) {                      \
+    vd r;                                                               \
+    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i], y[i]);             \
+    return r;                                                           \
+  }
+FAJIT_DOUBLE(pow, __builtin_pow)
+FAJIT_DOUBLE(atan2, __builtin_atan2)
+#undef FAJIT_DOUBLE
 
 }  // namespace math
 }  // namespace fajit

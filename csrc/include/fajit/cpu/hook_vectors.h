@@ -8,25 +8,17 @@
 namespace fajit {
 namespace ops {
 
-template <> inline constexpr bool is_vector<vf> = true;
-template <> inline constexpr bool is_vector<vi> = true;
-template <> inline constexpr bool is_vector<vl> = true;
-template <> inline constexpr bool is_vector<vd> = true;
-
-template <> struct lane_of<vf> { using type = float; };
-template <> struct lane_of<vi> { using type = int32_t; };
-template <> struct lane_of<vl> { using type = int64_t; };
-template <> struct lane_of<vd> { using type = double; };
-
+#define FAJIT_VECTOR(V, L)                               \
+  template <> inline constexpr bool is_vector<V> = true; \
+  template <> struct lane_of<V> { using type = L; };     \
+  template <> struct vector_of<L> { using type = V; };   \
+  template <> struct vector_of<V> { using type = V; };
+FAJIT_VECTOR(vf, float)
+FAJIT_VECTOR(vi, int32_t)
+FAJIT_VECTOR(vl, int64_t)
+FAJIT_VECTOR(vd, double)
+#undef FAJIT_VECTOR
 template <> struct vector_of<bool> { using type = vi; };
-template <> struct vector_of<int32_t> { using type = vi; };
-template <> struct vector_of<int64_t> { using type = vl; };
-template <> struct vector_of<float> { using type = vf; };
-template <> struct vector_of<double> { using type = vd; };
-template <> struct vector_of<vi> { using type = vi; };
-template <> struct vector_of<vl> { using type = vl; };
-template <> struct vector_of<vf> { using type = vf; };
-template <> struct vector_of<vd> { using type = vd; };
 
 template <> struct unsigned_of<vi> { using type = vu; };
 template <> struct unsigned_of<vl> {

@@ -8,19 +8,16 @@
 
 namespace fajit {
 
-// Stands for the absence of query_mod, key_mod or value_mod.
-struct NoMod {};
-
-// dst[0, N) = mod(src) rounded once to the matrix dtype; dst[N, Padded) = 0.
-template <int N, int Padded, class Matrix, class T, class Mod = NoMod>
-FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod = {}) {
-  constexpr bool modified = !same<Mod, NoMod>;
-  if constexpr (same<T, Matrix> && !modified) {
+// dst[0, N) = src, changed by `mod` where Modified, rounded once to the matrix dtype;
+// dst[N, Padded) = 0.
+template <bool Modified, int N, int Padded, class Matrix, class T, class Mod>
+FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod) {
+  if constexpr (same<T, Matrix> && !Modified) {
     __builtin_memcpy(dst, src, N * sizeof(T));
   } else {
     alignas(64) float row[round_up(N, kLanes)];
     load_row<T, N>(src, row);
-    if constexpr (modified) {
+    if constexpr (Modified) {
       alignas(64) float changed[round_up(N, kLanes)];
       mod(static_cast<const float*>(row), static_cast<float*>(changed));
       store_row<Matrix, N>(dst, changed);
@@ -38,35 +35,23 @@ FAJIT_INLINE void convert_query(const Context& c, const fajit_work& w, const Pac
                                 typename Config::Matrix* dst) {
   const auto* src = static_cast<const typename Config::Q*>(c.args->q) +
                     row_offset(c.args->q_stride, w.request, row.h, row.row);
-  if constexpr (Hooks::kQueryMod) {
-    convert_row<Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
-      Hooks::query_mod(c, x, y, row.b, row.h, row.q_idx);
-    });
-  } else {
-    convert_row<Config::kHeadDim, Padded>(src, dst);
-  }
+  convert_row<Hooks::kQueryMod, Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
+    if constexpr (Hooks::kQueryMod) Hooks::query_mod(c, x, y, row.b, row.h, row.q_idx);
+  });
 }
 template <class Config, class Hooks, int Padded>
 FAJIT_INLINE void convert_key(const Context& c, int32_t b, int32_t kv_h, int32_t kv_idx,
                               const typename Config::K* src, typename Config::Matrix* dst) {
-  if constexpr (Hooks::kKeyMod) {
-    convert_row<Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
-      Hooks::key_mod(c, x, y, b, kv_h, kv_idx);
-    });
-  } else {
-    convert_row<Config::kHeadDim, Padded>(src, dst);
-  }
+  convert_row<Hooks::kKeyMod, Config::kHeadDim, Padded>(src, dst, [&](const float* x, float* y) {
+    if constexpr (Hooks::kKeyMod) Hooks::key_mod(c, x, y, b, kv_h, kv_idx);
+  });
 }
 template <class Config, class Hooks, int Padded>
 FAJIT_INLINE void convert_value(const Context& c, int32_t b, int32_t kv_h, int32_t kv_idx,
                                 const typename Config::V* src, typename Config::Matrix* dst) {
-  if constexpr (Hooks::kValueMod) {
-    convert_row<Config::kHeadDimV, Padded>(src, dst, [&](const float* x, float* y) {
-      Hooks::value_mod(c, x, y, b, kv_h, kv_idx);
-    });
-  } else {
-    convert_row<Config::kHeadDimV, Padded>(src, dst);
-  }
+  convert_row<Hooks::kValueMod, Config::kHeadDimV, Padded>(src, dst, [&](const float* x, float* y) {
+    if constexpr (Hooks::kValueMod) Hooks::value_mod(c, x, y, b, kv_h, kv_idx);
+  });
 }
 
 // kLanes rows of words, `stride` apart, to columns: qt[word * qt_stride + lane], `Words` of them.

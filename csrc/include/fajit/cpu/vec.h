@@ -83,16 +83,6 @@ FAJIT_INLINE void store(void* p, V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
 
-// The first n lanes, 0 <= n <= kLanes; lanes past n are zero and their memory is not touched.
-FAJIT_INLINE vf load_partial(const float* p, int n) {
-  vf v{};
-  __builtin_memcpy(&v, p, 4 * static_cast<unsigned>(n));
-  return v;
-}
-FAJIT_INLINE void store_partial(float* p, vf v, int n) {
-  __builtin_memcpy(p, &v, 4 * static_cast<unsigned>(n));
-}
-
 // --- bits and conversions ---------------------------------------------------------------------
 
 FAJIT_INLINE int32_t as_int(float x) { return __builtin_bit_cast(int32_t, x); }
@@ -185,33 +175,28 @@ FAJIT_INLINE vf sqrt(vf x) {
 
 // Rounding to an integral value. The immediates are those of vrndscaleps and vroundps.
 #if FAJIT_LANES == 16
-#define FAJIT_ROUND(name, imm, scalar)                            \
-  FAJIT_INLINE float name(float x) { return scalar(x); }          \
-  FAJIT_INLINE vf name(vf x) {                                    \
-    vf r;                                                         \
-    asm("vrndscaleps $" #imm ", %1, %0" : "=v"(r) : "v"(x));      \
-    return r;                                                     \
-  }
+#define FAJIT_ROUND_CODE "vrndscaleps"
 #elif FAJIT_LANES == 8
-#define FAJIT_ROUND(name, imm, scalar)                            \
-  FAJIT_INLINE float name(float x) { return scalar(x); }          \
-  FAJIT_INLINE vf name(vf x) {                                    \
-    vf r;                                                         \
-    asm("vroundps $" #imm ", %1, %0" : "=x"(r) : "x"(x));         \
-    return r;                                                     \
+#define FAJIT_ROUND_CODE "vroundps"
+#endif
+#ifdef FAJIT_ROUND_CODE
+#define FAJIT_ROUND(name, imm, scalar)                             \
+  FAJIT_INLINE float name(float x) { return scalar(x); }           \
+  FAJIT_INLINE vf name(vf x) {                                     \
+    vf r;                                                          \
+    asm(FAJIT_ROUND_CODE " $" #imm ", %1, %0" : "=v"(r) : "v"(x)); \
+    return r;                                                      \
   }
 #else
-#define FAJIT_ROUND(name, imm, scalar)                            \
-  FAJIT_INLINE float name(float x) { return scalar(x); }          \
-  FAJIT_INLINE vf name(vf x) {                                    \
-    vf r{};                                                       \
-    for (int i = 0; i < kLanes; ++i) r[i] = scalar(x[i]);         \
-    return r;                                                     \
+#define FAJIT_ROUND(name, imm, scalar)                    \
+  FAJIT_INLINE float name(float x) { return scalar(x); }  \
+  FAJIT_INLINE vf name(vf x) {                            \
+    vf r{};                                               \
+    for (int i = 0; i < kLanes; ++i) r[i] = scalar(x[i]); \
+    return r;                                             \
   }
 #endif
 FAJIT_ROUND(round_even, 8, __builtin_rintf)
-FAJIT_ROUND(floor, 9, __builtin_floorf)
-FAJIT_ROUND(ceil, 10, __builtin_ceilf)
 FAJIT_ROUND(trunc, 11, __builtin_truncf)
 #undef FAJIT_ROUND
 

@@ -6,20 +6,8 @@
 
 namespace fajit {
 
-FAJIT_FN int32_t as_int(float x) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_int(x);
-#else
-  return __builtin_bit_cast(int32_t, x);
-#endif
-}
-FAJIT_FN float as_float(int32_t x) {
-#if defined(__CUDA_ARCH__)
-  return __int_as_float(x);
-#else
-  return __builtin_bit_cast(float, x);
-#endif
-}
+FAJIT_FN int32_t as_int(float x) { return __builtin_bit_cast(int32_t, x); }
+FAJIT_FN float as_float(int32_t x) { return __builtin_bit_cast(float, x); }
 
 namespace math {
 

@@ -21,16 +21,9 @@ FAJIT_FN float abs(float x) { return __builtin_fabsf(x); }
 FAJIT_FN double abs(double x) { return __builtin_fabs(x); }
 FAJIT_FN float copysign(float x, float s) { return __builtin_copysignf(x, s); }
 FAJIT_FN double copysign(double x, double s) { return __builtin_copysign(x, s); }
-FAJIT_FN float floor(float x) { return __builtin_floorf(x); }
-FAJIT_FN double floor(double x) { return __builtin_floor(x); }
-FAJIT_FN float ceil(float x) { return __builtin_ceilf(x); }
-FAJIT_FN double ceil(double x) { return __builtin_ceil(x); }
-FAJIT_FN float round(float x) { return __builtin_rintf(x); }
-FAJIT_FN double round(double x) { return __builtin_rint(x); }
 FAJIT_FN float trunc(float x) { return __builtin_truncf(x); }
 FAJIT_FN double trunc(double x) { return __builtin_trunc(x); }
 FAJIT_FN float sqrt(float x) { return __builtin_sqrtf(x); }
-FAJIT_FN double sqrt(double x) { return __builtin_sqrt(x); }
 
 // Highest order first: c0 x^n + c1 x^(n-1) + ... + cn.
 template <class... C>

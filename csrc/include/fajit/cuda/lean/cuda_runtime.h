@@ -24,27 +24,11 @@ extern void exit(int) throw() __attribute__((__noreturn__));
 
 #define FAJIT_INTRINSIC __device__ __device_builtin__
 FAJIT_INTRINSIC void __syncthreads(void);
-FAJIT_INTRINSIC void __threadfence(void);
-FAJIT_INTRINSIC void __threadfence_block(void);
-FAJIT_INTRINSIC void __trap(void);
-FAJIT_INTRINSIC int __float_as_int(float x);
-FAJIT_INTRINSIC unsigned int __float_as_uint(float x);
 FAJIT_INTRINSIC float __int_as_float(int x);
 FAJIT_INTRINSIC float __uint_as_float(unsigned int x);
-FAJIT_INTRINSIC long long __double_as_longlong(double x);
-FAJIT_INTRINSIC double __longlong_as_double(long long x);
-FAJIT_INTRINSIC int __mulhi(int x, int y);
 FAJIT_INTRINSIC unsigned int __umulhi(unsigned int x, unsigned int y);
 FAJIT_INTRINSIC long long __mul64hi(long long x, long long y);
-FAJIT_INTRINSIC unsigned long long __umul64hi(unsigned long long x, unsigned long long y);
-FAJIT_INTRINSIC int __clz(int x);
-FAJIT_INTRINSIC int __clzll(long long x);
 FAJIT_INTRINSIC int __ffs(int x);
-FAJIT_INTRINSIC int __ffsll(long long x);
-FAJIT_INTRINSIC int __popc(unsigned int x);
-FAJIT_INTRINSIC int __popcll(unsigned long long x);
-FAJIT_INTRINSIC unsigned int __brev(unsigned int x);
-FAJIT_INTRINSIC unsigned int __byte_perm(unsigned int x, unsigned int y, unsigned int s);
 FAJIT_INTRINSIC size_t __nv_cvta_generic_to_shared_impl(const void* ptr);
 #undef FAJIT_INTRINSIC
 
@@ -73,23 +57,11 @@ FAJIT_MATH double sqrt(double x) throw();
 
 }  // extern "C"
 
-// Addresses within a memory space, as sm_20_intrinsics.hpp has them.
-#define FAJIT_INLINE __device__ inline __attribute__((always_inline))
-FAJIT_INLINE size_t __cvta_generic_to_shared(const void* ptr) {
-  return __nv_cvta_generic_to_shared_impl(ptr);
-}
-FAJIT_INLINE size_t __cvta_generic_to_global(const void* ptr) {
-  return __nv_cvta_generic_to_global_impl(ptr);
-}
-
 // Votes and shuffles among the lanes of a warp, as sm_30_intrinsics.hpp has them.
+#define FAJIT_INLINE __device__ inline __attribute__((always_inline))
 FAJIT_INLINE void __syncwarp(unsigned mask = 0xffffffffu) {
   extern __device__ __device_builtin__ void __nvvm_bar_warp_sync(unsigned mask);
   __nvvm_bar_warp_sync(mask);
-}
-FAJIT_INLINE int __all_sync(unsigned mask, int predicate) {
-  extern __device__ __device_builtin__ int __nvvm_vote_all_sync(unsigned mask, int predicate);
-  return __nvvm_vote_all_sync(mask, predicate);
 }
 FAJIT_INLINE int __any_sync(unsigned mask, int predicate) {
   extern __device__ __device_builtin__ int __nvvm_vote_any_sync(unsigned mask, int predicate);
@@ -99,11 +71,6 @@ FAJIT_INLINE unsigned __ballot_sync(unsigned mask, int predicate) {
   extern __device__ __device_builtin__ unsigned __nvvm_vote_ballot_sync(unsigned mask,
                                                                         int predicate);
   return __nvvm_vote_ballot_sync(mask, predicate);
-}
-FAJIT_INLINE unsigned __activemask() {
-  unsigned mask;
-  asm volatile("activemask.b32 %0;" : "=r"(mask));
-  return mask;
 }
 
 #define FAJIT_SHUFFLE(name, mode, Type, constraint, lanes, clamp)                               \
@@ -119,8 +86,6 @@ FAJIT_INLINE unsigned __activemask() {
   FAJIT_SHUFFLE(name, mode, unsigned, "r", lanes, clamp) \
   FAJIT_SHUFFLE(name, mode, float, "f", lanes, clamp)
 FAJIT_SHUFFLES(__shfl_sync, "idx", lane, 31)
-FAJIT_SHUFFLES(__shfl_up_sync, "up", delta, 0)
-FAJIT_SHUFFLES(__shfl_down_sync, "down", delta, 31)
 FAJIT_SHUFFLES(__shfl_xor_sync, "bfly", lanes, 31)
 #undef FAJIT_SHUFFLES
 #undef FAJIT_SHUFFLE
@@ -138,11 +103,7 @@ FAJIT_LDG(unsigned char, unsigned short, "h", "u8")
 FAJIT_LDG(short, short, "h", "s16")
 FAJIT_LDG(unsigned short, unsigned short, "h", "u16")
 FAJIT_LDG(int, int, "r", "s32")
-FAJIT_LDG(unsigned, unsigned, "r", "u32")
-FAJIT_LDG(long, long, "l", "s64")
-FAJIT_LDG(unsigned long, unsigned long, "l", "u64")
 FAJIT_LDG(long long, long long, "l", "s64")
-FAJIT_LDG(unsigned long long, unsigned long long, "l", "u64")
 FAJIT_LDG(float, float, "f", "f32")
 FAJIT_LDG(double, double, "d", "f64")
 #undef FAJIT_LDG
@@ -157,9 +118,5 @@ FAJIT_LDG(double, double, "d", "f64")
     return a < b ? b : a;                                                              \
   }
 FAJIT_ORDER(int)
-FAJIT_ORDER(unsigned)
 FAJIT_ORDER(long)
-FAJIT_ORDER(unsigned long)
-FAJIT_ORDER(long long)
-FAJIT_ORDER(unsigned long long)
 #undef FAJIT_ORDER

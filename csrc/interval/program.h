@@ -1,4 +1,4 @@
-// How csrc/interval runs a mask's interval form: statement by statement, 64 boxes at a time.
+// How csrc/interval runs a mask's interval form: statement by statement, one box at a time.
 //
 //   program.cpp     reads the statements that variants/bounds_code.py writes, and checks them
 //   functions.cpp   the functions of fajit/interval*.h, by the names that statements call them by
@@ -6,10 +6,7 @@
 //   evaluation.cpp  states of boxes, as compiled `Hooks::classify` gives them
 //   tile_runs.cpp   states of all tiles of a grid, from large boxes to small ones
 //
-// Here is what they share. A register holds a value for each box of a batch. An operation computes
-// its result for the boxes of a set, and returns those for which its clause may still hold: what a
-// compiled kernel leaves by `break`, a box leaves by dropping out of the set. No operation looks at
-// a box that is not in its set.
+// Here is what they share.
 #pragma once
 
 #include <fajit/interval.h>
@@ -23,15 +20,7 @@
 
 namespace fajit::form {
 
-constexpr int kLanes = 64;
-using Lanes = uint64_t;  // a set of the boxes of a batch, one bit each
-
-template <class F>
-void each(Lanes lanes, F f) {
-  for (; lanes != 0; lanes &= lanes - 1) f(__builtin_ctzll(lanes));
-}
-
-// What a register holds of one box. Which of the four is known when the program is read.
+// What a register holds. Which of the four is known when the program is read.
 union Value {
   Interval i;
   FInterval f;
@@ -48,28 +37,27 @@ struct Gather {
 };
 
 // The same for one call: the tensor and its tables with the scanned dim last, and dims of one entry
-// in front. What was read is remembered: the tiles of a row or column read the same elements, and
-// so do the clauses of a mask.
+// in front. What was read last is remembered: the tiles of a row or column read the same elements.
 struct View {
   struct Known {
+    Interval at[FAJIT_MAX_RANK];
     Value value;
     bool some;
-    Interval at[FAJIT_MAX_RANK];
   };
-  static constexpr size_t kKnown = 256;  // a power of two
+  static constexpr int kKnownBits = 6;
 
   fajit_tensor tensor, tables[2];
   bool has_tables;
-  std::vector<Known> known;
+  std::array<Known, 1 << kKnownBits> known;  // by where the scanned range begins
 };
 
 // What the operations of one thread's call work on.
 struct Frame {
   Context context;
   std::vector<View> views;
-  std::vector<std::array<Value, kLanes>> registers;
+  std::vector<Value> registers;
 
-  Value* lanes(int reg) { return registers[static_cast<size_t>(reg)].data(); }
+  Value& at(int reg) { return registers[static_cast<size_t>(reg)]; }
 };
 
 struct Number {
@@ -79,7 +67,8 @@ struct Number {
 };
 
 struct Operation {
-  using Run = Lanes (*)(const Operation&, Frame&, Lanes);
+  // False where the clause does not hold: what a compiled kernel leaves by `break`.
+  using Run = bool (*)(const Operation&, Frame&);
 
   Run run = nullptr;
   int result = -1;
@@ -95,7 +84,7 @@ struct Function {
   Operation::Run run;
   std::string operands;  // their kinds
   std::string numbers;   // n: an integer, d: a double
-  char result;           // its kind; '?' where it only says which boxes stay
+  char result;           // its kind; '?' where it only says whether the clause holds
 };
 const std::map<std::string, Function>& functions();
 
@@ -104,10 +93,8 @@ const std::map<std::string, Function>& functions();
 Operation::Run gather(const std::string& name, const std::string& dtype);
 Operation::Run searchsorted(const std::string& dtype, bool right);
 
-// The boxes of `lanes` for which every operation holds.
-Lanes run(const Block& block, Frame& frame, Lanes lanes);
-// The boxes of `lanes` for which one of the clauses holds.
-Lanes run_any(const std::vector<Block>& clauses, Frame& frame, Lanes lanes);
+// Whether one of the clauses holds.
+bool run_any(const std::vector<Block>& clauses, Frame& frame);
 
 // A mask's interval form: `Code` of bounds_code.py, whose names these are. Whatever is asked of it
 // stays within its registers, its tensors and its scalars. Immutable.
