@@ -185,8 +185,7 @@ Program::Program(py::handle code, py::handle tensors, size_t num_table_pairs, st
   const Items items(tensors, "tensors");
   for (size_t i = 0; i < items.size(); ++i) {
     const py::object pair = items[i];
-    const Items tensor(pair, "a tensor");
-    require(tensor.size() == 2, "a tensor is (dtype, rank)");
+    const Items tensor = runtime::exactly(pair, 2, "a tensor (dtype, rank)");
     dtypes.push_back(text(tensor[0], "dtype"));
     ranks.push_back(below(to_int64(tensor[1], "rank"), FAJIT_MAX_RANK + 1, "rank"));
   }
@@ -197,8 +196,7 @@ Program::Program(py::handle code, py::handle tensors, size_t num_table_pairs, st
   const Items period_items(listed, "periods");
   for (size_t i = 0; i < period_items.size(); ++i) {
     const py::object source = period_items[i];
-    const Items period(source, "a period");
-    require(period.size() == 3, "a period is (index, offset, divisor)");
+    const Items period = runtime::exactly(source, 3, "a period (index, offset, divisor)");
     periods.push_back({reader.operand(period[0], 'i'), reader.operand(period[1], 'i'),
                        reader.operand(period[2], 'i')});
     require(periods.back()[0] == kQ || periods.back()[0] == kK, "a period is of q or k");

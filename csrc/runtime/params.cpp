@@ -68,11 +68,7 @@ Params::Params(const ParamLayouts& param_layouts, py::handle addresses, py::hand
   }
 
   const std::string& kinds = param_layouts.scalar_kinds();
-  const Items scalar_items(scalars, "scalars");
-  if (scalar_items.size() != kinds.size()) {
-    throw py::value_error("scalars must have " + std::to_string(kinds.size()) + " values, got " +
-                          std::to_string(scalar_items.size()));
-  }
+  const Items scalar_items = exactly(scalars, kinds.size(), "scalars");
   scalars_.resize(kinds.size());
   for (size_t i = 0; i < kinds.size(); ++i) {
     const py::object item = scalar_items[i];

@@ -117,7 +117,7 @@ def test_params_reach_the_kernel(minimal_module: _C.Module) -> None:
             launch(tensors=wrong)
     with pytest.raises(ValueError, match="param tensor 1 has address 0"):
         launch(tensors=(addresses[0], 0))
-    with pytest.raises(ValueError, match="scalars must have 2 values, got 1"):
+    with pytest.raises(ValueError, match="scalars must have 2 entries, got 1"):
         launch(scalars=(1,))
     with pytest.raises(TypeError, match=r"an int scalar .* got 0\.5"):
         launch(scalars=(0.5, 0.5))

@@ -60,6 +60,12 @@ template <class D, class O> FAJIT_INLINE auto load(const fajit_tensor& t, O offs
   return each_lane(element, offset);
 }
 
+// Element `i` of the last dim behind `offset`.
+template <class D, class O>
+FAJIT_INLINE auto load_at(const fajit_tensor& t, O offset, int dim, int i) {
+  return load<D>(t, O(offset + i * t.strides[dim]));
+}
+
 // --- slots ---------------------------------------------------------------------------------------
 
 // The slot of a key that exists, where keys are paged; else 0.
