@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -28,19 +28,28 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """A dict in which `keep` leaves the newest `most` entries. Threads may share it."""
+    """A dict in which `keep` leaves the newest entries, whose sizes sum to `most` at most.
+
+    Threads may share it.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
+        self._total = 0
+        self._sizes: dict[_Key, int] = {}
         self._lock = Lock()
 
-    def keep(self, key: _Key, value: _Value) -> _Value:
+    def keep(self, key: _Key, value: _Value, size: int = 1) -> _Value:
         """Remembers a value, and returns it."""
         with self._lock:
             self[key] = value
-            while len(self) > self._most:
-                del self[next(iter(self))]
+            self._total += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+            while self._total > self._most and len(self) > 1:
+                oldest = next(iter(self))
+                del self[oldest]
+                self._total -= self._sizes.pop(oldest)
         return value
 
 
@@ -69,7 +78,8 @@ Offset = int | torch.Tensor | Literal["end"]
 _LARGEST_OFFSET = 2**30
 _NO_PARAMS = ((), (), ())
 _KEPT_FORMS = 4096
-_KEPT_LENGTHS = 256
+KEPT_SIZE = 1 << 16
+"""Sizes, as of `Requests.size`, of the lengths and of the launches that are remembered."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +88,7 @@ class Form:
 
     kind: "dense" ([B, H, S, D] all), "packed" ([N, H, D] all) or "paged" (q packed, k and v
     [pages, page_size, H, D]). rows_aligned: every row starts at a multiple of 16 bytes from the
-    first one and ends at one. requests: those of dense calls, by kv_len and q_offset.
+    first one and ends at one.
     """
 
     kind: str
@@ -90,7 +100,6 @@ class Form:
     device: torch.device
     rows_aligned: bool
     input_bytes: tuple[int, int, int]
-    requests: dict[Any, Requests] = field(default_factory=dict)
 
     @property
     def num_q_heads(self) -> int:
@@ -123,6 +132,11 @@ class Requests(NamedTuple):
 
     lengths: _C.BatchLengths
     dims: Dims
+
+    @property
+    def size(self) -> int:
+        """What they and a plan of them take in memory: 64 and one a request, of 100 bytes each."""
+        return 64 + self.lengths.num_requests
 
 
 class Call(NamedTuple):
@@ -249,6 +263,8 @@ def bind_tensors(
 
 # --- requests: lengths and offsets ----------------------------------------------------------------
 
+_requests: Recent[tuple[Any, ...], Requests] = Recent(KEPT_SIZE)
+
 
 def dense_requests(form: Form, kv_len: torch.Tensor | None, q_offset: Offset) -> Requests:
     """The requests of a dense call: one a batch entry.
@@ -257,18 +273,18 @@ def dense_requests(form: Form, kv_len: torch.Tensor | None, q_offset: Offset) ->
         InputError: kv_len or q_offset is wrong.
     """
     batch, q_len, rows = form.q_shape[0], form.q_shape[2], form.k_shape[2]
-    key = read_lengths(batch, q_len, rows, kv_len, q_offset)
-    found = form.requests.get(key)
+    lengths, offset = read_lengths(batch, q_len, rows, kv_len, q_offset)
+    key = (form, lengths, offset)
+    found = _requests.get(key)
     if found is not None:
         return found
-    native = dense_lengths(batch, q_len, rows, *key)
+    native = dense_lengths(batch, q_len, rows, lengths, offset)
     dims = Dims(
         batch, form.num_q_heads, form.num_kv_heads, q_len, rows, form.head_dim, form.head_dim_v,
         form.device,
     )  # fmt: skip
-    if len(form.requests) >= _KEPT_LENGTHS:
-        form.requests.clear()
-    return form.requests.setdefault(key, Requests(native, dims))
+    made = Requests(native, dims)
+    return _requests.keep(key, made, made.size)
 
 
 def read_lengths(
@@ -318,11 +334,11 @@ def packed_requests(
     Raises:
         InputError: an array is wrong; the message names the request.
     """
-    q_array, q_held = host_array("q_indptr", q_indptr)
-    kv_array, kv_held = host_array("kv_indptr", kv_indptr)
+    q_array, q_held = host_array("q_indptr", q_indptr, "[num_requests + 1]")
+    kv_array, kv_held = host_array("kv_indptr", kv_indptr, "[num_requests + 1]")
     array, held = offset_array(q_offset, q_array[1] - 1)
-    key = (_content(q_held), _content(kv_held), None if held is None else _content(held))
-    found = form.requests.get(key)
+    key = (form, _content(q_held), _content(kv_held), None if held is None else _content(held))
+    found = _requests.get(key)
     if found is not None:
         return found
     try:
@@ -343,9 +359,8 @@ def packed_requests(
         native.num_requests, form.num_q_heads, form.num_kv_heads, native.max_q_len,
         native.max_kv_len, form.head_dim, form.head_dim_v, form.device,
     )  # fmt: skip
-    if len(form.requests) >= _KEPT_LENGTHS:
-        form.requests.clear()
-    return form.requests.setdefault(key, Requests(native, dims))
+    made = Requests(native, dims)
+    return _requests.keep(key, made, made.size)
 
 
 def _content(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
@@ -356,11 +371,14 @@ Array = tuple[int, int, int]
 """A contiguous integer array of the host: address, entries, bytes of an entry."""
 
 
-def host_array(name: str, value: object) -> tuple[Array, torch.Tensor]:
-    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid."""
+def host_array(name: str, value: object, shape: str = "[n]") -> tuple[Array, torch.Tensor]:
+    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid.
+
+    shape: what messages say of it.
+    """
     tensor = _check.check_host_integers(name, value, "batches")
     if tensor.dim() != 1:
-        raise InputError(f"{name} must be a tensor [n], got {list(tensor.shape)}")
+        raise InputError(f"{name} must be a tensor {shape}, got {list(tensor.shape)}")
     if not tensor.is_contiguous() or tensor.is_neg():
         tensor = tensor.resolve_neg().contiguous()
     return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
@@ -415,8 +433,8 @@ def _in_range(name: str, offset: object) -> int:
 
 
 __all__ = [
-    "Array", "BlockMaskLayout", "Call", "Form", "Layouts", "Offset", "Recent", "Requests",
-    "bind_tensors", "check_offset",
-    "dense_form", "dense_lengths", "dense_requests", "host_array", "is_aligned", "is_end",
-    "offset_array", "packed_form", "packed_requests", "paged_form", "read_lengths",
+    "KEPT_SIZE", "Array", "BlockMaskLayout", "Call", "Form", "Layouts", "Offset", "Recent",
+    "Requests", "bind_tensors", "check_offset", "dense_form", "dense_lengths", "dense_requests",
+    "host_array", "is_aligned", "is_end", "offset_array", "packed_form", "packed_requests",
+    "paged_form", "read_lengths",
 ]  # fmt: skip

@@ -52,7 +52,10 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
 
 
 def check_readable(name: str, tensor: torch.Tensor) -> None:
-    """Raises InputError for a tensor whose entries are not dense at an address of its own."""
+    """Raises InputError for a tensor whose entries are not dense at an address of its own, and for
+    what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if problem := unreadable(tensor):
         raise InputError(f"{name} {problem}")
 
@@ -263,8 +266,6 @@ def check_out_layout(
 ) -> None:
     """`out` has the result's shape and dtype and a contiguous last dim: what does not depend on
     where tensors lie."""
-    if not isinstance(out, torch.Tensor):
-        raise InputError(f"out must be a torch.Tensor, got {type(out).__name__}")
     check_readable("out", out)
     check_not_lazy("out", out)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:

@@ -21,6 +21,7 @@ from ..variants.modes import learn_device, refuse_capture
 from ..variants.spec import Variant
 from . import _check
 from ._call import (
+    KEPT_SIZE,
     BlockMaskLayout,
     Call,
     Form,
@@ -193,7 +194,7 @@ def _check_exact(scalars: Sequence[int | float]) -> None:
 
 # --- dense and packed calls -----------------------------------------------------------------------
 
-_launches: Recent[Call, tuple[Variation, Launch]] = Recent(1024)
+_launches: Recent[Call, tuple[Variation, Launch]] = Recent(KEPT_SIZE)
 _kernels: Recent[Options, Kernels] = Recent(64)
 _workspaces: dict[torch.device, Workspace] = {}
 
@@ -239,6 +240,8 @@ def attend(
     mask: BlockMaskLayout | None = None
     if block_states is not None:
         mask = BlockMaskLayout(tuple(block_states.shape), block_states.stride(), *block_size)
+    if out is not None:
+        _check.check_readable("out", out)
     call = Call(
         form,
         requests.lengths,
@@ -258,7 +261,8 @@ def attend(
         if out is not None:
             check_out(out, form, partial, (q, k, v, *bound.tensors))
         plan = _plan(call, requests, bound, variant.name)
-        found = _launches.keep(call, (plan, make_launch(plan, call, out, bound.tensors)))
+        made = plan, make_launch(plan, call, out, bound.tensors)
+        found = _launches.keep(call, made, requests.size)
     plan, ready = found
     workspace = _workspaces.get(form.device)
     if workspace is None:

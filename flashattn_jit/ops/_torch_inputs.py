@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import InputError
 from ._check import check_readable
 from ._launch import like_q_strides
 
@@ -21,8 +20,6 @@ def prepare(
     """
     named = () if direct else (("query", query), ("key", key), ("value", value))
     for name, tensor in named:
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
         check_readable(name, tensor)
     query, key, value = autocast(query, key, value)
     if not _has_contiguous_rows(query) and query.dim() == 4:

@@ -109,7 +109,9 @@ def run_append(
         raise InputError(f"num_pages={num_pages} does not fit 32 bits")
     rows, held_rows = host_array("q_indptr", q_indptr)
     stored = read_storage(paged, k.device)
-    check_pages(stored.pages, stored.page_indices, num_pages, stored.held[:1])
+    check_pages(
+        stored.pages, stored.page_indices, num_pages, stored.held[:1], "k_pages and v_pages"
+    )
     try:
         lengths = _C.BatchLengths(rows, stored.native)
     except ValueError as error:
@@ -136,8 +138,6 @@ def run_append(
 
 def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
     for label, tensor, rank in ((name, new, 3), (f"{name}_pages", cache, 4)):
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{label} must be a torch.Tensor, got {type(tensor).__name__}")
         _check.check_readable(label, tensor)
         if tensor.dim() != rank:
             layout = "[num_tokens, num_kv_heads, head_dim]"

@@ -86,8 +86,6 @@ def _states(name: str, states: object) -> list[torch.Tensor]:
 
 
 def _check_state(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     _check.check_readable(name, tensor)
     if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "cuda"):
         raise InputError(

@@ -240,8 +240,6 @@ def _broadcast_heads(
 
 def _dense_mask(mask: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
     """The mask as [batch or 1, num_q_heads or 1, q_len or 1, kv_len or 1]."""
-    if not isinstance(mask, torch.Tensor):
-        raise InputError(f"attn_mask must be a torch.Tensor, got {type(mask).__name__}")
     check_readable("attn_mask", mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise InputError(

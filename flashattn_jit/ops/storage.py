@@ -156,17 +156,19 @@ def check_pages(
     page_indices: torch.Tensor | None,
     num_pages: int,
     page_indptrs: Sequence[torch.Tensor],
+    where: str = "k and v; plan with the pages of this cache",
 ) -> None:
     """Raises InputError where the greatest page in use, if it is known, is none of a cache.
 
-    page_indices: of the requests, then of each level of shared keys; page_indptrs: likewise.
+    page_indices: of the requests, then of each level of shared keys; page_indptrs: likewise. where:
+    which tensors the pages are in, and the remedy.
     """
     if pages is None or pages[1] < num_pages or page_indices is None:
         return
     at = int((page_indices >= num_pages).nonzero()[0, 0])
     raise InputError(
         f"{_named_entry(at, int(page_indices[at]), page_indptrs)} is outside of "
-        f"num_pages={num_pages} of k and v; plan with the pages of this cache"
+        f"num_pages={num_pages} of {where}"
     )
 
 

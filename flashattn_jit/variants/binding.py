@@ -179,7 +179,7 @@ class _Group:
             # What was traced before did not record these values: it is traced again.
             self.pins.update(dict.fromkeys(new))
             self.results.clear()
-            self.select = calculator(tuple(self.pins))
+            self.select = calculator([("repr", p) if p[0] == "number" else p for p in self.pins])
         if len(self.results) >= MAX_STRUCTURES:
             self.results.clear()
         self.results[None if self.select is None else key_of(self.select)] = made

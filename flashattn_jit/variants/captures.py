@@ -46,8 +46,11 @@ MAX_LOCATIONS = 256
 _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
               frozenset)  # fmt: skip
-# A slice is hashable only from Python 3.12 on, a set never.
-_KEY_FORMS: dict[type, Yields] = {slice: "repr", set: "frozenset"}
+# Where equal values may differ to a hook: 0.0 and -0.0, range(0, 3, 2) and range(0, 4, 2), {1} and
+# {True}. (A slice is hashable only from Python 3.12 on, a set never.)
+_KEY_FORMS: dict[type, Yields] = {
+    float: "repr", complex: "repr", range: "repr", slice: "repr", set: "reprs", frozenset: "reprs",
+}  # fmt: skip
 _OPAQUE_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "flashattn_jit"}
 _NOT_CALLED_BY_HOOKS = frozenset({
     "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__class_getitem__",

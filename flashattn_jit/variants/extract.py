@@ -38,9 +38,9 @@ GuardKind = Literal[
 (`Held`), the object of a weak reference (`Held`), the object at an earlier location, its length,
 its keys (a tuple), a key that it lacks; that it is empty; that it is a strided tensor."""
 
-Yields = Literal["", "tensor", "number", "value", "repr", "frozenset"]
+Yields = Literal["", "tensor", "number", "value", "repr", "reprs"]
 """What a location adds to the result: nothing, a tensor, a number, or a part of the structural key:
-the value, its repr, its frozenset."""
+the value, its repr, the reprs of its entries in any order."""
 
 LOST = (AttributeError, LookupError, TypeError, ValueError)
 """What reading a location raises that is gone."""
@@ -102,8 +102,8 @@ Source = tuple[str, int] | tuple[str, int, int] | tuple[str, str]
 """What a number may be: ("number", i), ("size", tensor i, dim), ("dim", name of a Dims)."""
 
 Node = tuple[Any, ...]
-"""How a number follows from others: a `Source`, ("constant", x, its repr), or an operator of
-`BINARY` or `UNARY` with the nodes of its operands."""
+"""How a number follows from others: a `Source`, ("constant", x, its repr), ("repr", node), which
+tells 0.0 from -0.0, or an operator of `BINARY` or `UNARY` with the nodes of its operands."""
 
 BINARY = ("+", "-", "*", "/", "//", "%", "**", "<<", ">>", "&", "|", "^")
 UNARY = {
@@ -138,6 +138,8 @@ def _number(node: Node) -> str:
         return f"t[{node[1]}].shape[{node[2]}]"
     if kind == "dim":
         return f"d.{node[1]}"
+    if kind == "repr":
+        return f"repr({_number(node[1])})"
     if kind == "constant":
         return f"({node[2]})"
     operands = [_number(x) for x in node[1:]]
@@ -148,9 +150,9 @@ def _number(node: Node) -> str:
 
 _SCOPE = {
     "__builtins__": {}, "LOST": LOST, "strided": torch.strided,
-    "pattern": stride_pattern, "frozenset": frozenset, "len": len, "repr": repr, "tuple": tuple,
-    "type": type, "abs": abs, "round": round, "floor": math.floor, "ceil": math.ceil,
-    "trunc": math.trunc, "inf": math.inf, "nan": math.nan,
+    "pattern": stride_pattern, "frozenset": frozenset, "len": len, "map": map, "repr": repr,
+    "tuple": tuple, "type": type, "abs": abs, "round": round, "floor": math.floor,
+    "ceil": math.ceil, "trunc": math.trunc, "inf": math.inf, "nan": math.nan,
 }  # fmt: skip
 
 _FAILS: dict[GuardKind, str] = {
@@ -160,7 +162,7 @@ _FAILS: dict[GuardKind, str] = {
 }  # fmt: skip
 """When guards fail, of the texts of a location and an operand."""
 
-_KEYS = {"value": "{}", "repr": "repr({})", "frozenset": "frozenset({})"}
+_KEYS = {"value": "{}", "repr": "repr({})", "reprs": "frozenset(map(repr, {}))"}
 
 
 def _function(header: str, body: Sequence[str], scope: dict[str, Any]) -> Any:

@@ -122,6 +122,7 @@ K, CACHE, INDPTR = torch.zeros(4, 2, 8), torch.zeros(12, 4, 2, 8), torch.tensor(
             "page_indptr has 4 entries; q_indptr is",
         ),
         ({"q_indptr": torch.tensor([0, 3, 3, 5])}, "q_indptr must run from 0 to the number of tok"),
+        ({"k_pages": CACHE[:1], "v_pages": CACHE[1:2]}, "num_pages=1 of k_pages and v_pages$"),
         ({"q_indptr": torch.tensor([0, 3, 4, 4])}, "request 1 has 1 new tokens, but paged gives"),
     ],
 )

@@ -185,6 +185,7 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
         fa.InputError,
         r"out must be \[2, 4, 8, 16\]",
     ),
+    "out_list": (lambda: call(out=[1]), fa.InputError, r"out must be a torch.Tensor, got list"),
     "out_dtype": (lambda: call(out=q(dtype=torch.bfloat16)), fa.InputError, r"out must be"),
     "out_expanded": (lambda: call(out=read_only_view()), fa.InputError, r"out"),
     "out_is_q": (lambda: call(q=_SHARED_Q, out=_SHARED_Q), fa.InputError, r"out shares memory"),
@@ -369,7 +370,7 @@ VARLEN: dict[str, tuple[dict[str, Any], str]] = {
     "indptr_float": ({"kv_indptr": torch.tensor([0.0, 5.0, 12.0])}, r"kv_indptr must be an int32"),
     "indptr_2d": (
         {"q_indptr": torch.tensor([[0, 3, 8]])},
-        r"q_indptr must be a tensor \[n\]",
+        r"q_indptr must be a tensor \[num_requests \+ 1\]",
     ),
     "indptr_empty": ({"q_indptr": torch.tensor([], dtype=torch.int64)}, r"q_indptr has 0 entries"),
     "indptr_start": ({"q_indptr": torch.tensor([1, 3, 8])}, r"q_indptr\[0\]=1 must be 0"),
@@ -390,6 +391,7 @@ VARLEN: dict[str, tuple[dict[str, Any], str]] = {
     "offset_shape": ({"q_offset": torch.tensor([1])}, r"q_offset has 1 entries for 2 requests"),
     "lse_of_pointwise": ({"variant": "sigmoid", "return_lse": True}, r"log-sum-exp"),
     "out_shape": ({"out": zeros(8, HQ, 8)}, r"out must be"),
+    "out_list": ({"out": [1]}, r"out must be a torch.Tensor, got list"),
 }
 
 

@@ -12,7 +12,8 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _launch
+from flashattn_jit.ops import _call, _launch
+from flashattn_jit.ops._call import KEPT_SIZE, Recent
 from flashattn_jit.ops._plan import Variation
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import varlen_reference
@@ -195,3 +196,28 @@ def test_every_key_of_a_block_mask_is_planned_for() -> None:
     q, k, v = (torch.randn(2, h, n, 64, generator=generator)
                for h, n in ((4, 130), (2, 170), (2, 170)))  # fmt: skip
     torch.testing.assert_close(out, fa.attention(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_newest_entries_stay_as_far_as_their_sizes_go() -> None:
+    kept: Recent[object, str] = Recent(100)
+    for i in range(10):
+        assert kept.keep(i, str(i), 30) == str(i)
+    assert list(kept) == [7, 8, 9]
+    kept.keep(9, "nine", 50)
+    assert kept == {8: "8", 9: "nine"}
+    kept.keep("alone", "", 1000)
+    assert list(kept) == ["alone"]
+
+
+def test_calls_of_many_requests_are_forgotten_sooner() -> None:
+    count = 900
+    q, starts = torch.randn(count, 1, 8), torch.arange(count + 1)
+    for i in range(2 * KEPT_SIZE // count):
+        kv = starts + i * (starts == count)
+        k = torch.randn(count + i, 1, 8)
+        fa.varlen_attention(q, k, k, starts, kv)
+    for calls in (_call._requests.values(), _launch._launches):
+        assert [x.lengths.num_requests for x in calls] == [count] * (KEPT_SIZE // (64 + count))

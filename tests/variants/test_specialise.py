@@ -45,6 +45,27 @@ def test_numbers_that_decide_structure_join_the_key(make):
         assert value(make(n)) == pytest.approx(make(n)(1.0, 1, 1, 1, 1) if n else 0)
 
 
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda x: lambda s, b, h, q, k: s * math.copysign(2.0, x), (0.0, -0.0)),
+        (lambda x: lambda s, b, h, q, k: s * (2.0 if str(x) == "0j" else 1.0), (0j, -0j)),
+        (lambda x: lambda s, b, h, q, k: s * x.stop, (range(0, 3, 2), range(0, 4, 2))),
+        (
+            lambda x: lambda s, b, h, q, k: s * (2.0 if any(e is True for e in x) else 1.0),
+            (frozenset({1}), frozenset({True})),
+        ),
+        (
+            lambda x: lambda s, b, h, q, k: s * (2.0 if any(e is True for e in x) else 1.0),
+            ({1}, {True}),
+        ),
+    ],
+)
+def test_equal_constants_that_differ_to_a_hook_are_told_apart(make, values):
+    for x in (*values, *values):
+        assert value(make(x)) == make(x)(1.0, 1, 1, 1, 1), x
+
+
 def test_only_what_is_read_is_pinned(traces):
     def make(n, gain):
         return lambda s, b, h, q, k: sum([s] * n) * gain
