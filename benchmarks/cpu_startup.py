@@ -1,4 +1,4 @@
-"""What a process pays before and beside the arithmetic: import, compile, disk cache, a call.
+"""What a process pays beside the arithmetic: import, compile, disk cache, a call, its memories.
 
     python -m benchmarks.cpu_startup [--save]
 
@@ -11,7 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,6 +21,9 @@ import torch
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, median, report
 from benchmarks._progress import steps
+from flashattn_jit.jit.module import default
+from flashattn_jit.ops import _call, _launch
+from flashattn_jit.variants import binding
 
 _IMPORT = """
 import time
@@ -113,6 +118,39 @@ def overhead_rows(repeats: int) -> list[Row]:
     ]
 
 
+def memory_rows(repeats: int) -> list[Row]:
+    """What each memory of a call saves: the next call without it, less a call that has it."""
+    q, k, v = (torch.randn(1, 1, 1, 64) for _ in range(3))
+    causal = fa.Causal()
+    _, _, forms = _call.dense_form.args
+    memories = {
+        "plans of variants": (binding.clear,),
+        "forms": (forms.clear,),
+        "requests": (_call._requests.clear,),
+        "launches": (_launch._launches.clear,),
+        "launches and kernels": (_launch._launches.clear, _launch._kernels.clear),
+        "launches, kernels and modules": (
+            _launch._launches.clear, _launch._kernels.clear, default.forget,
+        ),
+    }  # fmt: skip
+    rounds: dict[str, tuple[Callable[[], object], ...]] = {"none": (), **memories}
+    times: dict[str, list[float]] = {name: [] for name in rounds}
+    for i in steps("what memories save", range(20 * repeats)):
+        for name, forgotten in rounds.items():
+            fa.attention(q, k, v, causal)  # remembers all of them
+            for forget in forgotten:
+                forget()
+            begin = time.perf_counter()
+            fa.attention(q, k, v, causal)
+            if i >= repeats:
+                times[name].append(time.perf_counter() - begin)
+    usual = median(times["none"])
+    return [
+        _row(f"saved by memory: {name}", None, [t - usual for t in times[name]], "us", 1e6)
+        for name in memories
+    ]
+
+
 def _row(claim: str, goal: float | None, times: list[float], unit: str, factor: float) -> Row:
     ordered = sorted(t * factor for t in times)
     quarter = len(ordered) // 4
@@ -130,6 +168,7 @@ def main() -> None:
     )
     with torch.no_grad():
         rows = startup_rows(options.processes) + overhead_rows(options.pairs)
+        rows += memory_rows(options.pairs)
     report("cpu_startup", rows, options)
 
 

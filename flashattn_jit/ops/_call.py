@@ -52,6 +52,13 @@ class Recent(dict[_Key, _Value]):
                 self._total -= self._sizes.pop(oldest)
         return value
 
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            super().clear()
+            self._sizes.clear()
+            self._total = 0
+
 
 Strides = tuple[int, ...]
 Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]

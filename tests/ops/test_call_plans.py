@@ -25,6 +25,12 @@ ON_ANY = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_forgotten() -> None:
+    """No entry of an earlier test makes room for one of this test."""
+    _launch._launches.clear()
+
+
 def latest() -> Variation:
     """The plan that was made last."""
     return list(_launch._launches.values())[-1][0]
@@ -210,6 +216,10 @@ def test_the_newest_entries_stay_as_far_as_their_sizes_go() -> None:
     assert kept == {8: "8", 9: "nine"}
     kept.keep("alone", "", 1000)
     assert list(kept) == ["alone"]
+    kept.clear()
+    for i in range(2):
+        kept.keep(i, str(i), 50)
+    assert list(kept) == [0, 1]
 
 
 def test_calls_of_many_requests_are_forgotten_sooner() -> None:
