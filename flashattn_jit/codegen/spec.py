@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from .. import _C, env
 from ..errors import EnvironmentVariableError, InputError, TargetError
-from ..variants.dtypes import DTYPE_NAMES
 from ..variants.ir import VariantIR, canonical_json, fitting_name, variant_to_json
+
+if TYPE_CHECKING:
+    import torch
 
 # --- targets -------------------------------------------------------------------------------------
 
@@ -180,8 +180,8 @@ def cuda_dtypes(target: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1024)
-def takes_dtypes(target: str, dtypes: tuple[str | None, str | None, str | None]) -> bool:
-    """Whether a target has kernels for these dtypes of q, k and v; None is one without a name."""
+def takes_dtypes(target: str, dtypes: tuple[str, str, str]) -> bool:
+    """Whether a target has kernels for these dtypes of q, k and v."""
     if is_cuda(compiled_target(target)):
         return dtypes[0] in cuda_dtypes(target) and len(set(dtypes)) == 1
     return dtypes[0] in Q_DTYPES and {*dtypes[1:]} <= DTYPE_BYTES.keys()
@@ -214,6 +214,8 @@ def on_cpu(target: str) -> bool:
 @cache
 def device_target(index: int) -> str:
     """The CUDA target of a device. Raises TargetError where no kernels exist for it."""
+    import torch  # commands that only name targets do without
+
     return cuda_target(*torch.cuda.get_device_capability(index))
 
 
@@ -271,14 +273,14 @@ def _checked(target: str | None, own: str, device: torch.device) -> str:
 
 def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
     """q, k and v have one dtype that the matrix units of a CUDA target take."""
-    q, k, v = (t.dtype for t in tensors)
-    if takes_dtypes(target, (DTYPE_NAMES.get(q), DTYPE_NAMES.get(k), DTYPE_NAMES.get(v))):
+    q, k, v = (str(t.dtype).removeprefix("torch.") for t in tensors)
+    if takes_dtypes(target, (q, k, v)):
         return
     allowed = [f"torch.{name}" for name in cuda_dtypes(target)]
     raise InputError(
         f"CUDA kernels of {compiled_target(target)} take q, k and v of one dtype, "
-        f"{' or '.join(allowed)}; got q {q}, k {k}, v {v}. Convert them with .to({allowed[0]}), or "
-        "call on CPU tensors without a CUDA target, where float32 is supported"
+        f"{' or '.join(allowed)}; got q torch.{q}, k torch.{k}, v torch.{v}. "
+        f"Convert them with .to({allowed[0]}), or call on CPU tensors without a CUDA target, where float32 is supported"
     )
 
 

@@ -125,7 +125,7 @@ MUTANTS = (
     Mutant("a walk read while it is stored", WALK, LANES, "", "decode", 1, RACE),
     Mutant("rows read while they are stored", PREFILL, LANES, "", "prefill", -2, RACE),
     Mutant("rows stored while they are read", PREFILL, LANES, "", "prefill", -1, RACE),
-    Mutant("merged rows read while they are stored", FEW_ROW, LANES, "", "decode", -1, RACE),
+    Mutant("merged rows read while they are stored", FEW_ROW, LANES, "", "decode short", -1, RACE),
     Mutant("split rows read while they are stored", "attention/merge.h", LANES, "", "decode", 0,
            RACE),
     # Stages
