@@ -26,7 +26,7 @@ function, arguments, keywords), ("method", owner, name), ("function", index of i
 defaults, keyword defaults), ("object", index of its template, names, outlines), ("seen", index of a
 function or object in the order of their outlines)."""
 
-_CONSTANTS = (bool, str, bytes, type(None), type(Ellipsis), enum.Enum, torch.dtype, torch.device,
+_CONSTANTS = (str, bytes, type(None), type(Ellipsis), enum.Enum, torch.dtype, torch.device,
               torch.layout)  # fmt: skip
 
 
@@ -89,6 +89,9 @@ def outline(x: Any, found: Found) -> Outline:
         return "tensor", len(found.tensors) - 1
     if isinstance(x, np.number):
         x = x.item()
+    if isinstance(x, (bool, torch.SymBool)):
+        # Of a flag that depends on a shape, the branch makes a constant, with a guard.
+        return ("constant", True) if x else ("constant", False)
     if isinstance(x, _CONSTANTS):
         return "constant", x
     if isinstance(x, (int, torch.SymInt)):

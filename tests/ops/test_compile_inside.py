@@ -204,6 +204,22 @@ def test_flags_are_structure() -> None:
     assert run.graphs == 2
 
 
+def test_flags_of_dynamic_shapes_are_structure() -> None:
+    def call(q, k, v):
+        is_long = q.shape[2] > 40
+        out = fa.attention(
+            q, k, v, lambda s, b, h, i, j: s * 2 if is_long else s, partial=is_long,
+            return_lse=is_long,
+        )  # fmt: skip
+        dense = fa.scaled_dot_product_attention(q, q, q, is_causal=is_long)
+        return out, dense, fa.flex_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+    run = Compiled(call, dynamic=True)
+    for q_len in (40, 50, 60, 30):
+        run(*dense(q_len=q_len))
+    assert run.graphs == 2
+
+
 def test_lengths_of_the_call() -> None:
     def call(q, k, v):
         return fa.attention(q, k, v, fa.SlidingWindow(q.shape[2] // 2 + 1) & fa.ALiBi())
