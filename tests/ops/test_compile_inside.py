@@ -220,6 +220,16 @@ def test_flags_of_dynamic_shapes_are_structure() -> None:
     assert run.graphs == 2
 
 
+def test_after_a_write_to_a_dict_from_outside() -> None:
+    cache: dict[str, Tensor] = {}
+
+    def call(q, k, v, n):
+        cache["k"] = k
+        return fa.attention(q, k, v, fa.SlidingWindow(n))
+
+    Compiled(call)(*dense(), 5)
+
+
 def test_lengths_of_the_call() -> None:
     def call(q, k, v):
         return fa.attention(q, k, v, fa.SlidingWindow(q.shape[2] // 2 + 1) & fa.ALiBi())
@@ -414,6 +424,8 @@ def test_wrong_hooks_raise_as_they_do_elsewhere() -> None:
     )  # fmt: skip
     fails(lambda q, k, v: fa.attention(q, k, v, fa.Causal), fa.VariantError, "make a variant of it")
     # What a constructor raises, Dynamo reports in words of its own.
+    unknown = lambda q, k, v: fa.attention(q, k, v, fa.SlidingWindow(widow=3))  # noqa: E731
+    fails(unknown, TorchDynamoException, "no param 'widow'.*did you mean")
     words = "ParamError.*'table' expects 1 dims"
     fails(lambda q, k, v: fa.attention(q, k, v, Declared(q, 3)), TorchDynamoException, words)
     fails(lambda q, k, v: fa.attention(q, k, v, Window(slopes=q[:, 0, 0, 0])), fa.ParamError, "dim")
