@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..errors import FlashAttnJitError, InputError
+from ..errors import FlashAttnJitError, GradError, InputError
 from ..variants.modes import (
     GRAD_MESSAGE,
     VMAP_MESSAGE,
@@ -24,6 +24,7 @@ from ..variants.modes import (
 )
 from ..variants.spec import as_variant, is_pointwise
 from . import _check, _sites, torch_ops
+from ._outline import derivatives
 from ._sites import Use
 from ._torch_inputs import autocast
 from .block_mask import lists_of
@@ -184,6 +185,10 @@ def _call(
 
     use = _use()
     plan, inputs = _graphs.inputs(use, variant, params, arguments)
+    if torch.compiler.is_dynamo_compiling():
+        # The op of a refusal would not run where nothing but derivatives is asked for.
+        for why in derivatives((*named.values(), out, *inputs.tensors)):
+            raise GradError(why)
     problem = _problem(named, inputs.tensors, out)
     if use == "once" and _is_transformed():
         problem = problem or _lost_transform((*values, *inputs.tensors))

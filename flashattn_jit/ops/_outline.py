@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import GradError
 from ..variants.spec import Variant
+from ._check import check_grad
 
 Outline = tuple[Any, ...]
 """A kind, and what it needs: ("tensor" | "float" | "int" | "outside", index), ("constant", x),
@@ -162,6 +164,34 @@ def made_inside(x: Any, seen: list[Any]) -> tuple[list[Any], list[Any], list[Any
     return facts, cells, defaults, slots
 
 
+def derivatives(tensors: Sequence[Any]) -> list[str]:
+    """Why a call inside of a transform of `torch.func` would lose derivatives of the tensors.
+
+    Traced code does not see that a tensor is a transform's; Dynamo's own tensors are.
+    """
+    found: list[str] = []
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look_at_tensors)
+    return found
+
+
+def _look_at_tensors(context: Any) -> None:
+    from torch._dynamo import variables
+
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    traced = [x.realize() for x in _local(context, "tensors").items]
+    try:
+        check_grad([x.as_proxy().node.meta["example_value"] for x in traced if x.is_tensor()])
+    except GradError as error:
+        _local(context, "found").items.append(variables.ConstantVariable.create(str(error)))
+
+
+def _local(context: Any, name: str) -> Any:
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+
+
 def _look_inside(context: Any) -> None:
     """Fills the lists of `made_inside`. Dynamo runs it, with access to its own variables.
 
@@ -171,12 +201,9 @@ def _look_inside(context: Any) -> None:
     """
     from torch._dynamo import variables
 
-    def local(name: str) -> Any:
-        return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
-
     constant = variables.ConstantVariable.create
-    facts = local("facts").items
-    x, seen = local("x"), local("seen").items
+    facts = _local(context, "facts").items
+    x, seen = _local(context, "x"), _local(context, "seen").items
     try:
         places = [i for i, other in enumerate(seen) if other is x]
         if places:
@@ -185,15 +212,15 @@ def _look_inside(context: Any) -> None:
             tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
             closure: Any = x.closure
             for cell in () if closure is None else closure.items:
-                local("cells").items.append(tracer.output.side_effects.load_cell(cell))
+                _local(context, "cells").items.append(tracer.output.side_effects.load_cell(cell))
             for default in (x.defaults, x.kwdefaults):
-                local("defaults").items.append(default or constant(None))
+                _local(context, "defaults").items.append(default or constant(None))
             name = TEMPLATES.of_function(x.get_code(), x.get_globals())
             facts += [constant("function"), constant(name)]
             seen.append(x)
         elif isinstance(x, variables.UserDefinedObjectVariable) and x.source is None:
             cls = x.python_type()
-            local("slots").items.extend(constant(slot) for slot in _slots(cls))
+            _local(context, "slots").items.extend(constant(slot) for slot in _slots(cls))
             name = TEMPLATES.of_object(cls)
             facts += [constant("object"), constant(name)]
             seen.append(x)
