@@ -25,7 +25,7 @@ from ..variants.modes import (
 from ..variants.spec import as_variant, is_pointwise
 from . import _check, _sites, torch_ops
 from ._outline import derivatives
-from ._sites import Use
+from ._sites import Hooks, Use
 from ._torch_inputs import autocast
 from .block_mask import lists_of
 from .paged import Paged
@@ -115,9 +115,9 @@ def flex(
         "block_mask": block_mask, "scale": scale, "enable_gqa": enable_gqa, "want_lse": want_lse,
         "want_max": want_max,
     }  # fmt: skip
-    hooks = {"score_mod": score_mod, "mask_mod": None}
+    hooks = Hooks(score_mod, None)
     if block_mask is not None and is_traced((query, key, value)):
-        hooks["mask_mod"] = block_mask.mask_mod
+        hooks = Hooks(score_mod, block_mask.mask_mod)
         lists = lists_of(block_mask)
         arguments["block_mask"] = (lists, block_mask.BLOCK_SIZE, block_mask.shape)
     named = _autocast({"query": query, "key": key, "value": value})
@@ -215,7 +215,7 @@ def _listened_to(
         call = _sites.Call(variant, dict(params), dict(arguments), None, {})
         q, k, v = named.values()
         return torch_ops.ordinary(op, q, k, v, call, out)
-    pointwise = not isinstance(variant, dict) and is_pointwise(as_variant(variant))
+    pointwise = not isinstance(variant, Hooks) and is_pointwise(as_variant(variant))
     number = _sites.once(variant, params, arguments)
     given = (*named.values(), [], torch_ops.NO_FLOATS, [], number, flags(pointwise))
     return _results(op, given, out, number)

@@ -73,6 +73,13 @@ class Plan(NamedTuple):
     pointwise: bool = False
 
 
+class Hooks(NamedTuple):
+    """What FlexAttention has for a variant."""
+
+    score_mod: Any
+    mask_mod: Any
+
+
 class Call(NamedTuple):
     """A call as its user made it. swap: see `bind`. kept: a place for the site's own use."""
 
@@ -292,10 +299,9 @@ class _MadeSite:
 
     def _made_variant(self, maker: Maker) -> Variant:
         made = maker.make(self._variant)
-        if not isinstance(made, dict):
+        if not isinstance(made, Hooks):
             return as_variant(made)
-        mask_mod = own_mask_mod(made["mask_mod"])
-        return function_variant(score_mod=made["score_mod"], mask_mod=mask_mod)
+        return function_variant(score_mod=made.score_mod, mask_mod=own_mask_mod(made.mask_mod))
 
     def is_pointwise(self, outside: Sequence[Any]) -> bool:
         """Whether the variant has no lse, as far as that can be told without its values."""

@@ -423,6 +423,8 @@ def test_wrong_hooks_raise_as_they_do_elsewhere() -> None:
         fa.TraceError, r"torch\.where",
     )  # fmt: skip
     fails(lambda q, k, v: fa.attention(q, k, v, fa.Causal), fa.VariantError, "make a variant of it")
+    for wrong in ({"a": 1}, {"score_mod": None, "mask_mod": None}):
+        fails(lambda q, k, v, x=wrong: fa.attention(q, k, v, x), fa.VariantError, "got dict")
     # What a constructor raises, Dynamo reports in words of its own.
     unknown = lambda q, k, v: fa.attention(q, k, v, fa.SlidingWindow(widow=3))  # noqa: E731
     fails(unknown, TorchDynamoException, "no param 'widow'.*did you mean")
