@@ -8,6 +8,7 @@ compiler: its parts are read here, and `_sites` puts the same thing together whe
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import types
@@ -30,6 +31,8 @@ function or object in the order of their outlines)."""
 
 _CONSTANTS = (str, bytes, type(None), type(Ellipsis), enum.Enum, torch.dtype, torch.device,
               torch.layout)  # fmt: skip
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+"""What a dict stands for: a hook reads the same of it, or there is a KeyError."""
 
 
 class Found:
@@ -102,12 +105,14 @@ def outline(x: Any, found: Found) -> Outline:
     if isinstance(x, (float, torch.SymFloat)):
         found.floats.append(x)
         return "float", len(found.floats) - 1
-    if isinstance(x, (tuple, list)):
+    kind = type(x)
+    is_named = isinstance(x, tuple) and hasattr(x, "_fields")
+    if is_named or kind in (tuple, list, torch.Size) or kind.__module__ == "torch.return_types":
         items = tuple([outline(item, found) for item in x])
-        if hasattr(x, "_fields"):
-            return "named", type(x), items
+        if is_named:
+            return "named", kind, items
         return "list" if isinstance(x, list) else "tuple", items
-    if isinstance(x, dict):
+    if kind in _DICTS:
         return "dict", tuple(x), tuple([outline(item, found) for item in x.values()])
     if torch.compiler.is_dynamo_compiling():
         return _compiled_outline(x, found)
@@ -205,11 +210,12 @@ def _look_inside(context: Any) -> None:
     facts = _local(context, "facts").items
     x, seen = _local(context, "x"), _local(context, "seen").items
     try:
+        tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        is_object = isinstance(x, variables.UserDefinedObjectVariable)
         places = [i for i, other in enumerate(seen) if other is x]
         if places:
             facts += [constant("seen"), constant(places[0])]
         elif isinstance(x, variables.NestedUserFunctionVariable):
-            tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
             closure: Any = x.closure
             for cell in () if closure is None else closure.items:
                 _local(context, "cells").items.append(tracer.output.side_effects.load_cell(cell))
@@ -218,7 +224,10 @@ def _look_inside(context: Any) -> None:
             name = TEMPLATES.of_function(x.get_code(), x.get_globals())
             facts += [constant("function"), constant(name)]
             seen.append(x)
-        elif isinstance(x, variables.UserDefinedObjectVariable) and x.source is None:
+        elif is_object and issubclass(x.python_type(), (tuple, list, dict)):
+            if x.source is None or tracer.output.side_effects.is_modified(x):
+                raise TypeError("a container of a class of its own")
+        elif is_object and x.source is None:
             cls = x.python_type()
             _local(context, "slots").items.extend(constant(slot) for slot in _slots(cls))
             name = TEMPLATES.of_object(cls)
@@ -227,9 +236,9 @@ def _look_inside(context: Any) -> None:
     except Exception as error:
         name = getattr(x, "get_name", x.python_type)()
         problem = (
-            f"{name} is made inside of the compiled function, where this version of torch "
-            f"({torch.__version__}) does not show what it holds ({type(error).__name__}: {error}); "
-            "make it outside"
+            f"{name} is made or changed inside of the compiled function, where what it holds "
+            f"cannot be read with this version of torch ({torch.__version__}; "
+            f"{type(error).__name__}: {error}); make it outside"
         )
         facts[:] = [constant("unknown"), constant(problem)]
 

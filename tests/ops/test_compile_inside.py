@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -99,6 +99,11 @@ ALIBI = fa.ALiBi(slopes=torch.linspace(0.2, 0.8, 4))
 NEAR = Near(7)
 
 
+class Row(NamedTuple):
+    step: int
+    table: Tensor
+
+
 def closure(table: Tensor, n: int) -> Any:
     def helper(score, h, gain=n, *, shift=0.5):
         return score * gain + table[h] * shift
@@ -155,6 +160,8 @@ MADE: dict[str, Callable[[Tensor, int], Any]] = {
     "containers": containers,
     "array": lambda t, n: (lambda a: lambda s, b, h, i, j: s + a[h] * n)(np.arange(4.0)),
     "computed": lambda t, n: closure(torch.exp(t) * 2, n),
+    "named tuple": lambda t, n: (lambda x: lambda s, b, h, i, j: s + x.table[h] * x[0])(Row(n, t)),
+    "result of torch": lambda t, n: (lambda x: lambda s, b, h, i, j: s + x[0] * n)(t.max(0)),
     "None": lambda t, n: (lambda x: lambda s, b, h, i, j: s * n if x is None else s + x[h])(None),
     "class": lambda t, n: fa.SlidingWindow(n),
     "class by keyword": lambda t, n: Window(window=n, slopes=t),
@@ -299,6 +306,37 @@ def test_flex_attention_with_a_block_mask_made_inside() -> None:
     for n in (9, 12, 13):
         run(*dense(), n)
     assert run.graphs <= 2
+
+
+class Doubled(dict[str, int]):
+    def __getitem__(self, key: str) -> int:
+        return 2 * dict.__getitem__(self, key)
+
+
+class Listed(list[int]):
+    def top(self) -> int:
+        return self[-1]
+
+
+LISTED = Listed([2])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: Doubled(top=n), lambda n: Listed([n]), lambda n: LISTED.append(n) or LISTED]
+)
+def test_containers_of_other_classes_are_made_outside(make: Any) -> None:
+    def call(q, k, v):
+        held = make(3)
+        return fa.attention(q, k, v, lambda s, b, h, i, j: s * held["top"])
+
+    words = (
+        "(Doubled|Listed).*made or changed inside.*container of a class of its own.*make it outside"
+    )
+    fails(call, fa.VariantError, words)
+    assert LISTED == [2]
+    Compiled(lambda q, k, v: fa.attention(q, k, v, lambda s, b, h, i, j: s * LISTED.top()))(
+        *dense()
+    )
 
 
 # --- nothing is stale ----------------------------------------------------------------------------
@@ -466,7 +504,7 @@ def test_a_dynamo_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AttributeError("no such thing")
 
     monkeypatch.setattr(_outline.TEMPLATES, "of_function", change)
-    words = r"score_mod.*made inside.*this version of torch.*no such thing.*outside"
+    words = r"score_mod.*made or changed inside.*this version of torch.*no such thing.*outside"
     bias = torch.rand(4)
     fails(lambda q, k, v: fa.attention(q, k, v, closure(bias, 3)), fa.VariantError, words)
 
