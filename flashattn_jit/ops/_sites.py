@@ -204,6 +204,8 @@ def call_site(
                 )
         found = [i for i in reached if i is not None]
         fixed, count = paths.fixed(), len(walk.tensors)
+        if use == "compiled":  # the site may outlive what the function captured
+            walk = walk.without_tensors([_shell(t) for t in walk.tensors])
         site = _MadeSite(outline, counts, walk)
         return Plan(
             _number(site, use), tuple(paths.made), tuple(found[:count]), tuple(found[count:]),
@@ -268,9 +270,7 @@ class _MadeSite:
         return Call(made.variant, params, arguments, put, self._kept)
 
     def _prototype(self, tensors: Tensors, num_floats: int, num_ints: int) -> _Prototype:
-        shells = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors
-        ]
+        shells = [_shell(t) for t in tensors]
         # Each number is another one, by which it is found again.
         floats = [_STAND_IN + i + 0.5 for i in range(num_floats)]
         ints = [_STAND_IN + num_floats + i for i in range(num_ints)]
@@ -311,6 +311,10 @@ class _MadeSite:
             return is_pointwise(self._made_variant(maker))
         except Exception:
             return False  # the run says what is wrong
+
+
+def _shell(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 # --- variants that were made before: read anew in every run --------------------------------------

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -318,6 +320,15 @@ class Listed(list[int]):
         return self[-1]
 
 
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fa.attention(q, k, v, lambda s, b, h, i, j: s + self.table[h])
+
+
 LISTED = Listed([2])
 
 
@@ -337,6 +348,18 @@ def test_containers_of_other_classes_are_made_outside(make: Any) -> None:
     Compiled(lambda q, k, v: fa.attention(q, k, v, lambda s, b, h, i, j: s * LISTED.top()))(
         *dense()
     )
+
+
+def test_a_compiled_module_can_be_collected() -> None:
+    layer = Biased()
+    q, k, v = dense()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    left = weakref.ref(layer), weakref.ref(layer.table)
+    del layer, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert left[0]() is None and left[1]() is None
 
 
 # --- nothing is stale ----------------------------------------------------------------------------
