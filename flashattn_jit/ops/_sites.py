@@ -136,7 +136,10 @@ def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[
     """The call of a site with the values of a run. Raises InputError as `local_number` does."""
     site = _sites.get(local_number(number))
     if site is None:
-        raise InputError(f"number {number} names no call of this process; make the graph again")
+        raise InputError(
+            f"number {number} names no call of this process that can run again: make the graph "
+            "again; for the recorded op of a call that has returned, call the function itself"
+        )
     return site(tensors, floats, ints)
 
 
