@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..errors import FlashAttnJitError, InputError
+from ..errors import FlashAttnJitError, GradError, InputError
 from ..variants.modes import (
     GRAD_MESSAGE,
     VMAP_MESSAGE,
@@ -24,7 +24,8 @@ from ..variants.modes import (
 )
 from ..variants.spec import as_variant, is_pointwise
 from . import _check, _sites, torch_ops
-from ._sites import Use
+from ._outline import derivatives
+from ._sites import Hooks, Use
 from ._torch_inputs import autocast
 from .block_mask import lists_of
 from .paged import Paged
@@ -114,9 +115,9 @@ def flex(
         "block_mask": block_mask, "scale": scale, "enable_gqa": enable_gqa, "want_lse": want_lse,
         "want_max": want_max,
     }  # fmt: skip
-    hooks = {"score_mod": score_mod, "mask_mod": None}
+    hooks = Hooks(score_mod, None)
     if block_mask is not None and is_traced((query, key, value)):
-        hooks["mask_mod"] = block_mask.mask_mod
+        hooks = Hooks(score_mod, block_mask.mask_mod)
         lists = lists_of(block_mask)
         arguments["block_mask"] = (lists, block_mask.BLOCK_SIZE, block_mask.shape)
     named = _autocast({"query": query, "key": key, "value": value})
@@ -184,6 +185,10 @@ def _call(
 
     use = _use()
     plan, inputs = _graphs.inputs(use, variant, params, arguments)
+    if torch.compiler.is_dynamo_compiling():
+        # The op of a refusal would not run where nothing but derivatives is asked for.
+        for why in derivatives((*named.values(), out, *inputs.tensors)):
+            raise GradError(why)
     problem = _problem(named, inputs.tensors, out)
     if use == "once" and _is_transformed():
         problem = problem or _lost_transform((*values, *inputs.tensors))
@@ -210,7 +215,7 @@ def _listened_to(
         call = _sites.Call(variant, dict(params), dict(arguments), None, {})
         q, k, v = named.values()
         return torch_ops.ordinary(op, q, k, v, call, out)
-    pointwise = not isinstance(variant, dict) and is_pointwise(as_variant(variant))
+    pointwise = not isinstance(variant, Hooks) and is_pointwise(as_variant(variant))
     number = _sites.once(variant, params, arguments)
     given = (*named.values(), [], torch_ops.NO_FLOATS, [], number, flags(pointwise))
     return _results(op, given, out, number)

@@ -8,6 +8,7 @@ compiler: its parts are read here, and `_sites` puts the same thing together whe
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import types
@@ -17,7 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import GradError
 from ..variants.spec import Variant
+from ._check import check_grad
 
 Outline = tuple[Any, ...]
 """A kind, and what it needs: ("tensor" | "float" | "int" | "outside", index), ("constant", x),
@@ -26,8 +29,10 @@ function, arguments, keywords), ("method", owner, name), ("function", index of i
 defaults, keyword defaults), ("object", index of its template, names, outlines), ("seen", index of a
 function or object in the order of their outlines)."""
 
-_CONSTANTS = (bool, str, bytes, type(None), type(Ellipsis), enum.Enum, torch.dtype, torch.device,
+_CONSTANTS = (str, bytes, type(None), type(Ellipsis), enum.Enum, torch.dtype, torch.device,
               torch.layout)  # fmt: skip
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+"""What a dict stands for: a hook reads the same of it, or there is a KeyError."""
 
 
 class Found:
@@ -89,6 +94,9 @@ def outline(x: Any, found: Found) -> Outline:
         return "tensor", len(found.tensors) - 1
     if isinstance(x, np.number):
         x = x.item()
+    if isinstance(x, (bool, torch.SymBool)):
+        # Of a flag that depends on a shape, the branch makes a constant, with a guard.
+        return ("constant", True) if x else ("constant", False)
     if isinstance(x, _CONSTANTS):
         return "constant", x
     if isinstance(x, (int, torch.SymInt)):
@@ -97,12 +105,14 @@ def outline(x: Any, found: Found) -> Outline:
     if isinstance(x, (float, torch.SymFloat)):
         found.floats.append(x)
         return "float", len(found.floats) - 1
-    if isinstance(x, (tuple, list)):
+    kind = type(x)
+    is_named = isinstance(x, tuple) and hasattr(x, "_fields")
+    if is_named or kind in (tuple, list, torch.Size) or kind.__module__ == "torch.return_types":
         items = tuple([outline(item, found) for item in x])
-        if hasattr(x, "_fields"):
-            return "named", type(x), items
+        if is_named:
+            return "named", kind, items
         return "list" if isinstance(x, list) else "tuple", items
-    if isinstance(x, dict):
+    if kind in _DICTS:
         return "dict", tuple(x), tuple([outline(item, found) for item in x.values()])
     if torch.compiler.is_dynamo_compiling():
         return _compiled_outline(x, found)
@@ -159,6 +169,34 @@ def made_inside(x: Any, seen: list[Any]) -> tuple[list[Any], list[Any], list[Any
     return facts, cells, defaults, slots
 
 
+def derivatives(tensors: Sequence[Any]) -> list[str]:
+    """Why a call inside of a transform of `torch.func` would lose derivatives of the tensors.
+
+    Traced code does not see that a tensor is a transform's; Dynamo's own tensors are.
+    """
+    found: list[str] = []
+    from torch._dynamo.comptime import comptime
+
+    comptime(_look_at_tensors)
+    return found
+
+
+def _look_at_tensors(context: Any) -> None:
+    from torch._dynamo import variables
+
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    traced = [x.realize() for x in _local(context, "tensors").items]
+    try:
+        check_grad([x.as_proxy().node.meta["example_value"] for x in traced if x.is_tensor()])
+    except GradError as error:
+        _local(context, "found").items.append(variables.ConstantVariable.create(str(error)))
+
+
+def _local(context: Any, name: str) -> Any:
+    return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+
+
 def _look_inside(context: Any) -> None:
     """Fills the lists of `made_inside`. Dynamo runs it, with access to its own variables.
 
@@ -168,38 +206,39 @@ def _look_inside(context: Any) -> None:
     """
     from torch._dynamo import variables
 
-    def local(name: str) -> Any:
-        return context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
-
     constant = variables.ConstantVariable.create
-    facts = local("facts").items
-    x, seen = local("x"), local("seen").items
+    facts = _local(context, "facts").items
+    x, seen = _local(context, "x"), _local(context, "seen").items
     try:
+        tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        is_object = isinstance(x, variables.UserDefinedObjectVariable)
         places = [i for i, other in enumerate(seen) if other is x]
         if places:
             facts += [constant("seen"), constant(places[0])]
         elif isinstance(x, variables.NestedUserFunctionVariable):
-            tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
             closure: Any = x.closure
             for cell in () if closure is None else closure.items:
-                local("cells").items.append(tracer.output.side_effects.load_cell(cell))
+                _local(context, "cells").items.append(tracer.output.side_effects.load_cell(cell))
             for default in (x.defaults, x.kwdefaults):
-                local("defaults").items.append(default or constant(None))
+                _local(context, "defaults").items.append(default or constant(None))
             name = TEMPLATES.of_function(x.get_code(), x.get_globals())
             facts += [constant("function"), constant(name)]
             seen.append(x)
-        elif isinstance(x, variables.UserDefinedObjectVariable) and x.source is None:
+        elif is_object and issubclass(x.python_type(), (tuple, list, dict)):
+            if x.source is None or tracer.output.side_effects.is_modified(x):
+                raise TypeError("a container of a class of its own")
+        elif is_object and x.source is None:
             cls = x.python_type()
-            local("slots").items.extend(constant(slot) for slot in _slots(cls))
+            _local(context, "slots").items.extend(constant(slot) for slot in _slots(cls))
             name = TEMPLATES.of_object(cls)
             facts += [constant("object"), constant(name)]
             seen.append(x)
     except Exception as error:
         name = getattr(x, "get_name", x.python_type)()
         problem = (
-            f"{name} is made inside of the compiled function, where this version of torch "
-            f"({torch.__version__}) does not show what it holds ({type(error).__name__}: {error}); "
-            "make it outside"
+            f"{name} is made or changed inside of the compiled function, where what it holds "
+            f"cannot be read with this version of torch ({torch.__version__}; "
+            f"{type(error).__name__}: {error}); make it outside"
         )
         facts[:] = [constant("unknown"), constant(problem)]
 

@@ -73,6 +73,13 @@ class Plan(NamedTuple):
     pointwise: bool = False
 
 
+class Hooks(NamedTuple):
+    """What FlexAttention has for a variant."""
+
+    score_mod: Any
+    mask_mod: Any
+
+
 class Call(NamedTuple):
     """A call as its user made it. swap: see `bind`. kept: a place for the site's own use."""
 
@@ -129,7 +136,10 @@ def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[
     """The call of a site with the values of a run. Raises InputError as `local_number` does."""
     site = _sites.get(local_number(number))
     if site is None:
-        raise InputError(f"number {number} names no call of this process; make the graph again")
+        raise InputError(
+            f"number {number} names no call of this process that can run again: make the graph "
+            "again; for the recorded op of a call that has returned, call the function itself"
+        )
     return site(tensors, floats, ints)
 
 
@@ -197,6 +207,8 @@ def call_site(
                 )
         found = [i for i in reached if i is not None]
         fixed, count = paths.fixed(), len(walk.tensors)
+        if use == "compiled":  # the site may outlive what the function captured
+            walk = walk.without_tensors([_shell(t) for t in walk.tensors])
         site = _MadeSite(outline, counts, walk)
         return Plan(
             _number(site, use), tuple(paths.made), tuple(found[:count]), tuple(found[count:]),
@@ -261,9 +273,7 @@ class _MadeSite:
         return Call(made.variant, params, arguments, put, self._kept)
 
     def _prototype(self, tensors: Tensors, num_floats: int, num_ints: int) -> _Prototype:
-        shells = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors
-        ]
+        shells = [_shell(t) for t in tensors]
         # Each number is another one, by which it is found again.
         floats = [_STAND_IN + i + 0.5 for i in range(num_floats)]
         ints = [_STAND_IN + num_floats + i for i in range(num_ints)]
@@ -292,10 +302,9 @@ class _MadeSite:
 
     def _made_variant(self, maker: Maker) -> Variant:
         made = maker.make(self._variant)
-        if not isinstance(made, dict):
+        if not isinstance(made, Hooks):
             return as_variant(made)
-        mask_mod = own_mask_mod(made["mask_mod"])
-        return function_variant(score_mod=made["score_mod"], mask_mod=mask_mod)
+        return function_variant(score_mod=made.score_mod, mask_mod=own_mask_mod(made.mask_mod))
 
     def is_pointwise(self, outside: Sequence[Any]) -> bool:
         """Whether the variant has no lse, as far as that can be told without its values."""
@@ -305,6 +314,10 @@ class _MadeSite:
             return is_pointwise(self._made_variant(maker))
         except Exception:
             return False  # the run says what is wrong
+
+
+def _shell(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 # --- variants that were made before: read anew in every run --------------------------------------

@@ -23,7 +23,7 @@ from ..variants.modes import VMAP_MESSAGE, outside_modes
 from ..variants.spec import as_variant
 from . import _sites, merge
 from ._launch import filled, like_q_strides, result_dtype
-from ._sites import Call
+from ._sites import Call, Hooks
 from .attention import run_dense
 from .block_mask import keep_states
 from .paged import Paged
@@ -84,14 +84,14 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Re
 
     hooks, given = call.variant, dict(call.arguments)
     mask = given["block_mask"]
-    if not isinstance(hooks, dict):
-        hooks = hooks.hooks()
+    if not isinstance(hooks, Hooks):
+        hooks = Hooks(*map(hooks.hooks().get, Hooks._fields))
         if mask is not None:
             # The last map of the site serves the next call, if that call has the same lists.
-            mask = given["block_mask"] = _GraphMask(hooks.get("mask_mod"), *mask)
+            mask = given["block_mask"] = _GraphMask(hooks.mask_mod, *mask)
             keep_states(mask, call.kept.get("mask"))
             call.kept["mask"] = mask
-    result, lse, max_scores = run_flex(q, k, v, hooks.get("score_mod"), swap=call.swap, **given)
+    result, lse, max_scores = run_flex(q, k, v, hooks.score_mod, swap=call.swap, **given)
     return result, filled(lse, q), filled(max_scores, q)
 
 

@@ -156,6 +156,18 @@ class Walk:
         """A copy of the root that finds `tensors` and `numbers` where it captured its own."""
         return self._build(Values(tensors, numbers))
 
+    def without_tensors(self, shells: Sequence[torch.Tensor]) -> Walk:
+        """The visit of a copy, with `shells` for tensors, that keeps no module's weights alive; or
+        this one, where that of the copy differs."""
+        values = Values(shells, self.numbers)
+        root = self._build(values)
+        for made in values.made.values():
+            if isinstance(made, torch.nn.Module):
+                made.__dict__.update(_parameters={}, _buffers={}, _modules={})
+        again = Walk(root, self.names)
+        same = (again.tensor_names, again.number_names) == (self.tensor_names, self.number_names)
+        return again if same else self
+
     def yielding(self, what: Yields) -> list[int]:
         """The locations that yield tensors or numbers, in their order."""
         return [at for at, x in enumerate(self.locations) if x.yields == what]

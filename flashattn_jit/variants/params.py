@@ -362,7 +362,8 @@ def unknown_param(
 
     text = f"{what} has no param {name!r}; "
     text += f"its params are {', '.join(known)}" if known else "it has no params"
-    near = difflib.get_close_matches(name, [*known, *options], 1, 0.6)
+    # For a single match heapq makes an object(), which stops the compiler before the error.
+    near = difflib.get_close_matches(name, [*known, *options], 2, 0.6)[:1]
     if not near:  # short names: c for cc
         near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
     if name in ("lse", "lses"):

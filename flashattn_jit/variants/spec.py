@@ -114,6 +114,7 @@ class Variant:
 
     __fajit_params__: ClassVar[dict[str, Param]] = {}
     __fajit_fields__: ClassVar[frozenset[str]] = frozenset()
+    __fajit_positional__: ClassVar[tuple[str, ...]] = ()
     __fajit_names__: ClassVar[frozenset[str]] = frozenset({*ir.USER_HOOKS, "normalizer"})
     __fajit_made_by__: ClassVar[tuple[Any, ...]]
     _shape: Any
@@ -125,8 +126,10 @@ class Variant:
             return
         params: dict[str, Param] = {}
         fields: set[str] = set()
+        annotated: dict[str, None] = {}
         for base in reversed(cls.__mro__):
             annotations = inspect.get_annotations(base)
+            annotated.update(dict.fromkeys(annotations))
             for name, value in base.__dict__.items():
                 if isinstance(value, Param):
                     params[name] = value
@@ -144,6 +147,8 @@ class Variant:
                 )
         cls.__fajit_params__ = params
         cls.__fajit_fields__ = frozenset(f for f in fields - set(params) if not f.startswith("__"))
+        known = cls.__fajit_fields__ | params.keys()
+        cls.__fajit_positional__ = tuple(n for n in annotated if n in known)
         for hook in ir.USER_HOOKS:
             _check_arity(cls, hook)
 
@@ -186,9 +191,7 @@ class Variant:
     @classmethod
     def _named_values(cls, args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
         """Positional values by name: in the order in which the classes annotate their params."""
-        known = cls.__fajit_fields__ | cls.__fajit_params__.keys()
-        annotated = (n for base in reversed(cls.__mro__) for n in inspect.get_annotations(base))
-        names = tuple(dict.fromkeys(n for n in annotated if n in known))
+        names = cls.__fajit_positional__
         if len(args) > len(names):
             raise ParamError(
                 f"{cls.__name__} takes at most {len(names)} positional values "

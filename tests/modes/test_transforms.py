@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 import flashattn_jit as fa
 from tests.modes.subjects import HOST, PLANS, Subject, subjects
@@ -153,6 +154,26 @@ def test_transforms_of_held_tensors_are_refused(run: Any) -> None:
     with pytest.raises(fa.InputError, match="vmap"):
         torch.vmap(run)(torch.stack([w, w]))
     assert torch.equal(run(w), expected)
+
+
+@pytest.mark.parametrize("name", ["attention gated", "varlen", "flex", "sdpa causal", "captured"])
+def test_derivatives_inside_of_a_compiled_function_are_refused(name: str) -> None:
+    """Whatever the backend leaves of an op of which only derivatives are used."""
+    named = {s.name: s for s in SUBJECTS}
+    x = Q
+    if name == "captured":
+        x, run = torch.linspace(0.1, 0.4, 4), _captured
+    else:
+        run = lambda q: flat(named[name].run(q, *named[name].tensors[1:]))[0]  # noqa: E731
+        x = named[name].tensors[0]
+    for derive in (
+        lambda x: torch.func.grad(lambda x: run(x).sum())(x),
+        lambda x: torch.func.vjp(run, x)[0],
+        lambda x: torch.func.jvp(run, (x,), (x,)),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(TorchDynamoException, match="GradError"):
+            torch.compile(derive, fullgraph=True, backend="eager")(x)
 
 
 def test_functionalized_calls_leave_nothing_behind() -> None:

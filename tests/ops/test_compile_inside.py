@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -99,6 +101,11 @@ ALIBI = fa.ALiBi(slopes=torch.linspace(0.2, 0.8, 4))
 NEAR = Near(7)
 
 
+class Row(NamedTuple):
+    step: int
+    table: Tensor
+
+
 def closure(table: Tensor, n: int) -> Any:
     def helper(score, h, gain=n, *, shift=0.5):
         return score * gain + table[h] * shift
@@ -155,6 +162,8 @@ MADE: dict[str, Callable[[Tensor, int], Any]] = {
     "containers": containers,
     "array": lambda t, n: (lambda a: lambda s, b, h, i, j: s + a[h] * n)(np.arange(4.0)),
     "computed": lambda t, n: closure(torch.exp(t) * 2, n),
+    "named tuple": lambda t, n: (lambda x: lambda s, b, h, i, j: s + x.table[h] * x[0])(Row(n, t)),
+    "result of torch": lambda t, n: (lambda x: lambda s, b, h, i, j: s + x[0] * n)(t.max(0)),
     "None": lambda t, n: (lambda x: lambda s, b, h, i, j: s * n if x is None else s + x[h])(None),
     "class": lambda t, n: fa.SlidingWindow(n),
     "class by keyword": lambda t, n: Window(window=n, slopes=t),
@@ -202,6 +211,32 @@ def test_flags_are_structure() -> None:
     for flag in (True, False, True):
         run(*dense(), flag)
     assert run.graphs == 2
+
+
+def test_flags_of_dynamic_shapes_are_structure() -> None:
+    def call(q, k, v):
+        is_long = q.shape[2] > 40
+        out = fa.attention(
+            q, k, v, lambda s, b, h, i, j: s * 2 if is_long else s, partial=is_long,
+            return_lse=is_long,
+        )  # fmt: skip
+        dense = fa.scaled_dot_product_attention(q, q, q, is_causal=is_long)
+        return out, dense, fa.flex_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+    run = Compiled(call, dynamic=True)
+    for q_len in (40, 50, 60, 30):
+        run(*dense(q_len=q_len))
+    assert run.graphs == 2
+
+
+def test_after_a_write_to_a_dict_from_outside() -> None:
+    cache: dict[str, Tensor] = {}
+
+    def call(q, k, v, n):
+        cache["k"] = k
+        return fa.attention(q, k, v, fa.SlidingWindow(n))
+
+    Compiled(call)(*dense(), 5)
 
 
 def test_lengths_of_the_call() -> None:
@@ -273,6 +308,58 @@ def test_flex_attention_with_a_block_mask_made_inside() -> None:
     for n in (9, 12, 13):
         run(*dense(), n)
     assert run.graphs <= 2
+
+
+class Doubled(dict[str, int]):
+    def __getitem__(self, key: str) -> int:
+        return 2 * dict.__getitem__(self, key)
+
+
+class Listed(list[int]):
+    def top(self) -> int:
+        return self[-1]
+
+
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fa.attention(q, k, v, lambda s, b, h, i, j: s + self.table[h])
+
+
+LISTED = Listed([2])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: Doubled(top=n), lambda n: Listed([n]), lambda n: LISTED.append(n) or LISTED]
+)
+def test_containers_of_other_classes_are_made_outside(make: Any) -> None:
+    def call(q, k, v):
+        held = make(3)
+        return fa.attention(q, k, v, lambda s, b, h, i, j: s * held["top"])
+
+    words = (
+        "(Doubled|Listed).*made or changed inside.*container of a class of its own.*make it outside"
+    )
+    fails(call, fa.VariantError, words)
+    assert LISTED == [2]
+    Compiled(lambda q, k, v: fa.attention(q, k, v, lambda s, b, h, i, j: s * LISTED.top()))(
+        *dense()
+    )
+
+
+def test_a_compiled_module_can_be_collected() -> None:
+    layer = Biased()
+    q, k, v = dense()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v), layer(q, k, v))
+    left = weakref.ref(layer), weakref.ref(layer.table)
+    del layer, compiled
+    torch._dynamo.reset()
+    gc.collect()
+    assert left[0]() is None and left[1]() is None
 
 
 # --- nothing is stale ----------------------------------------------------------------------------
@@ -397,7 +484,11 @@ def test_wrong_hooks_raise_as_they_do_elsewhere() -> None:
         fa.TraceError, r"torch\.where",
     )  # fmt: skip
     fails(lambda q, k, v: fa.attention(q, k, v, fa.Causal), fa.VariantError, "make a variant of it")
+    for wrong in ({"a": 1}, {"score_mod": None, "mask_mod": None}):
+        fails(lambda q, k, v, x=wrong: fa.attention(q, k, v, x), fa.VariantError, "got dict")
     # What a constructor raises, Dynamo reports in words of its own.
+    unknown = lambda q, k, v: fa.attention(q, k, v, fa.SlidingWindow(widow=3))  # noqa: E731
+    fails(unknown, TorchDynamoException, "no param 'widow'.*did you mean")
     words = "ParamError.*'table' expects 1 dims"
     fails(lambda q, k, v: fa.attention(q, k, v, Declared(q, 3)), TorchDynamoException, words)
     fails(lambda q, k, v: fa.attention(q, k, v, Window(slopes=q[:, 0, 0, 0])), fa.ParamError, "dim")
@@ -436,7 +527,7 @@ def test_a_dynamo_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AttributeError("no such thing")
 
     monkeypatch.setattr(_outline.TEMPLATES, "of_function", change)
-    words = r"score_mod.*made inside.*this version of torch.*no such thing.*outside"
+    words = r"score_mod.*made or changed inside.*this version of torch.*no such thing.*outside"
     bias = torch.rand(4)
     fails(lambda q, k, v: fa.attention(q, k, v, closure(bias, 3)), fa.VariantError, words)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn_jit as fa
 from flashattn_jit.ops import _sites
@@ -221,6 +222,22 @@ def test_the_site_of_a_call_that_is_over() -> None:
     with torch.profiler.profile():
         fa.attention(q, k, v)
     assert len(_sites._sites) == before
+
+
+def test_a_recorded_op_says_that_its_call_is_over() -> None:
+    recorded = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            recorded.append((func, args))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = dense()
+    with Recorder():
+        fa.attention(q, k, v, fa.Causal())
+    ((func, args),) = recorded
+    with pytest.raises(fa.InputError, match="has returned, call the function itself"):
+        func(*args)
 
 
 def test_every_op_has_a_schema_shapes_and_a_test_here() -> None:
