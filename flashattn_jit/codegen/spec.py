@@ -280,7 +280,8 @@ def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
     raise InputError(
         f"CUDA kernels of {compiled_target(target)} take q, k and v of one dtype, "
         f"{' or '.join(allowed)}; got q torch.{q}, k torch.{k}, v torch.{v}. "
-        f"Convert them with .to({allowed[0]}), or call on CPU tensors without a CUDA target, where float32 is supported"
+        f"Convert them with .to({allowed[0]}), or call on CPU tensors without a CUDA target, where "
+        "float32 is supported"
     )
 
 
