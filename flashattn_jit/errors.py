@@ -53,6 +53,9 @@ class CompileError(FlashAttnJitError, RuntimeError):
     log_path: str = ""
     source_path: str = ""
 
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
 
 class WarmError(CompileError):
     """Some kernels of `warm` failed, the others are there. `report` is the `WarmReport`."""
@@ -122,6 +125,10 @@ class MissingKernelError(CacheError):
     nearest: Nearest | None = None
     command: str = ""
 
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        self.layers = tuple(self.layers)
+
 
 class PackError(CacheError):
     """A pack of kernels is damaged, unsafe, or of a kind that this version cannot read."""
@@ -163,6 +170,9 @@ class EmulatorFault(EmulatorError):
     thread: int | None = None
     address: int | None = None
     allocation: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
 
 class GradError(FlashAttnJitError, RuntimeError):

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import queue
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import CompileError
 from .worker import end_session
+
+log = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0  # for a worker to end by itself
 _START = (
@@ -33,62 +37,79 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class WorkerPool(ThreadPoolExecutor):
-    """`jobs` threads, each with a process for `worker.build`, started when there is work for it.
+class WorkerPool(Executor):
+    """`jobs` processes for `worker.build`, started when there is work for them.
 
-    A process that dies fails its own task, and another takes its place for the next.
+    One that dies fails its own task, and another takes its place for the next.
     """
 
     def __init__(self, jobs: int) -> None:
-        super().__init__(jobs)
-        self._own = threading.local()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], str] | None] = queue.SimpleQueue()
         self._workers: list[_Worker] = []
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         self._stopped = False
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(jobs)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Builds a task: `submit(worker.build, task)`, nothing else."""
         assert fn.__name__ == "build" and not kwargs
         (task,) = args
-        return super().submit(self._build, str(task))
+        future: Future[T] = Future()
+        self._tasks.put((future, str(task)))
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Lets the workers end once their tasks are done, or drops what has not begun."""
-        super().shutdown(wait, cancel_futures=cancel_futures)
-        for worker in self._workers:
-            worker.close()  # all of them, before the first is waited for
-        for worker in self._workers:
-            worker.end()
-        self._workers.clear()
+        if cancel_futures:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    item = self._tasks.get_nowait()
+                    if item is not None:
+                        item[0].cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
 
     def stop(self) -> None:
         """Ends everything now: workers, their compilers, and what waits."""
-        with self._changing:
+        with self._lock:
             self._stopped = True
             for worker in self._workers:
                 worker.process.terminate()
         self.shutdown(cancel_futures=True)
 
-    def _build(self, task: str) -> Any:
-        worker: _Worker | None = getattr(self._own, "worker", None)
-        if worker is None:
-            worker = self._own.worker = self._start()
-        try:
-            return worker.ask(task)
-        except Exception:
-            self._own.worker = None
-            with self._changing:
-                self._workers.remove(worker)
-            worker.end()
-            raise
+    def _serve(self) -> None:
+        worker: _Worker | None = None
+        while (item := self._tasks.get()) is not None:
+            future, task = item
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                worker = worker or self._start()
+                future.set_result(worker.ask(task))
+            except Exception as error:
+                future.set_exception(error)
+                self._end(worker)
+                worker = None
+        self._end(worker)
 
     def _start(self) -> _Worker:
-        with self._changing:
+        with self._lock:
             if self._stopped:
                 raise CompileError("the builds were stopped")
             worker = _Worker()
             self._workers.append(worker)
             return worker
+
+    def _end(self, worker: _Worker | None) -> None:
+        if worker is not None:
+            worker.end()
+            with self._lock:
+                self._workers.remove(worker)
 
 
 class _Worker:
@@ -116,16 +137,11 @@ class _Worker:
             raise CompileError(self._epitaph())
         return json.loads(reply)
 
-    def close(self) -> None:
-        """Tells the process that there are no more tasks."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
     def end(self) -> None:
         """Waits for the process, for a while; then kills it and what it started."""
-        assert self.process.stdout is not None
-        self.close()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
             self.process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:

@@ -165,3 +165,34 @@ def test_every_public_class_is_here() -> None:
     names = [n for n in fa.__all__ if isinstance(getattr(fa, n), type)]
     missing = {n for n in names if not _is_error(getattr(fa, n))} - covered
     assert not missing
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+class Pair(fa.CompileError):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a}:{b}", first_error="c")
+
+
+ERRORS = (fa.CompileError, fa.MissingKernelError, fa.EmulatorFault, fa.WarmError)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("make", [lambda k: k("why"), lambda k: k(message="why")])
+@each_copy
+def test_errors_say_their_message(
+    kind: type[Exception],
+    make: Callable[[type[Exception]], Exception],
+    copied: Callable[[Any], Any],
+) -> None:
+    for error in (make(kind), copied(make(kind))):
+        assert (str(error), error.args) == ("why", ("why",))
+        assert vars(error) == vars(make(kind))
+
+
+def test_what_errors_hold_comes_after_their_message() -> None:
+    warm = fa.WarmError("why", {"report": 1})
+    assert str(warm) == "why" and pickle.loads(pickle.dumps(warm)).report == {"report": 1}
+    assert str(Pair(1, 2)) == "1:2" and Pair(1, 2).first_error == "c"
+    assert fa.MissingKernelError("why", layers=[]).layers == ()
