@@ -82,13 +82,9 @@ char* fajit_emulator_kernels(void* program) {
 
 char* fajit_emulator_target(void* program) { return copy(program_of(program).target()); }
 
-char* fajit_emulator_describe(void* program, const char* kernel, int64_t* local_bytes,
-                              int64_t* num_instructions) {
-  return guarded([&] {
-    const Kernel& found = program_of(program).kernel(kernel);
-    *local_bytes = static_cast<int64_t>(found.local_bytes);
-    *num_instructions = static_cast<int64_t>(found.code.size());
-  });
+char* fajit_emulator_local_bytes(void* program, const char* kernel, int64_t* bytes) {
+  return guarded(
+      [&] { *bytes = static_cast<int64_t>(program_of(program).kernel(kernel).local_bytes); });
 }
 
 char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch) {

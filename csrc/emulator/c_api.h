@@ -33,7 +33,7 @@ FAJIT_EMULATOR_API void fajit_emulator_close(void* program);
 FAJIT_EMULATOR_API void fajit_emulator_free(char* text);
 FAJIT_EMULATOR_API char* fajit_emulator_kernels(void* program);  // their names, as fields
 FAJIT_EMULATOR_API char* fajit_emulator_target(void* program);
-FAJIT_EMULATOR_API char* fajit_emulator_describe(void* program, const char* kernel,
-                                                 int64_t* local_bytes, int64_t* num_instructions);
+FAJIT_EMULATOR_API char* fajit_emulator_local_bytes(void* program, const char* kernel,
+                                                    int64_t* bytes);  // of a thread
 FAJIT_EMULATOR_API char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch);
 FAJIT_EMULATOR_API char* fajit_emulator_opcodes();  // name, types, semantics, test vector of each

@@ -44,11 +44,12 @@ class Program:
 
     def local_bytes(self, kernel: str) -> int:
         """Local memory of a thread of `kernel`. Raises EmulatorError."""
-        found, instructions = ctypes.c_int64(), ctypes.c_int64()
-        described = self._library.fajit_emulator_describe(
-            self._handle, kernel.encode(), ctypes.byref(found), ctypes.byref(instructions)
+        found = ctypes.c_int64()
+        _check(
+            self._library.fajit_emulator_local_bytes(
+                self._handle, kernel.encode(), ctypes.byref(found)
+            )
         )
-        _check(described)
         return found.value
 
     def run(

@@ -232,7 +232,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "free": (None, handle),
         "kernels": (handle, handle),
         "target": (handle, handle),
-        "describe": (handle, handle, text, number, number),
+        "local_bytes": (handle, handle, text, number),
         "run": (handle, handle, out(Launch)),
         "opcodes": (handle,),
     }
