@@ -12,7 +12,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
 from flashattn_jit.planner.tiles import Problem, choose
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 
 
 def indptr(lengths: Sequence[int]) -> Tensor:

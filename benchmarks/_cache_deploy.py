@@ -20,9 +20,10 @@ from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.deploy.warm import warm
-from flashattn_jit.jit.entry import ARTIFACT, Entry, document_digest, sha256
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.entry import ARTIFACT, Entry, sha256
+from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.store import Store
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 
 JOBS = 2
 CPU_ENTRIES = 500

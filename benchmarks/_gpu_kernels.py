@@ -17,7 +17,7 @@ from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 
 _BF16 = "bfloat16"
 

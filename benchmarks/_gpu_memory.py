@@ -25,9 +25,9 @@ from benchmarks._gpu_work import batch_for_kv, copy_bytes, decode_bytes
 from benchmarks._measure import Row, ratio
 from benchmarks._progress import say
 from flashattn_jit import _C
-from flashattn_jit.ops._launch import _launches
 from flashattn_jit.ops.batch import BatchAttention
-from flashattn_jit.ops.paged import Paged
+from flashattn_jit.ops.keys.paged import Paged
+from flashattn_jit.ops.launching.launches import _launches
 
 KV_BYTES = 1 << 30
 KV_LEN = 8192

@@ -26,10 +26,10 @@ from benchmarks._cache_folder import cache_in, variables
 from benchmarks._measure import Row, arguments, median, ratio, report
 from benchmarks._progress import say, steps
 from flashattn_jit.codegen.spec import Request, default_target
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import default, prepare_kernel
-from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 _ROOT = Path(__file__).resolve().parent.parent
 _HERD = 16

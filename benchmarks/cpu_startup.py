@@ -22,7 +22,8 @@ import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, median, report
 from benchmarks._progress import steps
 from flashattn_jit.jit.module import default
-from flashattn_jit.ops import _call, _launch
+from flashattn_jit.ops.launching import launches
+from flashattn_jit.ops.planning import calls
 from flashattn_jit.variants import binding
 
 _IMPORT = """
@@ -122,15 +123,15 @@ def memory_rows(repeats: int) -> list[Row]:
     """What each memory of a call saves: the next call without it, less a call that has it."""
     q, k, v = (torch.randn(1, 1, 1, 64) for _ in range(3))
     causal = fa.Causal()
-    _, _, forms = _call.dense_form.args
+    _, _, forms = calls.dense_form.args
     memories = {
         "plans of variants": (binding.clear,),
         "forms": (forms.clear,),
-        "requests": (_call._requests.clear,),
-        "launches": (_launch._launches.clear,),
-        "launches and kernels": (_launch._launches.clear, _launch._kernels.clear),
+        "requests": (calls._requests.clear,),
+        "launches": (launches._launches.clear,),
+        "launches and kernels": (launches._launches.clear, launches._kernels.clear),
         "launches, kernels and modules": (
-            _launch._launches.clear, _launch._kernels.clear, default.forget,
+            launches._launches.clear, launches._kernels.clear, default.forget,
         ),
     }  # fmt: skip
     rounds: dict[str, tuple[Callable[[], object], ...]] = {"none": (), **memories}

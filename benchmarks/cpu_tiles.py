@@ -17,7 +17,8 @@ import torch
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from flashattn_jit.codegen.spec import LANES, KernelSpec, TileKind, default_target, matrix_dtype
-from flashattn_jit.ops import _launch, _plan
+from flashattn_jit.ops.launching import launches
+from flashattn_jit.ops.planning import batch_plan
 from flashattn_jit.planner.tiles import few_rows, prefill_tile
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -26,24 +27,24 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 @contextlib.contextmanager
 def forced(tile_kind: TileKind, tile_q: int, tile_kv: int) -> Iterator[None]:
     """Within, every new plan uses this tile, whatever the planner would choose."""
-    choose: Callable[..., KernelSpec] = vars(_plan)["choose_rows"]
+    choose: Callable[..., KernelSpec] = vars(batch_plan)["choose_rows"]
 
     def choose_forced(*args: object, **options: object) -> KernelSpec:
         spec = choose(*args, **options)
         return replace(spec, tile_kind=tile_kind, tile_q=tile_q, tile_kv=tile_kv)
 
-    vars(_plan)["choose_rows"] = choose_forced
+    vars(batch_plan)["choose_rows"] = choose_forced
     _forget_plans()
     try:
         yield
     finally:
-        vars(_plan)["choose_rows"] = choose
+        vars(batch_plan)["choose_rows"] = choose
         _forget_plans()
 
 
 def _forget_plans() -> None:
-    _launch._launches.clear()
-    _launch._kernels.clear()
+    launches._launches.clear()
+    launches._kernels.clear()
 
 
 def compare_tiles(
@@ -58,14 +59,14 @@ def compare_tiles(
     for name, tile in tiles.items():
         with forced(*tile):
             fa.attention(q, k, v)
-            plans[name] = dict(_launch._launches)
+            plans[name] = dict(launches._launches)
             kernels = [k for plan, _ in plans[name].values() for k in plan.kernels if k is not None]
             used = [(k.spec.tile_kind, k.spec.tile_q, k.spec.tile_kv) for k in kernels]
             assert used == [tile], f"asked for {tile}, got {used}"
 
     def run(name: str) -> None:
-        _launch._launches.clear()
-        _launch._launches.update(plans[name])
+        launches._launches.clear()
+        launches._launches.update(plans[name])
         fa.attention(q, k, v)
 
     times = interleave({name: partial(run, name) for name in tiles}, rounds)

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
-from flashattn_jit.variants.bounds import Grid, MaskParams, TileRuns, tile_runs
+from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams, TileRuns, tile_runs
 from flashattn_jit.variants.params import Dims
 
 _LENGTH, _TILE = 65_536, 128

@@ -35,10 +35,10 @@ from benchmarks._measure import Row, arguments, interleave, median, ratio, repor
 from benchmarks._progress import say, steps
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import default_target, is_cuda
-from flashattn_jit.ops import _device
-from flashattn_jit.ops._plan import native_kind
+from flashattn_jit.ops.device import cuda
+from flashattn_jit.ops.planning.kernels import native_kind
 from flashattn_jit.planner.tiles import Problem, choose
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 _WORKERS, _DIM, _PAGE = 264, 128, 16
 _COUNTS = (16, 32, 64, 128, 256)
@@ -174,7 +174,7 @@ def main() -> None:
     # calls: that was up to 10 us of each plan.
     with (
         patch.object(torch, "get_num_threads", lambda: _WORKERS),
-        patch.object(_device, "EMULATED_SLOTS", _WORKERS),
+        patch.object(cuda, "EMULATED_SLOTS", _WORKERS),
     ):
         rows = time_rows(options, "emulated:sm_90") + time_rows(options, None)
         rows += growth_rows(options)

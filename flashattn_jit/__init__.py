@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from . import forwards as forwards
 from . import variants
 from ._extension import require_extension
 from ._version import __version__ as __version__
@@ -53,20 +54,20 @@ if TYPE_CHECKING:
     from .inspect.cache import cache_info, last_kernel_source
     from .inspect.doctor import doctor
     from .ops.append import append_paged_kv
+    from .ops.arguments.limits import Limits
     from .ops.attention import attention
     from .ops.batch import BatchAttention, Plan
     from .ops.cascade import CascadeAttention, CascadeLevel, cascade_levels
     from .ops.flex import flex_attention
-    from .ops.limits import Limits
+    from .ops.keys.paged import Paged
+    from .ops.keys.sparsity import BlockSparse, TokenSparse, Tree
+    from .ops.keys.storage import Ragged
     from .ops.merge import merge_states
-    from .ops.paged import Paged
     from .ops.sdpa import scaled_dot_product_attention
-    from .ops.sparsity import BlockSparse, TokenSparse, Tree
-    from .ops.storage import Ragged
     from .ops.varlen import varlen_attention
     from .variants.builtins import kv_len, kv_slot, q_len, q_row
     from .variants.library import *  # noqa: F403
-    from .variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
+    from .variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
 _CORE = {
     "attention": "ops",
@@ -76,28 +77,28 @@ _CORE = {
     "kv_slot": "variants.builtins",
     "q_len": "variants.builtins",
     "q_row": "variants.builtins",
-    "Pointwise": "variants.spec",
-    "Softmax": "variants.spec",
-    "Variant": "variants.spec",
-    "cpp": "variants.spec",
-    "scalar": "variants.spec",
-    "tensor": "variants.spec",
-    "variant": "variants.spec",
+    "Pointwise": "variants.variant",
+    "Softmax": "variants.variant",
+    "Variant": "variants.variant",
+    "cpp": "variants.variant",
+    "scalar": "variants.variant",
+    "tensor": "variants.variant",
+    "variant": "variants.variant",
 }
 """Names that are imported with the package, which registers its ops with torch."""
 
 _LAZY = {
     **_CORE,
     "BatchAttention": "ops.batch",
-    "BlockSparse": "ops.sparsity",
+    "BlockSparse": "ops.keys.sparsity",
     "CascadeAttention": "ops.cascade",
     "CascadeLevel": "ops.cascade",
-    "Limits": "ops.limits",
-    "Paged": "ops.paged",
+    "Limits": "ops.arguments.limits",
+    "Paged": "ops.keys.paged",
     "Plan": "ops.batch",
-    "Ragged": "ops.storage",
-    "TokenSparse": "ops.sparsity",
-    "Tree": "ops.sparsity",
+    "Ragged": "ops.keys.storage",
+    "TokenSparse": "ops.keys.sparsity",
+    "Tree": "ops.keys.sparsity",
     "append_paged_kv": "ops.append",
     "cascade_levels": "ops.cascade",
     "flex_attention": "ops.flex",

@@ -24,7 +24,7 @@ All variables start with FLASHATTN_JIT_.
 | FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
 | FLASHATTN_JIT_EMULATOR_COPIES | when asynchronous copies arrive in the        | `late`         |
 |                           | emulator: as `late` as waits allow, or `early`    |                |
-| FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | jit/locks.py's |
+| FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | see locks.py   |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
 | FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
 | FLASHATTN_JIT_RECORD      | file that gets the manifest of what ran, when the | none           |

@@ -61,8 +61,8 @@ def end() -> None:
 
 def _keep(own: Path, last: Path) -> None:
     from flashattn_jit.errors import CacheError
-    from flashattn_jit.jit.eviction import collect
-    from flashattn_jit.jit.store import Store
+    from flashattn_jit.jit.cache.eviction import collect
+    from flashattn_jit.jit.cache.store import Store
 
     try:
         collect(Store(own), MOST_BYTES)

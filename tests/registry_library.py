@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import flashattn_jit.variants.library as lib
-from flashattn_jit.variants.spec import Variant
+from flashattn_jit.variants.variant import Variant
 from tests.registry_case import Case, Make, Params, Shape, no_params, tags
 
 

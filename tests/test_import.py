@@ -94,7 +94,7 @@ def test_the_first_call_of_a_library_variant_executes_few_files(variant: str) ->
     """With its kernel on disk, by every function that is called in between."""
     python(FIRST_CALL.replace("{variant}", variant))  # compiles it where the cache lacks it
     files = python(FIRST_CALL.replace("{variant}", variant)).split()
-    assert "jit/store.py" in files and "jit/builder.py" not in files
+    assert "jit/cache/store.py" in files and "jit/compilation/builder.py" not in files
     assert len(files) <= MOST_FILES, "\n".join(files)
 
 

@@ -16,28 +16,38 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashattn_jit"
 
 LAYERS = (
-    ("errors", "env", "_version", "_extension", "_C"),
-    ("variants",),
+    ("errors", "env", "_version", "_extension", "_C", "late_binding", "torch_modes"),
+    ("variants.ir",),
+    ("variants.params", "variants.builtins"),
+    ("variants.interval", "variants.capture"),
+    ("variants.lower", "variants.trace"),
+    ("variants.binding",),
+    ("variants",),  # variant, reference, compose
+    ("variants.library",),
     ("codegen",),
-    ("planner", "jit"),
-    ("ops",),
-    ("deploy", "inspect", "integrations", "kv"),
-    ("cli", "__main__"),
-    ("__init__",),
+    ("planner",),
+    ("jit.cache",),
+    ("jit.compilation",),
+    ("jit",),  # module
+    ("jit.emulator",),
+    ("ops.arguments", "ops.device"),
+    ("ops.keys",),
+    ("ops.planning",),
+    ("ops.launching",),
+    ("ops.torch_ops",),
+    ("ops",),  # the calls
+    ("deploy",),
+    ("inspect",),
+    ("integrations",),
+    ("kv",),
+    ("cli",),
+    ("forwards", "__main__", "__init__"),
 )
-"""Parts of the package, lowest first: a part imports from its own layer and from lower ones."""
+"""Parts of the package, lowest first: a part imports from its own layer and from lower ones. A
+file belongs to the longest name that it begins with."""
 
-UPWARD = {("variants", "inspect"), ("variants", "ops"), ("ops", "inspect")}
-"""Imports that go up, inside a method only: what `verify`, `explain` and `plot` forward to."""
-
-CIRCULAR = {
-    *("variants.compose", "variants.reference", "variants.spec"),  # operators of `Variant`
-    # Calls go through torch ops, whose implementations are calls.
-    *("ops.torch_ops", "ops._as_op", "ops._batch_base", "ops.append", "ops.attention", "ops.flex"),
-    *("ops.merge", "ops.sdpa", "ops.varlen"),
-    *(f"inspect.{name}" for name in ("doctor", "_check_cache", "_check_machine", "_check_tools")),
-}
-"""Files that import each other in a circle, always inside of a function: none may join them."""
+MOST_FILES = 16
+"""Files in a folder, ``__init__.py`` not counted."""
 
 IMPORTED_FREELY = {"torch", "numpy", "flashattn_jit", "typing_extensions"}
 IMPORTED_WHEN_NEEDED = {
@@ -87,6 +97,13 @@ TEXT = [
 ]
 
 
+def absolute(node: ast.ImportFrom, path: Path) -> list[str]:
+    """What `from ... import` names in the file `path`, as ``package.module.name``."""
+    package = path.relative_to(ROOT).parts[:-1]
+    base = package[: len(package) - node.level + 1] if node.level else ()
+    return [".".join((*base, *filter(None, [node.module]), a.name)) for a in node.names]
+
+
 def run(*command: str) -> None:
     result = subprocess.run(
         [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
@@ -108,7 +125,6 @@ def test_mypy_strict_is_content() -> None:
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
     """(absolute module name, line, whether inside a function) of everything that a file imports."""
     tree = ast.parse(path.read_text())
-    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     inner = {
         id(node)
         for function in ast.walk(tree)
@@ -127,48 +143,66 @@ def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = list(package[: len(package) - node.level + 1]) if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
             # `from flashattn_jit import _C` imports a submodule; other names are of the module.
-            names = [
-                f"{module}.{a.name}"
-                if "." not in module or ROOT.joinpath(*module.split("."), f"{a.name}.py").is_file()
-                else module
-                for a in node.names
-            ]
+            names = [module_of(name) for name in absolute(node, path)]
         else:
             continue
         for name in names:
             yield name, node.lineno, id(node) in inner
 
 
-def part(module: str) -> str:
-    """The part of the package that a module belongs to."""
-    names = module.split(".")
-    return names[1] if len(names) > 1 else "__init__"
-
-
-def layer(name: str) -> int:
-    for i, parts in enumerate(LAYERS):
-        if name in parts:
-            return i
-    pytest.fail(f"flashattn_jit/{name} has no layer; give it one in LAYERS")
+def layer(module: str) -> int:
+    """The layer of a module of the package: that of the longest name in LAYERS that it has."""
+    name = module.removeprefix("flashattn_jit").removeprefix(".") or "__init__"
+    words = name.split(".")
+    for length in range(len(words), 0, -1):
+        for i, parts in enumerate(LAYERS):
+            if ".".join(words[:length]) in parts:
+                return i
+    pytest.fail(f"flashattn_jit.{name} has no layer; give it one in LAYERS")
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_down_only(path: Path) -> None:
-    own = part(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    for module, line, inside in imports(path):
+    """Also those inside of functions."""
+    own = module_name(path)
+    for module, line, _ in imports(path):
         if module.split(".")[0] != "flashattn_jit":
             continue
-        other = part(module)
-        if module.count(".") == 1 and not (
-            (PACKAGE / other).is_dir() or list(PACKAGE.glob(f"{other}.*"))
-        ):
-            other = "__init__"
-        if inside and (own, other) in UPWARD:
-            continue
-        assert layer(other) <= layer(own), f"{path.name}:{line}: {own} may not import {other}"
+        imported = module_of(module)
+        assert layer(imported) <= layer(own), f"{path}:{line}: {own} may not import {imported}"
+
+
+def test_nothing_private_is_imported_across_packages() -> None:
+    """A name or a file with an underscore belongs to its folder and to the folders in that."""
+    wrong = []
+    for path in PYTHON:
+        found = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom))
+        for node, name in ((n, name) for n in found for name in absolute(n, path)):
+            words = name.split(".")
+            private = [i for i, word in enumerate(words) if word.startswith("_")]
+            if words[0] != "flashattn_jit" or not private:
+                continue
+            owner = ROOT.joinpath(*words[: private[0]])
+            if not owner.is_dir():  # a module, so the name is private to its folder
+                owner = owner.parent
+            if owner not in path.parents:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_folders_hold_what_one_can_look_through() -> None:
+    for folder in sorted({path.parent for path in PYTHON}):
+        files = [path.name for path in PYTHON if path.parent == folder]
+        files = [name for name in files if name != "__init__.py"]
+        assert len(files) <= MOST_FILES, f"{folder.relative_to(ROOT)} has {len(files)} files"
+
+
+def module_of(name: str) -> str:
+    """The module that an import of ``a.b`` reads: ``a.b``, or ``a`` where b is a name in it."""
+    path = ROOT.joinpath(*name.split("."))
+    is_module = path.is_dir() or list(path.parent.glob(f"{path.name}.*"))
+    return name if is_module else name.rpartition(".")[0]
 
 
 def module_name(path: Path) -> str:
@@ -194,8 +228,7 @@ def test_files_import_each_other_in_no_circle() -> None:
         for others in reached.values():
             if middle in others:
                 others |= reached[middle]
-    circular = {name.removeprefix("flashattn_jit.") for name in modules if name in reached[name]}
-    assert circular <= CIRCULAR, sorted(circular - CIRCULAR)
+    assert not [name for name in modules if name in reached[name]]
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -239,10 +272,10 @@ READS_SOURCE = {"cli", "integrations"}
 
 
 def test_one_module_writes_source() -> None:
-    """`variants/extract.py`. Elsewhere nothing runs text, and nothing parses what was generated."""
+    """`capture/extract.py`. Elsewhere nothing runs text, and nothing parses what was generated."""
     for path in PYTHON:
         relative = path.relative_to(PACKAGE)
-        if relative.as_posix() == "variants/extract.py":
+        if relative.as_posix() == "variants/capture/extract.py":
             continue
         calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))
         names = [(n.func.id, n.lineno) for n in calls if isinstance(n.func, ast.Name)]

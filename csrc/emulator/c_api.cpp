@@ -1,4 +1,4 @@
-// The C interface of the emulator, which flashattn_jit/jit/emulator.py calls.
+// The C interface of the emulator, which flashattn_jit/jit/emulator/programs.py calls.
 #include "c_api.h"
 
 #include <cstdlib>

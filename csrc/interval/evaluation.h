@@ -50,7 +50,7 @@ struct Axis {
   int64_t tiles() const { return end <= begin ? 0 : (end - begin - 1) / tile + 1; }
 };
 
-// `TileRuns` of variants/bounds.py.
+// `TileRuns` of variants/interval/tile_runs.py.
 struct TileRuns {
   std::vector<int64_t> indptr, begin, end;
   std::vector<uint8_t> state;

@@ -1,6 +1,6 @@
 // How csrc/interval runs a mask's interval form: statement by statement, one box at a time.
 //
-//   program.cpp     reads the statements that variants/bounds_code.py writes, and checks them
+//   program.cpp     reads the statements that variants/interval/statements.py writes, and checks them
 //   functions.cpp   the functions of fajit/interval*.h, by the names that statements call them by
 //   gathers.cpp     the same of those that read a param tensor
 //   evaluation.cpp  states of boxes, as compiled `Hooks::classify` gives them
@@ -28,7 +28,7 @@ union Value {
   interval::Bits b;
 };
 
-// Registers that every program has: the box. (`INDICES` of bounds_code.py)
+// Registers that every program has: the box. (`INDICES` of interval/statements.py)
 enum : int { kB, kH, kQ, kK, kIndices };
 
 // Where a gather looks: the slots of its tensor and of its lo table (-1: none), the dim it scans.
@@ -96,7 +96,7 @@ Operation::Run searchsorted(const std::string& dtype, bool right);
 // Whether one of the clauses holds.
 bool run_any(const std::vector<Block>& clauses, Frame& frame);
 
-// A mask's interval form: `Code` of bounds_code.py, whose names these are. Whatever is asked of it
+// A mask's interval form: `Code` of interval/statements.py, whose names these are. Whatever is asked of it
 // stays within its registers, its tensors and its scalars. Immutable.
 struct Program {
   // tensors: (dtype, rank) of each param; `num_tables` pairs of lo and hi tables follow them in a

@@ -11,8 +11,8 @@ import click
 
 from .. import env
 from ..errors import CacheError
-from ..jit.entry import CorruptEntryError
-from ..jit.store import Store
+from ..jit.cache.entry import CorruptEntryError
+from ..jit.cache.store import Store
 from . import exit_codes, output
 from .app import Group
 from .entries import SHOWN_KEY, Listed, find, kernel_words, listed, spec_of, variant_words
@@ -20,7 +20,7 @@ from .options import KeyType, SizeType, SpecType, keys_option, targets_option
 
 if TYPE_CHECKING:
     from ..inspect.lookup import LookUp
-    from ..jit.eviction import Collected
+    from ..jit.cache.eviction import Collected
 
 
 @click.group("cache", cls=Group, short_help="List, check, shrink and share the kernel cache.")
@@ -131,7 +131,7 @@ def gc(max_bytes: int | None, dry_run: bool) -> None:
     Kernels that a process of this user has loaded stay, and so do those just made. What killed
     builds and corrupt entries left behind goes too.
     """
-    from ..jit.eviction import collect
+    from ..jit.cache.eviction import collect
 
     limit = env.cache_max_bytes() if max_bytes is None else max_bytes
     if limit is None:
@@ -143,8 +143,8 @@ def gc(max_bytes: int | None, dry_run: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def clear(yes: bool) -> None:
     """Remove every kernel of the user's folder that no process has loaded, and the emulator."""
-    from ..jit.emulator_library import FOLDER
-    from ..jit.eviction import collect
+    from ..jit.cache.eviction import collect
+    from ..jit.emulator.library import FOLDER
 
     store = Store(env.cache_dir())
     count = sum(1 for _ in store.entries())
@@ -169,7 +169,7 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
     URL is anything that fsspec writes: s3://bucket/kernels, file:///mnt/kernels. What lies there
     already stays as it is. Everyone who may write to URL decides code that its readers run.
     """
-    from ..jit import remote
+    from ..jit.cache import remote
 
     store = Store(env.cache_dir())
     wanted = {find(prefix)[0].key for prefix in keys}
@@ -200,7 +200,7 @@ def explain(first: str, second: str | None) -> None:
     input), or a spec as JSON text, such as the message of a miss prints.
     """
     from ..inspect.lookup import look_up
-    from ..jit.misses import differences
+    from ..jit.cache.misses import differences
     from .specs import read, read_one
 
     if second is None:

@@ -13,10 +13,10 @@ import click
 
 from ..codegen.spec import tile_words
 from ..errors import CacheError, InputError
-from ..jit.entry import META, Entry
-from ..jit.layers import FolderLayer, local_layers
-from ..jit.pack_file import PackedEntry
-from ..jit.store import Store
+from ..jit.cache.entry import META, Entry
+from ..jit.cache.layers import FolderLayer, local_layers
+from ..jit.cache.pack_file import PackedEntry
+from ..jit.cache.store import Store
 
 SHOWN_KEY = 16
 """Digits of a key that lists show; a key may be given by any beginning that is unique."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import click
 
 from .. import errors
-from ..jit.entry import CorruptEntryError
+from ..jit.cache.entry import CorruptEntryError
 
 
 @dataclass(frozen=True, slots=True)

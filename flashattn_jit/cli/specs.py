@@ -10,9 +10,9 @@ from ..codegen.document import spec_from_document
 from ..codegen.spec import AnySpec
 from ..deploy.manifest import lines_at
 from ..errors import InputError
-from ..jit.toolchain import key_of
+from ..jit.compilation.toolchain import key_of
 from ..planner.tiles import request_of
-from ..variants.ir import fitting_name
+from ..variants.ir.ir import fitting_name
 from .entries import find
 from .variant_names import is_file
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from ..variants.spec import Variant
+    from ..variants.variant import Variant
 
 _PLACE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d, ]*)\]")
@@ -80,7 +80,7 @@ def params_of(variant: Variant, given: Iterable[tuple[str, Any]]) -> dict[str, A
 
 def _made(found: Any, text: str) -> Variant:
     """A variant from a variant, a class without required arguments, or a bare mod."""
-    from ..variants.spec import as_variant
+    from ..variants.variant import as_variant
 
     if isinstance(found, type) or found in _makers():
         try:
@@ -98,7 +98,7 @@ def _makers() -> tuple[Any, ...]:
 
 
 def _value(node: ast.expr, text: str) -> Any:
-    from ..variants.spec import Variant
+    from ..variants.variant import Variant
 
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         if node.value.id in ("fa", "flashattn_jit"):

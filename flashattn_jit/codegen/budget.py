@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..variants.ir import ROW_HOOKS, VariantIR
-from ..variants.lower_row import lower_cuda
+from ..variants.ir.ir import ROW_HOOKS, VariantIR
+from ..variants.lower.row import lower_cuda
 from .spec import KernelSpec, compiled_target
 
 WARP = 32

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from ..errors import ManifestError
-from ..variants.ir import ROW_HOOKS, Node, VariantIR, canonical_json
-from ..variants.ir_check import (
+from ..variants.ir.document import (
     check_name,
     choice,
     fail,
@@ -24,6 +23,7 @@ from ..variants.ir_check import (
     show,
     variant_from_document,
 )
+from ..variants.ir.ir import ROW_HOOKS, Node, VariantIR, canonical_json
 from .spec import (
     CPU_TARGETS,
     CUDA_TARGETS,

@@ -8,8 +8,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..env import templates_dir
 from ..errors import InputError
-from ..variants.bounds_simplify import range_tables
-from ..variants.lower import lower_hooks
+from ..variants.interval.simplify import range_tables
+from ..variants.lower.hooks import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
 from .spec import LANES, AnySpec, KernelSpec, UtilitySpec, has_amx, is_cuda, matrix_dtype
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import _C, env
 from ..errors import EnvironmentVariableError, InputError, TargetError
-from ..variants.ir import VariantIR, canonical_json, fitting_name, variant_to_json
+from ..variants.ir.ir import VariantIR, canonical_json, fitting_name, variant_to_json
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import InputError, PackError
-from ..jit.store import fsync
+from ..jit.cache.store import fsync
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from ..codegen.document import Line, line_of
 from ..variants import library as lib
-from ..variants.spec import Variant
+from ..variants.variant import Variant
 from .manifest import merged
 from .structures import parse_dtypes, parse_head_dims, specs_of
 from .targets import parse_targets

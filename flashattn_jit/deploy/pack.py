@@ -15,12 +15,12 @@ from typing import Any
 from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import PackError
-from ..jit.entry import META, sha256
-from ..jit.layers import Found, entries_of, found_in_folder
-from ..jit.pack_file import folder_name, write_archive
-from ..jit.remote import layers
-from ..jit.store import Store
-from ..jit.toolchain import key_of
+from ..jit.cache.entry import META, sha256
+from ..jit.cache.layers import Found, entries_of, found_in_folder
+from ..jit.cache.pack_file import folder_name, write_archive
+from ..jit.cache.remote import layers
+from ..jit.cache.store import Store
+from ..jit.compilation.toolchain import key_of
 from ..planner.tiles import requests_of
 from .files import checked_path, replacing
 from .report import kernel_words

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from ..errors import PackError
-from ..jit.layers import machine_name
+from ..jit.cache.layers import machine_name
 
 # What every manylinux policy allows, and libgomp.so.1, which torch brings under that name.
 _ALLOWED = frozenset(

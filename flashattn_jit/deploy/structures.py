@@ -15,14 +15,14 @@ import torch
 
 from ..codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
 from ..errors import FlashAttnJitError, InputError, ParamError
-from ..ops._batch_params import stand_in
+from ..ops.planning.batch_params import stand_in
 from ..planner.reachable import FORMATS, reachable, utilities
 from ..variants import library
 from ..variants.binding import Bound, bind
 from ..variants.compose import present_hooks
-from ..variants.ir import VariantIR, unscaled_integers
+from ..variants.ir.ir import VariantIR, unscaled_integers
 from ..variants.params import MISSING, Dims
-from ..variants.spec import Variant, as_variant
+from ..variants.variant import Variant, as_variant
 from .compositions import compositions
 
 Dtypes = tuple[str, str, str]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from .. import env
 from ..errors import PackError
-from ..jit.entry import META, CorruptEntryError
-from ..jit.pack_file import PackedEntry, PackFile
-from ..jit.store import Store
+from ..jit.cache.entry import META, CorruptEntryError
+from ..jit.cache.pack_file import PackedEntry, PackFile
+from ..jit.cache.store import Store
 from .files import checked_path
 from .pack import target_of
 from .targets import parse_targets

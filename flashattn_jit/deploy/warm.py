@@ -19,10 +19,10 @@ from typing import Any
 from .. import env
 from ..codegen.spec import AnySpec, KernelSpec, is_cuda, name_of
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
-from ..jit import toolchain
+from ..jit.cache.store import Store
+from ..jit.compilation import toolchain
+from ..jit.compilation.toolchain import find_compiler
 from ..jit.module import find_prepared
-from ..jit.store import Store
-from ..jit.toolchain import find_compiler
 from ..planner.tiles import request_of, requests_of
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display

@@ -23,11 +23,11 @@ from typing import IO, Any
 
 from .._version import __version__
 from ..errors import InputError
-from ..jit import nvcc, toolchain
-from ..jit.entry import ARTIFACT
-from ..jit.installed import GROUP, PACK
-from ..jit.layers import Found
-from ..jit.pack_file import EARLIEST, write_archive
+from ..jit.cache.entry import ARTIFACT
+from ..jit.cache.installed_packs import GROUP, PACK
+from ..jit.cache.layers import Found
+from ..jit.cache.pack_file import EARLIEST, write_archive
+from ..jit.compilation import nvcc, toolchain
 from .files import checked_path, replacing
 from .pack import (
     PackReport,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ..errors import CompileError, FlashAttnJitError
 
 if TYPE_CHECKING:
-    from ..jit.layers import Found
+    from ..jit.cache.layers import Found
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
 
@@ -75,10 +75,10 @@ def build(task: str) -> Result:
     not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
     from ..codegen.document import spec_from_document
-    from ..jit.layers import entries_of
+    from ..jit.cache.layers import entries_of
+    from ..jit.cache.remote import layers
+    from ..jit.compilation.toolchain import key_of
     from ..jit.module import prepare_kernel
-    from ..jit.remote import layers
-    from ..jit.toolchain import key_of
     from ..planner.tiles import requests_of
 
     begin = time.perf_counter()

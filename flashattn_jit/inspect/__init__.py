@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .cache import CacheInfo, cache_info, last_kernel_source
 
 if TYPE_CHECKING:
-    from .explanation import Explanation, explain
-    from .verification import VerifyReport, verify
+    from .explanation.explanation import Explanation, explain
+    from .verification.verification import VerifyReport, verify
 
 __all__ = [
     "CacheInfo",
@@ -24,10 +24,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Explanation": "explanation",
-    "explain": "explanation",
-    "VerifyReport": "verification",
-    "verify": "verification",
+    "Explanation": "explanation.explanation",
+    "explain": "explanation.explanation",
+    "VerifyReport": "verification.verification",
+    "verify": "verification.verification",
 }
 
 

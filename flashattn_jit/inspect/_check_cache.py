@@ -15,12 +15,12 @@ from ..codegen.document import spec_from_document
 from ..codegen.spec import default_target
 from ..env import format_bytes
 from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
-from ..jit.entry import CorruptEntryError
-from ..jit.installed import installed_packs
-from ..jit.locks import candidates, not_ours
-from ..jit.pack_file import PackFile
-from ..jit.remote import public_url, unreadable
-from ..jit.store import Store
+from ..jit.cache.entry import CorruptEntryError
+from ..jit.cache.installed_packs import installed_packs
+from ..jit.cache.locks import candidates, not_ours
+from ..jit.cache.pack_file import PackFile
+from ..jit.cache.remote import public_url, unreadable
+from ..jit.cache.store import Store
 from ..planner.tiles import request_of
 from ._file_systems import FileSystem, file_system
 from .doctor import Check, error, named, ok, warning
@@ -232,7 +232,7 @@ def _pack(path: Path, of: str = "") -> Iterator[Check]:
 
 def _is_stale(pack: PackFile) -> bool:
     """Whether this version would not look for a pack's first kernel by the key that it has."""
-    from ..jit.toolchain import key_of
+    from ..jit.compilation.toolchain import key_of
 
     for entry in pack.entries():
         spec = dict(entry.meta["document"]).get("spec", "")

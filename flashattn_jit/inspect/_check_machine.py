@@ -13,8 +13,8 @@ import torch
 from .. import env
 from ..codegen.spec import cuda_target, default_target, host_target
 from ..errors import EnvironmentVariableError, TargetError
-from ..jit.layers import driver_version
-from ..planner.machines import host_hardware
+from ..jit.cache.layers import driver_version
+from ..planner.roofline import host_hardware
 from .doctor import Check, error, named, ok, warning
 
 LEAST_TORCH = (2, 11)

@@ -15,9 +15,9 @@ import torch
 
 from .. import env
 from ..errors import EnvironmentVariableError
-from ..jit import nvcc
-from ..jit.layers import driver_version, oldest_driver, too_old
-from ..jit.toolchain import ask_version, cxx_words, find_compiler, missing_cxx
+from ..jit.cache.layers import driver_version, oldest_driver, too_old
+from ..jit.compilation import nvcc
+from ..jit.compilation.toolchain import ask_version, cxx_words, find_compiler, missing_cxx
 from ._check_machine import driver_words
 from .doctor import Check, error, ok, warning
 
@@ -88,9 +88,9 @@ def cxx() -> Check:
 @_unless_never
 def ninja() -> Check:
     """Ninja, which torch's extension builder runs."""
-    from ..jit.driver import _ninja_dir
+    from ..jit.compilation.compile_job import ninja_dir
 
-    path = os.pathsep.join(filter(None, (_ninja_dir(), os.environ.get("PATH", ""))))
+    path = os.pathsep.join(filter(None, (ninja_dir(), os.environ.get("PATH", ""))))
     found = shutil.which("ninja", path=path)
     if found is None:
         return error("not found", "pip install ninja")

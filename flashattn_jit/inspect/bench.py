@@ -21,10 +21,10 @@ from ..errors import InputError
 from ..ops.attention import attention
 from ..variants.library import Causal, Full
 from ..variants.params import Dims
-from ..variants.spec import Variant
-from ._dims import complete_dims, shapes
-from ._table import si, table
-from .explanation import explain
+from ..variants.variant import Variant
+from .dims import complete_dims, shapes
+from .explanation.explanation import explain
+from .table import si, table
 
 _REFERENCE_ROUNDS = 3
 _REFERENCE_BYTES = 2**30

@@ -10,9 +10,9 @@ from pathlib import Path
 from .. import env
 from ..env import format_bytes
 from ..jit import module as _module
-from ..jit.entry import ARTIFACT, META
+from ..jit.cache.entry import ARTIFACT, META
+from ..jit.cache.remote import layers
 from ..jit.module import KernelSource
-from ..jit.remote import layers
 
 
 @dataclass(frozen=True, slots=True)

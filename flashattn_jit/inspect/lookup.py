@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import Nearest, Searched
-from ..jit.entry import KernelKey
-from ..jit.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
-from ..jit.misses import build_command, nearest_in
-from ..jit.remote import layers
-from ..jit.store import Store
-from ..jit.toolchain import find_compiler, identify, key_of
+from ..jit.cache.keys import KernelKey
+from ..jit.cache.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
+from ..jit.cache.misses import build_command, nearest_in
+from ..jit.cache.remote import layers
+from ..jit.cache.store import Store
+from ..jit.compilation.toolchain import find_compiler, identify, key_of
 from ..planner.tiles import requests_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashattn_jit.errors import InputError
-from flashattn_jit.variants.spec import Variant, variant
+from flashattn_jit.variants.variant import Variant, variant
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -37,7 +37,7 @@ from flashattn_jit.variants.builtins import q_row
 from flashattn_jit.variants.library.biases import AdditiveBias, SoftCap
 from flashattn_jit.variants.library.masks import Causal, Full
 from flashattn_jit.variants.library.normalizers import Sink
-from flashattn_jit.variants.spec import Variant, tensor
+from flashattn_jit.variants.variant import Variant, tensor
 
 _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 

@@ -26,11 +26,8 @@ from typing import Generic, Literal, TypeVar
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import AbiError, CacheError, CompileError, Searched, TargetError
-from flashattn_jit.jit import toolchain
-from flashattn_jit.jit.builder import Builder, BuildFunction, Obtained, Wanted
-from flashattn_jit.jit.driver import Compiler
-from flashattn_jit.jit.entry import ARTIFACT, CompilerIdentity, CorruptEntryError
-from flashattn_jit.jit.layers import (
+from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, CorruptEntryError
+from flashattn_jit.jit.cache.layers import (
     Counters,
     Found,
     Layer,
@@ -41,11 +38,14 @@ from flashattn_jit.jit.layers import (
     unfit_target,
     user_layer,
 )
-from flashattn_jit.jit.locks import build_lock
-from flashattn_jit.jit.misses import fault_of, missing_kernel, nearest_in
-from flashattn_jit.jit.nvcc import PTX
-from flashattn_jit.jit.remote import remote_layers
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.locks import build_lock
+from flashattn_jit.jit.cache.misses import fault_of, missing_kernel, nearest_in
+from flashattn_jit.jit.cache.remote import remote_layers
+from flashattn_jit.jit.cache.store import Store
+from flashattn_jit.jit.compilation import toolchain
+from flashattn_jit.jit.compilation.builder import Builder, BuildFunction, Obtained, Wanted
+from flashattn_jit.jit.compilation.compile_job import Compiler
+from flashattn_jit.jit.compilation.nvcc import PTX
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The ops that users call, registered with torch. `flex`, `sdpa`, `paged` and `append` are
 imported on first use."""
 
-from . import torch_ops as torch_ops
+from . import op_implementations as op_implementations
 from .attention import attention
 from .merge import merge_states
 from .varlen import varlen_attention

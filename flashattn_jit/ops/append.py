@@ -10,13 +10,14 @@ import torch
 from .. import _C
 from ..codegen.spec import UtilitySpec, compiled_target, on_cpu, place_utility
 from ..errors import InputError
-from ..variants.modes import is_direct
-from . import _check
-from ._call import host_array
-from ._device import LaunchTensors
-from ._utility import UtilityWork, addresses, layouts, run_utility
-from .paged import PAGE_SIZE_RULE, Paged
-from .storage import Stored, check_pages, read_storage
+from ..torch_modes import is_direct
+from .arguments import checks
+from .arguments.offsets import host_array
+from .device.cuda import LaunchTensors
+from .keys.paged import PAGE_SIZE_RULE, Paged
+from .keys.storage import Stored, check_pages, read_storage
+from .launching.utility import UtilityWork, addresses, layouts, run_utility
+from .torch_ops import as_op
 
 _ITEM_TOKENS = 16
 _UNIT_BYTES = 16
@@ -63,9 +64,7 @@ def append_paged_kv(
     """
     given = (k, v, k_pages, v_pages)
     if torch.compiler.is_dynamo_compiling() or not is_direct(*given):
-        from ._as_op import append
-
-        append(*given, q_indptr, paged, target)
+        as_op.append(run_append, *given, q_indptr, paged, target)
     else:
         run_append(*given, q_indptr, paged, target)
 
@@ -88,8 +87,8 @@ def run_append(
             f"num_tokens={k.shape[0]} and num_kv_heads={k.shape[1]}"
         )
     tensors = {"k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages}
-    _check.check_devices(tensors)
-    _check.check_grad(tuple(tensors.values()))
+    checks.check_devices(tensors)
+    checks.check_grad(tuple(tensors.values()))
     if k_pages.numel() and k_pages.data_ptr() == v_pages.data_ptr():
         raise InputError("k_pages and v_pages start at the same entry: keys would be overwritten")
     for name, new in (("k", k), ("v", v)):
@@ -98,14 +97,14 @@ def run_append(
                 raise InputError(f"{name} lies in the memory of {label}; pass {name}.clone()")
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
-    size = _check.check_int("page_size", paged.page_size, 1, rule=PAGE_SIZE_RULE)
+    size = checks.check_int("page_size", paged.page_size, 1, rule=PAGE_SIZE_RULE)
     for name, cache in (("k_pages", k_pages), ("v_pages", v_pages)):
         if cache.shape[1] != size:
             raise InputError(f"{name} has page_size={cache.shape[1]}, but paged {size}")
     num_pages = k_pages.shape[0]
     if num_pages != v_pages.shape[0]:
         raise InputError(f"v_pages has num_pages={v_pages.shape[0]}, but k_pages has {num_pages}")
-    if num_pages > _check.INT32_MAX:
+    if num_pages > checks.INT32_MAX:
         raise InputError(f"num_pages={num_pages} does not fit 32 bits")
     rows, held_rows = host_array("q_indptr", q_indptr)
     stored = read_storage(paged, k.device)
@@ -138,7 +137,7 @@ def run_append(
 
 def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
     for label, tensor, rank in ((name, new, 3), (f"{name}_pages", cache, 4)):
-        _check.check_readable(label, tensor)
+        checks.check_readable(label, tensor)
         if tensor.dim() != rank:
             layout = "[num_tokens, num_kv_heads, head_dim]"
             if rank == 4:
@@ -150,7 +149,7 @@ def _check_pair(name: str, new: torch.Tensor, cache: torch.Tensor) -> None:
             raise InputError(
                 f"{label}'s last dim must be contiguous, its stride is {tensor.stride(-1)}"
             )
-        _check.check_not_lazy(label, tensor)
+        checks.check_not_lazy(label, tensor)
     if new.dtype != cache.dtype:
         raise InputError(
             f"{name} has dtype {new.dtype}, but {name}_pages {cache.dtype}; convert it first"

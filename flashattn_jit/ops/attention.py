@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..torch_modes import is_direct
 from ..variants.binding import Swap
-from ..variants.modes import is_direct
-from ..variants.spec import Variant, as_variant
-from ._call import Offset, dense_form, dense_requests
-from ._launch import attend
+from ..variants.variant import Variant, as_variant
+from .arguments.offsets import Offset
+from .launching.launches import attend
+from .planning.calls import dense_form, dense_requests
+from .torch_ops import as_op
 
 
 def attention(
@@ -79,13 +81,11 @@ def attention(
     for host in (kv_len, q_offset):
         direct = direct and (type(host) is torch.Tensor or not isinstance(host, torch.Tensor))
     if not direct:
-        from ._as_op import states
-
         arguments = {
             "scale": scale, "q_offset": q_offset, "kv_len": kv_len, "return_lse": return_lse,
             "partial": partial, "target": target,
         }  # fmt: skip
-        return states("attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
+        return as_op.states("attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
     result, lse = run_dense(
         q, k, v, as_variant(variant), params, scale=scale, q_offset=q_offset, kv_len=kv_len,
         return_lse=return_lse, partial=partial, out=out, target=target, direct=direct,

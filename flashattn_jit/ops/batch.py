@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from ..variants.modes import on_host
-from ._batch_base import BatchBase
+from ..torch_modes import on_host
 from .attention import Offset
+from .batch_base import BatchBase
+from .keys.sparsity import Sparsity
+from .keys.storage import Storage
 from .plan import Plan
-from .sparsity import Sparsity
-from .storage import Storage
 
 
 class BatchAttention(BatchBase):

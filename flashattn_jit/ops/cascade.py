@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..errors import InputError, VariantError
+from ..torch_modes import on_host
 from ..variants.binding import Bound
-from ..variants.ir import keys_read_request
-from ..variants.modes import on_host
-from ._batch_base import BatchBase, Level
-from ._call import host_array
-from ._level_pages import in_cache_pages
-from ._plan import Batch
-from ._prefixes import shared_prefixes
+from ..variants.ir.ir import keys_read_request
+from .arguments.offsets import host_array
 from .attention import Offset
-from .paged import Paged
+from .batch_base import BatchBase, Level
+from .keys.level_pages import in_cache_pages
+from .keys.paged import Paged
+from .keys.prefixes import shared_prefixes
+from .keys.storage import Storage, read_storage
 from .plan import Plan
-from .storage import Storage, read_storage
+from .planning.batch_plan import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

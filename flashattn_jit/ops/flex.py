@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from ..torch_modes import is_direct
 from ..variants.binding import Swap
-from ..variants.modes import is_direct
-from ..variants.spec import FULL, Dims, Variant, variant
-from . import _check, _torch_inputs
-from ._call import dense_form, dense_requests
+from ..variants.variant import FULL, Dims, Variant, variant
+from .arguments import checks, torch_inputs
 from .attention import run_dense
-from .block_mask import Blocks, check_mask_device, read_block_mask
+from .keys.block_mask import Blocks, check_mask_device, read_block_mask
+from .planning.calls import dense_form, dense_requests
+from .torch_ops import as_op
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
@@ -86,9 +87,7 @@ def flex_attention(
     want_max = return_aux is not None and bool(return_aux.max_scores)
     run: Callable[..., Any] = functools.partial(run_flex, direct=True)
     if torch.compiler.is_dynamo_compiling() or not is_direct(query, key, value):
-        from ._as_op import flex
-
-        run = flex
+        run = as_op.flex
     out, lse, max_scores = run(
         query, key, value, score_mod, block_mask, scale, enable_gqa, want_lse, want_max
     )
@@ -113,7 +112,7 @@ def run_flex(
     direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(out, lse or None, max_scores or None) of `flex_attention`. swap, direct: see `run_dense`."""
-    q, k, v = _torch_inputs.prepare(query, key, value, bool(direct))
+    q, k, v = torch_inputs.prepare(query, key, value, bool(direct))
     dims = _check_flex(q, k, v, block_mask, enable_gqa)
     _check_mod(score_mod)
     if k.shape[0] != dims.batch:
@@ -207,7 +206,7 @@ def _max_scores(
     """
     v = q.new_zeros(1).expand(*k.shape[:3], 1)
     if score_mod is None:
-        scale = _check.check_scale(scale, q.shape[-1]) * _SHARPNESS
+        scale = checks.check_scale(scale, q.shape[-1]) * _SHARPNESS
     else:
         score_mod = sharpened(score_mod)
     _, lse = _run(q, k, v, score_mod, blocks, scale, True, swap)

@@ -9,8 +9,9 @@ import torch
 from .. import _C
 from ..codegen.spec import on_cpu, place_utility
 from ..errors import InputError
-from ..variants.modes import is_direct
-from . import _check
+from ..torch_modes import is_direct
+from .arguments import checks
+from .torch_ops import as_op
 
 
 def merge_states(
@@ -63,13 +64,11 @@ def merge_states(
                 f"lses[{i}] is {list(lse.shape)}, but outs have rows {list(first.shape[:-1])}"
             )
     named = {f"outs[{i}]": t for i, t in enumerate(outs)}
-    _check.check_devices(named | {f"lses[{i}]": t for i, t in enumerate(lses or ())})
-    _check.check_grad([*outs, *(lses or ())])
+    checks.check_devices(named | {f"lses[{i}]": t for i, t in enumerate(lses or ())})
+    checks.check_grad([*outs, *(lses or ())])
     given = list(lses or ())
     if torch.compiler.is_dynamo_compiling() or not is_direct(*outs, *given):
-        from . import _as_op
-
-        out, lse = _as_op.merge(outs, given, target)
+        out, lse = as_op.merge(outs, given, target)
     else:
         out, lse = merge(outs, given, target=target)
     return out, lse if lses is not None else None
@@ -77,7 +76,7 @@ def merge_states(
 
 def _states(name: str, states: object) -> list[torch.Tensor]:
     if isinstance(states, torch.Tensor):  # states along its first dim
-        _check.check_readable(name, states)
+        checks.check_readable(name, states)
         if states.dim() == 0:
             raise InputError(f"{name} must be a sequence of tensors, got a tensor without dims")
     if not isinstance(states, Iterable):
@@ -86,7 +85,7 @@ def _states(name: str, states: object) -> list[torch.Tensor]:
 
 
 def _check_state(name: str, tensor: torch.Tensor) -> None:
-    _check.check_readable(name, tensor)
+    checks.check_readable(name, tensor)
     if tensor.dtype != torch.float32 or tensor.device.type not in ("cpu", "cuda"):
         raise InputError(
             f"{name} must be float32 on cpu or cuda (a partial state), got {tensor.dtype} on "
@@ -100,9 +99,9 @@ def merge(
     """The op's implementation; shapes are checked by `merge_states`."""
     target = place_utility(outs[0], target)
     if not on_cpu(target):
-        from . import _merge_device
+        from .launching import merge_device
 
-        return _merge_device.merge(outs, lses, target)
+        return merge_device.merge(outs, lses, target)
     out = torch.empty(outs[0].shape, dtype=torch.float32, device="cpu")
     lse = torch.empty(outs[0].shape[:-1] if lses else 0, dtype=torch.float32, device="cpu")
     outs = [o if o.stride(-1) == 1 else o.contiguous() for o in outs]

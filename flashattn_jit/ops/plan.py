@@ -6,7 +6,8 @@ from os import PathLike
 from typing import NoReturn
 
 from ..errors import InputError
-from ._batch_run import Planned
+from ..late_binding import upper
+from .launching.batch_run import Planned
 
 
 class Plan:
@@ -26,18 +27,14 @@ class Plan:
 
     def explain(self) -> str:
         """What was chosen, why, and how the work is balanced, as a text of tables."""
-        from ..inspect.batch import explain_plan
-
-        return explain_plan(self._planned)
+        return upper("explain_plan")(self._planned)  # type: ignore[no-any-return]
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the timeline of the workers to an image; its format follows the name's ending.
 
         Raises InputError where matplotlib is missing or cannot write this format.
         """
-        from ..inspect.batch_plot import plot_plan
-
-        plot_plan(self._planned, path)
+        upper("plot_plan")(self._planned, path)
 
     def __reduce__(self) -> NoReturn:
         raise InputError(

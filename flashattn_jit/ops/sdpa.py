@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..errors import InputError, TorchInputError
+from ..torch_modes import is_direct
 from ..variants.library.masks import Causal, Full
-from ..variants.modes import is_direct
-from ..variants.spec import Variant, tensor
-from . import _torch_inputs
-from ._check import check_readable, shown
+from ..variants.variant import Variant, tensor
+from .arguments import torch_inputs
+from .arguments.checks import check_readable, shown
 from .attention import run_dense
+from .torch_ops import as_op
 
 _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
 
@@ -85,9 +86,7 @@ def scaled_dot_product_attention(
         >>> out = fa.scaled_dot_product_attention(q, k, v, is_causal=True)
     """
     if torch.compiler.is_dynamo_compiling() or not is_direct(query, key, value):
-        from ._as_op import sdpa
-
-        return sdpa(  # type: ignore[no-any-return]
+        return as_op.sdpa(  # type: ignore[no-any-return]
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
             scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
@@ -140,7 +139,7 @@ def as_dense_problem(
     Raises:
         InputError: dims cannot be broadcast, or dtypes or devices differ.
     """
-    q, k, v = _torch_inputs.prepare(query, key, value, direct)
+    q, k, v = torch_inputs.prepare(query, key, value, direct)
     _check_ranks(q, k, v)
     if q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]:
         heads = q.shape[1], k.shape[1], v.shape[1]

@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ..errors import InputError
+from ..torch_modes import is_direct, outside_modes
 from ..variants.binding import Swap
-from ..variants.modes import is_direct, outside_modes
-from ..variants.spec import Variant, as_variant
-from . import _check
-from ._call import Offset, packed_form, packed_requests
-from ._launch import attend
+from ..variants.variant import Variant, as_variant
+from .arguments import checks
+from .arguments.offsets import Offset
+from .launching.launches import attend
+from .planning.calls import packed_form, packed_requests
+from .torch_ops import as_op
 
 
 def varlen_attention(
@@ -63,14 +65,12 @@ def varlen_attention(
     direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
     direct = direct and type(q_indptr) is torch.Tensor and type(kv_indptr) is torch.Tensor
     if not direct:
-        from ._as_op import states
-
         arguments = {
             "q_indptr": q_indptr, "kv_indptr": kv_indptr, "max_q_len": max_q_len,
             "max_kv_len": max_kv_len, "scale": scale, "q_offset": q_offset,
             "return_lse": return_lse, "partial": partial, "target": target,
         }  # fmt: skip
-        return states("varlen_attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
+        return as_op.states("varlen_attention", q, k, v, variant, params, arguments, out)  # type: ignore[no-any-return]
     result, lse = run_packed(
         q, k, v, q_indptr, kv_indptr, as_variant(variant), params, max_q_len=max_q_len,
         max_kv_len=max_kv_len, scale=scale, q_offset=q_offset, return_lse=return_lse,
@@ -113,7 +113,7 @@ def run_packed(
         ("max_q_len", max_q_len, requests.dims.q_len, requests.lengths.q_len),
         ("max_kv_len", max_kv_len, requests.dims.kv_len, requests.lengths.kv_len),
     ):
-        if most is not None and what > _check.check_int(name, most, 0, 2**63 - 1):
+        if most is not None and what > checks.check_int(name, most, 0, 2**63 - 1):
             raise InputError(
                 f"{name}={most} is less than the length {what} of request {lengths.index(what)}"
             )

@@ -43,7 +43,7 @@ from ..codegen.spec import (
     takes_dtypes,
 )
 from ..errors import InputError
-from ..variants.ir import VariantIR, unscaled_integers
+from ..variants.ir.ir import VariantIR, unscaled_integers
 from .tiles import placed
 
 FORMATS = (

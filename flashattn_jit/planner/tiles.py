@@ -34,7 +34,7 @@ from ..codegen.spec import (
     matrix_dtype,
     name_of,
 )
-from ..variants.ir import VariantIR
+from ..variants.ir.ir import VariantIR
 from . import cuda_tiles
 from .devices import Device, typical_hardware
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flashattn_jit.errors import ParamError
-from flashattn_jit.variants.bounds_simplify import RangeTableSpec, range_tables, simplify
-from flashattn_jit.variants.captures import Walk
-from flashattn_jit.variants.extract import (
+from flashattn_jit.torch_modes import is_outside, outside_modes, refuse_transforms
+from flashattn_jit.variants.capture.extract import (
     Extractor,
     Finish,
     Location,
@@ -24,13 +23,14 @@ from flashattn_jit.variants.extract import (
     calculator,
     extractor,
 )
-from flashattn_jit.variants.ir import Graph, VariantIR
-from flashattn_jit.variants.modes import is_outside, outside_modes, refuse_transforms
+from flashattn_jit.variants.capture.walk import Walk
+from flashattn_jit.variants.interval.simplify import RangeTableSpec, range_tables, simplify
+from flashattn_jit.variants.ir.ir import Graph, VariantIR
 from flashattn_jit.variants.params import Declared, Dims, resolve
-from flashattn_jit.variants.trace import Traced, trace_variant
+from flashattn_jit.variants.trace.tracer import Traced, trace_variant
 
 if TYPE_CHECKING:
-    from flashattn_jit.variants.spec import Variant
+    from flashattn_jit.variants.variant import Variant
 
 MAX_PLANS = 64
 MAX_STRUCTURES = 4096

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from flashattn_jit.errors import VariantError
-from flashattn_jit.variants import ir
-from flashattn_jit.variants.ir import USER_HOOKS
+from flashattn_jit.variants.ir import ir
+from flashattn_jit.variants.ir.ir import USER_HOOKS
 from flashattn_jit.variants.params import RESERVED, Declared, is_default
-from flashattn_jit.variants.spec import CppHook, Variant
+from flashattn_jit.variants.variant import CppHook, Variant
 
 
 class ComposedVariant(Variant):

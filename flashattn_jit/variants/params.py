@@ -18,8 +18,7 @@ import torch
 
 from flashattn_jit import _C
 from flashattn_jit.errors import ParamError, VariantError
-from flashattn_jit.variants.dtypes import DTYPE_NAMES
-from flashattn_jit.variants.modes import (
+from flashattn_jit.torch_modes import (
     PLAIN,
     is_capturing,
     is_quiet,
@@ -27,6 +26,7 @@ from flashattn_jit.variants.modes import (
     refuse_unreadable,
     unreadable,
 )
+from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES
 
 RESERVED = frozenset({
     "q", "k", "v", "variant", "scale", "q_offset", "kv_len", "q_len", "return_lse", "partial",

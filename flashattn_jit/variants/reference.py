@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flashattn_jit.errors import InputError, VariantError
+from flashattn_jit.torch_modes import need_values
 from flashattn_jit.variants.builtins import CONTEXT
-from flashattn_jit.variants.ir import unscaled_integers
-from flashattn_jit.variants.modes import need_values
+from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import Dims, resolve
-from flashattn_jit.variants.spec import CppHook, Variant, as_variant
+from flashattn_jit.variants.variant import CppHook, Variant, as_variant
 
 Offset = int | Tensor | Literal["end"]
 Result = tuple[Tensor, Tensor | None]

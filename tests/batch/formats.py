@@ -15,7 +15,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import varlen_reference
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.sparse import Visited, blocks, tokens, trees
 from tests.ops.test_attention import EPS, assert_close

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests import rotation
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.formats import FORMATS, run_format

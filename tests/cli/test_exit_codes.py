@@ -10,7 +10,7 @@ import pytest
 import flashattn_jit as fa
 from flashattn_jit import errors
 from flashattn_jit.cli.exit_codes import TABLE, exit_code
-from flashattn_jit.jit.entry import CorruptEntryError
+from flashattn_jit.jit.cache.entry import CorruptEntryError
 
 
 def test_codes_and_names_are_unique() -> None:

@@ -13,7 +13,7 @@ from flashattn_jit.codegen.document import line_of
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.deploy.manifest import write_manifest
 from flashattn_jit.errors import InputError, TraceError
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 WARM = ("--head-dim", "8", "--dtype", "fp32")
 CASES = [

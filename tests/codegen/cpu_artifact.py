@@ -17,9 +17,9 @@ from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner import tiles
 from flashattn_jit.planner.tiles import request_of
-from flashattn_jit.variants.bounds_simplify import range_tables
-from flashattn_jit.variants.ir import VariantIR
-from flashattn_jit.variants.range_table import build_tables
+from flashattn_jit.variants.interval.range_tables import build_tables
+from flashattn_jit.variants.interval.simplify import range_tables
+from flashattn_jit.variants.ir.ir import VariantIR
 
 ABI_VERSION = 3
 WRITE_LSE, PARTIAL = 1, 2

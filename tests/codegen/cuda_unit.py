@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flashattn_jit.env import include_dir
-from flashattn_jit.jit import emulator
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from flashattn_jit.jit.emulator import programs
 
 TARGET = "sm_80"
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc: install a CUDA toolkit")
@@ -43,7 +43,7 @@ class Unit:
         source = folder / "unit.cu"
         source.write_text(text)
         nvcc(source, "-ptx", "-lineinfo", "-o", "unit.ptx")
-        self.program = emulator.Program((folder / "unit.ptx").read_text())
+        self.program = programs.Program((folder / "unit.ptx").read_text())
 
     def run(
         self,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flashattn_jit.variants.ir import VariantIR
-from flashattn_jit.variants.lower import Backend, lower_hooks
+from flashattn_jit.variants.ir.ir import VariantIR
+from flashattn_jit.variants.lower.hooks import Backend, lower_hooks
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.registry import CASES, Case, Shape
 from tests.variants.ir_eval import evaluate
 

@@ -15,7 +15,7 @@ import pytest
 
 from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.env import include_dir
-from flashattn_jit.jit.toolchain import flags_for
+from flashattn_jit.jit.compilation.toolchain import flags_for
 from tests.codegen.registry_hooks import (
     CALL_STRUCT,
     PAIRED,

@@ -14,7 +14,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import host_target
-from flashattn_jit.variants.ir import keys_read_request
+from flashattn_jit.variants.ir.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from tests import rotation

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flashattn_jit.variants.bounds_lower import lower_classify
-from flashattn_jit.variants.bounds_simplify import range_tables
-from flashattn_jit.variants.range_table import build_tables
+from flashattn_jit.variants.interval.cpp import lower_classify
+from flashattn_jit.variants.interval.range_tables import build_tables
+from flashattn_jit.variants.interval.simplify import range_tables
 from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
 from tests.variants.bounds_oracle import Mask, _Tensor, traced
 from tests.variants.bounds_random import RandomMask

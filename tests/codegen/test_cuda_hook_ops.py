@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flashattn_jit.env import include_dir
-from flashattn_jit.variants.ir import Node
-from flashattn_jit.variants.lower_expr import TAG, map_op
+from flashattn_jit.variants.ir.ir import Node
+from flashattn_jit.variants.lower.expressions import TAG, map_op
 from tests.codegen.cuda_unit import Unit, needs_nvcc, pointers
 from tests.codegen.test_hook_ops import CASES, COMPARISONS, COUNT, DIVISIONS, check, inputs
 

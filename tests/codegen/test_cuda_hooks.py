@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from flashattn_jit.variants.lower import lower_hooks
+from flashattn_jit.variants.lower.hooks import lower_hooks
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import Variant, as_variant, cpp, scalar, tensor, variant
+from flashattn_jit.variants.variant import Variant, as_variant, cpp, scalar, tensor, variant
 from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
 from tests.codegen.registry_hooks import (
     CALL_STRUCT,

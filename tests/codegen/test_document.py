@@ -27,15 +27,15 @@ from flashattn_jit.codegen.spec import (
     UtilitySpec,
 )
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
-from flashattn_jit.jit.entry import ARTIFACT
+from flashattn_jit.jit.cache.entry import ARTIFACT
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.nvcc import find_toolkit
 from flashattn_jit.planner.reachable import reachable, utilities
 from flashattn_jit.planner.tiles import request_of, requests_of
-from flashattn_jit.variants.ir import OPS, VariantIR, unscaled_integers
-from flashattn_jit.variants.lower_expr import CPP_TYPE, TAG
+from flashattn_jit.variants.ir.ir import OPS, VariantIR, unscaled_integers
+from flashattn_jit.variants.lower.expressions import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.registry import CASES
 from tests.registry_case import Case
 

@@ -10,9 +10,9 @@ import torch
 
 from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
 from flashattn_jit.env import include_dir
-from flashattn_jit.jit.toolchain import flags_for
-from flashattn_jit.variants.ir import Node
-from flashattn_jit.variants.lower_expr import TAG, map_op
+from flashattn_jit.jit.compilation.toolchain import flags_for
+from flashattn_jit.variants.ir.ir import Node
+from flashattn_jit.variants.lower.expressions import TAG, map_op
 
 INTS = ("uint8", "int8", "int16", "int32", "int64")
 FLOATS = ("float32", "float64")

@@ -16,7 +16,7 @@ import torch
 
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit import emulator
+from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.module import kernel_ptx, load_stepping
 from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.binding import Bound
@@ -191,8 +191,8 @@ ptx_of_artifact: Callable[[KernelSpec, str], str] = lambda spec, text: text  # n
 
 
 @cache
-def _program(text: str) -> emulator.Program:
-    return emulator.Program(text)
+def _program(text: str) -> programs.Program:
+    return programs.Program(text)
 
 
 def _extent(name: str, tensor: torch.Tensor, writable: bool) -> tuple[str, int, int, bool, bool]:

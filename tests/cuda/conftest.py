@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashattn_jit.jit.toolchain import find_compiler
+from flashattn_jit.jit.compilation.toolchain import find_compiler
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,14 @@ import pytest
 
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import CUDA_TARGETS, KernelSpec, Request, TileKind
-from flashattn_jit.jit import nvcc
-from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit.compilation import nvcc
+from flashattn_jit.jit.compilation.compile_job import BuildFailure
+from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
+from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.jit.resources import Report, load_report
-from flashattn_jit.jit.toolchain import find_compiler
 from flashattn_jit.planner.tiles import fallbacks, placed
-from flashattn_jit.variants.ir import VariantIR
-from flashattn_jit.variants.spec import Dims, as_variant
+from flashattn_jit.variants.ir.ir import VariantIR
+from flashattn_jit.variants.variant import Dims, as_variant
 from tests import rotation
 from tests.registry import CASES, by_name
 from tests.registry_case import Case

@@ -14,7 +14,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.planner.tiles import placed
 from flashattn_jit.variants.binding import Bound
-from flashattn_jit.variants.spec import Dims
+from flashattn_jit.variants.variant import Dims
 from tests.cuda.by_hand import ByHand, ints
 
 HEADS, KV_HEADS, DIM = 4, 2, 64

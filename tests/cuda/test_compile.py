@@ -14,8 +14,8 @@ import pytest
 
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
 from flashattn_jit.codegen.spec import CUDA_TARGETS, UtilitySpec
+from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.jit.resources import load_report
 from flashattn_jit.planner.tiles import fallbacks, request_of
 from tests import rotation
 from tests.cuda.kernels import (

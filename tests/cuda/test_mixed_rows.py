@@ -11,11 +11,11 @@ import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.ops._device import LaunchTensors
-from flashattn_jit.ops._device_memory import DeviceState, launch
+from flashattn_jit.ops.device.cuda import LaunchTensors
+from flashattn_jit.ops.device.plan_memory import DeviceState, launch
 from flashattn_jit.planner.tiles import placed, request_of
 from flashattn_jit.variants.reference import attention_reference
-from flashattn_jit.variants.spec import Dims
+from flashattn_jit.variants.variant import Dims
 from tests.planner.batch_plans import Level, Ragged, lengths
 
 HEADS, KV_HEADS, DIM = 4, 2, 64

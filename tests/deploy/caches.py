@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flashattn_jit.jit.entry import Entry, document_digest, sha256
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.entry import Entry, sha256
+from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.store import Store
 
 COMPILER = "gcc-12.2.0-00000000"
 

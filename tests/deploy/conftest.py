@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import add_entry
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 

@@ -12,8 +12,8 @@ from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
 from flashattn_jit.inspect import _check_cache
+from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.store import Store
 from tests import processes
 
 SOURCE = (Path(__file__).parents[1] / "jit" / "minimal_artifact.cpp").read_text()

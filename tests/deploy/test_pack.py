@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.errors import PackError, TargetError
-from flashattn_jit.jit.entry import sha256
-from flashattn_jit.jit.pack_file import PackFile, write_archive
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.entry import sha256
+from flashattn_jit.jit.cache.pack_file import PackFile, write_archive
+from flashattn_jit.jit.cache.store import Store
 from tests import processes
 from tests.deploy.caches import COMPILER, add_entry, contents
 
@@ -388,7 +388,7 @@ def test_bombs_are_refused_before_they_are_read(packed: Path) -> None:
 
 def test_a_pack_has_a_most(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = packed.read_bytes()
-    monkeypatch.setattr("flashattn_jit.jit.pack_file._MOST_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("flashattn_jit.jit.cache.pack_file._MOST_DIRECTORY_BYTES", 1000)
     with pytest.raises(PackError, match="too many for one pack; choose fewer"):
         pack(packed)
     assert packed.read_bytes() == before

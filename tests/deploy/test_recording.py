@@ -17,7 +17,8 @@ from flashattn_jit.deploy import recording
 from flashattn_jit.deploy.manifest import read_manifest
 from flashattn_jit.errors import ManifestError
 from flashattn_jit.jit.module import KernelCache, Loaded
-from flashattn_jit.ops import _launch, _plan
+from flashattn_jit.ops.launching import launches
+from flashattn_jit.ops.planning import batch_plan
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.params import Dims
@@ -46,7 +47,7 @@ def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
         return 0, module
 
     forget()
-    monkeypatch.setattr(_plan, "load_stepping", load_stepping)
+    monkeypatch.setattr(batch_plan, "load_stepping", load_stepping)
     monkeypatch.setattr(recording, "default", made)
     yield made
     forget()
@@ -54,8 +55,8 @@ def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
 
 def forget() -> None:
     """Plans and kernels of dense and packed calls."""
-    _launch._launches.clear()
-    _launch._kernels.clear()
+    launches._launches.clear()
+    launches._kernels.clear()
 
 
 def call(variant: object, rows: int = ROWS) -> None:
@@ -101,7 +102,7 @@ class Biased(fa.Variant):
 
 def test_what_is_planned_counts_as_run(tmp_path: Path) -> None:
     asked: list[str] = []
-    load = _plan.load_stepping
+    load = batch_plan.load_stepping
 
     def batch(run: bool = True) -> None:
         made = fa.BatchAttention(
@@ -114,7 +115,7 @@ def test_what_is_planned_counts_as_run(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            _plan, "load_stepping",
+            batch_plan, "load_stepping",
             lambda requests: (asked.append(requests[0].spec), load(requests))[1],
         )  # fmt: skip
         with fa.record_manifest(tmp_path / "ran"):

@@ -12,8 +12,8 @@ import pytest
 from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.errors import PackError, UnsafeCacheError
-from flashattn_jit.jit.remote import layers
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.remote import layers
+from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import COMPILER, add_entry, contents
 
 

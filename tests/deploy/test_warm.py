@@ -34,9 +34,9 @@ from flashattn_jit.errors import (
     TargetError,
     WarmError,
 )
-from flashattn_jit.jit.misses import build_command
+from flashattn_jit.jit.cache.misses import build_command
+from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import default
-from flashattn_jit.jit.store import Store
 from flashattn_jit.planner.reachable import FORMATS
 from flashattn_jit.planner.tiles import request_of
 
@@ -469,7 +469,7 @@ def test_entries_of_another_version_or_forged_ones_are_refused(
             spec = json.loads(task)
             for s in wanted_specs("Causal", **HERE):
                 if s.document() == spec["document"]:
-                    from flashattn_jit.jit.toolchain import key_of
+                    from flashattn_jit.jit.compilation.toolchain import key_of
                     from flashattn_jit.planner.tiles import request_of
 
                     key = key_of(request_of(s)).hex

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashattn_jit.jit import emulator
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.jit.toolchain import find_compiler
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.toolchain import find_compiler
+from flashattn_jit.jit.emulator import programs
 
 needs_nvcc = pytest.mark.skipif(
     find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
@@ -61,7 +61,7 @@ def launch(
         (f"array{i}", array.ctypes.data, array.nbytes, i not in read_only, i not in unwritten)
         for i, array in enumerate(arrays)
     ]
-    emulator.Program(ptx).run(name, grid, block, shared_bytes, params, allocations, **options)
+    programs.Program(ptx).run(name, grid, block, shared_bytes, params, allocations, **options)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flashattn_jit.errors import EmulatorError
-from flashattn_jit.jit import emulator
+from flashattn_jit.jit.emulator import programs
 from tests import processes
 
 PTX = """
@@ -34,7 +34,7 @@ def test_wrong_values_are_errors(wrong: dict[str, Any]) -> None:
         "kernel": "k", "grid": (1, 1, 1), "block": (32, 1, 1), "shared_bytes": 0, "params": b"",
         "allocations": [],
     }  # fmt: skip
-    program = emulator.Program(PTX)
+    program = programs.Program(PTX)
     program.run(**given)
     with pytest.raises(EmulatorError):
         program.run(**{**given, **wrong})
@@ -42,7 +42,7 @@ def test_wrong_values_are_errors(wrong: dict[str, Any]) -> None:
 
 def test_text_behind_a_nul_is_an_error() -> None:
     with pytest.raises(EmulatorError, match="ptx"):
-        emulator.Program(PTX + "\0garbage")
+        programs.Program(PTX + "\0garbage")
 
 
 def test_a_process_ends_while_a_thread_runs_a_kernel() -> None:

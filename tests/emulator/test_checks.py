@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashattn_jit.errors import EmulatorError, EmulatorFault
-from flashattn_jit.jit import emulator
+from flashattn_jit.jit.emulator import programs
 from tests.emulator.harness import compile_cuda, kernel, launch, needs_nvcc
 
 PREAMBLE = """
@@ -84,8 +84,8 @@ def test_parameters_and_local_memory() -> None:
 
 def test_local_memory_is_counted() -> None:
     text = kernel(".local .align 4 .b8 own[24];", 0)
-    assert emulator.Program(text).local_bytes("k") == 24
-    assert emulator.Program(kernel("", 0)).local_bytes("k") == 0
+    assert programs.Program(text).local_bytes("k") == 24
+    assert programs.Program(kernel("", 0)).local_bytes("k") == 0
 
 
 # Shared memory
@@ -298,9 +298,9 @@ def test_requests_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="async_copies"):
         launch(text, [data], async_copies="never")
     with pytest.raises(EmulatorError, match=r"PTX line 1: unknown directive"):
-        emulator.Program("hello")
-    assert emulator.Program(text).kernels == ["k"]
-    assert emulator.Program(text).target == "sm_80"
+        programs.Program("hello")
+    assert programs.Program(text).kernels == ["k"]
+    assert programs.Program(text).target == "sm_80"
 
 
 SOURCE = """

@@ -11,7 +11,7 @@ import pytest
 
 from flashattn_jit import env
 from flashattn_jit.errors import CompileError, MissingKernelError, UnsafeCacheError
-from flashattn_jit.jit import emulator_library
+from flashattn_jit.jit.emulator import library
 from tests.private_cache import private_environment
 
 __all__ = ["private_environment"]
@@ -26,13 +26,13 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder.mkdir()
     folder.joinpath("small.cpp").write_text(SMALL)
     monkeypatch.setattr(env, "emulator_dir", lambda: folder)
-    emulator_library._document.cache_clear()
+    library._document.cache_clear()
     yield folder
-    emulator_library._document.cache_clear()
+    library._document.cache_clear()
 
 
 def obtain() -> int:
-    return int(emulator_library._obtain().answer())
+    return int(library._obtain().answer())
 
 
 def artifacts(tmp_path: Path) -> list[Path]:
@@ -48,7 +48,7 @@ def test_it_is_compiled_once_and_found_by_its_sources(
     monkeypatch.setenv("FLASHATTN_JIT_CXX", "/nowhere/c++")
     assert obtain() == 42
     sources.joinpath("small.cpp").write_text(SMALL.replace("42", "43"))
-    emulator_library._document.cache_clear()
+    library._document.cache_clear()
     with pytest.raises(MissingKernelError, match=r"emulator is not in .*COMPILE=never"):
         obtain()
     monkeypatch.delenv("FLASHATTN_JIT_COMPILE")
@@ -111,7 +111,7 @@ def test_one_that_cannot_be_loaded_is_compiled_again(
     assert obtain() == 42
     with monkeypatch.context() as patch:
         patch.setenv("FLASHATTN_JIT_COMPILE", "never")
-        patch.setattr(emulator_library.ctypes.CDLL, "__init__", refuses)
+        patch.setattr(library.ctypes.CDLL, "__init__", refuses)
         with pytest.raises(MissingKernelError, match="cannot be loaded from there"):
             obtain()
     assert obtain() == 42
@@ -129,10 +129,8 @@ def test_a_library_that_may_be_swapped_is_loaded_from_memory(
 ) -> None:
     assert obtain() == 42
     loaded: list[str] = []
-    real = emulator_library.ctypes.CDLL
-    monkeypatch.setattr(
-        emulator_library.ctypes, "CDLL", lambda path: loaded.append(path) or real(path)
-    )
+    real = library.ctypes.CDLL
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: loaded.append(path) or real(path))
     tmp_path.chmod(0o777)
     try:
         assert obtain() == 42
@@ -142,8 +140,8 @@ def test_a_library_that_may_be_swapped_is_loaded_from_memory(
 
 
 def test_a_child_does_not_wait_for_a_lock_of_its_parent() -> None:
-    with emulator_library._lock:
+    with library._lock:
         child = os.fork()
         if child == 0:
-            os._exit(0 if emulator_library._lock.acquire(timeout=5) else 1)
+            os._exit(0 if library._lock.acquire(timeout=5) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -19,8 +19,9 @@ import flashattn_jit as fa
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.errors import EmulatorFault
-from flashattn_jit.jit import emulator
-from flashattn_jit.ops import _emulated, _launch
+from flashattn_jit.jit.emulator import programs
+from flashattn_jit.ops.device import emulated
+from flashattn_jit.ops.launching import launches
 from tests import rotation
 from tests.cuda.kernels import ptx_of
 from tests.emulator.harness import needs_nvcc
@@ -177,7 +178,7 @@ def changed(text: str, mutant: Mutant) -> str:
 
 def spec_of(module: _C.Module) -> KernelSpec:
     """What a module of a planned call was compiled from."""
-    kernels = (kernel for plan, _ in _launch._launches.values() for kernel in plan.kernels)
+    kernels = (kernel for plan, _ in launches._launches.values() for kernel in plan.kernels)
     return next(k.spec for k in kernels if k is not None and k.module is module)
 
 
@@ -205,10 +206,10 @@ def test_the_mutant_is_found(
         if spec not in built:
             with monkeypatch.context() as patch:
                 patch.setattr(env, "include_dir", lambda: include)
-                built[spec] = emulator.Program(ptx_of(spec))
+                built[spec] = programs.Program(ptx_of(spec))
         return built[spec]
 
-    monkeypatch.setattr(_emulated, "program", mutated)
+    monkeypatch.setattr(emulated, "program", mutated)
     if mutant.kinds:
         with pytest.raises(EmulatorFault) as caught:
             CALLS[mutant.call]()

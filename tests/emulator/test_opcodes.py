@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashattn_jit.errors import EmulatorError
-from flashattn_jit.jit import emulator
+from flashattn_jit.jit.emulator import programs
 from tests.emulator import test_instructions
 from tests.emulator.harness import kernel, launch
 
@@ -122,7 +122,7 @@ def run_case(case: str) -> tuple[list[Value], np.ndarray]:
 
 def row(name: str) -> tuple[str, str]:
     """What an opcode means, and its vector."""
-    (found,) = [row for row in emulator.opcodes() if row[0] == name]
+    (found,) = [row for row in programs.opcodes() if row[0] == name]
     return found[2:]
 
 
@@ -154,7 +154,7 @@ def check(case: str) -> None:
 def test_the_table_is_bounded() -> None:
     assert len(NAMES) <= 120
     assert len(set(NAMES)) == len(NAMES)
-    assert [row[0] for row in emulator.opcodes()] == NAMES
+    assert [row[0] for row in programs.opcodes()] == NAMES
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_an_edit_of_what_has_no_part_in_it_does_not(fleet: Fleet, copy: Path) ->
 
 def test_a_flag_and_the_abi_change_it(fleet: Fleet, copy: Path) -> None:
     expected = key(fleet, copy)
-    flags = copy / "flashattn_jit/jit/toolchain.py"
+    flags = copy / "flashattn_jit/jit/compilation/toolchain.py"
     flags.write_text(flags.read_text().replace('"-O3",', '"-O2",'))
     assert key(fleet, copy) != expected
 

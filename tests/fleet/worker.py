@@ -43,8 +43,8 @@ _PACKAGE = (
     "flashattn_jit",
     "flashattn_jit.codegen.render",
     "flashattn_jit.inspect.cache",
-    "flashattn_jit.jit.driver",
-    "flashattn_jit.jit.misses",
+    "flashattn_jit.jit.compilation.compile_job",
+    "flashattn_jit.jit.cache.misses",
 )
 
 Json = dict[str, Any]
@@ -260,10 +260,10 @@ def task_fork_while_compiling(blocked: str, gate: str) -> Json:
 def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
     """The key of a kernel, of the package in the request's tree."""
     import flashattn_jit
-    from flashattn_jit.jit.entry import kernel_key
-    from flashattn_jit.jit.toolchain import flags_for
+    from flashattn_jit.jit.cache.keys import kernel_key
+    from flashattn_jit.jit.compilation.toolchain import flags_for
     from flashattn_jit.planner.tiles import Problem, choose, requests_of
-    from flashattn_jit.variants.ir import VariantIR
+    from flashattn_jit.variants.ir.ir import VariantIR
 
     problem = Problem((1,), (16,), 1, 1, dim, dim, *["float32"] * 3)
     (request,) = requests_of(choose(VariantIR(()), problem, target))
@@ -331,7 +331,7 @@ def task_audited(dim: int = 8) -> Json:
 def task_attend_until(gate: str, dims: list[int]) -> Json:
     """Loads kernels afresh again and again until the gate opens; where they came from."""
     from flashattn_jit.jit import module
-    from flashattn_jit.ops._launch import _kernels, _launches
+    from flashattn_jit.ops.launching.launches import _kernels, _launches
 
     sources: dict[str, int] = {}
     rounds = 0
@@ -348,8 +348,8 @@ def task_attend_until(gate: str, dims: list[int]) -> Json:
 
 def task_collect(root: str, max_bytes: int, grace_s: float, rounds: int = 1) -> Json:
     """Removes entries of a store, `rounds` times."""
-    from flashattn_jit.jit.eviction import collect
-    from flashattn_jit.jit.store import Store
+    from flashattn_jit.jit.cache.eviction import collect
+    from flashattn_jit.jit.cache.store import Store
 
     removed = 0
     for _ in range(rounds):

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests.batch.formats import FORMATS, run_format
 from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.inspect import verification
-from flashattn_jit.inspect._cases import cases
-from flashattn_jit.inspect._dims import complete_dims
-from flashattn_jit.inspect._run import Runner
+from flashattn_jit.inspect.dims import complete_dims
+from flashattn_jit.inspect.verification import verification
+from flashattn_jit.inspect.verification.cases import cases
+from flashattn_jit.inspect.verification.run import Runner
 from tests import rotation
 from tests.ops.test_attention import HOST_TARGETS
 

@@ -12,10 +12,10 @@ import flashattn_jit as fa
 from flashattn_jit import env
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import CPU_TARGETS, KernelSpec, has_amx, host_target
-from flashattn_jit.jit.toolchain import find_compiler, flags_for
+from flashattn_jit.jit.compilation.toolchain import find_compiler, flags_for
 from flashattn_jit.planner.tiles import placed
-from flashattn_jit.variants.bounds_simplify import range_tables
-from flashattn_jit.variants.spec import Dims
+from flashattn_jit.variants.interval.simplify import range_tables
+from flashattn_jit.variants.variant import Dims
 from tests import rotation
 
 SECONDS = 3  # of fuzzing, for each artifact

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.jit import toolchain
-from flashattn_jit.jit.toolchain import find_compiler
+from flashattn_jit.jit.compilation import toolchain
+from flashattn_jit.jit.compilation.toolchain import find_compiler
 
 SECONDS = 4
 MINIMAL_ARTIFACT = Path(__file__).parents[1] / "jit" / "minimal_artifact.cpp"

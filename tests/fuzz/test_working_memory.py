@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.jit.toolchain import find_compiler
+from flashattn_jit.jit.compilation.toolchain import find_compiler
 
 PROGRAM = """
 import torch

@@ -18,7 +18,7 @@ from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.planner.tiles import Problem, choose, fallbacks, requests_of
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
-from flashattn_jit.variants.spec import Bound, as_variant
+from flashattn_jit.variants.variant import Bound, as_variant
 from tests.batch.oracle import Math
 from tests.ops.test_attention import EPS, assert_close, inputs
 from tests.registry import by_name

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.ops.paged import Paged
+from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.variants.reference import varlen_reference
 from tests.gpu.harness import PLAIN, Want
 from tests.ops.paged_calls import paged_attention, paged_batch

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flashattn_jit.errors import InputError
-from flashattn_jit.inspect._cases import GROUP_SIZES, cases, extra_kernels, fallbacks
-from flashattn_jit.inspect._dims import DEFAULT, complete_dims
-from flashattn_jit.inspect._inputs import make_inputs
+from flashattn_jit.inspect.dims import DEFAULT, complete_dims
+from flashattn_jit.inspect.verification.cases import GROUP_SIZES, cases, extra_kernels, fallbacks
+from flashattn_jit.inspect.verification.inputs import make_inputs
 from flashattn_jit.planner.tiles import tile_kind
 
 ALL = [*cases(DEFAULT, 96, 96), *extra_kernels(DEFAULT, 96, 96)]

@@ -13,8 +13,8 @@ from flashattn_jit import env
 from flashattn_jit.inspect import _check_cache, _check_machine, _check_tools
 from flashattn_jit.inspect._file_systems import FileSystem, file_system
 from flashattn_jit.inspect.doctor import Check
-from flashattn_jit.jit import nvcc
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.store import Store
+from flashattn_jit.jit.compilation import nvcc
 from tests import processes
 
 
@@ -98,7 +98,7 @@ def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
     """A container without compiler, ninja or toolkit; or with ones that do not work."""
     monkeypatch.setenv("FLASHATTN_JIT_CXX", compiler)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("flashattn_jit.jit.driver._ninja_dir", str)
+    monkeypatch.setattr("flashattn_jit.jit.compilation.compile_job.ninja_dir", str)
     monkeypatch.setattr(nvcc, "find_toolkit", lambda: None)
     monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn_jit.inspect._error import compare, compare_lse, half_ulp
+from flashattn_jit.inspect.verification.error import compare, compare_lse, half_ulp
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from flashattn_jit.inspect._cases import Case, cases, extra_kernels
-from flashattn_jit.inspect._inputs import Inputs, make_inputs
-from flashattn_jit.inspect._run import Runner
+from flashattn_jit.inspect.verification.cases import Case, cases, extra_kernels
+from flashattn_jit.inspect.verification.inputs import Inputs, make_inputs
+from flashattn_jit.inspect.verification.run import Runner
 from flashattn_jit.variants.params import Dims
 
 BASE = Dims(2, 4, 2, 21, 33, 16, 16)

@@ -9,7 +9,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import InputError, ParamError
-from flashattn_jit.inspect import explanation
+from flashattn_jit.inspect.explanation import explanation
 
 DIMS = {"batch": 1, "num_q_heads": 4, "num_kv_heads": 2, "q_len": 500, "kv_len": 500}
 

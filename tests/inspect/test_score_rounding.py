@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from flashattn_jit.inspect import _run
-from flashattn_jit.inspect._cases import Case
-from flashattn_jit.inspect._error import compare, score_rounding
-from flashattn_jit.inspect._inputs import Inputs, make_inputs
-from flashattn_jit.inspect._run import Runner
+from flashattn_jit.inspect.verification import run
+from flashattn_jit.inspect.verification.cases import Case
+from flashattn_jit.inspect.verification.error import compare, score_rounding
+from flashattn_jit.inspect.verification.inputs import Inputs, make_inputs
+from flashattn_jit.inspect.verification.run import Runner
 from flashattn_jit.variants.params import Dims
 
 EXTREME = Case("scores of 1e4", Dims(2, 4, 2, 23, 191, 64, 64), extreme=True)
@@ -53,14 +53,14 @@ def test_a_right_computation_is_off_by_an_ulp_where_scores_tie() -> None:
 
 def planted(monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
     """Kernels are right but for what `mistake` changes in (q, k, v, out)."""
-    right = _run.attention
+    right = run.attention
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
         result = right(q, k, v, *args, **options)
         mistake(q, k, v, result[0])
         return result
 
-    monkeypatch.setattr(_run, "attention", wrong)
+    monkeypatch.setattr(run, "attention", wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.inspect.tiles import Counts, analyse
-from flashattn_jit.variants.bounds import MaskParams
+from flashattn_jit.inspect.explanation.tiles import Counts, analyse
+from flashattn_jit.variants.interval.tile_runs import MaskParams
 from flashattn_jit.variants.params import Dims
 from tests.memory import peak_bytes
 

@@ -14,9 +14,9 @@ from flashattn_jit.errors import (
     VariantError,
     VerificationError,
 )
-from flashattn_jit.inspect import verification
-from flashattn_jit.inspect._cases import Case
-from flashattn_jit.jit.toolchain import find_compiler
+from flashattn_jit.inspect.verification import verification
+from flashattn_jit.inspect.verification.cases import Case
+from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.variants.params import Dims
 
 FP32 = (torch.float32,)
@@ -186,7 +186,7 @@ def test_a_kernel_that_raises_is_a_failure_not_a_skip(few_cases, monkeypatch):
     def broken(*args, **kwargs):
         raise FlashAttnJitError("the launch failed\nand more")
 
-    monkeypatch.setattr("flashattn_jit.inspect._run.attention", broken)
+    monkeypatch.setattr("flashattn_jit.inspect.verification.run.attention", broken)
     report = fa.Causal().verify(dtypes=FP32, raise_on_failure=False)
     assert not report.ok
     assert report.failures[0].note == "FlashAttnJitError: the launch failed"

@@ -11,8 +11,9 @@ import pytest
 import torch  # noqa: F401  (first: its OpenMP runtime is the process')
 
 from flashattn_jit import _C, env
-from flashattn_jit.jit import entry, toolchain
-from flashattn_jit.jit.driver import Compiler, SpillError
+from flashattn_jit.jit.cache import keys
+from flashattn_jit.jit.compilation import toolchain
+from flashattn_jit.jit.compilation.compile_job import Compiler, SpillError
 from flashattn_jit.jit.module import KernelCache
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
@@ -79,13 +80,13 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "include/fajit/cpu/x.h": "int x;\n",
         "include/fajit/cpu/y.h": "int y;\n",
         "include/fajit/other.h": "int other;\n",
-        "package/codegen/render.py": "from ..variants import lower\nfrom .spec import Spec\n",
-        "package/codegen/spec.py": "from flashattn_jit.variants.ir import Graph\n",
+        "package/codegen/render.py": "from ..variants.lower import hooks\nfrom .spec import Spec\n",
+        "package/codegen/spec.py": "from flashattn_jit.variants.ir.ir import Graph\n",
         "package/codegen/other.py": "x = 1\n",
-        "package/variants/lower.py": "from . import (\n    lower_row,\n)\n",
-        "package/variants/lower_row.py": "from .. import errors\nfrom .missing import x\n",
-        "package/variants/ir.py": "y = 1\n",
-        "package/variants/trace.py": "z = 1\n",
+        "package/variants/lower/hooks.py": "from . import (\n    row,\n)\n",
+        "package/variants/lower/row.py": "from ... import errors\nfrom .missing import x\n",
+        "package/variants/ir/ir.py": "y = 1\n",
+        "package/variants/trace/tracer.py": "z = 1\n",
         "package/errors.py": "class E: ...\n",
     }
     for name, text in files.items():
@@ -95,9 +96,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(env, "templates_dir", lambda: root / "templates")
     monkeypatch.setattr(env, "include_dir", lambda: root / "include")
     monkeypatch.setattr(env, "PACKAGE_DIR", root / "package")
-    entry.sources_digest.cache_clear()
+    keys.sources_digest.cache_clear()
     yield root
-    entry.sources_digest.cache_clear()
+    keys.sources_digest.cache_clear()
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def new_cache(sources: Path, fake_build: FakeBuild) -> Callable[[], KernelCache]
 @pytest.fixture(scope="session")
 def minimal_module(tmp_path_factory: pytest.TempPathFactory) -> _C.Module:
     """The minimal artifact, really compiled and loaded."""
-    from flashattn_jit.jit.toolchain import find_compiler
+    from flashattn_jit.jit.compilation.toolchain import find_compiler
 
     staging = tmp_path_factory.mktemp("minimal")
     source = MINIMAL_ARTIFACT.read_text()

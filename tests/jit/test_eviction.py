@@ -16,11 +16,11 @@ import pytest
 
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import InputError, UnsafeCacheError
-from flashattn_jit.jit import eviction
-from flashattn_jit.jit.entry import Entry
-from flashattn_jit.jit.eviction import collect, remove
+from flashattn_jit.jit.cache import eviction
+from flashattn_jit.jit.cache.entry import Entry
+from flashattn_jit.jit.cache.eviction import collect, remove
+from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.store import Store
 
 from .entries import GCC, adopt, key_of, make, tree
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashattn_jit.errors import CacheError
-from flashattn_jit.jit.entry import ARTIFACT
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.entry import ARTIFACT
+from flashattn_jit.jit.cache.store import Store
 
 from .entries import GCC, Made, adopt, make
 

@@ -15,11 +15,11 @@ from flashattn_jit import _C
 from flashattn_jit.cli.entries import listed
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.inspect.doctor import Check
-from flashattn_jit.jit import installed
-from flashattn_jit.jit.layers import Answer, PackLayer
+from flashattn_jit.jit.cache import installed_packs
+from flashattn_jit.jit.cache.layers import Answer, PackLayer
+from flashattn_jit.jit.cache.remote import layers
+from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.remote import layers
-from flashattn_jit.jit.store import Store
 from tests.deploy.caches import COMPILER, add_entry
 
 from .test_layers import pack_of, request, wanted
@@ -58,7 +58,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    installed._installed.cache_clear()
+    installed_packs._installed.cache_clear()
     return folder
 
 
@@ -263,7 +263,7 @@ def test_a_kernel_that_the_users_folder_has_asks_for_no_distribution(
     def looked() -> None:
         raise AssertionError("a hit looks at no distribution")
 
-    monkeypatch.setattr(installed, "installed_packs", looked)
+    monkeypatch.setattr(installed_packs, "installed_packs", looked)
     cache = new_cache()
     cache.load_stepping([request()])
     assert cache.counters.hits["user"] == 1
@@ -294,7 +294,7 @@ def test_trust_of_a_pack_does_not_depend_on_who_opened_it_first(
     path = install(site, "acme-kernels", "k")
     opened = []
     monkeypatch.setattr(
-        "flashattn_jit.jit.layers.check_file",
+        "flashattn_jit.jit.cache.layers.check_file",
         lambda path, *, installed=False: opened.append(installed),
     )
     PackLayer(path, installed=True).pack()

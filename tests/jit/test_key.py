@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import env
-from flashattn_jit.jit import entry
-from flashattn_jit.jit.entry import kernel_key, reached_sources, read_sources
-from flashattn_jit.jit.toolchain import flags_for
+from flashattn_jit.jit.cache import keys
+from flashattn_jit.jit.cache.keys import kernel_key, reached_sources, read_sources
+from flashattn_jit.jit.compilation.toolchain import flags_for
 
 
 def digest(root: Path) -> str:
@@ -42,9 +42,9 @@ def test_same_sources_elsewhere_and_later_have_the_same_digest(
         "include/fajit/cpu/y.h",
         "package/codegen/render.py",
         "package/codegen/spec.py",
-        "package/variants/lower.py",
-        "package/variants/lower_row.py",
-        "package/variants/ir.py",
+        "package/variants/lower/hooks.py",
+        "package/variants/lower/row.py",
+        "package/variants/ir/ir.py",
     ],
 )
 def test_an_edit_of_anything_reached_changes_the_digest(sources: Path, name: str) -> None:
@@ -60,7 +60,7 @@ def test_an_edit_of_anything_reached_changes_the_digest(sources: Path, name: str
         "templates/unused.j2",
         "include/fajit/other.h",
         "package/codegen/other.py",
-        "package/variants/trace.py",
+        "package/variants/trace/tracer.py",
         "package/errors.py",
     ],
 )
@@ -72,7 +72,8 @@ def test_an_edit_of_what_is_not_reached_does_not(sources: Path, name: str) -> No
 
 GENERATOR = {
     *(f"codegen/{name}.py" for name in ("budget", "render", "spec")),
-    *(f"variants/{name}.py" for name in ("ir", "lower", "lower_expr", "lower_pair", "lower_row")),
+    "variants/ir/ir.py",
+    *(f"variants/lower/{name}.py" for name in ("hooks", "expressions", "pair", "row")),
 }
 
 
@@ -81,16 +82,16 @@ def test_the_generator_is_what_renders_and_what_lowers() -> None:
     places = env.templates_dir(), env.include_dir(), env.PACKAGE_DIR
     reached = reached_sources("cpu/attention.cpp.j2", *places)
     modules = {name.removeprefix("package/") for name in reached if name.startswith("package/")}
-    interval_form = {m for m in modules if m.startswith(("variants/bounds", "variants/range_"))}
+    interval_form = {m for m in modules if m.startswith("variants/interval/")}
     assert modules - interval_form == GENERATOR
 
 
 def test_text_moved_from_one_file_to_the_next_changes_the_digest(sources: Path) -> None:
-    (sources / "package/variants/ir.py").write_text("ab")
-    (sources / "package/variants/lower_row.py").write_text("c")
+    (sources / "package/variants/ir/ir.py").write_text("ab")
+    (sources / "package/variants/lower/row.py").write_text("c")
     first = digest(sources)
-    (sources / "package/variants/ir.py").write_text("a")
-    (sources / "package/variants/lower_row.py").write_text("bc")
+    (sources / "package/variants/ir/ir.py").write_text("a")
+    (sources / "package/variants/lower/row.py").write_text("bc")
     assert digest(sources) != first
 
 
@@ -113,7 +114,7 @@ def test_every_field_of_the_document_counts(sources: Path, monkeypatch: pytest.M
         key(flags=("-b", "-a")),
         key(flags=("-a", "-b", "-c")),
     ]
-    monkeypatch.setattr(entry, "SCHEMA", entry.SCHEMA + 1)
+    monkeypatch.setattr(keys, "SCHEMA", keys.SCHEMA + 1)
     found.append(key())
     assert len(set(found)) == len(found)
     assert key() == key()
@@ -133,7 +134,7 @@ def test_targets_have_flags_of_their_own() -> None:
 
 def test_the_hash_seed_has_no_say(sources: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from flashattn_jit.jit.entry import *\n"
+        "import sys; from pathlib import Path; from flashattn_jit.jit.cache.keys import *\n"
         "root = Path(sys.argv[1])\n"
         "print(read_sources('kernel.cpp.j2', *(root / n for n in "
         "('templates', 'include', 'package'))))\n"
@@ -152,7 +153,7 @@ def test_the_hash_seed_has_no_say(sources: Path) -> None:
 
 
 def test_a_change_after_the_digest_was_taken_is_seen(sources: Path) -> None:
-    entry.sources_digest("kernel.cpp.j2")
-    assert not entry.sources_changed("kernel.cpp.j2")
+    keys.sources_digest("kernel.cpp.j2")
+    assert not keys.sources_changed("kernel.cpp.j2")
     (sources / "include/fajit/a.h").write_text("int changed;\n")
-    assert entry.sources_changed("kernel.cpp.j2")
+    assert keys.sources_changed("kernel.cpp.j2")

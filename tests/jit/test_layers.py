@@ -13,13 +13,13 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.deploy.pack import members, replacing
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
-from flashattn_jit.jit import layers as layers_module
-from flashattn_jit.jit import store as store_module
-from flashattn_jit.jit.layers import FolderLayer, PackLayer, found_in_folder
+from flashattn_jit.jit.cache import layers as layers_module
+from flashattn_jit.jit.cache import store as store_module
+from flashattn_jit.jit.cache.layers import FolderLayer, PackLayer, found_in_folder
+from flashattn_jit.jit.cache.pack_file import write_archive
+from flashattn_jit.jit.cache.remote import layers
+from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.pack_file import write_archive
-from flashattn_jit.jit.remote import layers
-from flashattn_jit.jit.store import Store
 
 from .entries import CLANG, GCC, adopt, digest, key_of, make, tree
 

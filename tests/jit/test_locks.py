@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.jit.locks import build_lock
+from flashattn_jit.jit.cache.locks import build_lock
 
 KEY = "ab" * 32
 HOLD = (
-    "import sys, time; from flashattn_jit.jit.locks import build_lock\n"
+    "import sys, time; from flashattn_jit.jit.cache.locks import build_lock\n"
     "with build_lock(sys.argv[1], 0.0):\n"
     "    print('held', flush=True)\n"
     "    time.sleep(60)\n"
@@ -118,7 +118,7 @@ def test_a_child_that_was_forked_meanwhile_holds_no_lock() -> None:
 
 FORK_AND_DIE = """
 import os, signal, sys
-from flashattn_jit.jit.locks import build_lock
+from flashattn_jit.jit.cache.locks import build_lock
 with build_lock(sys.argv[1], 0.0):
     read, write = os.pipe()
     if os.fork() == 0:

@@ -16,10 +16,10 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.document import parse_line, spec_from_document
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
-from flashattn_jit.jit.entry import KernelKey, document_digest
-from flashattn_jit.jit.misses import build_command, differences, nearest
+from flashattn_jit.jit.cache.keys import KernelKey, document_digest
+from flashattn_jit.jit.cache.misses import build_command, differences, nearest
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.ops import _launch
+from flashattn_jit.ops.launching import launches
 
 from .entries import document
 
@@ -190,8 +190,8 @@ def test_a_failed_call_leaves_nothing_and_a_later_one_works(
 ) -> None:
     assert not tmp_path.joinpath("empty").exists()
     assert not tmp_path.joinpath("locks").exists()
-    _launch._launches.clear()
+    launches._launches.clear()
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "missing")
     q = torch.randn(1, 1, 4, 24)
     fa.attention(q, q, q, fa.variant(score_mod=lambda s, b, h, i, j: s * 0.40625))
-    assert len(_launch._launches) == 1
+    assert len(launches._launches) == 1

@@ -21,7 +21,7 @@ from flashattn_jit.errors import (
     EnvironmentVariableError,
     MissingKernelError,
 )
-from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache
 
 TARGET = "cpu:avx2"
@@ -79,12 +79,12 @@ def test_a_hit_asks_the_compiler_nothing(new_cache, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_change_of_a_header_or_a_spec_compiles_anew(new_cache, fake_build, sources) -> None:
-    from flashattn_jit.jit import entry
+    from flashattn_jit.jit.cache import keys
 
     load(new_cache())
     load(new_cache(), spec='{"head_dim":64}')
     (sources / "include/fajit/nested/b.h").write_text("int changed;")
-    entry.sources_digest.cache_clear()
+    keys.sources_digest.cache_clear()
     load(new_cache())
     assert len(set(fake_build.builds)) == 3
 
@@ -420,7 +420,7 @@ def test_an_entry_that_is_removed_while_it_is_read_is_a_miss(
     new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another process that makes room, say: nothing is damaged."""
-    from flashattn_jit.jit import entry
+    from flashattn_jit.jit.cache import entry
 
     load(new_cache())
     parse = entry.parse_meta

@@ -15,12 +15,12 @@ import torch
 
 from flashattn_jit.codegen.spec import CUDA_TARGETS, Request
 from flashattn_jit.errors import CompileError, TargetError
-from flashattn_jit.jit import nvcc, toolchain
-from flashattn_jit.jit.driver import BuildFailure, Compiler, SpillError
-from flashattn_jit.jit.layers import oldest_driver
+from flashattn_jit.jit.cache.layers import oldest_driver
+from flashattn_jit.jit.compilation import nvcc, toolchain
+from flashattn_jit.jit.compilation.compile_job import BuildFailure, Compiler, SpillError
+from flashattn_jit.jit.compilation.ptxas_report import load_report
+from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.resources import load_report
-from flashattn_jit.jit.toolchain import ask_version, find_compiler
 
 SOURCE = Path(__file__).with_name("minimal_artifact.cu").read_text()
 KEY = "0123456789abcdef" * 4
@@ -390,7 +390,7 @@ def test_a_hook_that_spills_takes_a_smaller_tile(
 
 @needs_nvcc
 def test_the_key_holds_the_flags_and_what_nvcc_includes(sources: Path) -> None:
-    from flashattn_jit.jit import entry
+    from flashattn_jit.jit.cache import keys
 
     template = sources / "templates" / "kernel.cu.j2"
     template.write_text("#include <fajit/a.h>\n")
@@ -399,8 +399,8 @@ def test_the_key_holds_the_flags_and_what_nvcc_includes(sources: Path) -> None:
     digests = set()
     for text in ("one", "two"):
         lean.write_text(text)
-        entry.sources_digest.cache_clear()
-        key = entry.kernel_key("{}", "kernel.cu.j2", "sm_90", nvcc.flags("sm_90"))
+        keys.sources_digest.cache_clear()
+        key = keys.kernel_key("{}", "kernel.cu.j2", "sm_90", nvcc.flags("sm_90"))
         digests.add(key.hex)
     assert len(digests) == 2
     assert "code=sm_90" in dict(key.document)["flags"]

@@ -11,10 +11,12 @@ import pytest
 
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import AbiError, CacheError, CompileError, MissingKernelError
-from flashattn_jit.jit import layers, locks, module, toolchain
-from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit import module
+from flashattn_jit.jit.cache import layers, locks
+from flashattn_jit.jit.cache.store import Store
+from flashattn_jit.jit.compilation import toolchain
+from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
-from flashattn_jit.jit.store import Store
 from tests import processes
 
 from .entries import tree
@@ -190,7 +192,7 @@ def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) ->
     program = (
         "from pathlib import Path\n"
         "from flashattn_jit.jit import toolchain\n"
-        "from flashattn_jit.jit.toolchain import find_compiler\n"
+        "from flashattn_jit.jit.compilation.toolchain import find_compiler\n"
         "import sys, torch\n"
         "source = Path(sys.argv[1]).read_text()\n"
         "loaded = set(torch.ops.loaded_libraries)\n"

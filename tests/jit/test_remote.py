@@ -18,11 +18,11 @@ import pytest
 
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
-from flashattn_jit.jit import remote
-from flashattn_jit.jit.entry import CorruptEntryError
+from flashattn_jit.jit.cache import remote
+from flashattn_jit.jit.cache.entry import CorruptEntryError
+from flashattn_jit.jit.cache.remote import RemoteError, RemoteLayer, public_url, push
+from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.remote import RemoteError, RemoteLayer, public_url, push
-from flashattn_jit.jit.store import Store
 from tests import processes
 
 from .entries import CLANG, GCC, adopt, key_of, make, tree
@@ -355,7 +355,7 @@ def test_hits_import_no_fsspec(new_cache, cache_root: Path, monkeypatch) -> None
     adopt(Store(cache_root), make())
     before = tree(cache_root)
     program = (
-        "import sys; from flashattn_jit.jit.remote import layers\n"
+        "import sys; from flashattn_jit.jit.cache.remote import layers\n"
         f"assert layers()[0].search({KEY!r}, None).found\n"
         "print([name for name in ('fsspec', 'aiohttp', 'jinja2') if name in sys.modules])"
     )

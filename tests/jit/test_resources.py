@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.jit.resources import (
+from flashattn_jit.jit.compilation.ptxas_report import (
     Budget,
     KernelResources,
     Report,

@@ -10,7 +10,7 @@ import pytest
 
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import CompileError, MissingKernelError
-from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache
 
 TARGET = "cpu:avx2"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit.errors import CacheError
-from flashattn_jit.jit.entry import CorruptEntryError
-from flashattn_jit.jit.store import Store
+from flashattn_jit.jit.cache.entry import CorruptEntryError
+from flashattn_jit.jit.cache.store import Store
 
 from .entries import CLANG, GCC, adopt, digest, key_of, make, publish, tree
 

@@ -15,10 +15,10 @@ import torch
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import CPU_TARGETS, Request
 from flashattn_jit.errors import CompileError, TargetError
-from flashattn_jit.jit import toolchain
-from flashattn_jit.jit.driver import BuildFailure
+from flashattn_jit.jit.compilation import toolchain
+from flashattn_jit.jit.compilation.compile_job import BuildFailure
+from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
-from flashattn_jit.jit.toolchain import ask_version, find_compiler
 from tests import processes
 
 SOURCE = Path(__file__).with_name("minimal_artifact.cpp").read_text()
@@ -231,7 +231,7 @@ def test_a_compiler_has_one_identity_under_all_its_names() -> None:
     gxx = shutil.which("g++")
     if gxx is None or find_compiler() is None:
         pytest.skip("needs c++ and g++")
-    from flashattn_jit.jit.driver import Compiler
+    from flashattn_jit.jit.compilation.compile_job import Compiler
 
     by_default = find_compiler()
     assert by_default is not None

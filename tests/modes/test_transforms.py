@@ -177,14 +177,14 @@ def test_derivatives_inside_of_a_compiled_function_are_refused(name: str) -> Non
 
 
 def test_functionalized_calls_leave_nothing_behind() -> None:
-    from flashattn_jit.ops import _sites
+    from flashattn_jit.ops.torch_ops import sites
 
     run = torch.func.functionalize(lambda *t: SUBJECTS[1].run(*t))
     run(*SUBJECTS[1].tensors)
-    before = len(_sites._sites)
+    before = len(sites._sites)
     for _ in range(3):
         run(*SUBJECTS[1].tensors)
-    assert len(_sites._sites) == before
+    assert len(sites._sites) == before
 
 
 @pytest.mark.filterwarnings("ignore")

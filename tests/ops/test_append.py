@@ -7,7 +7,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import GradError, InputError, TargetError
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 
 TARGETS = [
     pytest.param(None, id="cpu"),

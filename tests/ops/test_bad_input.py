@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashattn_jit as fa
 from flashattn_jit.jit import module as jit_module
-from flashattn_jit.ops import _launch
-from flashattn_jit.ops._call import dense_form
+from flashattn_jit.ops.launching import launches
+from flashattn_jit.ops.planning.calls import dense_form
 
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 8, 12, 16
 
@@ -20,9 +20,9 @@ B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 8, 12, 16
 @pytest.fixture(autouse=True)
 def _nothing_compiled_or_kept() -> Iterator[None]:
     counters = jit_module.default.counters
-    before = (counters.compiles, counters.misses, counters.disk_hits, len(_launch._launches))
+    before = (counters.compiles, counters.misses, counters.disk_hits, len(launches._launches))
     yield
-    after = (counters.compiles, counters.misses, counters.disk_hits, len(_launch._launches))
+    after = (counters.compiles, counters.misses, counters.disk_hits, len(launches._launches))
     assert after == before
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.ops import _launch
+from flashattn_jit.ops.launching import launches
 
 INDPTR = torch.tensor([0, 3, 6])
 DIMS = {"batch": 2, "num_q_heads": 2, "num_kv_heads": 2, "q_len": 3, "kv_len": 3, "head_dim": 16,
@@ -90,10 +90,10 @@ LENGTHS: dict[str, tuple[Any, str]] = {
 
 
 def refused(call: Callable[..., object], says: str, **given: Any) -> None:
-    before = len(_launch._launches)
+    before = len(launches._launches)
     with pytest.raises(fa.InputError, match=says):
         call(**given)
-    assert len(_launch._launches) == before
+    assert len(launches._launches) == before
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

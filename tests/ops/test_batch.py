@@ -16,7 +16,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
 from tests import rotation
 from tests.batch.batches import Batch, indptr, share_prefix
@@ -456,8 +456,8 @@ def test_a_captured_run_replays_plans_of_any_kind(
 ) -> None:
     """The launches of the first run, replayed as they are for later plans, whatever the lengths of
     lists and the number of levels. Bits have the room that the first plan gives them."""
-    from flashattn_jit.ops import _device_memory
-    from flashattn_jit.ops._emulated import record
+    from flashattn_jit.ops.device import plan_memory
+    from flashattn_jit.ops.device.emulated import record
 
     recorded = []
 
@@ -465,7 +465,7 @@ def test_a_captured_run_replays_plans_of_any_kind(
         recorded.append(record(*arguments))
         recorded[-1].replay()
 
-    monkeypatch.setattr(_device_memory, "launch", recording)
+    monkeypatch.setattr(plan_memory, "launch", recording)
     limits = fa.Limits(max_requests=5, max_q_tokens=64, max_kv_len=160, max_pages=50)
     options = {"limits": limits, "cuda_graph": True, "target": "emulated:sm_80"}
     made: Any = None

@@ -15,15 +15,15 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _device, _device_memory
-from flashattn_jit.ops._device import LaunchTensors
-from flashattn_jit.ops._device_memory import DeviceState, Ring, launch
-from flashattn_jit.ops._emulated import Recording, record
+from flashattn_jit.ops.device import cuda, plan_memory
+from flashattn_jit.ops.device.cuda import LaunchTensors
+from flashattn_jit.ops.device.emulated import Recording, record
+from flashattn_jit.ops.device.plan_memory import DeviceState, Ring, launch
 from flashattn_jit.planner.tiles import placed, request_of
 from flashattn_jit.variants.reference import attention_reference
-from flashattn_jit.variants.spec import Dims
+from flashattn_jit.variants.variant import Dims
 
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 CPU, CUDA0 = torch.device("cpu"), torch.device("cuda", 0)
@@ -159,8 +159,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda index: state.current, raising=False
     )
-    monkeypatch.setattr(_device_memory, "_pinned", lambda size: memory(size, dtype=torch.uint8))
-    monkeypatch.setattr(_device, "_captured", {})
+    monkeypatch.setattr(plan_memory, "_pinned", lambda size: memory(size, dtype=torch.uint8))
+    monkeypatch.setattr(cuda, "_captured", {})
     monkeypatch.setattr(DeviceState, "_empty", lambda self, size: memory(size, dtype=torch.uint8))
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, s: state.log.append("recorded"), raising=False
@@ -230,7 +230,7 @@ def test_captured_runs_wait_for_nothing_and_keep_what_they_read(streams: SimpleN
     param, table = torch.zeros(2, 3).unbind()
     run(block, core, tensors_of(param, table))
     assert streams.log == []
-    kept = list(_device._captured.values())
+    kept = list(cuda._captured.values())
     assert any(x is block for x in kept)
     assert any(x is param for x in kept)
     assert not any(x is table for x in kept)

@@ -10,7 +10,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.planner.tiles import few_rows, merge_cost
 from tests import processes
 from tests.batch.batches import Batch, share_prefix

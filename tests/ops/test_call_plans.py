@@ -11,11 +11,13 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _call, _launch
-from flashattn_jit.ops._call import KEPT_SIZE, Recent
-from flashattn_jit.ops._plan import Variation
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.ops.attention import run_dense
+from flashattn_jit.ops.launching import launches
+from flashattn_jit.ops.planning import calls
+from flashattn_jit.ops.planning.batch_plan import Variation
+from flashattn_jit.ops.planning.calls import KEPT_SIZE
+from flashattn_jit.ops.planning.recent import Recent
 from flashattn_jit.variants.reference import varlen_reference
 from tests.planner.batch_plans import WORK, indptr, items_of
 
@@ -28,12 +30,12 @@ ON_ANY = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def nothing_is_forgotten() -> None:
     """No entry of an earlier test makes room for one of this test."""
-    _launch._launches.clear()
+    launches._launches.clear()
 
 
 def latest() -> Variation:
     """The plan that was made last."""
-    return list(_launch._launches.values())[-1][0]
+    return list(launches._launches.values())[-1][0]
 
 
 def work(plan: _C.BatchPlan, kind: int) -> list[dict[str, int]]:
@@ -43,9 +45,9 @@ def work(plan: _C.BatchPlan, kind: int) -> list[dict[str, int]]:
 @contextmanager
 def planning(count: int) -> Iterator[None]:
     """Within, so many plans are made and kept."""
-    before = len(_launch._launches)
+    before = len(launches._launches)
     yield
-    assert len(_launch._launches) == before + count
+    assert len(launches._launches) == before + count
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -229,5 +231,5 @@ def test_calls_of_many_requests_are_forgotten_sooner() -> None:
         kv = starts + i * (starts == count)
         k = torch.randn(count + i, 1, 8)
         fa.varlen_attention(q, k, k, starts, kv)
-    for calls in (_call._requests.values(), _launch._launches):
-        assert [x.lengths.num_requests for x in calls] == [count] * (KEPT_SIZE // (64 + count))
+    for kept in (calls._requests.values(), launches._launches):
+        assert [x.lengths.num_requests for x in kept] == [count] * (KEPT_SIZE // (64 + count))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
-from flashattn_jit.jit.nvcc import find_toolkit
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests.batch.batches import Batch, indptr, level_of, share_prefix
 from tests.batch.oracle import Math, check
 from tests.slowness import slowdown

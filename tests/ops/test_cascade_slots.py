@@ -15,8 +15,8 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
 from flashattn_jit.errors import VariantError
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.variants.ir import keys_read_request
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from flashattn_jit.variants.ir.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
 from tests import rotation
 

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import flashattn_jit as fa
-from flashattn_jit.ops import block_mask
+from flashattn_jit.ops.keys import block_mask
 
 D = 32
 

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 import flashattn_jit as fa
-from flashattn_jit.ops import _outline
+from flashattn_jit.ops.torch_ops import outline
 from flashattn_jit.variants.library import made_classes
 from tests.ops.test_compile import Compiled, Window, dense
 
@@ -526,7 +526,7 @@ def test_a_dynamo_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(code: object, scope: object) -> str:
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(_outline.TEMPLATES, "of_function", change)
+    monkeypatch.setattr(outline.TEMPLATES, "of_function", change)
     words = r"score_mod.*made or changed inside.*this version of torch.*no such thing.*outside"
     bias = torch.rand(4)
     fails(lambda q, k, v: fa.attention(q, k, v, closure(bias, 3)), fa.VariantError, words)

@@ -16,11 +16,13 @@ from flashattn_jit import _C
 from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import default, load_stepping
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _check, _device, _launch, _utility
-from flashattn_jit.ops._call import Call, Form, dense_form, is_aligned, packed_form
-from flashattn_jit.ops._plan import Needs
+from flashattn_jit.ops.arguments import checks
+from flashattn_jit.ops.device import cuda
+from flashattn_jit.ops.launching import launches, utility
+from flashattn_jit.ops.planning.calls import Call, Form, dense_form, is_aligned, packed_form
+from flashattn_jit.ops.planning.kernels import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import request_of, slots
 from tests.planner.batch_plans import Paged, device_block, lengths
@@ -90,7 +92,7 @@ def test_an_architecture_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch
 def test_tensors_of_different_devices_are_named_with_their_devices() -> None:
     there = {"q": OnDevice(), "k": torch.empty(1), "v": OnDevice()}
     with pytest.raises(InputError, match=r"q on cuda:0, k on cpu, v on cuda:0.*k\.to\('cuda:0'\)"):
-        _check.check_devices(there)  # type: ignore[arg-type]
+        checks.check_devices(there)  # type: ignore[arg-type]
     q = torch.randn(1, 2, 4, 16)
     with pytest.raises(InputError, match="v is on device meta, but kernels run on cpu and cuda"):
         fa.attention(q, q, q.to("meta"))
@@ -162,9 +164,9 @@ def test_nothing_is_planned_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     call = Call(there, lengths, 0, (), None, False, False, "sm_80", 0)
     bound: Any = None
     with pytest.raises(LaunchError, match="make the same call once before the capture"):
-        _launch._plan(call, bound, bound, "variant")
+        launches._plan(call, bound, bound, "variant")
     with pytest.raises(LaunchError, match="make the same call once before it"):
-        _utility.run_utility(("captured",), "sm_80", CUDA0, pytest.fail, bound)
+        utility.run_utility(("captured",), "sm_80", CUDA0, pytest.fail, bound)
 
 
 FORM_FIELDS = ("kind", "q_shape", "k_shape", "v_shape", "strides", "dtypes", "device",
@@ -179,14 +181,14 @@ FORM_FIELDS = ("kind", "q_shape", "k_shape", "v_shape", "strides", "dtypes", "de
 def test_a_driver_runs_what_its_cuda_or_an_older_one_compiled(
     monkeypatch: pytest.MonkeyPatch, supported: int, needed: int, refused: bool
 ) -> None:
-    monkeypatch.setattr(_device, "min_driver", lambda module: needed)
+    monkeypatch.setattr(cuda, "min_driver", lambda module: needed)
     monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: supported, raising=False)
     module: Any = SimpleNamespace(path=f"/kernels/{supported}/{needed}.so")
     if not refused:
-        _device.check_driver(module)
+        cuda.check_driver(module)
         return
     with pytest.raises(LaunchError, match=rf"needs driver {needed} or newer") as error:
-        _device.check_driver(module)
+        cuda.check_driver(module)
     assert module.path in str(error.value)
 
 
@@ -225,18 +227,18 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: f"stream {state.stream}")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(_device, "_captured", {})
+    monkeypatch.setattr(cuda, "_captured", {})
     return state
 
 
 def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    block = _device.DeviceMemory(fake, fake, {7})
+    block = cuda.DeviceMemory(fake, fake, {7})
     q = torch.zeros(4)
-    call = _device.LaunchTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
+    call = cuda.LaunchTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
 
     def enqueue() -> int | None:
-        return _device.enqueue(fake, block, call, 0.25, torch.device("cuda", 1), (block,))
+        return cuda.enqueue(fake, block, call, 0.25, torch.device("cuda", 1), (block,))
 
     assert enqueue() == 7
     assert fake.events == []
@@ -252,13 +254,13 @@ def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleN
 
 def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    block = _device.DeviceMemory(fake, fake, {7})
+    block = cuda.DeviceMemory(fake, fake, {7})
     device.stream, device.capturing = 9, True
     q, param, table = torch.zeros(3, 4).unbind()
-    tensors = _device.LaunchTensors(q, q, q, q, None, (param, table), num_params=1)
-    assert _device.enqueue(fake, block, tensors, 1.0, CUDA0, (block,)) is None
+    tensors = cuda.LaunchTensors(q, q, q, q, None, (param, table), num_params=1)
+    assert cuda.enqueue(fake, block, tensors, 1.0, CUDA0, (block,)) is None
     assert fake.events == [] and fake.launches[0]["stream"] == 9
-    assert list(_device._captured.values()) == [block, param] and block.streams == {7}
+    assert list(cuda._captured.values()) == [block, param] and block.streams == {7}
 
 
 # --- argument blocks of a real CUDA artifact ------------------------------------------------------
@@ -356,19 +358,19 @@ def test_work_is_planned_for_the_blocks_that_a_device_holds(
 ) -> None:
     q = torch.randn(1, 2, 1, 64).bfloat16()
     fa.attention(q, q, q, target="emulated:sm_90")
-    plan, _ = list(_launch._launches.values())[-1]
+    plan, _ = list(launches._launches.values())[-1]
     kernel = plan.kernels[1]
     assert plan.kernels[0] is None and kernel is not None and kernel.module is not None
     module, spec = kernel.module, kernel.spec
     assert default.find(spec.document()) is module
-    registers = _device._registers(module)
+    registers = cuda._registers(module)
     assert registers is not None and 32 <= registers <= 255
-    assert kernel.workers == _device.workers(spec, CPU, module) == _device.EMULATED_SLOTS
-    assert len(plan.native.worker_indptr(1)) == _device.EMULATED_SLOTS + 1
+    assert kernel.workers == cuda.workers(spec, CPU, module) == cuda.EMULATED_SLOTS
+    assert len(plan.native.worker_indptr(1)) == cuda.EMULATED_SLOTS + 1
     h200 = named_hardware("H200")
-    monkeypatch.setattr(_device, "_hardware", lambda index: h200)
+    monkeypatch.setattr(cuda, "_hardware", lambda index: h200)
     expected = slots(spec, h200, registers).total
-    assert _device.workers(spec, CUDA0, module) == expected >= 132
+    assert cuda.workers(spec, CUDA0, module) == expected >= 132
     gone: Any = SimpleNamespace(path="/nowhere/artifact.so")
-    assert _device._registers(gone) is None
-    assert _device.workers(spec, CUDA0, gone) == slots(spec, h200).total
+    assert cuda._registers(gone) is None
+    assert cuda.workers(spec, CUDA0, gone) == slots(spec, h200).total

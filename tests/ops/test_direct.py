@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn_jit as fa
-from flashattn_jit.variants.modes import is_direct
+from flashattn_jit.torch_modes import is_direct
 
 
 class Seen(TorchDispatchMode):

@@ -7,9 +7,10 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import EmulatorFault, EnvironmentVariableError, InputError, TargetError
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops import _emulated, _launch
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.ops.attention import run_dense
+from flashattn_jit.ops.device import emulated
+from flashattn_jit.ops.launching import launches
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.ops.test_attention import assert_close
 
@@ -61,7 +62,7 @@ def test_sm_75_takes_fp16() -> None:
 def test_split_keys_are_merged_the_same_way_every_time() -> None:
     q, k, v = inputs(1, 4, 1, 64, kv_len=2000)
     out, lse = check(q, k, v, fa.Causal(), q_offset="end")
-    plan, _ = list(_launch._launches.values())[-1]
+    plan, _ = list(launches._launches.values())[-1]
     assert plan.native.most_splits > 1
     again = fa.attention(q, k, v, fa.Causal(), q_offset="end", target=SM80, return_lse=True)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
@@ -95,7 +96,7 @@ def test_views_with_any_strides_and_results_in_them() -> None:
 def test_rows_between_16_bytes_and_odd_dims_take_the_unaligned_kernel() -> None:
     q, k, v = inputs(1, 4, 9, 72, kv_len=50, dim_v=44)
     check(q, k, v, scale=0.1)
-    plan, _ = list(_launch._launches.values())[-1]
+    plan, _ = list(launches._launches.values())[-1]
     assert all("unaligned" in k.spec.features for k in plan.kernels if k is not None)
     wide = torch.cat([q, q], -1)
     check(wide[..., 5:77], k, v, scale=0.1)
@@ -156,13 +157,13 @@ def test_a_fault_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime is told that v has half its keys: the kernel's own loads then go past them."""
     q, k, v = inputs(2, 4, 70, 64)
     check(q, k, v, fa.Causal(), q_offset="end")
-    whole = _emulated.extent
+    whole = emulated.extent
 
     def half(name, tensor, writable, initialised):
         name, address, size, *rest = whole(name, tensor, writable, initialised)
         return (name, address, size // 2 if name == "v" else size, *rest)
 
-    monkeypatch.setattr(_emulated, "extent", half)
+    monkeypatch.setattr(emulated, "extent", half)
     with pytest.raises(EmulatorFault) as fault:
         fa.attention(q, k, v, fa.Causal(), q_offset="end", target=SM80)
     assert fault.value.kernel == "fajit_attention_kernel" and fault.value.source

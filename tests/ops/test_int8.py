@@ -16,7 +16,7 @@ from flashattn_jit.codegen.spec import CPU_TARGETS
 from flashattn_jit.deploy.wanted import wanted_specs
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import reachable, retarget
-from flashattn_jit.variants.ir import unscaled_integers
+from flashattn_jit.variants.ir.ir import unscaled_integers
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 

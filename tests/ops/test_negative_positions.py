@@ -20,7 +20,7 @@ import torch
 
 import flashattn_jit as fa
 import flashattn_jit.variants.library as lib
-from flashattn_jit.variants.bounds import EMPTY, FULL, Grid
+from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests import rotation

@@ -11,9 +11,9 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import EnvironmentVariableError, InputError
-from flashattn_jit.jit.nvcc import find_toolkit
-from flashattn_jit.ops.paged import Paged
-from flashattn_jit.ops.storage import read_storage
+from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from flashattn_jit.ops.keys.paged import Paged
+from flashattn_jit.ops.keys.storage import read_storage
 from flashattn_jit.variants.reference import varlen_reference
 from tests.ops.paged_calls import paged_attention
 from tests.ops.test_attention import assert_close

@@ -11,8 +11,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashattn_jit as fa
-from flashattn_jit.ops import _sites
 from flashattn_jit.ops.batch import BatchAttention
+from flashattn_jit.ops.torch_ops import sites
 from tests import processes
 
 # The compiler's own modules warn when they are first imported.
@@ -218,10 +218,10 @@ def test_the_site_of_a_call_that_is_over() -> None:
     q, k, v, tensors, floats, ints, _, flags = arguments
     with pytest.raises(fa.InputError, match="names no call of this process"):
         OPS.attention(q, k, v, tensors, floats, ints, 2**31, flags)
-    before = len(_sites._sites)
+    before = len(sites._sites)
     with torch.profiler.profile():
         fa.attention(q, k, v)
-    assert len(_sites._sites) == before
+    assert len(sites._sites) == before
 
 
 def test_a_recorded_op_says_that_its_call_is_over() -> None:

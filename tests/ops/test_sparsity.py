@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
-from flashattn_jit.ops._key_lists import KeyLists, Lengths, key_lists
+from flashattn_jit.ops.keys.key_lists import KeyLists, Lengths, key_lists
 from flashattn_jit.variants.library import pack_bits, tree_bits
 from tests.batch.batches import Batch
 from tests.batch.oracle import Math, check

@@ -263,7 +263,7 @@ def test_stand_ins_of_tracers_are_no_wrappers():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-    from flashattn_jit.variants.modes import unreadable
+    from flashattn_jit.torch_modes import unreadable
 
     with FakeTensorMode() as mode:
         assert unreadable(mode.from_tensor(q)) == ""

@@ -14,7 +14,9 @@ import pytest
 
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.ops import _device, _device_memory, _launch, _plan, _utility
+from flashattn_jit.ops.device import cuda, plan_memory
+from flashattn_jit.ops.launching import launches, utility
+from flashattn_jit.ops.planning import batch_plan
 
 _NOTHING = """
 #include <fajit/abi.h>
@@ -68,11 +70,11 @@ def nothing_module(folder: Path) -> _C.Module:
 
 def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
     """Put `asked` in the place of the cache, and nothing in the place of launches."""
-    for ops in (_device, _plan, _utility):
+    for ops in (cuda, batch_plan, utility):
         patch.setattr(ops, "load_stepping", asked)
     # Plans and kernels that other tests made would ask for nothing.
-    for known in (_launch._launches, _launch._kernels, _utility._plans):
+    for known in (launches._launches, launches._kernels, utility._plans):
         known.clear()
     patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)
-    for ops in (_device_memory, _utility):
+    for ops in (plan_memory, utility):
         patch.setattr(ops, "launch", lambda *args: None)

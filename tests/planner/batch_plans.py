@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from flashattn_jit import _C
-from flashattn_jit.ops._plan import native_kind
+from flashattn_jit.ops.planning.kernels import native_kind
 from flashattn_jit.planner.tiles import choose_rows, few_rows, merge_cost
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 WORK = ("request", "head_begin", "head_count", "row_begin", "row_end", "kv_begin", "kv_end",
         "partial")  # fmt: skip

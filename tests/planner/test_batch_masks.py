@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.ops._call import bind_tensors
+from flashattn_jit.ops.planning.calls import bind_tensors
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 
 from .batch_plans import Level, Planned, Ragged, make, small_kinds
 

@@ -6,7 +6,7 @@ import pytest
 
 from flashattn_jit.codegen.spec import CPU_TARGETS, CUDA_TARGETS, KernelSpec
 from flashattn_jit.planner.tiles import coefficients, placed
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 
 def specs(target: str, head_dim: int = 128, kv_dtype: str | None = None) -> dict[str, KernelSpec]:

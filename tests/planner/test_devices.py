@@ -17,9 +17,9 @@ from flashattn_jit.planner.devices import (
     named_hardware,
     typical_hardware,
 )
-from flashattn_jit.planner.machines import roofline
+from flashattn_jit.planner.roofline import roofline
 from flashattn_jit.planner.tiles import Problem, choose, min_chunk, slots
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 PLAIN = VariantIR(())
 

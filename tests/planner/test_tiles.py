@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashattn_jit.codegen.spec import CPU_TARGETS, matrix_dtype
-from flashattn_jit.planner.machines import Hardware, roofline
 from flashattn_jit.planner.reachable import reachable
+from flashattn_jit.planner.roofline import Hardware, roofline
 from flashattn_jit.planner.tiles import (
     FEW_ROWS,
     Problem,
@@ -16,7 +16,7 @@ from flashattn_jit.planner.tiles import (
     item_rows,
     scratch_bytes,
 )
-from flashattn_jit.variants.ir import VariantIR
+from flashattn_jit.variants.ir.ir import VariantIR
 
 PLAIN = VariantIR(())
 MACHINE = Hardware("test", "cpu:avx512_bf16", 2, 48 << 10, 1 << 20, 32 << 20, 5e11, 1e12, 4e10)

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashattn_jit.variants.bounds import Grid, MaskParams, classify_boxes
-from flashattn_jit.variants.bounds_lower import format_clause, format_term, lower_classify
-from flashattn_jit.variants.bounds_simplify import Program, range_tables, simplify
-from flashattn_jit.variants.extract import stride_pattern
-from flashattn_jit.variants.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
+from flashattn_jit.variants.capture.extract import stride_pattern
+from flashattn_jit.variants.interval.cpp import format_clause, format_term, lower_classify
+from flashattn_jit.variants.interval.range_tables import build_tables
+from flashattn_jit.variants.interval.simplify import Program, range_tables, simplify
+from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams, classify_boxes
+from flashattn_jit.variants.ir.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.range_table import build_tables
-from flashattn_jit.variants.spec import Variant, as_variant
+from flashattn_jit.variants.variant import Variant, as_variant
 
 ROOT = Path(__file__).parents[2]
 ANY_SIZE = Dims()

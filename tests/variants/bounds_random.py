@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashattn_jit.variants.bounds import MaskParams
-from flashattn_jit.variants.ir import GraphBuilder
+from flashattn_jit.variants.interval.tile_runs import MaskParams
+from flashattn_jit.variants.ir.ir import GraphBuilder
 
 from .bounds_oracle import Mask, described
 

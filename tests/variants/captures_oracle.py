@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.variants.ir_eval import evaluate, grids
 
 DIMS = Dims(2, 3, 3, 5, 7, 16, 16)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_jit.variants import ir
-from flashattn_jit.variants.dtypes import TORCH_DTYPES
+from flashattn_jit.variants.ir import ir
+from flashattn_jit.variants.ir.dtypes import TORCH_DTYPES
 
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,

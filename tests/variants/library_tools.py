@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from flashattn_jit.variants.reference import attention_reference
-from flashattn_jit.variants.spec import Bound, Dims, Variant
+from flashattn_jit.variants.variant import Bound, Dims, Variant
 
 Offset = int | Literal["end"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import Variant, as_variant, scalar, tensor
+from flashattn_jit.variants.variant import Variant, as_variant, scalar, tensor
 from tests.variants.ir_eval import evaluate
 
 DIMS = Dims(2, 4, 2, 5, 7, 16, 8)

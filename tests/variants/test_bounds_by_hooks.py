@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import EMPTY, FULL, Grid
+from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from tests.registry_case import Case, Shape
 from tests.registry_masks import MASK_CASES

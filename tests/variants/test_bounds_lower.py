@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import Grid, classify_boxes
-from flashattn_jit.variants.bounds_lower import lower_classify
-from flashattn_jit.variants.bounds_simplify import range_tables
+from flashattn_jit.variants.interval.cpp import lower_classify
+from flashattn_jit.variants.interval.range_tables import build_tables
+from flashattn_jit.variants.interval.simplify import range_tables
+from flashattn_jit.variants.interval.tile_runs import Grid, classify_boxes
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.range_table import build_tables
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.registry import CASES, Shape
 
 from .bounds_oracle import Compiled, Mask, bound, classify_grid, traced
@@ -180,7 +180,7 @@ def test_the_text_is_deterministic_and_says_what_it_decides() -> None:
 def test_the_text_is_the_same_in_every_process() -> None:
     script = (
         "from tests.variants.test_bounds_lower import registry_masks\n"
-        "from flashattn_jit.variants.bounds_lower import lower_classify\n"
+        "from flashattn_jit.variants.interval.cpp import lower_classify\n"
         "for mask in registry_masks()[1]: print(lower_classify(mask.graph, mask.tensors))"
     )
     texts = [

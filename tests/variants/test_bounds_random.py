@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashattn_jit.variants.bounds import Grid, tile_runs
-from flashattn_jit.variants.bounds_simplify import simplify
-from flashattn_jit.variants.ir import format_graph
+from flashattn_jit.variants.interval.simplify import simplify
+from flashattn_jit.variants.interval.tile_runs import Grid, tile_runs
+from flashattn_jit.variants.ir.ir import format_graph
 
 from .bounds_oracle import Mask, brute_force, classify_grid, dense_mask, format_program, traced
 from .bounds_random import RandomMask

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import FULL, Grid, tile_runs
+from flashattn_jit.variants.interval.tile_runs import FULL, Grid, tile_runs
 from tests.memory import peak_bytes
 from tests.slowness import slowdown
 

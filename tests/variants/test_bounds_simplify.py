@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import Grid
-from flashattn_jit.variants.bounds_lower import lower_classify
-from flashattn_jit.variants.bounds_simplify import simplify
+from flashattn_jit.variants.interval.cpp import lower_classify
+from flashattn_jit.variants.interval.simplify import simplify
+from flashattn_jit.variants.interval.tile_runs import Grid
 
 from .bounds_oracle import format_program, traced
 from .test_bounds_masks import check

@@ -21,10 +21,10 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from flashattn_jit.errors import ParamError, TraceError
-from flashattn_jit.variants.captures import MAX_LOCATIONS, Walk
-from flashattn_jit.variants.extract import extractor, stride_pattern
+from flashattn_jit.variants.capture.extract import extractor, stride_pattern
+from flashattn_jit.variants.capture.walk import MAX_LOCATIONS, Walk
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant, variant
+from flashattn_jit.variants.variant import as_variant, variant
 from tests.slowness import slowdown
 from tests.variants import captures_module
 from tests.variants.captures_oracle import DIMS, value

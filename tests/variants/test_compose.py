@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashattn_jit.errors import ParamError, VariantError
-from flashattn_jit.variants.spec import Pointwise, Softmax, Variant, tensor, variant
+from flashattn_jit.variants.variant import Pointwise, Softmax, Variant, tensor, variant
 from tests.variants.ir_eval import evaluate
 from tests.variants.small_variants import DIMS, CappedAlibi, Causal, Window, run
 

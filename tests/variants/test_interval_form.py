@@ -17,11 +17,11 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.variants.bounds import MaskParams, classify_boxes
-from flashattn_jit.variants.bounds_code import Code, CodeClause, Statement, code_of
-from flashattn_jit.variants.bounds_simplify import range_tables
-from flashattn_jit.variants.ir import OPS, Graph, GraphBuilder
-from flashattn_jit.variants.range_table import build_tables
+from flashattn_jit.variants.interval.range_tables import build_tables
+from flashattn_jit.variants.interval.simplify import range_tables
+from flashattn_jit.variants.interval.statements import Code, CodeClause, Statement, code_of
+from flashattn_jit.variants.interval.tile_runs import MaskParams, classify_boxes
+from flashattn_jit.variants.ir.ir import OPS, Graph, GraphBuilder
 
 from .bounds_oracle import Mask, described, traced
 from .bounds_random import RandomMask

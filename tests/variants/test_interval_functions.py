@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds import EMPTY, FULL, MaskParams, classify_boxes
-from flashattn_jit.variants.ir import GraphBuilder
+from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, MaskParams, classify_boxes
+from flashattn_jit.variants.ir.ir import GraphBuilder
 
 from .bounds_oracle import evaluate
 

@@ -15,7 +15,7 @@ import torch
 
 import flashattn_jit.variants.library as lib
 from flashattn_jit.errors import InputError, ParamError, VariantError
-from flashattn_jit.variants.spec import Variant
+from flashattn_jit.variants.variant import Variant
 from tests.variants.library_tools import bound, kept_pairs
 
 

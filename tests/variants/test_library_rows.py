@@ -15,7 +15,7 @@ import flashattn_jit.variants.library as lib
 from flashattn_jit.errors import InputError, ParamError, VariantError
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
-from flashattn_jit.variants.spec import Variant
+from flashattn_jit.variants.variant import Variant
 from tests.variants.library_tools import bound, normal
 
 

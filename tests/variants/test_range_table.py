@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn_jit.variants.bounds_simplify import RangeTableSpec
-from flashattn_jit.variants.range_table import BLOCK, block_extremes, build_tables
+from flashattn_jit.variants.interval.range_tables import BLOCK, block_extremes, build_tables
+from flashattn_jit.variants.interval.simplify import RangeTableSpec
 
 
 def test_a_table_is_kept_while_its_tensor_is_unchanged() -> None:

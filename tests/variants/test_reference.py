@@ -19,7 +19,7 @@ from flashattn_jit.variants.reference import (
     merge_reference,
     varlen_reference,
 )
-from flashattn_jit.variants.spec import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
+from flashattn_jit.variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
 F64 = torch.float64
 

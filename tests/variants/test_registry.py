@@ -10,7 +10,7 @@ import torch
 
 import flashattn_jit.variants.library as lib
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests import registry_library
 from tests.registry import CASES, SHAPES, Case, by_name, pairs
 

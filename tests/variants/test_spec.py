@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from flashattn_jit.errors import ParamError, TraceError, VariantError
-from flashattn_jit.variants import ir
+from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import (
+from flashattn_jit.variants.variant import (
     Pointwise,
     Softmax,
     Variant,
@@ -446,7 +446,7 @@ def test_the_class_form_is_typed(tmp_path):
         textwrap.dedent(
             """
             import torch
-            from flashattn_jit.variants.spec import Softmax, Variant, scalar, tensor
+            from flashattn_jit.variants.variant import Softmax, Variant, scalar, tensor
 
             class SoftCappedALiBi(Variant):
                 cap: float = scalar(30.0)

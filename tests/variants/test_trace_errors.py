@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from flashattn_jit.errors import FlashAttnJitError, TraceError
 from flashattn_jit.variants import builtins
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant, variant
+from flashattn_jit.variants.variant import as_variant, variant
 from tests.variants.small_variants import Causal
 
 DIMS = Dims(2, 3, 3, 5, 7, 16, 16)

@@ -10,10 +10,10 @@ import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from flashattn_jit.variants.dtypes import DTYPE_NAMES, TORCH_DTYPES, VALUE_DTYPES
-from flashattn_jit.variants.ir import promote, result_dtype
+from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES, TORCH_DTYPES, VALUE_DTYPES
+from flashattn_jit.variants.ir.ir import promote, result_dtype
 from flashattn_jit.variants.params import Dims
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.registry_case import Case
 from tests.registry_masks import MASK_CASES
 from tests.registry_scores import SCORE_CASES

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
-from flashattn_jit.variants.spec import variant
+from flashattn_jit.variants.variant import variant
 from tests.variants.trace_oracle import DIMS, compare
 
 G = torch.Generator().manual_seed(0)

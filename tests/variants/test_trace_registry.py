@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashattn_jit.variants import ir
+from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import _Lengths, _Run
-from flashattn_jit.variants.spec import as_variant
+from flashattn_jit.variants.variant import as_variant
 from tests.registry_case import Case, Shape
 from tests.registry_library import LIBRARY_CASES
 from tests.registry_masks import MASK_CASES

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import _Gather
-from flashattn_jit.variants.spec import variant
+from flashattn_jit.variants.variant import variant
 from tests.variants.ir_eval import evaluate
 
 D = 12

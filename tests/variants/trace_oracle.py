@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_jit.variants.captures import Walk
+from flashattn_jit.variants.capture.walk import Walk
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import _Gather, _tensor
-from flashattn_jit.variants.spec import variant
+from flashattn_jit.variants.variant import variant
 from tests.variants.ir_eval import evaluate, grids
 
 SIZES = (2, 3, 5, 7)
@@ -54,13 +54,14 @@ def compare(fn: Callable[..., Any], *, rtol: float = 1e-5, atol: float = 1e-6) -
 
 def _trace_with(spy: Callable[..., Any], fn: Callable[..., Any]) -> None:
     """Trace `fn` once more inside `spy`, which sees the dtype before the final conversion."""
-    from flashattn_jit.variants.trace import Tracer
+    from flashattn_jit.variants.trace.tracer import Tracer
+    from flashattn_jit.variants.trace.values import STAND_INS
 
     walk = Walk(fn)
     tracer = Tracer(
         walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, None, "", walk.codes
     )  # fmt: skip
-    rebuilt = walk.build(tracer.captured, tracer.numbers)
+    rebuilt = walk.build(tracer.captured, tracer.numbers, STAND_INS)
     found: list[torch.dtype | None] = []
 
     def inner(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 // Least and greatest elements of a param tensor over a box of indices.
 //
 // A short range is read as it is; a long one through a table that the host built: per 64 entries
-// of one dim the least and the greatest (variants/range_table.py). Both give the exact hull, so a
+// of one dim the least and the greatest (variants/interval/range_tables.py). Both give the exact hull, so a
 // table changes the time and never the answer.
 #pragma once
 #include <fajit/interval_real.h>

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
+from flashattn_jit.torch_modes import remembered
 from flashattn_jit.variants.builtins import q_len, q_row
-from flashattn_jit.variants.modes import remembered
-from flashattn_jit.variants.spec import Dims, Variant, scalar, tensor
+from flashattn_jit.variants.variant import Dims, Variant, scalar, tensor
 
 
 @remembered(64)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.builtins import q_len, q_row
-from flashattn_jit.variants.spec import Variant, tensor
+from flashattn_jit.variants.variant import Variant, tensor
 
 
 class PackedGatedOutput(Variant):

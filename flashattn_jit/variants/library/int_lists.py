@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from flashattn_jit.errors import InputError
-from flashattn_jit.variants.modes import need_values
+from flashattn_jit.torch_modes import need_values
 
 
 def int_list(name: str, values: object, why: str) -> list[int]:

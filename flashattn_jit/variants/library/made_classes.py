@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from flashattn_jit.errors import VariantError
-from flashattn_jit.variants.spec import Variant
+from flashattn_jit.variants.variant import Variant
 
 _V = TypeVar("_V", bound=Variant)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashattn_jit.variants.spec import Variant, scalar, tensor
+from flashattn_jit.variants.variant import Variant, scalar, tensor
 
 
 class Full(Variant):

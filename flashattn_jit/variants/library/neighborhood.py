@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
-from flashattn_jit.variants.spec import Variant, scalar
+from flashattn_jit.variants.variant import Variant, scalar
 
 
 class Natten1D(Variant):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashattn_jit.variants.builtins import kv_len
 from flashattn_jit.variants.params import Pointwise, Softmax
-from flashattn_jit.variants.spec import Variant, tensor
+from flashattn_jit.variants.variant import Variant, tensor
 
 
 class Sink(Variant):

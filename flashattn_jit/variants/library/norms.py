@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
-from flashattn_jit.variants.spec import Dims, Variant, scalar, tensor
+from flashattn_jit.variants.variant import Dims, Variant, scalar, tensor
 
 
 def _ones(dims: Dims) -> Tensor:

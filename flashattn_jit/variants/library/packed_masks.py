@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashattn_jit.errors import InputError
 from flashattn_jit.variants.library.int_lists import int_list
-from flashattn_jit.variants.spec import Variant, tensor
+from flashattn_jit.variants.variant import Variant, tensor
 
 _MOST = 2**31 - 1  # of the tokens of a sequence
 

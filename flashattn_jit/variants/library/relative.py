@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import VariantError
+from flashattn_jit.torch_modes import outside_modes
 from flashattn_jit.variants.library.made_classes import made_class
-from flashattn_jit.variants.modes import outside_modes
-from flashattn_jit.variants.spec import Variant, scalar, tensor
+from flashattn_jit.variants.variant import Variant, scalar, tensor
 
 
 def t5_buckets(

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError, VariantError
+from flashattn_jit.torch_modes import remembered
 from flashattn_jit.variants.library.made_classes import made_class
 from flashattn_jit.variants.library.rope_scaling import (
     DynamicNTKScaling,
     NoScaling,
     RopeScaling,
 )
-from flashattn_jit.variants.modes import remembered
-from flashattn_jit.variants.spec import Dims, Variant, scalar, tensor
+from flashattn_jit.variants.variant import Dims, Variant, scalar, tensor
 
 
 def rotate(

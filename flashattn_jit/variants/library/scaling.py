@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashattn_jit.variants.spec import Variant, scalar
+from flashattn_jit.variants.variant import Variant, scalar
 
 
 class TemperatureTuning(Variant):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashattn_jit.errors import InputError
+from flashattn_jit.torch_modes import on_host
 from flashattn_jit.variants.library.int_lists import int_list
-from flashattn_jit.variants.modes import on_host
-from flashattn_jit.variants.spec import Variant, tensor
+from flashattn_jit.variants.variant import Variant, tensor
 
 
 class TreeMask(Variant):

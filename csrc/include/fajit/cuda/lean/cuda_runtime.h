@@ -3,7 +3,7 @@
 // nvcc puts `-include cuda_runtime.h` in front of each of its three passes over a source. The
 // toolkit's own pulls in most of libstdc++ and costs 1.25 s a kernel (nvcc 13.0, measured); this
 // one costs 0.05 s. The folder it lies in is the first on the include path, for the toolkits that
-// it was tried with (flashattn_jit/jit/nvcc.py); others take their own.
+// it was tried with (flashattn_jit/jit/compilation/nvcc.py); others take their own.
 //
 // Held here: the runtime's C interface, the index variables, and the declarations below, which are
 // those of the toolkit's headers. A kernel that needs another intrinsic adds its line. Kernels are

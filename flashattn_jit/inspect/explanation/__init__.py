@@ -1,0 +1,1 @@
+"""What a call or a plan does, as text and pictures: explain and plot."""

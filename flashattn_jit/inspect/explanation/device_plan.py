@@ -1,0 +1,123 @@
+"""What the planner chooses on a GPU that need not be there: tile, slots, splits, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ... import _C
+from ...codegen.budget import ctas_per_sm, register_budget, shared_bytes
+from ...codegen.spec import EMULATED, KernelSpec, compiled_target, is_cuda, resolve_target
+from ...env import format_bytes
+from ...errors import InputError
+from ...jit.cache.keys import KernelKey
+from ...ops.planning.kernels import native_kind
+from ...planner.cuda_tiles import in_flight_bytes
+from ...planner.devices import Device, device_hardware, named_hardware, typical_hardware
+from ...planner.roofline import Hardware, host_hardware
+from ...planner.tiles import Problem, Slots, TileChoice, few_rows, merge_cost, slots
+from ..table import table
+
+
+def machine(target: str | None, device: str | int | None) -> tuple[str, Hardware | Device]:
+    """The target and the machine that `target=` and `device=` name.
+
+    Raises:
+        InputError: the device is unknown, or is not of the target.
+        TargetError: the target is unknown, or is a CPU target that this machine cannot run.
+    """
+    if device is not None and str(device) != "cpu":
+        found = _device(device)
+        if target is not None and compiled_target(target) != found.target:
+            raise InputError(
+                f"target {target!r} is not that of {found.name}, which is {found.target!r}"
+            )
+        return found.target, found
+    if target is not None and is_cuda(compiled_target(target)):
+        resolve_target(EMULATED + compiled_target(target))  # whether it exists
+        return compiled_target(target), typical_hardware(target)
+    return resolve_target(target), host_hardware()
+
+
+def _device(device: str | int) -> Device:
+    if isinstance(device, int):
+        return device_hardware(device)
+    name, _, index = device.partition(":")
+    if name == "cuda":
+        return device_hardware(int(index) if index.isdigit() else 0)
+    return named_hardware(device)
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """The plan for a GPU. `str()` gives the candidates, the slots and the splits.
+
+    num_work, most_splits: work items, and the most parts that one's keys are cut into, by lengths
+    alone: the schedule of a call asks the mask as well.
+    """
+
+    candidates: tuple[TileChoice, ...]
+    spec: KernelSpec
+    key: KernelKey
+    device: Device
+    slots: Slots
+    num_work: int
+    most_splits: int
+
+    def __str__(self) -> str:
+        header = ["", "tile kind", "tile", "warps", "stages", "shared", "for or against"]
+        rows = [
+            ["->" if c.chosen else "", c.spec.tile_kind, f"{c.spec.tile_q} x {c.spec.tile_kv}",
+             str(c.spec.num_warps), str(c.spec.num_stages), format_bytes(c.scratch_bytes), c.reason]
+            for c in self.candidates
+        ]  # fmt: skip
+        spec, found = self.spec, self.slots
+        flying = in_flight_bytes(spec)
+        loads = f", {format_bytes(flying)} of K and V in flight on each" if flying else ""
+        lines = [
+            table(header, rows, "  "),
+            f"  budget: {register_budget(spec)} registers a thread, "
+            f"{format_bytes(shared_bytes(spec))} of shared memory, at least {ctas_per_sm(spec)} "
+            "blocks a multiprocessor",
+            f"  slots: {found.per_sm} a multiprocessor (as {found.limit} allow{_s(found.limit)}), "
+            f"{found.total} on {self.device.name}{loads}",
+            f"  schedule by lengths: {self.num_work} items on {found.total} slots, "
+            f"{split_words(self.most_splits)}",
+            f"  kernel {self.key.hex}",
+        ]
+        return "\n".join(lines)
+
+
+def split_words(most_splits: int) -> str:
+    """How far keys are cut, in words."""
+    return f"keys cut into up to {most_splits} parts" if most_splits > 1 else "no keys split"
+
+
+def _s(limit: str) -> str:
+    return "" if limit.endswith("s") else "s"
+
+
+def device_plan(
+    candidates: tuple[TileChoice, ...],
+    spec: KernelSpec,
+    key: KernelKey,
+    device: Device,
+    problem: Problem,
+) -> DevicePlan:
+    """The plan of a problem on a device, from its lengths."""
+    found = slots(spec, device)
+    workers = max(1, found.total)
+    kind = native_kind(spec, device.target)
+    native = _C.BatchPlan(
+        _C.BatchLengths.dense(
+            len(problem.q_len), max(problem.q_len, default=0), max(problem.kv_len, default=0),
+            problem.kv_len,
+        ),
+        (kind, None) if spec.tile_kind == "prefill" else (None, kind),
+        num_q_heads=problem.num_q_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim_v=problem.head_dim_v,
+        few_rows=few_rows(device.target, problem.q_dtype),
+        num_workers=(workers, workers),
+        merge_ns=merge_cost(device.target),
+    )  # fmt: skip
+    return DevicePlan(candidates, spec, key, device, found, native.num_work, native.most_splits)

@@ -1,0 +1,1 @@
+"""Is this variant computed right: fa.verify."""

@@ -1,0 +1,225 @@
+"""Why a kernel was not found: the layers searched, the entry that comes closest, the remedy."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
+from flashattn_jit.codegen.spec import Request
+from flashattn_jit.errors import (
+    Difference,
+    FlashAttnJitError,
+    MissingKernelError,
+    Nearest,
+    Searched,
+    UnsafeCacheError,
+)
+from flashattn_jit.jit.cache.keys import Document, KernelKey
+from flashattn_jit.jit.cache.layers import Layer
+from flashattn_jit.variants.ir.ir import HOOKS
+
+log = logging.getLogger(__name__)
+
+_MOST_SHOWN = 12
+_MOST_TEXT = 120
+_MOST_COMPARED = 20_000
+_ABSENT = object()
+
+SHIP = (
+    "make a wheel of it on a machine with a compiler (flashattn-jit warm, then flashattn-jit pack "
+    "--wheel NAME) and install that here with pip"
+)
+"""How a machine without a compiler gets a kernel."""
+
+# What makes two kernels different things, before what makes them builds of one thing.
+_WEIGHTS = {
+    "target": 4,
+    "spec.variant": 8,
+    "spec.kernel": 50,
+    "spec.dtypes": 3,
+    "spec.head_dims": 3,
+}
+
+
+def differences(wanted: Document, found: Document) -> tuple[Difference, ...]:
+    """The fields in which two key documents differ, those of the kernel spec one by one.
+
+    A variant's hooks are compared as wholes: "5 operations" against "7 operations".
+    """
+    first, second = _fields(wanted), _fields(found)
+    out: list[Difference] = []
+    for name in [*first, *(n for n in second if n not in first)]:
+        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        if a == b:
+            continue
+        if name == "spec" and isinstance(a, str) and isinstance(b, str):
+            out += _spec_differences(a, b)
+        elif name == "flags" and isinstance(a, str) and isinstance(b, str):
+            out.append(_flag_difference(a.split("\n"), b.split("\n")))
+        elif name == "sources":
+            out.append(Difference(name, "templates and headers here", "another version of them"))
+        else:
+            out.append(Difference(name, _show(a), _show(b)))
+    return tuple(out)
+
+
+def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> Nearest | None:
+    """Of `documents`, each (key, location, document), the one that differs least from `key`."""
+    best: tuple[int, Nearest] | None = None
+    for i, (found_key, location, document) in enumerate(documents):
+        if i >= _MOST_COMPARED:
+            break
+        if found_key == key.hex:
+            continue  # the layer said why it does not serve
+        found = Nearest(found_key, location, differences(key.document, document))
+        distance = sum(_weight(d.field) for d in found.differences)
+        if best is None or distance < best[0]:
+            best = distance, found
+    return best[1] if best else None
+
+
+def nearest_in(key: KernelKey, among: Iterable[Layer]) -> Nearest | None:
+    """The entry of these layers that comes closest to a key that none of them has."""
+    return nearest(key, (found for layer in among for found in _documents(layer)))
+
+
+def _documents(layer: Layer) -> Iterator[tuple[str, str, Document]]:
+    try:
+        yield from layer.documents()
+    except (UnsafeCacheError, OSError) as error:
+        log.debug("cannot list %s: %s", layer.location, error)
+
+
+def build_command(spec: str, name: str = "variant") -> str:
+    """The shell command that builds a kernel; empty where its spec is no kernel's."""
+    try:
+        kernel = spec_from_document(spec, name)
+    except FlashAttnJitError:
+        return ""
+    line = line_of(kernel)
+    trusted = "--allow-cpp " if has_cpp(line.spec) else ""
+    return (
+        f"FLASHATTN_JIT_COMPILE=missing flashattn-jit warm {trusted}- <<'MANIFEST'\n"
+        f"{line_text(line)}\nMANIFEST"
+    )
+
+
+def fault_of(searched: Sequence[Searched]) -> str:
+    """What is to be repaired of the first layer that has a fault, with its place; empty: none."""
+    for one in searched:
+        if one.fault:
+            return one.reason if one.location in one.reason else f"{one.location}: {one.reason}"
+    return ""
+
+
+def missing_kernel(
+    request: Request, key: KernelKey, searched: Sequence[Searched], closest: Nearest | None
+) -> MissingKernelError:
+    """The error of a miss where nothing may be compiled: all that is known, and the remedy."""
+    spec, target = request.spec, request.target
+    command = build_command(spec, request.name)
+    cause = fault_of(searched)
+    lines = [
+        (f"{cause}\n" if cause else "")
+        + f"kernel {key.hex} of {request.name} for {target} is in no layer of the cache, and "
+        "FLASHATTN_JIT_COMPILE=never forbids to compile it",
+        *(f"  {layer}" for layer in searched),
+    ]
+    if closest:
+        lines.append(f"  nearest: {closest.key[:16]} in {closest.location}; wanted -> there:")
+        shown = closest.differences[:_MOST_SHOWN]
+        lines += [f"    {difference}" for difference in shown]
+        if len(closest.differences) > len(shown):
+            lines.append(f"    and {len(closest.differences) - len(shown)} more")
+    if command:
+        lines.append(
+            f"{SHIP[0].upper()}{SHIP[1:]}; or compile it ahead, with the same "
+            f"FLASHATTN_JIT_CACHE_DIR:\n{command}"
+        )
+    else:
+        lines.append(f"  spec: {spec}")
+        lines.append(
+            "compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR and "
+            "FLASHATTN_JIT_COMPILE=missing"
+        )
+    return MissingKernelError(
+        "\n".join(lines),
+        spec=spec,
+        key=key.hex,
+        target=target,
+        layers=searched,
+        nearest=closest,
+        command=command,
+    )
+
+
+def _fields(document: Document) -> dict[str, object]:
+    pairs = document.items() if isinstance(document, Mapping) else document
+    return dict(pairs)  # type: ignore[arg-type]
+
+
+def _weight(field: str) -> int:
+    return next((w for name, w in _WEIGHTS.items() if field.startswith(name)), 1)
+
+
+def _spec_differences(wanted: str, found: str) -> Iterator[Difference]:
+    try:
+        first, second = json.loads(wanted), json.loads(found)
+    except (ValueError, RecursionError):
+        first = second = None
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        yield Difference("spec", _show(wanted), _show(found))
+        return
+    yield from _compare("spec", first, second, depth=2)
+
+
+def _compare(path: str, first: dict[str, Any], second: dict[str, Any], depth: int) -> Iterator[
+    Difference
+]:  # fmt: skip
+    for name in [*first, *(n for n in second if n not in first)]:
+        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        if a == b:
+            continue
+        if name in HOOKS and isinstance(a, dict) and isinstance(b, dict):
+            yield _hook_difference(f"{path}.{name}", a, b)
+        elif depth and isinstance(a, dict) and isinstance(b, dict):
+            yield from _compare(f"{path}.{name}", a, b, depth - 1)
+        else:
+            yield Difference(f"{path}.{name}", _show(a), _show(b))
+
+
+def _hook_difference(path: str, first: dict[str, Any], second: dict[str, Any]) -> Difference:
+    """Two graphs of a hook: by their operations, else by the first node that differs."""
+    a, b = _operations(first), _operations(second)
+    if a != b:
+        return Difference(path, a, b)
+    for i, (x, y) in enumerate(zip(first.get("nodes", ()), second.get("nodes", ()), strict=False)):
+        if x != y:
+            return Difference(f"{path}.nodes[{i}]", _show(x), _show(y))
+    return Difference(path, _show(first), _show(second))
+
+
+def _operations(graph: dict[str, Any]) -> str:
+    nodes = graph.get("nodes")
+    names = [str(node[0]) for node in nodes if node] if isinstance(nodes, list) else []
+    return _show(f"{len(names)} operations: {' '.join(n for n in names if n != 'input')}")
+
+
+def _flag_difference(wanted: list[str], found: list[str]) -> Difference:
+    here = [flag for flag in wanted if flag not in found]
+    there = [flag for flag in found if flag not in wanted]
+    if not here and not there:
+        return Difference("flags", "another order", "another order")
+    return Difference(
+        "flags", " ".join(here) or "none of these", " ".join(there) or "none of these"
+    )
+
+
+def _show(value: object) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."

@@ -1,0 +1,1 @@
+"""How a kernel is compiled: compilers and their flags, the build, its resource report."""

@@ -1,0 +1,236 @@
+"""CUDA targets: the toolkit of this machine, flags, and how nvcc builds one source.
+
+A source is built for exactly one architecture. The compilers run inside the build folder and see
+every file of ours below /proc/self/cwd, so that neither the artifact nor its PTX tells where it was
+built: nvcc writes names of sources, made absolute, into both, and their modification times into the
+artifact. For the same reason the headers are copied there, with a fixed time. A torch without CUDA
+serves as well as one with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashattn_jit import env
+from flashattn_jit.codegen.spec import CUDA_TARGETS, sm_version
+from flashattn_jit.errors import TargetError
+from flashattn_jit.jit.compilation.compile_job import Compiler, Job, quote, write_wrapper
+
+if TYPE_CHECKING:  # imported where a build ends
+    from flashattn_jit.jit.compilation.ptxas_report import Report
+
+# --- the toolkit ---------------------------------------------------------------------------------
+
+MISSING = (
+    "no CUDA compiler was found: install a CUDA toolkit (12.8 or later compiles for every target; "
+    "https://developer.nvidia.com/cuda-downloads, or pip install nvidia-cuda-nvcc "
+    "nvidia-cuda-runtime), or set FLASHATTN_JIT_CUDA_HOME to the folder that holds bin/nvcc; no "
+    "GPU and no driver are needed to compile"
+)
+
+# Toolkits that fajit/cuda/lean/cuda_runtime.h serves, as CUDART_VERSION says it: tried with the
+# first and the last.
+_LEAN = range(13000, 13060)
+
+_HEADER = "cuda_runtime_api.h"
+_INCLUDES = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/include")
+_LIBRARIES = (
+    "lib64",
+    "lib",
+    "targets/x86_64-linux/lib",
+    "targets/sbsa-linux/lib",
+    "lib/x86_64-linux-gnu",
+)
+_STATIC_RUNTIME = "libcudart_static.a"
+_VERSION = re.compile(rb"^#define\s+CUDART_VERSION\s+(\d+)", re.MULTILINE)
+_RELEASE = re.compile(r"release (\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """A folder that holds bin/nvcc, the runtime's headers and its static library."""
+
+    home: Path
+
+    @property
+    def nvcc(self) -> Path:
+        """The compiler."""
+        return self.home / "bin" / "nvcc"
+
+    @property
+    def libraries(self) -> Path | None:
+        """The folder of libcudart_static.a, None where it is not installed."""
+        folders = [self.home / name for name in _LIBRARIES]
+        return next((f for f in folders if f.joinpath(_STATIC_RUNTIME).is_file()), None)
+
+    def runtime_version(self) -> int:
+        """CUDART_VERSION of its headers, such as 13000; 0 where it cannot be read."""
+        for name in _INCLUDES:
+            header = self.home / name / _HEADER
+            if header.is_file() and (found := _VERSION.search(header.read_bytes())):
+                return int(found[1])
+        return 0
+
+    def takes_lean_header(self) -> bool:
+        """Whether our cut-down cuda_runtime.h may stand in for the toolkit's."""
+        return self.runtime_version() in _LEAN
+
+
+def find_toolkit() -> Toolkit | None:
+    """The toolkit that the environment names, else on PATH, in /usr/local/cuda, or from wheels."""
+    chosen = env.cuda_home()
+    for home in [chosen] if chosen else _candidates():
+        toolkit = Toolkit(home)
+        # A script on PATH that runs an nvcc elsewhere has no headers beside it.
+        if toolkit.nvcc.is_file() and any((home / i / _HEADER).is_file() for i in _INCLUDES):
+            return toolkit
+    return None
+
+
+def cuda_version(compiler_version: str) -> tuple[int, int] | None:
+    """(13, 0) from nvcc's words about itself."""
+    found = _RELEASE.search(compiler_version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _candidates() -> Iterator[Path]:
+    yield from env.cuda_homes()
+    if on_path := shutil.which("nvcc"):
+        yield Path(on_path).resolve().parent.parent
+    yield Path("/usr/local/cuda")
+    yield from sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*"), reverse=True)
+
+
+# --- building ------------------------------------------------------------------------------------
+
+SOURCE = "kernel.cu"
+PTX = "kernel.ptx"
+
+_COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "--expt-relaxed-constexpr",
+    "--ptxas-options=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-ffp-contract=off,-Wno-psabi",
+)
+_LINK_FLAGS = (
+    "-l:libcudart_static.a",
+    "-lrt",
+    "-lpthread",
+    "-ldl",
+    "-Wl,--as-needed",
+    # Another cudart in the process, such as torch's, must not be bound to instead of our own.
+    "-Wl,--exclude-libs,ALL",
+    "-Wl,-Bsymbolic",
+    "-Wl,--gc-sections",
+    "-Wl,-s",
+    "-Wl,-z,defs",
+)
+# With the lean header: the half of a kernel that launches it is compiled without the toolkit's
+# mathematical functions, and through the plain cudaLaunchKernel.
+_LEAN_FLAGS = ("-Xcompiler=-D__NV_LEGACY_LAUNCH,-D__COMMON_FUNCTIONS_H__",)
+_LEAN_FOLDER = "fajit/cuda/lean"
+
+_HERE = "/proc/self/cwd"
+_INCLUDE = "include"
+_LINE = re.compile(r'^([ \t]*#[ \t]*line[ \t]+\d+[ \t]+")(?!/)', re.MULTILINE)
+
+
+def flags(target: str) -> tuple[str, ...]:
+    """All flags that decide the code, in order. Raises TargetError for an unknown target."""
+    return (*_compile_flags(target), *_LINK_FLAGS)
+
+
+def _compile_flags(target: str) -> tuple[str, ...]:
+    if target not in CUDA_TARGETS:
+        raise TargetError(f"target {target!r} is unknown; known are {', '.join(CUDA_TARGETS)}")
+    arch = target.removeprefix("sm_")
+    return (*_COMMON_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
+
+
+def job(
+    source: Path, work: Path, key: str, target: str, compiler: Compiler, log: Path, commands: Path
+) -> Job:
+    """The build of the staged `source` in the folder `work`."""
+    assert compiler.host is not None
+    toolkit = Toolkit(Path(compiler.command[0]).parent.parent)
+    compiled = work / SOURCE
+    # Names in #line are relative: nvcc would put the build folder in front of them.
+    compiled.write_text(_LINE.sub(rf"\1{_HERE}/", source.read_text()))
+    os.utime(compiled, (0, 0))
+    _copy_headers(work / _INCLUDE)
+    host, *host_arguments = compiler.host.command
+    lean = toolkit.takes_lean_header()
+    here = [
+        *([f"-I{_HERE}/{_INCLUDE}/{_LEAN_FOLDER}"] if lean else []),
+        f"-I{_HERE}/{_INCLUDE}",
+        *(_LEAN_FLAGS if lean else ()),
+        f"-ccbin={host}",
+        *(f"-Xcompiler={argument}" for argument in host_arguments),
+        f"-frandom-seed={key}",
+        "--keep",
+    ]
+    rename = (str(compiled), f"{_HERE}/{SOURCE}")
+    nvcc = write_wrapper(work / "nvcc", compiler.command, log, commands, rename)
+    cxx = write_wrapper(work / "cxx", compiler.host.command, log, commands)
+    libraries = toolkit.libraries
+    return Job(
+        sources=(compiled,),
+        work=work,
+        compile_flags=[*_compile_flags(target), *map(quote, here)],
+        link_flags=[*([quote(f"-L{libraries}")] if libraries else []), *_LINK_FLAGS],
+        settings={
+            "CXX": cxx,
+            "CC": None,  # would become a second -ccbin
+            "PYTORCH_NVCC": quote(nvcc),
+            "TORCH_CUDA_ARCH_LIST": "{}.{}".format(*divmod(sm_version(target), 10)),
+            "TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES": "1",
+            # nvcc reads more flags from these.
+            "NVCC_PREPEND_FLAGS": None,
+            "NVCC_APPEND_FLAGS": None,
+        },
+        cuda_home=toolkit.home,
+    )
+
+
+def clean_names(text: str) -> str:
+    """Compilers' words or PTX, its files named as sources name them: below include/, or hooks."""
+    return text.replace(f"{_HERE}/{_INCLUDE}/", "").replace(f"{_HERE}/", "")
+
+
+def write_ptx(work: Path, ptx: Path, compiler: Compiler) -> None:
+    """Keeps the PTX that the artifact's machine code was made of, without this machine's paths."""
+    home = str(Path(compiler.command[0]).parent.parent.resolve())
+    text = clean_names(work.joinpath(PTX).read_text())
+    ptx.write_text(text.replace(f'"{home}/', '"cuda/'))
+
+
+def write_resources(words: str, ptx: str, target: str, artifact_bytes: int, path: Path) -> Report:
+    """Keeps ptxas' report on each kernel, with the kernel's declared budget."""
+    from flashattn_jit.jit.compilation.ptxas_report import read_report
+
+    report = read_report(words, ptx, target)
+    stored = {"artifact_bytes": artifact_bytes, **asdict(report)}
+    path.write_text(json.dumps(stored, indent=1) + "\n")
+    return report
+
+
+def _copy_headers(folder: Path) -> None:
+    root = env.include_dir()
+    for path in root.rglob("*.h"):
+        name = path.relative_to(root)
+        if name.parts[:2] == ("fajit", "cpu"):
+            continue
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        os.utime(copy, (0, 0))

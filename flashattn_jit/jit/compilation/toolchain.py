@@ -1,0 +1,331 @@
+"""From a rendered source to the files of a cache entry: compilers, flags, builds.
+
+First which compilers this machine has. CPU targets take a C++ compiler, CUDA targets nvcc with that
+C++ compiler beneath it. A compiler's identity in the cache's paths is made of its own version text;
+asking for it costs processes, which a cache hit must not start, so the cache remembers it by a
+fingerprint of the executables' content. Then the flags of a target, and the build; what is of CUDA
+alone is in `nvcc`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flashattn_jit import env
+from flashattn_jit.codegen.spec import Request, is_cuda
+from flashattn_jit.errors import TargetError
+from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity
+from flashattn_jit.jit.cache.keys import KernelKey, kernel_key
+from flashattn_jit.jit.compilation import nvcc
+from flashattn_jit.jit.compilation.compile_job import (
+    BuildFailure,
+    Compiler,
+    Job,
+    SpillError,
+    drive,
+    failure,
+    quote,
+    write_wrapper,
+)
+
+# --- compilers -----------------------------------------------------------------------------------
+
+# An executable's first block holds its ELF build id, its last one the section table.
+_BLOCK_BYTES = 64 * 1024
+_VERSION_TIMEOUT_S = 60.0
+
+
+def find_compiler(target: str = "cpu:generic") -> Compiler | None:
+    """The compiler for a target, None where this machine has none: `missing_cxx` says why."""
+    try:
+        command = shlex.split(env.cxx())
+    except ValueError:
+        return None
+    executable = shutil.which(command[0]) if command else None
+    if executable is None:
+        return None
+    try:
+        fingerprint = _fingerprint(executable, command[1:])
+    except OSError:
+        return None
+    host = Compiler((executable, *command[1:]), fingerprint)
+    if not is_cuda(target):
+        return host
+    toolkit = nvcc.find_toolkit()
+    if toolkit is None:
+        return None
+    # The toolkit's folder decides headers and libraries, beside the executable's content.
+    executable = str(toolkit.nvcc)
+    fingerprint = _fingerprint(executable, [str(toolkit.home), host.fingerprint])
+    return Compiler((executable,), fingerprint, host)
+
+
+def missing_cxx() -> str:
+    """Why there is no C++ compiler, with the variable that should name one, and what to do."""
+    variable, value = env.cxx_variable(), env.cxx()
+    remedy = "install g++, or set FLASHATTN_JIT_CXX to one"
+    if variable == "CXX":
+        remedy = f"correct or unset CXX, {remedy}"
+    if not variable:
+        return f"no C++ compiler was found, because {value} is not on PATH; {remedy}"
+    try:
+        program = (shlex.split(value) or [""])[0]
+    except ValueError as error:
+        why = f"is no command line ({str(error).lower()})"
+    else:
+        found = shutil.which(program)
+        if found is not None:
+            why = f"names {found}, which cannot be read"
+        elif os.sep in program and Path(program).exists():
+            why = f"names {program}, which is no program that this user can execute"
+        else:
+            where = "does not exist" if os.sep in program else "is not on PATH"
+            why = f"names {program}, which {where}"
+    return f"no C++ compiler was found, because {variable}={value!r} {why}; {remedy}"
+
+
+def cxx_words() -> str:
+    """The compiler that a variable names, such as `CXX='clang++'`; empty for the default."""
+    variable = env.cxx_variable()
+    return f"{variable}={env.cxx()!r}" if variable else ""
+
+
+def identify(
+    compiler: Compiler, recall: Callable[[str], CompilerIdentity | None]
+) -> CompilerIdentity:
+    """The compiler's identity, from `recall(fingerprint)` or else by asking it."""
+    return recall(compiler.fingerprint) or ask_version(compiler)
+
+
+def ask_version(compiler: Compiler) -> CompilerIdentity:
+    """Runs the compiler for its version. One that does not answer gets the id `unknown-*`."""
+    if compiler.host is None:
+        version = _host_version(compiler)
+        name = _readable(version.partition("\n")[0])
+    else:
+        # Its last two lines are the release and the build; the others a copyright.
+        own = (_answer(compiler, "--version") or "").splitlines()[-2:]
+        version = "\n".join([*own, _host_version(compiler.host)])
+        release = re.search(r"\bV(\d+(?:\.\d+)+)", version)
+        name = f"nvcc-{release[1]}" if release else "unknown"
+    suffix = hashlib.sha256((version.strip() or compiler.fingerprint).encode()).hexdigest()[:8]
+    return CompilerIdentity(f"{name}-{suffix}", version.strip())
+
+
+def _host_version(compiler: Compiler) -> str:
+    answers = [_answer(compiler, question) for question in ("--version", "-dumpmachine")]
+    # gcc begins with the name it was called by: c++ and g++ are one compiler.
+    words = [
+        re.sub(r"^\S+ (?=\()", "", answer.splitlines()[0].strip()) for answer in answers if answer
+    ]
+    # Arguments change what it makes, but not what it says of itself. A launcher such as ccache is
+    # named in front of the compiler.
+    arguments = list(compiler.command[1:])
+    while arguments and not arguments[0].startswith(("-", "@")):
+        arguments.pop(0)
+    return "\n".join([*words, *([shlex.join(arguments)] if arguments else [])])
+
+
+def _answer(compiler: Compiler, question: str) -> str | None:
+    try:
+        answer = subprocess.run(
+            [*compiler.command, question],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
+
+
+def _readable(version: str) -> str:
+    number = re.search(r"\d+(?:\.\d+)+", version)
+    name = "clang" if "clang" in version.lower() else "gcc" if number else "unknown"
+    return f"{name}-{number.group()}" if number else name
+
+
+def _fingerprint(executable: str, arguments: list[str]) -> str:
+    digest = hashlib.sha256("\0".join(arguments).encode())
+    with Path(executable).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(size.to_bytes(8, "big"))
+        digest.update(file.read(_BLOCK_BYTES))
+        if size > _BLOCK_BYTES:
+            file.seek(max(_BLOCK_BYTES, size - _BLOCK_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:32]
+
+
+# --- flags ---------------------------------------------------------------------------------------
+
+_CPU_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fstack-usage",
+    # gcc notes at each function with a vector argument that older gccs passed it otherwise.
+    "-Wno-psabi",
+)
+_X86_FLAGS = {
+    "cpu:generic": ("-march=x86-64",),
+    "cpu:avx2": ("-march=x86-64-v3",),
+    "cpu:avx512": ("-march=x86-64-v4",),
+    "cpu:avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+    # AMX is written as asm: compilers without its flags build it too.
+    "cpu:amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+}
+_LINK_FLAGS = ("-fopenmp", "-Wl,--as-needed", "-Wl,-s", "-Wl,-z,defs")
+
+
+def flags_for(target: str) -> tuple[str, ...]:
+    """The compiler's flags for a target, in order; they are part of the key.
+
+    Raises TargetError for a target that no compiler flag is known for on this kind of machine.
+    """
+    return nvcc.flags(target) if is_cuda(target) else (*_cpu_flags(target), *_LINK_FLAGS)
+
+
+def key_of(request: Request) -> KernelKey:
+    """The key of a kernel. Raises TargetError as `flags_for`, FileNotFoundError."""
+    return kernel_key(request.spec, request.template, request.target, flags_for(request.target))
+
+
+def _cpu_flags(target: str) -> tuple[str, ...]:
+    if target == "cpu:generic" and platform.machine() not in ("x86_64", "AMD64"):
+        return _CPU_FLAGS
+    if target not in _X86_FLAGS:
+        raise TargetError(f"target {target!r} is unknown; known are {', '.join(_X86_FLAGS)}")
+    return (*_CPU_FLAGS, *_X86_FLAGS[target])
+
+
+# --- building ------------------------------------------------------------------------------------
+
+LOG = "build.log"
+COMMAND = "command"
+RESOURCES = "resources.json"
+SOURCE = "kernel.cpp"
+
+# file:line:column: in front of a function in a stack report; either may hold colons.
+_PLACE = re.compile(r"^.*?:\d+:\d+:")
+
+
+def source_name(target: str) -> str:
+    """What an entry calls its source: kernel.cpp or kernel.cu."""
+    return nvcc.SOURCE if is_cuda(target) else SOURCE
+
+
+def build(source: str, key: str, target: str, compiler: Compiler | None, staging: Path) -> float:
+    """Compiles `source` into `staging`, leaving exactly the files of a cache entry but meta.json.
+
+    Returns the seconds inside the driver. The GIL is released while the compiler runs. Raises
+    BuildFailure, with the source and the log in `staging`; SpillError where a CUDA kernel needs
+    more registers than its tile leaves it, with all files in `staging`; OSError where `staging`
+    cannot be written.
+    """
+    # The key goes into the source, so that the source in an entry is all that was compiled.
+    staged = staging / source_name(target)
+    staged.write_text(f'#define FAJIT_KEY "{key}"\n#line 1 "{staged.name}"\n{source}')
+    log = staging / LOG
+    log.touch()
+    if compiler is None:
+        missing = missing_compiler(target)
+        log.write_text(missing + "\n")
+        raise BuildFailure(missing, None)
+    work = staging / "build"
+    work.mkdir(mode=0o700)
+    start = time.perf_counter()
+    try:
+        job = nvcc.job if is_cuda(target) else _cpu_job
+        library = drive(job(staged, work, key, target, compiler, log, staging / COMMAND))
+    except (RuntimeError, OSError) as error:
+        words = nvcc.clean_names(log.read_text(errors="replace"))
+        log.write_text(f"{words}\n{error}\n")
+        raise failure(words, str(error)) from error
+    compile_s = time.perf_counter() - start
+    library.replace(staging / ARTIFACT)
+    artifact_bytes = staging.joinpath(ARTIFACT).stat().st_size
+    if is_cuda(target):
+        complaints = _finish_cuda(work, staging, target, compiler, artifact_bytes)
+    else:
+        complaints = []
+        _write_stack_report(work, artifact_bytes, staging / RESOURCES)
+    shutil.rmtree(work)
+    if complaints:
+        raise SpillError(complaints, compile_s)
+    return compile_s
+
+
+def missing_compiler(target: str) -> str:
+    """Why `find_compiler` found none for a target, and what to do."""
+    if is_cuda(target) and nvcc.find_toolkit() is None:
+        return nvcc.MISSING
+    return missing_cxx()
+
+
+def _cpu_job(
+    source: Path, work: Path, key: str, target: str, compiler: Compiler, log: Path, commands: Path
+) -> Job:
+    """The build of the staged `source` in the folder `work`, by g++ or clang++."""
+    # Where the build lies must not reach the artifact, nor anything random.
+    here = [
+        f"-I{env.include_dir()}",
+        f"-ffile-prefix-map={source.parent}/=",
+        f"-ffile-prefix-map={env.include_dir()}/=",
+        f"-frandom-seed={key}",
+    ]
+    cxx = write_wrapper(work / "cxx", compiler.command, log, commands)
+    return Job(
+        sources=(source,),
+        work=work,
+        compile_flags=[*_cpu_flags(target), *map(quote, here)],
+        link_flags=_LINK_FLAGS,
+        settings={"CXX": cxx},
+    )
+
+
+def _write_stack_report(work: Path, artifact_bytes: int, report: Path) -> None:
+    """The stack frame of each function, largest first: a frame of many vectors is a spill."""
+    frames = []
+    for usage in work.glob("*.su"):
+        for line in usage.read_text(errors="replace").splitlines():
+            place, size, *_ = line.split("\t")
+            frames.append((int(size), _PLACE.sub("", place)))
+    resources = {
+        "artifact_bytes": artifact_bytes,
+        "stack_bytes": [[name, size] for size, name in sorted(frames, reverse=True)],
+    }
+    report.write_text(json.dumps(resources, indent=1) + "\n")
+
+
+def _finish_cuda(
+    work: Path, staging: Path, target: str, compiler: Compiler, artifact_bytes: int
+) -> list[str]:
+    """Writes the PTX, the log and the resource report. Returns what exceeds the budget."""
+    log = staging / LOG
+    words = nvcc.clean_names(log.read_text(errors="replace"))
+    log.write_text(words)
+    nvcc.write_ptx(work, staging / nvcc.PTX, compiler)
+    report = nvcc.write_resources(
+        words, staging.joinpath(nvcc.PTX).read_text(), target, artifact_bytes, staging / RESOURCES
+    )
+    return report.complaints()

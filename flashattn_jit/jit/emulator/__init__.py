@@ -1,0 +1,1 @@
+"""The PTX emulator from Python."""

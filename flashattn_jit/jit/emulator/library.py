@@ -1,0 +1,250 @@
+"""The emulator's shared library: compiled where it is first asked for, and kept beside kernels.
+
+A developer's tool, so installing the package does not wait for it. It lies in a store of its own,
+<cache>/emulator, found by a digest of its sources and flags: no version of Python or torch is in
+it. Any compiler's build will do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+
+from flashattn_jit import env
+from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
+from flashattn_jit.jit.cache.entry import ARTIFACT
+from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.layers import found_in_folder
+from flashattn_jit.jit.cache.locks import build_lock
+from flashattn_jit.jit.cache.store import Store, is_safe_root
+from flashattn_jit.jit.compilation.compile_job import (
+    Compiler,
+    Job,
+    drive,
+    failure,
+    quote,
+    write_wrapper,
+)
+from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler, missing_cxx
+
+log = logging.getLogger(__name__)
+
+FOLDER = "emulator"
+_LOG = "build.log"
+_KEY_SOURCE = "key.cpp"
+_UNITS = 3
+"""Compiled units, with several files in each: they share the headers that all include."""
+_COMPILE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    # Arithmetic is what the instructions say: no contraction to fused operations.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-pthread",
+)
+_LINK_FLAGS = ("-pthread", "-Wl,--as-needed", "-Wl,-s")
+
+_lock = threading.Lock()
+_loaded: list[ctypes.CDLL] = []
+
+
+def _reset_after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+class Allocation(ctypes.Structure):
+    """`fajit_emulator_allocation` of csrc/emulator/c_api.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("begin", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("writable", ctypes.c_int32),
+        ("initialised", ctypes.c_int32),
+    )
+
+
+class Launch(ctypes.Structure):
+    """`fajit_emulator_launch` of csrc/emulator/c_api.h."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("num_threads", ctypes.c_int32),
+        ("params", ctypes.c_char_p),
+        ("param_bytes", ctypes.c_int64),
+        ("allocations", ctypes.POINTER(Allocation)),
+        ("num_allocations", ctypes.c_int64),
+        ("step_limit", ctypes.c_uint64),
+        ("late_copies", ctypes.c_int32),
+        ("check_races", ctypes.c_int32),
+        ("check_uninitialised", ctypes.c_int32),
+    )
+
+
+def library() -> ctypes.CDLL:
+    """The emulator's library, loaded once a process; 20 s of a core where it must be compiled.
+
+    Raises CompileError without a compiler or where it fails, EmulatorError where what was compiled
+    cannot be loaded, MissingKernelError where it is not there and FLASHATTN_JIT_COMPILE=never,
+    UnsafeCacheError.
+    """
+    if not _loaded:
+        with _lock:
+            if not _loaded:
+                _loaded.append(_declare(_obtain()))
+    return _loaded[0]
+
+
+@cache
+def _document() -> tuple[tuple[str, str], ...]:
+    """What decides the library: the fields of its key."""
+    files = sorted(path for path in env.emulator_dir().iterdir() if path.suffix in (".cpp", ".h"))
+    return (
+        ("library", "emulator"),
+        ("flags", "\n".join((*_COMPILE_FLAGS, *_LINK_FLAGS))),
+        ("units", str(_UNITS)),
+        ("sources", document_digest((path.name, path.read_text()) for path in files)),
+    )
+
+
+def _obtain() -> ctypes.CDLL:
+    is_safe_root(env.cache_dir())
+    store = Store(env.cache_dir() / FOLDER)
+    key = document_digest(_document())
+    loaded = _kept(store, key)
+    if loaded is None:
+        if env.compile_mode() == "never":
+            raise MissingKernelError(
+                f"the emulator is not in {store.root}, or cannot be loaded from there, and "
+                "FLASHATTN_JIT_COMPILE=never forbids to compile it; run a call with "
+                "target='emulated:...' once without that variable",
+                key=key,
+            )
+        with build_lock(key, env.lock_wait_s()):
+            loaded = _kept(store, key) or _build(store, key)
+    return loaded
+
+
+def _kept(store: Store, key: str) -> ctypes.CDLL | None:
+    """The library that an earlier process kept, where it can be loaded."""
+    entry = store.find(key, None)
+    if entry is None:
+        return None
+    try:
+        with found_in_folder(entry, "user").loadable() as path:
+            return ctypes.CDLL(str(path))
+    except (OSError, ValueError) as error:
+        log.warning("the emulator in %s cannot be loaded: %s", entry.path, error)
+        return None
+
+
+def _build(store: Store, key: str) -> ctypes.CDLL:
+    """Compiles and loads the library, and keeps it in `store` where that can be written."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompileError(f"the emulator is compiled when it is first used: {missing_cxx()}")
+    with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as name:
+        folder = Path(name)
+        _compile(folder, key, compiler)
+        try:
+            loaded = ctypes.CDLL(str(folder / ARTIFACT))
+        except OSError as error:
+            raise EmulatorError(
+                f"the emulator cannot be loaded from {folder}: {error}; set TMPDIR to a folder "
+                "whose files may be executed"
+            ) from error
+        try:
+            with store.staging() as staging:
+                for path in folder.iterdir():
+                    shutil.copyfile(path, staging / path.name)
+                created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+                meta = {"document": _document(), "created": created}
+                store.publish(staging, key, ask_version(compiler), meta)
+        except OSError as error:
+            log.warning("the emulator is not kept: cannot write to %s: %s", store.root, error)
+        return loaded
+
+
+def _compile(staging: Path, key: str, compiler: Compiler) -> None:
+    """Leaves the library, the log and the commands in `staging`. Raises CompileError, OSError."""
+    sources = env.emulator_dir()
+    words = staging / _LOG
+    words.touch()
+    work = staging / "build"
+    work.mkdir(mode=0o700)
+    named = work / _KEY_SOURCE  # an artifact holds its key
+    named.write_text(f'extern "C" __attribute__((used)) const char fajit_key[] = "{key}";\n')
+    log.info("compiling the emulator")
+    job = Job(
+        sources=(*_write_units(work), named),
+        work=work,
+        compile_flags=[
+            *_COMPILE_FLAGS,
+            quote(f"-I{sources}"),
+            quote(f"-ffile-prefix-map={sources}/="),
+            quote(f"-ffile-prefix-map={work}/="),
+        ],
+        link_flags=_LINK_FLAGS,
+        settings={"CXX": write_wrapper(work / "cxx", compiler.command, words, staging / "command")},
+    )
+    try:
+        made = drive(job)
+    except RuntimeError as error:
+        kept = Path(tempfile.mkdtemp(prefix="flashattn_jit-failed-")) / _LOG
+        shutil.copyfile(words, kept)
+        failed = failure(words.read_text(errors="replace"), str(error))
+        raise CompileError(
+            f"the emulator does not compile: {failed.first_error}\n"
+            f"  compiler: {' '.join(compiler.command)}\n  log:      {kept}",
+            first_error=failed.first_error,
+            location=failed.location,
+            log_path=str(kept),
+        ) from error
+    made.replace(staging / ARTIFACT)
+    shutil.rmtree(work)
+
+
+def _write_units(work: Path) -> list[Path]:
+    files = sorted(path.name for path in env.emulator_dir().glob("*.cpp"))
+    units = []
+    for i in range(min(_UNITS, len(files))):
+        unit = work / f"unit_{i}.cpp"
+        unit.write_text("".join(f'#include "{name}"\n' for name in files[i::_UNITS]))
+        units.append(unit)
+    return units
+
+
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    """Declares the functions of c_api.h. Texts come as addresses: they are given back."""
+    handle, text, out = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER
+    number = out(ctypes.c_int64)
+    functions = {
+        "open": (handle, text, out(handle)),
+        "close": (None, handle),
+        "free": (None, handle),
+        "kernels": (handle, handle),
+        "target": (handle, handle),
+        "local_bytes": (handle, handle, text, number),
+        "run": (handle, handle, out(Launch)),
+        "opcodes": (handle,),
+    }
+    for name, (result, *arguments) in functions.items():
+        function = getattr(loaded, f"fajit_emulator_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded

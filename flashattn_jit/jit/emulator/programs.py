@@ -1,0 +1,157 @@
+"""The PTX emulator: runs kernels that nvcc compiled, on the CPU, instruction by instruction.
+
+Its library is compiled when it is first needed (`emulator_library.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Literal
+
+from flashattn_jit.errors import EmulatorError, EmulatorFault
+from flashattn_jit.jit.emulator.library import Allocation as _Allocation
+from flashattn_jit.jit.emulator.library import Launch, library
+
+Allocation = tuple[str, int, int, bool] | tuple[str, int, int, bool, bool]
+"""Name, address, bytes, whether the kernel may write it, and whether it holds values already (if
+not, reads before the first write are faults)."""
+
+_BETWEEN = "\x1f"
+
+
+class Program:
+    """A PTX module. Raises EmulatorError for text that it cannot read, and as `library` does."""
+
+    def __init__(self, ptx: str) -> None:
+        _check_text("ptx", ptx)
+        self._library = library()
+        self._handle = ctypes.c_void_p()
+        _check(self._library.fajit_emulator_open(ptx.encode(), ctypes.byref(self._handle)))
+        closing = weakref.finalize(self, self._library.fajit_emulator_close, self._handle)
+        closing.atexit = False  # a thread may still be running it
+
+    @property
+    def kernels(self) -> list[str]:
+        """The names of its kernels."""
+        return _fields(self._library.fajit_emulator_kernels(self._handle))
+
+    @property
+    def target(self) -> str:
+        """As in the text, for example ``"sm_80"``."""
+        return _text(self._library.fajit_emulator_target(self._handle))
+
+    def local_bytes(self, kernel: str) -> int:
+        """Local memory of a thread of `kernel`. Raises EmulatorError."""
+        found = ctypes.c_int64()
+        _check(
+            self._library.fajit_emulator_local_bytes(
+                self._handle, kernel.encode(), ctypes.byref(found)
+            )
+        )
+        return found.value
+
+    def run(
+        self,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        params: bytes,
+        allocations: Sequence[Allocation],
+        *,
+        async_copies: Literal["late", "early"] = "late",
+        check_races: bool = True,
+        num_threads: int = 0,
+        uninitialised: bool = True,
+        step_limit: int = 4_000_000_000,
+    ) -> None:
+        """Runs all blocks of a launch; global memory is this process's, at its own addresses.
+
+        Args:
+            async_copies: cp.async writes when it is waited for, or when it is issued.
+            check_races: accesses of shared memory without a barrier between them, or to bytes
+                that an asynchronous copy may still be writing, are faults.
+            num_threads: blocks that run at a time; 0: one a core. Results do not depend on it.
+            uninitialised: reads of shared memory that nothing has written are faults.
+            step_limit: instructions of a block's warps after which it counts as stuck.
+
+        Raises:
+            EmulatorError: an unknown kernel or instruction.
+            EmulatorFault: the kernel did what it must not; memory keeps what it wrote till then.
+        """
+        if async_copies not in ("late", "early"):
+            raise ValueError(f"async_copies is 'late' or 'early', not {async_copies!r}")
+        _check_numbers("grid", grid, 3)
+        _check_numbers("block", block, 3)
+        _check_numbers("shared_bytes, num_threads", (shared_bytes, num_threads), 2)
+        _check_text("kernel", kernel)
+        given = (_Allocation * len(allocations))()
+        for place, (name, begin, num_bytes, writable, *initialised) in zip(
+            given, allocations, strict=True
+        ):
+            _check_text("an allocation's name", name)
+            if begin < 0 or num_bytes < 0 or len(initialised) > 1:
+                raise EmulatorError(f"allocation {name}: {num_bytes} bytes from {begin} are none")
+            place.name, place.begin, place.bytes = name.encode(), begin, num_bytes
+            place.writable, place.initialised = writable, all(initialised)
+        launch = Launch(
+            kernel.encode(), grid, block, shared_bytes, num_threads, params, len(params), given,
+            len(given), step_limit, async_copies == "late", check_races, uninitialised,
+        )  # fmt: skip
+        _check(self._library.fajit_emulator_run(self._handle, ctypes.byref(launch)))
+
+
+def _check_numbers(name: str, values: Sequence[int], count: int) -> None:
+    """Raises EmulatorError for what would be cut to 32 bits."""
+    if len(values) != count or not all(
+        isinstance(value, int) and 0 <= value < 1 << 31 for value in values
+    ):
+        raise EmulatorError(f"{name} must be {count} ints from 0 to 2**31 - 1, got {values!r}")
+
+
+def _check_text(name: str, text: str) -> None:
+    """Raises EmulatorError for characters that end or separate texts in the library."""
+    if "\0" in text or _BETWEEN in text:
+        raise EmulatorError(f"{name} holds a character that no PTX has")
+
+
+def opcodes() -> list[tuple[str, str, str, str]]:
+    """The table of opcodes: name, types, semantics, test vector."""
+    fields = _fields(library().fajit_emulator_opcodes())
+    return list(zip(*(fields[i::4] for i in range(4)), strict=True))
+
+
+def _check(failed: int | None) -> None:
+    """Raises the error that a function of the library returned, if it did."""
+    if not failed:
+        return
+    kind, message, *rest = _fields(failed)
+    if kind == "memory":
+        raise MemoryError(message)
+    if kind != "fault":
+        raise EmulatorError(message)
+    fault_kind, kernel, source, x, y, z, thread, address, allocation = rest
+    raise EmulatorFault(
+        message,
+        kind=fault_kind,
+        kernel=kernel,
+        source=source,
+        block=(int(x), int(y), int(z)),
+        thread=int(thread),
+        address=int(address) if address else None,
+        allocation=allocation,
+    )
+
+
+def _fields(text: int) -> list[str]:
+    return _text(text).split(_BETWEEN)[:-1]
+
+
+def _text(text: int) -> str:
+    """The text at an address, which is given back to the library."""
+    try:
+        return ctypes.string_at(text).decode(errors="replace")
+    finally:
+        library().fajit_emulator_free(text)

@@ -1,0 +1,1 @@
+"""What users give, checked: tensors, limits, torch's own modes of calling."""

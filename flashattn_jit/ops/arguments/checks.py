@@ -1,0 +1,324 @@
+"""Checks at the boundary: named dims, dtypes, devices, strides, grad mode. Nothing runs before."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.autograd import forward_ad
+
+from ...codegen.spec import KV_DTYPES, MAX_HEAD_DIM, Q_DTYPES
+from ...errors import GradError, InputError
+from ...torch_modes import GRAD_MESSAGE, PLAIN, need_values, unreadable
+from ...variants.ir.dtypes import DTYPE_NAMES
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+INT32_MAX = 2**31 - 1
+
+
+def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> None:
+    """q, k, v are tensors of one device, of the ranks and dtypes that kernels take, with a
+    contiguous last dim. What the call's target does not take of these is refused later.
+    """
+    for name, tensor, layout in zip("qkv", (q, k, v), layouts, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_readable(name, tensor)
+        rank = layout.count(",") + 1
+        if tensor.dim() != rank:
+            raise InputError(
+                f"{name} must be {layout}, got {tensor.dim()} dims: {tuple(tensor.shape)}"
+            )
+        allowed = Q_DTYPES if name == "q" else KV_DTYPES
+        if DTYPE_NAMES.get(tensor.dtype) not in allowed:
+            names = ", ".join(allowed)
+            raise InputError(
+                f"{name} has dtype {tensor.dtype}; supported: {names}. Convert it first"
+            )
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise InputError(
+                f"{name} is on device {tensor.device}, but kernels run on cpu and cuda tensors; "
+                f"move it with {name}.cpu() or {name}.cuda()"
+            )
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel() > 0:
+            raise InputError(
+                f"{name}'s last dim (head_dim) must be contiguous, its stride is "
+                f"{tensor.stride(-1)}; pass {name}.contiguous()"
+            )
+        check_not_lazy(name, tensor)
+    check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now
+
+
+def check_readable(name: str, tensor: torch.Tensor) -> None:
+    """Raises InputError for a tensor whose entries are not dense at an address of its own, and for
+    what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    if problem := unreadable(tensor):
+        raise InputError(f"{name} {problem}")
+
+
+def check_not_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Raises InputError for a view whose memory holds other values than it shows."""
+    if tensor.is_conj() or tensor.is_neg():
+        raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
+
+
+def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: str = "") -> int:
+    """The value as an int in [low, high]: an int, a numpy integer or the like, no bool or tensor.
+
+    rule: what it must be, in words, where the range alone does not say it.
+
+    Raises:
+        InputError: it is something else, or out of range.
+    """
+    if type(value) is not int:
+        if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
+            raise _no_int(name, value, rule)
+        try:
+            value = operator.index(value)
+        except TypeError:  # an array of more than one number
+            raise _no_int(name, value, rule) from None
+    if not low <= value <= high:
+        shown = str(value) if abs(value) < 10**30 else "that number"
+        raise InputError(f"{name}={shown} {rule or f'must be {low} to {high}'}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: itself where that is short and safe, else its type."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return f"{value!r:.60}" if isinstance(value, str) else f"{value}"[:60]
+    return f"<{type(value).__name__}>"
+
+
+def _no_int(name: str, value: object, rule: str) -> InputError:
+    if rule:
+        return InputError(f"{name}={shown(value)} {rule}")
+    return InputError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
+    """All tensors are on one device."""
+    device: torch.device | None = None
+    for name, tensor in tensors.items():
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            places = ", ".join(f"{n} on {t.device}" for n, t in tensors.items())
+            raise InputError(
+                f"all tensors of a call must be on one device, got {places}; move them, such as "
+                f"{name}.to({str(device)!r})"
+            )
+
+
+def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
+    """q and k share head_dim; both head dims are in range."""
+    if head_dim != k_head_dim:
+        raise InputError(f"k has head_dim={k_head_dim}, but q has head_dim={head_dim}")
+    for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if not 1 <= value <= MAX_HEAD_DIM:
+            raise InputError(f"{name}={value} is not supported; it must be 1 to {MAX_HEAD_DIM}")
+
+
+def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
+    """num_kv_heads divides num_q_heads, and k and v agree."""
+    if num_kv_heads != v_heads:
+        raise InputError(f"v has num_kv_heads={v_heads}, but k has num_kv_heads={num_kv_heads}")
+    if num_q_heads < 1 or num_kv_heads < 1:
+        raise InputError(
+            f"num_q_heads={num_q_heads} and num_kv_heads={num_kv_heads} must be at least 1"
+        )
+    if num_q_heads % num_kv_heads:
+        raise InputError(
+            f"k has num_kv_heads={num_kv_heads}, which does not divide num_q_heads={num_q_heads}"
+        )
+
+
+def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv] are what kernels take."""
+    check_tensors(
+        q, k, v,
+        ("[batch, num_q_heads, q_len, head_dim]", "[batch, num_kv_heads, kv_len, head_dim]",
+         "[batch, num_kv_heads, kv_len, head_dim_v]"),
+    )  # fmt: skip
+    batch, num_q_heads, q_len, head_dim = q.shape
+    kv_batch, num_kv_heads, kv_len, k_dim = k.shape
+    v_batch, v_heads, v_len, head_dim_v = v.shape
+    if kv_batch != batch:
+        raise InputError(
+            f"k has batch={kv_batch}, but q has batch={batch}; "
+            "share one k over a batch with k.expand(batch, -1, -1, -1)"
+        )
+    if v_batch != batch:
+        raise InputError(f"v has batch={v_batch}, but q has batch={batch}")
+    check_heads(num_q_heads, num_kv_heads, v_heads)
+    if kv_len != v_len:
+        raise InputError(f"v has kv_len={v_len}, but k has kv_len={kv_len}")
+    check_head_dims(head_dim, k_dim, head_dim_v)
+    group = num_q_heads // num_kv_heads
+    if max(q_len * group, kv_len, batch * q_len, batch * kv_len) > INT32_MAX:
+        raise InputError(
+            f"q_len={q_len} x group_size={group}, kv_len={kv_len} or batch x length does not fit "
+            "32 bits; split the batch or the sequence"
+        )
+
+
+def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q [Nq, Hq, D], k [Nk, Hkv, D] and v [Nk, Hkv, Dv] are what kernels take."""
+    check_tensors(
+        q, k, v,
+        ("[num_q_tokens, num_q_heads, head_dim]", "[num_kv_tokens, num_kv_heads, head_dim]",
+         "[num_kv_tokens, num_kv_heads, head_dim_v]"),
+    )  # fmt: skip
+    check_heads(q.shape[1], k.shape[1], v.shape[1])
+    check_head_dims(q.shape[2], k.shape[2], v.shape[2])
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v has num_kv_tokens={v.shape[0]}, but k has num_kv_tokens={k.shape[0]}")
+
+
+def check_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv] are what kernels take."""
+    check_tensors(
+        q, k, v,
+        ("[num_q_tokens, num_q_heads, head_dim]", "[num_pages, page_size, num_kv_heads, head_dim]",
+         "[num_pages, page_size, num_kv_heads, head_dim_v]"),
+    )  # fmt: skip
+    check_heads(q.shape[1], k.shape[2], v.shape[2])
+    check_head_dims(q.shape[2], k.shape[3], v.shape[3])
+    if k.shape[0] != v.shape[0]:
+        raise InputError(f"v has num_pages={v.shape[0]}, but k has num_pages={k.shape[0]}")
+    if k.shape[1] != v.shape[1]:
+        raise InputError(f"v has page_size={v.shape[1]}, but k has page_size={k.shape[1]}")
+    if k.shape[0] > INT32_MAX:
+        raise InputError(f"num_pages={k.shape[0]} does not fit 32 bits")
+
+
+def check_grad(tensors: Sequence[torch.Tensor]) -> None:
+    """No input carries derivatives: this engine has no backward and no forward-mode rule."""
+    if forward_ad._current_level >= 0:
+        for tensor in tensors:
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                raise GradError(
+                    "an input has a forward-mode tangent, but this engine is inference only; pass "
+                    "the primal, torch.autograd.forward_ad.unpack_dual(x).primal"
+                )
+    if not torch.is_grad_enabled():
+        return
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise GradError(GRAD_MESSAGE)
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The scale as a finite float; 1/sqrt(head_dim) when None."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InputError(f"scale must be a float or None, got {type(scale).__name__}")
+    if not abs(scale) <= _FLOAT32_MAX:  # NaN as well
+        raise InputError(f"scale={scale} must be finite as a float32")
+    return float(scale)
+
+
+def check_lse(return_lse: bool, pointwise: bool) -> None:
+    """Raises InputError where a log-sum-exp is asked of a variant that has none."""
+    if return_lse and pointwise:
+        raise InputError(
+            "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
+        )
+
+
+def check_host_integers(name: str, value: object, planned: str = "lengths") -> torch.Tensor:
+    """The value, an int32 or int64 CPU tensor. planned: what it is a part of, for messages."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
+    if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
+        check_readable(name, value)
+    if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
+            f"{planned} are planned on the host, which waits for no device"
+        )
+    if type(value) is not torch.Tensor:
+        need_values(name, f"{planned} are planned from them", (value,))
+    return value
+
+
+def check_lengths(
+    name: str, value: torch.Tensor, batch: int, low: int, high: int
+) -> tuple[int, ...]:
+    """An int32 or int64 CPU tensor [batch] with entries in [low, high], as ints."""
+    check_host_integers(name, value)
+    if value.dim() != 1 or value.shape[0] != batch:
+        raise InputError(f"{name} must be [batch={batch}], got {tuple(value.shape)}")
+    entries = tuple(value.tolist())
+    for i, entry in enumerate(entries):
+        if not low <= entry <= high:
+            raise InputError(f"{name}[{i}]={entry} is outside of [{low}, {high}]")
+    return entries
+
+
+def check_out_layout(
+    out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """`out` has the result's shape and dtype and a contiguous last dim: what does not depend on
+    where tensors lie."""
+    check_readable("out", out)
+    check_not_lazy("out", out)
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
+        raise InputError(
+            f"out must be {list(shape)} of {dtype} on {device}, got {list(out.shape)} of "
+            f"{out.dtype} on {out.device}"
+        )
+    if out.numel() == 0:
+        return
+    if out.stride(-1) != 1 and out.shape[-1] > 1:
+        raise InputError(f"out's last dim must be contiguous, its stride is {out.stride(-1)}")
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise InputError("out is an expanded tensor: several entries share one address")
+    if not _dense(out):
+        raise InputError("out's entries overlap each other; pass a tensor of its own")
+
+
+def check_out_grad(out: torch.Tensor) -> None:
+    """Raises GradError for an `out` that would lose its place in a graph of derivatives."""
+    if out.requires_grad and torch.is_grad_enabled():
+        raise GradError(
+            "out requires grad while grad mode is on, but this engine is inference only: the "
+            "result written to it would have no gradient; pass out.detach(), or call under "
+            "torch.no_grad()"
+        )
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first to past its last, by shape, strides and dtype; 0 if empty."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def check_apart(
+    out: torch.Tensor, size: int, inputs: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> None:
+    """Raises InputError where out and an input, of these extents, may share an address."""
+    begin = out.data_ptr()
+    end = begin + size
+    for tensor, bytes_ in zip(inputs, sizes, strict=True):
+        low = tensor.data_ptr()
+        if low < end and begin < low + bytes_ and size and bytes_:
+            raise InputError("out shares memory with an input; pass a tensor of its own")
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether no two entries share an address, from the strides alone."""
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True

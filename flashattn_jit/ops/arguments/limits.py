@@ -1,0 +1,44 @@
+"""`fa.Limits`: the most that any batch to come may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from .checks import check_int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of every later `plan()`, from which sizes of buffers and grids follow.
+
+    Args:
+        max_requests: requests of a batch, and groups of shared keys on each level.
+        max_q_tokens: query tokens of a batch.
+        max_kv_len: keys of one request.
+        max_pages: entries of page_indices; 0 for ragged keys.
+
+    Raises:
+        InputError: one is no int, is negative or does not fit 32 bits.
+
+    Example:
+        >>> limits = fa.Limits(max_requests=64, max_q_tokens=512, max_kv_len=8192, max_pages=4096)
+        >>> batch = fa.BatchAttention(fa.Causal(), ..., limits=limits, cuda_graph=True)
+    """
+
+    max_requests: int
+    max_q_tokens: int
+    max_kv_len: int
+    max_pages: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "max_pages" else 1
+            object.__setattr__(self, field.name, check_int(field.name, value, least))
+
+    def native(self) -> tuple[int, int, int, int]:
+        """As the scheduler takes them."""
+        return self.max_requests, self.max_q_tokens, self.max_kv_len, self.max_pages
+
+
+__all__ = ["Limits"]

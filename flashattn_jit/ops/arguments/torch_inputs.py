@@ -1,0 +1,49 @@
+"""What torch's attention functions accept beyond `fa.attention`: autocast, any last stride."""
+
+from __future__ import annotations
+
+import torch
+
+from .checks import check_readable
+from .layouts import like_q_strides
+
+
+def prepare(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, direct: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs in autocast's dtype, with contiguous last dims, q's other dims in their order.
+
+    direct: `is_direct` says that they are plain tensors.
+
+    Raises:
+        InputError: one is no tensor with dense entries.
+    """
+    named = () if direct else (("query", query), ("key", key), ("value", value))
+    for name, tensor in named:
+        check_readable(name, tensor)
+    query, key, value = autocast(query, key, value)
+    if not _has_contiguous_rows(query) and query.dim() == 4:
+        rows = query.new_empty_strided(query.shape, like_q_strides(query, query.shape[-1]))
+        query = rows.copy_(query)
+    return _with_contiguous_rows(query), _with_contiguous_rows(key), _with_contiguous_rows(value)
+
+
+def autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The inputs in autocast's dtype where it is on, as torch's attention functions take them."""
+    device = query.device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value))
+    return q, k, v
+
+
+def _with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied when its last dim is not contiguous."""
+    return tensor if _has_contiguous_rows(tensor) else tensor.contiguous()
+
+
+def _has_contiguous_rows(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 0 or tensor.stride(-1) == 1 or tensor.shape[-1] <= 1

@@ -1,0 +1,431 @@
+"""What `BatchAttention` and `CascadeAttention` share: options, run(), and planning itself."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _C
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, place_on
+from ..errors import InputError
+from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
+from ..variants.binding import Bound
+from ..variants.compose import present_hooks
+from ..variants.ir.dtypes import DTYPE_NAMES
+from ..variants.ir.ir import unscaled_integers
+from ..variants.params import Dims
+from ..variants.variant import Variant, as_variant, is_pointwise
+from .arguments import checks
+from .arguments.limits import Limits
+from .arguments.offsets import Array, Offset, host_array, offset_array
+from .keys.key_lists import KeyLists, Lengths, key_lists
+from .keys.mask_bits import BlockBits, TreeBits, tree_words
+from .keys.sparsity import BlockSparse, Sparsity, TokenSparse, Tree
+from .keys.storage import NativeStorage, Storage, Stored, read_storage
+from .launching import batch_run
+from .launching.batch_run import Habits, Planned
+from .launching.workspace import Workspace
+from .plan import Plan
+from .planning import batch_plan
+from .planning.batch_params import bind_plan, bound_kernels
+from .planning.batch_plan import Batch, Keys
+from .planning.kernels import Kernels, Options, native_kinds
+from .planning.replays import check_replayable, padded, with_room
+from .torch_ops import as_op, sites
+
+Params = Mapping[str, object]
+
+_objects: weakref.WeakValueDictionary[int, BatchBase] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_MOST = 10**30
+
+
+class Level(NamedTuple):
+    """Shared keys as the planner takes them: q_indptr of groups, tokens, storage."""
+
+    q_indptr: Array
+    tokens: Array | None
+    stored: Stored
+    held: tuple[torch.Tensor, ...]
+
+    def native(self) -> tuple[Array, Array | None, NativeStorage]:
+        """As `_C.BatchLengths` takes it."""
+        return self.q_indptr, self.tokens, self.stored.native
+
+
+class BatchBase:
+    """What `BatchAttention` and `CascadeAttention` share: all but plan()."""
+
+    def __init__(
+        self,
+        variant: Variant | Callable[..., object] | None = None,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        head_dim_v: int | None = None,
+        q_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        workspace: torch.Tensor | None = None,
+        limits: Limits | None = None,
+        cuda_graph: bool = False,
+        batch_invariant: bool = False,
+        target: str | None = None,
+    ) -> None:
+        self._variant = as_variant(variant)
+        self._pointwise = is_pointwise(self._variant)
+        self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
+        own = _device(device)
+        kv_dtype = q_dtype if kv_dtype is None else kv_dtype
+        for name, dtype, allowed in (
+            ("q_dtype", q_dtype, Q_DTYPES), ("kv_dtype", kv_dtype, KV_DTYPES),
+        ):  # fmt: skip
+            if not isinstance(dtype, torch.dtype) or DTYPE_NAMES.get(dtype) not in allowed:
+                names = ", ".join(allowed)
+                raise InputError(
+                    f"{name}={checks.shown(dtype)} is not supported; supported: {names}"
+                )
+        num_q_heads = checks.check_int("num_q_heads", num_q_heads, 1)
+        num_kv_heads = checks.check_int("num_kv_heads", num_kv_heads, 1)
+        checks.check_heads(num_q_heads, num_kv_heads, num_kv_heads)
+        head_dim = checks.check_int("head_dim", head_dim, -_MOST, _MOST)
+        head_dim_v = head_dim if head_dim_v is None else head_dim_v
+        head_dim_v = checks.check_int("head_dim_v", head_dim_v, -_MOST, _MOST)
+        checks.check_head_dims(head_dim, head_dim, head_dim_v)
+        if limits is not None and not isinstance(limits, Limits):
+            raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
+        if cuda_graph and limits is None:
+            raise InputError(
+                "cuda_graph=True needs limits=fa.Limits(...): a captured run keeps its grid and "
+                "the places of its buffers, which follow from the largest batch"
+            )
+        where = place_on(own, target)
+        if not on_cpu(where):
+            stand_ins = [
+                torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
+            ]
+            check_matrix_dtypes(stand_ins, where)
+        if wrong := unscaled_integers(
+            present_hooks(self._variant).__contains__, kv_dtype, kv_dtype
+        ):
+            raise InputError(wrong)
+        self._kernels = Kernels(
+            Options(
+                num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_dtype, own,
+                where, limits, cuda_graph, batch_invariant,
+            )
+        )  # fmt: skip
+        self._workspace = Workspace(workspace, own)
+        self._target = target  # as given: a copy may be unpickled on another machine
+        self._state: Any = None
+        self._habits = Habits(
+            not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
+        )
+        self._planned: Planned | None = None
+        self._number = next(_numbers)
+        _objects[self._number] = self
+
+    def __reduce__(self) -> Any:
+        # A copy has the same options and a number of its own, and nothing planned.
+        options = self._kernels.options
+        made = {
+            "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
+            "head_dim": options.head_dim, "head_dim_v": options.head_dim_v,
+            "q_dtype": options.q_dtype, "kv_dtype": options.k_dtype, "device": options.device,
+            "workspace": self._workspace.given, "limits": options.limits,
+            "cuda_graph": options.cuda_graph, "batch_invariant": options.batch_invariant,
+            "target": self._target,
+        }  # fmt: skip
+        return _made_again, (type(self), self._variant, made)
+
+    # --- running ----------------------------------------------------------------------------------
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        return_lse: bool = False,
+        partial: bool = False,
+        out: torch.Tensor | None = None,
+        **params: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the planned batch; any number of runs follow one plan.
+
+        Args:
+            q: [num_q_tokens, num_q_heads, head_dim] in q_dtype; any strides with a contiguous last
+                dim, as for k and v.
+            k: [num_pages, page_size, num_kv_heads, head_dim] over pages, [num_kv_tokens,
+                num_kv_heads, head_dim] ragged, in kv_dtype. Another layout is a transposed view.
+            v: likewise, with head_dim_v; its strides may differ from k's.
+            scale: multiplies q . k; 1/sqrt(head_dim) by default.
+            return_lse: also return the natural-log log-sum-exp [num_q_tokens, num_q_heads], fp32.
+            partial: return the unfinalised fp32 state for `fa.merge_states`; implies return_lse for
+                softmax variants.
+            out: result tensor to write to.
+            **params: the variant's params that its mask does not read, by name.
+
+        Returns:
+            out [num_q_tokens, num_q_heads, head_dim_v] in q's dtype, or (out, lse).
+
+        Raises:
+            InputError: nothing is planned, or a tensor does not fit the object or the plan.
+            ParamError: a param is missing or unknown, or is the mask's and so belongs to plan().
+            CompileError: other kernels than planned are needed, and the compiler failed.
+            LaunchError: CUDA refused the launch, or other kernels are needed during a capture.
+            GradError: an input requires grad while grad mode is on.
+
+        Example:
+            >>> out = batch.run(q, k_pages, v_pages)
+        """
+        given: tuple[Any, ...] = (q, k, v)
+        if params or out is not None:
+            more = [x for x in params.values() if isinstance(x, torch.Tensor)]
+            given = (*given, *more) if out is None else (*given, *more, out)
+        direct = not torch.compiler.is_dynamo_compiling() and is_direct(*given)
+        if not direct:
+            return as_op.batch(self, q, k, v, params, scale, return_lse, partial, out)  # type: ignore[no-any-return]
+        planned = self.in_force()
+        result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
+        return result if lse is None else (result, lse)
+
+    def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
+        """Raises InputError for what is no tensor on the object's device."""
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+            if name != "out" or out is not None:
+                batch_run.check_place(name, tensor, self._kernels.options.device)
+
+    def in_force(self) -> Planned:
+        """The plan that runs follow. Raises InputError where there is none."""
+        planned = self._planned
+        if planned is None:
+            raise InputError(
+                "run() before plan(): nothing is planned; call plan(q_indptr, storage) first, once "
+                "a step"
+            )
+        return planned
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    def workspace_bytes(
+        self, limits: Limits | None = None, *, q_block: int = 0, num_levels: int = 0
+    ) -> int:
+        """The most bytes that a plan within `limits` needs; the object's own limits by default.
+
+        q_block: Br of plans with `fa.BlockSparse`, 1 with `fa.TokenSparse`. num_levels: levels of
+        shared keys of a cascade. On CPUs nothing is compiled for it; on CUDA the kernels are, which
+        say how many run at once.
+
+        Raises:
+            InputError: there are no limits.
+        """
+        q_block = checks.check_int("q_block", q_block, 0)
+        num_levels = checks.check_int("num_levels", num_levels, 0)
+        limits = self._kernels.options.limits if limits is None else limits
+        if not isinstance(limits, Limits):
+            raise InputError("workspace_bytes() needs limits=fa.Limits(...)")
+        options = self._kernels.options
+        dims = Dims(
+            limits.max_requests, options.num_q_heads, options.num_kv_heads, limits.max_q_tokens,
+            limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
+        )  # fmt: skip
+        kernels = Kernels(_with_limits(options, limits))
+        pair = bound_kernels(
+            kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
+        )
+        told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
+        return _C.BatchPlan.workspace_bound(
+            native_kinds(pair), limits.native(), num_kv_heads=options.num_kv_heads,
+            num_levels=num_levels, q_block=q_block, **told,
+        )  # fmt: skip
+
+    # --- planning ---------------------------------------------------------------------------------
+
+    def _plan(
+        self,
+        q_indptr: torch.Tensor,
+        storage: Storage,
+        levels: Sequence[Level],
+        sparsity: Sparsity | None,
+        q_offset: Offset,
+        params: Params,
+    ) -> Plan:
+        """Plan a batch and put it in force; an error leaves the plan before it in force."""
+        options = self._kernels.options
+        if sparsity is not None or params:
+            _check_values(sparsity, params)
+        if not options.cpu:
+            refuse_capture(options.device, "plan() was called", PLAN_FIRST)
+        rows, _rows_held = host_array("q_indptr", q_indptr)
+        stored = read_storage(storage, options.device)
+        offset, _offset_held = offset_array(q_offset, rows[1] - 1)
+        try:
+            lengths = _C.BatchLengths(
+                rows, stored.native, offset, tuple(level.native() for level in levels)
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        dims = Dims(
+            lengths.num_requests, options.num_q_heads, options.num_kv_heads, lengths.max_q_len,
+            lengths.max_kv_len, options.head_dim, options.head_dim_v, options.device,
+        )  # fmt: skip
+        variant, lists = self._variant, None
+        bits: dict[str, Any] = {}
+        if sparsity is not None:
+            variant, lists, bits = self._sparse(sparsity, lengths, q_offset)
+        num_levels = len(levels)
+        if options.cuda_graph:
+            before = self._planned
+            room = None if before is None else before.batch.lists
+            lists = with_room(lists, sparsity, options, room)
+            if before is not None:
+                bits = padded(bits, before.params)
+                num_levels = max(num_levels, before.batch.num_levels)
+        given = {**params, **bits}
+        keys = _keys(stored, levels)
+        bound = bind_plan(variant, dims, given, self._habits.dtypes)
+        batch = Batch(self._kernels, variant.name, lengths, dims, keys, lists, num_levels)
+        self._check_variant(batch, bound)
+        unaligned = self._habits.unaligned
+        first = batch_plan.vary(batch, bound, unaligned)
+        self._workspace.check(first.native.workspace_bytes)
+        if options.cuda_graph and self._planned is not None:
+            check_replayable(self._planned.latest, first)
+        if not options.cpu and self._state is None:
+            from .device.plan_memory import DeviceState
+
+            self._state = DeviceState(options.device, options.target, options.cuda_graph)
+        first.commit(self._state)
+        self._planned = Planned(
+            batch, variant, given, first, unaligned, self._state, self._workspace, self._habits
+        )
+        return Plan(self._planned)
+
+    def _check_variant(self, batch: Batch, bound: Bound) -> None:
+        """Raises for what the kind of plan cannot compute, before anything is compiled for it."""
+
+    def _sparse(
+        self, sparsity: Sparsity, lengths: _C.BatchLengths, q_offset: Offset
+    ) -> tuple[Variant, KeyLists | None, dict[str, Any]]:
+        """The variant with the sparsity's bits, its lists, and the params of its bits."""
+        options = self._kernels.options
+        if isinstance(sparsity, Tree):
+            if not isinstance(q_offset, str):
+                raise InputError('fa.Tree counts draft tokens from the end: q_offset must be "end"')
+            short = [b for b, (q, k) in enumerate(zip(lengths.q_len, lengths.kv_len, strict=True))
+                     if q > k]  # fmt: skip
+            if short:
+                raise InputError(
+                    f"request {short[0]} has q_len={lengths.q_len[short[0]]} draft tokens, but "
+                    f"kv_len={lengths.kv_len[short[0]]}, which counts them: append their keys first"
+                )
+            words = tree_words(sparsity.bits, lengths.q_len, options.device)
+            return self._composed(TreeBits), None, {"sparsity_bits": words}
+        if not isinstance(sparsity, (BlockSparse, TokenSparse)):
+            raise InputError(
+                "sparsity must be an fa.BlockSparse, an fa.TokenSparse or an fa.Tree, got "
+                f"{type(sparsity).__name__}"
+            )
+        lists = key_lists(
+            sparsity,
+            Lengths(
+                lengths.q_len, lengths.kv_len, lengths.num_q_tokens, options.num_q_heads,
+                options.num_kv_heads, options.device,
+                lengths.max_kv_len if options.limits is None else options.limits.max_kv_len,
+            ),
+        )  # fmt: skip
+        return self._composed(BlockBits if lists.params else None), lists, lists.params
+
+    def _composed(self, bits: type[Variant] | None) -> Variant:
+        if bits not in self._variants:
+            assert bits is not None
+            self._variants[bits] = self._variant & bits()
+        return self._variants[bits]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _check_values(sparsity: Sparsity | None, params: Params) -> None:
+    """The tensors that work is planned by have values; those of storage are checked as read."""
+    parts = [(n, getattr(sparsity, n, None)) for n in getattr(type(sparsity), "__slots__", ())]
+    for name, value in [*parts, *params.items()]:
+        tensors = value if isinstance(value, (tuple, list)) else (value,)
+        need_values(name, "batches are planned from them", tensors)
+
+
+def by_number(number: int) -> BatchBase:
+    """The object of a number. Raises InputError where it is gone."""
+    found = _objects.get(sites.local_number(number))
+    if found is None:
+        raise InputError(
+            f"number {number} names no batch of this process; keep the BatchAttention alive"
+        )
+    return found
+
+
+def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, Any]) -> BatchBase:
+    return kind(variant, **options)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if not isinstance(device, str | int | torch.device):
+        raise InputError(
+            f'device must be a torch.device or a name such as "cpu", got {type(device).__name__}'
+        )
+    try:
+        own = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"device={device!r} is unknown: {error}") from None
+    if own.type not in ("cpu", "cuda"):
+        raise InputError(f"device={device!r}: kernels run on cpu and cuda")
+    if own.type == "cuda":
+        return _cuda_device(own)
+    return own
+
+
+def _cuda_device(device: torch.device) -> torch.device:
+    """The device with its index."""
+    count = torch.cuda.device_count()
+    index = device.index
+    if torch.version.cuda is None or not count or (index is not None and index >= count):
+        found = (
+            "this torch is built without CUDA" if torch.version.cuda is None else
+            f"torch finds {count} CUDA devices"
+        )  # fmt: skip
+        raise InputError(
+            f'device="{device}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
+            "run CUDA kernels in the emulator"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if index is None else device
+
+
+def _with_limits(options: Options, limits: Limits) -> Options:
+    return replace(options, limits=limits)
+
+
+def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
+    """Where the keys lie: the requests' own pages, then those of each level."""
+    parts = [stored, *(level.stored for level in levels)]
+    if not stored.page_size:
+        return Keys(0, None, None)
+    indptrs = [p.held[0] for p in parts]
+    if not levels:
+        return Keys(stored.page_size, stored.page_indices, stored.pages, indptrs)
+    used = [p.page_indices[: p.used_pages] for p in parts if p.page_indices is not None]
+    known = [p.pages for p in parts if p.pages is not None and p.pages[1] >= 0]
+    pages = None
+    if all(p.pages is not None for p in parts):
+        pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
+    return Keys(stored.page_size, torch.cat(used), pages, indptrs)
+
+
+__all__ = ["BatchBase", "Level", "by_number"]

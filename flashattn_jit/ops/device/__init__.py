@@ -1,0 +1,1 @@
+"""CUDA devices and the emulator: loading kernels, memory of plans, enqueueing."""

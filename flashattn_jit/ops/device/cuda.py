@@ -1,0 +1,230 @@
+"""Kernels on devices: loading them, and one launch of them on torch's current stream.
+
+Calls, batches and utilities launch alike: nothing is read back or waited for, so a launch can be
+captured in a CUDA graph.
+
+Memory of ours that a kernel reads must not be reused too early. It is made on one stream: another
+one waits for it once and is recorded as a user. What a captured launch reads is kept for good, also
+params, which may be defaults that nobody else holds: the graph may be replayed at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import _C
+from ...codegen.spec import KernelSpec
+from ...errors import InputError, LaunchError
+from ...jit.cache.layers import too_old
+from ...jit.compilation import toolchain
+from ...jit.module import load_stepping, min_driver
+from ...planner.devices import Device, device_hardware
+from ...planner.tiles import fallbacks, requests_of, slots
+from ...torch_modes import is_capturing
+from ...variants.binding import Structure
+
+EMULATED_SLOTS = 8
+"""Workers that emulated work is planned for: enough that long keys are split."""
+
+_KERNEL = "fajit_attention_kernel"
+# A kernel's parameters hold 4096 bytes, of which the argument block takes 480.
+_PARAM_BYTES = 3456
+_TENSOR_BYTES = 136
+_SCALAR_BYTES = 32  # with what the host works out of it
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def check_params(known: Structure) -> None:
+    """Raises InputError for a variant with more params than a kernel takes."""
+    tensors, scalars = len(known.tensor_names), len(known.scalar_kinds)
+    if _TENSOR_BYTES * tensors + _SCALAR_BYTES * scalars > _PARAM_BYTES:
+        raise InputError(
+            f"the variant reads {tensors} tensors, range tables included, and {scalars} numbers; "
+            f"the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} tensors or "
+            f"{_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
+        )
+
+
+def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
+    """A spec's module; the spec is that of a smaller tile where its kernel would spill."""
+    place, module = load_stepping(requests_of(spec))
+    return (spec, *fallbacks(spec))[place], module
+
+
+def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
+    """Thread blocks of a kernel that a device runs at once."""
+    if device.type != "cuda":
+        return EMULATED_SLOTS
+    return max(1, slots(spec, _hardware(ordinal(device)), _registers(module)).total)
+
+
+def _registers(module: _C.Module) -> int | None:
+    """Registers of a thread, from the artifact's resource report; None where none is kept."""
+    from ...jit.compilation import ptxas_report
+
+    try:
+        report = ptxas_report.load_report(Path(module.path).with_name(toolchain.RESOURCES))
+        return report.kernel(_KERNEL).registers
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@cache
+def _hardware(index: int) -> Device:
+    return device_hardware(index)
+
+
+_driver_runs: set[str] = set()
+
+
+def check_driver(module: _C.Module) -> None:
+    """Raises LaunchError where the driver is older than the artifact's compiler needs."""
+    if module.path in _driver_runs:
+        return
+    needed = min_driver(module)
+    version = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    if needed is not None and too_old(version, needed):
+        raise LaunchError(
+            f"this machine's driver supports CUDA {version // 1000}.{version % 1000 // 10}, but "
+            f"the kernel needs driver {needed} or newer: update the driver, or compile with an "
+            f"older toolkit (FLASHATTN_JIT_CUDA_HOME)\n  artifact: {module.path}"
+        )
+    _driver_runs.add(module.path)
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+
+class LaunchTensors(NamedTuple):
+    """The tensors of one launch.
+
+    params: the variant's (num_params), then its range tables, named by `names`. workspace: uint8,
+    at least the call's workspace_bytes, at a multiple of 16 bytes. states: of a block mask.
+    allocations: what the emulator lets the kernels touch, as (name, tensor, writable); by default
+    what the other fields say.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    params: Sequence[torch.Tensor] = ()
+    addresses: tuple[int, ...] = ()
+    scalars: tuple[int | float, ...] = ()
+    workspace: torch.Tensor | None = None
+    states: torch.Tensor | None = None
+    page_indices: torch.Tensor | None = None
+    key_blocks: torch.Tensor | None = None
+    names: Sequence[str] = ()
+    num_params: int = 0
+    allocations: Sequence[tuple[str, torch.Tensor, bool]] = ()
+
+
+@dataclass(slots=True, eq=False)
+class DeviceMemory:
+    """A plan's arrays where its kernels run, uint8.
+
+    ready: event after their copy, None on emulated targets. streams: those that are ordered after
+    it.
+    """
+
+    memory: torch.Tensor
+    ready: Any = None
+    streams: set[int] = field(default_factory=set)
+
+    def copied(self, index: int) -> None:
+        """Called once the copy is on its way, on the current stream of device `index`."""
+        stream = torch.cuda.current_stream(index)
+        self.ready = torch.cuda.Event()
+        self.ready.record(stream)
+        self.streams.add(stream.cuda_stream)
+
+    def join(self, stream: int, index: int) -> None:
+        """Order a stream after the copy, and the memory's release after the stream's work."""
+        if stream not in self.streams:
+            current = torch.cuda.current_stream(index)
+            self.ready.wait(current)
+            self.memory.record_stream(current)
+            self.streams.add(stream)
+
+
+_captured: dict[int, object] = {}  # what graphs use, by identity
+
+
+def keep_for_graphs(used: object) -> None:
+    """Holds for good what a captured launch reads."""
+    _captured[id(used)] = used
+
+
+def ordinal(device: torch.device) -> int:
+    """A CUDA device's number."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def enqueue(
+    call: _C.BatchCall,
+    block: DeviceMemory,
+    t: LaunchTensors,
+    scale: float,
+    device: torch.device,
+    used: Sequence[object],
+) -> int | None:
+    """Launch a call; returns the stream, None where it is being captured.
+
+    used: what the launch reads, to be kept where it is captured; params are kept as well. (Range
+    tables and the workspace belong to the graph itself, or to the caller.)
+
+    Raises:
+        LaunchError: CUDA refused the launch.
+    """
+    index = ordinal(device)
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    capturing = is_capturing(device)
+    if capturing:
+        for kept in (*used, *t.params[: t.num_params]):
+            keep_for_graphs(kept)
+    else:
+        block.join(stream, index)
+    call.launch(*launch_values(block.memory, t, scale), stream=stream, device=index)
+    return None if capturing else stream
+
+
+LaunchValues = tuple[
+    int, int, int, int, int, float, int, tuple[int, ...], tuple[int | float, ...],
+    int, int, int, int, int,
+]  # fmt: skip
+
+
+def launch_values(block: torch.Tensor, t: LaunchTensors, scale: float) -> LaunchValues:
+    """What a native launch takes, in order, up to the stream."""
+    # Tensors without entries have the address 0, which kernels refuse; they will not use this one.
+    address = t.q.data_ptr() or block.data_ptr()
+    return (
+        address,
+        t.k.data_ptr() or address,
+        t.v.data_ptr() or address,
+        t.out.data_ptr(),
+        0 if t.lse is None else t.lse.data_ptr() or address,
+        scale,
+        1,  # num_threads
+        t.addresses,
+        t.scalars,
+        _address(t.workspace),
+        _address(t.states),
+        _address(t.page_indices),
+        _address(t.key_blocks),
+        block.data_ptr(),
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,1 @@
+"""Where keys lie and which of them are visited: ragged, paged, sparse."""

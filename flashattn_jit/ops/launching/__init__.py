@@ -1,0 +1,1 @@
+"""A plan on tensors: strides, addresses and values, and the launch itself."""

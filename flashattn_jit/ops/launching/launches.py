@@ -1,0 +1,339 @@
+"""Launching: a planned batch on tensors of given strides, on the host, a device or the emulator.
+
+A `Launch` is a plan bound to the strides of a `Call`. Dense and packed calls come here by `attend`,
+which plans the first call of a kind and remembers its launch; runs of batches come with a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ... import _C
+from ...codegen.spec import on_cpu, place
+from ...errors import InputError, ParamError
+from ...torch_modes import learn_device, refuse_capture
+from ...variants.binding import Bound, Swap, bind, bind_outside_modes
+from ...variants.ir.ir import unscaled_integers
+from ...variants.variant import Variant
+from ..arguments import checks
+from ..arguments.layouts import Strides, contiguous, in_order_of, result_dtype
+from ..planning.batch_plan import Batch, Variation, vary
+from ..planning.calls import (
+    KEPT_SIZE,
+    BlockMaskLayout,
+    Call,
+    Form,
+    Requests,
+    bind_tensors,
+    is_aligned,
+)
+from ..planning.kernels import Kernels, Options
+from ..planning.recent import Recent
+from .workspace import Workspace
+
+_CPU = torch.device("cpu")
+_EXACT = 2**53  # float64 holds every integer up to here
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launch:
+    """What follows from a `Call`: worked out at the first of its kind.
+
+    call: bound to strides. shape, strides, dtype: of the result. out_bytes, input_bytes: extents of
+    a given out and of q, k, v and params, which tell whether they overlap. Working these out at
+    every run was half of its time: 17.9 us a run before, 10.4 after (one token, one head, given
+    out).
+    """
+
+    call: _C.BatchCall
+    cpu: bool
+    shape: tuple[int, ...]
+    strides: Strides
+    dtype: torch.dtype
+    return_lse: bool
+    out_bytes: int
+    input_bytes: tuple[int, ...]
+
+
+def check_out(out: torch.Tensor, form: Form, partial: bool, inputs: Sequence[torch.Tensor]) -> None:
+    """A given result fits the call, and overlaps none of its inputs: q, k, v and params.
+
+    Raises:
+        InputError, GradError: it does not.
+    """
+    dtype = result_dtype(form.dtypes[0], partial)
+    checks.check_out_layout(out, form.result_shape, dtype, form.device)
+    checks.check_out_grad(out)
+    checks.check_apart(out, checks.extent(out), inputs, [checks.extent(t) for t in inputs])
+
+
+def make_launch(
+    plan: Variation, call: Call, out: torch.Tensor | None, params: Sequence[torch.Tensor]
+) -> Launch:
+    """The launch of a planned call, whose `out` was checked.
+
+    Raises:
+        InputError: a stride or size is more than a kernel takes.
+    """
+    form = call.form
+    shape, dtype = form.result_shape, result_dtype(form.dtypes[0], call.partial)
+    strides = result_strides(form) if out is None else out.stride()
+    rows = contiguous(shape[:-1])
+    try:
+        bound = plan.core.bind(
+            strides=(
+                _by_request(form.strides[0]),
+                _by_request(form.strides[1], form.kind == "paged"),
+                _by_request(form.strides[2], form.kind == "paged"),
+                _by_request(strides),
+                _by_request((*rows, 1)) if call.return_lse else (0, 0, 0),
+            ),
+            layouts=call.layouts,
+            scalar_kinds=plan.known.scalar_kinds,
+            num_pages=form.k_shape[0] if form.kind == "paged" else 0,
+            flags=(_C.WRITE_LSE if call.return_lse else 0) | (_C.PARTIAL if call.partial else 0),
+            block_mask=call.block_mask,
+        )  # fmt: skip
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    return Launch(
+        bound, bool(call.num_threads), shape, strides, dtype, call.return_lse,
+        0 if out is None else checks.extent(out),
+        (*form.input_bytes, *(checks.extent(t) for t in params)),
+    )  # fmt: skip
+
+
+def _by_request(strides: Strides, pages: bool = False) -> tuple[int, int, int]:
+    """Strides as kernels take them: of (request, head, row), of pages of (page, head, slot)."""
+    if len(strides) == 3:
+        return 0, strides[1], strides[0]
+    return (strides[0], strides[2], strides[1]) if pages else (strides[0], strides[1], strides[2])
+
+
+def launch(
+    plan: Variation,
+    ready: Launch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor | None,
+    scale: float,
+    params: Sequence[torch.Tensor],
+    addresses: tuple[int, ...],
+    scalars: Sequence[int | float],
+    workspace: Workspace,
+    states: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a launch on tensors of its call; returns (out, lse), lse None unless it is written.
+
+    params, addresses: of the variant's tensors and their tables. states: of a block mask. On CUDA
+    the launch goes to torch's current stream, and nothing waits for it.
+
+    Raises:
+        InputError: `out` shares memory with an input.
+        LaunchError: CUDA refused the launch.
+        EmulatorFault: on an emulated target, a kernel did what it must not.
+    """
+    call = ready.call
+    if scalars:
+        _check_exact(scalars)
+    # A constant takes 0.2 us less than asking a CPU tensor for its device.
+    device = _CPU if ready.cpu else q.device
+    if out is None:
+        result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=device)
+    else:
+        checks.check_out_grad(out)
+        inputs = (q, k, v, *params[: len(ready.input_bytes) - 3])
+        checks.check_apart(out, ready.out_bytes, inputs, ready.input_bytes)
+        result = out
+    lse = None
+    if ready.return_lse:
+        lse = torch.empty(ready.shape[:-1], dtype=torch.float32, device=device)
+    space, place = workspace.take(plan.native.workspace_bytes)
+    if ready.cpu:
+        address = q.data_ptr()
+        call.launch(
+            address,
+            # Without keys their address is 0, which kernels refuse; they will not read this one.
+            k.data_ptr() or address,
+            v.data_ptr() or address,
+            result.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            scale,
+            torch.get_num_threads(),
+            addresses,
+            scalars,
+            place,
+            0 if states is None else states.data_ptr(),
+            *plan.pointers,
+        )
+    else:
+        from ..device import cuda, plan_memory  # a process without a device need not have it
+
+        known = plan.known
+        launched = cuda.LaunchTensors(
+            q, k, v, result, lse, params, addresses, tuple(scalars), space, states=states,
+            page_indices=plan.page_indices, key_blocks=plan.key_blocks,
+            names=known.tensor_names, num_params=len(known.ir.tensors),
+        )  # fmt: skip
+        plan_memory.launch(plan.block, call, launched, scale)
+    return result, lse
+
+
+def _check_exact(scalars: Sequence[int | float]) -> None:
+    """Raises ParamError for an integer that float64 does not hold, as graphs carry scalars."""
+    for value in scalars:
+        if type(value) is int and not -_EXACT <= value <= _EXACT:
+            raise ParamError(
+                f"a hook captures the integer {value}; scalar params hold integers up to 2**53: "
+                "capture it as a 0-dim int64 tensor"
+            )
+
+
+# --- dense and packed calls -----------------------------------------------------------------------
+
+_launches: Recent[Call, tuple[Variation, Launch]] = Recent(KEPT_SIZE)
+_kernels: Recent[Options, Kernels] = Recent(64)
+_workspaces: dict[torch.device, Workspace] = {}
+
+
+def attend(
+    form: Form,
+    requests: Requests,
+    variant: Variant,
+    params: Mapping[str, object],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    partial: bool = False,
+    out: torch.Tensor | None = None,
+    target: str | None = None,
+    swap: Swap | None = None,
+    direct: bool = True,
+    block_states: torch.Tensor | None = None,
+    block_size: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of a dense or packed call whose lengths were read; lse is None unless asked for.
+
+    scale, return_lse, partial, out, target: as for `fa.attention`. swap: see `bind`. direct: what
+    `is_direct` says of q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of
+    `BlockMask` states, with block_size (q_block, kv_block).
+
+    Raises:
+        InputError, ParamError, TraceError, CompileError, TargetError, LaunchError, EmulatorFault,
+        GradError: as `fa.attention`.
+    """
+    bound = (bind if direct else bind_outside_modes)(variant, requests.dims, params, swap)
+    known = bound.structure
+    checks.check_grad((q, k, v, *bound.tensors))
+    checks.check_lse(return_lse, known.pointwise)
+    return_lse = return_lse or (partial and not known.pointwise)
+    scale = checks.check_scale(scale, form.head_dim)
+    target = place(q, k, v, target)
+    addresses, layouts, held = bind_tensors(known, bound.tensors)
+    num_threads = torch.get_num_threads() if on_cpu(target) else 0
+    mask: BlockMaskLayout | None = None
+    if block_states is not None:
+        mask = BlockMaskLayout(tuple(block_states.shape), block_states.stride(), *block_size)
+    if out is not None:
+        checks.check_readable("out", out)
+    call = Call(
+        form,
+        requests.lengths,
+        known,
+        layouts,
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        return_lse,
+        partial,
+        target,
+        num_threads,
+        num_threads > 0 or is_aligned(form, q, k, v, out),
+        mask,
+        bound.scalars if known.schedule_reads_scalars else None,
+    )
+    found = _launches.get(call)
+    if found is None:
+        if out is not None:
+            check_out(out, form, partial, (q, k, v, *bound.tensors))
+        plan = _plan(call, requests, bound, variant.name)
+        made = plan, make_launch(plan, call, out, bound.tensors)
+        found = _launches.keep(call, made, requests.size)
+    plan, ready = found
+    workspace = _workspaces.get(form.device)
+    if workspace is None:
+        workspace = _workspaces.setdefault(form.device, Workspace(None, form.device))
+    return launch(
+        plan, ready, q, k, v, out, scale, held, addresses, bound.scalars, workspace, block_states
+    )
+
+
+def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
+    """The plan of a call, where its kernels run."""
+    device = call.form.device
+    refuse_capture(
+        device,
+        "a call that was not planned yet is made",
+        "make the same call once before the capture, with the same shapes, strides, dtypes and "
+        "lengths",
+    )
+    if device.type == "cuda":
+        learn_device(device)
+    plan = plan_call(
+        options_of(call.form, call.target), requests, bound, name, not call.aligned, call.block_mask
+    )
+    state = None
+    if not call.num_threads:
+        from ..device.plan_memory import state_of
+
+        state = state_of(device, call.target)
+    plan.commit(state)
+    return plan
+
+
+def options_of(form: Form, target: str) -> Options:
+    """What the kernels of a call are chosen for."""
+    return Options(
+        form.num_q_heads, form.num_kv_heads, form.head_dim, form.head_dim_v, *form.dtypes,
+        form.device, target,
+    )  # fmt: skip
+
+
+def plan_call(
+    options: Options,
+    requests: Requests,
+    bound: Bound,
+    name: str,
+    unaligned: bool = False,
+    block_mask: BlockMaskLayout | None = None,
+) -> Variation:
+    """A dense or packed call, planned; its kernels are compiled where no cache has them.
+
+    Raises:
+        InputError: int8 keys or values, which no hook of the variant scales.
+        CompileError: a new kernel was needed and the compiler failed.
+    """
+    if wrong := unscaled_integers(bound.ir.has, options.k_dtype, options.v_dtype):
+        raise InputError(wrong)
+    kernels = _kernels.get(options)
+    if kernels is None:
+        kernels = _kernels.keep(options, Kernels(options))
+    batch = Batch(
+        kernels, name, requests.lengths, requests.dims, block_mask=block_mask, keeps_mask=False
+    )
+    return vary(batch, bound, unaligned and not options.cpu)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def result_strides(form: Form) -> Strides:
+    """Strides of a result: without gaps, of a dense call in q's order."""
+    if form.kind != "dense":
+        return contiguous(form.result_shape)
+    return in_order_of(form.q_shape, form.strides[0], form.head_dim_v)

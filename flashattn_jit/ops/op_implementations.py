@@ -1,0 +1,173 @@
+"""What the torch ops do: the ordinary call, and for tracers the shapes of its results.
+
+Fake implementations give shapes only and refuse nothing: a wrong shape is an error of the run, with
+the message of the ordinary call. They read nothing but the arguments, not the site: a graph that
+the compiler kept on disk may meet another site of the same number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..variants.variant import as_variant
+from . import merge
+from .arguments.layouts import filled, like_q_strides, result_dtype
+from .attention import run_dense
+from .keys.block_mask import keep_states
+from .keys.paged import Paged
+from .torch_ops.definitions import Op, Results, define, define_call
+from .torch_ops.sites import Call, Hooks
+from .varlen import run_packed
+
+Tensor = torch.Tensor
+
+
+# --- implementations: q, k, v and the rest of the call to its results ----------------------------
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+    result, lse = run_dense(
+        q, k, v, as_variant(call.variant), call.params, out=out, swap=call.swap, **call.arguments
+    )
+    return result, filled(lse, q)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+    result, lse = run_packed(
+        q, k, v, chosen=as_variant(call.variant), params=call.params, out=out, swap=call.swap,
+        **call.arguments,
+    )  # fmt: skip
+    return result, filled(lse, q)
+
+
+def _batch(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+    from .batch_base import by_number
+
+    given = call.arguments
+    result, lse = by_number(given["batch"]).in_force().run(
+        q, k, v, call.params, given["scale"], given["return_lse"], given["partial"], out
+    )  # fmt: skip
+    return result, filled(lse, q)
+
+
+class _GraphMask:
+    """A `BlockMask` put together from the inputs of a graph; its map may be one made before."""
+
+    def __init__(
+        self, mask_mod: Any, lists: Sequence[Any], size: Sequence[int], shape: Sequence[int]
+    ) -> None:
+        self.kv_num_blocks, self.kv_indices = lists[:2]
+        self.full_kv_num_blocks, self.full_kv_indices = lists[2:]
+        self.BLOCK_SIZE, self.shape, self.mask_mod = tuple(size), tuple(shape), mask_mod
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+    from .flex import run_flex
+
+    hooks, given = call.variant, dict(call.arguments)
+    mask = given["block_mask"]
+    if not isinstance(hooks, Hooks):
+        hooks = Hooks(*map(hooks.hooks().get, Hooks._fields))
+        if mask is not None:
+            # The last map of the site serves the next call, if that call has the same lists.
+            mask = given["block_mask"] = _GraphMask(hooks.mask_mod, *mask)
+            keep_states(mask, call.kept.get("mask"))
+            call.kept["mask"] = mask
+    result, lse, max_scores = run_flex(q, k, v, hooks.score_mod, swap=call.swap, **given)
+    return result, filled(lse, q), filled(max_scores, q)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+    from .sdpa import run_sdpa
+
+    return (run_sdpa(q, k, v, **call.arguments),)
+
+
+def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) -> None:
+    from .append import run_append
+
+    q_indptr, page_indptr, page_indices, last_page_len, page_size, target = rest
+    paged = Paged(page_indptr, page_indices, last_page_len, page_size)
+    run_append(k, v, k_pages, v_pages, q_indptr, paged, target)
+
+
+# --- shapes: q, k, v and the op's flags to empty results -----------------------------------------
+
+
+def _dense_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
+    partial, with_lse = flags
+    if q.dim() != 4 or v.dim() != 4:
+        return _plain(q, v), _rows(q, True)
+    shape, strides = (*q.shape[:3], v.shape[3]), like_q_strides(q, v.shape[3])
+    out = q.new_empty_strided(shape, strides, dtype=result_dtype(q.dtype, partial))
+    return out, _rows(q, with_lse)
+
+
+def _packed_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
+    partial, with_lse = flags
+    return _plain(q, v).to(result_dtype(q.dtype, partial)), _rows(q, with_lse)
+
+
+def _flex_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
+    want_lse, want_max = flags
+    return *_dense_shapes(q, k, v, (False, want_lse)), _rows(q, want_max)
+
+
+def _sdpa_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
+    from .sdpa import as_dense_problem, with_leading_dims
+
+    try:
+        q4, k4, v4, lead = as_dense_problem(q, k, v, flags[0])
+    except InputError:
+        return (_plain(q, v),)
+    out, _ = _dense_shapes(q4, k4, v4, (False, False))
+    return (with_leading_dims(out, lead, q.dim()),)
+
+
+def _merge_shapes(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, target: str | None = None
+) -> Results:
+    out = outs[0].new_empty(outs[0].shape)
+    return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
+
+
+def _no_shapes(*args: object) -> None:
+    """Of an op that returns nothing."""
+
+
+def _plain(q: Tensor, v: Tensor) -> Tensor:
+    """q's rows with v's last dim: of packed calls, and a guess for what the run will refuse."""
+    return q.new_empty((*q.shape[:-1], *v.shape[-1:]))
+
+
+def _rows(q: Tensor, wanted: bool) -> Tensor:
+    """A number for each row of q, or nothing."""
+    return q.new_empty(q.shape[:-1] if wanted else (0,), dtype=torch.float32)
+
+
+# --- the ops -------------------------------------------------------------------------------------
+
+_OPS = {
+    "attention": Op(_attention, _dense_shapes, "(Tensor, Tensor)", has_out=True),
+    "varlen_attention": Op(_varlen, _packed_shapes, "(Tensor, Tensor)", has_out=True),
+    "batch_attention": Op(_batch, _packed_shapes, "(Tensor, Tensor)", has_out=True),
+    "flex_attention": Op(_flex, _flex_shapes, "(Tensor, Tensor, Tensor)"),
+    "scaled_dot_product_attention": Op(_sdpa, _sdpa_shapes, "Tensor"),
+}
+
+for _name, _op in _OPS.items():
+    define_call(_name, _op)
+define(
+    "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor q_indptr, "
+    "Tensor page_indptr, Tensor page_indices, Tensor last_page_len, SymInt page_size, "
+    "str? target)",
+    _append, _no_shapes, "()",
+)  # fmt: skip
+define(
+    "merge_states(Tensor[] outs, Tensor[] lses, *, str? target=None)",
+    merge.merge, _merge_shapes, "(Tensor, Tensor)",
+)  # fmt: skip

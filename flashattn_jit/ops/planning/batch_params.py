@@ -1,0 +1,107 @@
+"""The params of a batch: those of its mask, which plan() is given, and those that run() is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...errors import FlashAttnJitError, ParamError
+from ...planner.tiles import ALL_ROWS
+from ...variants.binding import Bound, bind_on_host
+from ...variants.params import MISSING, Dims, Param
+from ...variants.variant import Variant
+from .batch_plan import note_planned
+from .kernels import Kernels, Needs, Pair
+
+Params = Mapping[str, object]
+
+
+def bind_plan(
+    variant: Variant, dims: Dims, given: Params, dtypes: Mapping[str, torch.dtype]
+) -> Bound:
+    """The variant with the params of its mask; those that come with a run are stood in for.
+
+    dtypes: of params that runs gave before.
+
+    Raises:
+        ParamError: the mask reads a param that is missing, or a given one is not the mask's.
+    """
+    params, missing = dict(given), []
+    for d in variant._declared:
+        if d.name in params or d.param.default is not MISSING or d.param.name in d.owner.__dict__:
+            continue
+        if d.param.kind == "static":
+            raise ParamError(
+                f"{variant.name} needs {d.name!r}, which decides its kernels; pass {d.name}=... to "
+                "plan() or when making the variant"
+            )
+        params[d.name] = stand_in(d.param, dims, dtypes.get(d.name))
+        missing.append(d.name)
+    try:
+        bound = bind_on_host(variant, dims, params)
+    except FlashAttnJitError as error:
+        if not missing:
+            raise
+        raise ParamError(
+            f"plan() does not know the values of {', '.join(missing)}, which come with run(), and "
+            f"{variant.name} cannot be traced without: give them when making the variant, or "
+            f"declare their sizes as ints ({error})"
+        ) from error
+    for name in missing:
+        if name in bound.mask_params:
+            raise ParamError(
+                f"the mask of {variant.name} reads the param {name!r}; pass {name}=... to plan(): "
+                "work is shared out by what the mask keeps"
+            )
+    for name in given:
+        if name not in bound.mask_params:
+            raise ParamError(
+                f"param {name!r} of {variant.name} is not read by its mask; give it to run(), "
+                "which takes new values without planning again"
+            )
+    return bound
+
+
+def stand_in(param: Param, dims: Dims, dtype: torch.dtype | None = None) -> object:
+    """A value of a param's kind for a plan, which decides kernels and reads nothing of it."""
+    if param.kind == "scalar":
+        return param.type(1)
+    sizes = []
+    for size in param.dims:
+        known = getattr(dims, size.removesuffix("|1"), 2) if isinstance(size, str) else size
+        sizes.append(known)
+    dtype = dtype or (param.dtypes[0] if param.dtypes else torch.float32)
+    return torch.empty(sizes, dtype=dtype, device=dims.device)
+
+
+def refuse_mask_params(variant: Variant, given: Params, mask_params: frozenset[str]) -> None:
+    """Raises ParamError where a run is given what a plan must know."""
+    for name in given:
+        if name in mask_params:
+            raise ParamError(
+                f"param {name!r} of {variant.name} is read by its mask, which the plan depends on; "
+                f"give it to plan({name}=...) instead of run()"
+            )
+
+
+def bound_kernels(
+    kernels: Kernels, variant: Variant, dims: Dims, paged: bool, sparse: bool, mixed: bool
+) -> Pair:
+    """The kernels of every batch within the limits; on CPUs without their modules."""
+    params = {
+        d.name: stand_in(d.param, dims)
+        for d in variant._declared
+        if d.param.default is MISSING and d.param.name not in d.owner.__dict__
+    }
+    bound = bind_on_host(variant, dims, params)
+    unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
+    needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned)
+    if kernels.options.cpu:
+        return kernels.unloaded(bound.structure, needs, variant.name)
+    pair = kernels.pair(bound.structure, needs, variant.name)
+    note_planned(pair)
+    return pair
+
+
+__all__ = ["Params", "bind_plan", "bound_kernels", "refuse_mask_params", "stand_in"]

@@ -1,0 +1,362 @@
+"""A call, as planning and launching see it: read and checked once, for every kind of call.
+
+A `Form` is what q, k and v look like, `Requests` say which of their rows belong together, and a
+`Call` is all that a launch depends on but for addresses and values. Equal tensors have one form and
+equal lengths one `Requests`, found by what they are made of, so that a repeated call pays for
+look-ups alone and a `Call` is hashed by identities.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import _C
+from ...errors import InputError
+from ...torch_modes import need_values
+from ...variants.binding import Structure
+from ...variants.params import Dims
+from ..arguments import checks
+from ..arguments.layouts import Strides
+from ..arguments.offsets import (
+    LARGEST_OFFSET,
+    Offset,
+    check_offset,
+    host_array,
+    is_end,
+    offset_array,
+)
+from .recent import Recent
+
+Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Sizes and strides of param tensors and of their min/max tables."""
+
+
+class BlockMaskLayout(NamedTuple):
+    """A map of blocks: its sizes and strides (request, head, q block, kv block) and a block's."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    q_block: int
+    kv_block: int
+
+    @property
+    def head_stride(self) -> int:
+        """0 where all heads visit the same blocks."""
+        return self.strides[1]
+
+
+_NO_PARAMS = ((), (), ())
+_KEPT_FORMS = 4096
+KEPT_SIZE = 1 << 16
+"""Sizes, as of `Requests.size`, of the lengths and of the launches that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """What q, k and v of a call look like, checked: all but where they lie.
+
+    kind: "dense" ([B, H, S, D] all), "packed" ([N, H, D] all) or "paged" (q packed, k and v
+    [pages, page_size, H, D]). rows_aligned: every row starts at a multiple of 16 bytes from the
+    first one and ends at one.
+    """
+
+    kind: str
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    strides: tuple[Strides, Strides, Strides]
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    device: torch.device
+    rows_aligned: bool
+    input_bytes: tuple[int, int, int]
+
+    @property
+    def num_q_heads(self) -> int:
+        """Query heads."""
+        return self.q_shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.k_shape[2 if self.kind == "paged" else 1]
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and k."""
+        return self.q_shape[-1]
+
+    @property
+    def head_dim_v(self) -> int:
+        """Of v."""
+        return self.v_shape[-1]
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Of out: q's rows with v's last dim."""
+        return (*self.q_shape[:-1], self.head_dim_v)
+
+
+class Requests(NamedTuple):
+    """The requests of a call: their lengths as the scheduler takes them, and the call's dims."""
+
+    lengths: _C.BatchLengths
+    dims: Dims
+
+    @property
+    def size(self) -> int:
+        """What they and a plan of them take in memory: 64 and one a request, of 100 bytes each."""
+        return 64 + self.lengths.num_requests
+
+
+class Call(NamedTuple):
+    """All that a launch depends on but for addresses and values. Equal calls have one launch.
+
+    structure: the variant's. layouts: of its param tensors. out: shape,
+    strides, dtype and device of a given one. num_threads: 0 on devices. aligned: rows of q, k, v
+    and out start and end at multiples of 16 bytes (devices). scalars: the variant's, where its
+    schedule depends on them.
+    """
+
+    form: Form
+    lengths: _C.BatchLengths
+    structure: Structure
+    layouts: Layouts
+    out: tuple[Any, ...] | None
+    return_lse: bool
+    partial: bool
+    target: str
+    num_threads: int
+    aligned: bool = True
+    block_mask: BlockMaskLayout | None = None
+    scalars: tuple[int | float, ...] | None = None
+
+
+# --- forms ----------------------------------------------------------------------------------------
+
+
+def _form(
+    kind: str,
+    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None],
+    forms: Recent[tuple[Any, ...], Form],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    direct: bool = False,
+) -> Form:
+    """The form of q, k and v, from memory where equal ones were checked before.
+
+    direct: `is_direct` says that they are plain tensors; others are checked at each call.
+
+    Raises:
+        InputError: a shape, dtype, device or stride is wrong.
+    """
+    if not direct:
+        check(q, k, v)
+    signature = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device,
+    )  # fmt: skip
+    found = forms.get(signature)
+    if found is not None:
+        return found
+    if direct:
+        check(q, k, v)
+    tensors = (q, k, v)
+    form = Form(
+        kind,
+        tuple(q.shape),
+        tuple(k.shape),
+        tuple(v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        (q.dtype, k.dtype, v.dtype),
+        q.device,
+        q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and all(_steps_aligned(t) for t in tensors),
+        (checks.extent(q), checks.extent(k), checks.extent(v)),
+    )
+    return forms.keep(signature, form)
+
+
+dense_form = functools.partial(_form, "dense", checks.check_dense, Recent(_KEPT_FORMS))
+packed_form = functools.partial(_form, "packed", checks.check_packed, Recent(_KEPT_FORMS))
+paged_form = functools.partial(_form, "paged", checks.check_paged, Recent(_KEPT_FORMS))
+
+
+def is_aligned(
+    form: Form, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None
+) -> bool:
+    """Whether every row of q, k, v and a given out starts and ends at a multiple of 16 bytes.
+
+    A result that is allocated does so where the head dims are multiples of 8.
+    """
+    if not form.rows_aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        return False
+    return out is None or (out.data_ptr() % 16 == 0 and _steps_aligned(out))
+
+
+def _steps_aligned(tensor: torch.Tensor) -> bool:
+    item = tensor.element_size()
+    return all(stride * item % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+# --- params ---------------------------------------------------------------------------------------
+
+
+def bind_tensors(
+    known: Structure, tensors: Sequence[torch.Tensor]
+) -> tuple[tuple[int, ...], Layouts, Sequence[torch.Tensor]]:
+    """Addresses and layouts of the params and of the min/max tables that their mask needs.
+
+    The tensors themselves come third: whoever launches must hold them, a table may have no other
+    owner.
+    """
+    expected = len(known.ir.tensors)
+    if len(tensors) != expected:
+        raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
+    if not tensors:
+        return _NO_PARAMS
+    if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
+        tensors = [t.resolve_neg() for t in tensors]
+    if known.tables:
+        from ...variants.interval.range_tables import (  # imports numpy's typing: only when needed
+            build_tables,
+        )
+
+        tensors = [*tensors, *build_tables(known.tables, tensors)]
+    addresses = tuple([t.data_ptr() if t.numel() else 0 for t in tensors])
+    if 0 in addresses:
+        need_values("a tensor of the variant", "a kernel reads them", tensors)
+    return (
+        addresses,
+        tuple([(tuple(t.shape), t.stride()) for t in tensors]),
+        tensors,
+    )
+
+
+# --- requests: lengths and offsets ----------------------------------------------------------------
+
+_requests: Recent[tuple[Any, ...], Requests] = Recent(KEPT_SIZE)
+
+
+def dense_requests(form: Form, kv_len: torch.Tensor | None, q_offset: Offset) -> Requests:
+    """The requests of a dense call: one a batch entry.
+
+    Raises:
+        InputError: kv_len or q_offset is wrong.
+    """
+    batch, q_len, rows = form.q_shape[0], form.q_shape[2], form.k_shape[2]
+    lengths, offset = read_lengths(batch, q_len, rows, kv_len, q_offset)
+    key = (form, lengths, offset)
+    found = _requests.get(key)
+    if found is not None:
+        return found
+    native = dense_lengths(batch, q_len, rows, lengths, offset)
+    dims = Dims(
+        batch, form.num_q_heads, form.num_kv_heads, q_len, rows, form.head_dim, form.head_dim_v,
+        form.device,
+    )  # fmt: skip
+    made = Requests(native, dims)
+    return _requests.keep(key, made, made.size)
+
+
+def read_lengths(
+    batch: int,
+    q_len: int,
+    kv_rows: int,
+    kv_len: torch.Tensor | None,
+    q_offset: int | torch.Tensor | str,
+) -> tuple[tuple[int, ...] | None, int | tuple[int, ...]]:
+    """kv_len and q_offset of a dense call as numbers: one for all requests, or one for each.
+
+    Raises:
+        InputError: kv_len or q_offset is wrong.
+    """
+    lengths = None
+    if kv_len is not None:
+        lengths = checks.check_lengths("kv_len", kv_len, batch, 0, kv_rows)
+    if isinstance(q_offset, torch.Tensor):
+        least, most = -LARGEST_OFFSET, LARGEST_OFFSET
+        return lengths, checks.check_lengths("q_offset", q_offset, batch, least, most)
+    if is_end(q_offset, "batch"):
+        if lengths is None:
+            return None, kv_rows - q_len
+        return lengths, tuple([n - q_len for n in lengths])
+    return lengths, check_offset(q_offset, "batch")
+
+
+def dense_lengths(
+    batch: int,
+    q_len: int,
+    kv_rows: int,
+    kv_len: tuple[int, ...] | None,
+    q_offset: int | tuple[int, ...],
+) -> _C.BatchLengths:
+    """The lengths of a dense call as the scheduler takes them. Raises InputError."""
+    try:
+        return _C.BatchLengths.dense(batch, q_len, kv_rows, kv_len, q_offset)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def packed_requests(
+    form: Form, q_indptr: torch.Tensor, kv_indptr: torch.Tensor, q_offset: Offset
+) -> Requests:
+    """The requests of packed rows.
+
+    Raises:
+        InputError: an array is wrong; the message names the request.
+    """
+    q_array, q_held = host_array("q_indptr", q_indptr, "[num_requests + 1]")
+    kv_array, kv_held = host_array("kv_indptr", kv_indptr, "[num_requests + 1]")
+    array, held = offset_array(q_offset, q_array[1] - 1)
+    key = (form, _content(q_held), _content(kv_held), None if held is None else _content(held))
+    found = _requests.get(key)
+    if found is not None:
+        return found
+    try:
+        native = _C.BatchLengths(q_array, (kv_array, None, None, 0, 0), array)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    for name, rows, what, ends in (
+        ("q", form.q_shape[0], "num_q_tokens", native.num_q_tokens),
+        ("k", form.k_shape[0], "num_kv_tokens", native.num_kv_tokens),
+    ):
+        if rows != ends:
+            indptr = "q_indptr" if name == "q" else "kv_indptr"
+            raise InputError(
+                f"{indptr} must run from 0 to the number of tokens, {name} has {what}={rows}, but "
+                f"it ends at {ends}"
+            )
+    dims = Dims(
+        native.num_requests, form.num_q_heads, form.num_kv_heads, native.max_q_len,
+        native.max_kv_len, form.head_dim, form.head_dim_v, form.device,
+    )  # fmt: skip
+    made = Requests(native, dims)
+    return _requests.keep(key, made, made.size)
+
+
+def _content(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
+    return tensor.dtype, tensor.numpy().tobytes()
+
+
+__all__ = [
+    "KEPT_SIZE",
+    "BlockMaskLayout",
+    "Call",
+    "Form",
+    "Layouts",
+    "Requests",
+    "bind_tensors",
+    "dense_form",
+    "dense_lengths",
+    "dense_requests",
+    "is_aligned",
+    "packed_form",
+    "packed_requests",
+    "paged_form",
+    "read_lengths",
+]

@@ -1,0 +1,1 @@
+"""A call as one torch op, for modes, tracers and graphs."""

@@ -1,0 +1,371 @@
+"""Calls as one torch op: where torch's dispatcher has a listener, or makes a graph of what it sees.
+
+A plain call of plain tensors never comes here (`is_direct`). A mode, a profiler or a subclass of
+tensors sees the op of the call, which makes the ordinary call inside. Fake tensors and tracers have
+no values to plan with: there the op's inputs are all that the call depends on (`graphs`), and it
+makes the ordinary call when the graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ...errors import FlashAttnJitError, GradError, InputError
+from ...torch_modes import GRAD_MESSAGE, VMAP_MESSAGE, has_no_values, refuse_transforms, unreadable
+from ...variants.variant import as_variant, is_pointwise
+from ..arguments import checks
+from ..arguments.torch_inputs import autocast
+from ..keys.block_mask import lists_of
+from ..keys.paged import Paged
+from . import definitions, sites
+from .outline import derivatives
+from .sites import Hooks, Use
+
+Values = Mapping[str, Any]
+Flags = Callable[[bool], list[bool]]
+"""The flags of an op (`torch_ops`); whether the variant is pointwise decides some."""
+
+_KEYS = torch._C._TorchDispatchModeKey
+_active = torch._C._get_dispatch_mode
+_OPS = torch.ops.flashattn_jit
+
+
+# --- the calls -----------------------------------------------------------------------------------
+
+
+def states(
+    op: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    variant: Any,
+    params: Values,
+    arguments: Values,
+    out: Any,
+    pointwise: bool | None = None,
+) -> Any:
+    """A call whose result is out, or (out, lse): of `attention`, `varlen_attention` or a batch.
+
+    arguments: what the ordinary call takes by name beside the variant, its params and `out`.
+    pointwise: whether the variant has no lse, where that is known.
+    """
+    return_lse, partial = arguments["return_lse"], arguments["partial"]
+    with_lse = return_lse
+
+    def flags(no_lse: bool) -> list[bool]:
+        nonlocal with_lse
+        no_lse = no_lse if pointwise is None else pointwise
+        with_lse = return_lse or (partial and not no_lse)
+        return [partial, with_lse]
+
+    named = {"q": q, "k": k, "v": v}
+    result, lse = _call(op, named, variant, params, arguments, flags, out)
+    return (result, lse) if with_lse else result
+
+
+def batch(
+    owner: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    params: Values,
+    scale: Any,
+    return_lse: bool,
+    partial: bool,
+    out: Any,
+) -> Any:
+    """`BatchAttention.run` as one op, which meets the object, its variant and its plan only when it
+    runs: a new plan does not change a graph."""
+    number = owner._number
+    if is_traced((q, k, v, out, *params.values())):
+        if _use() == "exported":
+            from . import graphs  # imports Dynamo
+
+            number = graphs.exported_number(owner)
+    else:
+        owner.check_placed(q, k, v, out)
+        if _is_transformed():
+            owner.in_force().check_transforms(params)
+    arguments = {"batch": number, "scale": scale, "return_lse": return_lse, "partial": partial}
+    return states("batch_attention", q, k, v, None, params, arguments, out, owner._pointwise)
+
+
+def flex(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: bool,
+    want_lse: bool,
+    want_max: bool,
+) -> tuple[Any, Any, Any]:
+    """`flex.run_flex` as one op."""
+    arguments = {
+        "block_mask": block_mask, "scale": scale, "enable_gqa": enable_gqa, "want_lse": want_lse,
+        "want_max": want_max,
+    }  # fmt: skip
+    hooks = Hooks(score_mod, None)
+    if block_mask is not None and is_traced((query, key, value)):
+        hooks = Hooks(score_mod, block_mask.mask_mod)
+        lists = lists_of(block_mask)
+        arguments["block_mask"] = (lists, block_mask.BLOCK_SIZE, block_mask.shape)
+    named = _autocast({"query": query, "key": key, "value": value})
+    out, lse, max_scores = _call(
+        "flex_attention", named, hooks, {}, arguments, lambda _: [want_lse, want_max]
+    )
+    return out, lse if want_lse else None, max_scores if want_max else None
+
+
+def sdpa(query: Any, key: Any, value: Any, **arguments: Any) -> Any:
+    """`sdpa.run_sdpa` as one op."""
+    named = _autocast({"query": query, "key": key, "value": value})
+    (out,) = _call(
+        "scaled_dot_product_attention", named, None, {}, arguments,
+        lambda _: [bool(arguments["enable_gqa"])],
+    )  # fmt: skip
+    return out
+
+
+def append(
+    run: Callable[..., None],
+    k: Any,
+    v: Any,
+    k_pages: Any,
+    v_pages: Any,
+    q_indptr: Any,
+    paged: Any,
+    target: Any,
+) -> None:
+    """`append.run_append` as one op; `run`, which is that function, where no op takes these."""
+    given = (k, v, k_pages, v_pages)
+    if not is_traced((*given, q_indptr)) and not (_fit_an_op(given) and isinstance(paged, Paged)):
+        run(*given, q_indptr, paged, target)
+        return
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_functionalize("k_pages or v_pages", (k_pages, v_pages))
+    if not isinstance(paged, Paged):
+        raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
+    tables = (paged.page_indptr, paged.page_indices, paged.last_page_len)
+    _run(_OPS.append_paged_kv, (*given, q_indptr, *tables, paged.page_size, target))
+
+
+def merge(
+    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], target: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge.merge` as one op."""
+    is_traced((*outs, *lses))
+    return _run(_OPS.merge_states, (outs, lses), target=target)  # type: ignore[no-any-return]
+
+
+# --- one call ------------------------------------------------------------------------------------
+
+
+def _call(
+    op: str,
+    named: Values,
+    variant: Any,
+    params: Values,
+    arguments: Values,
+    flags: Flags,
+    out: Any = None,
+) -> Sequence[torch.Tensor]:
+    """The results of a call; `out`, where it is given, is the first."""
+    values = (*named.values(), out, *arguments.values(), *params.values())
+    if not (is_traced(values) or _is_transformed()):
+        return _listened_to(op, named, variant, params, arguments, flags, out)
+    if not torch.compiler.is_dynamo_compiling():
+        _refuse_functionalize("out", (out,))
+    from . import graphs  # imports Dynamo
+
+    use = _use()
+    plan, inputs = graphs.inputs(use, variant, params, arguments)
+    if torch.compiler.is_dynamo_compiling():
+        # The op of a refusal would not run where nothing but derivatives is asked for.
+        for why in derivatives((*named.values(), out, *inputs.tensors)):
+            raise GradError(why)
+    problem = _problem(named, inputs.tensors, out)
+    if use == "once" and _is_transformed():
+        problem = problem or _lost_transform((*values, *inputs.tensors))
+    if problem is not None:
+        if use == "once":
+            sites.release(plan.number)
+        inputs = graphs.Inputs([], definitions.NO_FLOATS, [], graphs.refusal(use, *problem))
+        named = {name: _placeholder(x) for name, x in named.items()}
+        out = out if isinstance(out, torch.Tensor) else None
+    return _results(op, (*named.values(), *inputs, flags(plan.pointwise)), out, inputs.site)
+
+
+def _listened_to(
+    op: str,
+    named: Values,
+    variant: Any,
+    params: Values,
+    arguments: Values,
+    flags: Flags,
+    out: Any,
+) -> Sequence[torch.Tensor]:
+    """The results of a call that runs at once; what it got stays with its site."""
+    if not _fit_an_op([*named.values()] if out is None else [*named.values(), out]):
+        call = sites.Call(variant, dict(params), dict(arguments), None, {})
+        q, k, v = named.values()
+        return definitions.ordinary(op, q, k, v, call, out)
+    pointwise = not isinstance(variant, Hooks) and is_pointwise(as_variant(variant))
+    number = sites.once(variant, params, arguments)
+    given = (*named.values(), [], definitions.NO_FLOATS, [], number, flags(pointwise))
+    return _results(op, given, out, number)
+
+
+def _results(op: str, given: Sequence[Any], out: Any, number: int) -> Sequence[torch.Tensor]:
+    if out is None:
+        found = _run(getattr(_OPS, op), given, number)
+        return (found,) if isinstance(found, torch.Tensor) else found
+    return out, _run(getattr(_OPS, f"{op}_out"), (*given, out), number)
+
+
+def _run(op: Any, given: Sequence[Any], site: int = -1, **more: Any) -> Any:
+    """The op, as a node of the graph where one is made; site: the call's, where it has one."""
+    if torch.compiler.is_dynamo_compiling():
+        return op(*given, **more)
+    try:
+        return op(*_as_inputs(given), **more)
+    finally:
+        sites.release(site)
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _problem(named: Values, tensors: Sequence[torch.Tensor], out: Any) -> tuple[str, str] | None:
+    """What the op's schema cannot carry, and gradients, which only the tracer sees: the class of an
+    error and its message."""
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            return "InputError", f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
+    if out is not None and not isinstance(out, torch.Tensor):
+        return "InputError", f"out must be a torch.Tensor or None, got {type(out).__name__}"
+    if torch.is_grad_enabled():
+        for tensor in (*named.values(), *tensors):
+            if tensor.requires_grad:
+                return "GradError", GRAD_MESSAGE
+    return None
+
+
+def _placeholder(x: Any) -> torch.Tensor:
+    return x.detach() if isinstance(x, torch.Tensor) else torch.empty(1, 1, device="cpu")
+
+
+def _fit_an_op(values: Sequence[Any]) -> bool:
+    """Whether the dispatcher hands them to an implementation as they are; the ordinary call says
+    what is wrong with others."""
+    return all(
+        isinstance(x, torch.Tensor)
+        and x.device.type in ("cpu", "cuda")
+        and not (unreadable(x) or x.is_neg() or x.is_conj())
+        for x in values
+    )
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is on in this thread."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
+
+
+def _lost_transform(values: Iterable[object]) -> tuple[str, str] | None:
+    """The error, as of `_problem`, of a tensor whose transform an op would lose."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    try:
+        checks.check_grad(tensors)
+        for tensor in tensors:
+            refuse_transforms(tensor)
+    except FlashAttnJitError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def _refuse_functionalize(what: str, values: Iterable[object]) -> None:
+    if any(isinstance(x, torch.Tensor) and torch._is_functional_tensor(x) for x in values):
+        raise InputError(
+            f"{what} is written to, which torch.func.functionalize cannot follow in an op that is "
+            "not torch's own; call it outside"
+        )
+
+
+def _autocast(named: Values) -> Values:
+    """The inputs in autocast's dtype, where all are tensors."""
+    if not all(isinstance(x, torch.Tensor) for x in named.values()):
+        return named
+    return dict(zip(named, autocast(*named.values()), strict=True))
+
+
+# --- tracers -------------------------------------------------------------------------------------
+
+
+def is_traced(values: Iterable[object]) -> bool:
+    """Whether a tracer or FakeTensorMode is on, or one of the values is a tensor of theirs.
+
+    Raises:
+        InputError: one of the values is a tensor of `torch.vmap`, or torch.jit.trace is on.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if torch._C._get_tracing_state() is not None:
+        raise InputError("torch.jit.trace is not followed; use torch.export or torch.compile")
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    if any(torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        raise InputError(VMAP_MESSAGE)
+    if any(_active(key) is not None for key in (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)):
+        return True
+    if torch._ops._len_torch_dispatch_stack_pre_dispatch():
+        return True
+    return any(has_no_values(x) or torch._is_functional_tensor(x) for x in tensors)
+
+
+def _use() -> Use:
+    if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        return "compiled"
+    return "exported" if _makes_graph() else "once"
+
+
+def _makes_graph() -> bool:
+    """Whether what is called now becomes part of a graph that may run later."""
+    if torch.compiler.is_exporting() or _active(_KEYS.PROXY) is not None:
+        return True
+    return bool(torch._ops._len_torch_dispatch_stack_pre_dispatch())
+
+
+def _as_inputs(values: Sequence[Any]) -> list[Any]:
+    """The values with ordinary tensors as tensors of the fake mode in force, if there is one.
+
+    What a variant holds is such a tensor. A graph gets it as a constant.
+    """
+    mode = _fake_mode(values)
+    if mode is None or mode.allow_non_fake_inputs:
+        return list(values)
+    from torch._subclasses.fake_tensor import FakeTensor  # imported by whoever made the mode
+
+    graph = _makes_graph()
+
+    def entered(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return [entered(item) for item in x]
+        if not isinstance(x, torch.Tensor) or isinstance(x, FakeTensor):
+            return x
+        return torch.ops.aten.lift_fresh_copy(x) if graph else mode.from_tensor(x)
+
+    return [entered(x) for x in values]
+
+
+def _fake_mode(values: Sequence[Any]) -> Any:
+    mode = _active(_KEYS.FAKE)
+    if mode is not None:
+        return mode
+    flat = [y for x in values for y in (x if isinstance(x, (list, tuple)) else (x,))]
+    return next((x.fake_mode for x in flat if hasattr(x, "fake_mode")), None)

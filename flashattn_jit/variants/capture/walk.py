@@ -1,0 +1,599 @@
+"""What a hook captures, as data.
+
+A hook may reach tensors and numbers through closure cells, defaults, globals, partial arguments,
+attributes of captured objects, modules and classes, helper functions, tuples, lists and dicts.
+`Walk` visits all of them once and records the locations (`extract.Location`), each with the guards
+that tell whether a later call finds the same structure there. Of the locations `extract.extractor`
+makes the function that every call runs, and ``torch.compile`` support reads its paths.
+
+Values are read through their location each time, so that a changed global, default, attribute or
+cell is never stale. `Walk.build` makes the same hook with other values at these locations.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import dis
+import enum
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flashattn_jit.errors import ParamError, TraceError
+from flashattn_jit.torch_modes import refuse_unreadable
+from flashattn_jit.variants.capture.extract import (
+    NOWHERE,
+    PARAMS,
+    ROOT,
+    GuardKind,
+    Held,
+    Location,
+    Step,
+    Yields,
+)
+
+MAX_LOCATIONS = 256
+"""How many locations one hook may capture: past that it holds data, not parameters."""
+
+_CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
+              torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
+              frozenset)  # fmt: skip
+# Where equal values may differ to a hook: 0.0 and -0.0, range(0, 3, 2) and range(0, 4, 2), {1} and
+# {True}. (A slice is hashable only from Python 3.12 on, a set never.)
+_KEY_FORMS: dict[type, Yields] = {
+    float: "repr", complex: "repr", range: "repr", slice: "repr", set: "reprs", frozenset: "reprs",
+}  # fmt: skip
+_OPAQUE_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "flashattn_jit"}
+_NOT_CALLED_BY_HOOKS = frozenset({
+    "__init__", "__new__", "__post_init__", "__del__", "__init_subclass__", "__class_getitem__",
+    "__setattr__", "__delattr__", "__repr__", "__str__", "__reduce__", "__reduce_ex__",
+    "__getstate__", "__setstate__", "__copy__", "__deepcopy__", "__sizeof__", "__dir__",
+    "__subclasshook__", "__getnewargs__", "__replace__", "__getattribute__",
+})  # fmt: skip
+_C_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType,
+                  types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
+_ABSENT = object()
+
+
+_NO_BUILTINS: Mapping[str, object] = types.MappingProxyType({})
+
+
+class Values:
+    """What a rebuilt hook finds at its locations, in extraction order.
+
+    builtins: what it finds for these names instead of Python's builtins.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[object],
+        numbers: Sequence[object],
+        builtins: Mapping[str, object] = _NO_BUILTINS,
+    ) -> None:
+        self.tensors = tensors
+        self.numbers = numbers
+        self.builtins = builtins
+        self.made: dict[int, Any] = {}
+
+
+Build = Callable[[Values], Any]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that `code` and the functions inside it load as globals, and any other names."""
+    loaded, every = set(), set(code.co_names)
+    for ins in dis.get_instructions(code):
+        if ins.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded.add(ins.argval)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = _names(const)
+            loaded |= inner[0]
+            every |= inner[1]
+        elif isinstance(const, str) and const.isidentifier():
+            every.add(const)  # getattr(config, "window"), vars(config)["window"]
+    return frozenset(loaded), frozenset(every)
+
+
+def is_opaque_module(name: str | None) -> bool:
+    """Whether code of the module is taken as it is: what it reads does not change."""
+    if name is None or name == "__main__" or name.startswith("flashattn_jit.variants.library"):
+        return False
+    return name.partition(".")[0] in _OPAQUE_PACKAGES
+
+
+def unique_name(name: str, taken: set[str]) -> str:
+    """The name, numbered where it is among those that are taken, which it joins."""
+    candidate, i = name, 1
+    while candidate in taken:
+        i += 1
+        candidate = f"{name}_{i}"
+    taken.add(candidate)
+    return candidate
+
+
+class Walk:
+    """One visit of everything that `root` captures.
+
+    root: the object to visit, `names`: attributes of objects that are always visited,
+    params: for an object of the tree by id, its attributes that are read from the second argument
+    of the extractor, as attribute -> (index, name).
+
+    locations: where the extractor reads, values: what is there now, by location; tensors and
+    numbers: those that the extractor returns, in its order.
+    """
+
+    def __init__(
+        self,
+        root: object,
+        names: frozenset[str] = frozenset(),
+        params: dict[int, dict[str, tuple[int, str, object]]] | None = None,
+    ) -> None:
+        self.params = params or {}
+        self.names = names
+        while True:
+            self._reset()
+            before = self.names
+            self._build = self._visit(root, "", ROOT)
+            if self.names == before or not self._saw_objects:
+                break
+
+    def _reset(self) -> None:
+        self.locations: list[Location] = []
+        self.values: list[object] = []
+        self.tensor_names: list[str] = []
+        self.number_names: list[str] = []
+        self.const_names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: list[float] = []
+        self.consts: list[object] = []
+        self.param_tensors: dict[int, str] = {}  # declared params by the index of their value
+        self.param_numbers: dict[int, str] = {}
+        self.codes: set[types.CodeType] = set()
+        self._seen: dict[int, tuple[int, Build]] = {}
+        self._taken: set[str] = set()
+        self._saw_objects = False
+        self._frozen = False
+
+    def build(
+        self,
+        tensors: Sequence[object],
+        numbers: Sequence[object],
+        builtins: Mapping[str, object] = _NO_BUILTINS,
+    ) -> Any:
+        """A copy of the root that finds `tensors` and `numbers` where it captured its own, and
+        these `builtins` for Python's."""
+        return self._build(Values(tensors, numbers, builtins))
+
+    def without_tensors(self, shells: Sequence[torch.Tensor]) -> Walk:
+        """The visit of a copy, with `shells` for tensors, that keeps no module's weights alive; or
+        this one, where that of the copy differs."""
+        values = Values(shells, self.numbers)
+        root = self._build(values)
+        for made in values.made.values():
+            if isinstance(made, torch.nn.Module):
+                made.__dict__.update(_parameters={}, _buffers={}, _modules={})
+        again = Walk(root, self.names)
+        same = (again.tensor_names, again.number_names) == (self.tensor_names, self.number_names)
+        return again if same else self
+
+    def yielding(self, what: Yields) -> list[int]:
+        """The locations that yield tensors or numbers, in their order."""
+        return [at for at, x in enumerate(self.locations) if x.yields == what]
+
+    # --- recording ---------------------------------------------------------------------------
+
+    def _at(self, value: object, base: int, *steps: Step) -> int:
+        """A new location, where `value` is now."""
+        if len(self.locations) >= 4 * MAX_LOCATIONS:
+            raise TraceError(
+                f"expected a hook that captures at most {MAX_LOCATIONS} values, this one reaches "
+                "more through its containers and objects; capture a tensor instead"
+            )
+        self.locations.append(Location(base, steps))
+        self.values.append(value)
+        return len(self.locations) - 1
+
+    def _guard(self, at: int, kind: GuardKind, operand: object = None) -> None:
+        self.locations[at].guards.append((kind, operand))
+
+    def _guard_type(self, at: int) -> None:
+        self._guard(at, "type", Held(type(self.values[at])))
+
+    def _unique(self, name: str) -> str:
+        name = "".join(c if c.isalnum() else "_" for c in name).strip("_") or "value"
+        return unique_name(f"_{name}" if name[0].isdigit() else name, self._taken)
+
+    # --- the visit ---------------------------------------------------------------------------
+
+    def _visit(self, value: Any, name: str, base: int, *steps: Step) -> Build:
+        """Visit the object that is found from `base` by `steps`; `name`: what its values are."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name, self._at(value, base, *steps))
+        if type(value) in (int, float) or isinstance(value, np.generic):
+            return self._number(value, name, self._at(value, base, *steps))
+        if isinstance(value, np.ndarray):
+            return self._array(value, name, self._at(value, base, *steps))
+        if isinstance(value, _CONSTANTS) or hasattr(type(value), "__fajit_constant__"):
+            return self._constant(value, name, self._at(value, base, *steps))
+        known = self._seen.get(id(value))
+        if known is not None:
+            # The same object found twice (a cycle, a shared helper) must stay the same object.
+            self._guard(self._at(value, base, *steps), "same", known[0])
+            return known[1]
+        if isinstance(value, types.FunctionType):
+            if name and value.__closure__ is None and is_opaque_module(value.__module__):
+                return self._opaque(value, base, *steps)
+            return self._function(value, self._at(value, base, *steps))
+        if isinstance(value, functools._lru_cache_wrapper):
+            # Called with proxies, the cache would keep them beyond the trace.
+            return self._visit(value.__wrapped__, name, base, *steps, ("attribute", "__wrapped__"))
+        if isinstance(value, types.MethodType):
+            return self._method(value, name, self._at(value, base, *steps))
+        if isinstance(value, functools.partial):
+            return self._partial(value, name, self._at(value, base, *steps))
+        if isinstance(value, tuple | list):
+            return self._sequence(value, name, self._at(value, base, *steps))
+        if isinstance(value, dict):
+            return self._dict(value, name, self._at(value, base, *steps))
+        if isinstance(value, types.ModuleType | type):
+            module = value.__module__ if isinstance(value, type) else value.__name__
+            if is_opaque_module(module):
+                return self._opaque(value, base, *steps)
+            return self._namespace(value, self._at(value, base, *steps))
+        if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType):
+            return self._opaque(value, base, *steps)
+        if is_opaque_module(type(value).__module__) and not isinstance(value, torch.nn.Module):
+            if isinstance(value, Collection):
+                raise TraceError(
+                    f"a hook captures {name!r}, a {type(value).__name__}, whose contents cannot be "
+                    "followed; use a tuple, a list or a dict"
+                )
+            if not hasattr(value, "__dict__") and not hasattr(type(value), "__fajit_names__"):
+                return self._opaque(value, base, *steps)
+        return self._object(value, self._at(value, base, *steps))
+
+    def _tensor(self, value: torch.Tensor, name: str, at: int) -> Build:
+        refuse_unreadable(name, value)
+        index = len(self.tensors)
+        self.tensors.append(value)
+        self.tensor_names.append(self._unique(name))
+        self._guard_type(at)
+        # Of another layout it is refused, by the visit that follows.
+        self._guard(at, "strided")
+        self.locations[at].yields = "tensor"
+        return lambda p: p.tensors[index]
+
+    def _number(self, value: float, name: str, at: int) -> Build:
+        self._guard_type(at)
+        if self._frozen:
+            return self._constant(value, name, at)
+        index = len(self.numbers)
+        if isinstance(value, np.generic):
+            value = value.item()
+            at = self._at(value, at, ("call", Held(np.generic.item)))
+            if type(value) not in (int, float):
+                return self._constant(value, name, at)
+        self.numbers.append(value)
+        self.number_names.append(self._unique(name))
+        self.locations[at].yields = "number"
+        return lambda p: p.numbers[index]
+
+    def _array(self, value: Any, name: str, at: int) -> Build:
+        # As a tensor over the same memory, made anew at each call: writes to it are seen.
+        self._guard_type(at)
+        try:
+            tensor = torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            raise ParamError(
+                f"the variant's array {name!r} cannot be read as a tensor: {error}"
+            ) from None
+        return self._tensor(tensor, name, self._at(tensor, at, ("call", Held(torch.from_numpy))))
+
+    def _constant(self, value: Any, name: str, at: int) -> Build:
+        if value is None or value is Ellipsis:
+            self._guard(at, "is", Held(value))
+        else:
+            self._guard_type(at)
+            self.locations[at].yields = _KEY_FORMS.get(type(value), "value")
+            self.consts.append(value)
+            self.const_names.append(name or "value")
+        return lambda p: value
+
+    def _opaque(self, value: object, base: int, *steps: Step) -> Build:
+        self._guard(self._at(value, base, *steps), "is", Held(value))
+        return lambda p: value
+
+    def _function(self, fn: types.FunctionType, at: int) -> Build:
+        code = fn.__code__
+        self.codes.add(code)
+        loaded, every = _names(code)
+        self.names |= every
+        key = id(fn)
+        cells: list[Build | None] = []
+        globs: dict[str, Build] = {}
+        builtin_names: set[str] = set()
+        defaults: list[Build] = []
+        kwdefaults: dict[str, Build] = {}
+
+        def build(p: Values) -> Any:
+            if key in p.made:
+                return p.made[key]
+            new_cells = tuple(types.CellType() for _ in cells)
+            scope = {
+                "__builtins__": fn.__globals__.get("__builtins__", builtins),
+                "__name__": fn.__globals__.get("__name__"),
+            }
+            new = types.FunctionType(code, scope, fn.__name__, None, new_cells)
+            p.made[key] = new
+            for cell, make in zip(new_cells, cells, strict=True):
+                if make is not None:
+                    cell.cell_contents = make(p)
+            scope.update({n: make(p) for n, make in globs.items()})
+            scope.update({n: stand_in for n, stand_in in p.builtins.items() if n in builtin_names})
+            new.__defaults__ = tuple(make(p) for make in defaults) or None
+            new.__kwdefaults__ = {n: make(p) for n, make in kwdefaults.items()} or None
+            return new
+
+        self._seen[key] = (at, build)
+        self._opaque(code, at, ("attribute", "__code__"))
+        if code.co_freevars:
+            closure = self._at(fn.__closure__, at, ("attribute", "__closure__"))
+            for i, (n, cell) in enumerate(zip(code.co_freevars, fn.__closure__ or (), strict=True)):
+                try:
+                    content = cell.cell_contents
+                except ValueError:  # not assigned yet
+                    cells.append(None)
+                    continue
+                if n == "__class__":
+                    # `super()` reads the class from its cell: it must stay the class.
+                    cells.append(self._opaque(content, closure, ("cell", i)))
+                else:
+                    cells.append(self._visit(content, n, closure, ("cell", i)))
+        if loaded:
+            scope_at = self._at(fn.__globals__, at, ("attribute", "__globals__"))
+            for n in sorted(loaded):
+                if n in fn.__globals__:
+                    globs[n] = self._visit(fn.__globals__[n], n, scope_at, ("item", n))
+                else:
+                    builtin_names.add(n)
+                    self._guard(scope_at, "lacks", n)
+        defaults_at = self._at(fn.__defaults__, at, ("attribute", "__defaults__"))
+        if fn.__defaults__:
+            self._guard(defaults_at, "length", len(fn.__defaults__))
+            argnames = code.co_varnames[: code.co_argcount][-len(fn.__defaults__) :]
+            for i, (n, d) in enumerate(zip(argnames, fn.__defaults__, strict=True)):
+                defaults.append(self._visit(d, n, defaults_at, ("item", i)))
+        else:
+            self._guard(defaults_at, "empty")
+        for n, d in (fn.__kwdefaults__ or {}).items():
+            kwdefaults[n] = self._visit(d, n, at, ("attribute", "__kwdefaults__"), ("item", n))
+        return build
+
+    def _method(self, method: types.MethodType, name: str, at: int) -> Build:
+        self._guard_type(at)
+        func = self._visit(method.__func__, "", at, ("attribute", "__func__"))
+        owner = self._visit(method.__self__, name, at, ("attribute", "__self__"))
+        return lambda p: types.MethodType(func(p), owner(p))
+
+    def _partial(self, value: functools.partial[Any], name: str, at: int) -> Build:
+        self._guard_type(at)
+        func = self._visit(value.func, name, at, ("attribute", "func"))
+        args_at = self._at(value.args, at, ("attribute", "args"))
+        self._guard(args_at, "length", len(value.args))
+        args = [self._visit(a, f"arg{i}", args_at, ("item", i)) for i, a in enumerate(value.args)]
+        kwargs_at = self._at(value.keywords, at, ("attribute", "keywords"))
+        self._guard(kwargs_at, "keys", tuple(value.keywords))
+        kwargs = {k: self._visit(a, k, kwargs_at, ("item", k)) for k, a in value.keywords.items()}
+        return lambda p: functools.partial(
+            func(p), *(a(p) for a in args), **{k: a(p) for k, a in kwargs.items()}
+        )
+
+    def _sequence(self, value: Any, name: str, at: int) -> Build:
+        kind = type(value)
+        self._guard_type(at)
+        self._guard(at, "length", len(value))
+        items = [self._visit(a, f"{name}_{i}", at, ("item", i)) for i, a in enumerate(value)]
+        if hasattr(value, "_fields"):
+            return lambda p: kind(*(a(p) for a in items))
+        return lambda p: kind(a(p) for a in items)
+
+    def _dict(self, value: dict[Any, Any], name: str, at: int) -> Build:
+        keys = tuple(value)
+        if len(keys) > MAX_LOCATIONS or not all(isinstance(k, str | int) for k in keys):
+            raise TraceError(
+                f"a hook captures {name!r}, a dict of {len(keys)} entries; expected at most "
+                f"{MAX_LOCATIONS} with string or int keys; capture the entries that it reads"
+            )
+        self._guard_type(at)
+        self._guard(at, "keys", keys)
+        items = [self._visit(value[k], f"{name}_{k}", at, ("item", k)) for k in keys]
+
+        def build(p: Values) -> Any:
+            new = copy.copy(value)
+            new.update(zip(keys, (a(p) for a in items), strict=True))
+            return new
+
+        return build
+
+    # --- attributes: of objects, of users' modules and classes -------------------------------
+
+    def _namespace(self, value: Any, at: int) -> Build:
+        """A user's module or class that a hook reads values from."""
+        self._saw_objects = True
+        self._guard(at, "is", Held(value))
+        self._seen[id(value)] = (at, lambda p: value)
+        before = len(self.tensors) + len(self.numbers)
+        attrs: dict[str, Build] = {}
+        for n in sorted(self.names):
+            if n.startswith("__") or not hasattr(value, n):
+                continue
+            item = getattr(value, n)
+            if not isinstance(item, (property, types.ModuleType, *_C_DESCRIPTORS)):
+                attrs[n] = self._visit(item, n, at, ("attribute", n))
+        if before == len(self.tensors) + len(self.numbers):
+            return lambda p: value
+
+        def build(p: Values) -> Any:
+            return _View(value, {n: make(p) for n, make in attrs.items()})
+
+        self._seen[id(value)] = (at, build)
+        return build
+
+    def _object(self, value: object, at: int) -> Build:
+        """Any other object: the attributes that some reached code names, and its own methods."""
+        self._saw_objects = True
+        cls = type(value)
+        own_class: Step = ("class", Held(cls))
+        self._guard_type(at)
+        attrs: dict[str, Build] = {}
+        methods: set[str] = set()
+        special: dict[str, tuple[Callable[[Any], Any], Build]] = {}
+
+        def build(p: Values) -> Any:
+            if id(value) in p.made:
+                return p.made[id(value)]
+            new = _shallow_copy(value)
+            p.made[id(value)] = new
+            for n, make in attrs.items():
+                made = make(p)
+                _force_attr(new, n, types.MethodType(made, new) if n in methods else made)
+            if special:
+                overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
+                # Without slots of its own, so that the layout is the same; past a frozen
+                # __setattr__.
+                body = {"__fajit_view__": True, "__slots__": (), **overrides}
+                object.__setattr__(new, "__class__", type(cls.__name__, (cls,), body))
+            if "_declared" in own:  # of a variant: its params are those of the copies
+                declared = [
+                    d._replace(owner=p.made.get(id(d.owner), d.owner)) for d in own["_declared"]
+                ]
+                new.__dict__["_declared"] = tuple(declared)
+            return new
+
+        self._seen[id(value)] = (at, build)
+        params = self.params.get(id(value), {})
+        for n, (index, full_name, current) in params.items():
+            tensors, numbers = len(self.tensors), len(self.numbers)
+            attrs[n] = self._visit(current, full_name, PARAMS, ("item", index))
+            self.param_tensors.update((i, full_name) for i in range(tensors, len(self.tensors)))
+            self.param_numbers.update((i, full_name) for i in range(numbers, len(self.numbers)))
+        wanted = self.names | getattr(cls, "__fajit_names__", frozenset())
+        if isinstance(value, torch.nn.Module):
+            wanted |= {"forward"}
+        own = getattr(value, "__dict__", {})
+        for n in sorted(n for n in wanted if not n.startswith("__") and n not in params):
+            static = _static(cls, n)
+            if n in own:
+                attrs[n] = self._visit(own[n], n, at, ("attribute", n))
+            elif isinstance(static, property):
+                if static.fget is not None and _is_users(static.fget):
+                    getter = self._visit(
+                        static.fget, "", NOWHERE, ("object", Held(static)), ("attribute", "fget")
+                    )
+                    special[n] = (property, getter)
+            elif isinstance(static, types.FunctionType):
+                if _is_users(static):
+                    attrs[n] = self._visit(static, "", at, own_class, ("attribute", n))
+                    methods.add(n)
+                    self._visit_overridden(cls, n, static)
+            elif not isinstance(static, _C_DESCRIPTORS) and hasattr(value, n):
+                attrs[n] = self._visit(getattr(value, n), n, at, ("attribute", n))
+        # What syntax calls is looked up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
+        for n in _dunder_names(cls):
+            found = _static(cls, n)
+            special[n] = (_unchanged, self._visit(found, "", at, own_class, ("attribute", n)))
+            self._visit_overridden(cls, n, found)
+        if not attrs and not special and not hasattr(cls, "__fajit_names__"):
+            self._guard_identity(at)
+        return build
+
+    def _visit_overridden(self, cls: type, name: str, found: types.FunctionType) -> None:
+        """What ``super().name`` reaches runs as it is, so the numbers that it reads are pinned."""
+        if "__class__" not in found.__code__.co_freevars:
+            return
+        frozen, self._frozen = self._frozen, True
+        for base in cls.__mro__:
+            static = base.__dict__.get(name)
+            if static is not found and _is_users(static):
+                path: tuple[Step, ...] = (
+                    ("object", Held(base)),
+                    ("attribute", "__dict__"),
+                    ("item", name),
+                )
+                self._visit(static, "", NOWHERE, *path)
+        self._frozen = frozen
+
+    def _guard_identity(self, at: int) -> None:
+        # A weak reference where possible, so that a plan does not keep the user's data alive.
+        try:
+            self._guard(at, "alive", Held(weakref.ref(self.values[at])))
+        except TypeError:
+            self._guard(at, "is", Held(self.values[at]))
+
+
+class _View:
+    """Stands for a module or class whose attributes have been replaced."""
+
+    def __init__(self, base: Any, attrs: dict[str, Any]) -> None:
+        self.__dict__.update(attrs)
+        self.__dict__["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"], name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_base"](*args, **kwargs)
+
+
+def _is_users(fn: Any) -> bool:
+    return isinstance(fn, types.FunctionType) and not is_opaque_module(fn.__module__)
+
+
+def _dunder_names(cls: type) -> list[str]:
+    names = {n for base in cls.__mro__ for n in base.__dict__ if n.startswith("__")}
+    if hasattr(cls, "__dataclass_fields__"):
+        names -= {"__eq__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"}
+    return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if _is_users(_static(cls, n)))
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _static(cls: type, name: str) -> Any:
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return _ABSENT
+
+
+def _shallow_copy(value: Any) -> Any:
+    try:
+        new = object.__new__(type(value))
+    except TypeError:  # a type made in C that wants its own __new__
+        return copy.copy(value)
+    if hasattr(value, "__dict__"):
+        new.__dict__.update(value.__dict__)
+    for base in type(value).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
+                object.__setattr__(new, slot, getattr(value, slot))
+    return new
+
+
+def _force_attr(obj: Any, name: str, value: Any) -> None:
+    # Past any __setattr__ of the user's: nn.Module's, a frozen dataclass'.
+    if hasattr(obj, "__dict__"):
+        obj.__dict__[name] = value
+    else:
+        object.__setattr__(obj, name, value)

@@ -1,0 +1,83 @@
+"""Least and greatest elements of a tensor, of every 64 entries along one dim.
+
+The interval form reads these tables beside a long tensor (``fajit/interval_gather.h``). They are
+made on the tensor's device, and kept as long as the tensor lives unchanged.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from .simplify import RangeTableSpec
+
+BLOCK = 64
+MIN_TABLE_LENGTH = 1024
+"""Shorter dims get no table: reading them whole is as fast."""
+
+_HALF = (torch.float16, torch.bfloat16)
+_READABLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+             torch.float32, torch.float64, *_HALF)  # fmt: skip
+
+Tables: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+_memo: dict[tuple[int, ...], tuple[weakref.ref[torch.Tensor], tuple[object, ...], Tables]] = {}
+
+
+def _remembered(tensor: torch.Tensor, dim: int, stream: int) -> Tables:
+    """The tables, once per tensor and version. Inference tensors have no version: made anew."""
+    if tensor.is_inference():
+        return _block_extremes(tensor, dim)
+    key = (id(tensor), dim, stream)
+    # `tensor.data = ...` changes anything but the version.
+    version = (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    entry = _memo.get(key)
+    if entry is not None and entry[0]() is tensor and entry[1] == version:
+        return entry[2]
+    result = _block_extremes(tensor, dim)
+    _memo[key] = (weakref.ref(tensor, lambda _: _memo.pop(key, None)), version, result)
+    return result
+
+
+def block_extremes(tensor: torch.Tensor, dim: int) -> Tables:
+    """(lo, hi): the extremes of every 64 entries along `dim`, on the tensor's device.
+
+    Both have the tensor's shape but for `dim`, which counts blocks; float32 for half precision; NaN
+    where a block holds one. Empty where no table pays. On a CUDA device nothing is read back or
+    waited for; a table belongs to the stream it was made on, and in a CUDA graph to that graph,
+    which makes it anew at each replay.
+    """
+    long = tensor.ndim > 0 and tensor.shape[dim] >= MIN_TABLE_LENGTH
+    if not long or tensor.dtype not in _READABLE:  # fp8 has no interval form
+        empty = tensor.new_empty(0)
+        return empty, empty
+    stream = 0
+    if tensor.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return _block_extremes(tensor, dim)
+        stream = torch.cuda.current_stream(tensor.device).cuda_stream
+    return _remembered(tensor, dim, stream)
+
+
+def _block_extremes(tensor: torch.Tensor, dim: int) -> Tables:
+    values = tensor.detach().movedim(dim, -1)
+    if values.dtype == torch.bool:
+        values = values.view(torch.uint8)
+    if values.dtype in _HALF:
+        values = values.float()
+    length = values.shape[-1]
+    missing = -length % BLOCK
+    if missing:
+        fill = values[..., -1:].expand(*values.shape[:-1], missing)
+        values = torch.cat([values, fill], -1)
+    blocks = values.reshape(*values.shape[:-1], -1, BLOCK)
+    return blocks.amin(-1).movedim(-1, dim), blocks.amax(-1).movedim(-1, dim)
+
+
+def build_tables(
+    specs: Sequence[RangeTableSpec], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The lo and hi tables of `specs`, in the order in which they follow the params."""
+    return [t for spec in specs for t in block_extremes(tensors[spec.slot], spec.dim)]

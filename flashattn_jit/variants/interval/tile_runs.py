@@ -1,0 +1,208 @@
+"""Which tiles of an attention problem a mask leaves empty, full or partial, without visiting pairs.
+
+The answers come from the interval form of the mask (`bounds_simplify`), which ``_C.IntervalForm``
+(csrc/interval) evaluates; the same form is part of every compiled kernel (`bounds_lower`), so that
+no compiler and no device are needed to know what a kernel skips. They are sound for every mask and
+exact for the usual ones, tail tiles included.
+
+`tile_runs` is what `explain` uses: it goes from large boxes to tiles only where a box is partial,
+so causal, window and document masks cost far less than one evaluation a tile, and its result is
+runs of equal tiles. `classify_boxes` looks at boxes one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ... import _C
+from ..ir.ir import Graph
+from .range_tables import build_tables
+from .simplify import range_tables, simplify
+from .statements import code_of
+from .translate import kind
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+"""States of a tile: no pair is kept, unknown or some, every pair is kept."""
+
+Array: TypeAlias = NDArray[np.int64]
+Lengths: TypeAlias = Sequence[int] | NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskParams:
+    """What a mask reads at run time.
+
+    tensors, scalars: the variant's params in slot order. The others have one entry a request, or
+    none; masks that use `fa.q_len`, `fa.kv_len`, `fa.q_row` or `fa.kv_slot` are partial everywhere
+    without them. See ``fajit_args`` for their meaning.
+    """
+
+    tensors: Sequence[torch.Tensor] = ()
+    scalars: Sequence[int | float] = ()
+    q_len: Lengths = ()
+    kv_len: Lengths = ()
+    q_offset: Lengths = ()
+    q_token0: Lengths = ()
+    kv_token0: Lengths = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The tiles of a problem: requests and heads (half-open ranges), positions, tile sizes.
+
+    Queries ``q_begin <= q_idx < q_end`` are tiled from `q_begin`, keys from `kv_begin`; the last
+    tiles end with the range.
+    """
+
+    q_begin: int
+    q_end: int
+    kv_begin: int
+    kv_end: int
+    tile_q: int
+    tile_kv: int
+    b_begin: int = 0
+    b_end: int = 1
+    h_begin: int = 0
+    h_end: int = 1
+
+    @property
+    def num_q_tiles(self) -> int:
+        """Tiles along the queries."""
+        return max(0, -(-(self.q_end - self.q_begin) // self.tile_q))
+
+    @property
+    def num_kv_tiles(self) -> int:
+        """Tiles along the keys."""
+        return max(0, -(-(self.kv_end - self.kv_begin) // self.tile_kv))
+
+
+@dataclass(frozen=True, slots=True)
+class TileRuns:
+    """Runs of neighbouring non-empty tiles of one state, row by row.
+
+    A row is a (request, head, query tile), in that order; `shape` is [B', H', query tiles], with
+    B' or H' 1 where the mask ignores the request or the head. Row r owns the runs
+    ``indptr[r] .. indptr[r + 1]``; run i covers key tiles ``begin[i] <= tile < end[i]`` and has
+    ``state[i]``, PARTIAL or FULL. Runs of a row ascend; what they leave out is empty.
+    """
+
+    grid: Grid
+    shape: tuple[int, int, int]
+    indptr: Array
+    begin: Array
+    end: Array
+    state: NDArray[np.uint8]
+
+    def row(self, b: int, h: int, q_tile: int) -> Iterator[tuple[int, int, int]]:
+        """The (begin, end, state) runs of one row; `b` and `h` count from the grid's begin."""
+        b, h = min(b, self.shape[0] - 1), min(h, self.shape[1] - 1)
+        r = (b * self.shape[1] + h) * self.shape[2] + q_tile
+        for i in range(int(self.indptr[r]), int(self.indptr[r + 1])):
+            yield int(self.begin[i]), int(self.end[i]), int(self.state[i])
+
+    def counts(self) -> tuple[int, int, int]:
+        """How many tiles are empty, partial and full, over all requests and heads."""
+        repeat = (self.grid.b_end - self.grid.b_begin) // self.shape[0]
+        repeat *= (self.grid.h_end - self.grid.h_begin) // self.shape[1]
+        lengths = self.end - self.begin
+        partial = int(lengths[self.state == PARTIAL].sum())
+        full = int(lengths[self.state == FULL].sum())
+        total = int(np.prod(self.shape)) * self.grid.num_kv_tiles
+        return (total - partial - full) * repeat, partial * repeat, full * repeat
+
+    def dense(self) -> NDArray[np.uint8]:
+        """The states as [B', H', query tiles, key tiles]."""
+        width = self.grid.num_kv_tiles
+        rows = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+        steps = np.zeros((len(self.indptr) - 1) * (width + 1), np.int16)
+        state = self.state.astype(np.int16)
+        np.add.at(steps, rows * (width + 1) + self.begin, state)
+        np.add.at(steps, rows * (width + 1) + self.end, -state)
+        dense = np.cumsum(steps.reshape(-1, width + 1), axis=1)[:, :width]
+        return dense.astype(np.uint8).reshape(*self.shape, width)
+
+
+def classify_boxes(graph: Graph, params: MaskParams, boxes: Array) -> NDArray[np.uint8]:
+    """The state of every box, uint8 [N]. boxes: int64 [N, 8], of b, h, q and k the first and the
+    last value. A box without queries or keys is empty."""
+    form, arguments, _held = _form_and_arguments(graph, params)
+    states = form.classify(np.ascontiguousarray(boxes, np.int64).data, **arguments)
+    return np.frombuffer(states, np.uint8)
+
+
+def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
+    """The non-empty tiles of the mask `graph` as runs; see `TileRuns`.
+
+    Time and memory follow the boxes that the mask's border needs, not the number of tiles.
+    """
+    form, arguments, _held = _form_and_arguments(graph, params)
+    program = simplify(graph)
+    b = _axis(program.uses("b"), grid.b_begin, grid.b_end)
+    h = _axis(program.uses("h"), grid.h_begin, grid.h_end)
+    indptr, begin, end, states = form.tile_runs(
+        q_begin=grid.q_begin, q_end=grid.q_end, tile_q=grid.tile_q, kv_begin=grid.kv_begin,
+        kv_end=grid.kv_end, tile_kv=grid.tile_kv, b=b, h=h, **arguments,
+    )  # fmt: skip
+    return TileRuns(
+        grid,
+        (len(b), len(h), grid.num_q_tiles),
+        np.frombuffer(indptr, np.int64),
+        np.frombuffer(begin, np.int64),
+        np.frombuffer(end, np.int64),
+        np.frombuffer(states, np.uint8),
+    )
+
+
+def _axis(used: bool, begin: int, end: int) -> list[tuple[int, int]]:
+    """Intervals along b or h: one a value, or a single one where the mask ignores it."""
+    return [(x, x) for x in range(begin, end)] if used else [(begin, max(begin, end - 1))]
+
+
+class _Arguments(TypedDict):
+    """What every method of an ``_C.IntervalForm`` takes."""
+
+    tensors: list[int]
+    layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    scalars: list[int | float]
+    lengths: list[list[int]]
+
+
+def _form_and_arguments(
+    graph: Graph, params: MaskParams
+) -> tuple[_C.IntervalForm, _Arguments, list[torch.Tensor]]:
+    """The mask's form, and the params as it reads them: on the host, with their tables.
+
+    The tensors come last: whoever evaluates must hold them.
+    """
+    tensors = [t.cpu().resolve_neg() for t in params.tensors]  # those of the host as they are
+    described = tuple((str(t.dtype).removeprefix("torch."), t.ndim) for t in tensors)
+    kinds = ["f" if isinstance(s, float) else "i" for s in params.scalars]
+    for node in graph.nodes:
+        if node.op == "scalar":
+            kinds[node.int_attr("slot")] = kind(node.dtype)
+    tensors += build_tables(range_tables(graph), tensors)
+    arguments: _Arguments = {
+        "tensors": [t.data_ptr() if t.numel() else 0 for t in tensors],
+        "layouts": [(tuple(t.shape), t.stride()) for t in tensors],
+        "scalars": list(params.scalars),
+        "lengths": [
+            [int(n) for n in values]
+            for values in (params.q_len, params.kv_len, params.q_offset, params.q_token0,
+                           params.kv_token0)
+        ],
+    }  # fmt: skip
+    return _form(graph, described, "".join(kinds)), arguments, tensors
+
+
+@lru_cache(maxsize=64)
+def _form(graph: Graph, tensors: tuple[tuple[str, int], ...], kinds: str) -> _C.IntervalForm:
+    code = code_of(graph, tensors, len(tensors))
+    tables = len(range_tables(graph))
+    return _C.IntervalForm(code, tensors=tensors, num_tables=tables, scalar_kinds=kinds)

@@ -1,0 +1,159 @@
+"""Lowers a variant's IR to the C++ `struct Hooks` that the kernel headers are templates over.
+
+On CPUs, scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for either
+lane orientation: query rows on lanes with a uniform key, or keys on lanes with a uniform query row.
+The arithmetic is overloaded on scalars and vectors (`fajit/hook_ops.h`), so uniform
+sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower_row`).
+
+On CUDA, the same hooks work on one value a thread (`fajit/cuda/hooks/hook_ops.h`), and a row hook
+is the work of one warp.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from ..interval.cpp import lower_classify
+from ..ir.ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
+from . import pair, row
+from .expressions import TAG, Uniforms, arguments
+
+_FLAGS = {
+    "kScore": "score_mod",
+    "kMask": "mask_mod",
+    "kQueryMod": "query_mod",
+    "kKeyMod": "key_mod",
+    "kValueMod": "value_mod",
+    "kOutputMod": "output_mod",
+    "kSink": "sink",
+    "kPointwise": "pointwise",
+    "kPointwiseScale": "pointwise_scale",
+}
+
+
+Backend = Literal["cpu", "cuda"]
+_DECLARE = {"cpu": "static", "cuda": "FAJIT_FN static"}
+
+
+def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "cpu") -> str:
+    """The text of ``struct Hooks`` for `variant`; `name` appears in logical ``#line`` names."""
+    declare = _DECLARE[backend]
+    flags = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
+    rows = _row_hooks(variant, backend)
+    if backend == "cuda":
+        scratch = max((n for _, n in rows), default=0)
+        flags.append(f"  static constexpr int kRowTemps = {scratch};  // floats a warp")
+    parts = ["\n".join(flags)]
+    uniforms = Uniforms() if backend == "cuda" else None
+    for hook, text in variant.cpp:
+        parts.append(_cpp_function(variant, hook, text, name, uniforms))
+    parts += [pair.lower(variant, declare, uniforms)]
+    for hook in ("pointwise", "pointwise_scale", "sink"):
+        parts.append(_scalar_hook(variant, hook, declare, uniforms))
+    if uniforms is not None:
+        parts.insert(1, uniforms.text())
+    parts += [text for text, _ in rows]
+    parts.append(_classify(variant, declare))
+    body = "\n\n".join(p for p in parts if p)
+    return f"struct Hooks {{\n{body}\n}};\n"
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
+    """The functions of the row hooks, and how many floats of scratch each uses."""
+    out = []
+    for hook in ROW_HOOKS:
+        graph = variant.hook(hook)
+        if graph is None:
+            continue
+        if backend == "cuda":
+            out.append(row.lower_cuda(hook, graph, variant.tensors))
+        else:
+            out.append((row.lower(hook, graph, variant.tensors), 0))
+    return out
+
+
+def _cpp_function(
+    variant: VariantIR, hook: str, text: str, name: str, uniforms: Uniforms | None
+) -> str:
+    """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
+    result = "bool" if hook == "mask_mod" else "float"
+    declare = "static inline" if uniforms is None else _DECLARE["cuda"]
+    return (
+        f"  {declare} {result} {hook}_text([[maybe_unused]] const Context& c, "
+        f"{arguments(hook)}) {{\n"
+        f"{_cpp_params(variant, hook, text, uniforms)}"
+        f'#line 1 "hook:{name}.{hook}"\n{text}\n#line 1 "hooks"\n  }}'
+    )
+
+
+def _cpp_params(variant: VariantIR, hook: str, text: str, uniforms: Uniforms | None) -> str:
+    """Locals for the params that the text names: scalars are values, tensors functions."""
+    words = set(re.findall(r"[A-Za-z_]\w*", text))
+    lines = []
+    for slot, scalar in enumerate(variant.scalars):
+        if scalar.name in words:
+            kind, getter = (
+                ("int64_t", "scalar_i64") if scalar.dtype == "int64" else ("float", "scalar_f64")
+            )
+            value = f"{kind}(c.{getter}({slot}))"
+            if uniforms is not None:
+                field = f"{hook}_{scalar.name}"
+                uniforms.compute(field, value)
+                value = uniforms.read(field, kind)
+            lines.append(f"const {kind} {scalar.name} = {value};")
+    for slot, tensor in enumerate(variant.tensors):
+        if tensor.name in words:
+            indices = ", ".join(f"int64_t i{d}" for d in range(tensor.rank))
+            offset = f"ops::offset<false>(c.tensor({slot}), "
+            total = " + ".join(f"{offset}{d}, i{d})" for d in range(tensor.rank)) or "INT64_C(0)"
+            lines.append(
+                f"const auto {tensor.name} = [&]({indices}) "
+                f"{{ return ops::load<{TAG[tensor.dtype]}>(c.tensor({slot}), {total}); }};"
+            )
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _scalar_hook(
+    variant: VariantIR, hook: str, declare: str, uniforms: Uniforms | None = None
+) -> str:
+    """`pointwise`, `pointwise_scale` and `sink`: functions without the row/key split."""
+    result, listed = "float", arguments(hook)
+    head = f"{declare} float"
+    if hook == "pointwise":
+        result, listed = "S", "[[maybe_unused]] S s"
+        head = f"template <class S>\n  {declare} S"
+    opening = f"  {head} {hook}([[maybe_unused]] const Context& c, {listed}) {{\n"
+    graph = variant.hook(hook)
+    if variant.cpp_hook(hook) is not None:
+        call = (
+            f"ops::each_lane([&](float x) {{ return {hook}_text(c, x); }}, s)"
+            if hook == "pointwise"
+            else f"{hook}_text(c, {', '.join(HOOK_INPUTS[hook])})"
+        )
+        return f"{opening}    return {call};\n  }}"
+    if graph is None:
+        neutral = "s" if hook == "pointwise" else ("1.0f" if hook == "pointwise_scale" else "0.0f")
+        return f"{opening}    return {neutral};\n  }}"
+    prefix = f"{hook[0]}_" if uniforms is None else f"{hook}_"  # the host's values share a struct
+    lines, value = pair.straight_line(graph, variant.tensors, prefix, uniforms)
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"{opening}{body}    return ops::widen<{result}>({value});\n  }}"
+
+
+def _classify(variant: VariantIR, declare: str) -> str:
+    """The interval form of the mask. A mask given as C++ text has none: every tile is partial."""
+    opening = (
+        f"  {declare} int classify([[maybe_unused]] const Context& c, [[maybe_unused]] Interval b, "
+        "[[maybe_unused]] Interval h,\n                      [[maybe_unused]] Interval q, "
+        "[[maybe_unused]] Interval k) {\n"
+    )
+    graph: Graph | None = variant.hook("mask_mod")
+    if graph is not None:
+        return f"{opening}{lower_classify(graph, variant.tensors)}\n  }}"
+    state = "PARTIAL" if variant.has("mask_mod") else "FULL"
+    return f"{opening}    return FAJIT_TILE_{state};\n  }}"

@@ -1,0 +1,316 @@
+"""Lowers row hooks (`query_mod`, `key_mod`, `value_mod`, `output_mod`) to loops over one row.
+
+Slices, concatenations and flips cost nothing: they become index arithmetic inside the loops that
+read them, and a loop is split where a concatenation changes its source. NeoX RoPE becomes two
+loops of head_dim / 2 with no temporary.
+
+On CUDA the lanes of a warp share one row, element i on lane i % 32. The loops become
+`ops::each_element`, unrolled, so that what a lane keeps between the row's reads and its writes
+stays in registers. Reductions are joined over the lanes by shuffles. Vectors that are read at other
+places than they are computed go through the warp's scratch, `temps`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..ir.ir import REDUCTIONS, Graph, Node, TensorParam
+from .expressions import CPP_TYPE, TAG, arguments, joined, literal, map_op, read_op
+
+
+def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
+    """The C++ function of one row hook: ``out[i]`` from ``row[i]``, both fp32, not aliased."""
+    lines = RowLowering(graph, tensors).run()
+    head = (
+        f"  static void {hook}([[maybe_unused]] const Context& c, "
+        f"[[maybe_unused]] const float* __restrict row, float* __restrict out,\n"
+        f"      {arguments(hook)}) {{\n"
+    )
+    return head + "".join(f"    {line}\n" for line in lines) + "  }"
+
+
+def _row_length(graph: Graph) -> int:
+    """Elements of the row: the result's, else the input's, else any vector's."""
+    row = [n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"]
+    for node in (graph.result, *row, *graph.nodes):
+        if node.shape:
+            return node.shape[0]
+    return 0
+
+
+class RowLowering:
+    """Statements of one row hook, one loop a segment."""
+
+    def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
+        self.graph, self.tensors = graph, tensors
+        self.length = _row_length(graph)
+        self.lines: list[str] = []
+        self.names: dict[int, str] = {}  # scalar temporaries and materialised vectors
+        self.uses = Counter(a for n in graph.nodes for a in n.args)
+
+    def run(self) -> list[str]:
+        for i, node in enumerate(self.graph.nodes):
+            if i == self.graph.output and node.shape:
+                continue
+            if not node.shape:
+                self._scalar(i, node)
+            elif self._materialised(i, node):
+                self._store(i, node)
+        self._write(self.graph.output, self.graph.result)
+        return self.lines
+
+    def _store(self, i: int, node: Node) -> None:
+        """Materialise vector i."""
+        name = self.names[i] = f"t{i}"
+        self.lines.append(f"alignas(64) {CPP_TYPE[node.dtype]} {name}[{node.shape[0]}];")
+        self._fill(i, name, "")
+
+    def _write(self, i: int, node: Node) -> None:
+        """The hook's result to `out`."""
+        cast = "" if node.dtype == "float32" else node.dtype
+        if node.shape:
+            self._fill(i, "out", cast)
+        else:
+            value = self._cast(self.names[i], cast)
+            self.lines.append(f"for (int i = 0; i < {self.length}; ++i) out[i] = {value};")
+
+    # --- scalars -----------------------------------------------------------------------------
+
+    def _scalar(self, i: int, node: Node) -> None:
+        if node.op == "input":
+            self.names[i] = str(node.attr("name"))
+            return
+        if node.op == "const":
+            self.names[i] = literal(node.attr("value"), node.dtype)
+            return
+        if node.op in REDUCTIONS:
+            text = self._reduction(node)
+        elif node.op == "gather":
+            slot = node.int_attr("slot")
+            tag = TAG[self.tensors[slot].dtype]
+            text = f"ops::load<{tag}>(c.tensor({slot}), {self._offset(node)})"
+        else:
+            names = [self.names[a] for a in node.args]
+            dtypes = [self.graph.nodes[a].dtype for a in node.args]
+            text = read_op(node, names, self.tensors) or map_op(node, names, dtypes)
+        self.names[i] = f"t{i}"
+        self.lines.append(f"const auto t{i} = {text};")
+
+    def _offset(self, node: Node) -> str:
+        slot = node.int_attr("slot")
+        strides = self.tensors[slot].strides
+        terms = [
+            f"ops::offset<{'true' if strides[d] == '1' else 'false'}>"
+            f"(c.tensor({slot}), {d}, {self.names[a]})"
+            for d, a in enumerate(node.args)
+            if strides[d] != "0"
+        ]
+        return " + ".join(terms) or "INT64_C(0)"
+
+    def _reduction(self, node: Node) -> str:
+        (source,) = node.args
+        kind, n = CPP_TYPE[node.dtype], self.graph.nodes[source].shape[0]
+        parts = []
+        for lo, hi in self._segments(source, n):
+            value = self._element(source, 1, lo, lo)
+            body = f"[&](int i) {{ return {kind}({value}); }}"
+            parts.append(f"ops::reduce_{node.op}<{kind}, {hi - lo}>({body})")
+        text = parts[0]
+        for part in parts[1:]:
+            text = f"{joined(node)}({text}, {part})"
+        return text
+
+    # --- vectors -----------------------------------------------------------------------------
+
+    def _materialised(self, i: int, node: Node) -> bool:
+        """Vectors that are stored: row loads need a base pointer, interleaving has no index form,
+        and arithmetic used twice would be done twice."""
+        if node.op == "gather":
+            slot = node.int_attr("slot")
+            self.names[i] = f"p{i}"
+            self.lines.append(f"const int64_t p{i} = {self._offset(node)};")
+            if self.tensors[slot].strides[-1] != "1":
+                last = self.tensors[slot].rank - 1
+                self.lines.append(f"const int64_t n{i} = c.tensor({slot}).strides[{last}];")
+            return False
+        return node.op == "interleave" or (
+            (node.op == "map" or self._arithmetic(node)) and (self.uses[i] > 1)
+        )
+
+    def _arithmetic(self, node: Node) -> bool:
+        return node.op not in ("input", "const", "iota", "slice", "cat", "broadcast")
+
+    def _fill(self, i: int, name: str, cast: str) -> None:
+        for value, place, n in self._pieces(i, self.graph.nodes[i], cast):
+            self.lines.append(_loop(n, f"{name}[{place}] = {value};"))
+
+    def _pieces(self, i: int, node: Node, cast: str) -> Iterator[tuple[str, str, int]]:
+        """Vector i as loops over `i`: the element, its place, how many there are."""
+        if node.op == "interleave":
+            n = len(node.args)
+            for j, arg in enumerate(node.args):
+                for lo, hi in self._segments(arg, self.graph.nodes[arg].shape[0]):
+                    value = self._cast(self._element(arg, 1, lo, lo), cast)
+                    yield value, _index(n, n * lo + j), hi - lo
+            return
+        for lo, hi in self._segments(i, node.shape[0], root=True):
+            value = self._cast(self._element(i, 1, lo, lo, root=True), cast)
+            yield value, _index(1, lo), hi - lo
+
+    def _cast(self, value: str, dtype: str) -> str:
+        return f"ops::cast<{TAG[dtype]}, dt::f32>({value})" if dtype else value
+
+    def _stored(self, i: int, root: bool) -> bool:
+        node = self.graph.nodes[i]
+        return not root and i in self.names and node.op != "gather"
+
+    def _stored_text(self, i: int, place: str) -> str:
+        return f"{self.names[i]}[{place}]"
+
+    def _segments(self, i: int, length: int, root: bool = False) -> list[tuple[int, int]]:
+        cuts = sorted({0, length, *(c for c in self._cuts(i, root) if 0 < c < length)})
+        return list(itertools.pairwise(cuts))
+
+    def _cuts(self, i: int, root: bool = False) -> set[int]:
+        """Positions at which the element's expression changes its form."""
+        node = self.graph.nodes[i]
+        if self._stored(i, root) or not node.shape:
+            return set()
+        if node.op == "cat":
+            cuts, offset = set(), 0
+            for a in node.args:
+                cuts |= {offset} | {offset + c for c in self._cuts(a)}
+                offset += self.graph.nodes[a].shape[0]
+            return cuts
+        if node.op == "slice":
+            start, step = node.int_attr("start"), node.int_attr("step")
+            if step > 0:
+                return {-((start - c) // step) for c in self._cuts(node.args[0])}
+            return {(start - c) // -step + 1 for c in self._cuts(node.args[0])}
+        return set().union(*(self._cuts(a) for a in node.args))
+
+    def _element(self, i: int, mul: int, add: int, at: int, root: bool = False) -> str:
+        """Element ``mul * i + add`` of node i, where ``at`` is that index for loop index 0."""
+        node = self.graph.nodes[i]
+        place = _index(mul, add)
+        if not node.shape:
+            return self.names[i]
+        if self._stored(i, root):
+            return self._stored_text(i, place)
+        if node.op == "input":
+            return f"row[{place}]"
+        if node.op == "const":
+            return literal(node.attr("value"), node.dtype)
+        if node.op == "iota":
+            return f"{CPP_TYPE[node.dtype]}({place})"
+        if node.op == "gather":
+            slot = node.int_attr("slot")
+            param = self.tensors[slot]
+            tag = TAG[param.dtype]
+            spot = place if param.strides[-1] == "1" else f"({place}) * n{i}"
+            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {spot})"
+        if node.op == "broadcast":
+            return self.names[node.args[0]]
+        if node.op == "slice":
+            start, step = node.int_attr("start"), node.int_attr("step")
+            return self._element(node.args[0], mul * step, add * step + start, at * step + start)
+        if node.op == "cat":
+            offset = 0
+            for a in node.args:
+                n = self.graph.nodes[a].shape[0]
+                if offset <= at < offset + n:
+                    return self._element(a, mul, add - offset, at - offset)
+                offset += n
+            raise AssertionError("element outside of the concatenation")
+        dtypes = [self.graph.nodes[a].dtype for a in node.args]
+        return map_op(node, [self._element(a, mul, add, at) for a in node.args], dtypes)
+
+
+def _index(mul: int, add: int) -> str:
+    term = "i" if mul == 1 else f"{mul} * i"
+    if add == 0:
+        return term
+    return f"{term} {'+' if add > 0 else '-'} {abs(add)}"
+
+
+def _loop(length: int, body: str) -> str:
+    return f"for (int i = 0; i < {length}; ++i) {body}"
+
+
+# --- on CUDA: the loops, distributed over a warp -------------------------------------------------
+
+_LANE_JOIN = {"sum": "Sum", "prod": "Product", "amax": "Greatest", "amin": "Least", "any": "Any",
+         "all": "All"}  # fmt: skip
+_SCRATCH_TYPE = {**CPP_TYPE, "bool": "int32_t"}
+
+
+def lower_cuda(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str, int]:
+    """The C++ function of one row hook, and how many floats of `temps` it uses, a multiple of 4."""
+    lowering = _WarpLowering(graph, tensors)
+    lines = lowering.run()
+    head = (
+        f"  template <class Row_>\n"
+        f"  FAJIT_FN static void {hook}([[maybe_unused]] const Context& c, const Row_& row,\n"
+        f"      [[maybe_unused]] float* temps, int lane, {arguments(hook)}) {{\n"
+    )
+    text = head + "".join(f"    {line}\n" for line in lines) + "  }"
+    return text, lowering.scratch + -lowering.scratch % 4
+
+
+class _WarpLowering(RowLowering):
+    def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
+        super().__init__(graph, tensors)
+        self.scratch = 0
+
+    def _store(self, i: int, node: Node) -> None:
+        kind = _SCRATCH_TYPE[node.dtype]
+        words = 2 if node.dtype in ("int64", "float64") else 1
+        self.scratch += self.scratch % words
+        name = self.names[i] = f"t{i}"
+        place = f"temps + {self.scratch}"
+        text = place if kind == "float" else f"reinterpret_cast<{kind}*>({place})"
+        self.lines.append(f"{kind}* const {name} = {text};")
+        self.scratch += words * node.shape[0]
+        for value, where, n in self._pieces(i, node, ""):
+            self.lines.append(_each(n, f"{name}[{where}] = {value};"))
+        self.lines.append("ops::sync_warp();")
+
+    def _stored_text(self, i: int, place: str) -> str:
+        text = super()._stored_text(i, place)
+        return f"({text} != 0)" if self.graph.nodes[i].dtype == "bool" else text
+
+    def _write(self, i: int, node: Node) -> None:
+        cast = "" if node.dtype == "float32" else node.dtype
+        if node.shape:
+            pieces = list(self._pieces(i, node, cast))
+        else:
+            pieces = [(self._cast(self.names[i], cast), "i", self.length)]
+        for number, (value, _, n) in enumerate(pieces):
+            self.lines.append(f"float out{number}[ops::per_lane<{n}>];")
+            self.lines.append(_each(n, f"out{number}[j] = {value};", "int j"))
+        self.lines.append("ops::sync_warp();  // all of the row is read")
+        for number, (_, where, n) in enumerate(pieces):
+            self.lines.append(_each(n, f"row.write({where}, out{number}[j]);", "int j"))
+        self.lines.append("ops::sync_warp();")
+
+    def _reduction(self, node: Node) -> str:
+        (source,) = node.args
+        kind, n = CPP_TYPE[node.dtype], self.graph.nodes[source].shape[0]
+        join = f"ops::{_LANE_JOIN[node.op]}"
+        text = f"{join}::none<{kind}>()"
+        for lo, hi in self._segments(source, n):
+            value = self._element(source, 1, lo, lo)
+            body = f"[&]([[maybe_unused]] int i) {{ return {value}; }}"
+            text = f"ops::join_elements<{hi - lo}>(lane, {join}(), {text}, {body})"
+        total = f"ops::join_lanes({text}, {join}())"
+        return f"ops::wrap<{TAG[node.dtype]}>({total})" if _narrow(node.dtype) else total
+
+
+def _narrow(dtype: str) -> bool:
+    return dtype in ("uint8", "int8", "int16")
+
+
+def _each(n: int, body: str, second: str = "int") -> str:
+    return f"ops::each_element<{n}>(lane, [&]([[maybe_unused]] int i, {second}) {{ {body} }});"

@@ -1,0 +1,253 @@
+"""torch functions that are compositions of IR operations: activations, special values, norms.
+
+They are written with the operators and methods that values have (`trace_values.attach`), as a hook
+would write them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from flashattn_jit.variants.ir.ir import is_float
+from flashattn_jit.variants.trace.operations import (
+    as_float,
+    binary,
+    cast,
+    compare,
+    const,
+    div,
+    emit,
+    logical,
+    op,
+    val,
+    where,
+)
+from flashattn_jit.variants.trace.values import Value, tracer
+
+_FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
+
+
+@op("relu")
+def _relu(input: Any, inplace: bool = False) -> Any:
+    x: Any = val(input)
+    return x.clamp(min=0)
+
+
+@op("relu6")
+def _relu6(input: Any, inplace: bool = False) -> Any:
+    x: Any = val(input)
+    return x.clamp(min=0, max=6)
+
+
+@op("square")
+def _square(input: Any) -> Any:
+    return binary("mul", input, input)
+
+
+@op("leaky_relu")
+def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
+    x: Any = val(input)
+    return where(x > 0, x, x * negative_slope)
+
+
+@op("elu")
+def _elu(input: Any, alpha: Any = 1.0, inplace: bool = False) -> Any:
+    x: Any = as_float(input)
+    return where(x > 0, x, x.expm1() * alpha)
+
+
+@op("gelu")
+def _gelu(input: Any, approximate: str = "none") -> Any:
+    x: Any = as_float(input)
+    if approximate == "tanh":
+        t = ((x + 0.044715 * x**3) * math.sqrt(2 / math.pi)).tanh()
+    else:
+        t = (x * math.sqrt(0.5)).erf()
+    return 0.5 * x * (t + 1)
+
+
+@op("softplus")
+def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Any:
+    x: Any = as_float(input)
+    scaled = x if type(beta) is int and beta == 1 else x * beta
+    soft = scaled.exp().log1p()
+    return where(scaled > threshold, x, soft if scaled is x else soft / beta)
+
+
+_OF_FLOAT: Mapping[str, Callable[[Any], Any]] = {
+    "silu": lambda x: x * x.sigmoid(),
+    "hardsigmoid": lambda x: (x + 3).clamp(min=0, max=6) / 6,
+    "hardswish": lambda x: x * _OF_FLOAT["hardsigmoid"](x),
+    "mish": lambda x: x * _softplus(x).tanh(),
+    "softsign": lambda x: x / (x.abs() + 1),
+    "tanhshrink": lambda x: x - x.tanh(),
+    "log_sigmoid": lambda x: x.clamp(max=0) - (-x.abs()).exp().log1p(),
+    "erfc": lambda x: 1 - x.erf(),
+    "reciprocal": lambda x: 1 / x,
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+}
+"""Functions of one value, which integers enter as float32."""
+
+_ALIASES = {"silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"]}
+
+
+def _of_float(formula: Callable[[Any], Any], input: Any, inplace: bool = False) -> Any:
+    return formula(as_float(input))
+
+
+for _name, _formula in _OF_FLOAT.items():
+    op(_name, *_ALIASES.get(_name, ()))(partial(_of_float, _formula))
+
+
+@op("logit", "special_logit")
+def _logit(input: Any, eps: Any = None) -> Any:
+    x: Any = as_float(input)
+    if eps is not None:
+        x = x.clamp(min=eps, max=1 - eps)
+    return (x / (1 - x)).log()
+
+
+@op("logaddexp")
+def _logaddexp(input: Any, other: Any) -> Any:
+    a: Any = as_float(input)
+    b = as_float(other)
+    total = binary("maximum", a, b) + (-(a - b).abs()).exp().log1p()
+    # inf - inf: both are the same infinity, which is the answer.
+    return where((a == b) & a.isinf(), a, total)
+
+
+@op("xlogy", "special_xlogy")
+def _xlogy(input: Any, other: Any) -> Any:
+    x: Any = as_float(input)
+    y: Any = as_float(other)
+    return where(y.isnan(), y, where(x == 0, 0.0, x * y.log()))
+
+
+@op("hypot")
+def _hypot(input: Any, other: Any) -> Any:
+    a: Any = as_float(input)
+    b: Any = as_float(other)
+    return (a * a + b * b).sqrt()
+
+
+@op("copysign")
+def _copysign(input: Any, other: Any) -> Any:
+    x: Any = as_float(input)
+    size, sign = x.abs(), as_float(other)
+    # 1 / -0.0 is -inf: the sign of a zero counts.
+    negative = compare("lt", where(compare("eq", sign, 0), div(1, sign), sign), 0)
+    return where(negative, -size, size)
+
+
+@op("heaviside")
+def _heaviside(input: Any, values: Any) -> Any:
+    x: Any = val(input)
+    return where(x == 0, values, cast(x > 0, x.name))
+
+
+@op("lerp")
+def _lerp(input: Any, end: Any, weight: Any) -> Any:
+    start: Any = val(input)
+    return start + weight * (end - start)
+
+
+@op("addcmul")
+def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
+    return binary("add", input, binary("mul", binary("mul", value, tensor1), tensor2))
+
+
+@op("addcdiv")
+def _addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value:
+    return binary("add", input, binary("mul", value, div(tensor1, tensor2)))
+
+
+@op("isfinite")
+def _isfinite(input: Any) -> Any:
+    x: Any = val(input)
+    return ~(x.isnan() | x.isinf())
+
+
+@op("isposinf")
+def _isposinf(input: Any) -> Any:
+    return compare("eq", input, math.inf)
+
+
+@op("isneginf")
+def _isneginf(input: Any) -> Any:
+    return compare("eq", input, -math.inf)
+
+
+@op("nan_to_num")
+def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
+    x: Any = val(input)
+    if not is_float(x.name):
+        return x
+    top = _FLOAT_MAX[x.name]
+
+    def chosen(value: Any, default: float) -> Value:
+        return const(default, x.name) if value is None else cast(val(value), x.name)
+
+    finite = emit("where", (x.isnan(), chosen(nan, 0.0), x), x.name)
+    finite = emit("where", (compare("eq", x, math.inf), chosen(posinf, top), finite), x.name)
+    return emit("where", (compare("eq", x, -math.inf), chosen(neginf, -top), finite), x.name)
+
+
+@op("frac")
+def _frac(input: Any) -> Any:
+    x: Any = val(input)
+    return x - x.trunc()
+
+
+@op("isin", elementwise=False)
+def _isin(elements: Any, test_elements: Any, *, invert: bool = False, **_: Any) -> Any:
+    found = compare("eq", val(elements), val(test_elements)).any()
+    return ~found if invert else found
+
+
+# --- normalisations of a row ----------------------------------------------------------------------
+
+
+@op("rms_norm", elementwise=False)
+def _rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
+    x: Any = val(input)
+    _whole_row(x, normalized_shape)
+    eps = 1.1920928955078125e-07 if eps is None else eps
+    out = x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+    return out if weight is None else out * weight
+
+
+@op("layer_norm", elementwise=False)
+def _layer_norm(
+    input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5
+) -> Any:
+    x: Any = val(input)
+    _whole_row(x, normalized_shape)
+    centred = x - x.mean(-1, keepdim=True)
+    out = centred * ((centred * centred).mean(-1, keepdim=True) + eps).rsqrt()
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias
+
+
+def _whole_row(x: Value, normalized_shape: Any) -> None:
+    expected = tuple(int(n) for n in normalized_shape)
+    if len(expected) != 1 or x.shape[-1:] != expected:
+        tracer().refuse(
+            f"a normalisation over {list(expected)} of a value of shape {list(x.shape)}",
+            "normalise over the last dim",
+        )
+
+
+@op("normalize", elementwise=False)
+def _normalize(input: Any, p: Any = 2.0, dim: int = -1, eps: Any = 1e-12, out: Any = None) -> Any:
+    x: Any = as_float(input)
+    return x / x.norm(p, dim, keepdim=True).clamp(min=eps)
+
+
+@op("count_nonzero", elementwise=False)
+def _count_nonzero(input: Any, dim: Any = None) -> Any:
+    x: Any = logical(input)
+    return x.sum(dim)

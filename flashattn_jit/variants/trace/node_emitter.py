@@ -1,0 +1,376 @@
+"""Nodes of a traced graph: arithmetic that stays canonical, loads from captured tensors.
+
+First `Emitter`, which folds constants and applies the simple identities. Folding computes in the
+node's dtype, as the kernel would; identities on floats are applied only where they hold for every
+value, infinities, NaN and signed zeros included. Then captured tensors: how they are indexed, what
+becomes a load, and what is left to the prelude.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from flashattn_jit.variants.capture.extract import HostTensor, map_tree
+from flashattn_jit.variants.ir import ir
+from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
+from flashattn_jit.variants.ir.ir import category, is_float
+from flashattn_jit.variants.trace.operations import cast, op, val
+from flashattn_jit.variants.trace.values import Captured, Number, Value, pinned, tracer
+
+if TYPE_CHECKING:
+    from flashattn_jit.variants.trace.tracer import Tracer
+
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "floordiv": np.floor_divide, "remainder": np.remainder, "fmod": np.fmod, "pow": np.power,
+    "truncdiv": lambda a, b: np.trunc(np.divide(a, b)).astype(np.result_type(a, b)),
+    "minimum": np.minimum, "maximum": np.maximum, "atan2": np.arctan2,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    "shl": np.left_shift, "shr": np.right_shift,
+    "neg": np.negative, "abs": np.abs, "sign": np.sign, "not": np.invert,
+    "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log2": np.log2,
+    "log10": np.log10, "log1p": np.log1p, "sqrt": np.sqrt, "tanh": np.tanh,
+    "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos,
+    "atan": np.arctan, "sinh": np.sinh, "cosh": np.cosh, "floor": np.floor, "ceil": np.ceil,
+    "round": np.round, "trunc": np.trunc,
+    "rsqrt": lambda x: np.asarray(1, x.dtype) / np.sqrt(x),
+    "sigmoid": lambda x: np.asarray(1, x.dtype) / (np.asarray(1, x.dtype) + np.exp(-x)),
+    "erf": lambda x: np.asarray(math.erf(float(x)), x.dtype),
+    "ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "lt": np.less,
+    "eq": np.equal, "ne": np.not_equal, "isnan": np.isnan, "isinf": np.isinf,
+}  # fmt: skip
+
+_COMMUTATIVE = frozenset(["add", "mul", "minimum", "maximum", "and", "or", "xor", "eq", "ne"])
+_FLIPPED = {"ge": "le", "le": "ge", "gt": "lt", "lt": "gt"}
+_NEGATED = {"eq": "ne", "ne": "eq"}
+_NEGATED_INT = {**_NEGATED, "ge": "lt", "lt": "ge", "gt": "le", "le": "gt"}
+_EXACT_IN = {"bool": 1, "uint8": 8, "int8": 7, "int16": 15, "int32": 31, "int64": 63,
+             "float32": 24, "float64": 53}  # fmt: skip
+
+
+def round_to(value: float, dtype: str) -> bool | int | float:
+    """`value` as the dtype holds it: wrapped for integers, rounded for floats."""
+    if dtype == "bool":
+        return bool(value)
+    if is_float(dtype):
+        with np.errstate(over="ignore"):
+            return float(np.dtype(dtype).type(value))
+    info = np.iinfo(dtype)
+    if isinstance(value, float) and not math.isfinite(value):
+        value = int(info.min)
+    wrapped = int(value) - int(info.min)
+    return wrapped % (int(info.max) - int(info.min) + 1) + int(info.min)
+
+
+class Emitter:
+    """A `GraphBuilder` whose `emit` folds constants and applies identities."""
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        self.builder = ir.GraphBuilder(inputs)
+
+    def node(self, index: int) -> ir.Node:
+        """The node at `index`."""
+        return self.builder.nodes[index]
+
+    def const(self, value: float, dtype: str) -> int:
+        """A constant of `dtype`, wrapped or rounded to it."""
+        return self.builder.add("const", (), dtype, value=round_to(value, dtype))
+
+    def value(self, index: int) -> bool | int | float | None:
+        """The value of a constant node, else None."""
+        node = self.node(index)
+        if node.op != "const":
+            return None
+        value = node.attr("value")
+        assert not isinstance(value, str | tuple)
+        return value
+
+    def cast(self, index: int, dtype: str) -> int:
+        """The node converted to `dtype`."""
+        node = self.node(index)
+        if node.dtype == dtype:
+            return index
+        value = self.value(index)
+        if value is not None:
+            if category(dtype) == 1 and isinstance(value, float) and math.isfinite(value):
+                value = math.trunc(value)
+            return self.const(value, dtype)
+        if node.op == "cast":
+            # int16 -> int64 -> float64 equals int16 -> float64: the middle dtype lost nothing.
+            inner = self.node(node.args[0])
+            if category(inner.dtype) <= category(node.dtype) and (
+                _EXACT_IN[inner.dtype] <= _EXACT_IN[node.dtype]
+                and not (inner.dtype == "uint8" and node.dtype == "int8")
+                and category(dtype) >= category(node.dtype)
+            ):
+                return self.cast(node.args[0], dtype)
+        if node.op == "broadcast":
+            inner_cast = self.cast(node.args[0], dtype)
+            return self.emit("broadcast", (inner_cast,), dtype, node.shape, **dict(node.attrs))
+        return self.builder.add("cast", (index,), dtype, node.shape)
+
+    def emit(
+        self, op: str, args: Sequence[int], dtype: str, shape: tuple[int, ...] = (), **attrs: Any
+    ) -> int:
+        """The node for `op`, simplified; its arguments already share the right dtype."""
+        values = [self.value(a) for a in args]
+        if args and op in _NUMPY and all(v is not None for v in values):
+            folded = self._fold(op, args, values, dtype)
+            if folded is not None:
+                return folded
+        # Constants to the right; else the older node to the left: `k <= q` is `q >= k`.
+        ordered = values[1:] != [None] or values[0] is None and args[0] <= args[1]
+        if op in _COMMUTATIVE and not ordered:
+            args, values = (args[1], args[0]), [values[1], values[0]]
+        elif op in _FLIPPED and not ordered:
+            op, args, values = _FLIPPED[op], (args[1], args[0]), [values[1], values[0]]
+        simple = self._simplify(op, args, values, dtype, shape)
+        if simple is not None:
+            return simple
+        return self.builder.add(op, args, dtype, shape, **attrs)
+
+    def _fold(self, op: str, args: Sequence[int], values: Sequence[Any], dtype: str) -> int | None:
+        arrays = [np.asarray(v, self.node(a).dtype) for a, v in zip(args, values, strict=True)]
+        integer_division = op in ("floordiv", "truncdiv", "remainder", "fmod")
+        if integer_division and not is_float(dtype) and values[1] == 0:
+            return None
+        with np.errstate(all="ignore"):
+            result = _NUMPY[op](*arrays)
+        return self.const(result.item(), dtype)
+
+    def _simplify(
+        self, op: str, args: Sequence[int], values: Sequence[Any], dtype: str, shape: Any
+    ) -> int | None:
+        if op == "where":
+            return self._simplify_where(args, values, shape)
+        if op in ("not", "neg"):
+            return self._simplify_unary(op, args[0], dtype, shape)
+        if len(args) != 2 or self.node(args[0]).shape != shape:
+            return None
+        first, second = args
+        c = values[1]
+        integer = not is_float(self.node(first).dtype)
+        if op in ("and", "or", "minimum", "maximum") and first == second:
+            return first
+        if integer and first == second:
+            if op in ("eq", "ge", "le"):
+                return self.const(1, "bool") if not shape else None
+            if op in ("ne", "gt", "lt"):
+                return self.const(0, "bool") if not shape else None
+            if op in ("sub", "xor") and not shape:
+                return self.const(0, dtype)
+        if c is None or isinstance(c, float) and math.isnan(c):
+            return None
+        if (
+            op == "mul"
+            and c == 1
+            or op in ("div", "floordiv", "truncdiv")
+            and c == 1
+            and (integer or op == "div")
+        ):
+            return first
+        if op == "sub" and c == 0 and not (is_float(dtype) and math.copysign(1, c) < 0):
+            return first
+        if op == "add" and c == 0 and (integer or math.copysign(1, c) < 0):
+            return first
+        if integer and op in ("shl", "shr", "or", "xor") and c == 0 and dtype != "bool":
+            return first
+        if dtype == "bool" and op in ("and", "or", "xor"):
+            if op == "xor":
+                return self.emit("not", (first,), "bool", shape) if c else first
+            absorbing = c is (op == "or")
+            return (second if not shape else None) if absorbing else first
+        if integer and not shape and c == 0 and op in ("mul", "and"):
+            return second
+        if self.node(first).dtype == "bool" and op in ("eq", "ne"):
+            keep = (op == "eq") == bool(c)
+            return first if keep else self.emit("not", (first,), "bool", shape)
+        return None
+
+    def _simplify_where(self, args: Sequence[int], values: Sequence[Any], shape: Any) -> int | None:
+        picked = None
+        if values[0] is not None:
+            picked = args[1] if values[0] else args[2]
+        elif args[1] == args[2]:
+            picked = args[1]
+        if picked is not None and self.node(picked).shape == shape:
+            return picked
+        return None
+
+    def _simplify_unary(self, op: str, arg: int, dtype: str, shape: Any) -> int | None:
+        inner = self.node(arg)
+        if inner.op == op:
+            return inner.args[0]
+        if op == "not" and dtype == "bool":
+            # Not of a comparison of floats is not the opposite comparison: NaN.
+            integers = all(not is_float(self.node(a).dtype) for a in inner.args)
+            opposite = (_NEGATED_INT if integers else _NEGATED).get(inner.op)
+            if opposite is not None:
+                return self.emit(opposite, inner.args, "bool", shape)
+        return None
+
+
+# --- captured tensors ----------------------------------------------------------------------------
+
+_WHOLE = slice(None)
+
+
+def materialise(t: Tracer, c: Captured) -> HostTensor:
+    """A captured tensor whose indices are known at bind time, as one tensor of the prelude."""
+    if all(i is None for i in c.index):
+        return c.host
+    where = tuple(_WHOLE if i is None else i for i in c.index)
+    return t.run_host(torch.Tensor.__getitem__, (c.host, where), {})  # type: ignore[no-any-return]
+
+
+def index(t: Tracer, c: Captured, items: Any) -> Captured:
+    """``c[items]``: tensors of the hook index lazily, anything else is a view of the prelude."""
+    parts = list(items) if isinstance(items, tuple) else [items]
+    parts = [_scalar_index(t, p) for p in parts]
+    if not any(isinstance(p, Value) for p in parts):
+        if not c.on_host or all(type(p) in (int, Number) for p in parts):
+            return _assign(t, c, parts)
+        pinned = tuple(_pinned(p) for p in parts)
+        return Captured(t.run_host(torch.Tensor.__getitem__, (materialise(t, c), pinned), {}))
+    return _assign(t, c, parts)
+
+
+def _pinned(part: Any) -> Any:
+    if isinstance(part, Captured):
+        return materialise(tracer(), part)
+    return map_tree(part, pinned) if isinstance(part, slice) else pinned(part)
+
+
+def _scalar_index(t: Tracer, part: Any) -> Any:
+    """An element of an index tuple; 0-dim captured tensors become values."""
+    if isinstance(part, Captured) and part.ndim == 0:
+        part = load(t, part)
+    if isinstance(part, Captured) and not part.on_host:
+        t.refuse(
+            "an index that is itself a row of a tensor", "index with one element: `t[rows[q, 0]]`"
+        )
+    if isinstance(part, Value):
+        if part.name == "bool" or category(part.name) != 1:
+            t.refuse(
+                f"an index of dtype {part.name}",
+                "use an integer index; a boolean one would give a shape that depends on data",
+            )
+        if math.prod(part.shape) != 1:
+            t.refuse("an index that is a vector", "index with one element at a time")
+    return part
+
+
+def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
+    """Give the free dims of `c` their indices, narrowing or adding dims of the host first."""
+    free = list(c.free)
+    given = sum(1 for p in parts if p is not None and p is not Ellipsis)
+    if given > len(free):
+        t.refuse(
+            f"{given} indices for {c.host.name!r}, which has {len(free)} dims left",
+            "give at most one index per dim",
+        )
+    if Ellipsis in [p for p in parts if p is Ellipsis]:
+        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+        parts = [*parts[:at], *[_WHOLE] * (len(free) - given), *parts[at + 1 :]]
+    host, where = c.host, list(c.index)
+    for part in parts:
+        if part is None:
+            t.refuse("`None` in an index next to a tensor", "add the dim before: `t[:, None]`")
+        dim = free.pop(0)
+        if isinstance(part, slice):
+            if part != _WHOLE:
+                cut = (*[_WHOLE] * dim, _pinned(part))
+                host = t.run_host(torch.Tensor.__getitem__, (host, cut), {})
+        elif isinstance(part, Value) or type(part) in (int, Number):
+            where[dim] = part
+        elif isinstance(part, bool | torch.Tensor | list | Captured):
+            t.refuse(
+                "an index that mixes positions with lists or masks",
+                "index with one element per dim",
+            )
+        else:
+            where[dim] = int(part)
+    return Captured(host, tuple(where))
+
+
+def load(t: Tracer, c: Captured) -> Value:
+    """The element, or the last dims as a short vector, as a value of the hook."""
+    dtype = VALUE_DTYPES.get(c.host.dtype)
+    if dtype is None:
+        t.refuse(
+            f"{c.host.name!r}, a tensor of {c.host.dtype}",
+            "capture bool, uint8, int8 to int64, half, bfloat16, float8, float32 or float64",
+        )
+    host, where = c.host, list(c.index)
+    free = list(c.free)
+    shape = tuple(int(host.shape[d]) for d in free)
+    count = math.prod(shape)
+    if free:
+        if count > t.max_elements or count == 0:
+            t.refuse(
+                f"{count} elements of {host.name!r} (shape {list(shape)}) at once",
+                f"index it down: a hook of this kind holds vectors of at most {t.max_elements} "
+                "elements",
+            )
+        t.pin_sizes(host, free)
+        indexed = [d for d in range(len(where)) if d not in free]
+        if free != list(range(len(indexed), len(where))):
+            host = t.run_host(torch.Tensor.permute, (host, (*indexed, *free)), {})
+            where = [where[d] for d in indexed] + [None] * len(free)
+        if len(free) > 1:
+            host = t.run_host(torch.Tensor.flatten, (host, len(indexed)), {})
+            where = [*where[: len(indexed)], None]
+        if count == 1:
+            where[-1] = 0
+    nodes = [_index_node(t, i) for i in where if i is not None]
+    sizes = {len(where) - 1: count} if count > 1 else {}
+    slot = t.tensor_slot(host, sizes)
+    inner = (count,) if count > 1 else ()
+    node = t.emitter.emit("gather", nodes, dtype, inner, slot=slot)
+    return Value(node, dtype, shape)
+
+
+def _index_node(t: Tracer, i: Any) -> int:
+    if type(i) is int:
+        return t.emitter.const(i, "int64" if abs(i) >= 2**31 else "int32")
+    return val(i).node
+
+
+@op("searchsorted", elementwise=False)
+def _searchsorted(
+    sorted_sequence: Any, input: Any, *, out_int32: bool = False, right: bool = False,
+    side: str | None = None, sorter: Any = None,
+) -> Value:  # fmt: skip
+    t = tracer()
+    if side is not None:
+        right = side == "right"
+    if not isinstance(sorted_sequence, Captured) or not sorted_sequence.on_host or (
+        sorted_sequence.ndim != 1 or sorter is not None
+    ):  # fmt: skip
+        t.refuse(
+            "searchsorted in something that is not a captured 1-D tensor",
+            "capture the sorted tensor, one dim, without a sorter",
+        )
+    host = materialise(t, sorted_sequence)
+    dtype = VALUE_DTYPES.get(host.dtype)
+    x = val(input)
+    if dtype is None or math.prod(x.shape) != 1:
+        t.refuse("searchsorted of a vector", "search one value at a time")
+    if category(x.name) != category(dtype) or category(dtype) == 2:
+        x = cast(x, dtype)
+    slot = t.tensor_slot(host, {})
+    node = t.emitter.emit("searchsorted", [x.node], "int64", (), slot=slot, right=right)
+    found = Value(node, "int64", x.shape)
+    return cast(found, "int32") if out_int32 else found
+
+
+@op("bucketize", elementwise=False)
+def _bucketize(
+    input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
+) -> Value:
+    return _searchsorted(boundaries, input, out_int32=out_int32, right=right)

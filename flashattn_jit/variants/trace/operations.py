@@ -1,0 +1,455 @@
+"""Elementwise operations of hooks: what each torch function means in the IR.
+
+`op` registers what a torch function or Tensor method does while tracing. The rules for dtypes are
+torch's: `ir.result_dtype` for arithmetic, float32 for the transcendental functions of integers. In
+order: operands, arithmetic, comparisons and logic, functions of one argument, conversions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
+from flashattn_jit.variants.ir.ir import category, is_float, result_dtype
+from flashattn_jit.variants.trace.values import HANDLERS, Handler, Number, Shape, Value, tracer
+
+ELEMENTWISE: set[str] = set()
+"""Handlers whose result has the strides of its operands whatever the numbers among them are."""
+
+_F = TypeVar("_F", bound=Handler)
+
+
+def op(*names: str, elementwise: bool = True) -> Callable[[_F], _F]:
+    """Register a handler under the names of the torch functions that it stands for."""
+
+    def register(fn: _F) -> _F:
+        for name in names:
+            HANDLERS[name] = fn
+            if elementwise:
+                ELEMENTWISE.add(name)
+        return fn
+
+    return register
+
+
+# --- operands ----------------------------------------------------------------------------------
+
+
+def val(x: Any) -> Value:
+    """Any operand as a `Value`; Python numbers are weak."""
+    return x if type(x) is Value else tracer().as_value(x)
+
+
+def cast(x: Value, dtype: str) -> Value:
+    """The value converted to an IR dtype."""
+    return Value(tracer().emitter.cast(x.node, dtype), dtype, x.shape)
+
+
+def const(value: float, dtype: str) -> Value:
+    """A 0-dim constant."""
+    return Value(tracer().emitter.const(value, dtype), dtype)
+
+
+def node_shape(shape: Shape) -> Shape:
+    """The IR shape of a logical shape: one element is a scalar."""
+    count = math.prod(shape)
+    return () if count == 1 else (count,)
+
+
+def common_dtype(*xs: Value) -> str:
+    """torch's result dtype of the operands."""
+    return result_dtype((x.name, len(x.shape), x.weak) for x in xs)
+
+
+def emit(name: str, xs: tuple[Value, ...], dtype: str, **attrs: Any) -> Value:
+    """An elementwise node over operands broadcast to one shape."""
+    t = tracer()
+    shape: Shape = xs[0].shape
+    if any(x.shape != shape for x in xs):
+        shape = t.broadcast_shape([x.shape for x in xs])
+        xs = tuple(t.expand(x, shape) for x in xs)
+    # Scalars stay scalar nodes, whatever shape they stand for.
+    wide = any(t.emitter.node(x.node).shape for x in xs)
+    inner = node_shape(shape) if wide else ()
+    return Value(t.emitter.emit(name, [x.node for x in xs], dtype, inner, **attrs), dtype, shape)
+
+
+def aligned(*xs: Any) -> tuple[str, tuple[Value, ...]]:
+    """The common dtype of operands, and the operands converted to it."""
+    values = tuple(val(x) for x in xs)
+    dtype = common_dtype(*values)
+    for x in values:
+        if x.weak and category(dtype) == 1:
+            _check_range(x, dtype)
+    return dtype, tuple(cast(x, dtype) for x in values)
+
+
+def _check_range(x: Value, dtype: str) -> None:
+    value = tracer().emitter.value(x.node)
+    if value is not None:
+        info = torch.iinfo(getattr(torch, dtype))
+        # As torch: unsigned ones wrap negative numbers.
+        if not (info.min or -info.max) <= value <= info.max:
+            tracer().refuse(
+                f"the number {value} with a tensor of {dtype}",
+                f"convert the tensor first: `x.long()` ({dtype} holds {info.min} to {info.max})",
+            )
+
+
+def as_float(x: Any) -> Value:
+    """The operand in a floating dtype: integers become float32."""
+    value = val(x)
+    dtype = common_dtype(value)
+    return cast(value, dtype if is_float(dtype) else "float32")
+
+
+def logical(x: Any) -> Value:
+    """The operand as a bool: whether it is not zero."""
+    return cast(val(x), "bool")
+
+
+# --- arithmetic --------------------------------------------------------------------------------
+
+_BOOL_ARITHMETIC = {"add": "or", "mul": "and", "maximum": "or", "minimum": "and"}
+
+
+def binary(name: str, input: Any, other: Any) -> Value:
+    """An arithmetic operation after promotion."""
+    first, second = val(input), val(other)
+    if name == "sub" and "bool" in (first.name, second.name):
+        tracer().refuse("`-` of booleans", "convert with `.int()` or use `^`, `&`, `|`")
+    dtype, (x, y) = aligned(first, second)
+    if dtype == "bool":
+        name = _BOOL_ARITHMETIC[name]
+    return emit(name, (x, y), dtype)
+
+
+def _scaled(name: str, input: Any, other: Any, alpha: Any = 1) -> Value:
+    one = type(alpha) is int and alpha == 1  # a Number would specialise on the answer
+    return binary(name, input, other if one else binary("mul", other, alpha))
+
+
+@op("div", "divide", "true_divide")
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    """torch.div: a true division gives a float."""
+    if rounding_mode in ("floor", "trunc"):
+        return _integer_division(f"{rounding_mode}div", input, other)
+    dtype, (x, y) = aligned(input, other)
+    if not is_float(dtype):
+        dtype = "float32"
+    return emit("div", (cast(x, dtype), cast(y, dtype)), dtype)
+
+
+def _integer_division(name: str, input: Any, other: Any) -> Value:
+    divisor = val(other)
+    if tracer().emitter.value(divisor.node) == 0 and not is_float(divisor.name):
+        tracer().refuse("integer division by the constant zero", "use a divisor that is not zero")
+    dtype, (x, y) = aligned(input, divisor)
+    if dtype == "bool":
+        tracer().refuse(f"{name} of booleans", "convert with `.int()` first")
+    return emit(name, (x, y), dtype)
+
+
+@op("pow", "float_power")
+def _pow(input: Any, exponent: Any) -> Value:
+    if type(exponent) is Number and type(exponent.value) is int:
+        exponent = exponent.pin()
+    base, power = val(input), val(exponent)
+    dtype = common_dtype(base, power)
+    x = cast(base, dtype)
+    c = tracer().emitter.value(power.node) if power.weak else None
+    if c is not None:
+        if not is_float(dtype) and c < 0:
+            tracer().refuse("an integer to a negative power", "convert with `.float()` first")
+        simple = _constant_power(x, c, dtype)
+        if simple is not None:
+            return simple
+    if base.weak and is_float(dtype) and tracer().emitter.value(base.node) == 2:
+        return emit("exp2", (cast(power, dtype),), dtype)
+    return emit("pow", (x, cast(power, dtype)), dtype)
+
+
+def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
+    if c == 0.5:
+        return emit("sqrt", (x,), dtype)
+    if c == -0.5:
+        return emit("rsqrt", (x,), dtype)
+    if c != int(c) or abs(c) > 8:
+        return None
+    if c < 0:
+        inverse = _constant_power(x, -c, dtype)
+        assert inverse is not None
+        return div(1, inverse)
+    if c == 0:
+        return tracer().expand(const(1, dtype), x.shape)
+    half = x
+    if c > 1:
+        root = _constant_power(x, c // 2, dtype)
+        assert root is not None
+        half = emit("mul", (root, root), dtype)
+    return emit("mul", (half, x), dtype) if c > 1 and c % 2 else half
+
+
+@op("clamp", "clip", "hardtanh")
+def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
+    low, high = kw.get("min_val", min), kw.get("max_val", max)
+    bounds = [val(x) for x in (low, high) if x is not None]
+    value = val(input)
+    dtype = common_dtype(value, *bounds)
+    result = cast(value, dtype)
+    if low is not None:
+        result = emit("maximum", (result, cast(bounds[0], dtype)), dtype)
+    if high is not None:
+        result = emit("minimum", (result, cast(bounds[-1], dtype)), dtype)
+    return result
+
+
+@op("clamp_min")
+def _clamp_min(input: Any, min: Any) -> Value:
+    return _clamp(input, min=min)
+
+
+@op("clamp_max")
+def _clamp_max(input: Any, max: Any) -> Value:
+    return _clamp(input, max=max)
+
+
+# --- comparisons and logic ---------------------------------------------------------------------
+
+
+def compare(name: str, input: Any, other: Any) -> Any:
+    """A comparison after promotion; booleans are ordered as 0 and 1."""
+    if input is None or other is None:
+        return name == "ne"
+    dtype, (x, y) = aligned(input, other)
+    if dtype == "bool" and name not in ("eq", "ne"):
+        x, y = cast(x, "int32"), cast(y, "int32")
+    return emit(name, (x, y), "bool")
+
+
+def _bitwise(name: str, input: Any, other: Any) -> Value:
+    dtype, (x, y) = aligned(input, other)
+    if is_float(dtype):
+        tracer().refuse(f"`{name}` of floating values", "compare first, then combine the booleans")
+    return emit(name, (x, y), dtype)
+
+
+def _logical(name: str, input: Any, other: Any) -> Value:
+    return emit(name, (logical(input), logical(other)), "bool")
+
+
+@op("bitwise_not", "__invert__")
+def _not(input: Any) -> Value:
+    value = val(input)
+    if is_float(value.name):
+        tracer().refuse("`~` of a floating value", "compare first, then invert the boolean")
+    return emit("not", (value,), value.name)
+
+
+@op("logical_not")
+def _logical_not(input: Any) -> Value:
+    return emit("not", (logical(input),), "bool")
+
+
+@op("where")
+def where(condition: Any, input: Any = None, other: Any = None) -> Value:
+    """torch.where with three arguments."""
+    if input is None or other is None:
+        tracer().refuse("`where` with one argument", "give both branches: where(cond, a, b)")
+    chosen = val(condition)
+    if chosen.name != "bool":
+        tracer().refuse("`where` on a condition that is not boolean", "compare it: `x != 0`")
+    dtype, (a, b) = aligned(input, other)
+    return emit("where", (chosen, a, b), dtype)
+
+
+@op("masked_fill")
+def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
+    x = val(input)
+    return emit("where", (logical(mask), cast(val(value), x.name), x), x.name)
+
+
+# --- the operations of two arguments -----------------------------------------------------------
+
+
+def _reflected(handler: Handler) -> Handler:
+    """What ``other.__rsub__(input)`` does, of the handler of ``input - other``."""
+
+    def reflected(input: Any, other: Any) -> Any:
+        return handler(other, input)
+
+    return reflected
+
+
+_PAIRS: Mapping[tuple[str, ...], Handler] = {
+    ("add",): partial(_scaled, "add"),
+    ("sub", "subtract"): partial(_scaled, "sub"),
+    ("mul", "multiply"): partial(binary, "mul"),
+    ("maximum",): partial(binary, "maximum"),
+    ("minimum",): partial(binary, "minimum"),
+    ("floor_divide",): partial(_integer_division, "floordiv"),
+    ("remainder",): partial(_integer_division, "remainder"),
+    ("fmod",): partial(_integer_division, "fmod"),
+    ("ge", "greater_equal"): partial(compare, "ge"),
+    ("gt", "greater"): partial(compare, "gt"),
+    ("le", "less_equal"): partial(compare, "le"),
+    ("lt", "less"): partial(compare, "lt"),
+    ("eq",): partial(compare, "eq"),
+    ("ne", "not_equal"): partial(compare, "ne"),
+    ("bitwise_and",): partial(_bitwise, "and"),
+    ("bitwise_or",): partial(_bitwise, "or"),
+    ("bitwise_xor",): partial(_bitwise, "xor"),
+    ("bitwise_left_shift",): partial(_bitwise, "shl"),
+    ("bitwise_right_shift",): partial(_bitwise, "shr"),
+    ("logical_and",): partial(_logical, "and"),
+    ("logical_or",): partial(_logical, "or"),
+    ("logical_xor",): partial(_logical, "xor"),
+}
+_OPERATORS = {
+    "add": "add", "sub": "sub", "mul": "mul", "div": "div", "truediv": "div", "pow": "pow",
+    "floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or",
+    "xor": "bitwise_xor", "lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift",
+}  # fmt: skip
+
+
+def _register_pairs() -> None:
+    for names, handler in _PAIRS.items():
+        op(*names)(handler)
+    for name in ("ge", "gt", "le", "lt", "eq", "ne"):
+        op(f"__{name}__")(HANDLERS[name])
+    for symbol, name in _OPERATORS.items():
+        op(f"__{symbol}__", f"__i{symbol}__")(HANDLERS[name])
+        op(f"__r{symbol}__")(_reflected(HANDLERS[name]))
+
+
+_register_pairs()
+
+
+@op("rsub")
+def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
+    return _scaled("sub", other, input, alpha)
+
+
+# --- functions of one argument -------------------------------------------------------------------
+
+_FLOAT_FUNCTIONS = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid",
+    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf",
+)  # fmt: skip
+_FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos",
+                  "arctan": "atan", "special_exp2": "exp2", "special_expm1": "expm1",
+                  "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip
+
+
+def _of_float(name: str, input: Any) -> Value:
+    x = as_float(input)
+    return emit(name, (x,), x.name)
+
+
+def _rounding(name: str, input: Any, *, decimals: int = 0) -> Value:
+    x = val(input)
+    if decimals:
+        tracer().refuse("round to decimals", "multiply, round and divide")
+    return emit(name, (x,), x.name) if is_float(x.name) else cast(x, x.name)
+
+
+def _test(name: str, input: Any) -> Value:
+    x = val(input)
+    if is_float(x.name):
+        return emit(name, (x,), "bool")
+    return tracer().expand(const(0, "bool"), x.shape)
+
+
+for _name in _FLOAT_FUNCTIONS:
+    op(_name)(partial(_of_float, _name))
+for _alias, _name in _FLOAT_ALIASES.items():
+    op(_alias)(HANDLERS[_name])
+for _name in ("floor", "ceil", "trunc", "round"):
+    op(_name, f"__{_name}__")(partial(_rounding, _name))
+op("fix")(HANDLERS["trunc"])
+op("isnan")(partial(_test, "isnan"))
+op("isinf")(partial(_test, "isinf"))
+
+
+@op("neg", "negative", "__neg__")
+def _neg(input: Any) -> Value:
+    x = val(input)
+    if x.name == "bool":
+        tracer().refuse("`-` of a boolean", "use `~` for not, or `.int()` first")
+    return emit("neg", (x,), x.name)
+
+
+@op("positive", "__pos__")
+def _positive(input: Any) -> Value:
+    return val(input)
+
+
+@op("abs", "absolute", "__abs__")
+def _abs(input: Any) -> Value:
+    x = val(input)
+    return x if x.name in ("bool", "uint8") else emit("abs", (x,), x.name)
+
+
+@op("sign", "sgn")
+def _sign(input: Any) -> Value:
+    x = val(input)
+    return x if x.name == "bool" else emit("sign", (x,), x.name)
+
+
+@op("atan2", "arctan2")
+def _atan2(input: Any, other: Any) -> Value:
+    dtype, (x, y) = aligned(input, other)
+    dtype = dtype if is_float(dtype) else "float32"
+    return emit("atan2", (cast(x, dtype), cast(y, dtype)), dtype)
+
+
+# --- conversions -----------------------------------------------------------------------------
+
+
+def to_dtype(x: Value, dtype: torch.dtype) -> Value:
+    """A conversion the user asked for; half precision is read as float32 inside hooks."""
+    name = VALUE_DTYPES.get(dtype)
+    if name is None:
+        tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")
+    return cast(x, name)
+
+
+@op("to")
+def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
+    x = val(input)
+    for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
+        if isinstance(a, torch.dtype):
+            return to_dtype(x, a)
+        if hasattr(a, "dtype"):
+            return to_dtype(x, a.dtype)
+    return x
+
+
+@op("type_as")
+def _type_as(input: Any, other: Any) -> Value:
+    return to_dtype(val(input), other.dtype)
+
+
+@op("type")
+def _type(input: Any, dtype: Any) -> Value:
+    return to_dtype(val(input), dtype)
+
+
+for _name, _dtype in {
+    "float": torch.float32, "double": torch.float64, "half": torch.float32,
+    "bfloat16": torch.float32, "int": torch.int32, "long": torch.int64, "short": torch.int16,
+    "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+}.items():  # fmt: skip
+    op(_name)(partial(_type, dtype=_dtype))
+
+
+@op("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_", "lift_fresh",
+    "resolve_conj", "resolve_neg")  # fmt: skip
+def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
+    x = val(input)
+    return Value(x.node, x.name, x.shape)

@@ -1,0 +1,547 @@
+"""Tracing: a hook runs once on proxies and becomes a `Graph` of the IR.
+
+No make_fx, FakeTensor or sympy: the proxies of values.py are called with the user's function,
+operators and ``torch.*`` calls arrive at `Tracer.dispatch`, and the handlers of operations.py,
+functions.py, vectors.py, node_emitter.py and factories.py emit nodes. About 0.1-0.3
+ms a hook. Then `trace_variant` puts all hooks of a variant together as one `VariantIR` with
+canonical slots.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flashattn_jit.errors import FlashAttnJitError, ParamError, TraceError
+from flashattn_jit.variants.builtins import CONTEXT
+from flashattn_jit.variants.capture.extract import (
+    Finish,
+    HostProgram,
+    HostTensor,
+    Node,
+    Source,
+    leaves,
+    map_tree,
+    stride_pattern,
+)
+from flashattn_jit.variants.capture.walk import Walk, unique_name
+from flashattn_jit.variants.ir import ir
+from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES
+from flashattn_jit.variants.ir.ir import is_float
+from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.trace import (
+    factories,
+    functions,  # noqa: F401  its handlers
+    node_emitter,
+    vectors,
+)
+from flashattn_jit.variants.trace.errors import Where
+from flashattn_jit.variants.trace.node_emitter import Emitter
+from flashattn_jit.variants.trace.operations import cast
+from flashattn_jit.variants.trace.values import (
+    ACTIVE,
+    HANDLERS,
+    READS,
+    STAND_INS,
+    Captured,
+    Number,
+    Value,
+    attach,
+    updated_by,
+)
+
+if TYPE_CHECKING:
+    from flashattn_jit.variants.variant import Variant
+
+attach()
+
+SMALL_VECTOR = 32
+"""Elements of a vector in masks, sinks and normalisers: it lives in registers."""
+SCORE_VECTOR = 128
+"""Elements of a vector in a score_mod: reductions of longer ones are loops."""
+LONG_VECTOR = 4096
+"""Elements of a vector in row hooks."""
+
+_INT_INPUTS = frozenset({"b", "h", "kv_h", "q_idx", "kv_idx"})
+_RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "randint_like",
+                     "bernoulli", "dropout", "multinomial", "normal", "randperm", "poisson",
+                     "feature_dropout", "alpha_dropout", "native_dropout"})  # fmt: skip
+
+
+class _Mode(TorchFunctionMode):
+    """Sends calls without proxies (factories, tensors reached past the captures) to the tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self._tracer.dispatch(func, args, kwargs or {})
+
+
+class Tracer:
+    """Traces the hooks of one variant; tensor and scalar slots are shared between them.
+
+    tensors, numbers: the captures of this call, in extraction order.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor] = (),
+        tensor_names: Sequence[str] = (),
+        numbers: Sequence[float] = (),
+        number_names: Sequence[str] = (),
+        device: torch.device | None = None,
+        owner: str = "hook",
+        codes: Iterable[types.CodeType] = (),
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self._owner = owner, codes
+        self._running: tuple[str, Any, types.FrameType] | None = None
+        self.program = HostProgram()
+        self.hosts = [
+            HostTensor(t, n, frozenset(("size", i, d) for d in range(t.dim())), raw=i)
+            for i, (t, n) in enumerate(zip(tensors, tensor_names, strict=True))
+        ]
+        self.captured = [Captured(h) for h in self.hosts]
+        self.numbers = [
+            Number(v, ("number", i), frozenset([("number", i)])) for i, v in enumerate(numbers)
+        ]
+        self.number_names = list(number_names)
+        self.pins: dict[Source, None] = {}
+        self.emitter = Emitter(())
+        self.max_elements = SMALL_VECTOR
+        self.tensor_slots: dict[int, tuple[HostTensor, dict[int, int]]] = {}
+        self._slot_of: dict[int, int] = {}
+        self.scalar_slots: dict[Node, Number] = {}
+
+    # --- tracing one hook --------------------------------------------------------------------
+
+    def trace(self, kind: str, fn: Callable[..., Any], row_length: int = 0) -> ir.Graph:
+        """The graph of the hook `fn`; row_length: elements of `row`. Slots are provisional."""
+        inputs = ir.HOOK_INPUTS[kind]
+        self.emitter = Emitter(inputs)
+        self.max_elements = (
+            LONG_VECTOR if kind in ir.ROW_HOOKS
+            else SCORE_VECTOR if kind == "score_mod" else SMALL_VECTOR
+        )  # fmt: skip
+        self._running = kind, fn, sys._getframe()
+        arguments = [self._input(name, row_length) for name in inputs]
+        active, context = ACTIVE.set(self), CONTEXT.set(self)
+        try:
+            with _Mode(self):
+                result = fn(*arguments)
+            return self.emitter.builder.finish(self._result(kind, result, row_length))
+        except FlashAttnJitError:
+            raise
+        except Exception as error:
+            raise self._where().from_exception(error) from error
+        finally:
+            ACTIVE.reset(active)
+            CONTEXT.reset(context)
+            self._running = None  # lets frames go
+
+    def _input(self, name: str, row_length: int) -> Value:
+        if name == "row":
+            node = self.emitter.builder.add("input", (), "float32", (row_length,), name=name)
+            if row_length == 1:
+                node = self.emitter.emit("sum", [node], "float32", ())
+            return Value(node, "float32", (row_length,))
+        dtype = "int32" if name in _INT_INPUTS else "float32"
+        return Value(self.emitter.builder.add("input", (), dtype, (), name=name), dtype)
+
+    def _result(self, kind: str, result: Any, row_length: int) -> int:
+        if result is None:
+            self.refuse("a hook that returns nothing", "return the value", user_frame=False)
+        value = self.as_value(result)
+        wanted = (row_length,) if kind in ir.ROW_HOOKS else ()
+        if kind in ir.ROW_HOOKS and math.prod(value.shape) == row_length and value.shape != wanted:
+            value = Value(value.node, value.name, wanted) if len(value.shape) <= 1 else value
+        if tuple(value.shape) != wanted and math.prod(value.shape) == math.prod(wanted) == 1:
+            value = Value(value.node, value.name, wanted)
+        if tuple(value.shape) != wanted:
+            self.refuse(
+                f"a result of shape {list(value.shape)}",
+                f"return shape {list(wanted)}: " + (
+                    "as many elements as came in" if wanted else "one value"
+                ),
+                user_frame=False,
+            )  # fmt: skip
+        if kind == "mask_mod":
+            if is_float(value.name):
+                self.refuse(
+                    "a floating mask",
+                    "return a boolean: True where the pair is kept; a bias belongs to score_mod",
+                    user_frame=False,
+                )
+            return cast(value, "bool").node
+        value = cast(value, "float32")
+        return (vectors.full(value) if wanted else value).node
+
+    def __enter__(self) -> Tracer:
+        """Make the tracer active outside `trace`, for code of the user's that makes hooks."""
+        self._token = ACTIVE.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ACTIVE.reset(self._token)
+
+    # --- values ------------------------------------------------------------------------------
+
+    def as_value(self, x: Any) -> Value:
+        """An operand: proxies, Python numbers (weak), captured tensors (loaded)."""
+        kind = type(x)
+        if kind is Value:
+            return x  # type: ignore[no-any-return]
+        if kind is bool:
+            return Value(self.emitter.const(x, "bool"), "bool", (), weak=True)
+        if kind is int:
+            return Value(self._weak_int(x), "int64", (), weak=True)
+        if kind is float:
+            return Value(self.emitter.const(x, "float64"), "float64", (), weak=True)
+        if kind is Number:
+            return self._scalar(x)
+        if kind is Captured:
+            return node_emitter.load(self, x)
+        if isinstance(x, np.generic):
+            return self.as_value(x.item())
+        if isinstance(x, torch.Tensor):
+            self._refuse_unknown(x)
+        return self.refuse(f"a value of type {kind.__name__}", "use tensors and numbers")
+
+    def _weak_int(self, x: int) -> int:
+        if not -(2**63) <= x < 2**63:
+            self.refuse(f"the integer {x}", "use one that fits in 64 bits")
+        return self.emitter.const(x, "int64")
+
+    def _scalar(self, x: Number) -> Value:
+        dtype = "float64" if isinstance(x.value, float) else "int64"
+        node = self.emitter.builder.add("scalar", (), dtype, slot=self.scalar_slot(x))
+        return Value(node, dtype, (), weak=True)
+
+    def scalar_slot(self, x: Number) -> int:
+        """The provisional slot of a number's node."""
+        self.scalar_slots.setdefault(x.node, x)
+        return list(self.scalar_slots).index(x.node)
+
+    def tensor_slot(self, host: HostTensor, sizes: dict[int, int]) -> int:
+        """The provisional slot of a host tensor; sizes: dims whose size the graph holds."""
+        slot = self._slot_of.setdefault(id(host), len(self._slot_of))
+        known = self.tensor_slots.setdefault(slot, (host, {}))
+        known[1].update(sizes)
+        return slot
+
+    def size_of(self, host: HostTensor, dim: int) -> Any:
+        """A size of a captured tensor: a runtime number, or pinned for what the prelude made."""
+        if host.raw < 0:
+            self.specialise(host.sources)
+            return host.shape[dim]
+        source: Source = ("size", host.raw, dim)
+        return Number(host.shape[dim], source, frozenset([source]))
+
+    def pin_sizes(self, host: HostTensor, dims: Iterable[int]) -> None:
+        """Specialise on sizes of a host tensor."""
+        if host.raw < 0:
+            self.specialise(host.sources)
+        else:
+            self.specialise(("size", host.raw, d) for d in dims)
+
+    def specialise(self, sources: Iterable[Source]) -> None:
+        """Make the values of `sources` part of the structural key."""
+        for source in sorted(sources, key=repr):
+            self.pins.setdefault(source)
+
+    def broadcast_shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The common shape of operands."""
+        try:
+            shape = np.broadcast_shapes(*(tuple(s) for s in shapes))
+        except ValueError:
+            texts = " and ".join(str(list(s)) for s in shapes)
+            self.refuse(f"values of shapes {texts} together", "use shapes that broadcast")
+        if math.prod(shape) > self.max_elements:
+            self.refuse(f"a vector of {math.prod(shape)} elements", "use shorter ones")
+        return shape
+
+    def expand(self, x: Value, shape: Sequence[int]) -> Value:
+        """The value broadcast to `shape`."""
+        return vectors.expand(x, tuple(shape))
+
+    def builtin(self, name: str, args: tuple[Any, ...]) -> Value:
+        """fa.q_len and its siblings."""
+        nodes = [cast(self.as_value(a), "int32").node for a in args]
+        dtype = ir.BUILTINS[name]
+        return Value(self.emitter.emit(name, nodes, dtype), dtype)
+
+    # --- calls -------------------------------------------------------------------------------
+
+    def dispatch(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """A torch function or Tensor method called by the hook."""
+        name = getattr(func, "__name__", str(func))
+        if name in _RANDOM:
+            self.refuse(f"`{name}`", "random numbers cannot be part of a kernel; capture a tensor")
+        traced = False
+        for x in leaves((args, kwargs)):
+            if isinstance(x, Value) or type(x) is Captured and not x.on_host:
+                traced = True
+            elif isinstance(x, torch.Tensor):
+                self._refuse_unknown(x)
+        if kwargs.get("out") is not None:
+            self.refuse(f"`{name}(out=...)`", "use the returned value")
+        if name in READS:
+            self.refuse_value(READS[name])
+        if not traced:
+            return factories.host_call(self, func, name, tuple(args), kwargs)
+        if type(args[0] if args else None) is Captured and name == "__getitem__":
+            return node_emitter.index(self, args[0], args[1])
+        return self._handle(name, args, kwargs)
+
+    def _handle(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        base = updated_by(name)
+        handler = HANDLERS.get(base or name)
+        if handler is None:
+            self.refuse_op(base or name)
+        result = handler(*args, **kwargs)
+        if not base and not kwargs.get("inplace"):
+            return result
+        target = args[0]
+        if type(target) is not Value:
+            self.refuse_mutation(name)
+        updated = cast(self.expand(self.as_value(result), target.shape), target.name)
+        target.node = updated.node
+        return target
+
+    def run_host(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Record a call of the prelude, on host tensors."""
+
+        def leaf(x: Any) -> Any:
+            if type(x) is Captured:
+                return node_emitter.materialise(self, x)
+            return x.host() if type(x) is Number else x
+
+        with torch._C.DisableTorchFunction():
+            return self.program.run(func, map_tree(args, leaf), map_tree(kwargs, leaf))
+
+    def captured_attribute(self, c: Captured, name: str) -> Any:
+        """``captured.name`` for what `Captured` does not define: a method, or a property."""
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        attribute = getattr(torch.Tensor, name, None)
+        if attribute is None:
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        if callable(attribute):
+            return lambda *args, **kwargs: self.dispatch(attribute, (c, *args), kwargs)
+        if name in ("T", "mT", "H", "mH") and c.on_host:
+            return Captured(self.run_host(getattr, (c, name), {}))
+        with torch._C.DisableTorchFunction():
+            return getattr(c.host.tensor, name)
+
+    # --- refusals ----------------------------------------------------------------------------
+
+    def _where(self) -> Where:
+        return Where(*self._owner, *(self._running or ()))
+
+    def refuse(self, what: str, remedy: str, *, user_frame: bool = True) -> NoReturn:
+        """Raise a `TraceError` that names the user's line, what it does and what to write."""
+        raise self._where().error(what, remedy, user_frame=user_frame)
+
+    def refuse_value(self, what: str) -> NoReturn:
+        """The hook asked for a value that is only known in the kernel."""
+        raise self._where().value_error(what)
+
+    def refuse_op(self, name: str) -> NoReturn:
+        """The hook called something that has no meaning in a kernel."""
+        self.refuse(
+            f"`{name}`",
+            "it has no form inside a kernel; use elementwise operations, or compute the tensor "
+            "before the call and capture it",
+        )
+
+    def refuse_mutation(self, name: str) -> NoReturn:
+        """The hook writes to a captured tensor."""
+        self.refuse(f"`{name}` on a captured tensor", "hooks must not write; use a new value")
+
+    def _refuse_unknown(self, x: torch.Tensor) -> NoReturn:
+        self.refuse(
+            f"a tensor of shape {list(x.shape)} that the hook reaches through something opaque",
+            "capture it in a variable, an attribute, a tuple, a list or a dict",
+        )
+
+
+# --- all hooks of a variant ----------------------------------------------------------------------
+
+
+class Traced(NamedTuple):
+    """The IR, how captures become slots, and what the trace depended on besides its key.
+
+    mask_params: declared params that `mask_mod` depends on.
+    """
+
+    ir: ir.VariantIR
+    finish: Finish | None
+    pins: Mapping[Source, None]
+    mask_params: frozenset[str]
+
+
+def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
+    """Trace every hook; numbers are runtime params unless the hooks cannot work that way."""
+    try:
+        return _trace(variant, walk, dims, numbers=True)
+    except TraceError as error:
+        if not walk.numbers or not isinstance(error.__cause__, TypeError):
+            raise
+    # Something in the hook takes nothing but a real number: all of them are specialised.
+    return _trace(variant, walk, dims, numbers=False)
+
+
+def _trace(variant: Variant, walk: Walk, dims: Dims, *, numbers: bool) -> Traced:
+    tracer = Tracer(
+        walk.tensors, walk.tensor_names, walk.numbers, walk.number_names, dims.device,
+        variant.name, walk.codes,
+    )  # fmt: skip
+    if not numbers:
+        tracer.specialise(s for n in tracer.numbers for s in n.sources)
+    view = walk.build(tracer.captured, tracer.numbers if numbers else walk.numbers, STAND_INS)
+    graphs: list[tuple[str, ir.Graph]] = []
+    texts: list[tuple[str, str]] = []
+    with tracer:
+        hooks = view.hooks()
+    for kind in ir.HOOKS:
+        hook = hooks.get(kind)
+        if hook is None:
+            continue
+        if getattr(hook, "text", None) is not None:
+            texts.append((kind, hook.text))
+            continue
+        length = 0
+        if kind in ir.ROW_HOOKS:
+            dim = ir.ROW_HOOKS[kind]
+            length = getattr(dims, dim)
+            if length < 1:
+                raise ParamError(f"{variant.name} has a {kind}, so the dims must say {dim}")
+            tracer.specialise([("dim", dim)])
+        graphs.append((kind, tracer.trace(kind, hook, length)))
+    declared = _named_in_texts(variant, texts, view, tracer)
+    mask_params = _mask_params(variant, walk, tracer, dict(graphs), dict(texts))
+    return _assemble(tracer, graphs, texts, declared, mask_params)
+
+
+def _mask_params(
+    variant: Variant,
+    walk: Walk,
+    tracer: Tracer,
+    graphs: Mapping[str, ir.Graph],
+    texts: Mapping[str, str],
+) -> frozenset[str]:
+    """The declared params that decide what the mask keeps, or which code there is at all."""
+    tensors, numbers = set[int](), set[int]()
+    sources: set[Source] = {pin for pin in tracer.pins if pin[0] == "number"}
+    scalars = list(tracer.scalar_slots.values())
+    mask = graphs.get("mask_mod")
+    for node in () if mask is None else mask.nodes:
+        if node.op == "scalar":
+            sources |= scalars[node.int_attr("slot")].sources
+        elif node.op in ("gather", "searchsorted"):
+            read = tracer.program.reads(tracer.tensor_slots[node.int_attr("slot")][0])
+            tensors |= read[0]
+            numbers |= read[1]
+    tensors |= {int(s[1]) for s in sources if s[0] == "size"}
+    numbers |= {int(s[1]) for s in sources if s[0] == "number"}
+    words = set(re.findall(r"[A-Za-z_]\w*", texts.get("mask_mod", "")))
+    return frozenset(
+        {walk.param_tensors[i] for i in tensors & walk.param_tensors.keys()}
+        | {walk.param_numbers[i] for i in numbers & walk.param_numbers.keys()}
+        | {d.name for d in variant._declared if d.param.kind == "static" or d.name in words}
+    )
+
+
+def _named_in_texts(
+    variant: Variant, texts: Sequence[tuple[str, str]], view: Any, tracer: Tracer
+) -> list[tuple[str, Captured | Number]]:
+    """The declared params that C++ texts name: they get slots too."""
+    words = {w for _, text in texts for w in re.findall(r"[A-Za-z_]\w*", text)}
+    if not words:
+        return []
+    views = _leaf_views(variant, view)
+    found: list[tuple[str, Captured | Number]] = []
+    for d in variant._declared:
+        value: Any = getattr(views[id(d.owner)], d.param.name, None)
+        if d.name in words and type(value) in (Captured, Number):
+            found.append((d.name, value))
+    return found
+
+
+def _leaf_views(variant: Any, view: Any) -> dict[int, Any]:
+    views = {id(variant): view}
+    for part, part_view in zip(
+        getattr(variant, "_parts", ()), getattr(view, "_parts", ()), strict=True
+    ):
+        views.update(_leaf_views(part, part_view))
+    return views
+
+
+def _assemble(
+    tracer: Tracer,
+    graphs: Sequence[tuple[str, ir.Graph]],
+    texts: Sequence[tuple[str, str]],
+    declared: Sequence[tuple[str, Captured | Number]],
+    mask_params: frozenset[str],
+) -> Traced:
+    tensors: dict[int, int] = {}
+    scalars: dict[int, int] = {}
+    for _, graph in graphs:
+        for node in graph.nodes:
+            if node.op == "scalar":
+                scalars.setdefault(node.int_attr("slot"), len(scalars))
+            elif node.op in ("gather", "searchsorted"):
+                tensors.setdefault(node.int_attr("slot"), len(tensors))
+    for _, value in declared:
+        if type(value) is Captured:
+            tensors.setdefault(tracer.tensor_slot(value.host, {}), len(tensors))
+        elif type(value) is Number:
+            scalars.setdefault(tracer.scalar_slot(value), len(scalars))
+    hosts = [tracer.tensor_slots[slot] for slot in tensors]
+    numbers = [list(tracer.scalar_slots.values())[slot] for slot in scalars]
+    taken = set[str]()
+    made = ir.VariantIR(
+        tuple((kind, ir.remap_slots(g, tensors, scalars)) for kind, g in graphs),
+        tuple(_tensor_param(host, sizes, taken) for host, sizes in hosts),
+        tuple(_scalar_param(n, tracer.number_names, taken) for n in numbers),
+        tuple(texts),
+    )
+    finish = tracer.program.finish(
+        len(tracer.hosts), len(tracer.numbers), [h for h, _ in hosts], [n.node for n in numbers]
+    )
+    return Traced(made, finish, tracer.pins, mask_params)
+
+
+def _tensor_param(host: HostTensor, sizes: Mapping[int, int], taken: set[str]) -> ir.TensorParam:
+    t = host.tensor
+    return ir.TensorParam(
+        unique_name(host.name, taken),
+        DTYPE_NAMES[t.dtype],
+        t.dim(),
+        stride_pattern(t),
+        tuple(sizes.get(d, -1) for d in range(t.dim())),
+    )
+
+
+def _scalar_param(number: Number, number_names: Sequence[str], taken: set[str]) -> ir.ScalarParam:
+    kinds = sorted(number.sources)
+    name = "size" if kinds and kinds[0][0] == "size" else "number"
+    if kinds and kinds[0][0] == "number":
+        name = number_names[int(kinds[0][1])]
+    return ir.ScalarParam(
+        unique_name(name, taken), "float64" if isinstance(number.value, float) else "int64"
+    )

@@ -1,0 +1,427 @@
+"""What a hook sees while it is traced: `Value`, `Number` and `Captured` in place of tensors.
+
+All three carry ``__torch_function__``, so that ``torch.*`` calls reach the tracer; operators and
+methods are attached from the handlers of operations.py and others, which hold what each means.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from flashattn_jit.errors import TraceError
+from flashattn_jit.torch_modes import outside_modes
+from flashattn_jit.variants.capture.extract import (
+    UNARY,
+    HostNumber,
+    HostTensor,
+    Node,
+    Source,
+    constant,
+)
+from flashattn_jit.variants.ir.dtypes import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from flashattn_jit.variants.trace.tracer import Tracer
+
+ACTIVE: contextvars.ContextVar[Tracer | None] = contextvars.ContextVar("tracer", default=None)
+"""The tracer of the hook being traced in this thread."""
+
+Shape = tuple[int, ...]
+Handler = Callable[..., Any]
+
+HANDLERS: dict[str, Handler] = {}
+"""What a torch function or Tensor method does while tracing, by its name; see `trace_ops.op`."""
+
+READS = {"item": ".item()", "tolist": ".tolist()", "numpy": ".numpy()", "__bool__": "bool",
+         "__float__": "float()", "__int__": "int()", "__index__": "index"}  # fmt: skip
+"""Methods that ask a tensor for its values, by the name that errors give them."""
+
+_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
+    "//": operator.floordiv, "%": operator.mod, "**": operator.pow, "<<": operator.lshift,
+    ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
+}  # fmt: skip
+_COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+
+
+def tracer() -> Tracer:
+    """The active tracer; a proxy that outlived its trace raises."""
+    active = ACTIVE.get()
+    if active is None:
+        raise TraceError(
+            "a value of a traced hook was used after tracing ended; hooks must not store their "
+            "arguments"
+        )
+    return active
+
+
+def updated_by(name: str) -> str:
+    """The operation whose result `name` writes to its first argument: ``__add__`` for ``__iadd__``,
+    ``add`` for ``add_``; empty for what writes nothing."""
+    if name.startswith("__"):
+        base = f"__{name[3:]}"
+        return base if name.startswith("__i") and base in HANDLERS else ""
+    return name[:-1] if name.endswith("_") and name != "requires_grad_" else ""
+
+
+def _dispatch(
+    cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    return tracer().dispatch(func, args, kwargs or {})
+
+
+class _Proxy:
+    """What passes for a tensor while a hook is traced, with a dtype, a device, a shape and an ndim.
+
+    Reading its values is refused: they are not known then, and a captured tensor on a device would
+    be waited for at each call.
+    """
+
+    __slots__ = ()
+    __torch_function__: Any = classmethod(_dispatch)
+
+    is_cuda = property(lambda self: self.device.type == "cuda")
+
+    def size(self: Any, dim: int | None = None) -> Any:
+        """As ``Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self: Any) -> int:
+        """As ``Tensor.dim``."""
+        return self.ndim  # type: ignore[no-any-return]
+
+    def numel(self: Any) -> Any:
+        """As ``Tensor.numel``."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self: Any) -> bool:
+        """As ``Tensor.is_floating_point``."""
+        return self.dtype.is_floating_point  # type: ignore[no-any-return]
+
+    def __len__(self: Any) -> int:
+        if not self.ndim:
+            raise TypeError("len() of a 0-d tensor")
+        return int(self.shape[0])
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def read(self: Any, *_: Any, **__: Any) -> NoReturn:
+        tracer().refuse_value(what)
+
+    return read
+
+
+for _name, _what in READS.items():
+    setattr(_Proxy, _name, _refused(_what))
+
+
+class Value(_Proxy):
+    """A value that depends on the hook's arguments: logical `shape` over a flat IR node.
+
+    A value of one element is a scalar node whatever its shape; others are vectors, row-major.
+    weak: a Python number on its way into an operation.
+    """
+
+    __slots__ = ("name", "node", "shape", "weak")
+
+    def __init__(self, node: int, name: str, shape: Shape = (), weak: bool = False) -> None:
+        self.node = node
+        self.name = name  # the IR dtype
+        self.shape = torch.Size(shape)
+        self.weak = weak
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype."""
+        return TORCH_DTYPES[self.name]
+
+    @property
+    def ndim(self) -> int:
+        """The logical rank."""
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the call."""
+        return tracer().device
+
+    requires_grad = False
+    layout = torch.strided
+
+    def __repr__(self) -> str:
+        return f"Value({self.name}{list(self.shape)})"
+
+
+class Captured(_Proxy):
+    """A captured tensor, or what the prelude computes, with some of its dims already indexed.
+
+    index: per dim of `host` None (free), an int, a `Number` or an integer `Value`.
+    """
+
+    __slots__ = ("host", "index")
+
+    def __init__(self, host: HostTensor, index: tuple[Any, ...] = ()) -> None:
+        self.host = host
+        self.index = index or (None,) * len(host.shape)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The dims of the host tensor that are not indexed."""
+        return tuple(d for d, i in enumerate(self.index) if i is None)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the value is known at bind time."""
+        return not any(isinstance(i, Value) for i in self.index)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the hook sees: half precision reads as float32."""
+        dtype = self.host.dtype
+        small = dtype.is_floating_point and dtype.itemsize < 4
+        return torch.float32 if small and not self.on_host else dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The tensor's device."""
+        return self.host.device
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims that are not indexed."""
+        return len(self.free)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The sizes of the free dims, as runtime numbers."""
+        return tuple(tracer().size_of(self.host, d) for d in self.free)
+
+    requires_grad = property(lambda self: self.host.requires_grad)
+
+    def __repr__(self) -> str:
+        return f"Captured({self.host.name}, index={self.index})"
+
+    def __getattr__(self, name: str) -> Any:
+        return tracer().captured_attribute(self, name)
+
+
+class Number:
+    """A captured Python number: its value now, and the node that gives it on later calls.
+
+    Arithmetic with other numbers stays a number. Anything that needs the value (a comparison, a
+    shape, ``math.sqrt``) specialises: the numbers it came from join the structural key.
+    """
+
+    __slots__ = ("node", "sources", "value")
+    __torch_function__: Any = classmethod(_dispatch)
+
+    def __init__(self, value: float, node: Node, sources: frozenset[Source]) -> None:
+        self.value = value
+        self.node = node
+        self.sources = sources
+
+    def pin(self) -> Any:
+        """The value, specialised on."""
+        tracer().specialise(self.sources)
+        return self.value
+
+    def host(self) -> HostNumber:
+        """As an argument of a prelude call."""
+        return HostNumber(self.node, self.value)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(number, int) answers for the number
+        return type(self.value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.pin(), name)
+
+
+def _is_instance(x: Any, kinds: Any) -> bool:
+    """`isinstance` as a hook means it: proxies are tensors."""
+    return isinstance(_EXAMPLE if isinstance(x, Value | Captured) else x, kinds)
+
+
+def _type_of(x: Any, *more: Any) -> Any:
+    """`type` as a hook means it."""
+    return (
+        type(x, *more) if more else torch.Tensor if isinstance(x, Value | Captured) else x.__class__
+    )
+
+
+with outside_modes():
+    _EXAMPLE = torch.empty(0, device="cpu")
+STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
+"""Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
+
+
+def pinned(x: Any) -> Any:
+    """A captured number as its value, specialised on; anything else as it is."""
+    return x.pin() if type(x) is Number else x
+
+
+def _node(x: Any) -> Node:
+    return x.node if type(x) is Number else constant(x)
+
+
+def _sources(*xs: Any) -> frozenset[Source]:
+    return frozenset[Source]().union(*(x.sources for x in xs if type(x) is Number))
+
+
+def _plain(x: Any) -> Any:
+    return x.value if type(x) is Number else x
+
+
+def _number_op(symbol: str, a: Any, b: Any) -> Any:
+    """An operator with a captured number on one side and a tensor on the other."""
+    function = _ARITHMETIC.get(symbol) or _COMPARISONS[symbol]
+    if any(isinstance(x, Value) or (type(x) is Captured and not x.on_host) for x in (a, b)):
+        return HANDLERS[function.__name__.strip("_").join(("__", "__"))](a, b)
+    if not all(type(x) in (Captured, Number, int, float, bool) for x in (a, b)):
+        return NotImplemented
+    return tracer().dispatch(function, (a, b), {})
+
+
+def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
+    def calculate(a: Any, b: Any) -> Any:
+        if not all(type(x) in (Number, int, float, bool) for x in (a, b)):
+            return NotImplemented
+        if symbol == "**" and type(b) is Number and type(b.value) is int:
+            b = b.pin()  # its sign decides whether the result is an int
+        try:
+            value = operate(_plain(a), _plain(b))
+        except ArithmeticError as error:
+            raise type(error)(f"{error} (in {_plain(a)!r} {symbol} {_plain(b)!r})") from None
+        return Number(value, (symbol, _node(a), _node(b)), _sources(a, b))
+
+    def forward(self: Any, other: Any) -> Any:
+        result = calculate(self, other)
+        return _number_op(symbol, self, other) if result is NotImplemented else result
+
+    def backward(self: Any, other: Any) -> Any:
+        result = calculate(other, self)
+        return _number_op(symbol, other, self) if result is NotImplemented else result
+
+    name = operate.__name__.strip("_")
+    setattr(Number, f"__{name}__", forward)
+    setattr(Number, f"__r{name}__", backward)
+
+
+def _comparison(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
+    name = f"__{operate.__name__}__"
+
+    def compare(self: Any, other: Any) -> Any:
+        if isinstance(other, Value | Captured):
+            return _number_op(symbol, self, other)
+        mine, theirs = self.pin(), other.pin() if type(other) is Number else other
+        return getattr(mine, name)(theirs)
+
+    setattr(Number, name, compare)
+
+
+def _pinning(name: str) -> None:
+    def apply(self: Any, *args: Any) -> Any:
+        return getattr(self.pin(), name)(*args)
+
+    setattr(Number, name, apply)
+
+
+def _unary(name: str) -> None:
+    def apply(self: Any) -> Any:
+        return Number(getattr(self.value, name)(), (name, self.node), self.sources)
+
+    setattr(Number, name, apply)
+
+
+for _symbol, _operate in _ARITHMETIC.items():
+    _arithmetic(_symbol, _operate)
+for _symbol, _operate in _COMPARISONS.items():
+    _comparison(_symbol, _operate)
+for _name in ("bool", "int", "float", "index", "format", "hash", "repr"):
+    _pinning(f"__{_name}__")
+for _name in UNARY:
+    _unary(_name)
+
+
+# --- operators and methods of values and captured tensors ----------------------------------------
+
+# `Number` answers isinstance as the int or float that it stands for.
+_OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
+
+
+def _method(name: str, handler: Handler) -> Callable[..., Any]:
+    if name.startswith("__") and name not in ("__getitem__", "__setitem__"):
+
+        def operator(self: Any, *others: Any) -> Any:
+            if others and not isinstance(others[0], _OPERANDS):
+                return NotImplemented  # another class may define the reflected operator
+            return handler(self, *others)
+
+        return operator
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:
+            tracer().refuse(f"`{name}(out=...)`", "use the returned value")
+        return handler(self, *args, **kwargs)
+
+    return method
+
+
+def _inplace(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer()._handle(name, (self, *args), kwargs)
+
+    return method
+
+
+def _captured(name: str) -> Callable[..., Any]:
+    function = getattr(torch.Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return tracer().dispatch(function, (self, *args), kwargs)
+
+    return method
+
+
+def _missing(self: Value, name: str) -> Any:
+    if name.startswith("__") and name.endswith("__"):
+        raise AttributeError(name)
+    if name == "T":
+        return HANDLERS["permute"](self, *reversed(range(self.ndim)))
+    if name == "mT":
+        return HANDLERS["transpose"](self, -2, -1)
+    if hasattr(torch.Tensor, name):
+        if (updated_by(name) or name) in HANDLERS:
+            return lambda *args, **kwargs: tracer()._handle(name, (self, *args), kwargs)
+        tracer().refuse_op(f"Tensor.{name}")
+    raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+
+
+def attach() -> None:
+    """Give `Value` and `Captured` every operator and method that has a handler, once all have."""
+    for name, handler in HANDLERS.items():
+        dunder = name.startswith("__")
+        if dunder and updated_by(name):
+            setattr(Value, name, _inplace(name))
+        elif dunder or hasattr(torch.Tensor, name):
+            setattr(Value, name, _method(name, handler))
+        if dunder and hasattr(torch.Tensor, name):
+            setattr(Captured, name, _captured(name))
+    Value.__getattr__ = _missing  # type: ignore[attr-defined]
+    Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
+    for cls in (Value, Captured):
+        # numpy scalars on the left then return NotImplemented, and our operators are asked.
+        cls.__array_ufunc__ = None  # type: ignore[union-attr]

@@ -1,0 +1,411 @@
+"""Small static vectors and rows: rearrangement, indexing, reductions.
+
+A `Value` of logical shape (n, m, ...) is one flat vector node. Everything that only moves elements
+(slices, flips, transposes, stacks, rolls, views) is computed on an array of element numbers, by
+torch's own methods, and lowered once, by `take`, to the fewest slices, interleaves and
+concatenations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flashattn_jit.variants.capture.extract import map_tree
+from flashattn_jit.variants.ir.ir import REDUCTIONS, is_float
+from flashattn_jit.variants.trace.operations import (
+    as_float,
+    binary,
+    cast,
+    common_dtype,
+    emit,
+    node_shape,
+    op,
+    to_dtype,
+    val,
+)
+from flashattn_jit.variants.trace.values import Captured, Shape, Value, tracer
+
+Numbers = npt.NDArray[np.int64]
+MAX_PIECES = 64
+"""How many slices one rearrangement may need before it is refused."""
+
+
+def element_numbers(x: Value) -> Numbers:
+    """The flat element numbers of `x` in its logical shape."""
+    return np.arange(math.prod(x.shape)).reshape(x.shape)
+
+
+def take(x: Value, numbers: Numbers) -> Value:
+    """The elements of `x` at the flat `numbers`, in their shape."""
+    node = x.node
+    if tracer().emitter.node(node).shape:  # every element of a scalar is that scalar
+        node = _take(node, numbers.ravel(), x.name)
+    return Value(node, x.name, numbers.shape)
+
+
+def _step(ns: Numbers) -> int | None:
+    """The common difference of an arithmetic progression, else None."""
+    if len(ns) == 1:
+        return 1
+    step = int(ns[1] - ns[0])
+    return step if bool((np.diff(ns) == step).all()) else None
+
+
+def _take(node: int, ns: Numbers, dtype: str) -> int:
+    emitter = tracer().emitter
+    source = emitter.node(node)
+    count = len(ns)
+    if not source.shape:  # every element of a scalar is that scalar
+        if count == 1:
+            return node
+        return emitter.emit("broadcast", [node], dtype, (count,), length=count)
+    if source.op == "broadcast":
+        return _take(source.args[0], np.zeros_like(ns), dtype)
+    if count == 1:
+        return _element(node, int(ns[0]), dtype)
+    step = _step(ns)
+    if step == 0:
+        return _take(_element(node, int(ns[0]), dtype), np.zeros_like(ns), dtype)
+    if step is not None:
+        return _slice(node, int(ns[0]), step, count, dtype)
+    pieces, interleaved = _pieces(ns)
+    if len(pieces) > MAX_PIECES:
+        tracer().refuse(
+            f"a rearrangement of {count} elements into {len(pieces)} pieces",
+            "use slices, flip, roll, stack, cat or chunk",
+        )
+    parts = [_take(node, p, dtype) for p in pieces]
+    if interleaved:
+        return emitter.emit("interleave", parts, dtype, (count,))
+    return concatenate(parts, dtype)
+
+
+def _pieces(ns: Numbers) -> tuple[list[Numbers], bool]:
+    runs: list[Numbers] = []
+    start = 0
+    while start < len(ns):
+        stop = min(start + 2, len(ns))
+        step = int(ns[stop - 1] - ns[start])
+        while stop < len(ns) and int(ns[stop] - ns[stop - 1]) == step:
+            stop += 1
+        # A lone pair with a jump is better left to the next run.
+        if stop - start == 2 and abs(step) != 1 and stop < len(ns):
+            stop = start + 1
+        runs.append(ns[start:stop])
+        start = stop
+    for ways in range(2, min(len(runs), len(ns) // 2 + 1)):
+        if len(ns) % ways == 0 and all(_step(ns[w::ways]) is not None for w in range(ways)):
+            return [ns[w::ways] for w in range(ways)], True
+    return runs, False
+
+
+def _element(node: int, i: int, dtype: str) -> int:
+    emitter = tracer().emitter
+    sliced = _slice(node, i, 1, 1, dtype)
+    return sliced if not emitter.node(sliced).shape else emitter.emit("sum", [sliced], dtype, ())
+
+
+def _slice(node: int, start: int, step: int, count: int, dtype: str) -> int:
+    emitter = tracer().emitter
+    source = emitter.node(node)
+    length = source.shape[0]
+    if start == 0 and step == 1 and count == length:
+        return node
+    if source.op == "slice":
+        inner_start, inner_step = source.int_attr("start"), source.int_attr("step")
+        new_start = inner_start + start * inner_step
+        return _slice(source.args[0], new_start, step * inner_step, count, dtype)
+    if source.op == "cat":
+        # Inside one part of a concatenation the others do not matter.
+        offset = 0
+        for part in source.args:
+            size = emitter.node(part).shape[0] if emitter.node(part).shape else 1
+            ends = (start - offset, start + (count - 1) * step - offset)
+            if min(ends) >= 0 and max(ends) < size:
+                if not emitter.node(part).shape:
+                    return part
+                return _slice(part, start - offset, step, count, dtype)
+            offset += size
+    if source.op == "interleave":
+        ways = len(source.args)
+        if step % ways == 0 or count == 1:
+            part = source.args[start % ways]
+            return _slice(part, start // ways, step // ways or 1, count, dtype)
+    if count == 1:
+        step = 1
+    return emitter.emit("slice", [node], dtype, (count,), start=start, step=step, length=count)
+
+
+def concatenate(parts: Sequence[int], dtype: str) -> int:
+    """One flat vector of nodes; scalars are single elements."""
+    emitter = tracer().emitter
+    total = 0
+    vectors = []
+    for part in parts:
+        shape = emitter.node(part).shape
+        if not shape:
+            part = emitter.emit("broadcast", [part], dtype, (1,), length=1)
+        vectors.append(part)
+        total += shape[0] if shape else 1
+    if len(vectors) == 1:
+        return parts[0]
+    return emitter.emit("cat", vectors, dtype, (total,))
+
+
+def expand(x: Value, shape: Shape) -> Value:
+    """`x` broadcast to `shape`."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    return take(x, np.broadcast_to(element_numbers(x), shape))
+
+
+def full(x: Value) -> Value:
+    """`x` with a vector node for more than one element (arithmetic leaves scalars unexpanded)."""
+    count = math.prod(x.shape)
+    if count > 1 and not tracer().emitter.node(x.node).shape:
+        return Value(_take(x.node, np.zeros(count, np.int64), x.name), x.name, x.shape)
+    return x
+
+
+# --- what only moves elements ------------------------------------------------------------------
+
+
+def ints(*args: Any) -> tuple[int, ...]:
+    """Sizes or dims given as arguments or as one sequence, specialised."""
+    items = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
+    return tuple(int(i) for i in items)
+
+
+def _moved(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the method `name` makes: torch's own says, of the numbers of the elements."""
+    v = val(input)
+    args, kwargs = map_tree((args, kwargs), lambda x: x if x is None else int(x))
+    with torch._C.DisableTorchFunction():
+        moved = getattr(torch.from_numpy(element_numbers(v)), name)(*args, **kwargs)
+        return map_tree(moved, lambda numbers: take(v, numbers.numpy()))
+
+
+for _name in (
+    "reshape", "view", "flatten", "ravel", "unflatten", "unsqueeze", "squeeze", "expand",
+    "broadcast_to", "t", "movedim", "moveaxis", "transpose", "swapaxes", "swapdims", "permute",
+    "flip", "roll", "repeat_interleave", "repeat", "tile", "narrow", "select", "split_with_sizes",
+    "chunk", "unbind",
+):  # fmt: skip
+    op(_name, elementwise=False)(partial(_moved, _name))
+
+
+@op("view_as", "reshape_as", elementwise=False)
+def _reshape_as(input: Any, other: Any) -> Value:
+    return _moved("reshape", input, other.shape)  # type: ignore[no-any-return]
+
+
+@op("expand_as", elementwise=False)
+def _expand_as(input: Any, other: Any) -> Value:
+    return expand(val(input), tuple(val(other).shape))
+
+
+@op("split", elementwise=False)
+def _split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> tuple[Value, ...]:
+    return _moved("split", tensor, split_size_or_sections, dim)  # type: ignore[no-any-return]
+
+
+@op("__getitem__", elementwise=False)
+def _getitem(input: Any, index: Any) -> Value:
+    v = val(input)
+    return take(v, np.asarray(element_numbers(v)[_static_index(index)]))
+
+
+@op("cat", "concat", "concatenate", elementwise=False)
+def _cat(tensors: Any, dim: int = 0, axis: int | None = None) -> Value:
+    return _join(tensors, lambda arrays: np.concatenate(arrays, dim if axis is None else axis))
+
+
+@op("stack", elementwise=False)
+def _stack(tensors: Any, dim: int = 0) -> Value:
+    return _join(tensors, lambda arrays: np.stack(arrays, dim))
+
+
+def _join(tensors: Any, arrange: Any) -> Value:
+    values = [val(x) for x in tensors]
+    dtype = common_dtype(*values)
+    values = [full(cast(v, dtype)) for v in values]
+    arrays, offset = [], 0
+    for v in values:
+        arrays.append(element_numbers(v) + offset)
+        offset += math.prod(v.shape)
+    flat = Value(concatenate([v.node for v in values], dtype), dtype, (offset,))
+    return take(flat, arrange(arrays))
+
+
+# --- indexing ----------------------------------------------------------------------------------
+
+
+def _static_index(index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    out: list[Any] = []
+    for i in items:
+        if isinstance(i, Value | Captured):
+            tracer().refuse(
+                "a computed value indexed by a tensor",
+                "index the captured tensor itself: `t[q_idx]`; computed rows take static indices",
+            )
+        if isinstance(i, slice):
+            if i.step is not None and int(i.step) <= 0:
+                tracer().refuse("a slice with a negative step", "use `.flip(-1)`, as torch wants")
+            parts = (i.start, i.stop, i.step)
+            out.append(slice(*(None if p is None else int(p) for p in parts)))
+        elif i is None or i is Ellipsis:
+            out.append(i)
+        elif isinstance(i, tuple | list):
+            out.append([int(j) for j in i])
+        else:
+            out.append(int(i))
+    return tuple(out)
+
+
+@op("__setitem__", elementwise=False)
+def _setitem(input: Any, index: Any, value: Any) -> None:
+    v = full(val(input))
+    numbers = element_numbers(v)
+    places = numbers[_static_index(index)]
+    new = full(expand(cast(val(value), v.name), np.shape(places)))
+    count = math.prod(v.shape)
+    flat = Value(concatenate([v.node, new.node], v.name), v.name, (count + places.size,))
+    numbers[_static_index(index)] = count + np.arange(places.size).reshape(np.shape(places))
+    input.node = take(flat, numbers).node
+
+
+# --- reductions: sums, extrema, norms, dot products ----------------------------------------------
+
+
+def reduce(
+    name: str, input: Any, dim: Any = None, keepdim: bool = False, *, to: str | None = None
+) -> Value:
+    """Reduce over `dim` (None: all), converted `to` a dtype before."""
+    v = full(val(input))
+    v = cast(v, to) if to is not None else v
+    rank = len(v.shape)
+    if rank == 0:
+        return v
+    dims = tuple(range(rank)) if dim is None or dim == () else ints(dim)
+    dims = tuple(d % rank for d in dims)
+    kept = [d for d in range(rank) if d not in dims]
+    shape = tuple(1 if d in dims else n for d, n in enumerate(v.shape)) if keepdim else tuple(
+        v.shape[d] for d in kept
+    )  # fmt: skip
+    numbers = np.transpose(element_numbers(v), [*kept, *dims])
+    numbers = numbers.reshape(math.prod(v.shape[d] for d in kept), -1)
+    if len(numbers) == 1:
+        row = take(v, numbers[0])
+        if not node_shape(row.shape):
+            return Value(row.node, v.name, shape)
+        node = tracer().emitter.emit(name, [row.node], v.name, ())
+        return Value(node, v.name, shape)
+    if numbers.shape[1] <= numbers.shape[0]:
+        parts = [take(v, column) for column in numbers.T]
+        total = parts[0]
+        for part in parts[1:]:
+            total = emit(REDUCTIONS[name], (total, part), v.name)
+        return Value(total.node, v.name, shape)
+    nodes = [tracer().emitter.emit(name, [take(v, r).node], v.name, ()) for r in numbers]
+    return Value(concatenate(nodes, v.name), v.name, shape)
+
+
+def _total(
+    name: str, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Value:
+    v = val(input)
+    if dtype is not None:
+        v = to_dtype(v, dtype)
+    return reduce(name, v, dim, keepdim, to=None if is_float(v.name) else "int64")
+
+
+@op("mean", elementwise=False)
+def _mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
+    v = val(input)
+    if dtype is not None:
+        v = as_float(v)
+    if not is_float(v.name):
+        tracer().refuse("mean of integers", "convert with `.float()` first")
+    total = reduce("sum", v, dim, keepdim)
+    count = math.prod(v.shape) // max(math.prod(total.shape), 1)
+    return binary("mul", total, 1.0 / count) if _is_power_of_two(count) else emit(
+        "div", (total, cast(val(float(count)), total.name)), total.name
+    )  # fmt: skip
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _extremum(name: str, pair: str, input: Any, *args: Any, **kw: Any) -> Any:
+    other = args[0] if args else kw.get("other")
+    if isinstance(other, Value | Captured):
+        return binary(pair, input, other)
+    if args or "dim" in kw:
+        tracer().refuse(f"`{name[1:]}` with a dim, which also gives indices", f"use `.{name}(dim)`")
+    return reduce(name, input)
+
+
+for _name in ("sum", "prod"):
+    op(_name, elementwise=False)(partial(_total, _name))
+for _name in ("amax", "amin"):
+    op(_name, elementwise=False)(partial(reduce, _name))
+    op(_name[1:], elementwise=False)(partial(_extremum, _name, REDUCTIONS[_name]))
+for _name in ("any", "all"):
+    op(_name, elementwise=False)(partial(reduce, _name, to="bool"))
+
+
+@op("dot", "vdot", "inner", "linalg_vecdot", elementwise=False)
+def _dot(input: Any, other: Any, dim: int = -1) -> Value:
+    a, b = val(input), val(other)
+    if len(a.shape) != 1 or len(b.shape) != 1:
+        tracer().refuse("dot of values that are not vectors", "index down to one dim")
+    return _total("sum", binary("mul", a, b))
+
+
+@op("matmul", "__matmul__", "mm", "mv", "bmm", "einsum", "linear", elementwise=False)
+def _matmul(input: Any, other: Any = None, *args: Any) -> Value:
+    a, b = (val(x) if isinstance(x, Value) or _is_row(x) else None for x in (input, other))
+    if a is not None and b is not None and len(a.shape) == len(b.shape) == 1:
+        return _dot(a, b)
+    return tracer().refuse(
+        "a matrix product", "only dot products of small vectors exist inside a hook; "
+        "multiply before the call and capture the result"
+    )  # fmt: skip
+
+
+def _is_row(x: Any) -> bool:
+    return isinstance(x, Captured) and x.ndim == 1
+
+
+@op("norm", "linalg_norm", "linalg_vector_norm", elementwise=False)
+def _norm(
+    input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord: Any = None,
+    out: Any = None, dtype: Any = None,
+) -> Any:  # fmt: skip
+    x = as_float(input)
+    power = ord if ord is not None else p
+    if power is None or power == "fro" or power == 2:
+        total = reduce("sum", binary("mul", x, x), dim, keepdim)
+        return emit("sqrt", (total,), total.name)
+    size = emit("abs", (x,), x.name)
+    if power == math.inf:
+        return reduce("amax", size, dim, keepdim)
+    if power == 1:
+        return reduce("sum", size, dim, keepdim)
+    return tracer().refuse(f"a norm of order {power}", "use order 1, 2 or inf")
+
+
+@op("var", "std", elementwise=False)
+def _var(input: Any, *args: Any, **kw: Any) -> Any:
+    return tracer().refuse(
+        "var and std", "write the mean of squares: `((x - x.mean(-1, keepdim=True)) ** 2).mean(-1)`"
+    )
