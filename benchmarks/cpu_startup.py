@@ -22,8 +22,8 @@ import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, median, report
 from benchmarks._progress import steps
 from flashattn_jit.jit.module import default
+from flashattn_jit.ops.arguments import calls
 from flashattn_jit.ops.launching import launches
-from flashattn_jit.ops.planning import calls
 from flashattn_jit.variants import binding
 
 _IMPORT = """

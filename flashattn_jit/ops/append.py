@@ -12,7 +12,7 @@ from ..codegen.spec import UtilitySpec, compiled_target, on_cpu, place_utility
 from ..errors import InputError
 from ..torch_modes import is_direct
 from .arguments import checks
-from .arguments.offsets import host_array
+from .arguments.calls import host_array
 from .device.cuda import LaunchTensors
 from .keys.paged import PAGE_SIZE_RULE, Paged
 from .keys.storage import Stored, check_pages, read_storage

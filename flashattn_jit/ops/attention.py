@@ -9,9 +9,8 @@ import torch
 from ..torch_modes import is_direct
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
-from .arguments.offsets import Offset
+from .arguments.calls import Offset, dense_form, dense_requests
 from .launching.launches import attend
-from .planning.calls import dense_form, dense_requests
 from .torch_ops import as_op
 
 

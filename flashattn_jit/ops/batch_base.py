@@ -21,15 +21,15 @@ from ..variants.ir.ir import unscaled_integers
 from ..variants.params import Dims
 from ..variants.variant import Variant, as_variant, is_pointwise
 from .arguments import checks
+from .arguments.calls import Array, Offset, host_array, offset_array
 from .arguments.limits import Limits
-from .arguments.offsets import Array, Offset, host_array, offset_array
 from .keys.key_lists import KeyLists, Lengths, key_lists
 from .keys.mask_bits import BlockBits, TreeBits, tree_words
 from .keys.sparsity import BlockSparse, Sparsity, TokenSparse, Tree
 from .keys.storage import NativeStorage, Storage, Stored, read_storage
 from .launching import batch_run
 from .launching.batch_run import Habits, Planned
-from .launching.workspace import Workspace
+from .launching.launches import Workspace
 from .plan import Plan
 from .planning import batch_plan
 from .planning.batch_params import bind_plan, bound_kernels

@@ -11,7 +11,7 @@ from ..errors import InputError, VariantError
 from ..torch_modes import on_host
 from ..variants.binding import Bound
 from ..variants.ir.ir import keys_read_request
-from .arguments.offsets import host_array
+from .arguments.calls import host_array
 from .attention import Offset
 from .batch_base import BatchBase, Level
 from .keys.level_pages import in_cache_pages

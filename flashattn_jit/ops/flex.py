@@ -13,9 +13,9 @@ from ..torch_modes import is_direct
 from ..variants.binding import Swap
 from ..variants.variant import FULL, Dims, Variant, variant
 from .arguments import checks, torch_inputs
+from .arguments.calls import dense_form, dense_requests
 from .attention import run_dense
 from .keys.block_mask import Blocks, check_mask_device, read_block_mask
-from .planning.calls import dense_form, dense_requests
 from .torch_ops import as_op
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from ..errors import InputError
 from ..variants.variant import as_variant
 from . import merge
-from .arguments.layouts import filled, like_q_strides, result_dtype
+from .arguments.calls import filled, like_q_strides, result_dtype
 from .attention import run_dense
 from .keys.block_mask import keep_states
 from .keys.paged import Paged

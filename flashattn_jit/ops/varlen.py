@@ -12,9 +12,8 @@ from ..torch_modes import is_direct, outside_modes
 from ..variants.binding import Swap
 from ..variants.variant import Variant, as_variant
 from .arguments import checks
-from .arguments.offsets import Offset
+from .arguments.calls import Offset, packed_form, packed_requests
 from .launching.launches import attend
-from .planning.calls import packed_form, packed_requests
 from .torch_ops import as_op
 
 

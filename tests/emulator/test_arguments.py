@@ -48,8 +48,8 @@ def test_text_behind_a_nul_is_an_error() -> None:
 def test_a_process_ends_while_a_thread_runs_a_kernel() -> None:
     code = f"""
 import threading, time
-from flashattn_jit.jit import emulator
-program = emulator.Program({PTX!r})
+from flashattn_jit.jit.emulator import programs
+program = programs.Program({PTX!r})
 run = lambda: program.run("spin", (1, 1, 1), (32, 1, 1), 0, b"", [], num_threads=1)
 threading.Thread(target=run, daemon=True).start()
 time.sleep(0.5)

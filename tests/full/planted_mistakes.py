@@ -62,7 +62,7 @@ PYTHON = (
             "ALiBi of 12 heads gets slopes that it has already.",
             "tests/variants/test_library_biases.py"),
     # Ops: checks, normalisation of arguments, sparsity, levels
-    Mistake("checks by shapes alone", f"{OPS}/planning/calls.py",
+    Mistake("checks by shapes alone", f"{OPS}/arguments/calls.py",
             "q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype",
             "q.shape, k.shape, v.shape, q.dtype",
             "A transposed tensor passes after a contiguous one of its shape did.",
@@ -104,7 +104,7 @@ PYTHON = (
             "A manifest may ask for kernels of lists that have a block mask too.",
             "tests/codegen/test_document.py"),
     # Cache: keys, locks, trust, eviction, look-up
-    Mistake("order of flags", f"{JIT}/cache/entry.py",
+    Mistake("order of flags", f"{JIT}/cache/keys.py",
             '("flags", "\\n".join(flags)),', '("flags", "\\n".join(sorted(flags))),',
             "Kernels compiled with the same flags in another order share a key.",
             "tests/jit/test_key.py"),

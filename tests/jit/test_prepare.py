@@ -191,7 +191,7 @@ def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) ->
     """A real build: what was compiled is not mapped, and torch's loader has not seen it."""
     program = (
         "from pathlib import Path\n"
-        "from flashattn_jit.jit import toolchain\n"
+        "from flashattn_jit.jit.compilation import toolchain\n"
         "from flashattn_jit.jit.compilation.toolchain import find_compiler\n"
         "import sys, torch\n"
         "source = Path(sys.argv[1]).read_text()\n"

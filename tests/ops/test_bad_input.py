@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashattn_jit as fa
 from flashattn_jit.jit import module as jit_module
+from flashattn_jit.ops.arguments.calls import dense_form
 from flashattn_jit.ops.launching import launches
-from flashattn_jit.ops.planning.calls import dense_form
 
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 8, 12, 16
 

@@ -12,12 +12,11 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from flashattn_jit.ops.arguments import calls
+from flashattn_jit.ops.arguments.calls import KEPT_SIZE, Recent
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.ops.launching import launches
-from flashattn_jit.ops.planning import calls
 from flashattn_jit.ops.planning.batch_plan import Variation
-from flashattn_jit.ops.planning.calls import KEPT_SIZE
-from flashattn_jit.ops.planning.recent import Recent
 from flashattn_jit.variants.reference import varlen_reference
 from tests.planner.batch_plans import WORK, indptr, items_of
 

@@ -19,9 +19,9 @@ from flashattn_jit.errors import InputError, LaunchError, TargetError
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import default, load_stepping
 from flashattn_jit.ops.arguments import checks
+from flashattn_jit.ops.arguments.calls import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.launching import launches, utility
-from flashattn_jit.ops.planning.calls import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops.planning.kernels import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import request_of, slots

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.ops.planning.calls import bind_tensors
+from flashattn_jit.ops.arguments.calls import bind_tensors
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims

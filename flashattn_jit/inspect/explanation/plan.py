@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from ... import _C
+from ...ops.arguments.calls import Requests, dense_lengths, read_lengths
 from ...ops.launching.launches import plan_call
-from ...ops.planning.calls import Requests, dense_lengths, read_lengths
 from ...ops.planning.kernels import Options
 from ...planner.tiles import Problem
 from ...variants.interval.tile_runs import MaskParams

@@ -35,12 +35,12 @@ from flashattn_jit.jit.cache.entry import (
     Entry,
     check_content,
     check_meta,
+    may_be_swapped,
     read_file,
     stepped_down_to,
 )
 from flashattn_jit.jit.cache.keys import Document
 from flashattn_jit.jit.cache.store import Store, check_file
-from flashattn_jit.jit.cache.trust import may_be_swapped
 
 if TYPE_CHECKING:
     from flashattn_jit.jit.cache.pack_file import PackedEntry, PackFile
@@ -367,7 +367,7 @@ class FolderLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """A pack file, read in place. installed: by pip, see `trust.others_write`."""
+    """A pack file, read in place. installed: by pip, see `entry.others_write`."""
 
     path: Path
     installed: bool = False

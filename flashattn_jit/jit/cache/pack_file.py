@@ -28,6 +28,7 @@ from flashattn_jit.jit.cache.entry import (
     META,
     MOST_FILE_BYTES,
     MOST_META_BYTES,
+    complaint,
     is_compiler_id,
     is_file_name,
     is_key,
@@ -35,7 +36,6 @@ from flashattn_jit.jit.cache.entry import (
     sha256,
 )
 from flashattn_jit.jit.cache.store import LAYOUT
-from flashattn_jit.jit.cache.trust import complaint
 
 EARLIEST = (1980, 1, 1, 0, 0, 0)
 """The time of an archive's members; there is none before it."""
@@ -143,7 +143,7 @@ class PackFile:
 
     Opening reads the directory, not the entries. Safe in threads and after a fork.
     Raises PackError, naming the member, for anything but a pack, for one of a foreign owner and for
-    one that others may write to (installed: see `trust.others_write`), and where it cannot be read.
+    one that others may write to (installed: see `entry.others_write`), and where it cannot be read.
     """
 
     _descriptor = -1

@@ -45,14 +45,16 @@ from flashattn_jit.jit.cache.entry import (
     Entry,
     check_content,
     check_meta,
+    complaint,
     is_compiler_id,
     is_key,
+    is_ours,
+    others_may_rename,
     parse_meta,
     read_entry,
     read_file,
     sha256,
 )
-from flashattn_jit.jit.cache.trust import complaint, is_ours, others_may_rename
 
 log = logging.getLogger(__name__)
 

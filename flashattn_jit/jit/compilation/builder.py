@@ -28,12 +28,12 @@ from flashattn_jit.jit.cache.entry import (
     CompilerIdentity,
     CorruptEntryError,
     Entry,
+    may_be_swapped,
 )
 from flashattn_jit.jit.cache.keys import KernelKey, sources_changed
 from flashattn_jit.jit.cache.layers import Counters, Found, found_in_folder, oldest_driver
 from flashattn_jit.jit.cache.misses import SHIP
 from flashattn_jit.jit.cache.store import Store
-from flashattn_jit.jit.cache.trust import may_be_swapped
 from flashattn_jit.jit.compilation import nvcc, toolchain
 from flashattn_jit.jit.compilation.compile_job import BuildFailure, Compiler, SpillError
 from flashattn_jit.jit.compilation.toolchain import ask_version, cxx_words

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .calls import like_q_strides
 from .checks import check_readable
-from .layouts import like_q_strides
 
 
 def prepare(

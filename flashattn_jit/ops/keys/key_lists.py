@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ... import env
 from ...errors import InputError
+from ..arguments.calls import Array, host_array
 from ..arguments.checks import INT32_MAX, check_int, check_readable, shown
-from ..arguments.offsets import Array, host_array
 from .mask_bits import MAX_MAP_ENTRIES, block_words
 from .sparsity import BlockSparse, TokenSparse
 

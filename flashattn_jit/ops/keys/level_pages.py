@@ -15,8 +15,8 @@ import torch
 from ... import _C
 from ...errors import InputError
 from ...torch_modes import is_capturing
+from ..arguments.calls import host_array
 from ..arguments.checks import check_int
-from ..arguments.offsets import host_array
 from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Storage, Stored, read_storage
 

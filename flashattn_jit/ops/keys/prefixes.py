@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import InputError
+from ..arguments.calls import host_array
 from ..arguments.checks import check_int, check_readable
-from ..arguments.offsets import host_array
 from .paged import Paged
 from .storage import read_storage
 

@@ -16,8 +16,8 @@ import torch
 from ... import env
 from ...errors import InputError
 from ...torch_modes import need_values
+from ..arguments.calls import Array, host_array
 from ..arguments.checks import INT32_MAX, check_int, check_readable
-from ..arguments.offsets import Array, host_array
 from .paged import PAGE_SIZE_RULE, Paged
 
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]

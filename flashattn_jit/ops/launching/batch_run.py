@@ -13,13 +13,12 @@ from ...variants.binding import Bound, bind, bind_outside_modes
 from ...variants.ir.dtypes import DTYPE_NAMES
 from ...variants.variant import Variant
 from ..arguments import checks
+from ..arguments.calls import Call, bind_tensors, is_aligned, packed_form, paged_form
 from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Variation, mask_values, vary
-from ..planning.calls import Call, bind_tensors, is_aligned, packed_form, paged_form
 from ..planning.kernels import Options
-from .launches import check_out, launch, make_launch
-from .workspace import Workspace
+from .launches import Workspace, check_out, launch, make_launch
 
 _RAGGED = "[num_kv_tokens, num_kv_heads, {}]"
 _PAGED = "[num_pages, page_size, num_kv_heads, {}]"

@@ -15,10 +15,9 @@ from ...codegen.spec import UtilitySpec
 from ...jit.module import load_stepping
 from ...planner.tiles import requests_of
 from ...torch_modes import refuse_capture
+from ..arguments.calls import Layouts, Recent
 from ..device.cuda import LaunchTensors
 from ..device.plan_memory import DeviceBlock, launch, state_of
-from ..planning.calls import Layouts
-from ..planning.recent import Recent
 
 Strides3 = tuple[int, int, int]
 

@@ -19,8 +19,8 @@ from ... import _C
 from ...errors import InputError
 from ...variants.binding import Bound, Structure
 from ...variants.params import Dims
+from ..arguments.calls import BlockMaskLayout, Call, bind_tensors
 from ..keys.key_lists import KeyLists
-from .calls import BlockMaskLayout, Call, bind_tensors
 from .kernels import Kernels, Options, Pair, native_kinds
 
 # --- batches --------------------------------------------------------------------------------------

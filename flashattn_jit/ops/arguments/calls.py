@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -20,18 +21,50 @@ from ...errors import InputError
 from ...torch_modes import need_values
 from ...variants.binding import Structure
 from ...variants.params import Dims
-from ..arguments import checks
-from ..arguments.layouts import Strides
-from ..arguments.offsets import (
-    LARGEST_OFFSET,
-    Offset,
-    check_offset,
-    host_array,
-    is_end,
-    offset_array,
-)
-from .recent import Recent
+from . import checks
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Recent(dict[_Key, _Value]):
+    """A dict in which `keep` leaves the newest entries, whose sizes sum to `most` at most.
+
+    Threads may share it.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+        self._total = 0
+        self._sizes: dict[_Key, int] = {}
+        self._lock = Lock()
+
+    def keep(self, key: _Key, value: _Value, size: int = 1) -> _Value:
+        """Remembers a value, and returns it."""
+        with self._lock:
+            self[key] = value
+            self._total += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+            while self._total > self._most and len(self) > 1:
+                oldest = next(iter(self))
+                del self[oldest]
+                self._total -= self._sizes.pop(oldest)
+        return value
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            super().clear()
+            self._sizes.clear()
+            self._total = 0
+
+
+Offset = int | torch.Tensor | Literal["end"]
+"""Of ``q_idx``: an int, a tensor with one entry a request, or "end" for kv_len - q_len."""
+
+_LARGEST_OFFSET = 2**30
+Strides = tuple[int, ...]
 Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Sizes and strides of param tensors and of their min/max tables."""
 
@@ -203,6 +236,43 @@ def _steps_aligned(tensor: torch.Tensor) -> bool:
     return all(stride * item % 16 == 0 for stride in tensor.stride()[:-1])
 
 
+# --- results --------------------------------------------------------------------------------------
+
+
+def result_dtype(q_dtype: torch.dtype, partial: bool) -> torch.dtype:
+    """q's dtype; partial states are fp32."""
+    return torch.float32 if partial else q_dtype
+
+
+def like_q_strides(q: torch.Tensor, head_dim_v: int) -> Strides:
+    """Strides of a dense output in q's stride order, last dim contiguous, without gaps."""
+    return in_order_of(q.shape, q.stride(), head_dim_v)
+
+
+def in_order_of(shape: Sequence[int], strides: Sequence[int], head_dim_v: int) -> Strides:
+    """Strides without gaps of a result of this `shape` of q, in the order of these strides."""
+    order = sorted(range(3), key=lambda d: (strides[d], -d))
+    out, reach = [0, 0, 0, 1], max(1, head_dim_v)
+    for d in order:
+        out[d] = reach
+        reach *= max(1, shape[d])
+    return tuple(out)
+
+
+def contiguous(shape: Sequence[int]) -> Strides:
+    """Strides of a contiguous tensor."""
+    out, reach = [], 1
+    for size in reversed(shape):
+        out.append(reach)
+        reach *= max(1, size)
+    return tuple(reversed(out))
+
+
+def filled(lse: torch.Tensor | None, like: Any) -> torch.Tensor:
+    """An op's lse: empty, on the device of `like`, where there is none."""
+    return like.new_empty(0, dtype=torch.float32) if lse is None else lse
+
+
 # --- params ---------------------------------------------------------------------------------------
 
 
@@ -279,7 +349,7 @@ def read_lengths(
     if kv_len is not None:
         lengths = checks.check_lengths("kv_len", kv_len, batch, 0, kv_rows)
     if isinstance(q_offset, torch.Tensor):
-        least, most = -LARGEST_OFFSET, LARGEST_OFFSET
+        least, most = -_LARGEST_OFFSET, _LARGEST_OFFSET
         return lengths, checks.check_lengths("q_offset", q_offset, batch, least, most)
     if is_end(q_offset, "batch"):
         if lengths is None:
@@ -343,20 +413,68 @@ def _content(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
     return tensor.dtype, tensor.numpy().tobytes()
 
 
-__all__ = [
-    "KEPT_SIZE",
-    "BlockMaskLayout",
-    "Call",
-    "Form",
-    "Layouts",
-    "Requests",
-    "bind_tensors",
-    "dense_form",
-    "dense_lengths",
-    "dense_requests",
-    "is_aligned",
-    "packed_form",
-    "packed_requests",
-    "paged_form",
-    "read_lengths",
-]
+# --- arrays of lengths and offsets ----------------------------------------------------------------
+
+Array = tuple[int, int, int]
+"""A contiguous integer array of the host: address, entries, bytes of an entry."""
+
+
+def host_array(name: str, value: object, shape: str = "[n]") -> tuple[Array, torch.Tensor]:
+    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid.
+
+    shape: what messages say of it.
+    """
+    tensor = checks.check_host_integers(name, value, "batches")
+    if tensor.dim() != 1:
+        raise InputError(f"{name} must be a tensor {shape}, got {list(tensor.shape)}")
+    if not tensor.is_contiguous() or tensor.is_neg():
+        tensor = tensor.resolve_neg().contiguous()
+    return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
+
+
+def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor | None]:
+    """The positions of first tokens as an array, and what keeps it valid; None for "end".
+
+    Raises:
+        InputError: it is no offset, or one is out of range.
+    """
+    if isinstance(q_offset, torch.Tensor):
+        array, held = host_array("q_offset", q_offset)
+        values = held.numpy()
+        if values.size and (values.min() < -_LARGEST_OFFSET or values.max() > _LARGEST_OFFSET):
+            for i, offset in enumerate(values.tolist()):
+                _in_range(f"q_offset[{i}]", offset)
+        return array, held
+    if is_end(q_offset, "num_requests"):
+        return None, None
+    one = check_offset(q_offset, "num_requests")
+    held = torch.full((max(0, count),), one, dtype=torch.int64, device="cpu")
+    return host_array("q_offset", held)
+
+
+def is_end(q_offset: object, requests: str) -> bool:
+    """Whether an offset is "end". Raises InputError for any other text."""
+    if not isinstance(q_offset, str):
+        return False
+    if q_offset != "end":
+        raise InputError(
+            f'q_offset must be an int, a tensor [{requests}] or "end", got {q_offset!r}'
+        )
+    return True
+
+
+def check_offset(q_offset: object, requests: str) -> int:
+    """An offset that is one number. Raises InputError; requests: the dim of a tensor of them."""
+    if type(q_offset) is not int and (
+        isinstance(q_offset, bool) or not hasattr(q_offset, "__index__")
+    ):
+        raise InputError(
+            f'q_offset must be an int, a tensor [{requests}] or "end", got '
+            f"{type(q_offset).__name__}"
+        )
+    return _in_range("q_offset", q_offset)
+
+
+def _in_range(name: str, offset: object) -> int:
+    rule = "is outside of [-2**30, 2**30]"
+    return checks.check_int(name, offset, -_LARGEST_OFFSET, _LARGEST_OFFSET, rule)
