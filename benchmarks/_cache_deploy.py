@@ -20,8 +20,7 @@ from flashattn_jit.deploy.pack import pack
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.unpack import unpack
 from flashattn_jit.deploy.warm import warm
-from flashattn_jit.jit.cache.entry import ARTIFACT, Entry, sha256
-from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.entry import ARTIFACT, Entry, document_digest, sha256
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 

@@ -44,7 +44,7 @@ import torch
 import flashattn_jit
 from benchmarks.cache import wanted
 from flashattn_jit import _C
-from flashattn_jit.jit.cache import keys, store
+from flashattn_jit.jit.cache import entry, store
 from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.module import load_stepping
 
@@ -53,8 +53,8 @@ begin = time.perf_counter()
 _, module = load_stepping(requests)
 whole = time.perf_counter() - begin
 begin = time.perf_counter()
-keys.sources_digest.cache_clear()
-keys.sources_digest(requests[0].template)
+entry.sources_digest.cache_clear()
+entry.sources_digest(requests[0].template)
 digest = time.perf_counter() - begin
 print(whole, digest, flashattn_jit.cache_info().compiles)
 """

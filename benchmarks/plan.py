@@ -36,7 +36,7 @@ from benchmarks._progress import say, steps
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import default_target, is_cuda
 from flashattn_jit.ops.device import cuda
-from flashattn_jit.ops.planning.kernels import native_kind
+from flashattn_jit.ops.planning.batch_plan import native_kind
 from flashattn_jit.planner.tiles import Problem, choose
 from flashattn_jit.variants.ir.ir import VariantIR
 

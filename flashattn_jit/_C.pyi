@@ -375,9 +375,10 @@ def interval_functions() -> list[str]:
 class IntervalForm:
     """The interval form of a mask, as kernels have it compiled in: see csrc/interval/program.h.
 
-    code: a `variants.bounds_code.Code`. tensors: dtype and rank of the variant's params, which
-    `num_tables` pairs of lo and hi tables follow. scalar_kinds: one "i" (int64) or "f" (float64) a
-    scalar. Immutable: threads may share it. Raises ValueError or TypeError for any other object.
+    code: a `Code` of variants/interval/statements.py. tensors: dtype and rank of the variant's
+    params, which `num_tables` pairs of lo and hi tables follow. scalar_kinds: one "i" (int64) or
+    "f" (float64) a scalar. Immutable: threads may share it. Raises ValueError or TypeError for any
+    other object.
 
     The methods take what the mask reads: addresses and layouts of host tensors with their tables,
     scalars, and the lists q_len, kv_len, q_offset, q_token0 and kv_token0 of all requests. They run
@@ -420,5 +421,6 @@ class IntervalForm:
         scalars: Sequence[int | float],
         lengths: Sequence[Sequence[int]],
     ) -> tuple[bytes, bytes, bytes, bytes]:
-        """Runs of non-empty tiles as in `variants.bounds.TileRuns`: indptr, begin, end (int64) and
-        state (uint8). b, h: first and last value of each interval along them."""
+        """Runs of non-empty tiles as in `TileRuns` of variants/interval/tile_runs.py: indptr,
+        begin, end (int64) and state (uint8). b, h: first and last value of each interval along
+        them."""

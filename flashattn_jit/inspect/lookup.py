@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import Nearest, Searched
-from ..jit.cache.keys import KernelKey
+from ..jit.cache.entry import KernelKey
 from ..jit.cache.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
 from ..jit.cache.misses import build_command, nearest_in
 from ..jit.cache.remote import layers

@@ -33,8 +33,7 @@ from .launching.launches import Workspace
 from .plan import Plan
 from .planning import batch_plan
 from .planning.batch_params import bind_plan, bound_kernels
-from .planning.batch_plan import Batch, Keys
-from .planning.kernels import Kernels, Options, native_kinds
+from .planning.batch_plan import Batch, Kernels, Keys, Options, native_kinds
 from .planning.replays import check_replayable, padded, with_room
 from .torch_ops import as_op, sites
 

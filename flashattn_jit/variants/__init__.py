@@ -1,6 +1,6 @@
 """Attention variants: what attention computes, without shapes or devices.
 
-`fa.variants` has every name of the library; `spec` the means to write one's own.
+`fa.variants` has every name of the library; `variant` the means to write one's own.
 """
 
 from __future__ import annotations

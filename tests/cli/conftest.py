@@ -16,8 +16,7 @@ from click.testing import CliRunner, Result
 
 from flashattn_jit.cli.app import app
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, Entry
-from flashattn_jit.jit.cache.keys import kernel_key
+from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, Entry, kernel_key
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation.toolchain import flags_for
 from flashattn_jit.variants.ir.ir import VariantIR

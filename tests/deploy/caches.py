@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flashattn_jit.jit.cache.entry import Entry, sha256
-from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.entry import Entry, document_digest, sha256
 from flashattn_jit.jit.cache.store import Store
 
 COMPILER = "gcc-12.2.0-00000000"

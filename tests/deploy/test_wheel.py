@@ -17,8 +17,7 @@ import flashattn_jit as fa
 from flashattn_jit.deploy.platform_tag import platform_tag
 from flashattn_jit.deploy.wheel import pack_wheel
 from flashattn_jit.errors import InputError, PackError
-from flashattn_jit.jit.cache.entry import sha256
-from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.entry import document_digest, sha256
 from flashattn_jit.jit.cache.pack_file import PackFile
 from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import COMPILER, contents

@@ -260,7 +260,7 @@ def task_fork_while_compiling(blocked: str, gate: str) -> Json:
 def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
     """The key of a kernel, of the package in the request's tree."""
     import flashattn_jit
-    from flashattn_jit.jit.cache.keys import kernel_key
+    from flashattn_jit.jit.cache.entry import kernel_key
     from flashattn_jit.jit.compilation.toolchain import flags_for
     from flashattn_jit.planner.tiles import Problem, choose, requests_of
     from flashattn_jit.variants.ir.ir import VariantIR

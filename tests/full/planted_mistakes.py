@@ -104,7 +104,7 @@ PYTHON = (
             "A manifest may ask for kernels of lists that have a block mask too.",
             "tests/codegen/test_document.py"),
     # Cache: keys, locks, trust, eviction, look-up
-    Mistake("order of flags", f"{JIT}/cache/keys.py",
+    Mistake("order of flags", f"{JIT}/cache/entry.py",
             '("flags", "\\n".join(flags)),', '("flags", "\\n".join(sorted(flags))),',
             "Kernels compiled with the same flags in another order share a key.",
             "tests/jit/test_key.py"),

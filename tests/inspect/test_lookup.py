@@ -10,8 +10,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.inspect import lookup
 from flashattn_jit.inspect.lookup import look_up
-from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity
-from flashattn_jit.jit.cache.keys import kernel_key
+from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, kernel_key
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation.toolchain import flags_for
 from flashattn_jit.variants.ir.ir import VariantIR

@@ -11,7 +11,7 @@ import pytest
 import torch  # noqa: F401  (first: its OpenMP runtime is the process')
 
 from flashattn_jit import _C, env
-from flashattn_jit.jit.cache import keys
+from flashattn_jit.jit.cache import entry
 from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.compile_job import Compiler, SpillError
 from flashattn_jit.jit.module import KernelCache
@@ -96,9 +96,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(env, "templates_dir", lambda: root / "templates")
     monkeypatch.setattr(env, "include_dir", lambda: root / "include")
     monkeypatch.setattr(env, "PACKAGE_DIR", root / "package")
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
     yield root
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
 
 
 @pytest.fixture

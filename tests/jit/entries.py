@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashattn_jit.jit.cache.entry import CompilerIdentity, Entry
-from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.entry import CompilerIdentity, Entry, document_digest
 from flashattn_jit.jit.cache.store import Store
 
 GCC = CompilerIdentity("gcc-12.2.0-00000000", "gcc 12.2.0")

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.jit.cache.entry import Entry
-from flashattn_jit.jit.cache.keys import kernel_key, sources_digest
+from flashattn_jit.jit.cache.entry import Entry, kernel_key, sources_digest
 from flashattn_jit.jit.cache.store import Store
 
 # Which code a kernel has: one that this process has loaded before is not built again.

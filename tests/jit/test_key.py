@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import env
-from flashattn_jit.jit.cache import keys
-from flashattn_jit.jit.cache.keys import kernel_key, reached_sources, read_sources
+from flashattn_jit.jit.cache import entry
+from flashattn_jit.jit.cache.entry import kernel_key, reached_sources, read_sources
 from flashattn_jit.jit.compilation.toolchain import flags_for
 
 
@@ -114,7 +114,7 @@ def test_every_field_of_the_document_counts(sources: Path, monkeypatch: pytest.M
         key(flags=("-b", "-a")),
         key(flags=("-a", "-b", "-c")),
     ]
-    monkeypatch.setattr(keys, "SCHEMA", keys.SCHEMA + 1)
+    monkeypatch.setattr(entry, "SCHEMA", entry.SCHEMA + 1)
     found.append(key())
     assert len(set(found)) == len(found)
     assert key() == key()
@@ -134,7 +134,7 @@ def test_targets_have_flags_of_their_own() -> None:
 
 def test_the_hash_seed_has_no_say(sources: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from flashattn_jit.jit.cache.keys import *\n"
+        "import sys; from pathlib import Path; from flashattn_jit.jit.cache.entry import *\n"
         "root = Path(sys.argv[1])\n"
         "print(read_sources('kernel.cpp.j2', *(root / n for n in "
         "('templates', 'include', 'package'))))\n"
@@ -153,7 +153,7 @@ def test_the_hash_seed_has_no_say(sources: Path) -> None:
 
 
 def test_a_change_after_the_digest_was_taken_is_seen(sources: Path) -> None:
-    keys.sources_digest("kernel.cpp.j2")
-    assert not keys.sources_changed("kernel.cpp.j2")
+    entry.sources_digest("kernel.cpp.j2")
+    assert not entry.sources_changed("kernel.cpp.j2")
     (sources / "include/fajit/a.h").write_text("int changed;\n")
-    assert keys.sources_changed("kernel.cpp.j2")
+    assert entry.sources_changed("kernel.cpp.j2")

@@ -16,7 +16,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.document import parse_line, spec_from_document
 from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
-from flashattn_jit.jit.cache.keys import KernelKey, document_digest
+from flashattn_jit.jit.cache.entry import KernelKey, document_digest
 from flashattn_jit.jit.cache.misses import build_command, differences, nearest
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.ops.launching import launches

@@ -79,12 +79,12 @@ def test_a_hit_asks_the_compiler_nothing(new_cache, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_change_of_a_header_or_a_spec_compiles_anew(new_cache, fake_build, sources) -> None:
-    from flashattn_jit.jit.cache import keys
+    from flashattn_jit.jit.cache import entry
 
     load(new_cache())
     load(new_cache(), spec='{"head_dim":64}')
     (sources / "include/fajit/nested/b.h").write_text("int changed;")
-    keys.sources_digest.cache_clear()
+    entry.sources_digest.cache_clear()
     load(new_cache())
     assert len(set(fake_build.builds)) == 3
 

@@ -390,7 +390,7 @@ def test_a_hook_that_spills_takes_a_smaller_tile(
 
 @needs_nvcc
 def test_the_key_holds_the_flags_and_what_nvcc_includes(sources: Path) -> None:
-    from flashattn_jit.jit.cache import keys
+    from flashattn_jit.jit.cache import entry
 
     template = sources / "templates" / "kernel.cu.j2"
     template.write_text("#include <fajit/a.h>\n")
@@ -399,8 +399,8 @@ def test_the_key_holds_the_flags_and_what_nvcc_includes(sources: Path) -> None:
     digests = set()
     for text in ("one", "two"):
         lean.write_text(text)
-        keys.sources_digest.cache_clear()
-        key = keys.kernel_key("{}", "kernel.cu.j2", "sm_90", nvcc.flags("sm_90"))
+        entry.sources_digest.cache_clear()
+        key = entry.kernel_key("{}", "kernel.cu.j2", "sm_90", nvcc.flags("sm_90"))
         digests.add(key.hex)
     assert len(digests) == 2
     assert "code=sm_90" in dict(key.document)["flags"]

@@ -22,7 +22,7 @@ from flashattn_jit.ops.arguments import checks
 from flashattn_jit.ops.arguments.calls import Call, Form, dense_form, is_aligned, packed_form
 from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.launching import launches, utility
-from flashattn_jit.ops.planning.kernels import Needs
+from flashattn_jit.ops.planning.batch_plan import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import request_of, slots
 from tests.planner.batch_plans import Paged, device_block, lengths

@@ -185,7 +185,7 @@ CAPTURING = {
     "varlen": lambda mod: fa.varlen_attention(packed, packed, packed, indptr, indptr, mod),
     "flex": lambda mod: fa.flex_attention(q, q, q, mod),
     "batch": _run_captured,
-    "warm": lambda mod: fa.variant(score_mod=mod).bind(fa.variants.spec.Dims()),
+    "warm": lambda mod: fa.variant(score_mod=mod).bind(fa.variants.variant.Dims()),
 }
 
 

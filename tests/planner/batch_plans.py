@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from flashattn_jit import _C
-from flashattn_jit.ops.planning.kernels import native_kind
+from flashattn_jit.ops.planning.batch_plan import native_kind
 from flashattn_jit.planner.tiles import choose_rows, few_rows, merge_cost
 from flashattn_jit.variants.ir.ir import VariantIR
 

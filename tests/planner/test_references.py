@@ -13,7 +13,7 @@ import math
 import pytest
 
 from flashattn_jit.codegen.budget import LIMITS, accumulator_registers, ctas_per_sm, shared_bytes
-from flashattn_jit.ops.planning.kernels import native_kind
+from flashattn_jit.ops.planning.batch_plan import native_kind
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import Problem, choose, coefficients, merge_cost, slots
 from flashattn_jit.variants.ir.ir import VariantIR

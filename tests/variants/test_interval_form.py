@@ -29,7 +29,7 @@ from .test_bounds_lower import captured_masks, random_boxes, registry_masks
 
 ROOT = Path(__file__).parents[2]
 STATEMENTS = {"meet", "any", "i_gather", "t_gather", "f_gather", "gather_bits", "i_searchsorted"}
-"""Statements that are more than a call of a function; see `bounds_code.Statement`."""
+"""Statements that are more than a call of a function; see `statements.Statement`."""
 
 
 def statements(code: Code) -> Iterator[Statement]:

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from ...env import format_bytes
 from ...ops.launching.batch_run import Planned
-from ...ops.planning.batch_plan import Variation
-from ...ops.planning.kernels import KINDS, Kernel
+from ...ops.planning.batch_plan import KINDS, Kernel, Variation
 from ...planner.tiles import Problem, candidates, merge_cost
 from ...variants.ir.dtypes import DTYPE_NAMES
 from ..table import si, table

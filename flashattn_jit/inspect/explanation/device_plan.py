@@ -9,8 +9,8 @@ from ...codegen.budget import ctas_per_sm, register_budget, shared_bytes
 from ...codegen.spec import EMULATED, KernelSpec, compiled_target, is_cuda, resolve_target
 from ...env import format_bytes
 from ...errors import InputError
-from ...jit.cache.keys import KernelKey
-from ...ops.planning.kernels import native_kind
+from ...jit.cache.entry import KernelKey
+from ...ops.planning.batch_plan import native_kind
 from ...planner.cuda_tiles import in_flight_bytes
 from ...planner.devices import Device, device_hardware, named_hardware, typical_hardware
 from ...planner.roofline import Hardware, host_hardware

@@ -14,7 +14,7 @@ from ...codegen.render import render
 from ...codegen.spec import KernelSpec, matrix_dtype
 from ...env import format_bytes
 from ...errors import CompileError, InputError
-from ...jit.cache.keys import KernelKey
+from ...jit.cache.entry import KernelKey
 from ...jit.compilation.toolchain import key_of
 from ...jit.module import find_kernel
 from ...ops.arguments.checks import check_dense

@@ -9,7 +9,7 @@ from torch import Tensor
 from ... import _C
 from ...ops.arguments.calls import Requests, dense_lengths, read_lengths
 from ...ops.launching.launches import plan_call
-from ...ops.planning.kernels import Options
+from ...ops.planning.batch_plan import Options
 from ...planner.tiles import Problem
 from ...variants.interval.tile_runs import MaskParams
 from ...variants.ir.dtypes import DTYPE_NAMES

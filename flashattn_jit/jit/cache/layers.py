@@ -32,6 +32,7 @@ from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.entry import (
     ARTIFACT,
     CorruptEntryError,
+    Document,
     Entry,
     check_content,
     check_meta,
@@ -39,7 +40,6 @@ from flashattn_jit.jit.cache.entry import (
     read_file,
     stepped_down_to,
 )
-from flashattn_jit.jit.cache.keys import Document
 from flashattn_jit.jit.cache.store import Store, check_file
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from flashattn_jit.errors import (
     Searched,
     UnsafeCacheError,
 )
-from flashattn_jit.jit.cache.keys import Document, KernelKey
+from flashattn_jit.jit.cache.entry import Document, KernelKey
 from flashattn_jit.jit.cache.layers import Layer
 from flashattn_jit.variants.ir.ir import HOOKS
 

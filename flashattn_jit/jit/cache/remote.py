@@ -28,12 +28,12 @@ from flashattn_jit.jit.cache.entry import (
     META,
     MOST_META_BYTES,
     CorruptEntryError,
+    Document,
     Entry,
     is_compiler_id,
     parse_meta,
     read_file,
 )
-from flashattn_jit.jit.cache.keys import Document
 from flashattn_jit.jit.cache.layers import (
     Answer,
     Found,

@@ -28,9 +28,10 @@ from flashattn_jit.jit.cache.entry import (
     CompilerIdentity,
     CorruptEntryError,
     Entry,
+    KernelKey,
     may_be_swapped,
+    sources_changed,
 )
-from flashattn_jit.jit.cache.keys import KernelKey, sources_changed
 from flashattn_jit.jit.cache.layers import Counters, Found, found_in_folder, oldest_driver
 from flashattn_jit.jit.cache.misses import SHIP
 from flashattn_jit.jit.cache.store import Store

@@ -24,8 +24,7 @@ from pathlib import Path
 from flashattn_jit import env
 from flashattn_jit.codegen.spec import Request, is_cuda
 from flashattn_jit.errors import TargetError
-from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity
-from flashattn_jit.jit.cache.keys import KernelKey, kernel_key
+from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, KernelKey, kernel_key
 from flashattn_jit.jit.compilation import nvcc
 from flashattn_jit.jit.compilation.compile_job import (
     BuildFailure,

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from flashattn_jit import env
 from flashattn_jit.errors import CompileError, EmulatorError, MissingKernelError
-from flashattn_jit.jit.cache.entry import ARTIFACT
-from flashattn_jit.jit.cache.keys import document_digest
+from flashattn_jit.jit.cache.entry import ARTIFACT, document_digest
 from flashattn_jit.jit.cache.layers import found_in_folder
 from flashattn_jit.jit.cache.locks import build_lock
 from flashattn_jit.jit.cache.store import Store, is_safe_root

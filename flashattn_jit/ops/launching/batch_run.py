@@ -16,8 +16,7 @@ from ..arguments import checks
 from ..arguments.calls import Call, bind_tensors, is_aligned, packed_form, paged_form
 from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
-from ..planning.batch_plan import Batch, Variation, mask_values, vary
-from ..planning.kernels import Options
+from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
 from .launches import Workspace, check_out, launch, make_launch
 
 _RAGGED = "[num_kv_tokens, num_kv_heads, {}]"

@@ -33,8 +33,7 @@ from ..arguments.calls import (
     is_aligned,
     result_dtype,
 )
-from ..planning.batch_plan import Batch, Variation, vary
-from ..planning.kernels import Kernels, Options
+from ..planning.batch_plan import Batch, Kernels, Options, Variation, vary
 
 _CPU = torch.device("cpu")
 _EXACT = 2**53  # float64 holds every integer up to here

@@ -11,8 +11,7 @@ from ...planner.tiles import ALL_ROWS
 from ...variants.binding import Bound, bind_on_host
 from ...variants.params import MISSING, Dims, Param
 from ...variants.variant import Variant
-from .batch_plan import note_planned
-from .kernels import Kernels, Needs, Pair
+from .batch_plan import Kernels, Needs, Pair, note_planned
 
 Params = Mapping[str, object]
 

@@ -16,8 +16,7 @@ from ...errors import InputError
 from ..arguments.checks import INT32_MAX
 from ..keys.key_lists import KeyLists
 from ..keys.sparsity import Sparsity, TokenSparse
-from .batch_plan import Variation
-from .kernels import Options
+from .batch_plan import Options, Variation
 
 _MOST_ENTRIES = 2**24
 """Of lists, where the first plan has fewer: 64 MiB."""

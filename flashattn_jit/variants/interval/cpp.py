@@ -1,7 +1,7 @@
 """A mask's interval form as text: C++ for kernels, with its clauses as comments for people.
 
 The rendered ``Hooks::classify`` runs on the host, where it plans, and inside kernels, where it
-skips. It is the code of `bounds_code`, printed over ``fajit/interval*.h``.
+skips. It is the code of `statements`, printed over ``fajit/interval*.h``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From a mask graph to the two questions that classify a tile, each a short list of clauses.
 
 ``keep`` is the mask in disjunctive normal form, ``drop`` its negation. A clause is a conjunction
-that an evaluation (`bounds_code`) works through in order:
+that an evaluation (`statements`) works through in order:
 
 1. *bounds*: ``value in [max(lows), min(highs)]``, value not in excludes. Those on single indices
    and on ``q_idx - kv_idx`` come first and narrow the box, so that everything after is evaluated on

@@ -407,7 +407,7 @@ def _elements(builder: GraphBuilder, node: Node, args: list[list[int]]) -> list[
 # --- interval functions ---------------------------------------------------------------------------
 
 OWN = ("linear", "gather", "searchsorted", "bit")
-"""Operations that take more than a call on the values of their arguments; see `bounds_code`."""
+"""Operations that take more than a call on the values of their arguments; see `statements`."""
 
 _INT_WRAPS = {"add", "sub", "mul", "neg", "abs", "floordiv", "truncdiv", "remainder", "fmod", "shl",
               "shr", "and", "or", "xor"}  # fmt: skip
