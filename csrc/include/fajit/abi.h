@@ -88,7 +88,8 @@ typedef struct fajit_args {
   const void* v;
   void* out;   // q's dtype; fp32 with FAJIT_PARTIAL
   float* lse;  // natural log; null unless FAJIT_WRITE_LSE
-  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];  // request, head, row
+  // By request, head and row.
+  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];
 
   int32_t num_requests, num_q_heads, num_kv_heads, head_dim, head_dim_v;
   int32_t flags;
@@ -187,7 +188,7 @@ int fajit_attention(const fajit_args* args);
 int fajit_merge(const fajit_args* args);
 int fajit_classify(const fajit_classify_args* args);
 const char* fajit_describe(void);  // JSON: abi_version, key, layout
-int fajit_load(int device);  // loads the kernels there and sets their attributes; restores the device
+int fajit_load(int device);  // loads the kernels, sets their attributes; restores the device
 int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch);
 const char* fajit_cuda_error(void);  // of this thread's last failed call, in words
 #pragma GCC visibility pop

@@ -137,7 +137,7 @@ FAJIT_SHARED FInterval f_trunc(FInterval a, bool) {
   return {__builtin_trunc(a.lo), __builtin_trunc(a.hi), a.maybe_nan};
 }
 
-// --- approximated functions ------------------------------------------------------------------------
+// --- approximated functions ----------------------------------------------------------------------
 
 // [lo, hi] widened beyond any implementation's error, within the function's own limits.
 FAJIT_SHARED FInterval f_loose(double lo, double hi, bool nan, bool single, double least,
@@ -197,7 +197,7 @@ FAJIT_SHARED FInterval f_sum(FInterval a, int64_t n, bool single) {
   return f_made(count * a.lo - spread, count * a.hi + spread, a.maybe_nan);
 }
 
-// --- conditions ------------------------------------------------------------------------------------
+// --- conditions ----------------------------------------------------------------------------------
 
 FAJIT_SHARED Tri f_ge(FInterval a, FInterval b) {
   return {a.hi >= b.lo, a.lo >= b.hi && !a.maybe_nan && !b.maybe_nan};

@@ -38,7 +38,7 @@ class FewRow {
   struct NoSession {};
   static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix>::kElements);
   static constexpr int kDimV =
-      round_up(Config::kHeadDimV, kLanes * ValueStep<Matrix, Matrix>::kVectors);
+      round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix>::kVectors * kLanes);
   static constexpr bool kKeysInPlace = !Hooks::kKeyMod && kDim == Config::kHeadDim &&
                                        (same<Matrix, float> || same<K, Matrix>);
   static constexpr bool kValuesInPlace = !Hooks::kValueMod && kDimV == Config::kHeadDimV &&
