@@ -17,9 +17,7 @@ namespace {
 
 #if defined(__x86_64__)
 
-struct Registers {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-};
+struct Registers { unsigned eax = 0, ebx = 0, ecx = 0, edx = 0; };
 
 Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
   Registers r;
@@ -42,7 +40,8 @@ constexpr bool has(unsigned word, std::initializer_list<int> bits) {
 }
 
 // Asks the kernel for leave to use AMX tiles, for all threads of this process and those it forks
-// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is harmless.
+// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is
+// harmless.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

@@ -12,7 +12,7 @@ namespace fajit::scheduler {
 struct Part {
   int32_t unit, head;  // head: of the replica
   int32_t kv_begin, kv_end;
-  int32_t worker;      // of the replica
+  int32_t worker;  // of the replica
   float cost_ns;
 };
 

@@ -36,7 +36,8 @@ struct Context {
   int32_t kv_request = -1;
 
   Context() = default;
-  FAJIT_FN explicit Context(const fajit_args* a) : args(a), tensors(a->tensors), scalars(a->scalars) {}
+  FAJIT_FN explicit Context(const fajit_args* a)
+      : args(a), tensors(a->tensors), scalars(a->scalars) {}
   FAJIT_FN Context(const fajit_args* a, const fajit_tensor* t, const uint64_t* s,
                    const void* u = nullptr)
       : args(a), tensors(t), scalars(s), uniforms(u) {}

@@ -178,9 +178,9 @@ FAJIT_INLINE LogParts<T> split_log(T x) {
 // log(1 + f) - f.
 template <class T>
 FAJIT_INLINE T log1p_tail(T f) {
-  const T p = poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f,
-                   0x1.233ba2p-3f, -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f,
-                   0x1.555548p-2f);
+  const T p =
+      poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f, 0x1.233ba2p-3f,
+           -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f, 0x1.555548p-2f);
   const T u = f * f;
   return f * u * p - 0.5f * u;
 }

@@ -117,8 +117,8 @@ FAJIT_INLINE T atan_ratio(T num, T den) {
   const T low = select(high, splat_as<T>(-4.37113883e-8f),
                        select(mid, splat_as<T>(-2.18556941e-8f), splat_as<T>(0.0f)));
   const T t = top / bottom, u = t * t;
-  const T tail = t * u *
-                 poly(u, -6.08885586e-2f, 0.105987556f, -0.142443463f, 0.199985266f, -0.333333164f);
+  const T tail =
+      t * u * poly(u, -6.08885586e-2f, 0.105987556f, -0.142443463f, 0.199985266f, -0.333333164f);
   return base + (t + (tail + low));
 }
 template <class T>
@@ -208,12 +208,12 @@ FAJIT_INLINE vf pow(vf x, vf y) {
 
 // --- double -----------------------------------------------------------------------------------
 
-#define FAJIT_DOUBLE(name, fn)                                 \
-  FAJIT_INLINE double name(double x) { return fn(x); }         \
-  FAJIT_INLINE vd name(const vd& x) {                          \
-    vd r;                                                      \
-    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i]);          \
-    return r;                                                  \
+#define FAJIT_DOUBLE(name, fn)                         \
+  FAJIT_INLINE double name(double x) { return fn(x); } \
+  FAJIT_INLINE vd name(const vd& x) {                  \
+    vd r;                                              \
+    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i]);  \
+    return r;                                          \
   }
 FAJIT_DOUBLE(exp, __builtin_exp)
 FAJIT_DOUBLE(exp2, __builtin_exp2)
@@ -237,12 +237,12 @@ FAJIT_INLINE float fmod(float x, float y) { return __builtin_fmodf(x, y); }
 FAJIT_INLINE double fmod(double x, double y) { return __builtin_fmod(x, y); }
 FAJIT_INLINE double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
 FAJIT_INLINE vd sigmoid(const vd& x) { return 1.0 / (1.0 + exp(-x)); }
-#define FAJIT_DOUBLE(name, fn)                                          \
-  FAJIT_INLINE double name(double x, double y) { return fn(x, y); }     \
-  FAJIT_INLINE vd name(const vd& x, const vd& y) {                      \
-    vd r;                                                               \
-    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i], y[i]);             \
-    return r;                                                           \
+#define FAJIT_DOUBLE(name, fn)                                      \
+  FAJIT_INLINE double name(double x, double y) { return fn(x, y); } \
+  FAJIT_INLINE vd name(const vd& x, const vd& y) {                  \
+    vd r;                                                           \
+    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i], y[i]);         \
+    return r;                                                       \
   }
 FAJIT_DOUBLE(pow, __builtin_pow)
 FAJIT_DOUBLE(atan2, __builtin_atan2)

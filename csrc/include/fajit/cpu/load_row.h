@@ -7,12 +7,8 @@
 
 namespace fajit {
 
-struct half_t {
-  uint16_t bits;
-};
-struct bfloat16_t {
-  uint16_t bits;
-};
+struct half_t { uint16_t bits; };
+struct bfloat16_t { uint16_t bits; };
 struct e4m3_t {  // float8_e4m3fn: no infinities, NaN is 0x7f
   uint8_t bits;
 };
@@ -21,9 +17,7 @@ typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
 
 // --- lanes ------------------------------------------------------------------------------------
 
-FAJIT_INLINE vf bfloat16_to_float(vh h) {
-  return (vf)(__builtin_convertvector(h, vu) << 16);
-}
+FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 // Round to nearest even; NaN stays NaN.
 FAJIT_INLINE vh float_to_bfloat16(vf x) {
   const vu bits = (vu)x;
