@@ -92,6 +92,7 @@ float dot_bf16(int64_t steps, int num_threads) {
 // `steps` x 4 products of AMX tiles (16 x 16 x 32 multiply-adds of bf16) on each thread. The
 // process must have leave to use tiles.
 void tiles_bf16(int64_t steps, int num_threads) {
+#if defined(__x86_64__)
 #pragma omp parallel num_threads(num_threads)
   {
     alignas(64) uint8_t config[64] = {1};
@@ -106,6 +107,10 @@ void tiles_bf16(int64_t steps, int num_threads) {
           "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
     asm volatile("tilerelease");
   }
+#else
+  (void)steps;
+  (void)num_threads;
+#endif
 }
 
 // Reads `count` 8-byte words once, each thread its own contiguous part.

@@ -11,7 +11,8 @@ from ..errors import InputError
 from ..variants.bounds_simplify import range_tables
 from ..variants.lower import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
-from .spec import LANES, AnySpec, KernelSpec, UtilitySpec, has_amx, is_cuda, matrix_dtype
+from .spec import AnySpec, KernelSpec, UtilitySpec, matrix_dtype
+from .targets import CPU_ROWS, has_amx, is_cuda
 
 _CPP_NAME = {
     "float32": "float",
@@ -61,7 +62,7 @@ def render(spec: AnySpec) -> str:
 
 def _cpu_names(spec: KernelSpec) -> dict[str, object]:
     return {
-        "lanes": LANES[spec.target],
+        "lanes": CPU_ROWS[spec.target].lanes,
         "amx": has_amx(spec.target),
         "q_type": _CPP_NAME[spec.q_dtype],
         "k_type": _CPP_NAME[spec.k_dtype],

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.nvcc import cuda_version
 from flashattn_jit.jit.toolchain import ask_version, find_compiler
 from tests.cuda.kernels import KINDS, ptx_of, spec_of, twin, without_lines

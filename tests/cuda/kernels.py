@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import CUDA_TARGETS, KernelSpec, Request, TileKind
+from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit import nvcc
 from flashattn_jit.jit.driver import BuildFailure
 from flashattn_jit.jit.module import load_stepping

@@ -27,7 +27,7 @@ FAJIT_INLINE T poly(T x, float c, C... rest) {
 // x * 2^n for integral n, |n| <= 252, with gradual underflow and overflow to infinity.
 template <class T>
 FAJIT_INLINE T scale2(T x, T n) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   if constexpr (sizeof(T) == 64) {
     T r;
     asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(x), "v"(n));
@@ -42,7 +42,7 @@ FAJIT_INLINE T scale2(T x, T n) {
 // 1 / x for normal x well inside the range, about 1 ulp; a third of a division's time.
 FAJIT_INLINE float fast_reciprocal(float x) { return 1.0f / x; }
 FAJIT_INLINE vf fast_reciprocal(vf x) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   vf r;
   asm("vrcp14ps %1, %0" : "=v"(r) : "v"(x));
   return r + r * (1.0f - x * r);
@@ -123,7 +123,7 @@ FAJIT_INLINE T expm1(T x) {
 // e = e^2x - 1, tanh = e / (e + 2): one exponential and one reciprocal for small and large x alike.
 template <class T>
 FAJIT_INLINE T tanh(T x) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   if constexpr (sizeof(T) == 64) {
     // 2^y in y = 2 x log2(e) directly: a quarter fewer operations. Rounding y costs no accuracy,
     // because tanh is flat where y is large.

@@ -26,7 +26,7 @@ FAJIT_INLINE vh float_to_bfloat16(vf x) {
 }
 
 FAJIT_INLINE vf half_to_float(vh h) {
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   vf r;
   asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(h));
   return r;
@@ -42,7 +42,7 @@ FAJIT_INLINE vf half_to_float(vh h) {
 #endif
 }
 FAJIT_INLINE vh float_to_half(vf x) {
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   vh r;
   asm("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(x));
   return r;
