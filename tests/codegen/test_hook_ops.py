@@ -12,7 +12,7 @@ from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import CPU_TARGETS, included
 from flashattn_jit.env import include_dir
 from flashattn_jit.jit.toolchain import flags_for
-from flashattn_jit.variants.ir import Node
+from flashattn_jit.variants.ir import FLOAT_FUNCTIONS, Node
 from flashattn_jit.variants.lower_expr import TAG, map_op
 
 INTS = ("uint8", "int8", "int16", "int32", "int64")
@@ -20,6 +20,7 @@ FLOATS = ("float32", "float64")
 COUNT = 256  # a multiple of every vector width
 
 torch_ops = {
+    **{name: getattr(torch, name) for name in FLOAT_FUNCTIONS},
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "floordiv": torch.floor_divide, "remainder": torch.remainder, "fmod": torch.fmod,
     "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
@@ -27,11 +28,6 @@ torch_ops = {
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
     "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift, "atan2": torch.atan2,
     "neg": torch.neg, "abs": torch.abs, "sign": torch.sign, "not": torch.bitwise_not,
-    "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log": torch.log,
-    "log2": torch.log2, "log10": torch.log10, "log1p": torch.log1p, "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt, "tanh": torch.tanh, "sigmoid": torch.sigmoid, "sin": torch.sin,
-    "cos": torch.cos, "tan": torch.tan, "asin": torch.asin, "acos": torch.acos,
-    "atan": torch.atan, "sinh": torch.sinh, "cosh": torch.cosh, "erf": torch.erf,
     "floor": torch.floor, "ceil": torch.ceil, "round": torch.round, "trunc": torch.trunc,
     "ge": torch.ge, "gt": torch.gt, "le": torch.le, "lt": torch.lt, "eq": torch.eq, "ne": torch.ne,
     "isnan": torch.isnan, "isinf": torch.isinf,
@@ -41,10 +37,7 @@ ARITHMETIC = ["add", "sub", "mul", "minimum", "maximum"]
 DIVISIONS = ["floordiv", "remainder", "fmod", "truncdiv"]
 COMPARISONS = ["ge", "gt", "le", "lt", "eq", "ne"]
 BITS = ["and", "or", "xor", "shl", "shr"]
-FUNCTIONS = (
-    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos atan "
-    "sinh cosh erf floor ceil round trunc neg abs sign isnan isinf"
-).split()
+FUNCTIONS = [*FLOAT_FUNCTIONS, *"floor ceil round trunc neg abs sign isnan isinf".split()]
 
 
 def cases():
