@@ -37,13 +37,42 @@ from .targets import (
 if TYPE_CHECKING:
     import torch
 
-# --- targets -------------------------------------------------------------------------------------
+# --- dtypes and targets ---------------------------------------------------------------------------
 
 MAX_HEAD_DIM = 256
 """The largest head dim of q, k and v, on every target."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+@dataclass(frozen=True, slots=True)
+class StorageDtype:
+    """A dtype that keys and values may have in memory.
+
+    Args:
+        name: torch's.
+        bytes: of one value.
+        cpp: its type in the headers of CPU kernels (fajit/cpu/load_row.h).
+        short: what people call it, where its name is long.
+    """
+
+    name: str
+    bytes: int
+    cpp: str
+    short: str = ""
+
+
+STORAGE = (
+    StorageDtype("float32", 4, "float", "fp32"),
+    StorageDtype("bfloat16", 2, "bfloat16_t", "bf16"),
+    StorageDtype("float16", 2, "half_t", "fp16"),
+    StorageDtype("int8", 1, "int8_t"),
+    StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8"),
+)
+
+DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
 """Bytes of one value of the dtypes that q, k and v may have, by torch's names."""
+
+CPP_TYPES = {dtype.name: dtype.cpp for dtype in STORAGE}
+"""The types of these dtypes in the headers of CPU kernels."""
 
 KV_DTYPES = tuple(DTYPE_BYTES)
 """Dtypes of keys and values on CPU targets."""
@@ -51,7 +80,7 @@ KV_DTYPES = tuple(DTYPE_BYTES)
 Q_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of queries, and of the output, on CPU targets."""
 
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+SHORT_DTYPES = {dtype.name: dtype.short for dtype in STORAGE if dtype.short}
 """What people call dtypes whose names are long."""
 
 
