@@ -16,7 +16,8 @@ import torch
 
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
-from flashattn_jit.codegen.spec import LANES, KernelSpec, TileKind, default_target, matrix_dtype
+from flashattn_jit.codegen.spec import KernelSpec, TileKind, default_target, matrix_dtype
+from flashattn_jit.codegen.targets import CPU_ROWS
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.ops.planning import batch_plan
 from flashattn_jit.planner.tiles import few_rows, prefill_tile
@@ -99,7 +100,7 @@ def crossover_rows(rounds: int) -> list[Row]:
 
 def tile_rows(rounds: int) -> list[Row]:
     """Tiles of the prefill kernel at S2048."""
-    lanes = LANES[default_target()]
+    lanes = CPU_ROWS[default_target()].lanes
     rows = []
     for dtype_name, dtype in _DTYPES.items():
         for head_dim in (64, 128, 256):

@@ -1,6 +1,6 @@
-// What this machine can do at most: fused multiply-adds in fp32, bf16 dot products, reads of memory.
-// Compiled by benchmarks/peak.py for the machine it runs on; every loop is a fixed amount of work
-// that the caller times, so that it can be interleaved with a kernel.
+// What this machine can do at most: fused multiply-adds in fp32, bf16 dot products, reads of
+// memory. Compiled by benchmarks/peak.py for the machine it runs on; every loop is a fixed amount
+// of work that the caller times, so that it can be interleaved with a kernel.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -15,13 +15,12 @@ typedef float vf __attribute__((vector_size(4 * kLanes)));
 typedef int64_t vl __attribute__((vector_size(4 * kLanes), aligned(8)));
 
 // Independent chains that hide the latency (4 to 6 cycles, two pipes), all in registers.
-#define FAJIT_TWELVE(OP) \
-  OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
+#define FAJIT_TWELVE(OP) OP(0) OP(1) OP(2) OP(3) OP(4) OP(5) OP(6) OP(7) OP(8) OP(9) OP(10) OP(11)
 #if defined(__AVX512F__)
 constexpr int kChains = 24;
-#define FAJIT_CHAINS(OP)                                                             \
-  FAJIT_TWELVE(OP) OP(12) OP(13) OP(14) OP(15) OP(16) OP(17) OP(18) OP(19) OP(20) OP(21) \
-  OP(22) OP(23)
+#define FAJIT_CHAINS(OP) \
+  FAJIT_TWELVE(OP)       \
+  OP(12) OP(13) OP(14) OP(15) OP(16) OP(17) OP(18) OP(19) OP(20) OP(21) OP(22) OP(23)
 #else
 constexpr int kChains = 12;
 #define FAJIT_CHAINS(OP) FAJIT_TWELVE(OP)
@@ -35,17 +34,21 @@ constexpr int kChains = 12;
 #elif defined(__FMA__)
 #define FAJIT_FMA(i) asm volatile("vfmadd231ps %1, %2, %0" : "+x"(x##i) : "x"(a), "x"(b));
 #else
-#define FAJIT_FMA(i) x##i += a * b; asm volatile("" : "+x"(x##i));
+#define FAJIT_FMA(i) \
+  x##i += a * b;     \
+  asm volatile("" : "+x"(x##i));
 #endif
 #define FAJIT_DOT(i) asm volatile("vdpbf16ps %1, %2, %0" : "+v"(x##i) : "v"(a), "v"(b));
 
 // The loop of one thread: `steps` times OP on every chain.
-#define FAJIT_LOOP(OP)                                              \
-  vf a = vf{} + 1.0f, b = vf{} + 1.0f, sum{};                       \
-  FAJIT_CHAINS(FAJIT_START)                                         \
-  for (int64_t step = 0; step < steps; ++step) { FAJIT_CHAINS(OP) } \
-  FAJIT_CHAINS(FAJIT_SUM)                                           \
-  result += sum[0];
+#define FAJIT_LOOP(OP)                           \
+  vf a = vf{} + 1.0f, b = vf{} + 1.0f, sum{};    \
+  FAJIT_CHAINS(FAJIT_START)                      \
+  for (int64_t step = 0; step < steps; ++step) { \
+    FAJIT_CHAINS(OP)                             \
+  }                                              \
+  FAJIT_CHAINS(FAJIT_SUM)                        \
+  result += sum[0]
 
 extern "C" {
 
@@ -64,7 +67,9 @@ int has_bf16_dot() {
 float fma_fp32(int64_t steps, int num_threads) {
   float result = 0;
 #pragma omp parallel num_threads(num_threads) reduction(+ : result)
-  { FAJIT_LOOP(FAJIT_FMA) }
+  {
+    FAJIT_LOOP(FAJIT_FMA);
+  }
   return result;
 }
 
@@ -74,7 +79,9 @@ float dot_bf16(int64_t steps, int num_threads) {
   float result = 0;
 #if defined(__AVX512BF16__)
 #pragma omp parallel num_threads(num_threads) reduction(+ : result)
-  { FAJIT_LOOP(FAJIT_DOT) }
+  {
+    FAJIT_LOOP(FAJIT_DOT);
+  }
 #else
   (void)steps;
   (void)num_threads;
@@ -82,9 +89,10 @@ float dot_bf16(int64_t steps, int num_threads) {
   return result;
 }
 
-// `steps` x 4 products of AMX tiles (16 x 16 x 32 multiply-adds of bf16) on each thread. The process
-// must have leave to use tiles.
+// `steps` x 4 products of AMX tiles (16 x 16 x 32 multiply-adds of bf16) on each thread. The
+// process must have leave to use tiles.
 void tiles_bf16(int64_t steps, int num_threads) {
+#if defined(__x86_64__)
 #pragma omp parallel num_threads(num_threads)
   {
     alignas(64) uint8_t config[64] = {1};
@@ -99,6 +107,10 @@ void tiles_bf16(int64_t steps, int num_threads) {
           "tdpbf16ps %tmm6, %tmm5, %tmm2\n\ttdpbf16ps %tmm7, %tmm5, %tmm3");
     asm volatile("tilerelease");
   }
+#else
+  (void)steps;
+  (void)num_threads;
+#endif
 }
 
 // Reads `count` 8-byte words once, each thread its own contiguous part.

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from benchmarks._measure import Row, arguments, interleave, median, report
-from flashattn_jit.codegen.spec import has_amx, host_target
+from flashattn_jit.codegen.spec import host_target
+from flashattn_jit.codegen.targets import has_amx
 
 _STEPS = 1_000_000  # about 12 ms: long enough to time, short enough to interleave
 _READ_BYTES = 512 << 20  # sixteen times the largest L3 that is common

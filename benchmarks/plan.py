@@ -34,7 +34,8 @@ from benchmarks._batch_work import (
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from benchmarks._progress import say, steps
 from flashattn_jit import _C
-from flashattn_jit.codegen.spec import default_target, is_cuda
+from flashattn_jit.codegen.spec import default_target
+from flashattn_jit.codegen.targets import is_cuda
 from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.planning.batch_plan import native_kind
 from flashattn_jit.planner.tiles import Problem, choose

@@ -20,8 +20,8 @@ _BlockMaskLayout = tuple[Sequence[int], Sequence[int], int, int]
 Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes]
 """Kernel, grid, block, dynamic shared bytes, parameter bytes."""
 
-def cpu_isa() -> str:
-    """The highest this CPU and its system run: "avx512_bf16", "avx512", "avx2" or "generic"."""
+def cpu_features() -> list[str]:
+    """What this CPU and its system have beyond the baseline, as `codegen.targets` names it."""
 
 def refuse_stranded() -> None: ...
 def target_variable() -> str | None:

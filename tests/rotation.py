@@ -12,7 +12,8 @@ import random
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
-from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
+from flashattn_jit.codegen.spec import host_target
+from flashattn_jit.codegen.targets import included
 
 SEED_VARIABLE = "FAJIT_TEST_SEED"
 TARGET_VARIABLE = "FAJIT_TEST_TARGET"
@@ -73,7 +74,7 @@ def other_target() -> str:
     """A target below the host's, in turns; the host's own where there is none below it."""
     if named := os.environ.get(TARGET_VARIABLE):
         return named
-    lower = CPU_TARGETS[: CPU_TARGETS.index(host_target())]
+    lower = included(host_target())[:-1]
     return _dice("target").choice(lower) if lower else host_target()
 
 

@@ -15,7 +15,7 @@ from benchmarks._gpu_compute import _against, prefill_shapes
 from benchmarks._gpu_measure import Clock
 from benchmarks._gpu_memory import _bandwidth_row
 from benchmarks._measure import Row, save, table
-from flashattn_jit.codegen.spec import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
 

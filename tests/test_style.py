@@ -88,6 +88,7 @@ def sources(*folders: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 PYTHON = sources("flashattn_jit", suffixes=(".py",))
 CODE = sources("flashattn_jit", "csrc", "templates", suffixes=(".py", ".pyi", ".h", ".cpp", ".j2"))
+NATIVE = sources("csrc", "benchmarks", "tests", suffixes=(".h", ".cpp", ".cu"))
 TEXT = [
     *CODE,
     *sources("tests", "examples", "benchmarks", "docs", ".ci", suffixes=(".py", ".md", ".cpp", "")),
@@ -106,7 +107,7 @@ def absolute(node: ast.ImportFrom, path: Path) -> list[str]:
 
 def run(*command: str) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
 
@@ -114,12 +115,32 @@ def run(*command: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="needs ruff (extra: test)")
 @pytest.mark.parametrize("command", [("check",), ("format", "--check", "--diff")])
 def test_ruff_is_content(command: tuple[str, ...]) -> None:
-    run("ruff", *command, "--quiet", ".")
+    run("-m", "ruff", *command, "--quiet", ".")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("clang_format") is None, reason="needs clang-format (extra: test)"
+)
+def test_clang_format_is_content() -> None:
+    """Where it fails: ``pre-commit run clang-format --all-files``."""
+    program = "import clang_format; clang_format.clang_format()"
+    run("-c", program, "--dry-run", "-Werror", *(str(p.relative_to(ROOT)) for p in NATIVE))
+
+
+@pytest.mark.parametrize("tool", ["ruff", "clang-format"])
+def test_one_version_of_a_formatter(tool: str) -> None:
+    """Two versions would rewrite each other's files."""
+    pins = {
+        file: set(re.findall(rf"\b{tool}([<>=~!]=?[\w.]+)", (ROOT / file).read_text()))
+        for file in (".pre-commit-config.yaml", "pyproject.toml", "constraints.txt")
+    }
+    (version,) = set.union(*pins.values())
+    assert version.startswith("==") and all(pins.values()), pins
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy (extra: test)")
 def test_mypy_strict_is_content() -> None:
-    run("mypy")
+    run("-m", "mypy")
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:

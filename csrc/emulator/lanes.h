@@ -8,12 +8,8 @@
 
 namespace fajit::emulator {
 
-struct Half {
-  uint16_t bits;
-};
-struct Bf16 {
-  uint16_t bits;
-};
+struct Half { uint16_t bits; };
+struct Bf16 { uint16_t bits; };
 
 inline float to_float(Half value) { return half_to_float(value.bits); }
 inline float to_float(Bf16 value) { return bf16_to_float(value.bits); }

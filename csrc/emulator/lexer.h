@@ -9,9 +9,7 @@
 namespace fajit::emulator {
 
 // The program is not one that this emulator can run: names what it does not know, and where.
-struct EmulatorError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
+struct EmulatorError : std::runtime_error { using std::runtime_error::runtime_error; };
 
 struct Token {
   enum class Kind : uint8_t { end, word, number, string, punctuation };

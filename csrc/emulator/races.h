@@ -16,9 +16,7 @@ namespace fajit::emulator {
 inline constexpr int kMaxWarps = 32;
 inline constexpr uint32_t kAnyLane = 63;  // several lanes, or the whole warp at once
 
-struct Clocks {
-  uint32_t values[kMaxWarps] = {};
-};
+struct Clocks { uint32_t values[kMaxWarps] = {}; };
 
 struct Conflict {
   enum class Kind : uint8_t { none, unwritten, in_flight, race };

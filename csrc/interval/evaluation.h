@@ -9,9 +9,7 @@
 namespace fajit::form {
 
 // Intervals of the indices, both ends included.
-struct Box {
-  Interval b, h, q, k;
-};
+struct Box { Interval b, h, q, k; };
 
 // What a mask reads in one call.
 struct Arguments {

@@ -32,9 +32,7 @@ union Value {
 enum : int { kB, kH, kQ, kK, kIndices };
 
 // Where a gather looks: the slots of its tensor and of its lo table (-1: none), the dim it scans.
-struct Gather {
-  int slot, table, dim, rank;
-};
+struct Gather { int slot, table, dim, rank; };
 
 // The same for one call: the tensor and its tables with the scanned dim last, and dims of one entry
 // in front. What was read last is remembered: the tiles of a row or column read the same elements.

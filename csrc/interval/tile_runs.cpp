@@ -50,10 +50,8 @@ struct Refiner {
   static void add(std::vector<Run>& runs, const Run& run) {
     const bool joins =
         !runs.empty() && runs.back().end == run.begin && runs.back().state == run.state;
-    if (joins)
-      runs.back().end = run.end;
-    else
-      runs.push_back(run);
+    if (joins) runs.back().end = run.end;
+    else runs.push_back(run);
   }
 };
 

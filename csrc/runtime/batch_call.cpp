@@ -36,7 +36,8 @@ void read_block_mask(py::handle source, const scheduler::Lengths& lengths, fajit
                             std::to_string(needed[i]) + ": a broadcast dim has stride 0");
     }
   }
-  if (lengths.max_q_len > sizes[2] * mask.q_block || lengths.max_kv_len > sizes[3] * mask.kv_block) {
+  if (lengths.max_q_len > sizes[2] * mask.q_block ||
+      lengths.max_kv_len > sizes[3] * mask.kv_block) {
     throw py::value_error("the block mask covers " + std::to_string(sizes[2] * mask.q_block) +
                           " query rows and " + std::to_string(sizes[3] * mask.kv_block) +
                           " keys, but requests have up to " + std::to_string(lengths.max_q_len) +

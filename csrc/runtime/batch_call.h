@@ -33,8 +33,8 @@ class BatchCall {
   // The same work with strides (q, k, v, out, lse; each request, head, row, with pages page, head,
   // slot; elements), params, flags and a block mask (sizes, strides, q_block, kv_block; or None).
   std::shared_ptr<BatchCall> bind(pybind11::handle strides, pybind11::handle layouts,
-                                  const std::string& scalar_kinds, int32_t num_pages,
-                                  int32_t flags, pybind11::handle block_mask) const;
+                                  const std::string& scalar_kinds, int32_t num_pages, int32_t flags,
+                                  pybind11::handle block_mask) const;
 
   const BatchWork& work() const { return *work_; }
   bool is_cuda() const;

@@ -103,7 +103,11 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ABI_VERSION") = FAJIT_ABI_VERSION;
   m.attr("WRITE_LSE") = static_cast<int>(FAJIT_WRITE_LSE);
   m.attr("PARTIAL") = static_cast<int>(FAJIT_PARTIAL);
-  m.def("cpu_isa", &rt::cpu_isa);
+  m.def("cpu_features", [] {
+    py::list names;
+    for (const std::string& name : rt::cpu_features()) names.append(name);
+    return names;
+  });
   m.def("refuse_stranded", &rt::refuse_stranded);
   m.def("target_variable", []() -> py::object {
     const char* value = rt::target_variable();

@@ -2,7 +2,7 @@
 
 #include <cstdlib>
 #include <fstream>
-#include <string>
+#include <initializer_list>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -17,9 +17,7 @@ namespace {
 
 #if defined(__x86_64__)
 
-struct Registers {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-};
+struct Registers { unsigned eax = 0, ebx = 0, ecx = 0, edx = 0; };
 
 Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
   Registers r;
@@ -42,7 +40,8 @@ constexpr bool has(unsigned word, std::initializer_list<int> bits) {
 }
 
 // Asks the kernel for leave to use AMX tiles, for all threads of this process and those it forks
-// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is harmless.
+// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is
+// harmless.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -52,30 +51,37 @@ bool may_use_tiles() {
 #endif
 }
 
-const char* detect_isa() {
+std::vector<std::string> detect_features() {
   constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
   const Registers basic = cpuid(1), extended = cpuid(7), amd = cpuid(0x80000001u);
+  std::vector<std::string> found;
   // ecx of leaf 1: FMA 12, MOVBE 22, OSXSAVE 27, AVX 28, F16C 29. ebx of leaf 7: BMI1 3, AVX2 5,
   // BMI2 8. ecx of leaf 0x80000001: LZCNT 5. Together x86-64-v3.
-  if (!has(basic.ecx, {12, 22, 27, 28, 29}) || !has(extended.ebx, {3, 5, 8}) ||
-      !has(amd.ecx, {5})) {
-    return "generic";
-  }
+  if (!has(basic.ecx, {12, 22, 27, 28, 29}) || !has(extended.ebx, {3, 5, 8}) || !has(amd.ecx, {5}))
+    return found;
   const uint64_t saved = saved_registers();
-  if ((saved & kYmmState) != kYmmState) return "generic";
+  if ((saved & kYmmState) != kYmmState) return found;
+  found.push_back("x86-64-v3");
   // ebx of leaf 7: AVX512 F 16, DQ 17, CD 28, BW 30, VL 31. Together x86-64-v4.
-  if (!has(extended.ebx, {16, 17, 28, 30, 31}) || (saved & kZmmState) != kZmmState) return "avx2";
+  if (!has(extended.ebx, {16, 17, 28, 30, 31}) || (saved & kZmmState) != kZmmState) return found;
+  found.push_back("x86-64-v4");
   // ecx of leaf 7: AVX512_VNNI 11. eax of leaf 7, subleaf 1: AVX512_BF16 5.
-  if (!has(extended.ecx, {11}) || !has(cpuid(7, 1).eax, {5})) return "avx512";
-  // edx of leaf 7: AMX_BF16 22, AMX_TILE 24.
-  if (!has(extended.edx, {22, 24}) || (saved & kTileState) != kTileState || !may_use_tiles())
-    return "avx512_bf16";
-  return "amx_bf16";
+  const bool vnni = has(extended.ecx, {11}), bf16 = has(cpuid(7, 1).eax, {5});
+  if (vnni) found.push_back("avx512_vnni");
+  if (bf16) found.push_back("avx512_bf16");
+  // edx of leaf 7: AMX_BF16 22, AMX_TILE 24. The system is asked last, and only where it matters.
+  if (vnni && bf16 && has(extended.edx, {22, 24}) && (saved & kTileState) == kTileState &&
+      may_use_tiles()) {
+    found.push_back("amx_tile");
+    found.push_back("amx_bf16");
+  }
+  return found;
 }
 
 #else
 
-const char* detect_isa() { return "generic"; }
+// Nothing beyond the architecture's baseline.
+std::vector<std::string> detect_features() { return {}; }
 
 #endif
 
@@ -108,9 +114,9 @@ std::array<int64_t, 3> detect_cache_sizes() {
 
 }  // namespace
 
-const char* cpu_isa() {
-  static const char* const isa = detect_isa();
-  return isa;
+const std::vector<std::string>& cpu_features() {
+  static const std::vector<std::string> features = detect_features();
+  return features;
 }
 
 const char* target_variable() { return std::getenv("FLASHATTN_JIT_TARGET"); }

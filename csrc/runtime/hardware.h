@@ -3,14 +3,16 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace fajit::runtime {
 
-// The highest CPU target of this machine without its "cpu:" prefix: "amx_bf16" (that below with
-// AMX_TILE and AMX_BF16, where the kernel lets this process use tiles), "avx512_bf16" (x86-64-v4 with
-// AVX512_BF16 and AVX512_VNNI), "avx512" (x86-64-v4), "avx2" (x86-64-v3) or "generic". A feature
-// counts only where the operating system saves its registers (XCR0).
-const char* cpu_isa();
+// What this machine's CPU has beyond its architecture's baseline, by the names that the table of
+// CPU targets (codegen/targets.py) asks for: "x86-64-v3", "x86-64-v4", "avx512_vnni",
+// "avx512_bf16", "amx_tile" and "amx_bf16" (where the kernel lets this process use tiles). A
+// feature counts only where the operating system saves its registers (XCR0).
+const std::vector<std::string>& cpu_features();
 
 // FLASHATTN_JIT_TARGET of the process environment, null where it is not set. Calls without a target
 // read it every time: os.environ.get takes 1.5 us, this 0.1 us with its binding. Needs the GIL,

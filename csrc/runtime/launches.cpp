@@ -63,9 +63,9 @@ py::list Launches::as_data() const {
     const int status = module->plan_launch(*one.args, one.kernel, *launch);
     check_launch(*module, *one.args, one.kernel, status);
     const py::bytes params(reinterpret_cast<const char*>(launch->params), launch->params_bytes);
-    result.append(py::make_tuple(
-        module, py::make_tuple(launch->kernel, three(launch->grid), three(launch->block),
-                               launch->shared_bytes, params)));
+    result.append(
+        py::make_tuple(module, py::make_tuple(launch->kernel, three(launch->grid),
+                                              three(launch->block), launch->shared_bytes, params)));
   }
   return result;
 }

@@ -78,10 +78,8 @@ std::string Module::cuda_error() const {
 
 void check_status(int status, const char* entry, const std::string& path) {
   switch (status) {
-    case FAJIT_OK:
-      return;
-    case FAJIT_OUT_OF_MEMORY:
-      throw std::bad_alloc();
+    case FAJIT_OK: return;
+    case FAJIT_OUT_OF_MEMORY: throw std::bad_alloc();
     case FAJIT_BAD_ABI:
       throw AbiError(std::string(entry) + " of artifact " + path +
                      " refused the argument block: it was compiled for another layout");

@@ -63,8 +63,7 @@ void PlanBlock::write(char* block, const fajit_args& host, const PlanSizes& fill
   put_all(block, p.row_token, host.row_token, filled.row_tokens, room_.row_tokens, 0);
   const fajit_merge_work no_merge{-1, 0, 0, 0, 0, 0, 0, 0};
   put_all(block, p.merge_work, host.merge_work, filled.merge_work, room_.merge_work, no_merge);
-  put_all(block, p.merge_sources, host.merge_sources, filled.merge_sources, room_.merge_sources,
-          0);
+  put_all(block, p.merge_sources, host.merge_sources, filled.merge_sources, room_.merge_sources, 0);
 }
 
 void PlanBlock::write_kind(int kind, char* block, const fajit_args& host) const {

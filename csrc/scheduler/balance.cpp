@@ -15,9 +15,9 @@ constexpr double kGood = 1.035;
 constexpr double kShares[] = {1.005, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.3, 1.5};
 // Splitting must gain this much, apart from what the merge costs.
 constexpr double kLeastGain = 0.97;
-constexpr double kExcess = 0.03;       // of a share: what is not worth a cut
+constexpr double kExcess = 0.03;        // of a share: what is not worth a cut
 constexpr double kReplicaLoss = 1.035;  // planning for one kv head may lose this much
-constexpr int kSweeps = 8;             // over all cuts, to even out what they separate
+constexpr int kSweeps = 8;              // over all cuts, to even out what they separate
 constexpr size_t kBuckets = 4096;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
@@ -94,8 +94,8 @@ struct Spread {
 // Spreads the units of some kv heads over some workers.
 class Spreader {
  public:
-  Spreader(const std::vector<Unit>& units, const std::vector<int32_t>& ids,
-           const Kind (&kinds)[2], const PlanOptions& options, int32_t heads, int32_t workers)
+  Spreader(const std::vector<Unit>& units, const std::vector<int32_t>& ids, const Kind (&kinds)[2],
+           const PlanOptions& options, int32_t heads, int32_t workers)
       : units_(units),
         ids_(ids),
         kinds_(kinds),
@@ -233,8 +233,8 @@ class Spreader {
     out.parts.push_back(part);
   }
 
-  // Where to cut a unit's keys from `begin` on so that they cost at most `room`, or as little as may
-  // be; 0 where neither part would be long enough.
+  // Where to cut a unit's keys from `begin` on so that they cost at most `room`, or as little as
+  // may be; 0 where neither part would be long enough.
   int32_t cut_point(const Unit& unit, int32_t begin, double room) const {
     const Kind& kind = kinds_[unit.kind];
     const int32_t tile = kind.tile_kv, end = unit.extent.end;
@@ -242,9 +242,9 @@ class Spreader {
     const auto down = [&](int64_t key) {
       return static_cast<int32_t>(unit.origin + (key - unit.origin) / tile * tile);
     };
-    const int64_t keys = room > 0 ? static_cast<int64_t>(std::min(
-                                        room / std::max(unit.key_ns, 1e-9), 2147483647.0))
-                                  : 0;
+    const int64_t keys =
+        room > 0 ? static_cast<int64_t>(std::min(room / std::max(unit.key_ns, 1e-9), 2147483647.0))
+                 : 0;
     const int32_t least = down(int64_t{begin} + kind.min_chunk + tile - 1);
     const int32_t most = down(int64_t{end} - kind.min_chunk);
     const int32_t cut = std::min(std::max(down(unit.extent.reach(begin, keys)), least), most);
@@ -342,8 +342,8 @@ Balance numbered(Spread spread, size_t num_units, int32_t heads, int32_t replica
     const size_t at = job(spread.parts[i]);
     const auto begin = out.parts.begin() + out.first_part[at];
     const auto end = out.parts.begin() + out.first_part[at + 1];
-    out.order[i] = static_cast<int32_t>(
-        std::lower_bound(begin, end, spread.parts[i], earlier) - out.parts.begin());
+    out.order[i] = static_cast<int32_t>(std::lower_bound(begin, end, spread.parts[i], earlier) -
+                                        out.parts.begin());
   }
   return out;
 }
@@ -363,8 +363,7 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
   const int32_t all_heads = per_head ? 1 : options.num_kv_heads;
   const int32_t replicas = per_head ? 1 : std::gcd(all_heads, num_workers);
   const int32_t heads = all_heads / replicas;
-  Spread spread =
-      Spreader(units, ids, kinds, options, heads, num_workers / replicas).spread();
+  Spread spread = Spreader(units, ids, kinds, options, heads, num_workers / replicas).spread();
   // Few units fill the workers of all heads better than those of one.
   if (replicas > 1 && spread.critical_ns > kReplicaLoss * spread.mean_ns() &&
       ids.size() * static_cast<size_t>(all_heads) <= 2 * static_cast<size_t>(num_workers)) {

@@ -12,7 +12,7 @@ namespace fajit::scheduler {
 struct Part {
   int32_t unit, head;  // head: of the replica
   int32_t kv_begin, kv_end;
-  int32_t worker;      // of the replica
+  int32_t worker;  // of the replica
   float cost_ns;
 };
 
@@ -21,7 +21,7 @@ struct Part {
 struct Balance {
   int32_t heads = 1, workers = 1, replicas = 1;
   std::vector<Part> parts;          // by unit, head, keys
-  std::vector<int32_t> first_part;  // [units * heads + 1]; units that it was not asked for have none
+  std::vector<int32_t> first_part;  // [units * heads + 1]; none of units it was not asked for
   std::vector<int32_t> order;       // part numbers as the workers do them
   std::vector<double> load_ns;      // [workers]
 

@@ -63,8 +63,8 @@ std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, p
   for (size_t i = 0; i < level_items.size(); ++i) {
     const py::object level = level_items[i];
     const Items items = exactly(level, 3, "a level");
-    level_arrays.push_back({read_array(items[0], "q_indptr"), read_array(items[1], "tokens"),
-                            read_storage(items[2])});
+    level_arrays.push_back(
+        {read_array(items[0], "q_indptr"), read_array(items[1], "tokens"), read_storage(items[2])});
   }
   return std::make_shared<Lengths>(read_lengths(read_array(q_indptr, "q_indptr"),
                                                 read_storage(storage),
@@ -126,8 +126,8 @@ Limits read_limits(py::handle source) {
 
 PlanOptions read_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim_v,
                          int32_t few_rows, std::array<int32_t, 2> num_workers, bool share_workers,
-                         bool batch_invariant, std::array<int32_t, 2> split_keys,
-                         py::handle limits, int32_t num_levels) {
+                         bool batch_invariant, std::array<int32_t, 2> split_keys, py::handle limits,
+                         int32_t num_levels) {
   PlanOptions options;
   options.num_q_heads = num_q_heads;
   options.num_kv_heads = num_kv_heads;
@@ -178,8 +178,8 @@ std::shared_ptr<Lengths> make_dense_lengths(int32_t num_requests, int32_t q_len,
   if (num_requests < 0) throw py::value_error("num_requests must not be negative");
   std::vector<int32_t> lengths(static_cast<size_t>(num_requests), kv_rows);
   if (!kv_len.is_none()) lengths = read_each(kv_len, num_requests, "kv_len");
-  return std::make_shared<Lengths>(dense_lengths(
-      q_len, kv_rows, std::move(lengths), read_each(q_offset, num_requests, "q_offset")));
+  return std::make_shared<Lengths>(dense_lengths(q_len, kv_rows, std::move(lengths),
+                                                 read_each(q_offset, num_requests, "q_offset")));
 }
 
 void bind_lengths(py::module_& m) {
@@ -203,14 +203,16 @@ void bind_lengths(py::module_& m) {
            py::arg("q_block") = 0);
 }
 
-std::shared_ptr<BatchPlan> make_plan(
-    const std::shared_ptr<Lengths>& lengths, const Kinds& both_kinds, int32_t num_q_heads,
-    int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
-    std::array<int32_t, 2> num_workers, bool share_workers, py::handle lists_source,
-    bool batch_invariant, std::array<int32_t, 2> split_keys, bool classify,
-    bool mask_is_contiguous, bool mask_reads_request, double merge_ns, py::handle tensors,
-    py::handle layouts, py::handle scalars, const std::string& scalar_kinds, py::handle limits,
-    int32_t num_levels, int32_t row_block) {
+std::shared_ptr<BatchPlan> make_plan(const std::shared_ptr<Lengths>& lengths,
+                                     const Kinds& both_kinds, int32_t num_q_heads,
+                                     int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
+                                     std::array<int32_t, 2> num_workers, bool share_workers,
+                                     py::handle lists_source, bool batch_invariant,
+                                     std::array<int32_t, 2> split_keys, bool classify,
+                                     bool mask_is_contiguous, bool mask_reads_request,
+                                     double merge_ns, py::handle tensors, py::handle layouts,
+                                     py::handle scalars, const std::string& scalar_kinds,
+                                     py::handle limits, int32_t num_levels, int32_t row_block) {
   Kind kinds[2];
   read_kinds(both_kinds, kinds);
   PlanOptions options =
@@ -269,8 +271,8 @@ std::shared_ptr<BatchPlan> make_plan_of_work(const py::buffer& work, int kind,
 int64_t workspace_bound(const Kinds& both_kinds, py::handle limits, int32_t num_q_heads,
                         int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
                         std::array<int32_t, 2> num_workers, bool share_workers,
-                        bool batch_invariant, std::array<int32_t, 2> split_keys,
-                        int32_t num_levels, int32_t q_block) {
+                        bool batch_invariant, std::array<int32_t, 2> split_keys, int32_t num_levels,
+                        int32_t q_block) {
   Kind kinds[2];
   read_kinds(both_kinds, kinds);
   const PlanOptions options =
@@ -293,44 +295,43 @@ void bind_plan(py::module_& m) {
            py::arg("split_keys") = no_splits, py::arg("classify") = false,
            py::arg("mask_is_contiguous") = false, py::arg("mask_reads_request") = true,
            py::arg("merge_ns") = 0.0, py::arg("tensors") = none, py::arg("layouts") = none,
-           py::arg("scalars") = none, py::arg("scalar_kinds") = "",
-           py::arg("limits") = py::none(), py::arg("num_levels") = 0, py::arg("row_block") = 0)
+           py::arg("scalars") = none, py::arg("scalar_kinds") = "", py::arg("limits") = py::none(),
+           py::arg("num_levels") = 0, py::arg("row_block") = 0)
       .def_static("of_work", &make_plan_of_work, py::arg("work"), py::kw_only(),
                   py::arg("kind") = 0, py::arg("merge_work") = py::bytes(""),
                   py::arg("merge_sources") = std::vector<int32_t>{}, py::arg("partial_rows") = 0)
       .def_readonly("workspace_bytes", &BatchPlan::workspace_bytes)
       .def_readonly("partial_rows", &BatchPlan::partial_rows)
       .def_readonly("most_splits", &BatchPlan::most_splits)
-      .def_property_readonly(
-          "num_work",
-          [](const BatchPlan& self) {
-            return self.kinds[0].work.size() + self.kinds[1].work.size();
-          })
+      .def_property_readonly("num_work",
+                             [](const BatchPlan& self) {
+                               return self.kinds[0].work.size() + self.kinds[1].work.size();
+                             })
       .def_property_readonly("num_merges",
                              [](const BatchPlan& self) { return self.merge_work.size(); })
       .def_readonly("total_ns", &BatchPlan::total_ns)
       .def_readonly("critical_ns", &BatchPlan::critical_ns)
-      .def("work",
-           [](const BatchPlan& self, int kind) { return to_bytes(kind_at(self, kind).work); },
-           py::arg("kind"))
+      .def(
+          "work",
+          [](const BatchPlan& self, int kind) { return to_bytes(kind_at(self, kind).work); },
+          py::arg("kind"))
       .def("worker_indptr", of_kind(&KindPlan::worker_indptr), py::arg("kind"))
       .def("cost_ns", of_kind(&KindPlan::cost_ns), py::arg("kind"))
       .def("load_ns", of_kind(&KindPlan::load_ns), py::arg("kind"))
       .def_property_readonly("merge_work",
                              [](const BatchPlan& self) { return to_bytes(self.merge_work); })
       .def_readonly("merge_sources", &BatchPlan::merge_sources)
-      .def_property_readonly("capacity",
-                             [](const BatchPlan& self) {
-                               const Capacity& c = self.capacity;
-                               return py::dict(
-                                   py::arg("requests") = c.requests,
-                                   py::arg("work") = py::make_tuple(c.work[0], c.work[1]),
-                                   py::arg("merge_work") = c.merge_work,
-                                   py::arg("merge_sources") = c.merge_sources,
-                                   py::arg("row_tokens") = c.row_tokens,
-                                   py::arg("partial_rows") = c.partial_rows,
-                                   py::arg("max_merge_rows") = c.max_merge_rows);
-                             })
+      .def_property_readonly(
+          "capacity",
+          [](const BatchPlan& self) {
+            const Capacity& c = self.capacity;
+            return py::dict(
+                py::arg("requests") = c.requests,
+                py::arg("work") = py::make_tuple(c.work[0], c.work[1]),
+                py::arg("merge_work") = c.merge_work, py::arg("merge_sources") = c.merge_sources,
+                py::arg("row_tokens") = c.row_tokens, py::arg("partial_rows") = c.partial_rows,
+                py::arg("max_merge_rows") = c.max_merge_rows);
+          })
       .def_static("workspace_bound", &workspace_bound, py::arg("kinds"), py::arg("limits"),
                   py::kw_only(), py::arg("num_q_heads"), py::arg("num_kv_heads"),
                   py::arg("head_dim_v"), py::arg("few_rows"), py::arg("num_workers"),

@@ -28,9 +28,9 @@ int64_t first_above(const std::vector<int32_t>& lengths, int64_t most, int32_t c
 void check_limits(const Lengths& l, const PlanOptions& o) {
   const Limits& most = o.limits;
   if (l.num_requests > most.max_requests) {
-    fail("the batch has " + number(l.num_requests) + " requests, the limits allow max_requests=" +
-         number(most.max_requests) + ": request " + number(most.max_requests) +
-         " is the first beyond them");
+    fail("the batch has " + number(l.num_requests) +
+         " requests, the limits allow max_requests=" + number(most.max_requests) + ": request " +
+         number(most.max_requests) + " is the first beyond them");
   }
   if (l.num_q_tokens > most.max_q_tokens) {
     fail("the batch has " + number(l.num_q_tokens) +
@@ -49,8 +49,7 @@ void check_limits(const Lengths& l, const PlanOptions& o) {
     while (b < l.num_requests && l.page_indptr[static_cast<size_t>(b) + 1] <= most.max_pages) ++b;
     fail("the batch has " + number(l.num_page_indices) +
          " pages, the limits allow max_pages=" + number(most.max_pages) + ": " +
-         (b < l.num_requests ? "request " + number(b) : "its shared levels") +
-         " goes beyond them");
+         (b < l.num_requests ? "request " + number(b) : "its shared levels") + " goes beyond them");
   }
   const int64_t groups = int64_t{most.max_requests} * o.num_levels;
   if (l.num_groups > groups) {
@@ -160,8 +159,8 @@ void sum_loads(const PlanOptions& options, BatchPlan& plan) {
 
 void check_options(const Kind (&kinds)[2], const PlanOptions& o) {
   if (o.num_kv_heads < 1 || o.num_q_heads < 1 || o.num_q_heads % o.num_kv_heads != 0) {
-    fail("num_kv_heads=" + number(o.num_kv_heads) + " does not divide num_q_heads=" +
-         number(o.num_q_heads));
+    fail("num_kv_heads=" + number(o.num_kv_heads) +
+         " does not divide num_q_heads=" + number(o.num_q_heads));
   }
   if (o.num_workers[0] < 1 || o.num_workers[1] < 1) fail("num_workers must be positive");
   if (o.share_workers && o.num_workers[0] != o.num_workers[1]) {
@@ -255,8 +254,8 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
 }
 
 BatchPlan plan_of_work(int kind, std::vector<fajit_work> work,
-                       std::vector<fajit_merge_work> merge_work,
-                       std::vector<int32_t> merge_sources, int64_t partial_rows) {
+                       std::vector<fajit_merge_work> merge_work, std::vector<int32_t> merge_sources,
+                       int64_t partial_rows) {
   BatchPlan plan;
   KindPlan& planned = plan.kinds[kind];
   planned.work = std::move(work);

@@ -66,7 +66,7 @@ struct Lengths {
   std::vector<int32_t> q_len, kv_len, q_row0, kv_row0, q_offset, q_token0, kv_token0, kv_first;
   std::vector<int32_t> page_indptr;  // paged: one more entry, into the level's page_indices[:end]
   std::vector<int32_t> row_request, row_token;  // with groups; see fajit_args
-  int32_t max_q_len = 0, max_kv_len = 0;  // of the requests, groups apart
+  int32_t max_q_len = 0, max_kv_len = 0;        // of the requests, groups apart
 
   // Lets an argument block find the arrays that every request has.
   void fill(fajit_args& args) const {
@@ -80,9 +80,10 @@ struct Lengths {
   }
 };
 
-// Throws std::invalid_argument that names the array and the request. `q_offset` without data: "end",
-// so that the last query sits on the last key. `levels` are outer to inner, the requests' own keys
-// come last and begin where their levels end. With levels, kv_len counts all keys of a request.
+// Throws std::invalid_argument that names the array and the request. `q_offset` without data:
+// "end", so that the last query sits on the last key. `levels` are outer to inner, the requests'
+// own keys come last and begin where their levels end. With levels, kv_len counts all keys of a
+// request.
 Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
                      const std::vector<LevelArrays>& levels);
 
@@ -107,8 +108,8 @@ struct Kind {
   int32_t row_granule = 1;  // rows cost and are cut in multiples of this
   int32_t tile_kv = 0;      // keys are cut at multiples of this
   int32_t min_chunk = 0;    // no part of a cut is shorter, in keys
-  // Nanoseconds: an item costs item_ns + keys * max(load_ns, rows * pair_ns), rows rounded up to the
-  // granule, and state_ns a row more where it writes a partial state.
+  // Nanoseconds: an item costs item_ns + keys * max(load_ns, rows * pair_ns), rows rounded up to
+  // the granule, and state_ns a row more where it writes a partial state.
   double item_ns = 0, load_ns = 0, pair_ns = 0, state_ns = 0;
 };
 
@@ -118,7 +119,7 @@ struct Limits {
 
 struct PlanOptions {
   int32_t num_q_heads = 0, num_kv_heads = 0, head_dim_v = 0;
-  int32_t few_rows = 0;     // packed rows up to which a request is few-row work
+  int32_t few_rows = 0;             // packed rows up to which a request is few-row work
   int32_t num_workers[2] = {1, 1};  // of each launch; CPU: threads, the same for both
   bool share_workers = false;       // CPU: one balance over both kinds
   bool batch_invariant = false;     // cut at multiples of split_keys, whatever else is in the batch
@@ -129,7 +130,7 @@ struct PlanOptions {
   double merge_ns = 0;              // what a merge costs apart from its states: its launch
   int32_t row_block = 0;            // no item has query rows of two blocks of so many; 0: no blocks
   Limits limits;
-  int32_t num_levels = 0;           // levels of shared keys that a plan within the limits may have
+  int32_t num_levels = 0;  // levels of shared keys that a plan within the limits may have
 };
 
 // A launch of one kind.
@@ -156,7 +157,7 @@ struct BatchPlan {
   std::vector<int32_t> merge_sources;
   int64_t partial_rows = 0;
   int32_t max_merge_rows = 0, most_splits = 1;
-  int64_t workspace_bytes = 0;  // see workspace_bytes()
+  int64_t workspace_bytes = 0;           // see workspace_bytes()
   double total_ns = 0, critical_ns = 0;  // sum over workers; the longest worker, launches added up
   bool has_limits = false;
   Capacity capacity;  // with limits; else what the plan has
@@ -175,7 +176,7 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
 
 // A plan of work that somebody else made, each item for a worker of its own.
 BatchPlan plan_of_work(int kind, std::vector<fajit_work> work,
-                       std::vector<fajit_merge_work> merge_work,
-                       std::vector<int32_t> merge_sources, int64_t partial_rows);
+                       std::vector<fajit_merge_work> merge_work, std::vector<int32_t> merge_sources,
+                       int64_t partial_rows);
 
 }  // namespace fajit::scheduler

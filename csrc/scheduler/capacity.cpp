@@ -9,9 +9,7 @@ namespace {
 int64_t ceil_div_64(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Most of one kind: row tiles of all kv heads, packed rows in them, and cuts.
-struct Bound {
-  int64_t units = 0, rows = 0, cuts = 0, splits = 1;
-};
+struct Bound { int64_t units = 0, rows = 0, cuts = 0, splits = 1; };
 
 Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
   Bound bound;

@@ -48,7 +48,9 @@ int64_t Extent::visited(int32_t from, int32_t to) const {
 }
 
 int32_t Extent::reach(int32_t from, int64_t keys) const {
-  if (cell == 0) return static_cast<int32_t>(std::min<int64_t>(end, int64_t{from} + std::min<int64_t>(keys, end)));
+  if (cell == 0)
+    return static_cast<int32_t>(
+        std::min<int64_t>(end, int64_t{from} + std::min<int64_t>(keys, end)));
   int32_t at = from;
   while (at < end) {
     const int32_t i = (at - base) / cell, next = std::min(end, end_of_cell(i));
@@ -120,8 +122,7 @@ Extent MaskExtents::search(int32_t begin, int32_t end, int32_t tile_kv) {
     return i == count ? end : (first_tile + i) * tile_kv;
   };
   const auto index_of = [&](int64_t key) {
-    return static_cast<int32_t>(
-        std::clamp<int64_t>(key / tile_kv - first_tile, 0, count));
+    return static_cast<int32_t>(std::clamp<int64_t>(key / tile_kv - first_tile, 0, count));
   };
   // Where the last hull touched an end, this one most likely does: one evaluation shows it.
   int32_t guess = low_at_begin_ ? 0 : index_of(int64_t{call_.q_begin} + low_from_first_);
@@ -135,9 +136,9 @@ Extent MaskExtents::search(int32_t begin, int32_t end, int32_t tile_kv) {
     guess = count - index_of(int64_t{call_.q_end} - 1 + high_from_last_ + tile_kv - 1);
   }
   const int32_t moved =
-      guess < 0 ? 0 : last_true(most, guess, [&](int32_t i) {
-        return is_empty(border(count - i), end);
-      });
+      guess < 0
+          ? 0
+          : last_true(most, guess, [&](int32_t i) { return is_empty(border(count - i), end); });
   const Extent found{border(low), border(count - moved), 0, 0, 0};
   low_at_begin_ = low == 0;
   high_at_end_ = moved == 0;

@@ -1,4 +1,5 @@
-// Which keys rows can see: the hull that the mask's interval form proves, found with few evaluations.
+// Which keys rows can see: the hull that the mask's interval form proves, found with few
+// evaluations.
 #pragma once
 
 #include <fajit/abi.h>

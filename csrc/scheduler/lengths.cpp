@@ -34,13 +34,12 @@ std::vector<int32_t> read_indptr(const Array& array, const char* name, const Own
                                  const char* what) {
   if (array.data == nullptr || array.size < 1) {
     fail(owner.array(name) + " has " + number(array.size) +
-         " entries; it needs one more than there are " +
-         (owner.level < 0 ? "requests" : "groups") + ", and starts with 0");
+         " entries; it needs one more than there are " + (owner.level < 0 ? "requests" : "groups") +
+         ", and starts with 0");
   }
   if (array.at(0) != 0) {
-    fail(owner.array(name) + "[0]=" + number(array.at(0)) +
-         " must be 0: pass the " + what + " from the first " +
-         (owner.level < 0 ? "request" : "group") + " on");
+    fail(owner.array(name) + "[0]=" + number(array.at(0)) + " must be 0: pass the " + what +
+         " from the first " + (owner.level < 0 ? "request" : "group") + " on");
   }
   std::vector<int32_t> out(static_cast<size_t>(array.size));
   int64_t before = 0;
@@ -67,8 +66,7 @@ void require_count(const Array& array, const char* name, int64_t count, const Ow
   }
 }
 
-void require_indptr_count(const Array& array, const char* name, int64_t count,
-                          const Owner& owner) {
+void require_indptr_count(const Array& array, const char* name, int64_t count, const Owner& owner) {
   if (array.size != count + 1) {
     fail(owner.array(name) + " has " + number(array.size) + " entries; q_indptr is of " +
          number(count) + (owner.level < 0 ? " requests" : " groups") + ", so it needs " +
@@ -100,9 +98,8 @@ class Reader {
     if (out_.page_size > 0) return;
     const int32_t ahead = static_cast<int32_t>(out_.num_kv_tokens - request_keys);
     for (size_t i = 0; i < out_.kv_row0.size(); ++i) {
-      out_.kv_row0[i] += i < static_cast<size_t>(out_.num_requests)
-                             ? ahead
-                             : -static_cast<int32_t>(request_keys);
+      out_.kv_row0[i] +=
+          i < static_cast<size_t>(out_.num_requests) ? ahead : -static_cast<int32_t>(request_keys);
     }
   }
 
@@ -180,8 +177,8 @@ class Groups {
         group_of_(static_cast<size_t>(lengths.num_requests), -1) {}
 
   // The groups' entries of q_len and q_row0; their own keys are the last kv_len of the lengths.
-  void read_tokens(const LevelArrays& level, const std::vector<int32_t>& indptr,
-                   const Owner& owner, size_t first_kv_len) {
+  void read_tokens(const LevelArrays& level, const std::vector<int32_t>& indptr, const Owner& owner,
+                   size_t first_kv_len) {
     const bool listed = level.tokens.data != nullptr;
     const int64_t entries = listed ? level.tokens.size : out_.num_q_tokens;
     if (indptr.back() > entries) {

@@ -25,8 +25,8 @@ void merge_units(const std::vector<Unit>& units, const Balances& balances, const
       const int32_t first = rows.first(u, head);
       if (first < 0) continue;
       const int32_t parts = balances.of(unit).parts_of(static_cast<int64_t>(u), head);
-      plan.merge_work.push_back({unit.entity, head * group, group, unit.row_begin, unit.row_end,
-                                 first, parts, 0});
+      plan.merge_work.push_back(
+          {unit.entity, head * group, group, unit.row_begin, unit.row_end, first, parts, 0});
       note(plan.merge_work.back(), plan);
     }
   }
@@ -38,8 +38,10 @@ void merge_segments(const std::vector<Unit>& units, const Balances& balances,
   const int32_t group = options.num_q_heads / options.num_kv_heads;
   for (const Segment& s : segments.segments) {
     for (int32_t head = 0; head < options.num_kv_heads; ++head) {
-      fajit_merge_work item{s.request, head * group, group, s.row_begin, s.row_end,
-                            static_cast<int32_t>(plan.merge_sources.size()), 0, 0};
+      fajit_merge_work item{s.request, head * group,
+                            group,     s.row_begin,
+                            s.row_end, static_cast<int32_t>(plan.merge_sources.size()),
+                            0,         0};
       for (int32_t c = s.first_cover; c < s.last_cover; ++c) {
         const Cover& cover = segments.covers[static_cast<size_t>(c)];
         const size_t u = static_cast<size_t>(cover.unit);
@@ -70,8 +72,7 @@ PartialRows::PartialRows(const std::vector<Unit>& units, const Balances& balance
     if (!units[u].shared && balance.is_whole(u)) continue;
     if (first_.empty()) first_.assign(units.size() * heads_, -1);
     for (size_t head = 0; head < heads_; ++head) {
-      const int32_t parts =
-          balance.parts_of(static_cast<int64_t>(u), static_cast<int32_t>(head));
+      const int32_t parts = balance.parts_of(static_cast<int64_t>(u), static_cast<int32_t>(head));
       if (parts == 1 && !units[u].shared) continue;
       first_[u * heads_ + head] = static_cast<int32_t>(count_);
       count_ += int64_t{parts} * units[u].rows();

@@ -7,9 +7,7 @@ namespace fajit::scheduler {
 namespace {
 
 // Rows [row_begin, row_end) of a request that a unit sees; row r is row r - shift of its entity.
-struct Span {
-  int32_t request, row_begin, row_end, unit, shift, order;
-};
+struct Span { int32_t request, row_begin, row_end, unit, shift, order; };
 
 // The spans of a group's unit: one a request whose tokens are in it.
 void add_group_spans(const Lengths& l, int32_t group_size, int32_t index, const Unit& unit,
@@ -35,8 +33,8 @@ void add_group_spans(const Lengths& l, int32_t group_size, int32_t index, const 
 
 void add_segment(const std::vector<Unit>& units, const std::vector<Span>& active, int32_t begin,
                  int32_t end, Segments& out) {
-  const Segment segment{active.front().request, begin, end,
-                        static_cast<int32_t>(out.covers.size()), 0};
+  const Segment segment{active.front().request, begin, end, static_cast<int32_t>(out.covers.size()),
+                        0};
   for (const Span& span : active) {
     const Unit& unit = units[static_cast<size_t>(span.unit)];
     if (!unit.dropped) out.covers.push_back({span.unit, begin - span.shift - unit.row_begin});
@@ -69,7 +67,8 @@ Segments make_segments(const Lengths& lengths, int32_t group_size, std::vector<U
   });
 
   // The second pass is without the units that the first one found needless: those without keys all
-  // of whose rows other units see. Rows that no unit has keys for keep one, which writes 0 and -inf.
+  // of whose rows other units see. Rows that no unit has keys for keep one, which writes 0 and
+  // -inf.
   Segments refined;
   for (int pass = 0; pass < 2; ++pass) {
     refined = {};

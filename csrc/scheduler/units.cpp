@@ -144,14 +144,13 @@ class UnitMaker {
     const int32_t span = std::max(tile_kv, queries_len / kHullsARequest) * group_size_;
     for (size_t i = first; i < units_.size();) {
       size_t last = i;
-      while (last + 1 < units_.size() &&
-             units_[last + 1].row_end - units_[i].row_begin <= span) {
+      while (last + 1 < units_.size() && units_[last + 1].row_end - units_[i].row_begin <= span) {
         ++last;
       }
       const auto [q_first, q_last] = queries(entity, units_[i].row_begin / group_size_,
                                              (units_[last].row_end - 1) / group_size_);
-      const Extent extent = extents_.of(entity, q_first, q_last, lengths_.kv_first[e],
-                                        lengths_.kv_len[e], tile_kv);
+      const Extent extent =
+          extents_.of(entity, q_first, q_last, lengths_.kv_first[e], lengths_.kv_len[e], tile_kv);
       for (; i <= last; ++i) {
         units_[i].extent = extent;
         price(units_[i]);
@@ -213,8 +212,7 @@ class UnitMaker {
     if (lists_.begin.size != needed || lists_.count.size != needed) {
       fail("key lists are of " + number(std::min(lists_.begin.size, lists_.count.size)) +
            " block rows; requests with blocks of " + number(lists_.q_block) + " query rows have " +
-           number(needed) +
-           (lists_.per_head ? " of all kv heads" : ""));
+           number(needed) + (lists_.per_head ? " of all kv heads" : ""));
     }
     const int64_t most = std::numeric_limits<int32_t>::max();
     if (lists_.num_key_blocks > most / lists_.key_block) {
@@ -274,7 +272,7 @@ class UnitMaker {
     int32_t q_len = -1;
     int8_t kind = 0;
     double key_ns = 0;  // of a tile with all its rows
-  } known_;  // of requests as long as the last one
+  } known_;             // of requests as long as the last one
 };
 
 }  // namespace
@@ -284,9 +282,8 @@ int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows
   return rows * group_size <= few_rows ? 1 : 0;
 }
 
-std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists,
-                             const Kind (&kinds)[2], const PlanOptions& options,
-                             const fajit_args& mask_args) {
+std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
+                             const PlanOptions& options, const fajit_args& mask_args) {
   return UnitMaker(lengths, lists, kinds, options, mask_args).make();
 }
 

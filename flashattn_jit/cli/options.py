@@ -9,14 +9,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from .. import env
-from ..codegen.spec import (
-    CPU_TARGETS,
-    CUDA_TARGETS,
-    EMULATED_TARGETS,
-    KV_DTYPES,
-    SHORT_DTYPES,
-    default_target,
-)
+from ..codegen.spec import KV_DTYPES, SHORT_DTYPES, default_target
+from ..codegen.targets import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS
 from . import library_index, variant_names
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from ..variants.ir.ir import ROW_HOOKS, VariantIR
 from ..variants.lower.row import lower_cuda
-from .spec import KernelSpec, compiled_target
+from .spec import KernelSpec
+from .targets import architecture
 
 WARP = 32
 MAX_REGISTERS = 255
@@ -55,12 +56,12 @@ LIMITS = {
     "sm_100": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32),
     "sm_120": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24),
 }
-"""By target."""
+"""By `architecture`."""
 
 
 def limits(target: str) -> ArchLimits:
-    """The limits of a CUDA target; of the target that is emulated, for ``emulated:sm_80``."""
-    return LIMITS[compiled_target(target)]
+    """The limits of a CUDA target, emulated or not."""
+    return LIMITS[architecture(target)]
 
 
 def padded(head_dim: int) -> int:

@@ -25,8 +25,6 @@ from ..variants.ir.document import (
 )
 from ..variants.ir.ir import ROW_HOOKS, Node, VariantIR, canonical_json
 from .spec import (
-    CPU_TARGETS,
-    CUDA_TARGETS,
     FEATURES,
     KV_DTYPES,
     MAX_HEAD_DIM,
@@ -38,9 +36,9 @@ from .spec import (
     TileKind,
     UtilitySpec,
     cuda_dtypes,
-    is_cuda,
     name_of,
 )
+from .targets import CPU_TARGETS, CUDA_TARGETS, is_cuda
 
 MAX_DOCUMENT = 4 << 20
 """Characters of a document. Those of large variants have some ten thousand."""

@@ -11,15 +11,8 @@ from ..errors import InputError
 from ..variants.interval.simplify import range_tables
 from ..variants.lower.hooks import lower_hooks
 from .budget import ctas_per_sm, merge_shared_bytes, shared_bytes
-from .spec import LANES, AnySpec, KernelSpec, UtilitySpec, has_amx, is_cuda, matrix_dtype
-
-_CPP_NAME = {
-    "float32": "float",
-    "float16": "half_t",
-    "bfloat16": "bfloat16_t",
-    "int8": "int8_t",
-    "float8_e4m3fn": "e4m3_t",
-}
+from .spec import CPP_TYPES, AnySpec, KernelSpec, UtilitySpec, matrix_dtype
+from .targets import CPU_ROWS, has_amx, is_cuda
 
 _NOT_WITH_SPARSE = {
     "block_mask": "key lists say which blocks are visited",
@@ -61,12 +54,12 @@ def render(spec: AnySpec) -> str:
 
 def _cpu_names(spec: KernelSpec) -> dict[str, object]:
     return {
-        "lanes": LANES[spec.target],
+        "lanes": CPU_ROWS[spec.target].lanes,
         "amx": has_amx(spec.target),
-        "q_type": _CPP_NAME[spec.q_dtype],
-        "k_type": _CPP_NAME[spec.k_dtype],
-        "v_type": _CPP_NAME[spec.v_dtype],
-        "matrix_type": _CPP_NAME[matrix_dtype(spec.target, spec.q_dtype)],
+        "q_type": CPP_TYPES[spec.q_dtype],
+        "k_type": CPP_TYPES[spec.k_dtype],
+        "v_type": CPP_TYPES[spec.v_dtype],
+        "matrix_type": CPP_TYPES[matrix_dtype(spec.target, spec.q_dtype)],
         "hooks": lower_hooks(spec.variant, spec.name),
     }
 

@@ -1,10 +1,9 @@
-"""Targets, which code is generated for, and kernel specs: what decides the code of one artifact.
+"""Which target a call runs on, and kernel specs: what decides the code of one artifact.
 
-A target is a name such as ``cpu:avx512_bf16`` or ``sm_80``. CPU targets are levels: a machine runs
-its own level and every lower one. CUDA targets are architectures: code is compiled for exactly one.
-``emulated:sm_80`` runs the PTX of sm_80 on the CPU.
+A target is a name such as ``cpu:avx512_bf16`` or ``sm_80`` (`targets`). Code is compiled for
+exactly one. ``emulated:sm_80`` runs the PTX of sm_80 on the CPU.
 
-First the targets, the dtypes that they take, and which one a call's tensors run on. Then the spec
+First the dtypes that targets take, and which target a call's tensors run on. Then the spec
 of an attention kernel, that of the CUDA kernels that are no attention (merging states, writing to
 pages), what people call either, and what the cache is asked for.
 """
@@ -19,40 +18,61 @@ from typing import TYPE_CHECKING, Literal
 from .. import _C, env
 from ..errors import EnvironmentVariableError, InputError, TargetError
 from ..variants.ir.ir import VariantIR, canonical_json, fitting_name, variant_to_json
+from .targets import (
+    CPU_ROWS,
+    CPU_TARGETS,
+    CUDA_TARGETS,
+    EMULATED,
+    EMULATED_TARGETS,
+    architecture,
+    best_cpu_target,
+    compiled_target,
+    included,
+    is_cuda,
+    is_emulated,
+    runs_on,
+    sm_version,
+)
 
 if TYPE_CHECKING:
     import torch
 
-# --- targets -------------------------------------------------------------------------------------
-
-CPU_LEVELS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
-"""CPU instruction-set levels, ascending. x86-64 baseline; AVX2 + FMA + F16C; AVX-512 F/BW/DQ/VL;
-the same with AVX512-BF16 dot products; the same with AMX tile products of bf16."""
-
-CPU_TARGETS = tuple(f"cpu:{level}" for level in CPU_LEVELS)
-
-CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-"""CUDA targets, ascending. A device takes the highest one of its own major version not above it."""
-
-EMULATED = "emulated:"
-"""What stands before a CUDA target whose PTX is to run on the CPU."""
-
-EMULATED_TARGETS = tuple(EMULATED + target for target in CUDA_TARGETS)
-
-LANES = {
-    "cpu:generic": 4,
-    "cpu:avx2": 8,
-    "cpu:avx512": 16,
-    "cpu:avx512_bf16": 16,
-    "cpu:amx_bf16": 16,
-}
-"""fp32 values in one vector register."""
+# --- dtypes and targets ---------------------------------------------------------------------------
 
 MAX_HEAD_DIM = 256
 """The largest head dim of q, k and v, on every target."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+
+@dataclass(frozen=True, slots=True)
+class StorageDtype:
+    """A dtype that keys and values may have in memory.
+
+    Args:
+        name: torch's.
+        bytes: of one value.
+        cpp: its type in the headers of CPU kernels (fajit/cpu/load_row.h).
+        short: what people call it, where its name is long.
+    """
+
+    name: str
+    bytes: int
+    cpp: str
+    short: str = ""
+
+
+STORAGE = (
+    StorageDtype("float32", 4, "float", "fp32"),
+    StorageDtype("bfloat16", 2, "bfloat16_t", "bf16"),
+    StorageDtype("float16", 2, "half_t", "fp16"),
+    StorageDtype("int8", 1, "int8_t"),
+    StorageDtype("float8_e4m3fn", 1, "e4m3_t", "fp8"),
+)
+
+DTYPE_BYTES = {dtype.name: dtype.bytes for dtype in STORAGE}
 """Bytes of one value of the dtypes that q, k and v may have, by torch's names."""
+
+CPP_TYPES = {dtype.name: dtype.cpp for dtype in STORAGE}
+"""The types of these dtypes in the headers of CPU kernels."""
 
 KV_DTYPES = tuple(DTYPE_BYTES)
 """Dtypes of keys and values on CPU targets."""
@@ -60,16 +80,14 @@ KV_DTYPES = tuple(DTYPE_BYTES)
 Q_DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of queries, and of the output, on CPU targets."""
 
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8"}
+SHORT_DTYPES = {dtype.name: dtype.short for dtype in STORAGE if dtype.short}
 """What people call dtypes whose names are long."""
-
-_BF16_PRODUCTS = ("cpu:avx512_bf16", "cpu:amx_bf16")
 
 
 @cache
 def host_target() -> str:
-    """The highest CPU target that this machine runs, for example ``"cpu:avx512_bf16"``."""
-    return f"cpu:{_C.cpu_isa()}"
+    """The best CPU target that this machine runs, for example ``"cpu:avx512_bf16"``."""
+    return best_cpu_target(_C.cpu_features())
 
 
 def default_target() -> str:
@@ -86,7 +104,7 @@ def default_target() -> str:
 
 @cache
 def _forced(name: str) -> str:
-    runs = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]
+    runs = included(host_target())
     if name in runs:
         return name
     if name in CPU_TARGETS:
@@ -100,34 +118,14 @@ def _forced(name: str) -> str:
     )
 
 
-def is_cuda(target: str) -> bool:
-    """Whether `target` is compiled by nvcc."""
-    return target.startswith("sm_")
-
-
-def is_emulated(target: str) -> bool:
-    """Whether the kernels of `target` run in the emulator."""
-    return target.startswith(EMULATED)
-
-
-def compiled_target(target: str) -> str:
-    """The target that code is compiled for: ``sm_80`` for ``emulated:sm_80``, else itself."""
-    return target.removeprefix(EMULATED)
-
-
-def sm_version(target: str) -> int:
-    """80 for ``sm_80``."""
-    return int(compiled_target(target).removeprefix("sm_").rstrip("a"))
-
-
+@cache
 def cuda_target(major: int, minor: int) -> str:
-    """The target for a device of compute capability `major`.`minor`.
+    """The target for a device of compute capability `major`.`minor`: never a suffixed one.
 
     Raises:
         TargetError: no target of that major version is not above it.
     """
-    fitting = [t for t in CUDA_TARGETS if sm_version(t) // 10 == major and
-               sm_version(t) % 10 <= minor]  # fmt: skip
+    fitting = [t for t in CUDA_TARGETS if t == architecture(t) and runs_on(t, major, minor)]
     if not fitting:
         raise TargetError(
             f"no kernels exist for compute capability {major}.{minor}; CUDA targets are "
@@ -160,7 +158,7 @@ def resolve_target(target: str | None) -> str:
     if target not in CPU_TARGETS:
         known = ", ".join((*CPU_TARGETS, *CUDA_TARGETS, *EMULATED_TARGETS))
         raise TargetError(f"unknown target {target!r}; known targets: {known}")
-    if CPU_TARGETS.index(target) > CPU_TARGETS.index(host_target()):
+    if target not in included(host_target()):
         raise TargetError(
             f"target {target!r} needs instructions that this machine lacks; the highest target "
             f"that runs here is {host_target()!r}"
@@ -195,12 +193,7 @@ def matrix_dtype(target: str, q_dtype: str) -> str:
     """
     if is_cuda(target):
         return q_dtype
-    return "bfloat16" if q_dtype == "bfloat16" and target in _BF16_PRODUCTS else "float32"
-
-
-def has_amx(target: str) -> bool:
-    """Whether kernels of `target` use AMX tiles."""
-    return target == "cpu:amx_bf16"
+    return "bfloat16" if q_dtype == "bfloat16" and CPU_ROWS[target].bf16_rate else "float32"
 
 
 # --- where a call runs ----------------------------------------------------------------------------
@@ -212,11 +205,16 @@ def on_cpu(target: str) -> bool:
 
 
 @cache
-def device_target(index: int) -> str:
-    """The CUDA target of a device. Raises TargetError where no kernels exist for it."""
+def device_capability(index: int) -> tuple[int, int]:
+    """The compute capability of a device."""
     import torch  # commands that only name targets do without
 
-    return cuda_target(*torch.cuda.get_device_capability(index))
+    return torch.cuda.get_device_capability(index)
+
+
+def device_target(index: int) -> str:
+    """The CUDA target of a device. Raises TargetError where no kernels exist for it."""
+    return cuda_target(*device_capability(index))
 
 
 def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None) -> str:
@@ -231,8 +229,7 @@ def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None)
         if not on_cpu(target):
             check_matrix_dtypes((q, k, v), target)
         return target
-    index = q.device.index
-    target = _checked(target, device_target(0 if index is None else index), q.device)
+    target = _checked(target, q.device)
     check_matrix_dtypes((q, k, v), target)
     return target
 
@@ -246,18 +243,16 @@ def place_on(device: torch.device, target: str | None) -> str:
     """As `place`, before there are tensors: dtypes are not checked."""
     if device.type != "cuda":
         return resolve_target(target)
-    index = device.index
-    return _checked(target, device_target(0 if index is None else index), device)
+    return _checked(target, device)
 
 
-def _checked(target: str | None, own: str, device: torch.device) -> str:
+def _checked(target: str | None, device: torch.device) -> str:
+    index = device.index or 0
+    own = device_target(index)
     if target is None or target == own:
         return own
     if target in CUDA_TARGETS:
-        # Compiled code runs on every device of its major version that is not older.
-        if sm_version(target) // 10 == sm_version(own) // 10 and (
-            sm_version(target) <= sm_version(own)
-        ):
+        if runs_on(target, *device_capability(index)):
             return target
         raise TargetError(
             f"target {target!r} does not run on {device}, whose target is {own!r}; leave target "

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..codegen.spec import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
+from ..codegen.spec import default_target
+from ..codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_here, compiled_target
 from ..errors import TargetError
 
 
 def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
     """Compiled targets by name: also ``host`` (this machine's), ``cpu``, ``cuda`` and ``all``.
 
+    ``cpu`` and ``all`` are without those of machines of another architecture.
+
     Raises TargetError for a name that is none.
     """
-    groups = {"cpu": CPU_TARGETS, "cuda": CUDA_TARGETS, "all": (*CPU_TARGETS, *CUDA_TARGETS)}
+    cpu = tuple(filter(compiled_here, CPU_TARGETS))
+    groups = {"cpu": cpu, "cuda": CUDA_TARGETS, "all": (*cpu, *CUDA_TARGETS)}
+    known = (*CPU_TARGETS, *CUDA_TARGETS)
     chosen: dict[str, None] = {}
     if targets is None or (isinstance(targets, Sequence) and not targets):
         return ()
@@ -27,9 +32,9 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
             chosen.update(dict.fromkeys(_host_targets()))
             continue
         for target in groups.get(name, (compiled_target(name),)):
-            if target not in groups["all"]:
+            if target not in known:
                 raise TargetError(
-                    f"unknown target {name!r}; known: {', '.join(groups['all'])}, and host, "
+                    f"unknown target {name!r}; known: {', '.join(known)}, and host, "
                     f"{', '.join(groups)} for several"
                 )
             chosen[target] = None

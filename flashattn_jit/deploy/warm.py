@@ -17,7 +17,8 @@ from dataclasses import fields
 from typing import Any
 
 from .. import env
-from ..codegen.spec import AnySpec, KernelSpec, is_cuda, name_of
+from ..codegen.spec import AnySpec, KernelSpec, name_of
+from ..codegen.targets import is_cuda
 from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
 from ..jit.cache.store import Store
 from ..jit.compilation import toolchain

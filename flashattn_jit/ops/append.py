@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import UtilitySpec, compiled_target, on_cpu, place_utility
+from ..codegen.spec import UtilitySpec, on_cpu, place_utility
+from ..codegen.targets import compiled_target
 from ..errors import InputError
 from ..torch_modes import is_direct
 from .arguments import checks

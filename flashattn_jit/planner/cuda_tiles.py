@@ -20,7 +20,8 @@ from ..codegen.budget import (
     register_budget,
     shared_bytes,
 )
-from ..codegen.spec import KernelSpec, TileKind, compiled_target
+from ..codegen.spec import KernelSpec, TileKind
+from ..codegen.targets import architecture
 
 ROW_CLASSES = (16, 64, 128)
 """Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
@@ -69,12 +70,12 @@ def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:
         return _FEW_ROW
     tiles = next(tiles for bound, tiles in _PREFILL if widest <= bound)
     # Without cp.async, registers carry the next tile, so a warp owns one block of 16 rows.
-    if compiled_target(target) == "sm_75":
+    if architecture(target) == "sm_75":
         rows = 64
         if widest > 64:
             tiles = (*(t for t in tiles if t.tile_kv > _LAST_RESORT_KV), Tile(64, 16, 4))
     # Two blocks of 64 rows share a multiprocessor where one of 128 would have it alone.
-    if widest > 192 and compiled_target(target) != "sm_80":
+    if widest > 192 and architecture(target) != "sm_80":
         tiles = tuple(t for t in tiles if t.num_warps == 4)
     return tuple(t for t in tiles if t.tile_q <= rows)
 
@@ -102,9 +103,9 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
     """
     if spec.tile_kind == "prefill":
         ring = replace(spec, num_stages=2)
-        without = compiled_target(spec.target) == "sm_75" or not fits(ring)
+        without = architecture(spec.target) == "sm_75" or not fits(ring)
         return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
-    wanted = _IN_FLIGHT_BYTES[compiled_target(spec.target)]
+    wanted = _IN_FLIGHT_BYTES[architecture(spec.target)]
     rings = [replace(spec, num_stages=n) for n in (2, 3, 4)]
     enough = [r for r in rings if in_flight_bytes(r) >= wanted]
     return enough[0] if enough else max(rings, key=in_flight_bytes)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..codegen.budget import LIMITS
-from ..codegen.spec import compiled_target, cuda_target
+from ..codegen.spec import cuda_target
+from ..codegen.targets import architecture
 from ..errors import InputError
 
 _MATRIX_FLOPS_PER_CLOCK = {
@@ -128,7 +129,7 @@ def _fits(words: list[str], listed: list[str]) -> bool:
 
 def typical_hardware(target: str) -> Device:
     """The device that stands for a CUDA target where none is named."""
-    return named_hardware(_TYPICAL[compiled_target(target)])
+    return named_hardware(_TYPICAL[architecture(target)])
 
 
 def device_hardware(index: int = 0) -> Device:

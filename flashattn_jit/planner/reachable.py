@@ -32,16 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..codegen.spec import (
-    DTYPE_BYTES,
-    FEATURES,
-    AnySpec,
-    KernelSpec,
-    UtilitySpec,
-    compiled_target,
-    is_cuda,
-    takes_dtypes,
-)
+from ..codegen.spec import DTYPE_BYTES, FEATURES, AnySpec, KernelSpec, UtilitySpec, takes_dtypes
+from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
 from ..variants.ir.ir import VariantIR, unscaled_integers
 from .tiles import placed

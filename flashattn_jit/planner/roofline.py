@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from .. import _C
-from ..codegen.spec import LANES, host_target
+from ..codegen.spec import host_target
+from ..codegen.targets import CPU_ROWS
 from .devices import Device
 from .tiles import READ_BYTES_PER_S_PER_CORE, Problem, clock_hz
 
 _FMA_PORTS = 2
-_BF16_OVER_FP32 = {"cpu:avx512_bf16": 2, "cpu:amx_bf16": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Hardware:
 @cache
 def host_hardware() -> Hardware:
     """This machine."""
-    target = host_target()
+    row = CPU_ROWS[host_target()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     l1, l2, l3 = _C.cache_sizes()
-    fp32 = cores * clock_hz() * _FMA_PORTS * 2 * LANES[target]
-    bf16 = _BF16_OVER_FP32.get(target, 1) * fp32
+    fp32 = cores * clock_hz() * _FMA_PORTS * 2 * row.lanes
+    bf16 = max(row.bf16_rate, 1) * fp32
     return Hardware(
-        "host CPU", target, cores, l1, l2, l3, fp32, bf16, cores * READ_BYTES_PER_S_PER_CORE
+        "host CPU", row.name, cores, l1, l2, l3, fp32, bf16, cores * READ_BYTES_PER_S_PER_CORE
     )
 
 

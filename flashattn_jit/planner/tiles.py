@@ -23,17 +23,14 @@ from typing import NamedTuple
 from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
 from ..codegen.spec import (
     DTYPE_BYTES,
-    LANES,
     AnySpec,
     KernelSpec,
     Request,
     TileKind,
-    compiled_target,
-    has_amx,
-    is_cuda,
     matrix_dtype,
     name_of,
 )
+from ..codegen.targets import CPU_ROWS, compiled_target, has_amx, is_cuda
 from ..variants.ir.ir import VariantIR
 from . import cuda_tiles
 from .devices import Device, typical_hardware
@@ -110,8 +107,8 @@ def prefill_tile(target: str, head_dim: int, head_dim_v: int, matrix: str) -> tu
             if scratch_bytes(tile_q, 128, head_dim, head_dim_v, matrix) <= _L2_BUDGET_BYTES:
                 break
         return tile_q, 128
-    vectors = 6 if LANES[target] == 16 else 4
-    tile_q = vectors * LANES[target]
+    vectors = 6 if CPU_ROWS[target].lanes == 16 else 4
+    tile_q = vectors * CPU_ROWS[target].lanes
     for tile_kv in (96, 48, 24):
         if scratch_bytes(tile_q, tile_kv, head_dim, head_dim_v, matrix) <= _L2_BUDGET_BYTES:
             break
@@ -135,7 +132,7 @@ def item_rows(spec: KernelSpec, l2_bytes: int) -> int:
     """
     if spec.tile_kind == "few_row" or l2_bytes <= 0:
         return spec.tile_q
-    lanes, matrix = LANES[spec.target], matrix_dtype(spec.target, spec.q_dtype)
+    lanes, matrix = CPU_ROWS[spec.target].lanes, matrix_dtype(spec.target, spec.q_dtype)
     rows = spec.tile_q
     while rows > lanes and (
         4 * scratch_bytes(rows, spec.tile_kv, spec.head_dim, spec.head_dim_v, matrix) > 3 * l2_bytes
@@ -421,7 +418,7 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
         flops_per_ns = device.flops("bfloat16") * _MATRIX_SHARE / workers * 1e-9
         item_ns = _CUDA_ITEM_NS
     else:
-        lanes = LANES[compiled]
+        lanes = CPU_ROWS[compiled].lanes
         matrix = matrix_dtype(compiled, spec.q_dtype)
         if on_tiles(compiled, matrix):
             lanes *= _AMX_LANES

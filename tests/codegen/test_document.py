@@ -15,17 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
-from flashattn_jit import _C, variants
+from flashattn_jit import variants
 from flashattn_jit.codegen.document import MAX_DOCUMENT, has_cpp, spec_from_document
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import (
-    CPU_TARGETS,
-    CUDA_TARGETS,
-    FEATURES,
-    AnySpec,
-    KernelSpec,
-    UtilitySpec,
-)
+from flashattn_jit.codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpec, host_target
+from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
 from flashattn_jit.jit.cache.entry import ARTIFACT
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
@@ -411,7 +405,7 @@ needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 def test_what_comes_back_compiles_to_the_same_artifact(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec: AnySpec = rich(f"cpu:{_C.cpu_isa()}") if kind == "cpu" else UTILITY
+    spec: AnySpec = rich(host_target()) if kind == "cpu" else UTILITY
     found = []
     for number, one in enumerate((spec, spec_from_document(spec.document(), "read back"))):
         monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / str(number)))

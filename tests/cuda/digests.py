@@ -1,5 +1,7 @@
 """The table of digests of every kernel: `python -m tests.cuda.digests` writes it anew.
 
+With names of cases it writes theirs alone; a number before them says how many nvcc run at a time.
+
 digests.json holds, for each case and target, the digest of the rendered sources (both tile kinds)
 and, for targets whose PTX is their own, of the PTX of one kind, in turns, without the lines that it
 was made of: a header may be rearranged. A change that should not change kernels leaves it as it is;
@@ -13,16 +15,16 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.nvcc import cuda_version
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from tests.cuda.kernels import KINDS, ptx_of, spec_of, twin, without_lines
-from tests.registry import CASES
+from tests.registry import CASES, by_name
 
 TABLE = Path(__file__).with_name("digests.json")
 _HEX_DIGITS = 16
@@ -52,11 +54,13 @@ def read() -> dict[str, dict[str, dict[str, str]]]:
     return table
 
 
-def main(jobs: int) -> None:
-    """Writes the table. It runs nvcc 700 times: six minutes on two idle cores."""
-    sources = {c.name: {t: source_digest(c.name, t) for t in CUDA_TARGETS} for c in CASES}
-    wanted = [(c.name, t) for c in CASES for t in CUDA_TARGETS if twin(c.name, t) is None]
-    ptx: dict[str, dict[str, str]] = {}
+def main(jobs: int, names: Sequence[str]) -> None:
+    """Writes the table. It runs nvcc 700 times for all cases: six minutes on two idle cores."""
+    cases = [by_name(name) for name in names] or CASES
+    kept = read() if names else {"sources": {}, "ptx": {}}
+    sources, ptx = kept["sources"], kept["ptx"]
+    sources |= {c.name: {t: source_digest(c.name, t) for t in CUDA_TARGETS} for c in cases}
+    wanted = [(c.name, t) for c in cases for t in CUDA_TARGETS if twin(c.name, t) is None]
     with ThreadPoolExecutor(jobs) as pool:
         for done, ((name, target), digest) in enumerate(
             zip(wanted, pool.map(lambda w: ptx_digest(*w), wanted), strict=True), 1
@@ -76,4 +80,5 @@ def _digest(texts: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    jobs = int(sys.argv.pop(1)) if sys.argv[1:] and sys.argv[1].isdigit() else 2
+    main(jobs, sys.argv[1:])

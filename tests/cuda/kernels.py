@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import CUDA_TARGETS, KernelSpec, Request, TileKind
+from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation import nvcc
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.ptxas_report import Report, load_report

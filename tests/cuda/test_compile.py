@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit.codegen.budget import limits, register_budget, shared_bytes
-from flashattn_jit.codegen.spec import CUDA_TARGETS, UtilitySpec
+from flashattn_jit.codegen.spec import UtilitySpec
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner.tiles import fallbacks, request_of

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flashattn_jit.codegen.spec import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from tests.cuda.kernels import (
     EMULATED,
     KINDS,

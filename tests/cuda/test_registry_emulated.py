@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import EMULATED as PREFIX
 from flashattn_jit.codegen.spec import TileKind
+from flashattn_jit.codegen.targets import EMULATED as PREFIX
 from flashattn_jit.planner.tiles import choose_rows
 from tests import rotation
 from tests.cuda.kernels import EMULATED, IN_TURN, dtype_of, ir_of, rotating, spec_of

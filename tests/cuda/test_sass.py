@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashattn_jit.codegen.budget import padded
-from flashattn_jit.codegen.spec import CUDA_TARGETS, KernelSpec, TileKind, sm_version
+from flashattn_jit.codegen.spec import KernelSpec, TileKind
+from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from tests import rotation
 from tests.cuda import sass
 from tests.cuda.kernels import KINDS, compiled, needs_nvcc, spec_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import CPU_TARGETS
+from flashattn_jit.codegen.targets import CPU_TARGETS
 from flashattn_jit.deploy import library
 from flashattn_jit.deploy.structures import specs_of
 from tests.registry_case import Case

@@ -22,7 +22,8 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import line_of
-from flashattn_jit.codegen.spec import CPU_TARGETS, CUDA_TARGETS, UtilitySpec, host_target
+from flashattn_jit.codegen.spec import UtilitySpec, host_target
+from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.deploy import pool, structures, worker
 from flashattn_jit.deploy.progress import WarmEvent
 from flashattn_jit.deploy.wanted import wanted_specs

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashattn_jit.codegen.spec import CUDA_TARGETS, TileKind
+from flashattn_jit.codegen.spec import TileKind
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from tests.cuda import digests
 from tests.cuda.kernels import (
     FEATURE_SETS,

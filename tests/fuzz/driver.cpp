@@ -10,9 +10,9 @@
 //   output_mod row * gate[h]
 // fuzz_config.h, which the test writes, says what was rendered: dtypes, head dims, slots, tables.
 //
-// Every tensor is allocated exactly, so that an overrun is a report; whatever must not be read holds
-// NaN, so that a read of it shows in the output; gaps of the output must keep their pattern. Results
-// are compared with a plain loop in double precision.
+// Every tensor is allocated exactly, so that an overrun is a report; whatever must not be read
+// holds NaN, so that a read of it shows in the output; gaps of the output must keep their pattern.
+// Results are compared with a plain loop in double precision.
 #include <fajit/abi.h>
 
 #include <sys/syscall.h>
@@ -25,9 +25,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "fuzz_config.h"
@@ -75,7 +75,8 @@ float to_float(Item x) { return x; }
 Item from_float(float x) { return x; }
 #endif
 
-// Memory of exactly `count` items in a block of its own: one item past the end is a report. Never null.
+// Memory of exactly `count` items in a block of its own: one item past the end is a report. Never
+// null.
 template <class T>
 class Exact {
  public:
@@ -131,7 +132,8 @@ struct Layout {
       }
   }
   int64_t at(int b, int h, int64_t row) const {
-    return offset + b * stride[0] + h * stride[1] + (row0[static_cast<size_t>(b)] + row) * stride[2];
+    return offset + b * stride[0] + h * stride[1] +
+           (row0[static_cast<size_t>(b)] + row) * stride[2];
   }
 };
 
@@ -212,7 +214,8 @@ struct Params {
     }
   }
 
-  // The lo and hi tables of `documents` along positions; empty for short dims, as the host has them.
+  // The lo and hi tables of `documents` along positions; empty for short dims, as the host has
+  // them.
   void add_tables(const Problem& p, int index) {
     const size_t slot = FUZZ_NUM_TENSORS + 2 * static_cast<size_t>(index);
     if (positions < kMinTableLength) {
@@ -270,7 +273,8 @@ struct Work {
     for (int64_t i = r.between(0, 2); i > 0; --i) items.push_back({-1, 0, 0, 0, 0, 0, 0, -1});
     if (r.chance(0.3)) merges.push_back({-1, 0, 0, 0, 0, 0, 0, 0});
     for (size_t i = items.size(); i > 1; --i)  // the order of items must not matter
-      std::swap(items[i - 1], items[static_cast<size_t>(r.between(0, static_cast<int64_t>(i) - 1))]);
+      std::swap(items[i - 1],
+                items[static_cast<size_t>(r.between(0, static_cast<int64_t>(i) - 1))]);
   }
 
   void add(Random& r, const Problem& p, int b, int head, int head_count) {
@@ -362,7 +366,8 @@ void check_row(Params& params, const Problem& p, int b, int h, int64_t row, bool
   }
   if (lse != nullptr) {
     const double y = sum > 0 ? base + std::log(sum) : -kInf;
-    const bool same = y == -kInf ? *lse == -kInf : std::fabs(*lse - y) <= kTolerance * (1 + std::fabs(y));
+    const bool same =
+        y == -kInf ? *lse == -kInf : std::fabs(*lse - y) <= kTolerance * (1 + std::fabs(y));
     if (!same) fail("lse", row, h, *lse, y);
   }
 }
@@ -387,14 +392,17 @@ void check_classify(Random& r, const Problem& p, Params& params, const fajit_arg
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j) {
       bool any = false, all = true;
-      for (int64_t q = c.q_begin + i * c.tile_q; q < std::min<int64_t>(c.q_end, c.q_begin + (i + 1) * c.tile_q); ++q)
-        for (int64_t k = c.kv_begin + j * c.tile_kv; k < std::min<int64_t>(c.kv_end, c.kv_begin + (j + 1) * c.tile_kv); ++k) {
+      for (int64_t q = c.q_begin + i * c.tile_q;
+           q < std::min<int64_t>(c.q_end, c.q_begin + (i + 1) * c.tile_q); ++q)
+        for (int64_t k = c.kv_begin + j * c.tile_kv;
+             k < std::min<int64_t>(c.kv_end, c.kv_begin + (j + 1) * c.tile_kv); ++k) {
           const bool kept = params.mask(b, q, k);
           any |= kept;
           all &= kept;
         }
       const int state = states[i * columns + j];
-      if (state > FAJIT_TILE_FULL || (state == FAJIT_TILE_EMPTY && any) || (state == FAJIT_TILE_FULL && !all))
+      if (state > FAJIT_TILE_FULL || (state == FAJIT_TILE_EMPTY && any) ||
+          (state == FAJIT_TILE_FULL && !all))
         fail("classify is not sound", i, j, state);
     }
 }
@@ -568,7 +576,9 @@ void once(Random& r) {
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
-  if (FUZZ_TILES && syscall(SYS_arch_prctl, 0x1023, 18) != 0) fail("no leave to use AMX tiles");
+#if FUZZ_TILES
+  if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) fail("no leave to use AMX tiles");
+#endif
   const std::string version = "\"abi_version\":" + std::to_string(FAJIT_ABI_VERSION);
   if (std::strstr(fajit_describe(), version.c_str()) == nullptr) fail("describe");
   const auto begin = std::chrono::steady_clock::now();

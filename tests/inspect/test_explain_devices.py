@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.errors import InputError, TargetError
 from flashattn_jit.planner.devices import DEVICES, named_hardware
 

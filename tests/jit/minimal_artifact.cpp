@@ -7,7 +7,8 @@
 #define TEXT(x) TEXT_OF(x)
 
 extern "C" const char* fajit_describe(void) {
-  return "{\"abi_version\": " TEXT(FAJIT_ABI_VERSION) ", \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
+  return R"({"abi_version": )" TEXT(FAJIT_ABI_VERSION) R"(, "key": ")" FAJIT_KEY
+                                                       R"(", "layout": {}})";
 }
 
 static bool fits(const fajit_args* args) {
@@ -56,7 +57,8 @@ extern "C" int fajit_attention(const fajit_args* args) {
     const int32_t begin = args->worker_indptr[args->worker];
     const int32_t end = args->worker_indptr[args->worker + 1];
     for (;;) {
-      const int32_t i = begin + __atomic_fetch_add(&args->cursors[args->worker], 1, __ATOMIC_RELAXED);
+      const int32_t i =
+          begin + __atomic_fetch_add(&args->cursors[args->worker], 1, __ATOMIC_RELAXED);
       if (i >= end) return FAJIT_OK;
       run_item(args, args->work[i], shift);
     }

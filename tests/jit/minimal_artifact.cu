@@ -40,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 }
 
 extern "C" const char* fajit_describe(void) {
-  return "{\"abi_version\": " TEXT(FAJIT_ABI_VERSION) ", \"key\": \"" FAJIT_KEY "\", \"layout\": {}}";
+  return R"({"abi_version": )" TEXT(FAJIT_ABI_VERSION) R"(, "key": ")" FAJIT_KEY
+                                                       R"(", "layout": {}})";
 }
 
 static thread_local cudaError_t last_error;

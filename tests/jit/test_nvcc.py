@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_jit.codegen.spec import CUDA_TARGETS, Request
+from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit.cache.layers import oldest_driver
 from flashattn_jit.jit.compilation import nvcc, toolchain

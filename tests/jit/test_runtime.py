@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flashattn_jit import _C
+from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.errors import AbiError
 
 Item = tuple[int, int, int, int, int, int, int, int]
@@ -460,7 +461,7 @@ def test_the_isa_agrees_with_the_kernels_list() -> None:
     ):
         if needed <= flags:
             expected = isa
-    assert _C.cpu_isa() == expected
+    assert host_target() == f"cpu:{expected}"
 
 
 def test_cache_sizes_are_plausible() -> None:

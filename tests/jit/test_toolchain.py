@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flashattn_jit import _C
-from flashattn_jit.codegen.spec import CPU_TARGETS, Request
+from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.targets import CPU_TARGETS
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.compile_job import BuildFailure

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import CPU_TARGETS, host_target
+from flashattn_jit.codegen.spec import host_target
+from flashattn_jit.codegen.targets import included
 from flashattn_jit.errors import VariantError
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.variants.ir.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
 from tests import rotation
 
-HOST_TARGETS = CPU_TARGETS[: CPU_TARGETS.index(host_target()) + 1]
+HOST_TARGETS = included(host_target())
 HQ, HKV, D, PAGE = 4, 2, 32, 4
 
 # Pages of each request, in the order of their keys; requests 0, 1, 4 and 0, 1 share some.

@@ -25,6 +25,7 @@ from flashattn_jit.ops.launching import launches, utility
 from flashattn_jit.ops.planning.batch_plan import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import request_of, slots
+from tests.cuda import suffixed
 from tests.planner.batch_plans import Paged, device_block, lengths
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -43,7 +44,7 @@ class OnDevice:
 
 @pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "device_target", lambda index: "sm_90")
+    monkeypatch.setattr(targets, "device_capability", lambda index: (9, 0))
 
 
 def place(*dtypes: torch.dtype, target: str | None = None) -> str:
@@ -56,7 +57,7 @@ def test_a_device_takes_its_own_target_and_older_ones_of_its_major_version(
 ) -> None:
     half = (torch.float16,) * 3
     assert place(*half) == "sm_90" == place(*half, target="sm_90")
-    monkeypatch.setattr(targets, "device_target", lambda index: "sm_89")
+    monkeypatch.setattr(targets, "device_capability", lambda index: (8, 9))
     assert place(*half, target="sm_86") == "sm_86"
     for target in ("sm_90", "sm_75"):
         with pytest.raises(TargetError, match="does not run on cuda:0, whose target is 'sm_89'"):
@@ -77,16 +78,16 @@ def test_matrix_dtypes_are_what_the_architecture_multiplies(
     for dtypes in ((single,) * 3, (bf16, half, half), (bf16, torch.int8, torch.int8)):
         with pytest.raises(InputError, match=r"bfloat16 or torch\.float16; got q .*to\(torch\.bf"):
             place(*dtypes)
-    monkeypatch.setattr(targets, "device_target", lambda index: "sm_75")
+    monkeypatch.setattr(targets, "device_capability", lambda index: (7, 5))
     assert place(half, half, half) == "sm_75"
     with pytest.raises(InputError, match=r"sm_75 take .* torch\.float16; got q torch\.bfloat16"):
         place(bf16, bf16, bf16)
 
 
 def test_an_architecture_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
+    monkeypatch.setattr(targets, "device_capability", lambda index: (7, 0))
     with pytest.raises(TargetError, match=r"compute capability 7\.0"):
-        targets.device_target.__wrapped__(3)
+        targets.device_target(3)
 
 
 def test_tensors_of_different_devices_are_named_with_their_devices() -> None:
@@ -374,3 +375,17 @@ def test_work_is_planned_for_the_blocks_that_a_device_holds(
     gone: Any = SimpleNamespace(path="/nowhere/artifact.so")
     assert cuda._registers(gone) is None
     assert cuda.workers(spec, CUDA0, gone) == slots(spec, h200).total
+
+
+def test_a_suffixed_target_runs_on_one_compute_capability_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    suffixed.add_row(monkeypatch)
+    half = (torch.float16,) * 3
+    monkeypatch.setattr(targets, "device_capability", lambda index: (9, 0))
+    assert place(*half) == "sm_90"  # suffixed only where it is asked for
+    assert place(*half, target=suffixed.TARGET) == suffixed.TARGET
+    for capability in ((8, 9), (9, 1), (10, 0), (12, 0)):
+        monkeypatch.setattr(targets, "device_capability", lambda index, c=capability: c)
+        with pytest.raises(TargetError, match=r"'sm_90a' does not run on cuda:0"):
+            place(*half, target=suffixed.TARGET)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import CPU_TARGETS
+from flashattn_jit.codegen.targets import CPU_TARGETS
 from flashattn_jit.deploy.wanted import wanted_specs
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import reachable, retarget

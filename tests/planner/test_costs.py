@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashattn_jit.codegen.spec import CPU_TARGETS, CUDA_TARGETS, KernelSpec
+from flashattn_jit.codegen.spec import KernelSpec
+from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.planner.tiles import coefficients, placed
 from flashattn_jit.variants.ir.ir import VariantIR
 

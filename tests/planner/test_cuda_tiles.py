@@ -16,7 +16,7 @@ from flashattn_jit.codegen.budget import (
     resident_by_shared,
     shared_bytes,
 )
-from flashattn_jit.codegen.spec import CUDA_TARGETS, EMULATED_TARGETS, compiled_target
+from flashattn_jit.codegen.targets import CUDA_TARGETS, EMULATED_TARGETS, compiled_target
 from flashattn_jit.planner.cuda_tiles import ROW_CLASSES
 from flashattn_jit.planner.tiles import Problem, candidates, choose, fallbacks, placed, tile_kind
 from flashattn_jit.variants.ir.ir import VariantIR

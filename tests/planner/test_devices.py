@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashattn_jit.codegen.budget import LIMITS, register_budget, shared_bytes
-from flashattn_jit.codegen.spec import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.errors import InputError, TargetError
 from flashattn_jit.planner.devices import (
     DEVICES,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashattn_jit.codegen.spec import CPU_TARGETS, matrix_dtype
+from flashattn_jit.codegen.spec import matrix_dtype
+from flashattn_jit.codegen.targets import CPU_TARGETS
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.planner.roofline import Hardware, roofline
 from flashattn_jit.planner.tiles import (

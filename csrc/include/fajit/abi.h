@@ -71,8 +71,9 @@ typedef struct fajit_merge_work {
 } fajit_merge_work;
 
 // Block sparsity with FlexAttention's meaning: one fajit_tile_state byte a block. EMPTY blocks are
-// not visited, FULL ones run no mask_mod, PARTIAL ones run it. Feature `block_mask` only; work items
-// then never straddle a q block, and have head_count 1 unless the states are shared by all heads.
+// not visited, FULL ones run no mask_mod, PARTIAL ones run it. Feature `block_mask` only; work
+// items then never straddle a q block, and have head_count 1 unless the states are shared by all
+// heads.
 typedef struct fajit_block_mask {
   const uint8_t* states;
   int64_t strides[4];  // request, head, q block, kv block (0 where broadcast)
@@ -88,7 +89,8 @@ typedef struct fajit_args {
   const void* v;
   void* out;   // q's dtype; fp32 with FAJIT_PARTIAL
   float* lse;  // natural log; null unless FAJIT_WRITE_LSE
-  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];  // request, head, row
+  // By request, head and row.
+  int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];
 
   int32_t num_requests, num_q_heads, num_kv_heads, head_dim, head_dim_v;
   int32_t flags;
@@ -119,7 +121,7 @@ typedef struct fajit_args {
   // Feature `paged`: key j of request b lies in slot n % page_size of page
   // page_indices[page_indptr[b] + n / page_size], n = j - kv_first[b]; k_stride and v_stride are
   // then (page, head, slot).
-  const int32_t* page_indptr;   // [num_requests + 1]
+  const int32_t* page_indptr;  // [num_requests + 1]
   const int32_t* page_indices;
   int32_t page_size, num_pages;  // num_pages: of k and v, for checks
 
@@ -137,9 +139,10 @@ typedef struct fajit_args {
   int32_t max_merge_rows;  // of one merge item
 
   // Which work is whose. With worker_indptr, worker w does items [worker_indptr[w],
-  // worker_indptr[w + 1]) in order: on CUDA thread block w of num_workers, on CPUs one call for list
-  // `worker`, which claims items from cursors[worker] (0 before the first) so that several threads
-  // may call it for one list. Without, one call does all items (CPU) or each is a block's (CUDA).
+  // worker_indptr[w + 1]) in order: on CUDA thread block w of num_workers, on CPUs one call for
+  // list `worker`, which claims items from cursors[worker] (0 before the first) so that several
+  // threads may call it for one list. Without, one call does all items (CPU) or each is a block's
+  // (CUDA).
   const int32_t* worker_indptr;  // [num_workers + 1]
   int32_t* cursors;              // [num_workers], CPU
   int32_t num_workers, worker;
@@ -187,7 +190,7 @@ int fajit_attention(const fajit_args* args);
 int fajit_merge(const fajit_args* args);
 int fajit_classify(const fajit_classify_args* args);
 const char* fajit_describe(void);  // JSON: abi_version, key, layout
-int fajit_load(int device);  // loads the kernels there and sets their attributes; restores the device
+int fajit_load(int device);        // loads the kernels, sets their attributes; restores the device
 int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch);
 const char* fajit_cuda_error(void);  // of this thread's last failed call, in words
 #pragma GCC visibility pop

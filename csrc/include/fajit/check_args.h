@@ -6,8 +6,8 @@
 namespace fajit {
 
 inline int check_layout(const fajit_args* a) {
-  const bool same = a != nullptr && a->abi_version == FAJIT_ABI_VERSION &&
-                    a->args_bytes == sizeof(fajit_args);
+  const bool same =
+      a != nullptr && a->abi_version == FAJIT_ABI_VERSION && a->args_bytes == sizeof(fajit_args);
   return same ? FAJIT_OK : FAJIT_BAD_ABI;
 }
 

@@ -14,7 +14,8 @@ template <class T> FAJIT_FN T load_global(const T* p) {
 #endif
 }
 #if defined(__CUDACC__)
-FAJIT_FN int64_t load_global(const int64_t* p) {  // long is not among __ldg's 64-bit types everywhere
+// `long` is not among __ldg's 64-bit types everywhere.
+FAJIT_FN int64_t load_global(const int64_t* p) {
 #if defined(__CUDA_ARCH__)
   return __ldg(reinterpret_cast<const long long*>(p));
 #else
@@ -35,7 +36,8 @@ struct Context {
   int32_t kv_request = -1;
 
   Context() = default;
-  FAJIT_FN explicit Context(const fajit_args* a) : args(a), tensors(a->tensors), scalars(a->scalars) {}
+  FAJIT_FN explicit Context(const fajit_args* a)
+      : args(a), tensors(a->tensors), scalars(a->scalars) {}
   FAJIT_FN Context(const fajit_args* a, const fajit_tensor* t, const uint64_t* s,
                    const void* u = nullptr)
       : args(a), tensors(t), scalars(s), uniforms(u) {}

@@ -12,8 +12,8 @@ namespace fajit {
 FAJIT_SHARED int64_t quotient(int64_t a, int64_t b) {
 #if defined(__CUDA_ARCH__)
   if (a == int32_t(a) && b == int32_t(b)) {
-    const uint32_t q = (a < 0 ? 0u - uint32_t(a) : uint32_t(a)) /
-                       (b < 0 ? 0u - uint32_t(b) : uint32_t(b));
+    const uint32_t q =
+        (a < 0 ? 0u - uint32_t(a) : uint32_t(a)) / (b < 0 ? 0u - uint32_t(b) : uint32_t(b));
     return (a < 0) != (b < 0) ? -int64_t(q) : int64_t(q);
   }
   uint64_t rest = a < 0 ? 0 - uint64_t(a) : uint64_t(a), q = 0;

@@ -105,8 +105,7 @@ template <class T> FAJIT_FN T ipow(T base, T exponent) {
     using L = Lane<W>;                                                        \
     if constexpr (is_vector<W>)                                               \
       return name##_lanes(a, b, [](L x, L y) { return scalar::name(x, y); }); \
-    else                                                                      \
-      return scalar::name(W(a), W(b));                                        \
+    else return scalar::name(W(a), W(b));                                     \
   }
 FAJIT_DIVISION(truncdiv)
 FAJIT_DIVISION(fmod)
@@ -232,13 +231,11 @@ FAJIT_UNARY(cosh)
 FAJIT_UNARY(erf)
 #undef FAJIT_UNARY
 
-#define FAJIT_ROUNDING(name, f32, f64)                      \
-  template <class A> FAJIT_FN A name(A a) {                 \
-    if constexpr (!is_float<A>) return a;                   \
-    else if constexpr (sizeof(Lane<A>) == 4)                \
-      return each_lane([](float x) { return f32(x); }, a);  \
-    else                                                    \
-      return each_lane([](double x) { return f64(x); }, a); \
+#define FAJIT_ROUNDING(name, f32, f64)                                                            \
+  template <class A> FAJIT_FN A name(A a) {                                                       \
+    if constexpr (!is_float<A>) return a;                                                         \
+    else if constexpr (sizeof(Lane<A>) == 4) return each_lane([](float x) { return f32(x); }, a); \
+    else return each_lane([](double x) { return f64(x); }, a);                                    \
   }
 FAJIT_ROUNDING(floor, __builtin_floorf, __builtin_floor)
 FAJIT_ROUNDING(ceil, __builtin_ceilf, __builtin_ceil)

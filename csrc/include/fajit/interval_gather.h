@@ -99,8 +99,9 @@ FAJIT_SHARED Interval i_index(Interval x, int64_t size) {
   return {smaller(larger(x.lo, 0), size - 1), smaller(larger(x.hi, 0), size - 1)};
 }
 
-// The lo table of a dim, followed by the hi table, if the host built them. (A flag instead of a null
-// pointer: a device would read through a pointer that may be either from memory of unknown kind.)
+// The lo table of a dim, followed by the hi table, if the host built them. (A flag instead of a
+// null pointer: a device would read through a pointer that may be either from memory of unknown
+// kind.)
 struct Tables {
   const fajit_tensor* lo;
   bool some;
@@ -144,8 +145,8 @@ FAJIT_SHARED bool each_row(const fajit_tensor& t, Tables tables, const Interval*
 // The hull of t[at]. `tables`: the lo and the hi table of dim Scan (empty where they do not pay).
 // Returns false if it visited nothing, because the box is too large.
 template <class E, int Rank, int Scan>
-FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t,
-                              Tables tables, const Interval* index) {
+FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t, Tables tables,
+                              const Interval* index) {
   using V = typename E::Value;
   using S = typename E::Storage;
   Interval at[Rank > 0 ? Rank : 1];
@@ -215,9 +216,7 @@ FAJIT_SHARED FInterval f_gather(const fajit_tensor& t, Tables tables, const Inte
 
 // --- bits ----------------------------------------------------------------------------------------
 
-struct Bits {
-  uint64_t any, all;
-};
+struct Bits { uint64_t any, all; };
 
 // The bits that some, and that all, elements of t[at] have set.
 template <class E, int Rank, int Scan>
@@ -282,14 +281,12 @@ FAJIT_SHARED Interval over_requests(const Context& c, Interval b, Interval top, 
   return r;
 }
 FAJIT_SHARED Interval i_q_len(const Context& c, Interval b) {
-  return over_requests(c, b, {0, kMaxPosition}, [&](int64_t i) {
-    return Interval{c.args->q_len[i], c.args->q_len[i]};
-  });
+  return over_requests(c, b, {0, kMaxPosition},
+                       [&](int64_t i) { return Interval{c.args->q_len[i], c.args->q_len[i]}; });
 }
 FAJIT_SHARED Interval i_kv_len(const Context& c, Interval b) {
-  return over_requests(c, b, {0, kMaxPosition}, [&](int64_t i) {
-    return Interval{c.args->kv_len[i], c.args->kv_len[i]};
-  });
+  return over_requests(c, b, {0, kMaxPosition},
+                       [&](int64_t i) { return Interval{c.args->kv_len[i], c.args->kv_len[i]}; });
 }
 FAJIT_SHARED Interval i_q_row(const Context& c, Interval b, Interval q) {
   return over_requests(c, b, kTop, [&](int64_t i) {

@@ -7,9 +7,7 @@ namespace fajit {
 
 // Integers lo..hi, both included. INT64_MIN as lo and INT64_MAX as hi mean unbounded: arithmetic
 // saturates there and stays there.
-struct Interval {
-  int64_t lo, hi;
-};
+struct Interval { int64_t lo, hi; };
 
 // Reals lo..hi, and NaN if maybe_nan.
 struct FInterval {
@@ -18,23 +16,21 @@ struct FInterval {
 };
 
 // A condition over the box: may it hold somewhere, must it hold everywhere?
-struct Tri {
-  bool may, must;
-};
+struct Tri { bool may, must; };
 
 namespace interval {
 
 constexpr int64_t kMin = INT64_MIN, kMax = INT64_MAX;
 constexpr Interval kTop = {kMin, kMax};
 constexpr int64_t kMaxPosition = 1 << 30;
-constexpr int64_t kMaxRows = 256;        // index tuples besides the scanned dim that a gather visits
-constexpr int64_t kMaxBitLoads = 4096;   // elements that `gather_bits` visits
+constexpr int64_t kMaxRows = 256;       // index tuples besides the scanned dim that a gather visits
+constexpr int64_t kMaxBitLoads = 4096;  // elements that `gather_bits` visits
 #if defined(__CUDA_ARCH__)  // ranges of more entries are read by table, where there is one
 constexpr int64_t kScan = 63;
 #else
 constexpr int64_t kScan = 256;
 #endif
-constexpr int64_t kBlock = 64;           // entries of a table's block
+constexpr int64_t kBlock = 64;  // entries of a table's block
 
 FAJIT_SHARED int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 FAJIT_SHARED int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -55,8 +51,8 @@ FAJIT_SHARED bool meet(Interval& x, int64_t lo, int64_t hi) {
 
 FAJIT_SHARED bool is(Interval x, int64_t value) { return x.lo == value && x.hi == value; }
 
-// What ends a clause where it is false: whether two values may differ, whether a condition may hold,
-// whether it may fail.
+// What ends a clause where it is false: whether two values may differ, whether a condition may
+// hold, whether it may fail.
 FAJIT_SHARED bool differ(Interval x, Interval y) { return y.lo != y.hi || !is(x, y.lo); }
 FAJIT_SHARED bool may(Tri a) { return a.may; }
 FAJIT_SHARED bool may_fail(Tri a) { return !a.must; }
@@ -145,7 +141,8 @@ FAJIT_SHARED Interval i_neg(Interval a) { return {negated(a.hi), negated(a.lo)};
 FAJIT_SHARED Interval i_sub(Interval a, Interval b) { return i_add(a, i_neg(b)); }
 FAJIT_SHARED Interval i_mul(Interval a, Interval b) { return corners(a, b, times); }
 FAJIT_SHARED Interval i_scale(Interval a, int64_t c) {
-  return c < 0 ? Interval{times(a.hi, c), times(a.lo, c)} : Interval{times(a.lo, c), times(a.hi, c)};
+  return c < 0 ? Interval{times(a.hi, c), times(a.lo, c)}
+               : Interval{times(a.lo, c), times(a.hi, c)};
 }
 FAJIT_SHARED Interval i_minimum(Interval a, Interval b) {
   return {smaller(a.lo, b.lo), smaller(a.hi, b.hi)};

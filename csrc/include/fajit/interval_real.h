@@ -78,8 +78,8 @@ FAJIT_SHARED FInterval f_sub(FInterval a, FInterval b, bool single) {
 
 FAJIT_SHARED double product_below(double a, double b, bool single) {
   const double p = a == 0 || b == 0 ? 0 : a * b;
-  const bool exact = single ? double(float(p)) == p
-                            : whole(a) && whole(b) && p < 0x1p53 && p > -0x1p53;
+  const bool exact =
+      single ? double(float(p)) == p : whole(a) && whole(b) && p < 0x1p53 && p > -0x1p53;
   return exact ? p : below(p, single);
 }
 FAJIT_SHARED FInterval f_mul(FInterval a, FInterval b, bool single) {
@@ -137,7 +137,7 @@ FAJIT_SHARED FInterval f_trunc(FInterval a, bool) {
   return {__builtin_trunc(a.lo), __builtin_trunc(a.hi), a.maybe_nan};
 }
 
-// --- approximated functions ------------------------------------------------------------------------
+// --- approximated functions ----------------------------------------------------------------------
 
 // [lo, hi] widened beyond any implementation's error, within the function's own limits.
 FAJIT_SHARED FInterval f_loose(double lo, double hi, bool nan, bool single, double least,
@@ -152,9 +152,9 @@ FAJIT_SHARED FInterval f_loose(double lo, double hi, bool nan, bool single, doub
   return {f_larger(r.lo, least), f_smaller(r.hi, most), r.maybe_nan};
 }
 
-#define FAJIT_INCREASING(name, function, least, most)                                     \
-  FAJIT_SHARED FInterval name(FInterval a, bool single) {                                       \
-    return f_loose(function(a.lo), function(a.hi), a.maybe_nan, single, least, most);     \
+#define FAJIT_INCREASING(name, function, least, most)                                 \
+  FAJIT_SHARED FInterval name(FInterval a, bool single) {                             \
+    return f_loose(function(a.lo), function(a.hi), a.maybe_nan, single, least, most); \
   }
 FAJIT_INCREASING(f_exp, __builtin_exp, 0, kInf)
 FAJIT_INCREASING(f_exp2, __builtin_exp2, 0, kInf)
@@ -171,10 +171,10 @@ FAJIT_SHARED FInterval f_sigmoid(FInterval a, bool single) {
 }
 
 // Functions of x >= least argument; what lies below gives NaN.
-#define FAJIT_ROOTS(name, function, domain)                                                  \
-  FAJIT_SHARED FInterval name(FInterval a, bool single) {                                          \
-    if (!(a.hi >= (domain))) return f_top();                                                 \
-    const double low = a.lo < (domain) ? -kInf : function(a.lo);                             \
+#define FAJIT_ROOTS(name, function, domain)                                                   \
+  FAJIT_SHARED FInterval name(FInterval a, bool single) {                                     \
+    if (!(a.hi >= (domain))) return f_top();                                                  \
+    const double low = a.lo < (domain) ? -kInf : function(a.lo);                              \
     return f_loose(low, function(a.hi), a.maybe_nan || a.lo < (domain), single, -kInf, kInf); \
   }
 FAJIT_ROOTS(f_log, __builtin_log, 0)
@@ -197,7 +197,7 @@ FAJIT_SHARED FInterval f_sum(FInterval a, int64_t n, bool single) {
   return f_made(count * a.lo - spread, count * a.hi + spread, a.maybe_nan);
 }
 
-// --- conditions ------------------------------------------------------------------------------------
+// --- conditions ----------------------------------------------------------------------------------
 
 FAJIT_SHARED Tri f_ge(FInterval a, FInterval b) {
   return {a.hi >= b.lo, a.lo >= b.hi && !a.maybe_nan && !b.maybe_nan};

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ... import _C
 from ...codegen.budget import ctas_per_sm, register_budget, shared_bytes
-from ...codegen.spec import EMULATED, KernelSpec, compiled_target, is_cuda, resolve_target
+from ...codegen.spec import KernelSpec, resolve_target
+from ...codegen.targets import EMULATED, architecture, compiled_target, is_cuda
 from ...env import format_bytes
 from ...errors import InputError
 from ...jit.cache.entry import KernelKey
@@ -27,11 +28,14 @@ def machine(target: str | None, device: str | int | None) -> tuple[str, Hardware
     """
     if device is not None and str(device) != "cpu":
         found = _device(device)
-        if target is not None and compiled_target(target) != found.target:
+        if target is None:
+            return found.target, found
+        compiled = compiled_target(target)
+        if not is_cuda(compiled) or architecture(compiled) != found.target:
             raise InputError(
                 f"target {target!r} is not that of {found.name}, which is {found.target!r}"
             )
-        return found.target, found
+        return compiled, found
     if target is not None and is_cuda(compiled_target(target)):
         resolve_target(EMULATED + compiled_target(target))  # whether it exists
         return compiled_target(target), typical_hardware(target)

@@ -9,7 +9,8 @@ from typing import Literal
 
 import torch
 
-from ...codegen.spec import Q_DTYPES, compiled_target, cuda_dtypes, is_cuda, resolve_target
+from ...codegen.spec import Q_DTYPES, cuda_dtypes, resolve_target
+from ...codegen.targets import compiled_target, is_cuda
 from ...errors import InputError, VerificationError
 from ...ops.arguments.checks import check_int, shown
 from ...planner.tiles import placed, tile_kind

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import CPU_TARGETS, host_target, is_cuda
+from flashattn_jit.codegen.spec import host_target
+from flashattn_jit.codegen.targets import CPU_TARGETS, included, is_cuda
 from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.entry import (
     ARTIFACT,
@@ -211,9 +212,7 @@ _MACHINES = {0x03: "x86", 0x28: "arm", 0x3E: "x86_64", 0xB7: "aarch64", 0xF3: "r
 
 def unfit_target(target: str) -> str:
     """Why this machine cannot run a CPU target's code; empty where it can."""
-    if target not in CPU_TARGETS:
-        return ""
-    if CPU_TARGETS.index(target) <= CPU_TARGETS.index(host_target()):
+    if target not in CPU_TARGETS or target in included(host_target()):
         return ""
     return f"it needs the instructions of {target}, and this machine runs at most {host_target()}"
 

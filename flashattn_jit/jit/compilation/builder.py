@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import Request, is_cuda
+from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.targets import is_cuda
 from flashattn_jit.errors import CacheError, CompileError
 from flashattn_jit.jit.cache.entry import (
     ARTIFACT,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import CUDA_TARGETS, sm_version
+from flashattn_jit.codegen.targets import CUDA_TARGETS, architecture, sm_version
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compilation.compile_job import Compiler, Job, quote, write_wrapper
 
@@ -192,7 +192,7 @@ def job(
             "CXX": cxx,
             "CC": None,  # would become a second -ccbin
             "PYTORCH_NVCC": quote(nvcc),
-            "TORCH_CUDA_ARCH_LIST": "{}.{}".format(*divmod(sm_version(target), 10)),
+            "TORCH_CUDA_ARCH_LIST": _torch_name(target),
             "TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES": "1",
             # nvcc reads more flags from these.
             "NVCC_PREPEND_FLAGS": None,
@@ -200,6 +200,12 @@ def job(
         },
         cuda_home=toolkit.home,
     )
+
+
+def _torch_name(target: str) -> str:
+    """``9.0a`` for ``sm_90a``."""
+    major, minor = divmod(sm_version(target), 10)
+    return f"{major}.{minor}{target.removeprefix(architecture(target))}"
 
 
 def clean_names(text: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -22,7 +21,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import Request, is_cuda
+from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.targets import (
+    CPU_ROWS,
+    CPU_TARGETS,
+    compiled_here,
+    cpu_flags,
+    is_cuda,
+    machine,
+)
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, KernelKey, kernel_key
 from flashattn_jit.jit.compilation import nvcc
@@ -185,21 +192,13 @@ _CPU_FLAGS = (
     # gcc notes at each function with a vector argument that older gccs passed it otherwise.
     "-Wno-psabi",
 )
-_X86_FLAGS = {
-    "cpu:generic": ("-march=x86-64",),
-    "cpu:avx2": ("-march=x86-64-v3",),
-    "cpu:avx512": ("-march=x86-64-v4",),
-    "cpu:avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-    # AMX is written as asm: compilers without its flags build it too.
-    "cpu:amx_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-}
 _LINK_FLAGS = ("-fopenmp", "-Wl,--as-needed", "-Wl,-s", "-Wl,-z,defs")
 
 
 def flags_for(target: str) -> tuple[str, ...]:
     """The compiler's flags for a target, in order; they are part of the key.
 
-    Raises TargetError for a target that no compiler flag is known for on this kind of machine.
+    Raises TargetError for an unknown target, and for one of machines of another architecture.
     """
     return nvcc.flags(target) if is_cuda(target) else (*_cpu_flags(target), *_LINK_FLAGS)
 
@@ -210,11 +209,14 @@ def key_of(request: Request) -> KernelKey:
 
 
 def _cpu_flags(target: str) -> tuple[str, ...]:
-    if target == "cpu:generic" and platform.machine() not in ("x86_64", "AMD64"):
-        return _CPU_FLAGS
-    if target not in _X86_FLAGS:
-        raise TargetError(f"target {target!r} is unknown; known are {', '.join(_X86_FLAGS)}")
-    return (*_CPU_FLAGS, *_X86_FLAGS[target])
+    if target not in CPU_TARGETS:
+        raise TargetError(f"target {target!r} is unknown; known are {', '.join(CPU_TARGETS)}")
+    if not compiled_here(target):
+        raise TargetError(
+            f"target {target!r} is compiled on {CPU_ROWS[target].machine} machines, and this one "
+            f"is {machine()}; load its kernels from a pack, or compile for {CPU_TARGETS[0]!r}"
+        )
+    return (*_CPU_FLAGS, *cpu_flags(target))
 
 
 # --- building ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ... import _C
-from ...codegen.spec import is_emulated
+from ...codegen.targets import is_emulated
 from ...errors import InputError
 from ...torch_modes import PLAN_FIRST, refuse_capture
 from .cuda import DeviceMemory, LaunchTensors, check_driver, enqueue, ordinal

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ... import _C
-from ...codegen.spec import UtilitySpec, compiled_target
+from ...codegen.spec import UtilitySpec
+from ...codegen.targets import compiled_target
 from ..device.cuda import LaunchTensors
 from .utility import UtilityWork, addresses, layouts, run_utility
 

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _C
-from ...codegen.spec import CPU_TARGETS, LANES, KernelSpec
+from ...codegen.spec import KernelSpec
+from ...codegen.targets import CPU_ROWS, CPU_TARGETS
 from ...errors import InputError
 from ...jit.module import default, load_stepping
 from ...planner.cuda_tiles import row_class
@@ -247,7 +248,7 @@ def native_kind(spec: KernelSpec, target: str, module: _C.Module | None = None) 
     rows = granule = spec.tile_q  # on devices a tile that is not full takes as long as a full one
     if target in CPU_TARGETS:
         rows = item_rows(spec, _L2_BYTES)
-        granule = LANES[spec.target] if spec.tile_kind == "prefill" else 1
+        granule = CPU_ROWS[spec.target].lanes if spec.tile_kind == "prefill" else 1
     return _C.Kind(
         module, tile_q=rows, row_granule=granule, tile_kv=spec.tile_kv, min_chunk=least_part(spec),
         **coefficients(spec, target)._asdict(),

@@ -15,6 +15,7 @@ from ...errors import ManifestError
 from .ir import (
     BUILTINS,
     DTYPES,
+    FLOAT_FUNCTIONS,
     HOOK_INPUTS,
     HOOKS,
     INT_BITS,
@@ -43,10 +44,7 @@ MAX_TEXT = 1 << 16
 _INTS = tuple(INT_BITS)
 _FLOATS = ("float32", "float64")
 _COMPARES = frozenset("ge gt le lt eq ne".split())
-_OF_FLOATS = frozenset(
-    "div atan2 exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos "
-    "atan sinh cosh erf floor ceil round trunc isnan isinf".split()
-)
+_OF_FLOATS = {*FLOAT_FUNCTIONS, *"div atan2 floor ceil round trunc isnan isinf".split()}
 _OF_BITS = frozenset("and or xor not shl shr".split())
 _HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}")
 

@@ -43,6 +43,12 @@ REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum",
               "all": "and"}  # fmt: skip
 """Reductions of a vector, with the operation that joins two elements."""
 
+FLOAT_FUNCTIONS = (
+    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid sin cos tan asin acos atan sinh "
+    "cosh erf"
+).split()
+"""Functions of one float, by torch's names; an integer becomes a float first."""
+
 Attr = bool | int | float | str | tuple[int, ...]
 
 
@@ -78,8 +84,8 @@ OPS: Mapping[str, OpInfo] = {
     # elementwise, arguments and result of one dtype
     **_maps(2, "add sub mul div floordiv truncdiv remainder fmod pow minimum maximum"),
     **_maps(2, "and or xor shl shr atan2"),  # `and or xor` on bool are logical
-    **_maps(1, "neg abs sign not exp exp2 expm1 log log2 log10 log1p sqrt rsqrt tanh sigmoid"),
-    **_maps(1, "sin cos tan asin acos atan sinh cosh erf floor ceil round trunc"),
+    **_maps(1, "neg abs sign not floor ceil round trunc"),
+    **_maps(1, " ".join(FLOAT_FUNCTIONS)),
     # elementwise, result bool
     **_maps(2, "ge gt le lt eq ne"),
     **_maps(1, "isnan isinf"),

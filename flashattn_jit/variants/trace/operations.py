@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from flashattn_jit.variants.ir.dtypes import VALUE_DTYPES
-from flashattn_jit.variants.ir.ir import category, is_float, result_dtype
+from flashattn_jit.variants.ir.ir import FLOAT_FUNCTIONS, category, is_float, result_dtype
 from flashattn_jit.variants.trace.values import HANDLERS, Handler, Number, Shape, Value, tracer
 
 ELEMENTWISE: set[str] = set()
@@ -337,10 +337,6 @@ def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
 
 # --- functions of one argument -------------------------------------------------------------------
 
-_FLOAT_FUNCTIONS = (
-    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid",
-    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "erf",
-)  # fmt: skip
 _FLOAT_ALIASES = {"special_expit": "sigmoid", "arcsin": "asin", "arccos": "acos",
                   "arctan": "atan", "special_exp2": "exp2", "special_expm1": "expm1",
                   "special_erf": "erf", "special_log1p": "log1p"}  # fmt: skip
@@ -365,7 +361,7 @@ def _test(name: str, input: Any) -> Value:
     return tracer().expand(const(0, "bool"), x.shape)
 
 
-for _name in _FLOAT_FUNCTIONS:
+for _name in FLOAT_FUNCTIONS:
     op(_name)(partial(_of_float, _name))
 for _alias, _name in _FLOAT_ALIASES.items():
     op(_alias)(HANDLERS[_name])

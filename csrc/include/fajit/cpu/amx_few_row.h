@@ -60,10 +60,9 @@ FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows
   alignas(64) float st[32 * width];
   for (int n = 0; n < count; n += 32) {
     zero_tiles<2, NB>();
-    multiply_tiles<2, NB>(tile_keys<Dim>(k, n, count, copy),
-                          tile_keys<Dim>(k, n + 16, count, copy + 16 * Dim),
-                          {reinterpret_cast<const char*>(qt), width * 4}, Dim / 32,
-                          [&] { stream.next(2); });
+    multiply_tiles<2, NB>(
+        tile_keys<Dim>(k, n, count, copy), tile_keys<Dim>(k, n + 16, count, copy + 16 * Dim),
+        {reinterpret_cast<const char*>(qt), width * 4}, Dim / 32, [&] { stream.next(2); });
     store_tiles<2, NB>(st, width * 4);
 #pragma GCC unroll 1
     for (int half = 0; half < 32; half += 16)

@@ -27,7 +27,7 @@ FAJIT_INLINE T poly(T x, float c, C... rest) {
 // x * 2^n for integral n, |n| <= 252, with gradual underflow and overflow to infinity.
 template <class T>
 FAJIT_INLINE T scale2(T x, T n) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   if constexpr (sizeof(T) == 64) {
     T r;
     asm("vscalefps %2, %1, %0" : "=v"(r) : "v"(x), "v"(n));
@@ -42,7 +42,7 @@ FAJIT_INLINE T scale2(T x, T n) {
 // 1 / x for normal x well inside the range, about 1 ulp; a third of a division's time.
 FAJIT_INLINE float fast_reciprocal(float x) { return 1.0f / x; }
 FAJIT_INLINE vf fast_reciprocal(vf x) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   vf r;
   asm("vrcp14ps %1, %0" : "=v"(r) : "v"(x));
   return r + r * (1.0f - x * r);
@@ -123,7 +123,7 @@ FAJIT_INLINE T expm1(T x) {
 // e = e^2x - 1, tanh = e / (e + 2): one exponential and one reciprocal for small and large x alike.
 template <class T>
 FAJIT_INLINE T tanh(T x) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   if constexpr (sizeof(T) == 64) {
     // 2^y in y = 2 x log2(e) directly: a quarter fewer operations. Rounding y costs no accuracy,
     // because tanh is flat where y is large.
@@ -178,9 +178,9 @@ FAJIT_INLINE LogParts<T> split_log(T x) {
 // log(1 + f) - f.
 template <class T>
 FAJIT_INLINE T log1p_tail(T f) {
-  const T p = poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f,
-                   0x1.233ba2p-3f, -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f,
-                   0x1.555548p-2f);
+  const T p =
+      poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f, 0x1.233ba2p-3f,
+           -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f, 0x1.555548p-2f);
   const T u = f * f;
   return f * u * p - 0.5f * u;
 }
@@ -242,3 +242,51 @@ FAJIT_INLINE T erf(T x) {
 }  // namespace fajit
 
 #include <fajit/cpu/fast_trig.h>
+
+namespace fajit {
+namespace math {
+
+// --- double -----------------------------------------------------------------------------------
+
+#define FAJIT_DOUBLE(name, fn)                         \
+  FAJIT_INLINE double name(double x) { return fn(x); } \
+  FAJIT_INLINE vd name(const vd& x) {                  \
+    vd r;                                              \
+    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i]);  \
+    return r;                                          \
+  }
+FAJIT_DOUBLE(exp, __builtin_exp)
+FAJIT_DOUBLE(exp2, __builtin_exp2)
+FAJIT_DOUBLE(expm1, __builtin_expm1)
+FAJIT_DOUBLE(log, __builtin_log)
+FAJIT_DOUBLE(log2, __builtin_log2)
+FAJIT_DOUBLE(log10, __builtin_log10)
+FAJIT_DOUBLE(log1p, __builtin_log1p)
+FAJIT_DOUBLE(tanh, __builtin_tanh)
+FAJIT_DOUBLE(sin, __builtin_sin)
+FAJIT_DOUBLE(cos, __builtin_cos)
+FAJIT_DOUBLE(tan, __builtin_tan)
+FAJIT_DOUBLE(asin, __builtin_asin)
+FAJIT_DOUBLE(acos, __builtin_acos)
+FAJIT_DOUBLE(atan, __builtin_atan)
+FAJIT_DOUBLE(sinh, __builtin_sinh)
+FAJIT_DOUBLE(cosh, __builtin_cosh)
+FAJIT_DOUBLE(erf, __builtin_erf)
+#undef FAJIT_DOUBLE
+FAJIT_INLINE float fmod(float x, float y) { return __builtin_fmodf(x, y); }
+FAJIT_INLINE double fmod(double x, double y) { return __builtin_fmod(x, y); }
+FAJIT_INLINE double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
+FAJIT_INLINE vd sigmoid(const vd& x) { return 1.0 / (1.0 + exp(-x)); }
+#define FAJIT_DOUBLE(name, fn)                                      \
+  FAJIT_INLINE double name(double x, double y) { return fn(x, y); } \
+  FAJIT_INLINE vd name(const vd& x, const vd& y) {                  \
+    vd r;                                                           \
+    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i], y[i]);         \
+    return r;                                                       \
+  }
+FAJIT_DOUBLE(pow, __builtin_pow)
+FAJIT_DOUBLE(atan2, __builtin_atan2)
+#undef FAJIT_DOUBLE
+
+}  // namespace math
+}  // namespace fajit

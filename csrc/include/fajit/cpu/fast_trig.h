@@ -1,4 +1,4 @@
-// Trigonometric functions and pow on float and vf lanes; and every function on double and vd.
+// Trigonometric functions and pow on float and vf lanes.
 // Included by fast_math.h, whose header comment holds here too.
 #pragma once
 #include <fajit/cpu/fast_math.h>
@@ -117,8 +117,8 @@ FAJIT_INLINE T atan_ratio(T num, T den) {
   const T low = select(high, splat_as<T>(-4.37113883e-8f),
                        select(mid, splat_as<T>(-2.18556941e-8f), splat_as<T>(0.0f)));
   const T t = top / bottom, u = t * t;
-  const T tail = t * u *
-                 poly(u, -6.08885586e-2f, 0.105987556f, -0.142443463f, 0.199985266f, -0.333333164f);
+  const T tail =
+      t * u * poly(u, -6.08885586e-2f, 0.105987556f, -0.142443463f, 0.199985266f, -0.333333164f);
   return base + (t + (tail + low));
 }
 template <class T>
@@ -205,48 +205,6 @@ FAJIT_INLINE vf pow(vf x, vf y) {
       if (rare[i]) r[i] = __builtin_powf(x[i], y[i]);
   return r;
 }
-
-// --- double -----------------------------------------------------------------------------------
-
-#define FAJIT_DOUBLE(name, fn)                                 \
-  FAJIT_INLINE double name(double x) { return fn(x); }         \
-  FAJIT_INLINE vd name(const vd& x) {                          \
-    vd r;                                                      \
-    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i]);          \
-    return r;                                                  \
-  }
-FAJIT_DOUBLE(exp, __builtin_exp)
-FAJIT_DOUBLE(exp2, __builtin_exp2)
-FAJIT_DOUBLE(expm1, __builtin_expm1)
-FAJIT_DOUBLE(log, __builtin_log)
-FAJIT_DOUBLE(log2, __builtin_log2)
-FAJIT_DOUBLE(log10, __builtin_log10)
-FAJIT_DOUBLE(log1p, __builtin_log1p)
-FAJIT_DOUBLE(tanh, __builtin_tanh)
-FAJIT_DOUBLE(sin, __builtin_sin)
-FAJIT_DOUBLE(cos, __builtin_cos)
-FAJIT_DOUBLE(tan, __builtin_tan)
-FAJIT_DOUBLE(asin, __builtin_asin)
-FAJIT_DOUBLE(acos, __builtin_acos)
-FAJIT_DOUBLE(atan, __builtin_atan)
-FAJIT_DOUBLE(sinh, __builtin_sinh)
-FAJIT_DOUBLE(cosh, __builtin_cosh)
-FAJIT_DOUBLE(erf, __builtin_erf)
-#undef FAJIT_DOUBLE
-FAJIT_INLINE float fmod(float x, float y) { return __builtin_fmodf(x, y); }
-FAJIT_INLINE double fmod(double x, double y) { return __builtin_fmod(x, y); }
-FAJIT_INLINE double sigmoid(double x) { return 1.0 / (1.0 + __builtin_exp(-x)); }
-FAJIT_INLINE vd sigmoid(const vd& x) { return 1.0 / (1.0 + exp(-x)); }
-#define FAJIT_DOUBLE(name, fn)                                          \
-  FAJIT_INLINE double name(double x, double y) { return fn(x, y); }     \
-  FAJIT_INLINE vd name(const vd& x, const vd& y) {                      \
-    vd r;                                                               \
-    for (int i = 0; i < kLanes; ++i) r[i] = fn(x[i], y[i]);             \
-    return r;                                                           \
-  }
-FAJIT_DOUBLE(pow, __builtin_pow)
-FAJIT_DOUBLE(atan2, __builtin_atan2)
-#undef FAJIT_DOUBLE
 
 }  // namespace math
 }  // namespace fajit

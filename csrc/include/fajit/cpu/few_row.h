@@ -38,11 +38,11 @@ class FewRow {
   struct NoSession {};
   static constexpr int kDim = round_up(Config::kHeadDim, KeyVector<Matrix, Matrix>::kElements);
   static constexpr int kDimV =
-      round_up(Config::kHeadDimV, kLanes * ValueStep<Matrix, Matrix>::kVectors);
-  static constexpr bool kKeysInPlace = !Hooks::kKeyMod && kDim == Config::kHeadDim &&
-                                       (same<Matrix, float> || same<K, Matrix>);
-  static constexpr bool kValuesInPlace = !Hooks::kValueMod && kDimV == Config::kHeadDimV &&
-                                         (same<Matrix, float> || same<V, Matrix>);
+      round_up(Config::kHeadDimV, ValueStep<Matrix, Matrix>::kVectors* kLanes);
+  static constexpr bool kKeysInPlace =
+      !Hooks::kKeyMod && kDim == Config::kHeadDim && (same<Matrix, float> || same<K, Matrix>);
+  static constexpr bool kValuesInPlace =
+      !Hooks::kValueMod && kDimV == Config::kHeadDimV && (same<Matrix, float> || same<V, Matrix>);
   static constexpr int kTileKv = round_up(Config::kTileKv, kLanes);
 #if FAJIT_AMX
   static_assert(kTileKv % kTileDepth == 0);  // tiles write whole steps of keys
@@ -134,8 +134,8 @@ class FewRow {
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
 #if FAJIT_AMX
-    RowStream<Config::kHeadDim * sizeof(K), Config::kHeadDimV * sizeof(V), kAhead,
-              decltype(k_src), decltype(v_src)>
+    RowStream<Config::kHeadDim * sizeof(K), Config::kHeadDimV * sizeof(V), kAhead, decltype(k_src),
+              decltype(v_src)>
         stream(k_src, v_src, keys);
 #endif
     const auto multiply = [&](auto k) __attribute__((always_inline)) {

@@ -136,8 +136,7 @@ FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const
     const Value* partner = n + 1 < count ? v(n + 1) : row;
     if constexpr (Fetch > 0)
 #pragma GCC unroll 2
-      for (int i = 0; i < Step::kKeys; ++i)
-        prefetch_row<Fetch>(ahead(n + i));
+      for (int i = 0; i < Step::kKeys; ++i) prefetch_row<Fetch>(ahead(n + i));
     vi weight[NR];
 #pragma GCC unroll 4
     for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n / Step::kKeys]);
@@ -148,8 +147,7 @@ FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const
 #pragma GCC unroll 2
       for (int i = 0; i < Step::kVectors; ++i)
 #pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r)
-          acc[r][j + i] = Weight::step(acc[r][j + i], weight[r], x[i]);
+        for (int r = 0; r < NR; ++r) acc[r][j + i] = Weight::step(acc[r][j + i], weight[r], x[i]);
     }
   }
 #pragma GCC unroll 4
@@ -225,8 +223,8 @@ FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p
       few_values_part<Matrix, Copy, NR, NV, bytes>(held.from(0, d), next.from(0, d), keys, words,
                                                    p_stride, o + d, Dim);
     if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Copy, NR, vectors % NV, bytes>(
-          held.from(0, d), next.from(0, d), keys, words, p_stride, o + d, Dim);
+      few_values_part<Matrix, Copy, NR, vectors % NV, bytes>(held.from(0, d), next.from(0, d), keys,
+                                                             words, p_stride, o + d, Dim);
 #pragma GCC unroll 1
     for (int g = 1; g < NG; ++g) {
       const int32_t* of_group = words + g * NR * p_stride;

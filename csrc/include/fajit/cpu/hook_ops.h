@@ -33,7 +33,7 @@ template <bool Unit, class I> FAJIT_INLINE auto offset(const fajit_tensor& t, in
 template <class S> FAJIT_INLINE auto gather32(const S* p, vl offset) {
   static_assert(sizeof(S) == 4);
   Vector<S> r;
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   typedef float half_f __attribute__((vector_size(32)));
   typedef long long half_l __attribute__((vector_size(64)));
   half_l o[2];

@@ -40,8 +40,7 @@ template <class A, class B> FAJIT_INLINE auto select_lanes(vi c, A a, B b) {
   using W = Vector<Wide<A, B>>;
   if constexpr (sizeof(W) == sizeof(vl))
     return W(__builtin_convertvector(c, vl) ? widen<W>(a) : widen<W>(b));
-  else
-    return W(c ? widen<W>(a) : widen<W>(b));
+  else return W(c ? widen<W>(a) : widen<W>(b));
 }
 
 // Exact for all int32: the double quotient of two 32-bit integers never rounds across an integer.

@@ -3,8 +3,8 @@
 // Direct kernels take rows at a stride (StridedKeys). Indirect ones fill a table of addresses and
 // logical positions for each tile (KeyTable), from pages and from key lists, so that the products
 // know neither. With pages of 16 that cost 1.5 to 2.5 ns a key while entries were written one by
-// one, not by whole vectors; a key of 128 floats, K and V, comes from memory in 75 (measured). Pages
-// in random order cost more than their table: what they miss is the TLB.
+// one, not by whole vectors; a key of 128 floats, K and V, comes from memory in 75 (measured).
+// Pages in random order cost more than their table: what they miss is the TLB.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/packed_rows.h>
@@ -213,9 +213,9 @@ class KeyTable {
   vl k_steps_{}, v_steps_{};         // those of kLanes keys
   bool listed_ = false;
   int32_t first_ = 0, kv_len_ = 0;  // of the request's keys
-  int size_ = 0, used_ = 0;        // entries; those of the tile
-  int32_t at_ = 0, end_ = 0;       // positions of the lists that are still to come
-  int32_t run_ = 0, run_end_ = 0;  // keys that follow each other and are not in it yet
+  int size_ = 0, used_ = 0;         // entries; those of the tile
+  int32_t at_ = 0, end_ = 0;        // positions of the lists that are still to come
+  int32_t run_ = 0, run_end_ = 0;   // keys that follow each other and are not in it yet
 };
 
 // The same of keys that follow each other at a stride: nothing is kept.

@@ -12,7 +12,7 @@ namespace fajit {
 
 struct KvTile {
   int32_t begin, end;  // logical positions; of a list: 0 and how many keys
-  int state;  // fajit_tile_state, never empty
+  int state;           // fajit_tile_state, never empty
 };
 
 template <class Hooks>

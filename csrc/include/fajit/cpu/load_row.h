@@ -7,12 +7,8 @@
 
 namespace fajit {
 
-struct half_t {
-  uint16_t bits;
-};
-struct bfloat16_t {
-  uint16_t bits;
-};
+struct half_t { uint16_t bits; };
+struct bfloat16_t { uint16_t bits; };
 struct e4m3_t {  // float8_e4m3fn: no infinities, NaN is 0x7f
   uint8_t bits;
 };
@@ -21,9 +17,7 @@ typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
 
 // --- lanes ------------------------------------------------------------------------------------
 
-FAJIT_INLINE vf bfloat16_to_float(vh h) {
-  return (vf)(__builtin_convertvector(h, vu) << 16);
-}
+FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 // Round to nearest even; NaN stays NaN.
 FAJIT_INLINE vh float_to_bfloat16(vf x) {
   const vu bits = (vu)x;
@@ -32,7 +26,7 @@ FAJIT_INLINE vh float_to_bfloat16(vf x) {
 }
 
 FAJIT_INLINE vf half_to_float(vh h) {
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   vf r;
   asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(h));
   return r;
@@ -48,7 +42,7 @@ FAJIT_INLINE vf half_to_float(vh h) {
 #endif
 }
 FAJIT_INLINE vh float_to_half(vf x) {
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   vh r;
   asm("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(x));
   return r;

@@ -35,9 +35,7 @@ FAJIT_INLINE int64_t row_offset(const int64_t (&stride)[3], int32_t request, int
 }
 
 // What the mask sees of several rows: inclusive ranges of logical indices.
-struct RowSpan {
-  int32_t b_first, b_last, h_first, h_last, q_first, q_last;
-};
+struct RowSpan { int32_t b_first, b_last, h_first, h_last, q_first, q_last; };
 
 // The span of rows whose requests and positions are listed: of one request, in order; in indirect
 // kernels of several requests in any order.

@@ -81,9 +81,9 @@ class Prefill {
   static constexpr bool kFetchRows = !Products::kKeysAnywhere;
   using KvRows = KeysOf<Config, kTileKv>;
 
-  static constexpr uint64_t kLineBytes =
-      kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float) ? kQRow * sizeof(Matrix)
-                                                                : Writer::kPaddedV * sizeof(float);
+  static constexpr uint64_t kLineBytes = kQRow * sizeof(Matrix) > Writer::kPaddedV * sizeof(float)
+                                             ? kQRow * sizeof(Matrix)
+                                             : Writer::kPaddedV * sizeof(float);
 
   // Vectors [first, first + count) of the tile.
   struct Block {
@@ -222,14 +222,9 @@ class Prefill {
   FAJIT_INLINE void run_blocks(const KvTile& tile, const Block* blocks, int num_blocks, KeyRows k) {
     for (int i = 0; i < num_blocks; ++i) {
       switch (blocks[i].count) {
-        case 1:
-          run_block<1>(tile, blocks[i], k);
-          break;
-        case kMaxVectors:
-          run_block<kMaxVectors>(tile, blocks[i], k);
-          break;
-        default:
-          run_block<kMaxVectors == 2 ? 1 : 2>(tile, blocks[i], k);
+        case 1: run_block<1>(tile, blocks[i], k); break;
+        case kMaxVectors: run_block<kMaxVectors>(tile, blocks[i], k); break;
+        default: run_block<kMaxVectors == 2 ? 1 : 2>(tile, blocks[i], k);
       }
     }
   }
@@ -265,8 +260,8 @@ class Prefill {
     };
     if constexpr (kIndirect && !kFetchRows) {
       const int next = tile.end - tile.begin + n0;
-      multiply(FetchNext{kv_.keys().from(next, 0), kv_.values().from(next, 0),
-                         block.index == 0, block.index == (num_blocks_ > 1 ? 1 : 0)});
+      multiply(FetchNext{kv_.keys().from(next, 0), kv_.values().from(next, 0), block.index == 0,
+                         block.index == (num_blocks_ > 1 ? 1 : 0)});
     } else {
       multiply(NoFetch{});
     }
@@ -318,9 +313,9 @@ class Prefill {
       vf row_scale{};
       if constexpr (Hooks::kPointwiseScale)
         for (int i = 0; i < kLanes; ++i)
-          row_scale[i] = Hooks::pointwise_scale(
-              c_, kIndirect ? b_[v * kLanes + i] : block.span.b_first, h_[v * kLanes + i],
-              q_idx_[v * kLanes + i]);
+          row_scale[i] =
+              Hooks::pointwise_scale(c_, kIndirect ? b_[v * kLanes + i] : block.span.b_first,
+                                     h_[v * kLanes + i], q_idx_[v * kLanes + i]);
       const vf old = load(max_ + v * kLanes);
       vf top = old;
       if constexpr (kKeysOfRows) {

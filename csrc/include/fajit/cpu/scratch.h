@@ -9,15 +9,11 @@
 
 namespace fajit {
 
-struct ScratchHeader {
-  uint64_t bytes;
-};
+struct ScratchHeader { uint64_t bytes; };
 constexpr uint64_t kScratchAlign = 4096;
 constexpr int kPoolSlots = 256;
 
-struct ScratchPool {
-  ScratchHeader* slots[kPoolSlots];
-};
+struct ScratchPool { ScratchHeader* slots[kPoolSlots]; };
 __attribute__((visibility("default"))) inline ScratchPool scratch_pool_v1 = {};
 
 // At least `bytes` of page-aligned memory, contents undefined; null when there is none.

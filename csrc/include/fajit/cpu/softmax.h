@@ -14,7 +14,7 @@ namespace fajit {
 // 2^x for x <= 0, -inf (gives 0) or NaN. Error: fp32 9e-8; bf16 3e-6, a thousandth of its ulp.
 template <class Matrix>
 FAJIT_INLINE vf weight_exp2(vf x) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   vf r;  // x - n, and 0 for -inf
   asm("vreduceps $8, %1, %0" : "=v"(r) : "v"(x));
   const vf n = round_even(x);
@@ -29,7 +29,7 @@ FAJIT_INLINE vf weight_exp2(vf x) {
   } else {
     p = math::exp2_poly(r);
   }
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   return math::scale2(p, n);
 #else
   const vf scaled = as_float(as_int(p) + (to_int(n) << 23));

@@ -71,8 +71,7 @@ struct RowWriter {
     }
     const int64_t at = row_offset(a.out_stride, request, row.h, row.row);
     if constexpr (!Hooks::kPointwise)
-      if (a.flags & FAJIT_WRITE_LSE)
-        a.lse[row_offset(a.lse_stride, request, row.h, row.row)] = lse;
+      if (a.flags & FAJIT_WRITE_LSE) a.lse[row_offset(a.lse_stride, request, row.h, row.row)] = lse;
     if (emit == Emit::kUnfinalized) {
       store_row<float, Config::kHeadDimV>(static_cast<float*>(a.out) + at, values);
       return;

@@ -8,8 +8,7 @@ namespace fajit {
 FAJIT_INLINE vi shuffle2(vi a, vi b, vi index) {
 #if defined(__clang__)
   vi r;
-  for (int i = 0; i < kLanes; ++i)
-    r[i] = index[i] < kLanes ? a[index[i]] : b[index[i] - kLanes];
+  for (int i = 0; i < kLanes; ++i) r[i] = index[i] < kLanes ? a[index[i]] : b[index[i] - kLanes];
   return r;
 #else
   return __builtin_shuffle(a, b, index);

@@ -17,6 +17,13 @@
 #endif
 #endif
 
+// Which of x86's vector instructions asm may use: 512 for AVX-512, 256 for AVX2, else 0.
+#if defined(__x86_64__) && FAJIT_LANES >= 8
+#define FAJIT_AVX (32 * FAJIT_LANES)
+#else
+#define FAJIT_AVX 0
+#endif
+
 // Everything with vectors in its signature is inlined: no ABI is at stake.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #define FAJIT_INLINE inline __attribute__((always_inline))
@@ -112,11 +119,11 @@ FAJIT_INLINE vf select(bool m, vf a, vf b) { return m ? a : b; }
 
 // One bit a lane of a mask.
 FAJIT_INLINE unsigned mask_bits(vi m) {
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
   unsigned short k;
   asm("vpmovd2m %1, %0" : "=Yk"(k) : "v"(m));
   return k;
-#elif FAJIT_LANES == 8
+#elif FAJIT_AVX == 256
   unsigned bits;
   asm("vmovmskps %1, %0" : "=r"(bits) : "x"(m));
   return bits;
@@ -137,7 +144,7 @@ FAJIT_INLINE bool all(bool m) { return m; }
 FAJIT_INLINE float min(float a, float b) { return a < b ? a : b; }
 FAJIT_INLINE float max(float a, float b) { return a > b ? a : b; }
 FAJIT_INLINE vf min(vf a, vf b) {
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   vf r;
   asm("vminps %2, %1, %0" : "=v"(r) : "v"(a), "vm"(b));
   return r;
@@ -146,7 +153,7 @@ FAJIT_INLINE vf min(vf a, vf b) {
 #endif
 }
 FAJIT_INLINE vf max(vf a, vf b) {
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   vf r;
   asm("vmaxps %2, %1, %0" : "=v"(r) : "v"(a), "vm"(b));
   return r;
@@ -165,7 +172,7 @@ FAJIT_INLINE vf copysign(vf x, vf s) {
 FAJIT_INLINE float sqrt(float x) { return __builtin_sqrtf(x); }
 FAJIT_INLINE vf sqrt(vf x) {
   vf r{};
-#if FAJIT_LANES >= 8
+#if FAJIT_AVX
   asm("vsqrtps %1, %0" : "=v"(r) : "v"(x));
 #else
   for (int i = 0; i < kLanes; ++i) r[i] = __builtin_sqrtf(x[i]);
@@ -174,9 +181,9 @@ FAJIT_INLINE vf sqrt(vf x) {
 }
 
 // Rounding to an integral value. The immediates are those of vrndscaleps and vroundps.
-#if FAJIT_LANES == 16
+#if FAJIT_AVX == 512
 #define FAJIT_ROUND_CODE "vrndscaleps"
-#elif FAJIT_LANES == 8
+#elif FAJIT_AVX == 256
 #define FAJIT_ROUND_CODE "vroundps"
 #endif
 #ifdef FAJIT_ROUND_CODE

@@ -19,8 +19,8 @@ inline char* error_text() {
 // FAJIT_CUDA_ERROR with the failed call in `error_text`, or FAJIT_OK.
 inline int check(cudaError_t status, const char* call, const char* kernel) {
   if (status == cudaSuccess) return FAJIT_OK;
-  __builtin_snprintf(error_text(), 512, "%s of %s: %s (%s)", call, kernel, cudaGetErrorString(status),
-           cudaGetErrorName(status));
+  __builtin_snprintf(error_text(), 512, "%s of %s: %s (%s)", call, kernel,
+                     cudaGetErrorString(status), cudaGetErrorName(status));
   cudaGetLastError();  // it is reported: the next call starts clean
   return FAJIT_CUDA_ERROR;
 }
@@ -58,10 +58,10 @@ inline int load_kernels(int device, const KernelEntry (&entries)[2]) {
     if (const int status = check(cudaFuncGetAttributes(&attributes, entry.function),
                                  "cudaFuncGetAttributes", entry.name))
       return status;
-    if (const int status = check(
-            cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(entry.shared_bytes)),
-            "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)", entry.name))
+    if (const int status =
+            check(cudaFuncSetAttribute(entry.function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(entry.shared_bytes)),
+                  "cudaFuncSetAttribute(MaxDynamicSharedMemorySize)", entry.name))
       return status;
   }
   return FAJIT_OK;
@@ -88,10 +88,10 @@ inline int run_launch(const fajit_args* a, const KernelEntry& entry, fajit_launc
   const DeviceGuard guard(a->device);
   if (const int status = check(guard.status(), "cudaSetDevice", launch.kernel)) return status;
   void* kernel_args[] = {launch.params};
-  return check(cudaLaunchKernel(entry.function, dim3(launch.grid[0], launch.grid[1]),
-                                dim3(launch.block[0]), kernel_args, launch.shared_bytes,
-                                static_cast<cudaStream_t>(a->stream)),
-               "launch", launch.kernel);
+  return check(
+      cudaLaunchKernel(entry.function, dim3(launch.grid[0], launch.grid[1]), dim3(launch.block[0]),
+                       kernel_args, launch.shared_bytes, static_cast<cudaStream_t>(a->stream)),
+      "launch", launch.kernel);
 }
 
 }  // namespace fajit::cuda

@@ -68,8 +68,8 @@ class FewRow {
         listed_(ptx::shared_address(shared + kListedBegin + warp_ * kStages * kListedBytes)),
         temps_(reinterpret_cast<float*>(shared + kScratchBegin) + warp_ * Hooks::kRowTemps),
         keys_(a_, item, kv_h_, shared + kBasesBegin + warp_ * KeyRows<Config>::kSharedBytes),
-        mine_(packed_row<Config::kMixedRows>(
-            a_, item, min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
+        mine_(packed_row<Config::kMixedRows>(a_, item,
+                                             min(item.row_begin + lane_ % 16, item.row_end - 1))) {}
 
   FAJIT_DEV void run() {
     const ThreadRows<Config, Hooks, 1> rows(c_, a_, item_, item_.row_begin);

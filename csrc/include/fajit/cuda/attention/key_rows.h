@@ -121,7 +121,7 @@ class KeyRows {
   template <int kRows>
   FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count, Place place) const {
     load<Config::kHeadDimV, Config::kDimV, kRows>(tile, first_row, count, place,
-                                                      ptx::load_shared(bases_ + 8), a_.v_stride);
+                                                  ptx::load_shared(bases_ + 8), a_.v_stride);
   }
 
  private:
@@ -135,8 +135,8 @@ class KeyRows {
     } else {
       constexpr int kChunks = Dim / 8;
       const StridedRows rows{ptx::pointer_from_lane(mine, 0), stride[2]};
-      if constexpr (Config::kAligned && ptx::kAsyncCopies && 32 % kChunks == 0 &&
-                    kRows % 8 == 0 && kRows * kChunks % 32 == 0) {
+      if constexpr (Config::kAligned && ptx::kAsyncCopies && 32 % kChunks == 0 && kRows % 8 == 0 &&
+                    kRows * kChunks % 32 == 0) {
         load_strided_rows<HeadDim, Dim, kRows>(tile, first_row, count, rows);
       } else {
         load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, rows);

@@ -54,8 +54,7 @@ class Merge {
 
     const StateWriter<Config, Hooks> writer{c, emit_of(a, -1)};
     const Normalized n = writer.normalizer(base * kLog2e, total, row);
-    float* const values =
-        reinterpret_cast<float*>(shared) + warp * (kRowFloats + Hooks::kRowTemps);
+    float* const values = reinterpret_cast<float*>(shared) + warp * (kRowFloats + Hooks::kRowTemps);
 #pragma unroll
     for (int j = 0; j < kValues; ++j) values[lane + 32 * j] = sum[j] * n.factor;
     __syncwarp();

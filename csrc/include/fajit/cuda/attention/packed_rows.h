@@ -38,8 +38,8 @@ FAJIT_DEV PackedRow packed_row(const fajit_args& a, const Item& item, int32_t p)
 
 // The row that lane `lane` holds.
 FAJIT_DEV PackedRow row_from_lane(const PackedRow& row, int lane) {
-  return {ptx::from_lane(row.b, lane), ptx::from_lane(row.h, lane),
-          ptx::from_lane(row.token, lane), ptx::from_lane(row.q_idx, lane)};
+  return {ptx::from_lane(row.b, lane), ptx::from_lane(row.h, lane), ptx::from_lane(row.token, lane),
+          ptx::from_lane(row.q_idx, lane)};
 }
 
 // Offset in elements of a row of q, out or lse: strides are (request, head, row).
@@ -53,9 +53,7 @@ FAJIT_DEV int64_t row_offset(const fajit_args& a, const Item& item, const Packed
 }
 
 // Ranges of what the rows of a tile are, for the interval form of the mask.
-struct RowSpan {
-  int32_t b_first, b_last, h_first, h_last, q_first, q_last;
-};
+struct RowSpan { int32_t b_first, b_last, h_first, h_last, q_first, q_last; };
 
 // The span of packed rows [begin, end) of an item. Rows of one request are in order, so the ends
 // tell; those of several requests are all looked at, 32 at a time.
@@ -64,7 +62,7 @@ FAJIT_DEV RowSpan row_span(const fajit_args& a, const fajit_work& item, int32_t 
                            int32_t end) {
   const PackedRow first = packed_row<kMixedRows>(a, item, begin);
   const PackedRow last = packed_row<kMixedRows>(a, item, end - 1);
-  RowSpan span{first.b, last.b, item.head_begin, item.head_begin + item.head_count - 1,
+  RowSpan span{first.b,     last.b,    item.head_begin, item.head_begin + item.head_count - 1,
                first.q_idx, last.q_idx};
   if (first.token == last.token) {
     span.h_first = first.h;

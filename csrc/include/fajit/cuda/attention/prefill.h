@@ -38,9 +38,9 @@ class Prefill {
 
   static constexpr int kWarps = Config::kWarps;
   static constexpr int kWarpRows = Config::kTileQ / kWarps;
-  static constexpr int kM = kWarpRows / 16;          // blocks of 16 query rows a warp
-  static constexpr int kN = Config::kTileKv / 8;     // blocks of 8 keys
-  static constexpr int kD = Config::kDimV / 8;       // blocks of 8 dims of V
+  static constexpr int kM = kWarpRows / 16;                   // blocks of 16 query rows a warp
+  static constexpr int kN = Config::kTileKv / 8;              // blocks of 8 keys
+  static constexpr int kD = Config::kDimV / 8;                // blocks of 8 dims of V
   static constexpr int kLoadRows = Config::kTileKv / kWarps;  // keys that a warp loads
   static constexpr int kStages = Config::kStages;
   static_assert(kWarpRows == 16 || kWarpRows == 32, "a lane holds one packed row of its warp");
@@ -118,8 +118,7 @@ class Prefill {
     const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
                            row_offset<Config::kMixedRows>(a_, item_, own_row(), a_.q_stride);
     load_rows<Config::kHeadDim, Config::kDim, kWarpRows, Config::kAligned>(
-        q_, warp_ * kWarpRows, own_rows(),
-        HeldRows{from});
+        q_, warp_ * kWarpRows, own_rows(), HeldRows{from});
   }
 
   // The place of the key that this lane looks up of those that its warp loads.
@@ -181,8 +180,8 @@ class Prefill {
 
   template <class Rows>
   FAJIT_DEV void weigh(float (&s)[kM][kN][4], const KvTile& tile, const Rows& rows,
-                       const Units& units, const Walk& walk, int turn,
-                       OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
+                       const Units& units, const Walk& walk, int turn, OnlineSoftmax<kM>& softmax,
+                       float (&o)[kM][kD][4]) {
     if (tile.full) {
       apply_hooks<false, Config, Hooks>(s, c_, rows, units, item_.request, kv_h_, tile, walk,
                                         listed(turn));

@@ -15,9 +15,7 @@ constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 //   score_mod or pointwise   natural units first: (scale, log2 e)
 //   scale > 0                folded into the exponent's multiply-add: (1, scale log2 e)
 //   else                     the maximum would be a minimum: (scale log2 e, 1)
-struct Units {
-  float multiplier, exponent;
-};
+struct Units { float multiplier, exponent; };
 template <class Hooks>
 FAJIT_DEV Units units_of(float scale) {
   if constexpr (Hooks::kScore || Hooks::kPointwise) return {scale, kLog2e};

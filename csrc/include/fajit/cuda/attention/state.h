@@ -83,8 +83,7 @@ struct StateWriter {
       // 8 bytes a lane: a row of 128 is one instruction of the warp.
       for (int d = ptx::lane_index() * 4; d < Config::kHeadDimV; d += 128) {
         const float4 x = *reinterpret_cast<const float4*>(values + d);
-        *reinterpret_cast<uint2*>(to + d) =
-            uint2{Element::pack(x.x, x.y), Element::pack(x.z, x.w)};
+        *reinterpret_cast<uint2*>(to + d) = uint2{Element::pack(x.x, x.y), Element::pack(x.z, x.w)};
       }
     } else {
       for (int d = ptx::lane_index(); d < Config::kHeadDimV; d += 32)

@@ -47,9 +47,7 @@ FAJIT_FN float quotient(float a, float b) {
 
 // n = x rounded to an integer, and 2^n, for -126 <= x <= 127: adding 1.5 * 2^23 leaves the integer
 // in the low bits, and 127 more makes it an exponent.
-struct Power {
-  float n, two_n;
-};
+struct Power { float n, two_n; };
 FAJIT_FN Power integral_power(float x) {
   constexpr float kShift = 12582912.0f + 127.0f;
   const float shifted = x + kShift;
@@ -69,8 +67,9 @@ FAJIT_FN float exp(float x) {
 
 // e^r - 1 for |r| <= ln 2 / 2.
 FAJIT_FN float expm1_poly(float r) {
-  return fma(r * r, poly(r, 0x1.a184a0p-13f, 0x1.6d225ep-10f, 0x1.111054p-7f, 0x1.55550cp-5f,
-                         0x1.555556p-3f, 0.5f),
+  return fma(r * r,
+             poly(r, 0x1.a184a0p-13f, 0x1.6d225ep-10f, 0x1.111054p-7f, 0x1.55550cp-5f,
+                  0x1.555556p-3f, 0.5f),
              r);
 }
 // e^y - 1 for |y| <= 87: 2^n (e^r - 1) + (2^n - 1) loses nothing at n = 0.
@@ -118,9 +117,7 @@ FAJIT_FN float cosh(float x) {
 // --- logarithms -------------------------------------------------------------------------------
 
 // x = 2^e (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)), for positive finite x, subnormals included.
-struct LogParts {
-  float e, f;
-};
+struct LogParts { float e, f; };
 FAJIT_FN LogParts split_log(float x) {
   const bool tiny = x < 0x1p-126f;
   const int32_t bits = as_int(tiny ? x * 0x1p23f : x) - 0x3f3504f3;  // sqrt(1/2)
@@ -129,9 +126,9 @@ FAJIT_FN LogParts split_log(float x) {
 }
 // log(1 + f) - f.
 FAJIT_FN float log1p_tail(float f) {
-  const float p = poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f,
-                       0x1.233ba2p-3f, -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f,
-                       0x1.555548p-2f);
+  const float p =
+      poly(f, 0x1.147338p-4f, -0x1.de01dap-4f, 0x1.e6c00ap-4f, -0x1.fc28cap-4f, 0x1.233ba2p-3f,
+           -0x1.555c44p-3f, 0x1.99a476p-3f, -0x1.000006p-2f, 0x1.555548p-2f);
   const float u = f * f;
   return fma(f * u, p, -0.5f * u);
 }
@@ -174,8 +171,9 @@ FAJIT_FN float log1p(float x) {
 // Two polynomials (N. Juffa's coefficients): odd below 0.93, 1 - e^p above.
 FAJIT_FN float erf(float x) {
   const float a = abs(x), s = x * x, t = a > 10.0f ? 10.0f : a;
-  const float small = fma(x, poly(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f,
-                                  1.12819925e-1f, -3.76125336e-1f, 1.28379166e-1f),
+  const float small = fma(x,
+                          poly(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f,
+                               -3.76125336e-1f, 1.28379166e-1f),
                           x);
   const float p = poly(t, -1.72853470e-5f, 3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f,
                        -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f);

@@ -6,9 +6,7 @@ namespace fajit {
 namespace math {
 
 // A float and what it lost by rounding.
-struct Pair {
-  float high, low;
-};
+struct Pair { float high, low; };
 
 // log(x) of positive finite x to 2^-40: m = 2^e (1 + q) / (1 - q), an atanh series in pairs.
 FAJIT_FN Pair log_pair(float x) {
@@ -98,8 +96,7 @@ FAJIT_FN double pow(double x, double y) {
   const double ln2 = 0x1.62e42fefa39efp-1, ln2_low = 0x1.abc9e3b39803fp-56;
   const double twice = 2.0 * q, high = __builtin_fma(ln2, e, twice);
   const double rest = __builtin_fma(-ln2, e, high);
-  const double low =
-      __builtin_fma(ln2_low, e, 2.0 * (cubic + tail) + (twice - rest));
+  const double low = __builtin_fma(ln2_low, e, 2.0 * (cubic + tail) + (twice - rest));
   const double log_high = high + low, log_low = (high - log_high) + low;
   const double p = log_high * y;
   const double p_low = __builtin_fma(log_low, y, __builtin_fma(log_high, y, -p));

@@ -68,8 +68,9 @@ FAJIT_FN float tan(float x) {
 // asin on [-0.5, 0.5].
 FAJIT_FN float asin_poly(float x) {
   const float u = x * x;
-  return fma(x * u, poly(u, 3.76983769e-2f, 1.43141244e-2f, 3.18391919e-2f, 4.45133708e-2f,
-                         7.50052184e-2f, 0.166666597f),
+  return fma(x * u,
+             poly(u, 3.76983769e-2f, 1.43141244e-2f, 3.18391919e-2f, 4.45133708e-2f, 7.50052184e-2f,
+                  0.166666597f),
              x);
 }
 // Out of [-1, 1] the square root is NaN.
@@ -96,9 +97,9 @@ FAJIT_FN float atan_ratio(float num, float den) {
   // What the base lost by rounding.
   const float low = high ? -4.37113883e-8f : (mid ? -2.18556941e-8f : 0.0f);
   const float t = quotient(top, bottom), u = t * t;
-  const float tail = fma(
-      t * u, poly(u, -6.08885586e-2f, 0.105987556f, -0.142443463f, 0.199985266f, -0.333333164f),
-      low);
+  const float tail =
+      fma(t * u, poly(u, -6.08885586e-2f, 0.105987556f, -0.142443463f, 0.199985266f, -0.333333164f),
+          low);
   return base + (t + tail);
 }
 FAJIT_FN float atan(float x) {

@@ -51,8 +51,7 @@ FAJIT_DEV void store_word(uint32_t to, int32_t word) {
 // Starts a copy of `bytes` (0 to 16) bytes; the rest of the 16 is zeros. Nothing is read for 0.
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-               "l"(from), "r"(bytes)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 #endif
 }

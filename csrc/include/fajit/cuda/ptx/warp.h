@@ -20,9 +20,7 @@ FAJIT_DEV int lane_index() {
 }
 // Through an exchange, so that the compiler knows it to be the same in all lanes: branches on it
 // then need no reconvergence, and shuffles under them no calls.
-FAJIT_DEV int warp_index() {
-  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0);
-}
+FAJIT_DEV int warp_index() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0); }
 
 template <class T>
 FAJIT_DEV T from_lane(T x, int lane) {

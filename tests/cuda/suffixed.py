@@ -1,0 +1,24 @@
+"""A CUDA target with a suffix, as its row in the tables would make it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flashattn_jit.codegen.targets import CUDA_TARGETS, EMULATED, EMULATED_TARGETS
+
+TARGET = "sm_90a"
+
+
+def add_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds `TARGET` behind ``sm_90`` wherever the package has imported the table."""
+    place = CUDA_TARGETS.index("sm_90") + 1
+    longer = {
+        "CUDA_TARGETS": (*CUDA_TARGETS[:place], TARGET, *CUDA_TARGETS[place:]),
+        "EMULATED_TARGETS": (*EMULATED_TARGETS, EMULATED + TARGET),
+    }
+    for name, module in list(sys.modules.items()):
+        for table, row in longer.items():
+            if name.startswith("flashattn_jit.") and hasattr(module, table):
+                monkeypatch.setattr(module, table, row)
