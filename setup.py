@@ -19,7 +19,7 @@ DATA = {
 FOLDERS = ("runtime", "scheduler", "interval")
 HEADERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
 SOURCES = {
-    folder: sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / folder).glob("*.cpp"))
+    folder: sorted(path.relative_to(ROOT) for path in (ROOT / "csrc" / folder).rglob("*.cpp"))
     for folder in FOLDERS
 }
 

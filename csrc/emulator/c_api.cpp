@@ -7,8 +7,8 @@
 #include <new>
 #include <string>
 
-#include "opcodes.h"
 #include "program.h"
+#include "ptx/opcodes.h"
 
 namespace fajit::emulator {
 namespace {

@@ -5,8 +5,8 @@
 #include <exception>
 #include <thread>
 
-#include "ast.h"
-#include "decoder.h"
+#include "ptx/ast.h"
+#include "ptx/decoder.h"
 
 namespace fajit::emulator {
 

@@ -6,8 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "decoder.h"
-#include "machine.h"
+#include "machine/machine.h"
+#include "ptx/decoder.h"
 
 namespace fajit::emulator {
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../runtime/params.h"
+#include "../runtime/launch/params.h"
 #include "program.h"
 
 namespace fajit::form {

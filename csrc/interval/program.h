@@ -1,10 +1,10 @@
 // How csrc/interval runs a mask's interval form: statement by statement, one box at a time.
 //
-//   program.cpp     reads the statements that variants/interval/statements.py writes, and checks them
-//   functions.cpp   the functions of fajit/interval*.h, by the names that statements call them by
-//   gathers.cpp     the same of those that read a param tensor
-//   evaluation.cpp  states of boxes, as compiled `Hooks::classify` gives them
-//   tile_runs.cpp   states of all tiles of a grid, from large boxes to small ones
+//   program.cpp     reads the statements that variants/interval/statements.py writes, and checks
+//   them functions.cpp   the functions of fajit/interval*.h, by the names that statements call them
+//   by gathers.cpp     the same of those that read a param tensor evaluation.cpp  states of boxes,
+//   as compiled `Hooks::classify` gives them tile_runs.cpp   states of all tiles of a grid, from
+//   large boxes to small ones
 //
 // Here is what they share.
 #pragma once
@@ -94,8 +94,8 @@ Operation::Run searchsorted(const std::string& dtype, bool right);
 // Whether one of the clauses holds.
 bool run_any(const std::vector<Block>& clauses, Frame& frame);
 
-// A mask's interval form: `Code` of interval/statements.py, whose names these are. Whatever is asked of it
-// stays within its registers, its tensors and its scalars. Immutable.
+// A mask's interval form: `Code` of interval/statements.py, whose names these are. Whatever is
+// asked of it stays within its registers, its tensors and its scalars. Immutable.
 struct Program {
   // tensors: (dtype, rank) of each param; `num_tables` pairs of lo and hi tables follow them in a
   // call. Throws ValueError or TypeError for what is no such code.

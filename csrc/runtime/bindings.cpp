@@ -10,10 +10,10 @@
 
 #include "../interval/evaluation.h"
 #include "../scheduler/bindings.h"
-#include "batch_bindings.h"
 #include "errors.h"
-#include "fork_guard.h"
-#include "hardware.h"
+#include "host/fork_guard.h"
+#include "host/hardware.h"
+#include "launch/batch_bindings.h"
 #include "merge_states.h"
 #include "module.h"
 #include "python_values.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "fork_guard.h"
+#include "host/fork_guard.h"
 
 namespace fajit::runtime {
 namespace {

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "../runtime/params.h"
+#include "../runtime/launch/params.h"
 #include "../runtime/python_values.h"
 #include "batch_plan.h"
 #include "bindings.h"

@@ -50,7 +50,7 @@ class StorageDtype:
     Args:
         name: torch's.
         bytes: of one value.
-        cpp: its type in the headers of CPU kernels (fajit/cpu/load_row.h).
+        cpp: its type in the headers of CPU kernels (fajit/cpu/vector/load_row.h).
         short: what people call it, where its name is long.
     """
 

@@ -30,7 +30,7 @@ from tests.codegen.registry_hooks import (
 ORIENTATIONS = ("keys", "rows", "requests")
 
 _HEAD = f"""
-#include <fajit/cpu/hook_ops.h>
+#include <fajit/cpu/hooks/hook_ops.h>
 #include <fajit/interval.h>
 using namespace fajit;
 {CALL_STRUCT}

@@ -13,7 +13,7 @@ import pytest
 from tests.fleet.fleet import WORKER, Fleet, entries, package_folder
 
 HEADER = "csrc/include/fajit/abi.h"
-NESTED = "csrc/include/fajit/cpu/vec.h"
+NESTED = "csrc/include/fajit/cpu/vector/vec.h"
 TEMPLATE = "templates/cpu/attention.cpp.j2"
 KEY = (
     "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]\n"

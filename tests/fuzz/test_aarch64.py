@@ -45,7 +45,7 @@ def test_a_machine_of_another_architecture_runs_generic_code() -> None:
 def test_the_compiled_parts_compile(tmp_path: Path, folder: str) -> None:
     """As `setup.py` and the emulator do it, by this Python's headers: both have 64-bit longs."""
     unit = tmp_path / "unit.cpp"
-    sources = sorted(ROOT.joinpath("csrc", folder).glob("*.cpp"))
+    sources = sorted(ROOT.joinpath("csrc", folder).rglob("*.cpp"))
     unit.write_text("".join(f'#include "{path}"\n' for path in sources))
     folders = [ROOT, ROOT / "csrc/include", ROOT / "csrc/runtime", ROOT / "csrc/emulator"]
     folders += [Path(pybind11.get_include()), Path(sysconfig.get_path("include"))]

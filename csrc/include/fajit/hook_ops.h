@@ -7,8 +7,8 @@
 // sign, minimum and maximum propagate NaN. Where PyTorch raises (integer division by zero) the
 // result is 0, because a masked-out pair may compute anything but must not trap.
 //
-// Included by fajit/cpu/hook_ops.h and fajit/cuda/hooks/hook_ops.h behind what they have each of
-// their own: `math`, small floats as float, and what is called for vectors.
+// Included by fajit/cpu/hooks/hook_ops.h and fajit/cuda/hooks/hook_ops.h behind what they have each
+// of their own: `math`, small floats as float, and what is called for vectors.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/divide.h>

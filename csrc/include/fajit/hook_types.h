@@ -2,8 +2,8 @@
 // and how the types of operands join.
 //
 // A value is a scalar or, on CPUs, a vector with a value of each lane, for which
-// fajit/cpu/hook_vectors.h specialises what is said of scalars here. Register types by IR dtype:
-// bool; int8, uint8, int16, int32 -> int32_t; int64; float32 -> float; float64 -> double.
+// fajit/cpu/hooks/hook_vectors.h specialises what is said of scalars here. Register types by IR
+// dtype: bool; int8, uint8, int16, int32 -> int32_t; int64; float32 -> float; float64 -> double.
 #pragma once
 #include <fajit/function.h>
 #include <fajit/types.h>

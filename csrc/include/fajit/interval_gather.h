@@ -1,8 +1,8 @@
 // Least and greatest elements of a param tensor over a box of indices.
 //
 // A short range is read as it is; a long one through a table that the host built: per 64 entries
-// of one dim the least and the greatest (variants/interval/range_tables.py). Both give the exact hull, so a
-// table changes the time and never the answer.
+// of one dim the least and the greatest (variants/interval/range_tables.py). Both give the exact
+// hull, so a table changes the time and never the answer.
 #pragma once
 #include <fajit/interval_real.h>
 

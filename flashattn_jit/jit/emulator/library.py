@@ -113,12 +113,12 @@ def library() -> ctypes.CDLL:
 @cache
 def _document() -> tuple[tuple[str, str], ...]:
     """What decides the library: the fields of its key."""
-    files = sorted(path for path in env.emulator_dir().iterdir() if path.suffix in (".cpp", ".h"))
+    sources = {name: env.emulator_dir() / name for name in _sources((".cpp", ".h"))}
     return (
         ("library", "emulator"),
         ("flags", "\n".join((*_COMPILE_FLAGS, *_LINK_FLAGS))),
         ("units", str(_UNITS)),
-        ("sources", document_digest((path.name, path.read_text()) for path in files)),
+        ("sources", document_digest((name, path.read_text()) for name, path in sources.items())),
     )
 
 
@@ -219,8 +219,15 @@ def _compile(staging: Path, key: str, compiler: Compiler) -> None:
     shutil.rmtree(work)
 
 
+def _sources(suffixes: tuple[str, ...]) -> list[str]:
+    """Files of the emulator, as they are included: by their paths below its folder."""
+    root = env.emulator_dir()
+    files = (path for path in root.rglob("*") if path.suffix in suffixes)
+    return sorted(path.relative_to(root).as_posix() for path in files)
+
+
 def _write_units(work: Path) -> list[Path]:
-    files = sorted(path.name for path in env.emulator_dir().glob("*.cpp"))
+    files = _sources((".cpp",))
     units = []
     for i in range(min(_UNITS, len(files))):
         unit = work / f"unit_{i}.cpp"

@@ -15,7 +15,7 @@
 #pragma once
 #include <fajit/cpu/few_row_kernel.h>
 #if FAJIT_AMX
-#include <fajit/cpu/amx_few_row.h>
+#include <fajit/cpu/amx/few_row.h>
 #endif
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/pack.h>

@@ -7,7 +7,7 @@
 #pragma once
 #include <fajit/cpu/key_rows.h>
 #include <fajit/cpu/microkernel.h>
-#include <fajit/cpu/transpose.h>
+#include <fajit/cpu/vector/transpose.h>
 
 namespace fajit {
 

@@ -12,7 +12,7 @@
 // of any size need no vector tail. MR x NV = 8 x 3 of 32 registers: 24 FMAs (12 cycles) for 11
 // loads; 95 % of the FMA peak for both products, fp32 and bf16 (measured, L1-resident tiles).
 #pragma once
-#include <fajit/cpu/load_row.h>
+#include <fajit/cpu/vector/load_row.h>
 
 namespace fajit {
 

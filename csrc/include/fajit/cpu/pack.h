@@ -3,7 +3,7 @@
 #pragma once
 #include <fajit/cpu/microkernel.h>
 #include <fajit/cpu/packed_rows.h>
-#include <fajit/cpu/transpose.h>
+#include <fajit/cpu/vector/transpose.h>
 #include <fajit/types.h>
 
 namespace fajit {

@@ -1,7 +1,7 @@
 // The packed query rows of a work item: which request, head and position each one is.
 #pragma once
 #include <fajit/context.h>
-#include <fajit/cpu/vec.h>
+#include <fajit/cpu/vector/vec.h>
 
 namespace fajit {
 

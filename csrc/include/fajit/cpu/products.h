@@ -16,7 +16,7 @@
 #pragma once
 #include <fajit/cpu/pack.h>
 #if FAJIT_AMX
-#include <fajit/cpu/amx_prefill.h>
+#include <fajit/cpu/amx/prefill.h>
 #endif
 
 namespace fajit {

@@ -5,9 +5,9 @@
 // that hooks are instantiated twice (with and without the mask) whatever the row block's width.
 #pragma once
 #include <fajit/context.h>
-#include <fajit/cpu/fast_math.h>
 #include <fajit/cpu/microkernel.h>
 #include <fajit/cpu/state.h>
+#include <fajit/cpu/vector/fast_math.h>
 
 namespace fajit {
 

@@ -4,9 +4,9 @@
 // the attention kernel when one work item sees all of its keys, else in fajit_merge.
 #pragma once
 #include <fajit/context.h>
-#include <fajit/cpu/fast_math.h>
-#include <fajit/cpu/load_row.h>
 #include <fajit/cpu/packed_rows.h>
+#include <fajit/cpu/vector/fast_math.h>
+#include <fajit/cpu/vector/load_row.h>
 #include <fajit/emit.h>
 
 namespace fajit {

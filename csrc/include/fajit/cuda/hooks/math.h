@@ -7,7 +7,8 @@
 // which take branches.
 //
 // Coefficients: minimax fits (iteratively reweighted least squares, low orders rounded first);
-// those of fajit/cpu/fast_math.h, unless the special-function unit makes another form shorter.
+// those of fajit/cpu/vector/fast_math.h, unless the special-function unit makes another form
+// shorter.
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 

@@ -1,0 +1,57 @@
+// Asynchronous copies (cp.async) of a warp: queued at issue, performed as late or early as allowed.
+#include <algorithm>
+
+#include "machine/machine.h"
+
+namespace fajit::emulator {
+
+void Block::perform(const AsyncCopy& copy) {
+  uint8_t* destination = shared_.data() + copy.shared;
+  if (copy.source_bytes > 0)
+    std::memcpy(destination, reinterpret_cast<const void*>(copy.source), copy.source_bytes);
+  std::memset(destination + copy.source_bytes, 0, copy.bytes - copy.source_bytes);
+}
+
+void Block::issue_copy(Warp& warp, const AsyncCopy& copy) {
+  if (copy.source_bytes > 0)
+    global_at(warp, copy.lane, copy.source, copy.source_bytes, Access::read, copy.bytes);
+  shared_inside(warp, copy.lane, copy.shared, copy.bytes, "a copy");
+  if (track_) {
+    const Conflict conflict =
+        history_.launch(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
+    if (conflict.kind != Conflict::Kind::none)
+      report(warp, copy.lane, conflict, "a copy into bytes");
+  }
+  if (!launch_.options.late_copies) perform(copy);
+  warp.copies.push_back(copy);
+  warp.copies.back().group = warp.committed[copy.lane];
+}
+
+void Block::commit_copies(Warp& warp, uint32_t mask) {
+  for (int lane = 0; lane < kLanes; ++lane) warp.committed[lane] += mask >> lane & 1;
+}
+
+template <class Done> void Block::finish_copies(Warp& warp, Done done) {
+  auto kept = warp.copies.begin();
+  for (AsyncCopy& copy : warp.copies) {
+    if (done(copy)) {
+      if (launch_.options.late_copies) perform(copy);
+      if (track_) history_.land(warp.index, copy.lane, copy.pc, copy.shared, copy.bytes);
+    } else {
+      *kept++ = copy;
+    }
+  }
+  warp.copies.erase(kept, warp.copies.end());
+}
+
+void Block::wait_copies(Warp& warp, uint32_t mask, uint32_t pending) {
+  finish_copies(warp, [&](const AsyncCopy& copy) {
+    return (mask >> copy.lane & 1) != 0 && copy.group + pending < warp.committed[copy.lane];
+  });
+}
+
+void Block::wait_all_copies(Warp& warp, uint32_t mask) {
+  finish_copies(warp, [&](const AsyncCopy& copy) { return (mask >> copy.lane & 1) != 0; });
+}
+
+}  // namespace fajit::emulator

@@ -1,0 +1,150 @@
+// A thread block while it runs: its warps, their registers, and the memory they see.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "machine/fault.h"
+#include "machine/memory.h"
+#include "machine/races.h"
+#include "ptx/insn.h"
+
+namespace fajit::emulator {
+
+struct Options {
+  bool late_copies = true;  // cp.async writes when it is waited for; else when it is issued
+  bool check_races = true;
+  bool check_uninitialised = true;         // reads of shared memory that nothing wrote
+  uint64_t step_limit = 4'000'000'000ull;  // warp instructions of one block
+};
+
+struct Launch {
+  const Kernel* kernel = nullptr;
+  const GlobalMemory* memory = nullptr;
+  uint32_t grid[3] = {1, 1, 1};
+  uint32_t block[3] = {1, 1, 1};
+  uint32_t dynamic_shared = 0;
+  std::vector<uint8_t> params;
+  std::vector<std::string> files;  // by the index of .file
+  Options options;
+};
+
+enum class Access : uint8_t { read, write, atomic };
+
+enum class Wait : uint8_t { none, rendezvous, barrier };
+
+struct AsyncCopy {
+  uint8_t lane;
+  uint8_t bytes, source_bytes;
+  uint32_t group;
+  uint32_t pc;
+  uint32_t shared;  // offset
+  uint64_t source;
+};
+
+class Block;
+
+struct Warp {
+  Block* block = nullptr;
+  uint32_t* registers = nullptr;
+  uint32_t index = 0;
+  uint32_t existing = 0;  // lanes that the block has
+  uint32_t alive = 0;     // those that have not exited
+  uint32_t blocked = 0;   // those that wait
+  uint32_t current = 0;   // pc of the instruction that runs
+  uint32_t pc[kLanes] = {};
+  Wait wait[kLanes] = {};
+  uint32_t barrier[kLanes] = {};  // that a lane waits at
+  std::vector<AsyncCopy> copies;  // not yet complete, in order of issue
+  uint32_t committed[kLanes] = {};
+
+  uint32_t* words(uint32_t slot) const { return registers + slot; }
+  uint64_t* longs(uint32_t slot) const { return reinterpret_cast<uint64_t*>(registers + slot); }
+  uint32_t& predicate(uint32_t slot) const { return registers[slot]; }
+};
+
+struct Barrier {
+  uint32_t arrived = 0;   // threads, those that the last warp lacks included
+  uint32_t threads = 0;   // that exist
+  uint32_t expected = 0;  // 0: nobody waits
+  uint32_t votes = 0;     // threads whose predicate holds
+  uint32_t pc = 0;        // of the first arrival
+  Clocks clocks;          // what those who arrived know
+};
+
+inline constexpr int kBarriers = 16;
+
+// Runs the blocks of a launch one after another; a host thread has one.
+class Block {
+ public:
+  explicit Block(const Launch& launch);
+
+  void run(uint32_t x, uint32_t y, uint32_t z);
+
+  const Kernel& kernel() const { return *launch_.kernel; }
+
+  // Addresses of memory for one lane, checked. `bytes` is the whole access.
+  // align: 0 for that of the size.
+  uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
+                     unsigned align = 0);
+  uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
+  // A row of ldmatrix: all lanes read it.
+  uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
+  uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
+  uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
+  uint8_t* at(Warp& warp, Space space, int lane, uint64_t address, unsigned bytes, Access access);
+
+  void issue_copy(Warp& warp, const AsyncCopy& copy);
+  void commit_copies(Warp& warp, uint32_t mask);
+  void wait_copies(Warp& warp, uint32_t mask, uint32_t pending);
+  void wait_all_copies(Warp& warp, uint32_t mask);
+
+  void sync_warp(Warp& warp, uint32_t mask);  // bar.warp.sync: orders what its lanes did
+
+  [[noreturn]] void fault(const Warp& warp, int lane, const std::string& kind,
+                          const std::string& detail) const;
+  [[noreturn]] void fault_at(const Warp& warp, int lane, const std::string& kind,
+                             const std::string& detail, uint64_t address) const;
+  std::string place(uint32_t pc) const;  // file:line of an instruction
+  std::string thread_name(const Warp& warp, uint32_t lane) const;
+
+ private:
+  // scheduler.cpp
+  bool run_warp(Warp& warp);  // whether it did anything
+  void leave(Warp& warp, uint32_t mask);
+  void rendezvous(Warp& warp, const Insn& insn, uint32_t mask);
+  void arrive(Warp& warp, const Insn& insn, uint32_t mask);
+  void release(uint32_t barrier);
+  [[noreturn]] void report_deadlock();
+  // block.cpp
+  void reset(uint32_t x, uint32_t y, uint32_t z);
+  void fill_specials(Warp& warp);
+  void thread_position(const Warp& warp, uint32_t lane, uint32_t (&thread)[3]) const;
+  void perform(const AsyncCopy& copy);
+  template <class Done> void finish_copies(Warp& warp, Done done);
+  FaultInfo describe(const Warp& warp, int lane, const std::string& kind,
+                     const std::string& detail) const;
+  uint8_t* shared_inside(const Warp& warp, int lane, uint64_t address, unsigned bytes,
+                         const char* access);
+  void report(const Warp& warp, int lane, const Conflict& conflict, const char* access);
+  const Variable* shared_variable(uint64_t address) const;
+
+  const Launch& launch_;
+  uint32_t position_[3] = {0, 0, 0};
+  uint32_t num_threads_ = 0;
+  uint32_t shared_end_ = 0;
+  size_t local_stride_ = 0;  // of a thread
+  std::vector<Warp> warps_;
+  std::unique_ptr<uint32_t[]> registers_;
+  std::vector<uint8_t> shared_, local_;
+  std::vector<Variable> variables_;  // shared ones, the dynamic array with its size
+  Barrier barriers_[kBarriers];
+  SharedHistory history_;
+  bool track_ = false;
+  uint32_t global_hint_ = 0;
+  uint64_t steps_ = 0;
+};
+
+}  // namespace fajit::emulator

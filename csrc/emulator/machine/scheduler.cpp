@@ -1,0 +1,252 @@
+// Which threads run next. Each thread has its own program counter. Of a warp, the threads at the
+// lowest one run, as long as none of the others is behind them: so threads that parted meet again
+// where control flow does. Warps run in turn, each until it waits or its turn is over.
+#include <algorithm>
+#include <string>
+
+#include "machine/machine.h"
+
+namespace fajit::emulator {
+namespace {
+
+constexpr uint32_t kTurn = 1u << 14;  // instructions of a warp before the next one runs
+
+void set_lane(uint32_t& predicate, int lane, bool value) {
+  predicate = (predicate & ~(1u << lane)) | static_cast<uint32_t>(value) << lane;
+}
+
+// Whether the member masks of a rendezvous name all lanes.
+bool is_for_all(const Warp& warp, const Insn& insn) {
+  if (insn.slots[0] == kNoSlot) return true;
+  uint32_t common = kAllLanes;
+  for (int lane = 0; lane < kLanes; ++lane) common &= warp.words(insn.slots[0])[lane];
+  return common == kAllLanes;
+}
+
+}  // namespace
+
+void Block::run(uint32_t x, uint32_t y, uint32_t z) {
+  reset(x, y, z);
+  for (;;) {
+    bool alive = false, moved = false;
+    for (Warp& warp : warps_) {
+      if (warp.alive == 0) continue;
+      moved = run_warp(warp) || moved;
+      alive = alive || warp.alive != 0;
+    }
+    if (!alive) return;
+    if (!moved) report_deadlock();
+  }
+}
+
+bool Block::run_warp(Warp& warp) {
+  const Insn* code = kernel().code.data();
+  uint32_t left = kTurn;
+  while (left > 0) {
+    // The lowest program counter, the lanes there, and the next lowest.
+    const uint32_t runnable = warp.alive & ~warp.blocked;
+    if (runnable == 0) return left < kTurn;
+    uint32_t pc = ~0u, other = ~0u, mask = 0;
+    for (uint32_t rest = runnable; rest != 0; rest &= rest - 1)
+      pc = std::min(pc, warp.pc[__builtin_ctz(rest)]);
+    for (uint32_t rest = runnable; rest != 0; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      if (warp.pc[lane] == pc) mask |= 1u << lane;
+      else other = std::min(other, warp.pc[lane]);
+    }
+    auto settle = [&](uint32_t lanes, uint32_t at) {
+      for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) warp.pc[__builtin_ctz(rest)] = at;
+    };
+    // They run together until they part, wait, or come to where others are.
+    for (bool together = true; together; --left) {
+      const Insn& insn = code[pc];
+      warp.current = pc;
+      uint32_t active = mask;
+      if (insn.guard != kNoSlot) {
+        const uint32_t guard = warp.predicate(insn.guard);
+        active &= insn.guard_negated ? ~guard : guard;
+      }
+      if (active == 0) {
+        ++pc;
+      } else if (insn.flow == Flow::straight ||
+                 (insn.flow == Flow::rendezvous && active == kAllLanes && is_for_all(warp, insn))) {
+        insn.exec(warp, insn, active);
+        ++pc;
+      } else if (insn.flow == Flow::branch && active == mask) {
+        pc = insn.target;
+      } else {
+        settle(mask & ~active, pc + 1);
+        settle(active, insn.flow == Flow::branch ? insn.target : pc);
+        together = false;
+        switch (insn.flow) {
+          case Flow::table: insn.exec(warp, insn, active); break;  // sets warp.pc
+          case Flow::exit: leave(warp, active); break;
+          case Flow::rendezvous: rendezvous(warp, insn, active); break;
+          case Flow::barrier: arrive(warp, insn, active); break;
+          default: break;
+        }
+      }
+      if (together && (pc >= other || left == 1)) {
+        settle(mask, pc);
+        together = false;
+      }
+    }
+  }
+  steps_ += kTurn;
+  if (steps_ > launch_.options.step_limit)
+    fault(warp, 0, "no progress",
+          "the block ran for " + std::to_string(steps_) + " instructions; is it waiting for " +
+              "memory that no other thread of it writes?");
+  return true;
+}
+
+void Block::leave(Warp& warp, uint32_t mask) {
+  warp.alive &= ~mask;
+  // Those that wait for the lanes that have not exited look again.
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (warp.wait[lane] != Wait::rendezvous) continue;
+    warp.wait[lane] = Wait::none;
+    warp.blocked &= ~(1u << lane);
+  }
+}
+
+// slots[0] is the member mask (absent: all lanes). Lanes whose members have all come go on.
+void Block::rendezvous(Warp& warp, const Insn& insn, uint32_t mask) {
+  const uint32_t pc = warp.current;
+  const uint32_t* masks = insn.slots[0] == kNoSlot ? nullptr : warp.words(insn.slots[0]);
+  uint32_t here = mask;
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (warp.wait[lane] == Wait::rendezvous && warp.pc[lane] == pc) here |= 1u << lane;
+  for (uint32_t rest = here; rest != 0;) {
+    const int lane = __builtin_ctz(rest);
+    const uint32_t members = masks == nullptr ? kAllLanes : masks[lane];
+    if ((members >> lane & 1) == 0)
+      fault(warp, lane, "member mask", "the thread is not in its own member mask");
+    if ((insn.flags & kCollective) != 0 && warp.alive != kAllLanes)
+      fault(warp, lane, "member mask", "all 32 lanes must take part, and some have exited");
+    const uint32_t needed = members & warp.alive;
+    if ((needed & ~here) != 0) {
+      warp.wait[lane] = Wait::rendezvous;
+      warp.blocked |= 1u << lane;
+      rest &= ~(1u << lane);
+      continue;
+    }
+    for (uint32_t others = needed; masks != nullptr && others != 0; others &= others - 1)
+      if (masks[__builtin_ctz(others)] != members)
+        fault(warp, lane, "member mask", "lanes meet here with different member masks");
+    insn.exec(warp, insn, needed);
+    for (uint32_t others = needed; others != 0; others &= others - 1) {
+      warp.wait[__builtin_ctz(others)] = Wait::none;
+      warp.pc[__builtin_ctz(others)] = pc + 1;
+    }
+    warp.blocked &= ~needed;
+    rest &= ~needed;
+    here &= ~needed;
+  }
+}
+
+// slots[0]: barrier, slots[1]: number of threads or absent, slots[2]: predicate of bar.red,
+// slots[3]: its result. mode: 0 sync, 1 arrive, else a reduction. count 1: .aligned.
+void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
+  const int first = __builtin_ctz(mask);
+  const uint32_t id = warp.words(insn.slots[0])[first];
+  const uint32_t whole = static_cast<uint32_t>(warps_.size()) * kLanes;
+  const uint32_t expected = insn.slots[1] == kNoSlot ? whole : warp.words(insn.slots[1])[first];
+  if (id >= kBarriers) fault(warp, first, "barrier", "there is no barrier " + std::to_string(id));
+  if (expected == 0 || expected % kLanes != 0 || expected > whole)
+    fault(warp, first, "barrier",
+          "a count of " + std::to_string(expected) + " threads, in a block of " +
+              std::to_string(num_threads_));
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1)
+    if (warp.words(insn.slots[0])[__builtin_ctz(rest)] != id)
+      fault(warp, first, "barrier", "threads of a warp name different barriers");
+  Barrier& barrier = barriers_[id];
+  if (barrier.expected == 0) {
+    barrier.expected = expected;
+    barrier.pc = warp.current;
+  } else if (barrier.expected != expected) {
+    fault(warp, first, "barrier",
+          "barrier " + std::to_string(id) + " for " + std::to_string(expected) + " threads; at " +
+              place(barrier.pc) + " it was for " + std::to_string(barrier.expected));
+  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (insn.count == 1 && warp.wait[lane] == Wait::barrier && warp.barrier[lane] == id &&
+        warp.pc[lane] != warp.current)
+      fault(warp, first, "divergent barrier",
+            "threads of one warp wait for barrier " + std::to_string(id) + " at " +
+                place(warp.pc[lane]) + " too");
+  barrier.threads += static_cast<uint32_t>(__builtin_popcount(mask));
+  barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
+  history_.arrive(warp.index, barrier.clocks);
+  if (insn.slots[2] != kNoSlot)
+    barrier.votes += static_cast<uint32_t>(__builtin_popcount(
+        (warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
+  // Lanes that the last warp lacks come with its existing ones.
+  if (warp.existing != kAllLanes && (mask >> __builtin_ctz(warp.existing) & 1) != 0)
+    barrier.arrived += static_cast<uint32_t>(kLanes - __builtin_popcount(warp.existing));
+  const bool waits = insn.mode != 1;  // bar.arrive does not
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    if (waits) warp.wait[lane] = Wait::barrier;
+    else ++warp.pc[lane];
+    warp.barrier[lane] = id;
+  }
+  if (waits) warp.blocked |= mask;
+  if (barrier.arrived > barrier.expected)
+    fault(warp, first, "barrier",
+          "more threads come to barrier " + std::to_string(id) + " than it is for");
+  if (barrier.arrived == barrier.expected) release(id);
+}
+
+void Block::release(uint32_t id) {
+  const uint32_t votes = barriers_[id].votes;
+  for (Warp& warp : warps_) {
+    bool waited = false;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (warp.wait[lane] != Wait::barrier || warp.barrier[lane] != id) continue;
+      waited = true;
+      const Insn& insn = kernel().code[warp.pc[lane]];
+      const bool holds = insn.mode == 3 ? votes == barriers_[id].threads : votes != 0;
+      if (insn.slots[3] != kNoSlot && insn.mode == 2) warp.words(insn.slots[3])[lane] = votes;
+      else if (insn.slots[3] != kNoSlot) set_lane(warp.predicate(insn.slots[3]), lane, holds);
+      warp.wait[lane] = Wait::none;
+      warp.blocked &= ~(1u << lane);
+      ++warp.pc[lane];
+    }
+    if (waited) history_.leave(warp.index, barriers_[id].clocks);
+  }
+  barriers_[id] = Barrier{};
+}
+
+void Block::report_deadlock() {
+  auto lanes = [](uint32_t mask) {
+    char text[32];
+    std::snprintf(text, sizeof text, " lanes 0x%08x", mask);
+    return std::string(text);
+  };
+  std::string text = "every thread that has not exited waits";
+  const Warp* first = nullptr;
+  for (Warp& warp : warps_) {
+    const std::string name = "\n    warp " + std::to_string(warp.index);
+    for (uint32_t rest = warp.alive; rest != 0;) {
+      const int lane = __builtin_ctz(rest);
+      const uint32_t pc = warp.pc[lane];
+      uint32_t same = 0;
+      for (int other = lane; other < kLanes; ++other)
+        if ((rest >> other & 1) != 0 && warp.pc[other] == pc) same |= 1u << other;
+      rest &= ~same;
+      if (first == nullptr) first = &warp, warp.current = pc;
+      text += name + lanes(same) + " at " + place(pc) + ": " + kernel().mnemonics[pc];
+      if (warp.wait[lane] != Wait::barrier) continue;
+      const Barrier& barrier = barriers_[warp.barrier[lane]];
+      text += ", barrier " + std::to_string(warp.barrier[lane]) + ", " +
+              std::to_string(barrier.arrived) + " of " + std::to_string(barrier.expected) +
+              " threads";
+    }
+    if (warp.alive != warp.existing)
+      text += name + lanes(warp.existing & ~warp.alive) + " have exited";
+  }
+  fault(*first, __builtin_ctz(first->alive), "deadlock", text);
+}
+
+}  // namespace fajit::emulator

@@ -1,0 +1,82 @@
+// cp.async and its groups.
+#include "ops/lanes.h"
+#include "ptx/opcodes.h"
+
+namespace fajit::emulator {
+namespace {
+
+// slots: destination address, source address, source bytes or none. flags: kWideAddress of the
+// first.
+void copy(Warp& warp, const Insn& insn, uint32_t mask) {
+  Block& block = *warp.block;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    const int l = __builtin_ctz(rest);
+    AsyncCopy item;
+    item.lane = static_cast<uint8_t>(l);
+    item.bytes = insn.count;
+    const uint64_t to = address_of(warp, insn, 0, l);
+    item.shared = static_cast<uint32_t>(to);
+    if (to != item.shared)
+      block.fault_at(warp, l, "out of bounds", "a copy to outside shared memory", to);
+    item.source = warp.longs(insn.slots[1])[l] + insn.target;
+    const uint32_t asked = insn.slots[2] == kNoSlot ? insn.count : warp.words(insn.slots[2])[l];
+    if (asked > insn.count)
+      block.fault(warp, l, "copy",
+                  "the source size " + std::to_string(asked) + " exceeds the copy's " +
+                      std::to_string(insn.count) + " bytes");
+    item.source_bytes = static_cast<uint8_t>(asked);
+    item.pc = warp.current;
+    block.issue_copy(warp, item);
+  }
+}
+
+void commit(Warp& warp, const Insn&, uint32_t mask) { warp.block->commit_copies(warp, mask); }
+void wait_group(Warp& warp, const Insn& insn, uint32_t mask) {
+  warp.block->wait_copies(warp, mask, static_cast<uint32_t>(insn.immediate));
+}
+void wait_all(Warp& warp, const Insn&, uint32_t mask) { warp.block->wait_all_copies(warp, mask); }
+
+}  // namespace
+
+void decode_cp(Decoder& d) {
+  if (!d.accept("async")) d.fail("only cp.async is known");
+  switch (d.accept_one({"commit_group", "wait_group", "wait_all"})) {
+    case 0:
+      d.expect_operands(0);
+      d.insn.exec = commit;
+      return;
+    case 1:
+      d.expect_operands(1);
+      if (d.operand(0).kind != Operand::Kind::integer)
+        d.fail("the number of groups is not a constant");
+      d.insn.immediate = d.operand(0).bits;
+      d.insn.exec = wait_group;
+      return;
+    case 2:
+      d.expect_operands(0);
+      d.insn.exec = wait_all;
+      return;
+    default: break;
+  }
+  const bool bypass = d.expect_one({"ca", "cg"}) == 1;
+  if (d.accept_one({"shared", "shared::cta"}) < 0 || !d.accept("global"))
+    d.fail("copies go from global to shared memory");
+  const bool policy = d.has_modifier("L2::cache_hint");
+  d.ignore({"L2::"});
+  d.expect_operands(3, policy ? 5 : 4);
+  const Operand& size = d.operand(2);
+  if (size.kind != Operand::Kind::integer ||
+      (size.bits != 4 && size.bits != 8 && size.bits != 16) || (bypass && size.bits != 16))
+    d.fail("copies are of 4, 8 or 16 bytes (.cg: 16)");
+  d.insn.count = static_cast<uint8_t>(size.bits);
+  d.address(1, 1);
+  if ((d.insn.flags & kWideAddress) == 0) d.fail("the source address has 32 bits");
+  if (d.insn.immediate < 0) d.fail("a negative offset of the source");
+  d.insn.target = static_cast<uint32_t>(d.insn.immediate);
+  d.insn.flags = 0;
+  d.address(0, 0);
+  d.insn.exec = copy;
+  if (d.num_operands() > 3 + (policy ? 1u : 0u)) d.insn.slots[2] = d.source(3, Type::u32);
+}
+
+}  // namespace fajit::emulator

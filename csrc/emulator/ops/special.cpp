@@ -1,0 +1,81 @@
+// Roots, reciprocals, and the approximate functions. They are computed in fp64 and rounded once: a
+// device's result differs by its documented error (2^-22 or so, tanh 2^-11).
+#include <cmath>
+
+#include "ops/lanes.h"
+#include "ptx/opcodes.h"
+
+namespace fajit::emulator {
+namespace {
+
+enum Function : uint8_t { kRcp, kSqrt, kRsqrt, kSin, kCos, kLg2, kEx2, kTanh };
+
+template <int function> double evaluate(double x) {
+  switch (function) {
+    case kRcp: return 1.0 / x;
+    case kSqrt: return std::sqrt(x);
+    case kRsqrt: return 1.0 / std::sqrt(x);
+    case kSin: return std::sin(x);
+    case kCos: return std::cos(x);
+    case kLg2: return std::log2(x);
+    case kEx2: return std::exp2(x);
+    default: return std::tanh(x);
+  }
+}
+
+template <int function> void apply32(Warp& warp, const Insn& insn, uint32_t mask) {
+  uint32_t* d = warp.words(insn.slots[0]);
+  const uint32_t* a = warp.words(insn.slots[1]);
+  const bool ftz = (insn.flags & kFtz) != 0;
+  for_lanes(mask, [&](int l) {
+    float x = bits_as<float>(a[l]);
+    if (ftz) x = flush(x);
+    // The fp64 root and quotient of fp32 values, rounded to fp32, are the correctly rounded ones.
+    float r = canonical(static_cast<float>(evaluate<function>(x)));
+    if (ftz) r = flush(r);
+    d[l] = bits_as<uint32_t>(r);
+  });
+}
+
+template <int function> double apply64(double a) { return canonical(evaluate<function>(a)); }
+// rcp.approx.ftz.f64: the upper word of the operand and of the result only.
+template <int function> double apply64_upper(double a) {
+  const uint64_t kept = bits_as<uint64_t>(a) & 0xffffffff'00000000ull;
+  double x = bits_as<double>(kept);
+  if (std::fpclassify(x) == FP_SUBNORMAL) x = std::copysign(0.0, x);
+  double r = apply64<function>(x);
+  if (std::fpclassify(r) == FP_SUBNORMAL) r = std::copysign(0.0, r);
+  return bits_as<double>(bits_as<uint64_t>(r) & 0xffffffff'00000000ull);
+}
+
+template <int function> void decode_function(Decoder& d) {
+  if (d.accept("ftz")) d.insn.flags |= kFtz;
+  const bool approximate = d.accept("approx");
+  d.insn.round = d.rounding(Round::nearest);
+  const Type type = d.type();
+  d.insn.type = type;
+  decode_operands(d, type, {type});
+  if (d.insn.round != Round::nearest) d.fail("only .rn and .approx");
+  switch (type) {
+    case Type::f32: d.insn.exec = apply32<function>; break;
+    case Type::f64:
+      d.insn.exec = approximate && (d.insn.flags & kFtz) != 0
+                        ? Exec{unary<double, double, apply64_upper<function>>}
+                        : Exec{unary<double, double, apply64<function>>};
+      break;
+    default: d.fail("not for this type");
+  }
+}
+
+}  // namespace
+
+void decode_rcp(Decoder& d) { decode_function<kRcp>(d); }
+void decode_sqrt(Decoder& d) { decode_function<kSqrt>(d); }
+void decode_rsqrt(Decoder& d) { decode_function<kRsqrt>(d); }
+void decode_sin(Decoder& d) { decode_function<kSin>(d); }
+void decode_cos(Decoder& d) { decode_function<kCos>(d); }
+void decode_lg2(Decoder& d) { decode_function<kLg2>(d); }
+void decode_ex2(Decoder& d) { decode_function<kEx2>(d); }
+void decode_tanh(Decoder& d) { decode_function<kTanh>(d); }
+
+}  // namespace fajit::emulator

@@ -1,0 +1,93 @@
+// Turns the statements of a kernel into instructions: slots for operands, modifiers checked.
+#pragma once
+#include <initializer_list>
+#include <map>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "ptx/insn.h"
+#include "ptx/lexer.h"
+
+namespace fajit::emulator {
+
+// Host addresses of module variables (.global and .const).
+using Symbols = std::unordered_map<std::string, uint64_t>;
+
+// What an opcode row's decode function sees: the statement, and the instruction it fills.
+// Modifiers are taken in any order; one that nobody takes is an error.
+class Decoder {
+ public:
+  Decoder(const Module& module, const Entry& entry, const Symbols& symbols);
+  Kernel decode();
+
+  Insn insn;
+  // Sets insn.exec; null: the opcode has no form for the type.
+  void set_exec(Exec exec) {
+    if (exec == nullptr) fail("not for this type");
+    insn.exec = exec;
+  }
+
+  bool accept(std::string_view modifier);
+  // The one of `names` that stands among the modifiers; -1 if none does.
+  int accept_one(std::initializer_list<std::string_view> names);
+  // The same, but an error if there is none.
+  int expect_one(std::initializer_list<std::string_view> names);
+  Type type();           // the first type that stands among the modifiers; an error if none
+  Type optional_type();  // Type::none if none
+  bool has_float_type() const;
+  bool has_modifier(std::string_view modifier) const;
+  Round rounding(Round otherwise);                                // .rn .rz .rm .rp
+  Space space();                                                  // generic if none stands there
+  void ignore(std::initializer_list<std::string_view> prefixes);  // cache hints and the like
+
+  const std::string& opcode() const { return statement_->opcode; }
+  size_t num_operands() const { return statement_->operands.size(); }
+  const Operand& operand(size_t index) const;
+  void expect_operands(size_t least, size_t most);
+  void expect_operands(size_t count) { expect_operands(count, count); }
+
+  uint32_t source(size_t index, Type type) { return source(operand(index), type); }
+  uint32_t source(const Operand& operand, Type type);
+  uint32_t destination(size_t index, Type type) { return destination(operand(index), type); }
+  uint32_t destination(const Operand& operand, Type type);
+  // Like the two above for operands that may have more bits than the type (ld, st, cvt).
+  uint32_t wide_source(const Operand& operand, Type type, bool& wide);
+  uint32_t wide_destination(const Operand& operand, Type type, bool& wide);
+  uint32_t constant(uint64_t bits, bool wide);
+  uint32_t scratch(Type type);
+
+  // [address]: slots[slot] becomes the base, insn.immediate the offset, kWideAddress is set.
+  void address(size_t index, int slot);
+
+  uint32_t add_list(const std::vector<uint32_t>& slots);
+  uint32_t label(const Operand& operand) const;
+  const std::vector<std::string>* branch_table(const std::string& name) const;
+  uint32_t label_of(const std::string& name) const;
+
+  [[noreturn]] void fail(const std::string& message) const;
+
+ private:
+  void layout();
+  void decode_statement();
+  void append(uint32_t location, uint32_t text_line, std::string mnemonic);
+  std::string mnemonic() const;
+  uint32_t slot_of(uint32_t reg);
+  uint32_t allocate(unsigned bytes);
+  uint32_t special(const std::string& name, bool& wide);
+  uint64_t symbol_address(const Operand& operand) const;
+
+  const Module& module_;
+  const Entry& entry_;
+  const Symbols& symbols_;
+  const Statement* statement_ = nullptr;
+  Kernel kernel_;
+  std::vector<bool> taken_;  // modifiers
+  std::vector<uint32_t> slots_;
+  std::map<std::pair<uint64_t, bool>, uint32_t> constants_;
+  std::map<std::string, uint32_t> specials_;
+  std::unordered_map<std::string, Variable> variables_;  // shared, local, params
+};
+
+}  // namespace fajit::emulator

@@ -1,0 +1,89 @@
+// One decoded instruction. Operands are offsets, in 32-bit words, into the warp's register file;
+// immediates and special registers have slots there too, so that a handler sees arrays only.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ops/formats.h"
+#include "ptx/ast.h"
+
+namespace fajit::emulator {
+
+struct Warp;
+struct Insn;
+
+// Runs one instruction for the lanes of `mask`.
+using Exec = void (*)(Warp& warp, const Insn& insn, uint32_t mask);
+
+inline constexpr uint32_t kNoSlot = 0xffffffffu;
+inline constexpr uint32_t kWideSlot = 0x80000000u;
+
+// What the scheduler does with an instruction.
+enum class Flow : uint8_t {
+  straight,  // exec, next
+  branch,    // to `target` for the lanes whose guard holds
+  table,     // brx.idx
+  exit,
+  rendezvous,  // waits for the lanes of a member mask, then exec
+  barrier,     // waits for the other warps of the block
+};
+
+enum InsnFlags : uint8_t {
+  kFtz = 1,
+  kSaturate = 2,
+  kNan = 4,
+  kRelu = 32,
+  kWideAddress = 64,  // the address register has 64 bits
+  kCollective = 128   // all 32 lanes must take part
+};
+
+struct Insn {
+  Exec exec = nullptr;
+  uint32_t guard = kNoSlot;
+  bool guard_negated = false;
+  Flow flow = Flow::straight;
+  uint8_t flags = 0;
+  Type type = Type::none;
+  Space space = Space::generic;
+  Round round = Round::nearest;
+  uint8_t count = 1;  // vector elements, matrices
+  uint8_t mode = 0;   // of the opcode: comparison, shuffle, reduction ...
+  uint32_t slots[6] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot, kNoSlot, kNoSlot};
+  uint32_t list = 0;    // first of further slots in Kernel::lists
+  uint32_t target = 0;  // branch target; first target of a table
+  int64_t immediate = 0;
+};
+
+// Where a thread is: what special registers are made of.
+struct Place {
+  uint32_t lane, warp, num_warps, thread[3], block[3], block_size[3], grid_size[3], dynamic_shared;
+};
+using Special = uint64_t (*)(const Place& place);
+
+struct Kernel {
+  std::string name;
+  std::vector<Insn> code;
+  std::vector<uint32_t> lists;
+  std::vector<uint32_t> locations;     // of each instruction, into `places`
+  std::vector<uint32_t> text_lines;    // of each instruction, in the PTX
+  std::vector<std::string> mnemonics;  // of each instruction
+  std::vector<Location> places;
+  std::vector<Variable> shared;                        // with offsets in the shared window
+  std::vector<std::pair<Special, uint32_t>> specials;  // and their slots, kWideSlot for 64 bits
+  std::vector<std::pair<uint32_t, uint64_t>> constants32, constants64;  // slot, value
+  uint32_t register_words = 0;
+  uint32_t param_bytes = 0;
+  uint32_t static_shared_end = 0;
+  uint32_t local_bytes = 0;
+};
+
+// Windows of the generic address space that are not host memory: no host address looks like these.
+inline constexpr uint64_t kSharedWindow = 0xf5000000'00000000ull;
+inline constexpr uint64_t kLocalWindow = 0xf6000000'00000000ull;
+inline constexpr uint64_t kParamWindow = 0xf7000000'00000000ull;
+inline constexpr uint64_t kWindowMask = 0xff000000'00000000ull;
+// Shared variables start here, so that an address of zero is outside.
+inline constexpr uint32_t kSharedBase = 1024;
+
+}  // namespace fajit::emulator

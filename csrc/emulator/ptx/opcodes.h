@@ -1,0 +1,30 @@
+// The table of opcodes: all that a kernel may consist of.
+#pragma once
+#include <string_view>
+#include <vector>
+
+namespace fajit::emulator {
+
+class Decoder;
+
+struct OpcodeRow {
+  std::string_view name;
+  std::string_view types;  // and forms
+  void (*decode)(Decoder&);
+  std::string_view semantics;  // one line
+  // `mnemonic operands = result` cases separated by ';', or `test: name` where the row needs
+  // memory, other lanes or control flow.
+  std::string_view vector;
+};
+
+const std::vector<OpcodeRow>& opcode_table();
+const OpcodeRow* find_opcode(std::string_view name);  // null: not in the table
+
+// Forms of opcodes that ops/integer.cpp hands on to ops/float.cpp.
+void decode_fma(Decoder& d);
+void decode_float_add(Decoder& d, bool subtract);
+void decode_float_product(Decoder& d, bool divide);
+void decode_float_sign(Decoder& d, bool negate);
+void decode_float_minmax(Decoder& d, bool maximum);
+
+}  // namespace fajit::emulator

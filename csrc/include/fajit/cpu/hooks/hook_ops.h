@@ -1,0 +1,127 @@
+// What rendered hooks are written in on CPUs: the operations of fajit/hook_ops.h on scalars and
+// vectors, loads of params, slots of keys, and reductions over a row.
+#pragma once
+#include <fajit/cpu/hooks/hook_vectors.h>
+#include <fajit/cpu/vector/fast_math.h>
+#include <fajit/cpu/vector/load_row.h>
+#include <fajit/hook_ops.h>
+
+namespace fajit {
+namespace ops {
+
+// --- loads ---------------------------------------------------------------------------------------
+
+// The element offset of one index: negative indices wrap, others are clamped into the tensor.
+template <bool Unit, class I> FAJIT_INLINE auto offset(const fajit_tensor& t, int dim, I index) {
+  const int64_t size = t.sizes[dim], stride = Unit ? 1 : t.strides[dim];
+  if constexpr (is_vector<I>) {
+    vl i = cast<dt::i32, dt::i64>(index);
+    i = i < 0 ? i + size : i;
+    i = i > size - 1 ? widen<vl>(size - 1) : i;
+    i = i < 0 ? vl{} : i;
+    return vl(i * stride);
+  } else {
+    int64_t i = int64_t(index);
+    i = i < 0 ? i + size : i;
+    i = i > size - 1 ? size - 1 : i;
+    return (i < 0 ? 0 : i) * stride;
+  }
+}
+
+// The 32-bit entries of `p` at 64-bit offsets. The hardware gathers read no lane of a masked-off
+// pair differently: offsets are clamped, so every lane is readable.
+template <class S> FAJIT_INLINE auto gather32(const S* p, vl offset) {
+  static_assert(sizeof(S) == 4);
+  Vector<S> r;
+#if FAJIT_AVX == 512
+  typedef float half_f __attribute__((vector_size(32)));
+  typedef long long half_l __attribute__((vector_size(64)));
+  half_l o[2];
+  __builtin_memcpy(o, &offset, sizeof o);
+  half_f lo = __builtin_ia32_gatherdiv16sf(half_f{}, p, o[0], -1, 4);
+  half_f hi = __builtin_ia32_gatherdiv16sf(half_f{}, p, o[1], -1, 4);
+  __builtin_memcpy(&r, &lo, 32);
+  __builtin_memcpy(reinterpret_cast<char*>(&r) + 32, &hi, 32);
+#else
+  for (int i = 0; i < FAJIT_LANES; ++i) r[i] = p[offset[i]];
+#endif
+  return r;
+}
+
+// A param without elements (numel 0) has no readable address; its loads give 0.
+template <class D, class O> FAJIT_INLINE auto load(const fajit_tensor& t, O offset) {
+  const auto element = [&](int64_t at) { return load_scalar<D>(t, at); };
+  using R = decltype(each_lane(element, offset));
+  if (t.ptr == nullptr) return R{};
+  if constexpr (is_vector<O>) {
+    if constexpr (same<D, dt::f32>) return gather32(static_cast<const float*>(t.ptr), offset);
+    if constexpr (same<D, dt::i32>) return gather32(static_cast<const int32_t*>(t.ptr), offset);
+  }
+  return each_lane(element, offset);
+}
+
+// Element `i` of the last dim behind `offset`.
+template <class D, class O>
+FAJIT_INLINE auto load_at(const fajit_tensor& t, O offset, int dim, int i) {
+  return load<D>(t, O(offset + i * t.strides[dim]));
+}
+
+// --- slots ---------------------------------------------------------------------------------------
+
+// The slot of a key that exists, where keys are paged; else 0.
+FAJIT_INLINE int64_t paged_slot(const Context& c, int32_t r, int64_t kv_idx) {
+  const fajit_args& a = *c.args;
+  const int64_t first = a.kv_first == nullptr ? 0 : a.kv_first[r];
+  if (kv_idx < first || kv_idx >= a.kv_len[r]) return 0;
+  const int32_t n = int32_t(kv_idx - first), page = n / a.page_size;
+  const int32_t named = a.page_indices[a.page_indptr[r] + page];
+  // A table that names a page which is not there must not become a wild slot.
+  return int64_t(named >= 0 && named < a.num_pages ? named : 0) * a.page_size + n % a.page_size;
+}
+template <class B, class K>
+FAJIT_INLINE auto kv_slot(const Context& c, B b, K kv_idx) {
+  // Whose storage the key lies in: that of the keys' request where rows of several share them.
+  const auto owner = [&](int64_t r) { return c.kv_request >= 0 ? c.kv_request : request(c, r); };
+  const auto key = cast<dt::i32, dt::i64>(kv_idx);
+  if (c.args->page_indptr != nullptr)
+    return each_lane([&](int64_t r, int64_t k) { return paged_slot(c, owner(r), k); },
+                     cast<dt::i32, dt::i64>(b), key);
+  return add(key, each_lane([&](int64_t r) { return int64_t{c.args->kv_token0[owner(r)]}; }, b));
+}
+
+// --- reductions over a row -----------------------------------------------------------------------
+
+// Sixteen running values keep the loop free of a serial dependency, and the order fixed.
+template <class T, int N, class Join, class F> FAJIT_INLINE T reduce(Join join, T first, F f) {
+  T part[16];
+  for (int j = 0; j < 16; ++j) part[j] = first;
+  int i = 0;
+  for (; i + 16 <= N; i += 16)
+    for (int j = 0; j < 16; ++j) part[j] = join(part[j], f(i + j));
+  for (int j = 0; i + j < N; ++j) part[j] = join(part[j], f(i + j));
+  for (int width = 8; width > 0; width /= 2)
+    for (int j = 0; j < width; ++j) part[j] = join(part[j], part[j + width]);
+  return part[0];
+}
+
+template <class T, int N, class F> FAJIT_INLINE T reduce_sum(F f) {
+  return reduce<T, N>([](T a, T b) { return T(add(a, b)); }, T(0), f);
+}
+template <class T, int N, class F> FAJIT_INLINE T reduce_prod(F f) {
+  return reduce<T, N>([](T a, T b) { return T(mul(a, b)); }, T(1), f);
+}
+template <class T, int N, class F> FAJIT_INLINE T reduce_amax(F f) {
+  return reduce<T, N>([](T a, T b) { return T(maximum(a, b)); }, f(0), f);
+}
+template <class T, int N, class F> FAJIT_INLINE T reduce_amin(F f) {
+  return reduce<T, N>([](T a, T b) { return T(minimum(a, b)); }, f(0), f);
+}
+template <class T, int N, class F> FAJIT_INLINE T reduce_any(F f) {
+  return reduce<T, N>([](T a, T b) { return T(a | b); }, T(false), f);
+}
+template <class T, int N, class F> FAJIT_INLINE T reduce_all(F f) {
+  return reduce<T, N>([](T a, T b) { return T(a & b); }, T(true), f);
+}
+
+}  // namespace ops
+}  // namespace fajit

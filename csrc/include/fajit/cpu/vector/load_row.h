@@ -1,0 +1,139 @@
+// Storage types and the conversion of rows between them and float.
+//
+// Every K, V and Q row that is not already in the matrix dtype comes through load_row<T>, so a new
+// storage type is a new specialisation of Storage and nothing else.
+#pragma once
+#include <fajit/cpu/vector/vec.h>
+
+namespace fajit {
+
+struct half_t { uint16_t bits; };
+struct bfloat16_t { uint16_t bits; };
+struct e4m3_t {  // float8_e4m3fn: no infinities, NaN is 0x7f
+  uint8_t bits;
+};
+
+typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
+
+// --- lanes ------------------------------------------------------------------------------------
+
+FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+// Round to nearest even; NaN stays NaN.
+FAJIT_INLINE vh float_to_bfloat16(vf x) {
+  const vu bits = (vu)x;
+  const vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(x == x ? rounded : (bits >> 16) | 64, vh);
+}
+
+FAJIT_INLINE vf half_to_float(vh h) {
+#if FAJIT_AVX
+  vf r;
+  asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(h));
+  return r;
+#else
+  const vu w = __builtin_convertvector(h, vu);
+  const vu magnitude = w & 0x7fff;
+  // The exponent is rebiased by a product, except for infinity and NaN; subnormals as integers.
+  const vf normal = (vf)((magnitude << 13) + 0x38000000u);
+  const vf tiny = to_float((vi)magnitude) * 0x1p-24f;
+  const vf special = (vf)((magnitude << 13) + 0x70000000u);
+  const vf r = magnitude >= 0x7c00 ? special : magnitude < 0x400 ? tiny : normal;
+  return (vf)((vu)r | ((w & 0x8000) << 16));
+#endif
+}
+FAJIT_INLINE vh float_to_half(vf x) {
+#if FAJIT_AVX
+  vh r;
+  asm("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(x));
+  return r;
+#else
+  const vu bits = (vu)x, magnitude = bits & 0x7fffffff;
+  const vu normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000u) >> 13;
+  // Adding 0.5 leaves a subnormal's integer value, rounded, in the low mantissa bits.
+  const vu tiny = (vu)((vf)magnitude + 0.5f) - 0x3f000000u;
+  vu r = magnitude < 0x38800000u ? tiny : normal;
+  r = magnitude >= 0x477ff000u ? vu{} + 0x7c00u : r;
+  r = magnitude > 0x7f800000u ? vu{} + 0x7e00u : r;
+  return __builtin_convertvector(r | ((bits >> 16) & 0x8000), vh);
+#endif
+}
+
+FAJIT_INLINE vf e4m3_to_float(vb b) {
+  const vu w = __builtin_convertvector(b, vu), magnitude = w & 0x7f;
+  const vf normal = (vf)((magnitude << 20) + (120u << 23));
+  const vf tiny = to_float((vi)magnitude) * 0x1p-9f;
+  vf r = magnitude < 8 ? tiny : normal;
+  r = magnitude == 0x7f ? splat(__builtin_nanf("")) : r;
+  return (vf)((vu)r | ((w & 0x80) << 24));
+}
+FAJIT_INLINE vf e5m2_to_float(vb b) {  // the upper byte of a half
+  return half_to_float(__builtin_convertvector(b, vh) << 8);
+}
+
+FAJIT_INLINE float bfloat16_to_float(uint16_t h) {
+  return as_float(static_cast<int32_t>(static_cast<uint32_t>(h) << 16));
+}
+FAJIT_INLINE float half_to_float(uint16_t h) { return half_to_float(vh{} + h)[0]; }
+FAJIT_INLINE float e4m3_to_float(uint8_t b) { return e4m3_to_float(vb{} + b)[0]; }
+FAJIT_INLINE float e5m2_to_float(uint8_t b) { return e5m2_to_float(vb{} + b)[0]; }
+
+// --- one vector of a storage type -------------------------------------------------------------
+
+template <class T>
+struct Storage;
+template <>
+struct Storage<float> {
+  static FAJIT_INLINE vf load(const void* p) { return fajit::load(p); }
+  static FAJIT_INLINE void store(void* p, vf x) { fajit::store(p, x); }
+};
+template <>
+struct Storage<bfloat16_t> {
+  static FAJIT_INLINE vf load(const void* p) { return bfloat16_to_float(fajit::load<vh>(p)); }
+  static FAJIT_INLINE void store(void* p, vf x) { fajit::store(p, float_to_bfloat16(x)); }
+};
+template <>
+struct Storage<half_t> {
+  static FAJIT_INLINE vf load(const void* p) { return half_to_float(fajit::load<vh>(p)); }
+  static FAJIT_INLINE void store(void* p, vf x) { fajit::store(p, float_to_half(x)); }
+};
+template <>
+struct Storage<int8_t> {
+  typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));
+  static FAJIT_INLINE vf load(const void* p) {
+    return __builtin_convertvector(__builtin_convertvector(fajit::load<vs>(p), vi), vf);
+  }
+};
+template <>
+struct Storage<e4m3_t> {
+  static FAJIT_INLINE vf load(const void* p) { return e4m3_to_float(fajit::load<vb>(p)); }
+};
+
+// --- rows -------------------------------------------------------------------------------------
+
+constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// dst[0, N) as float; dst has room for N rounded up to kLanes, and the rest of it is zeroed.
+template <class T, int N>
+FAJIT_INLINE void load_row(const T* src, float* dst) {
+  constexpr int whole = N / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes) store(dst + i, Storage<T>::load(src + i));
+  if constexpr (whole < N) {
+    alignas(64) T tail[kLanes] = {};
+    __builtin_memcpy(tail, src + whole, (N - whole) * sizeof(T));
+    store(dst + whole, Storage<T>::load(tail));
+  }
+}
+
+// dst[0, N) from float; src has N rounded up to kLanes.
+template <class T, int N>
+FAJIT_INLINE void store_row(T* dst, const float* src) {
+  constexpr int whole = N / kLanes * kLanes;
+  for (int i = 0; i < whole; i += kLanes) Storage<T>::store(dst + i, load(src + i));
+  if constexpr (whole < N) {
+    alignas(64) T tail[kLanes];
+    Storage<T>::store(tail, load(src + whole));
+    __builtin_memcpy(dst + whole, tail, (N - whole) * sizeof(T));
+  }
+}
+
+}  // namespace fajit

@@ -1,0 +1,129 @@
+#include "host/hardware.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <initializer_list>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace fajit::runtime {
+namespace {
+
+#if defined(__x86_64__)
+
+struct Registers { unsigned eax = 0, ebx = 0, ecx = 0, edx = 0; };
+
+Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
+  Registers r;
+  if (!__get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx)) r = {};
+  return r;
+}
+
+// Extended control register 0: which register files the operating system saves.
+uint64_t saved_registers() {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t{high} << 32) | low;
+}
+
+constexpr bool has(unsigned word, std::initializer_list<int> bits) {
+  for (const int bit : bits) {
+    if (!((word >> bit) & 1u)) return false;
+  }
+  return true;
+}
+
+// Asks the kernel for leave to use AMX tiles, for all threads of this process and those it forks
+// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is
+// harmless.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+std::vector<std::string> detect_features() {
+  constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
+  const Registers basic = cpuid(1), extended = cpuid(7), amd = cpuid(0x80000001u);
+  std::vector<std::string> found;
+  // ecx of leaf 1: FMA 12, MOVBE 22, OSXSAVE 27, AVX 28, F16C 29. ebx of leaf 7: BMI1 3, AVX2 5,
+  // BMI2 8. ecx of leaf 0x80000001: LZCNT 5. Together x86-64-v3.
+  if (!has(basic.ecx, {12, 22, 27, 28, 29}) || !has(extended.ebx, {3, 5, 8}) || !has(amd.ecx, {5}))
+    return found;
+  const uint64_t saved = saved_registers();
+  if ((saved & kYmmState) != kYmmState) return found;
+  found.push_back("x86-64-v3");
+  // ebx of leaf 7: AVX512 F 16, DQ 17, CD 28, BW 30, VL 31. Together x86-64-v4.
+  if (!has(extended.ebx, {16, 17, 28, 30, 31}) || (saved & kZmmState) != kZmmState) return found;
+  found.push_back("x86-64-v4");
+  // ecx of leaf 7: AVX512_VNNI 11. eax of leaf 7, subleaf 1: AVX512_BF16 5.
+  const bool vnni = has(extended.ecx, {11}), bf16 = has(cpuid(7, 1).eax, {5});
+  if (vnni) found.push_back("avx512_vnni");
+  if (bf16) found.push_back("avx512_bf16");
+  // edx of leaf 7: AMX_BF16 22, AMX_TILE 24. The system is asked last, and only where it matters.
+  if (vnni && bf16 && has(extended.edx, {22, 24}) && (saved & kTileState) == kTileState &&
+      may_use_tiles()) {
+    found.push_back("amx_tile");
+    found.push_back("amx_bf16");
+  }
+  return found;
+}
+
+#else
+
+// Nothing beyond the architecture's baseline.
+std::vector<std::string> detect_features() { return {}; }
+
+#endif
+
+// "48K", "1024K" or "32M" of /sys as bytes; 0 where unreadable.
+int64_t read_size(const std::string& path) {
+  std::ifstream file(path);
+  int64_t size = 0;
+  char unit = '\0';
+  if (!(file >> size)) return 0;
+  file >> unit;
+  if (unit == 'K') return size << 10;
+  if (unit == 'M') return size << 20;
+  return size;
+}
+
+std::array<int64_t, 3> detect_cache_sizes() {
+  constexpr int kMostCaches = 16;
+  std::array<int64_t, 3> sizes{};
+  for (int i = 0; i < kMostCaches; ++i) {
+    const std::string index = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(i);
+    int level = 0;
+    if (!(std::ifstream(index + "/level") >> level)) break;
+    std::string type;
+    std::ifstream(index + "/type") >> type;
+    if (type == "Instruction" || level < 1 || level > 3) continue;
+    sizes[static_cast<size_t>(level - 1)] = read_size(index + "/size");
+  }
+  return sizes;
+}
+
+}  // namespace
+
+const std::vector<std::string>& cpu_features() {
+  static const std::vector<std::string> features = detect_features();
+  return features;
+}
+
+const char* target_variable() { return std::getenv("FLASHATTN_JIT_TARGET"); }
+
+std::array<int64_t, 3> cache_sizes() {
+  static const std::array<int64_t, 3> sizes = detect_cache_sizes();
+  return sizes;
+}
+
+}  // namespace fajit::runtime
