@@ -59,7 +59,9 @@ CASES = list(cases())
 
 def source() -> str:
     """One function a case and orientation: op_<index>_<v|s>(a, b, out, n)."""
-    parts = ["#include <fajit/abi.h>\n#include <fajit/cpu/hooks/hook_ops.h>\nusing namespace fajit;\n"]
+    parts = [
+        "#include <fajit/abi.h>\n#include <fajit/cpu/hooks/hook_ops.h>\nusing namespace fajit;\n"
+    ]
     parts.append("""
 template <class D> void keep(void* out, int64_t i, typename ops::storage<D>::type x) {
   static_cast<typename ops::storage<D>::type*>(out)[i] = x;

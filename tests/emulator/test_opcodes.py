@@ -16,7 +16,7 @@ from tests.emulator import test_instructions
 from tests.emulator.harness import kernel, launch
 
 # From the text: collecting tests does not wait for the emulator to be compiled.
-_TABLE = Path(__file__).resolve().parents[2] / "csrc" / "emulator" / "opcodes.cpp"
+_TABLE = Path(__file__).resolve().parents[2] / "csrc" / "emulator" / "ptx" / "opcodes.cpp"
 NAMES = re.findall(r'^      \{"(\w+)", ', _TABLE.read_text(), re.MULTILINE)
 WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "f16x2": 32, "bf16x2": 32, "bf16": 16}
 ACTIVE = 0x0F00F0F1
