@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from ..errors import FlashAttnJitError, InputError, PackError, ParamError, TargetError
-from .options import SIZES, size_flag
+from .problem import SIZES, size_flag
 
 _ABOUT_ARGUMENTS = (InputError, ParamError, TargetError, PackError)
 """Errors of arguments; others quote the user's code, which stays as it is."""

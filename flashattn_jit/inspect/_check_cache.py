@@ -328,7 +328,7 @@ def environment() -> list[Check]:
 
 def _check_record() -> None:
     """Raises ManifestError where the file that FLASHATTN_JIT_RECORD names cannot be written."""
-    from ..deploy.manifest import check_writable
+    from ..deploy.manifest.file import check_writable
 
     if path := env.record_path():
         check_writable(path)

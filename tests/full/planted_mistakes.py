@@ -128,7 +128,7 @@ PYTHON = (
             "Threads that wait for a build make the kernel again when it is done.",
             "tests/jit/test_module.py"),
     # Deployment, inspection, integrations
-    Mistake("newest of several builds", f"{DEPLOY}/pack.py",
+    Mistake("newest of several builds", f"{DEPLOY}/pack/pack.py",
             "if other is None or entry.created > str(", "if other is None or entry.created < str(",
             "Of a kernel that two compilers made, the oldest build is packed.",
             "tests/deploy/test_pack.py"),

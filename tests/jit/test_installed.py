@@ -12,7 +12,7 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.cli.entries import listed
+from flashattn_jit.cli.kernels import listed
 from flashattn_jit.inspect import _check_cache
 from flashattn_jit.inspect.doctor import Check
 from flashattn_jit.jit import installed

@@ -13,7 +13,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import CPU_TARGETS, default_target, host_target, resolve_target
-from flashattn_jit.deploy.targets import parse_targets
+from flashattn_jit.deploy.wanted.targets import parse_targets
 from flashattn_jit.errors import EnvironmentVariableError
 from flashattn_jit.inspect import _check_cache, _check_machine
 from tests import processes

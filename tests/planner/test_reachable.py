@@ -24,8 +24,8 @@ from flashattn_jit.codegen.spec import (
     default_target,
     takes_dtypes,
 )
-from flashattn_jit.deploy.compositions import compositions
-from flashattn_jit.deploy.structures import bound_for
+from flashattn_jit.deploy.wanted.compositions import compositions
+from flashattn_jit.deploy.wanted.structures import bound_for
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import (
     COMPOSED,

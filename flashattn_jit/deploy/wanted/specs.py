@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..codegen.document import Line
-from ..codegen.spec import AnySpec, KernelSpec
-from ..errors import InputError
-from ..planner.reachable import retarget
-from .manifest import STDIN, lines_at
+from ...codegen.document import Line
+from ...codegen.spec import AnySpec, KernelSpec
+from ...errors import InputError
+from ...planner.reachable import retarget
+from ..manifest.file import STDIN, lines_at
 from .targets import parse_targets
 
 

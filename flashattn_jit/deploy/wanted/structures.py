@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
-from ..errors import FlashAttnJitError, InputError, ParamError
-from ..ops._batch_params import stand_in
-from ..planner.reachable import FORMATS, reachable, utilities
-from ..variants import library
-from ..variants.binding import Bound, bind
-from ..variants.compose import present_hooks
-from ..variants.ir import VariantIR, unscaled_integers
-from ..variants.params import MISSING, Dims
-from ..variants.spec import Variant, as_variant
+from ...codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
+from ...errors import FlashAttnJitError, InputError, ParamError
+from ...ops._batch_params import stand_in
+from ...planner.reachable import FORMATS, reachable, utilities
+from ...variants import library
+from ...variants.binding import Bound, bind
+from ...variants.compose import present_hooks
+from ...variants.ir import VariantIR, unscaled_integers
+from ...variants.params import MISSING, Dims
+from ...variants.spec import Variant, as_variant
 from .compositions import compositions
 
 Dtypes = tuple[str, str, str]
@@ -38,7 +38,7 @@ _PROBES = (
 """Sizes that variants are bound with where defaults ask for some: a kernel that is the same for
 both is the same for all."""
 _PLANNED = ("ragged", "paged", "sparse", "cascade", "tree", "block_bits")
-_MAKERS = frozenset({"Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput"})
+_MAKERS = ("Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput")
 """Functions of the library that make variants."""
 
 
@@ -198,20 +198,22 @@ def library_names() -> list[str]:
 
 
 def parse_variant(what: Any) -> Variant:
-    """A variant, a bare hook or class of the library's, by name or itself. Raises InputError."""
-    make = what if isinstance(what, type) and issubclass(what, Variant) else None
+    """A variant from a variant, a bare hook, or what makes one and its name in the library.
+
+    Raises InputError.
+    """
     if isinstance(what, str):
         if what not in library_names():
             raise InputError(
                 f"{what!r} is no file and no variant of the library; variants are "
                 f"{', '.join(library_names())}"
             )
-        make = getattr(library, what)
-    if make is not None:
+        what = getattr(library, what)
+    if isinstance(what, type) or what in [getattr(library, name) for name in _MAKERS]:
+        name = what.__name__
         try:
-            what = make()
+            what = what()
         except TypeError as error:
-            name = make.__name__
             raise InputError(f"{name} needs arguments, give {name}(...): {error}") from None
     return as_variant(what)
 
@@ -238,7 +240,9 @@ def _head_dims(one: Any) -> HeadDims:
     except (TypeError, ValueError):
         sizes = ()
     if len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise InputError(f"head_dims: expected 64 or 576/512 (of q and k, of v), got {one!r}")
+        raise InputError(
+            f"head_dims: expected a head dim, or two as 576/512 (q and k, v), got {one!r}"
+        )
     return sizes[0], sizes[-1]
 
 

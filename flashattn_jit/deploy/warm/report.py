@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..codegen.spec import AnySpec, KernelSpec, tile_words
-from ..errors import WarmError
+from ...codegen.spec import AnySpec, KernelSpec, tile_words
+from ...errors import WarmError
 
 _SHOWN = 5  # failures that an error's message spells out
 

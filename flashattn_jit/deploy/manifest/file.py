@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..codegen.document import Line, line_text, parse_line
-from ..errors import ManifestError
-from .files import replacing
+from ...codegen.document import Line, line_text, parse_line
+from ...errors import ManifestError
+from ..files import replacing
 
 log = logging.getLogger(__name__)
 

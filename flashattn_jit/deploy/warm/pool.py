@@ -22,7 +22,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from ..errors import CompileError
+from ...errors import CompileError
 from .worker import end_session
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _PATIENCE_S = 10.0  # for a worker to end by itself
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from flashattn_jit.deploy.worker import main; main()"
+    "from flashattn_jit.deploy.warm.worker import main; main()"
 )
 
 P = ParamSpec("P")

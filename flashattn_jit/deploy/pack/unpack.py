@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .. import env
-from ..errors import PackError
-from ..jit.entry import META, CorruptEntryError
-from ..jit.pack_file import PackedEntry, PackFile
-from ..jit.store import Store
-from .files import checked_path
+from ... import env
+from ...errors import PackError
+from ...jit.entry import META, CorruptEntryError
+from ...jit.pack_file import PackedEntry, PackFile
+from ...jit.store import Store
+from ..files import checked_path
+from ..wanted.targets import parse_targets
 from .pack import target_of
-from .targets import parse_targets
 
 _THREADS = 2
 

@@ -16,18 +16,18 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future
 from dataclasses import fields
 from typing import Any
 
-from .. import env
-from ..codegen.spec import AnySpec, KernelSpec, is_cuda, name_of
-from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
-from ..jit import toolchain
-from ..jit.module import find_prepared
-from ..jit.store import Store
-from ..jit.toolchain import find_compiler
-from ..planner.tiles import request_of, requests_of
+from ... import env
+from ...codegen.spec import AnySpec, KernelSpec, is_cuda, name_of
+from ...errors import CacheError, CompileError, FlashAttnJitError, InputError
+from ...jit import toolchain
+from ...jit.module import find_prepared
+from ...jit.store import Store
+from ...jit.toolchain import find_compiler
+from ...planner.tiles import request_of, requests_of
+from ..wanted.specs import wanted_specs
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display
 from .report import KernelResult, WarmReport, by_name, kernel_words
-from .wanted import wanted_specs
 from .worker import Result, build, make_task
 
 log = logging.getLogger(__name__)

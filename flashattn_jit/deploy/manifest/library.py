@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codegen.document import Line, line_of
-from ..variants import library as lib
-from ..variants.spec import Variant
-from .manifest import merged
-from .structures import parse_dtypes, parse_head_dims, specs_of
-from .targets import parse_targets
+from ...codegen.document import Line, line_of
+from ...variants import library as lib
+from ...variants.spec import Variant
+from ..wanted.structures import parse_dtypes, parse_head_dims, specs_of
+from ..wanted.targets import parse_targets
+from .file import merged
 
 _Q_HEADS, _TOKENS = 2, 4
 

@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import _C, env
-from ..codegen.document import Line, line_of, spec_from_document
-from ..errors import ManifestError
-from ..jit.module import default
-from .manifest import check_writable, write_manifest
+from ... import _C, env
+from ...codegen.document import Line, line_of, spec_from_document
+from ...errors import ManifestError
+from ...jit.module import default
+from .file import check_writable, write_manifest
 
 log = logging.getLogger(__name__)
 

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import env
-from ..codegen.spec import AnySpec, name_of
-from ..errors import PackError
-from ..jit.entry import META, sha256
-from ..jit.layers import Found, entries_of, found_in_folder
-from ..jit.pack_file import folder_name, write_archive
-from ..jit.remote import layers
-from ..jit.store import Store
-from ..jit.toolchain import key_of
-from ..planner.tiles import requests_of
-from .files import checked_path, replacing
-from .report import kernel_words
-from .targets import parse_targets
-from .wanted import wanted_specs
+from ... import env
+from ...codegen.spec import AnySpec, name_of
+from ...errors import PackError
+from ...jit.entry import META, sha256
+from ...jit.layers import Found, entries_of, found_in_folder
+from ...jit.pack_file import folder_name, write_archive
+from ...jit.remote import layers
+from ...jit.store import Store
+from ...jit.toolchain import key_of
+from ...planner.tiles import requests_of
+from ..files import checked_path, replacing
+from ..wanted.specs import wanted_specs
+from ..wanted.targets import parse_targets
+from ..warm.report import kernel_words
 
 _SHOWN = 5
 

@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
-from .._version import __version__
-from ..errors import InputError
-from ..jit import nvcc, toolchain
-from ..jit.entry import ARTIFACT
-from ..jit.installed import GROUP, PACK
-from ..jit.layers import Found
-from ..jit.pack_file import EARLIEST, write_archive
-from .files import checked_path, replacing
+from ..._version import __version__
+from ...errors import InputError
+from ...jit import nvcc, toolchain
+from ...jit.entry import ARTIFACT
+from ...jit.installed import GROUP, PACK
+from ...jit.layers import Found
+from ...jit.pack_file import EARLIEST, write_archive
+from ..files import checked_path, replacing
 from .pack import (
     PackReport,
     check_place,

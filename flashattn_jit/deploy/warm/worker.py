@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from ..errors import CompileError, FlashAttnJitError
+from ...errors import CompileError, FlashAttnJitError
 
 if TYPE_CHECKING:
-    from ..jit.layers import Found
+    from ...jit.layers import Found
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
 
@@ -74,12 +74,12 @@ def build(task: str) -> Result:
     A kernel that fails is a result, too; whatever else goes wrong is raised. For workers that are
     not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
-    from ..codegen.document import spec_from_document
-    from ..jit.layers import entries_of
-    from ..jit.module import prepare_kernel
-    from ..jit.remote import layers
-    from ..jit.toolchain import key_of
-    from ..planner.tiles import requests_of
+    from ...codegen.document import spec_from_document
+    from ...jit.layers import entries_of
+    from ...jit.module import prepare_kernel
+    from ...jit.remote import layers
+    from ...jit.toolchain import key_of
+    from ...planner.tiles import requests_of
 
     begin = time.perf_counter()
     order = json.loads(task)
@@ -169,9 +169,9 @@ def _import_builder() -> None:
     """Imports what every build needs, while tasks are still on their way."""
     import torch.utils.cpp_extension
 
-    from ..codegen import document, render
-    from ..jit import module
-    from ..planner import tiles
+    from ...codegen import document, render
+    from ...jit import module
+    from ...planner import tiles
 
     assert all((torch, document, render, module, tiles))
 

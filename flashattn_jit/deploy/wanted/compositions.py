@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError, VariantError
-from ..ops._bits import BlockBits, TreeBits
-from ..ops.flex import sharpened
-from ..planner.reachable import COMPOSED, FORMATS
-from ..variants.library import Full
-from ..variants.modes import outside_modes
-from ..variants.spec import FULL, CppHook, FunctionVariant, Variant, variant
+from ...errors import InputError, VariantError
+from ...ops._bits import BlockBits, TreeBits
+from ...ops.flex import sharpened
+from ...planner.reachable import COMPOSED, FORMATS
+from ...variants.library import Full
+from ...variants.modes import outside_modes
+from ...variants.spec import FULL, CppHook, FunctionVariant, Variant, variant
 
 
 class Composition(NamedTuple):

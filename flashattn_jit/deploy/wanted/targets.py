@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..codegen.spec import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
-from ..errors import TargetError
+from ...codegen.spec import CPU_TARGETS, CUDA_TARGETS, compiled_target, default_target
+from ...errors import TargetError
 
 
 def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
 def _host_targets() -> Iterable[str]:
     import torch
 
-    from ..codegen.spec import device_target
+    from ...codegen.spec import device_target
 
     yield default_target()
     if torch.cuda.is_available():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..errors import PackError
-from ..jit.layers import machine_name
+from ...errors import PackError
+from ...jit.layers import machine_name
 
 # What every manylinux policy allows, and libgomp.so.1, which torch brings under that name.
 _ALLOWED = frozenset(
