@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...codegen.spec import AnySpec, KernelSpec, tile_words
@@ -134,8 +133,3 @@ def kernel_words(spec: AnySpec) -> str:
         (spec.q_dtype, spec.k_dtype, spec.v_dtype),
         spec.features,
     )
-
-
-def by_name(results: Iterable[KernelResult]) -> tuple[KernelResult, ...]:
-    """In a stable order for people."""
-    return tuple(sorted(results, key=lambda r: (r.name, r.target, r.kernel, r.key)))
