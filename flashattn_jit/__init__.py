@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .deploy.pack.wheel import pack_wheel
     from .deploy.warm.warm import warm
     from .inspect.cache import cache_info, last_kernel_source
-    from .inspect.doctor import doctor
+    from .inspect.doctor.report import doctor
     from .ops.append import append_paged_kv
     from .ops.attention import attention
     from .ops.batch import BatchAttention, Plan
@@ -103,7 +103,7 @@ _LAZY = {
     "flex_attention": "ops.flex",
     "scaled_dot_product_attention": "ops.sdpa",
     "cache_info": "inspect.cache",
-    "doctor": "inspect.doctor",
+    "doctor": "inspect.doctor.report",
     "last_kernel_source": "inspect.cache",
     "pack": "deploy.pack.pack",
     "pack_wheel": "deploy.pack.wheel",

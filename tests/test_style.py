@@ -35,7 +35,6 @@ CIRCULAR = {
     # Calls go through torch ops, whose implementations are calls.
     *("ops.torch_ops", "ops._as_op", "ops._batch_base", "ops.append", "ops.attention", "ops.flex"),
     *("ops.merge", "ops.sdpa", "ops.varlen"),
-    *(f"inspect.{name}" for name in ("doctor", "_check_cache", "_check_machine", "_check_tools")),
 }
 """Files that import each other in a circle, always inside of a function: none may join them."""
 

@@ -18,7 +18,7 @@ def doctor_command() -> None:
     Each line says what was found and, where something is amiss, what to do. Ends with exit code 12
     where a check is an error.
     """
-    from ..inspect.doctor import doctor
+    from ..inspect.doctor.report import doctor
 
     with output.activity("checking"):
         checks = doctor()

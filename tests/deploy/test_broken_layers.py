@@ -11,7 +11,7 @@ from flashattn_jit.codegen.spec import Request
 from flashattn_jit.deploy.pack.pack import pack
 from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
-from flashattn_jit.inspect import _check_cache
+from flashattn_jit.inspect.doctor import cache as _check_cache
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.jit.store import Store
 from tests import processes
