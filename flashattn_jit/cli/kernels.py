@@ -14,7 +14,7 @@ import click
 
 from ..codegen.document import spec_from_document
 from ..codegen.spec import AnySpec, tile_words
-from ..deploy.manifest.file import lines_at
+from ..deploy.manifest.file import read_manifest
 from ..errors import CacheError, InputError
 from ..jit.entry import META, CorruptEntryError, Entry
 from ..jit.layers import FolderLayer, local_layers
@@ -175,7 +175,7 @@ def named(text: str) -> list[Named]:
         raise InputError("the name of a kernel is empty, or has a line break")
     if match["path"] == "-" or is_file(match["path"]):
         # Nothing of it is compiled here, so hooks given as C++ text may be in it.
-        lines = lines_at(match["path"], allow_cpp=True)
+        lines = read_manifest(match["path"], allow_cpp=True)
         number = int(match["line"] or 0)
         if match["line"] and not 1 <= number <= len(lines):
             raise InputError(f"{match['path']} has {len(lines)} lines, not {number}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..deploy.manifest.file import lines_at, merge_manifests, write_manifest
+from ..deploy.manifest.file import merge_manifests, read_manifest, write_manifest
 from . import output
 from .command import Group
 from .kernels import kernel_words, variant_words
@@ -30,7 +30,7 @@ def manifest_command() -> None:
 def show(path: str) -> None:
     """List the kernels of the manifest PATH (- for standard input)."""
     found = []
-    for line in lines_at(path, allow_cpp=True):  # nothing of it is compiled here
+    for line in read_manifest(path, allow_cpp=True):  # nothing of it is compiled here
         spec = json.loads(line.spec.document())
         found.append({"name": line.name, "target": line.spec.target, "kernel": kernel_words(spec),
                       "variant": variant_words(spec)})  # fmt: skip
