@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,55 +32,37 @@ def library_forms(head_dim: int) -> Iterator[Form]:
     are contiguous: int32 for positions and documents, fp32 for others, `keep` of a `PaddingMask`
     bool, `bits` as `tree_bits` makes them.
     """
-    yield from _masks()
-    yield from _scores()
-    yield from _rows(head_dim)
-
-
-def _masks() -> Iterator[Form]:
-    lengths = _ints(2)
-    yield Form(lib.Full())
-    yield Form(lib.Causal())
-    yield from (Form(lib.SlidingWindow(1024, causal=causal)) for causal in (True, False))
-    yield Form(lib.Chunked(1024))
-    yield from (Form(lib.Dilated(1024, 2, causal=causal)) for causal in (True, False))
-    yield Form(lib.PrefixLM(), {"prefix_len": lengths})
-    yield Form(lib.StreamingLLM(1024))
-    yield Form(lib.BlockCausal(128))
-    yield Form(lib.BlockDiffusion(1024, 128))
-    yield Form(lib.DocumentMask(), {"documents": _ints(2, _TOKENS)})
-    yield Form(lib.PaddingMask(), {"keep": torch.ones(2, _TOKENS, dtype=torch.bool, device="cpu")})
+    ints = partial(torch.zeros, dtype=torch.int32, device="cpu")
+    floats = partial(torch.zeros, dtype=torch.float32, device="cpu")
     bits = torch.cat([lib.tree_bits([-1, 0])] * 2)
-    yield Form(lib.TreeMask(), {"prefix_len": lengths, "bits": bits})
-    yield Form(lib.Natten(1024, 7))
-    yield Form(lib.Natten((32, 32), 7))
-
-
-def _scores() -> Iterator[Form]:
-    yield from (Form(lib.ALiBi(symmetric=symmetric)) for symmetric in (False, True))
-    yield Form(lib.SoftCap())
-    yield Form(lib.AdditiveBias(), {"bias": _floats(2, _Q_HEADS, _TOKENS, _TOKENS)})
-    yield Form(lib.RelativeBias(), {"table": _floats(32, _Q_HEADS)})
-    yield Form(lib.RelativeTable(reach=2), {"table": _floats(_Q_HEADS, 5)})
-    yield Form(lib.Sink(), {"sink": _floats(_Q_HEADS)})
-    yield Form(lib.SoftmaxOffByOne())
+    both = (False, True)
+    # Masks
+    yield from map(Form, (lib.Full(), lib.Causal(), lib.Chunked(1024), lib.StreamingLLM(1024)))
+    yield from (Form(lib.SlidingWindow(1024, causal=causal)) for causal in both)
+    yield from (Form(lib.Dilated(1024, 2, causal=causal)) for causal in both)
+    yield from map(Form, (lib.BlockCausal(128), lib.BlockDiffusion(1024, 128)))
+    yield from map(Form, (lib.Natten(1024, 7), lib.Natten((32, 32), 7)))
+    yield Form(lib.PrefixLM(), {"prefix_len": ints(2)})
+    yield Form(lib.DocumentMask(), {"documents": ints(2, _TOKENS)})
+    yield Form(lib.PaddingMask(), {"keep": torch.ones(2, _TOKENS, dtype=torch.bool, device="cpu")})
+    yield Form(lib.TreeMask(), {"prefix_len": ints(2), "bits": bits})
+    # Scores and normalisers
+    yield from (Form(lib.ALiBi(symmetric=symmetric)) for symmetric in both)
+    yield from map(Form, (lib.SoftCap(), lib.SoftmaxOffByOne(), lib.ReluSquared()))
     yield from (Form(lib.Sigmoid(bias=bias)) for bias in (None, -2.0))
-    yield Form(lib.ReluSquared())
-
-
-def _rows(head_dim: int) -> Iterator[Form]:
-    for interleaved in (False, True):
+    yield Form(lib.AdditiveBias(), {"bias": floats(2, _Q_HEADS, _TOKENS, _TOKENS)})
+    yield Form(lib.RelativeBias(), {"table": floats(32, _Q_HEADS)})
+    yield Form(lib.RelativeTable(reach=2), {"table": floats(_Q_HEADS, 5)})
+    yield Form(lib.Sink(), {"sink": floats(_Q_HEADS)})
+    # Rows of queries, keys and the output
+    for interleaved in both:
         yield Form(lib.RoPE(interleaved=interleaved))
         yield Form(lib.RoPE(interleaved=interleaved, tables=False))
-    yield Form(lib.RoPE(partial=0.5))
-    yield Form(lib.RoPE(partial=0.25))
-    yield Form(lib.QKNorm())
-    yield Form(lib.QKNorm("l2"))
-    yield Form(lib.TemperatureTuning())
-    yield Form(lib.LogN(1024))
-    yield Form(lib.GatedOutput(), {"gate": _floats(2, _Q_HEADS, _TOKENS, head_dim)})
-    yield Form(lib.GatedOutput("packed"), {"gate": _floats(_TOKENS, _Q_HEADS, head_dim)})
-    yield Form(lib.GatedOutput("head"), {"gate": _floats(_TOKENS, _Q_HEADS)})
+    yield from (Form(lib.RoPE(partial=part)) for part in (0.5, 0.25))
+    yield from map(Form, (lib.QKNorm(), lib.QKNorm("l2"), lib.TemperatureTuning(), lib.LogN(1024)))
+    yield Form(lib.GatedOutput(), {"gate": floats(2, _Q_HEADS, _TOKENS, head_dim)})
+    yield Form(lib.GatedOutput("packed"), {"gate": floats(_TOKENS, _Q_HEADS, head_dim)})
+    yield Form(lib.GatedOutput("head"), {"gate": floats(_TOKENS, _Q_HEADS)})
 
 
 def library_lines(
@@ -100,11 +83,3 @@ def library_lines(
                              ("dense",), heads, params)  # fmt: skip
             found += [line_of(spec) for spec in specs]
     return merged(found)
-
-
-def _ints(*sizes: int) -> torch.Tensor:
-    return torch.zeros(sizes, dtype=torch.int32, device="cpu")
-
-
-def _floats(*sizes: int) -> torch.Tensor:
-    return torch.zeros(sizes, dtype=torch.float32, device="cpu")
