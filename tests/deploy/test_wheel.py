@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.deploy.pack.platform_tag import platform_tag
-from flashattn_jit.deploy.pack.wheel import pack_wheel
+from flashattn_jit.deploy.pack.wheel import pack_wheel, platform_tag
 from flashattn_jit.errors import InputError, PackError
 from flashattn_jit.jit.entry import document_digest, sha256
 from flashattn_jit.jit.pack_file import PackFile

@@ -129,7 +129,7 @@ PYTHON = (
             "tests/jit/test_module.py"),
     # Deployment, inspection, integrations
     Mistake("newest of several builds", f"{DEPLOY}/pack/pack.py",
-            "if other is None or entry.created > str(", "if other is None or entry.created < str(",
+            "key=lambda entry: entry.created):", "key=lambda entry: entry.created, reverse=True):",
             "Of a kernel that two compilers made, the oldest build is packed.",
             "tests/deploy/test_pack.py"),
     Mistake("one wrong row", "flashattn_jit/inspect/_error.py",

@@ -15,7 +15,7 @@ from typing import Any
 from ... import env
 from ...codegen.spec import AnySpec, name_of
 from ...errors import PackError
-from ...jit.entry import META, sha256
+from ...jit.entry import META, Entry, sha256
 from ...jit.layers import Found, entries_of, found_in_folder
 from ...jit.pack_file import folder_name, write_archive
 from ...jit.remote import layers
@@ -41,10 +41,9 @@ class PackReport:
     wall_s: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.entries} kernels ({words_of(self.targets)}), "
-            f"{self.bytes / 1e6:.1f} MB in {self.wall_s:.2f} s"
-        )
+        targets = ", ".join(f"{count} for {target}" for target, count in self.targets)
+        size = f"{self.bytes / 1e6:.1f} MB in {self.wall_s:.2f} s"
+        return f"{self.path}: {self.entries} kernels ({targets}), {size}"
 
 
 def pack(
@@ -84,9 +83,8 @@ def pack(
     check_place(place)
     chosen = chosen_entries(manifest, targets, keys, allow_cpp)
     with replacing(place) as file:
-        size = write_archive(file, members(chosen, progress))
-    wall_s = time.perf_counter() - begin
-    return PackReport(os.fspath(path), len(chosen), size, targets_of(chosen), wall_s)
+        write_archive(file, members(chosen, progress))
+    return report_of(place, chosen, begin)
 
 
 def chosen_entries(
@@ -110,14 +108,11 @@ def chosen_entries(
     return chosen
 
 
-def targets_of(chosen: Sequence[Found]) -> tuple[tuple[str, int], ...]:
-    """How many kernels there are of each target."""
-    return tuple(sorted(Counter(target_of(one.meta) for one in chosen).items()))
-
-
-def words_of(targets: Sequence[tuple[str, int]]) -> str:
-    """The same, as a report says it."""
-    return ", ".join(f"{count} for {target}" for target, count in targets)
+def report_of(path: Path, chosen: Sequence[Found], begin: float) -> PackReport:
+    """What was written to a file, since `begin` of `time.perf_counter`."""
+    targets = Counter(target_of(one.meta) for one in chosen)
+    size, wall_s = path.stat().st_size, time.perf_counter() - begin
+    return PackReport(str(path), len(chosen), size, tuple(sorted(targets.items())), wall_s)
 
 
 def target_of(meta: Mapping[str, Any]) -> str:
@@ -127,15 +122,14 @@ def target_of(meta: Mapping[str, Any]) -> str:
 
 def _of_folder(targets: Sequence[str]) -> list[Found]:
     """The newest entry of each key in the user's folder."""
-    newest: dict[str, Found] = {}
+    newest: dict[str, Entry] = {}
     store = Store(env.cache_dir())
-    for entry in store.entries():
+    for entry in sorted(store.entries(), key=lambda entry: entry.created):
         if not entry.meta:
             store.verify(entry.path)  # raises, and says why
-        other = newest.get(entry.key)
-        if other is None or entry.created > str(other.meta.get("created", "")):
-            newest[entry.key] = found_in_folder(entry, "user")
-    return [one for one in newest.values() if not targets or target_of(one.meta) in targets]
+        newest[entry.key] = entry
+    chosen = [one for one in newest.values() if not targets or target_of(one.meta) in targets]
+    return [found_in_folder(entry, "user") for entry in chosen]
 
 
 def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
