@@ -18,7 +18,7 @@ from ..jit.eviction import collect
 from ..jit.store import Store
 from . import exit_codes, output
 from .command import Group
-from .kernels import SHOWN_KEY, find, listed, named, one_named
+from .kernels import SHOWN_KEY, find, listed, named, one_key
 from .options import KEY, SIZE, SPEC, keys_option, targets_option
 
 
@@ -232,16 +232,16 @@ def explain(first: str, second: str | None) -> None:
     from ..jit.misses import differences
 
     if second is None:
-        found = [look_up(one.spec) for one in named(first)]
+        found = [look_up(spec) for spec, _ in named(first)]
         kernels = [asdict(one) | {"found": bool(one.layer)} for one in found]
         output.emit({"kernels": kernels}, "\n\n".join(map(str, found)))
         return
-    a, b = one_named(first), one_named(second)
+    a, b = one_key(first), one_key(second)
     cells = [[d.field, d.wanted, d.found] for d in differences(a.document, b.document)]
     names = ["field", "first", "second"]
-    table = partial(output.rows, ["field", a.key[:SHOWN_KEY], b.key[:SHOWN_KEY]], cells)
+    table = partial(output.rows, ["field", a.hex[:SHOWN_KEY], b.hex[:SHOWN_KEY]], cells)
     output.emit(
-        {"first": a.key, "second": b.key,
+        {"first": a.hex, "second": b.hex,
          "differences": [dict(zip(names, row, strict=True)) for row in cells]},
-        table if cells else f"both are kernel {a.key}",
+        table if cells else f"both are kernel {a.hex}",
     )  # fmt: skip

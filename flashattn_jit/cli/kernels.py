@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -16,7 +16,7 @@ from ..codegen.document import spec_from_document
 from ..codegen.spec import AnySpec, tile_words
 from ..deploy.manifest.file import read_manifest
 from ..errors import CacheError, InputError
-from ..jit.entry import META, CorruptEntryError, Entry
+from ..jit.entry import META, CorruptEntryError, Entry, KernelKey
 from ..jit.layers import FolderLayer, local_layers
 from ..jit.pack_file import PackedEntry
 from ..jit.store import Store
@@ -155,21 +155,14 @@ def key_names(prefix: str) -> dict[str, str]:
     }
 
 
-class Named(NamedTuple):
-    """A kernel: its spec, and the key and key document under which it was named."""
-
-    spec: AnySpec
-    key: str
-    document: Sequence[Sequence[str]]
-
-
-def named(text: str) -> list[Named]:
+def named(text: str) -> list[tuple[AnySpec, KernelKey]]:
     """The kernels that a key's beginning, a manifest, its line, or a spec as JSON stand for.
 
     Raises InputError, ManifestError, CacheError.
     """
     if text.lstrip().startswith("{"):
-        return [_named(spec_from_document(text))]
+        spec = spec_from_document(text)
+        return [(spec, key_of(request_of(spec)))]
     match = _LINE.fullmatch(text)
     if match is None:
         raise InputError("the name of a kernel is empty, or has a line break")
@@ -179,27 +172,23 @@ def named(text: str) -> list[Named]:
         number = int(match["line"] or 0)
         if match["line"] and not 1 <= number <= len(lines):
             raise InputError(f"{match['path']} has {len(lines)} lines, not {number}")
-        return [_named(line.spec) for line in (lines[number - 1 : number] or lines)]
+        chosen = lines[number - 1 : number] if number else lines
+        return [(line.spec, key_of(request_of(line.spec))) for line in chosen]
     if not _PREFIX.fullmatch(text):
         raise InputError(f"{text!r} is no key, no manifest that exists, and no spec as JSON")
     one = find(text)[0]
-    record, document = one.record(), one.entry.meta.get("document", ())
-    text = dict(document).get("spec", "")
-    spec = spec_from_document(text, fitting_name(record["name"] or "variant"))
-    return [Named(spec, one.key, document)]
+    document = tuple(one.entry.meta.get("document", ()))
+    name = fitting_name(one.record()["name"] or "variant")
+    spec = spec_from_document(dict(document).get("spec", ""), name)
+    return [(spec, KernelKey(one.key, document))]
 
 
-def one_named(text: str) -> Named:
-    """The one kernel that `text` stands for. Raises InputError for several, and as `named`."""
+def one_key(text: str) -> KernelKey:
+    """The key of the one kernel that `text` stands for. Raises InputError, and as `named`."""
     found = named(text)
     if len(found) != 1:
         raise InputError(f"{text} names {len(found)} kernels: name one, as {text}:LINE")
-    return found[0]
-
-
-def _named(spec: AnySpec) -> Named:
-    key = key_of(request_of(spec))
-    return Named(spec, key.hex, key.document)
+    return found[0][1]
 
 
 def spec_of(document: Mapping[str, str]) -> dict[str, Any]:
