@@ -54,9 +54,9 @@ def merge(paths: tuple[str, ...], out: str) -> None:
 
 @manifest_command.command("library")
 @_output_option
-@head_dims_option("Head dims: 64, or 192/128 for q and k, and v.", default=("64", "128"))
-@dtypes_option("Dtypes of q, k and v; else fp32 and bf16.", default=("fp32", "bf16"))
-@targets_option("A target, host, cpu, cuda or all; else cpu.", default=("cpu",))
+@head_dims_option("Head dims: 64, or 192/128 (q and k, v); else 64 and 128.", ("64", "128"))
+@dtypes_option("Dtypes of q, k and v; else fp32 and bf16.", ("fp32", "bf16"))
+@targets_option("A target, host, cpu, cuda or all; else cpu.", ("cpu",))
 def library(out: str, **kernels: Any) -> None:
     """Write a manifest of all variants of the library, for calls of the format dense.
 

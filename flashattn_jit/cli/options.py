@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -59,15 +59,16 @@ class Type(_Base):
         return found
 
 
-def _one_of(name: str, known: Mapping[str, str]) -> Type:
-    """The type of an option that takes some words and nothing else; known: what each stands for."""
+def _one_of(name: str, known: Iterable[str], stand_for: Mapping[str, str] = {}) -> Type:
+    """The type of an option that takes some words and nothing else; stand_for: their values."""
+    words = dict.fromkeys(known, "")
 
     def read(text: str) -> str:
-        if text not in known:
-            raise ValueError(f"is not one of {', '.join(known)}")
-        return known[text]
+        if text not in words:
+            raise ValueError(f"is not one of {', '.join(words)}")
+        return stand_for.get(text, text)
 
-    return Type(name, read, lambda incomplete: dict.fromkeys(known, ""))
+    return Type(name, read, lambda incomplete: words)
 
 
 def _name_and_value(text: str) -> tuple[str, Any]:
@@ -78,19 +79,18 @@ def _name_and_value(text: str) -> tuple[str, Any]:
 
 
 _TARGETS = ("host", *CPU_TARGETS, *CUDA_TARGETS)
-TARGET = _one_of("target", {name: name for name in (*_TARGETS, *EMULATED_TARGETS)})
+TARGET = _one_of("target", (*_TARGETS, *EMULATED_TARGETS))
 SIZE = Type("size", env.parse_bytes)
-DTYPE = _one_of("dtype", {text: name for name in KV_DTYPES
-                          for text in (SHORT_DTYPES.get(name, name), name)})  # fmt: skip
+_LONG = {short: name for name, short in SHORT_DTYPES.items()}
+DTYPE = _one_of("dtype", (*_LONG, *KV_DTYPES), _LONG)
 VARIANT = Type("variant", choices=library_variants, files="else")
 MANIFEST_OR_VARIANT = Type("manifest|variant", choices=library_variants, files="too")
 KEY = Type("key", choices=key_names)
 SPEC = Type("key|manifest|spec", choices=key_names, files="too")
 
-_GROUPS = _one_of("target", {name: name for name in (*_TARGETS, "cpu", "cuda", "all")})
+_GROUPS = _one_of("target", (*_TARGETS, "cpu", "cuda", "all"))
 _DTYPES = Type("dtype", lambda text: "/".join(map(DTYPE.read, text.split("/"))), DTYPE.choices)
-_FORMAT = _one_of("format", {name: name for name in FORMATS})
-
+_PARAM = Type("name=value", _name_and_value)
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -104,16 +104,16 @@ def _several(flag: str, name: str, kind: Any, text: str) -> Callable[..., Option
     return option
 
 
-targets_option = _several("--target", "targets", _GROUPS, "Only kernels for these: targets, or "
-                          "host, cpu, cuda or all.")  # fmt: skip
-head_dims_option = _several("--head-dim", "head_dims", str, "Head dims of a variant's kernels: 64, "
-                            "or 192/128 for q and k, and v.")  # fmt: skip
+_KINDS = "Only kernels of these kinds of calls: dense, paged, ...; else of all."
+_HEAD_DIMS = "Head dims of a variant's kernels: 64, or 192/128 for q and k, and v."
+_KERNELS_FOR = "Only kernels for these: targets, or host, cpu, cuda or all."
+
+targets_option = _several("--target", "targets", _GROUPS, _KERNELS_FOR)
+head_dims_option = _several("--head-dim", "head_dims", Type("head-dim"), _HEAD_DIMS)
 dtypes_option = _several("--dtype", "dtypes", _DTYPES, "Dtypes of a variant's kernels.")
-formats_option = _several("--format", "formats", _FORMAT, "Only kernels of these kinds of calls: "
-                          "dense, paged, ...; else of all.")  # fmt: skip
+formats_option = _several("--format", "formats", _one_of("format", FORMATS), _KINDS)
 keys_option = _several("--key", "keys", KEY, "Only these kernels.")
-params_option = _several("--param", "params", Type("name=value", _name_and_value),
-                         "A param of the variant.")  # fmt: skip
+params_option = _several("--param", "params", _PARAM, "A param of the variant.")
 
 allow_cpp_option = click.option(
     "--allow-cpp",

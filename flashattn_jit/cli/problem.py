@@ -56,11 +56,10 @@ def _problem_options(function: Callable[..., None]) -> Callable[..., None]:
             size_flag(name), name, type=click.IntRange(min=1), default=default,
             show_default=default is not None, help=text,
         )(wrapped)  # fmt: skip
-    for option in (
-        click.option("--dtype", type=DTYPE, default="fp32", show_default=True, help="Of q, k, v."),
-        params_option(),
-        click.argument("variant", type=VARIANT),
-    ):
+    dtype = click.option(
+        "--dtype", type=DTYPE, default="fp32", show_default=True, help="Of q, k and v."
+    )
+    for option in (dtype, params_option(), click.argument("variant", type=VARIANT)):
         wrapped = option(wrapped)
     return wrapped
 

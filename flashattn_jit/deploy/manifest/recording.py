@@ -50,7 +50,7 @@ def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
     FLASHATTN_JIT_RECORD=path does the same for the life of a process and of its children.
 
     Args:
-        path: the manifest, made where there is none; see `deploy.manifest`.
+        path: the manifest, made where there is none; see `deploy.manifest.file`.
 
     Raises:
         ManifestError: the file cannot be written, or is no manifest; at once, where that shows.
