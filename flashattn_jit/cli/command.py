@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-_SHARED = (("--json", "Print one JSON object."), ("--debug", "Show the traceback of an error."))
+_SHARED = {"--json": "Print one JSON object.", "--debug": "Show the traceback of an error."}
 
 
 class Command(click.Command):
@@ -14,13 +14,8 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        for name, text in _SHARED:
-            self.params.append(
-                click.Option(
-                    [name], is_flag=True, expose_value=False, is_eager=True, help=text,
-                    callback=_remember,
-                )
-            )  # fmt: skip
+        for name, text in _SHARED.items():
+            self.params.append(click.Option([name], is_flag=True, expose_value=False, help=text))
 
 
 class Group(click.Group):
@@ -30,8 +25,3 @@ class Group(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
-
-
-def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
-    if value:
-        context.find_root().meta[str(option.name)] = True

@@ -78,9 +78,17 @@ def _name_and_value(text: str) -> tuple[str, Any]:
     return name, param_value(value)
 
 
+def _heads(text: str) -> tuple[int, int]:
+    q, colon, kv = text.partition(":")
+    if not q.isdigit() or (colon and not kv.isdigit()):
+        raise ValueError("is not 32 or 32:8")
+    return int(q), int(kv or q)
+
+
 _TARGETS = ("host", *CPU_TARGETS, *CUDA_TARGETS)
 TARGET = _one_of("target", (*_TARGETS, *EMULATED_TARGETS))
 SIZE = Type("size", env.parse_bytes)
+HEADS = Type("heads", _heads)
 _LONG = {short: name for name, short in SHORT_DTYPES.items()}
 DTYPE = _one_of("dtype", (*_LONG, *KV_DTYPES), _LONG)
 VARIANT = Type("variant", choices=library_variants, files="else")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 import click
+from click.core import ParameterSource
 
 SCHEMA = 1
 """Version of every JSON object; raised when a field changes its meaning or goes away."""
@@ -41,7 +42,8 @@ def wants_colour() -> bool:
 def wants_json() -> bool:
     """Whether the running command was given --json."""
     context = click.get_current_context(silent=True)
-    return bool(context is not None and context.find_root().meta.get("json"))
+    given = ParameterSource.COMMANDLINE
+    return context is not None and context.get_parameter_source("json") is given
 
 
 def emit(fields: Mapping[str, Any], text: object) -> None:

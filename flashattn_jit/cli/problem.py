@@ -136,13 +136,8 @@ def bench_command(
     with output.activity(f"compiling {variant.name}") as show:
         report = bench(variant, dims=dims, dtype=dtype, params=params, progress=show, **options)
     output.emit({
-        "variant": report.variant,
-        "target": report.target,
-        "dims": {name: getattr(report.dims, name) for name in report.dims._fields[:7]},
-        "dtype": report.dtype,
-        "attainable_s": report.attainable_s,
-        "bound": report.bound,
-        "visited_share": report.visited_share,
+        **asdict(report),
+        "dims": {name: getattr(report.dims, name) for name in SIZES},
         "timings": [
             {"name": t.name, "computes": t.note, "median_s": t.median_s,
              "middle_half_s": t.spread_s, "rounds": len(t.times_s),

@@ -108,26 +108,27 @@ def _value(node: ast.expr, text: str) -> Any:
     from ..deploy.wanted.structures import parse_variant
     from ..variants.spec import Variant
 
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id in ("fa", "flashattn_jit"):
-            return _library(node.attr)
-    elif isinstance(node, ast.Name):
-        return _library(node.id)
-    elif isinstance(node, ast.Call):
-        function = _value(node.func, text)
-        if not callable(function) or isinstance(function, Variant):
-            raise InputError(f"variant {text!r}: {ast.unparse(node.func)} takes no arguments")
-        arguments = [_value(a, text) for a in node.args]
-        named = {k.arg: _value(k.value, text) for k in node.keywords if k.arg}
-        try:
-            return function(*arguments, **named)
-        except TypeError as error:
-            raise InputError(f"variant {text!r}: {error}") from None
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
-        left, right = (parse_variant(_value(side, text)) for side in (node.left, node.right))
-        return left & right if isinstance(node.op, ast.BitAnd) else left | right
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return ~parse_variant(_value(node.operand, text))
+    def variant(side: ast.expr) -> Variant:
+        return parse_variant(_value(side, text))
+
+    match node:
+        case ast.Name(name) | ast.Attribute(ast.Name("fa" | "flashattn_jit"), name):
+            return _library(name)
+        case ast.BinOp(left, ast.BitAnd(), right):
+            return variant(left) & variant(right)
+        case ast.BinOp(left, ast.BitOr(), right):
+            return variant(left) | variant(right)
+        case ast.UnaryOp(ast.Invert(), operand):
+            return ~variant(operand)
+        case ast.Call(called, args, keywords):
+            function = _value(called, text)
+            if not callable(function) or isinstance(function, Variant):
+                raise InputError(f"variant {text!r}: {ast.unparse(called)} takes no arguments")
+            named = {k.arg: _value(k.value, text) for k in keywords if k.arg}
+            try:
+                return function(*(_value(one, text) for one in args), **named)
+            except TypeError as error:
+                raise InputError(f"variant {text!r}: {error}") from None
     try:
         return ast.literal_eval(node)
     except (ValueError, SyntaxError):
@@ -173,8 +174,7 @@ def _run_file(path: Path) -> Any:
     # By its own name where that is free, so that what it imports of itself is the same module.
     name = path.stem if path.stem not in sys.modules else f"flashattn_jit_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file")
+    assert spec is not None and spec.loader is not None  # it ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))

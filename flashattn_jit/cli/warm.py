@@ -11,6 +11,7 @@ import click
 from . import exit_codes, output
 from .command import Command
 from .options import (
+    HEADS,
     MANIFEST_OR_VARIANT,
     allow_cpp_option,
     dtypes_option,
@@ -32,7 +33,9 @@ from .variant_names import is_file, variant_of
 )
 @formats_option()
 @click.option(
-    "--heads", help="Query heads:key-value heads, for variants whose params need them: 32:8."
+    "--heads",
+    type=HEADS,
+    help="Query heads:key-value heads, for variants whose params need them: 32:8.",
 )
 @params_option()
 @click.option(
@@ -41,7 +44,7 @@ from .variant_names import is_file, variant_of
 @allow_cpp_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
 def warm_command(
-    what: tuple[str, ...], formats: tuple[str, ...], heads: str | None,
+    what: tuple[str, ...], formats: tuple[str, ...], heads: tuple[int, int] | None,
     params: tuple[tuple[str, Any], ...], quiet: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Compile every kernel that WHAT can need, so that FLASHATTN_JIT_COMPILE=never cannot miss.
@@ -55,22 +58,16 @@ def warm_command(
     """
     from ..deploy.warm.warm import warm
 
-    if heads:
-        options |= _heads(heads)
+    q_heads, kv_heads = heads or (None, None)
     report = warm(
         [_what(text) for text in what], formats=formats or None, params=dict(params),
-        progress=not quiet, strict=False, **options,
+        num_q_heads=q_heads, num_kv_heads=kv_heads, progress=not quiet, strict=False, **options,
     )  # fmt: skip
-    output.emit({
-        "directory": str(report.directory),
-        "kernels": [asdict(result) for result in report.results],
-        "compiled": len(report.built),
-        "failed": len(report.failures),
-        "compile_s": report.compile_s,
-        "wall_s": report.wall_s,
-        "jobs": report.jobs,
-        "notes": list(report.notes),
-    }, report)  # fmt: skip
+    document = asdict(report)
+    document["kernels"] = document.pop("results")
+    compiled, failed = len(report.built), len(report.failures)
+    totals = {"compiled": compiled, "failed": failed, "compile_s": report.compile_s}
+    output.emit(document | totals, report)
     if report.failures:
         missing = all(one.error_type == "MissingKernelError" for one in report.failures)
         click.get_current_context().exit(exit_codes.MISSING if missing else exit_codes.COMPILE)
@@ -83,10 +80,3 @@ def _what(text: str) -> Any:
     if text.endswith((".jsonl", ".json")):
         raise click.UsageError(f"there is no manifest {text}")
     return variant_of(text)
-
-
-def _heads(text: str) -> dict[str, int]:
-    q, colon, kv = text.partition(":")
-    if not q.isdigit() or (colon and not kv.isdigit()):
-        raise click.UsageError(f"--heads {text!r} is not 32 or 32:8")
-    return {"num_q_heads": int(q), "num_kv_heads": int(kv or q)}

@@ -123,9 +123,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     try:
         if place.exists():
             read_manifest(place, allow_cpp=True)
-        handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-        os.close(handle)
-        Path(name).unlink()
+        with tempfile.NamedTemporaryFile(prefix=f".{place.name}.", dir=place.parent):
+            pass
     except OSError as error:
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
 

@@ -99,9 +99,7 @@ def warm(
         raise InputError(f"jobs must be 1 or more, got {jobs}")
     if (num_q_heads is None) != (num_kv_heads is None):
         raise InputError("give num_q_heads and num_kv_heads both, or neither")
-    heads = None
-    if num_q_heads is not None and num_kv_heads is not None:
-        heads = num_q_heads, num_kv_heads
+    heads = None if num_q_heads is None or num_kv_heads is None else (num_q_heads, num_kv_heads)
     specs = wanted_specs(
         what, head_dims=head_dims, dtypes=dtypes, targets=targets, formats=formats, heads=heads,
         params=params, allow_cpp=allow_cpp,
