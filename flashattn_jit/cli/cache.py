@@ -200,13 +200,13 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
     """
     from ..jit import remote
 
-    store = Store(env.cache_dir())
+    store, chosen_targets = Store(env.cache_dir()), parse_targets(targets)
     wanted = {find(prefix)[0].key for prefix in keys}
     chosen = [
         entry.key
         for entry in store.entries()
         if (not wanted or entry.key in wanted)
-        and (not targets or entry.document.get("target") in parse_targets(targets))
+        and (not targets or entry.document.get("target") in chosen_targets)
     ]
     with output.activity("connecting") as show:
         sent, had = remote.push(

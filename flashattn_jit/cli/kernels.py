@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from ..codegen.document import spec_from_document
-from ..codegen.spec import AnySpec, tile_words
+from ..codegen.spec import AnySpec
 from ..deploy.manifest.file import read_manifest
+from ..deploy.warm.report import kernel_words
 from ..errors import CacheError, InputError
 from ..jit.entry import META, CorruptEntryError, Entry, KernelKey
 from ..jit.layers import FolderLayer, local_layers
@@ -200,22 +201,11 @@ def spec_of(document: Mapping[str, str]) -> dict[str, Any]:
     return spec if isinstance(spec, dict) else {}
 
 
-def kernel_words(spec: Mapping[str, Any]) -> str:
-    """The kernel in a few words, such as ``prefill 96x96 d64 fp32 block_mask``."""
-    try:
-        if "kernel" in spec:
-            unit = spec.get("unit_bytes")
-            return f"{spec['kernel']} units of {unit} bytes" if unit else str(spec["kernel"])
-        return tile_words(spec["tile"], spec["head_dims"], spec["dtypes"], spec.get("features", []))
-    except (KeyError, ValueError, TypeError):
-        return "unknown"
-
-
 def variant_words(spec: Mapping[str, Any]) -> str:
-    """The variant's hooks and a digest of it: equal for kernels of one variant."""
+    """The variant's hooks and a digest of it, equal for kernels of one variant; else the kernel."""
     variant = spec.get("variant")
     if not isinstance(variant, dict):
-        return ""
+        return str(spec.get("kernel", ""))
     hooks = [*variant.get("hooks", {}), *(f"{name} (C++)" for name in variant.get("cpp", {}))]
     digest = hashlib.sha256(json.dumps(variant, sort_keys=True).encode()).hexdigest()[:6]
     return f"{' '.join(hooks) or 'no hooks'} {digest}"

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from ..deploy.manifest.file import merge_manifests, read_manifest, write_manifest
+from ..deploy.warm.report import kernel_words
 from . import output
 from .command import Group
-from .kernels import kernel_words, variant_words
+from .kernels import variant_words
 from .options import dtypes_option, head_dims_option, targets_option
 
 _output_option = click.option(

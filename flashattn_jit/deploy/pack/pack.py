@@ -142,7 +142,9 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
         try:
             found.update((one.key, one) for one in entries_of(keys, places))
         except LookupError:
-            missing.append(f"{name_of(spec)}: {kernel_words(spec)} for {spec.target}")
+            missing.append(
+                f"{name_of(spec)}: {kernel_words(json.loads(spec.document()))} for {spec.target}"
+            )
     if missing:
         more = len(missing) - _SHOWN
         raise PackError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ...codegen.spec import AnySpec, KernelSpec, tile_words
+from ...codegen.spec import tile_words
 from ...errors import WarmError
 
 _SHOWN = 5  # failures that an error's message spells out
@@ -123,13 +125,15 @@ class WarmReport:
         return "\n".join(lines)
 
 
-def kernel_words(spec: AnySpec) -> str:
-    """A spec in a few words: what tells it from others of its variant and target."""
-    if not isinstance(spec, KernelSpec):
-        return f"units of {spec.unit_bytes} bytes" if spec.unit_bytes else "all dtypes"
-    return tile_words(
-        (spec.tile_kind, spec.tile_q, spec.tile_kv),
-        (spec.head_dim, spec.head_dim_v),
-        (spec.q_dtype, spec.k_dtype, spec.v_dtype),
-        spec.features,
-    )
+def kernel_words(spec: Mapping[str, Any]) -> str:
+    """A spec's document in a few words: what tells it from others of its variant and target.
+
+    Such as ``prefill 96x96 d64 fp32 block_mask``.
+    """
+    try:
+        if "kernel" in spec:
+            unit = spec["unit_bytes"]
+            return f"units of {unit} bytes" if unit else "all dtypes"
+        return tile_words(spec["tile"], spec["head_dims"], spec["dtypes"], spec.get("features", []))
+    except (KeyError, ValueError, TypeError):
+        return "unknown"

@@ -8,6 +8,7 @@ kernels are begun first, so that the workers end together.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -143,8 +144,8 @@ def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]
     fresh = env.compile_mode() == "always"
     for spec in specs:
         requests = requests_of(spec)
-        key = toolchain.key_of(requests[0]).hex
-        task = _Task(spec, KernelResult(key, name_of(spec), spec.target, kernel_words(spec)))
+        key, words = toolchain.key_of(requests[0]).hex, kernel_words(json.loads(requests[0].spec))
+        task = _Task(spec, KernelResult(key, name_of(spec), spec.target, words))
         if fresh or (prepared := find_prepared(requests)) is None:
             missing.append(task)
         else:
