@@ -146,13 +146,14 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
                 f"{name_of(spec)}: {kernel_words(json.loads(spec.document()))} for {spec.target}"
             )
     if missing:
-        more = len(missing) - _SHOWN
-        raise PackError(
+        lines = missing[:_SHOWN]
+        if more := missing[_SHOWN:]:
+            lines.append(f"and {len(more)} more")
+        head = (
             f"{len(missing)} of {len(specs)} kernels are in no layer of the cache; build them with "
-            "flashattn-jit warm and the same manifest and targets:\n  "
-            + "\n  ".join(missing[:_SHOWN])
-            + (f"\n  and {more} more" if more > 0 else "")
+            "flashattn-jit warm and the same manifest and targets:"
         )
+        raise PackError("\n  ".join([head, *lines]))
     return list(found.values())
 
 

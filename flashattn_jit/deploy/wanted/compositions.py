@@ -50,9 +50,8 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
             # A mask that is C++ text goes with no other: then there are no such calls either.
             with contextlib.suppress(VariantError):
                 yield Composition(chosen & bits(), _stand_ins(name), (name,))
-    if "max_scores" in formats:
-        # What flex_attention makes without hooks is what fa.Full is.
-        chosen = FULL if type(chosen) is Full else chosen
+    # What flex_attention makes without hooks is what fa.Full is.
+    chosen = FULL if type(chosen) is Full else chosen
     if "max_scores" in formats and _of_flex(chosen):
         sharp = chosen
         if hasattr(chosen, "score_mod"):

@@ -88,17 +88,13 @@ class WarmReport:
 
     def raise_for_failures(self) -> None:
         """Raises WarmError, whose `report` this is, where a kernel failed."""
-        failures = self.failures
-        if failures:
-            lines = self._failure_lines()
-            more = len(lines) - _SHOWN
-            raise WarmError(
-                f"{len(failures)} of {len(self.results)} kernels failed, the others are in "
-                f"{self.directory}:\n"
-                + "\n".join(f"  {line}" for line in lines[:_SHOWN])
-                + (f"\n  and {more} more: see the error's `report`" if more > 0 else ""),
-                report=self,
-            )
+        lines = [f"  {line}" for line in self._failure_lines()]
+        if more := lines[_SHOWN:]:
+            lines[_SHOWN:] = [f"  and {len(more)} more: see the error's `report`"]
+        if lines:
+            failed = f"{len(self.failures)} of {len(self.results)} kernels failed"
+            head = f"{failed}, the others are in {self.directory}:"
+            raise WarmError("\n".join([head, *lines]), report=self)
 
     def _failure_lines(self) -> list[str]:
         # A missing compiler fails all kernels of its targets with the same words: said once.

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,19 @@ def build(task: str) -> dict[str, Any]:
     from ...planner.tiles import requests_of
 
     begin = time.perf_counter()
+    result: dict[str, Any]
     order = json.loads(task)
     with _warnings() as warnings:
         try:
             requests = requests_of(spec_from_document(order["document"], order["name"]))
             prepared = prepare_kernel(requests)
         except FlashAttnJitError as error:
-            result = _failed(error)
+            result = {"error": str(error), "error_type": type(error).__name__}
+            if isinstance(error, CompileError):
+                result["log_path"] = error.log_path
+                with suppress(OSError):
+                    log = Path(error.log_path).read_text(errors="replace")
+                    result["log"] = log[-_KEPT_LOG:]
         else:
             keys = [key_of(request).hex for request in requests]
             entries = entries_of(keys, layers())
@@ -99,7 +106,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=receive, daemon=True).start()
-    _import_builder()
+    for name in ("codegen.document", "codegen.render", "jit.module", "planner.tiles"):
+        import_module(f"flashattn_jit.{name}")  # while tasks are still on their way
+    import_module("torch.utils.cpp_extension")
     while (task := tasks.get()) is not None:
         busy.set()
         if gone.is_set():
@@ -137,17 +146,6 @@ def _own_pipes() -> tuple[Any, Any]:
     return os.fdopen(tasks), os.fdopen(replies, "w")
 
 
-def _import_builder() -> None:
-    """Imports what every build needs, while tasks are still on their way."""
-    import torch.utils.cpp_extension
-
-    from ...codegen import document, render
-    from ...jit import module
-    from ...planner import tiles
-
-    assert all((torch, document, render, module, tiles))
-
-
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collects what this package warns of in this thread, for the process that shows it."""
@@ -166,12 +164,3 @@ def _warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
-
-
-def _failed(error: FlashAttnJitError) -> dict[str, Any]:
-    result = {"error": str(error), "error_type": type(error).__name__}
-    if isinstance(error, CompileError):
-        result["log_path"] = error.log_path
-        with suppress(OSError):
-            result["log"] = Path(error.log_path).read_text(errors="replace")[-_KEPT_LOG:]
-    return result
