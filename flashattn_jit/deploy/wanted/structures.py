@@ -39,8 +39,6 @@ _PROBES = (
 both is the same for all."""
 _GIVE_HEADS = "give num_q_heads= and num_kv_heads="
 _PLANNED = ("ragged", "paged", "sparse", "cascade", "tree", "block_bits")
-_MAKERS = ("Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput")
-"""Functions of the library that make variants."""
 
 
 def specs_of(
@@ -212,13 +210,13 @@ def parse_dtypes(dtypes: Any) -> tuple[Dtypes, ...]:
 
 def library_names() -> list[str]:
     """Names of the library that make a variant: its variant classes and their makers."""
-    return sorted(
-        name
-        for name in library.__all__
-        if name in _MAKERS
-        or isinstance(found := getattr(library, name), type)
-        and issubclass(found, Variant)
-    )
+    return sorted(name for name in library.__all__ if _makes_variant(getattr(library, name)))
+
+
+def _makes_variant(found: Any) -> bool:
+    if isinstance(found, type):
+        return issubclass(found, Variant)
+    return getattr(found, "__annotations__", {}).get("return") == "Variant"
 
 
 def parse_variant(what: Any) -> Variant:
@@ -233,7 +231,7 @@ def parse_variant(what: Any) -> Variant:
                 f"{', '.join(library_names())}"
             )
         what = getattr(library, what)
-    if isinstance(what, type) or what in [getattr(library, name) for name in _MAKERS]:
+    if _makes_variant(what):
         name = what.__name__
         try:
             what = what()
