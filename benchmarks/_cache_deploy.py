@@ -16,10 +16,10 @@ import flashattn_jit as fa
 from benchmarks._cache_folder import cache_in
 from benchmarks._measure import Row, median
 from benchmarks._progress import show, steps
-from flashattn_jit.deploy.pack import pack
-from flashattn_jit.deploy.progress import WarmEvent
-from flashattn_jit.deploy.unpack import unpack
-from flashattn_jit.deploy.warm import warm
+from flashattn_jit.deploy.pack.pack import pack
+from flashattn_jit.deploy.pack.unpack import unpack
+from flashattn_jit.deploy.warm.progress import WarmEvent
+from flashattn_jit.deploy.warm.warm import warm
 from flashattn_jit.jit.cache.entry import ARTIFACT, Entry, document_digest, sha256
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation.nvcc import find_toolkit

@@ -46,13 +46,13 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from .deploy.pack import pack
-    from .deploy.recording import record_manifest
-    from .deploy.unpack import unpack
-    from .deploy.warm import warm
-    from .deploy.wheel import pack_wheel
+    from .deploy.manifest.recording import record_manifest
+    from .deploy.pack.pack import pack
+    from .deploy.pack.unpack import unpack
+    from .deploy.pack.wheel import pack_wheel
+    from .deploy.warm.warm import warm
     from .inspect.cache import cache_info, last_kernel_source
-    from .inspect.doctor import doctor
+    from .inspect.doctor.report import doctor
     from .ops.append import append_paged_kv
     from .ops.arguments.limits import Limits
     from .ops.attention import attention
@@ -104,13 +104,13 @@ _LAZY = {
     "flex_attention": "ops.flex",
     "scaled_dot_product_attention": "ops.sdpa",
     "cache_info": "inspect.cache",
-    "doctor": "inspect.doctor",
+    "doctor": "inspect.doctor.report",
     "last_kernel_source": "inspect.cache",
-    "pack": "deploy.pack",
-    "pack_wheel": "deploy.wheel",
-    "record_manifest": "deploy.recording",
-    "unpack": "deploy.unpack",
-    "warm": "deploy.warm",
+    "pack": "deploy.pack.pack",
+    "pack_wheel": "deploy.pack.wheel",
+    "record_manifest": "deploy.manifest.recording",
+    "unpack": "deploy.pack.unpack",
+    "warm": "deploy.warm.warm",
 }
 
 __all__ = [
@@ -237,7 +237,7 @@ def _start() -> None:
         log.error("%s", error)
     try:
         if env.record_path() is not None:
-            from .deploy.recording import record_process
+            from .deploy.manifest.recording import record_process
 
             record_process()
     except FlashAttnJitError as error:

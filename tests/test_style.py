@@ -57,7 +57,7 @@ IMPORTED_WHEN_NEEDED = {
     "transformers": {"integrations"},
     "matplotlib": {"inspect"},
     "click": {"cli"},
-    "rich": {"cli", "deploy/progress.py"},
+    "rich": {"cli", "deploy/warm/progress.py"},
     "fsspec": {"jit"},
 }
 """Libraries beyond torch and numpy, and the files or folders that may import them."""

@@ -1,90 +1,36 @@
-"""The command group. An error becomes one readable block on stderr and an exit code."""
+"""The whole command line. An error becomes one readable block on stderr and an exit code."""
 
 from __future__ import annotations
 
 import json
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from ..errors import FlashAttnJitError
 from . import output
-from .exit_codes import exit_code
+from .cache import cache_command
+from .command import Group
+from .doctor import doctor_command
+from .exit_codes import FAILED, exit_code
+from .manifest import manifest_command
 from .option_words import in_options
-
-_COMMANDS = {
-    "doctor": "doctor",
-    "warm": "warm",
-    "cache": "cache",
-    "pack": "pack",
-    "unpack": "pack",
-    "manifest": "manifest",
-    "explain": "explain",
-    "bench": "bench",
-    "completion": "completion",
-}
-"""Commands in the order of the help, and the modules that hold them."""
-
-
-class Command(click.Command):
-    """A command with the options that all have: --json and --debug."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for name, text in (("--json", "Print one JSON object."),
-                           ("--debug", "Show the traceback of an error.")):  # fmt: skip
-            option = click.Option(
-                [name],
-                is_flag=True,
-                expose_value=False,
-                is_eager=True,
-                callback=_remember,
-                help=text,
-            )
-            self.params.append(option)
-
-
-class Group(click.Group):
-    """A group whose commands are `Command`s."""
-
-    command_class = Command
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+from .pack import pack_command, unpack_command
+from .problem import bench_command, explain_command
+from .warm import warm_command
 
 
 class App(Group):
-    """The whole command line. Commands are imported when they are asked for."""
+    """The group of all commands."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        from importlib import import_module
-
-        module = import_module(f".{_COMMANDS[cmd_name]}", __package__)
-        found: click.Command = getattr(module, f"{cmd_name}_command")
-        return found
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Runs a command and exits with its code."""
-        given = sys.argv[1:] if args is None else list(args)
-        if not standalone_mode:
-            return super().main(given, prog_name, complete_var, False, **extra)
+        given = sys.argv[1:] if options.get("args") is None else options["args"]
         try:
-            code = super().main(given, prog_name, complete_var, False, **extra)
+            code = super().main(*args, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except BrokenPipeError:
             # The reader has seen enough. Python would complain once more when it closes stdout.
@@ -97,42 +43,31 @@ class App(Group):
 
 def fail(error: BaseException, *, as_json: bool, debug: bool) -> int:
     """Reports what ended a command, on stderr (with --json, as JSON on stdout too)."""
-    row = exit_code(error)
+    row, message = exit_code(error), _message(error)
     if debug:
         traceback.print_exception(error)
     if as_json:
         failure = {"kind": type(error).__name__, "exit": row.name, "code": row.code,
-                   "message": _message(error)}  # fmt: skip
+                   "message": message}  # fmt: skip
         click.echo(json.dumps({"schema": output.SCHEMA, "error": failure}, indent=1))
     if isinstance(error, click.UsageError):
         error.show()
-        return row.code
-    if row.name == "interrupted":
+    elif row.name == "interrupted":
         click.echo("stopped", err=True)
-        return row.code
-    block = _message(error).rstrip()
-    if (
-        row.code == 1
-        and not debug
-        and not isinstance(error, (FlashAttnJitError, click.ClickException))
-    ):
-        block = f"{type(error).__name__}: {block}\n(--debug shows where)"
-    head = click.style("error:", fg="red", bold=True) if output.wants_colour() else "error:"
-    click.echo(f"{head} {block}", err=True)
+    else:
+        ours = isinstance(error, FlashAttnJitError | click.ClickException)
+        if row.code == FAILED and not (debug or ours):
+            message = f"{type(error).__name__}: {message.rstrip()}\n(--debug shows where)"
+        head = click.style("error:", fg="red", bold=True) if output.wants_colour() else "error:"
+        click.echo(f"{head} {message.rstrip()}", err=True)
     return row.code
 
 
 def _message(error: BaseException) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
-    if isinstance(error, FlashAttnJitError):
-        return in_options(error) or type(error).__name__
-    return str(error) or type(error).__name__
-
-
-def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
-    if value:
-        context.find_root().meta[str(option.name)] = True
+    words = in_options(error) if isinstance(error, FlashAttnJitError) else str(error)
+    return words or type(error).__name__
 
 
 @click.command(
@@ -143,3 +78,26 @@ def _remember(context: click.Context, option: click.Parameter, value: bool) -> N
 @click.version_option(package_name="flashattn_jit", prog_name="flashattn-jit")
 def app() -> None:
     """Kernels of flashattn_jit: check, compile ahead, keep, ship, explain, measure."""
+
+
+for _command in (
+    doctor_command, warm_command, cache_command, pack_command, unpack_command, manifest_command,
+    explain_command, bench_command,
+):  # fmt: skip
+    app.add_command(_command)
+
+
+@app.command("completion", short_help="Print a shell's completion script.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    bash:  flashattn-jit completion bash > ~/.local/share/bash-completion/completions/flashattn-jit
+    zsh:   flashattn-jit completion zsh > "${fpath[1]}/_flashattn-jit"
+    fish:  flashattn-jit completion fish > ~/.config/fish/completions/flashattn-jit.fish
+    """
+    found = get_completion_class(shell)
+    assert found is not None
+    script = found(app, {}, "flashattn-jit", "_FLASHATTN_JIT_COMPLETE").source()
+    output.emit({"shell": shell, "script": script}, script)

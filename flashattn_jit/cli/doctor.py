@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 import click
 
 from . import exit_codes, output
-from .app import Command
+from .command import Command
 
 
 @click.command("doctor", cls=Command, short_help="Check what kernels need on this machine.")
-@click.pass_context
-def doctor_command(context: click.Context) -> None:
+def doctor_command() -> None:
     """Check torch, CPU, compilers, CUDA, the cache, locks and the environment.
 
     Each line says what was found and, where something is amiss, what to do. Ends with exit code 12
     where a check is an error.
     """
-    from ..inspect.doctor import doctor
+    from ..inspect.doctor.report import doctor
 
     with output.activity("checking"):
         checks = doctor()
-    if output.is_terminal() and not output.wants_json():
-        output.rows(
-            ["status", "what", "found", "remedy"],
-            [[c.status, c.name, c.detail, c.remedy] for c in checks],
-        )
-    else:
-        document = {"healthy": checks.healthy, "checks": [asdict(check) for check in checks]}
-        output.emit(document, checks)
+    found = [asdict(check) for check in checks]
+    table = partial(output.rows, [*found[0]], [[*check.values()] for check in found])
+    output.emit(
+        {"healthy": checks.healthy, "checks": found}, table if output.is_terminal() else checks
+    )
     if not checks.healthy:
-        context.exit(exit_codes.CHECKS)
+        click.get_current_context().exit(exit_codes.CHECKS)

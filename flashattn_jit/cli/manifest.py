@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+import json
+from functools import partial
 from typing import Any
 
 import click
 
-from ..deploy.manifest import lines_at
+from ..deploy.manifest.file import merge_manifests, read_manifest, write_manifest
+from ..deploy.warm.report import kernel_words
 from . import output
-from .app import Group
-from .entries import kernel_words, variant_words
-from .options import DtypesType, HeadDimType, targets_option
+from .command import Group
+from .kernels import variant_words
+from .options import dtypes_option, head_dims_option, targets_option
 
 _output_option = click.option(
     "--output", "-o", "out", required=True, type=click.Path(dir_okay=False),
@@ -29,21 +31,18 @@ def manifest_command() -> None:
 def show(path: str) -> None:
     """List the kernels of the manifest PATH (- for standard input)."""
     found = []
-    for line in lines_at(path, allow_cpp=True):  # nothing of it is compiled here
-        document = {"spec": line.spec.document(), "target": line.spec.target}
-        found.append([line.name, line.spec.target, kernel_words(document), variant_words(document)])
-    if output.wants_json():
-        names = ("name", "target", "kernel", "variant")
-        output.emit_json({
-            "path": path, "lines": [dict(zip(names, row, strict=True)) for row in found],
-        })  # fmt: skip
-    else:
-        output.rows(
-            ["variant", "target", "kernel", "hooks"],
-            found,
-            narrower=(("hooks", 0), ("variant", 20), ("kernel", 12), ("variant", 8)),
-        )
-        output.summary(f"{len(found)} kernels")
+    for line in read_manifest(path, allow_cpp=True):  # nothing of it is compiled here
+        spec = json.loads(line.spec.document())
+        found.append({"name": line.name, "target": line.spec.target, "kernel": kernel_words(spec),
+                      "variant": variant_words(spec)})  # fmt: skip
+    table = partial(
+        output.rows,
+        ["variant", "target", "kernel", "hooks"],
+        [[*one.values()] for one in found],
+        narrower=(("hooks", 0), ("variant", 20), ("kernel", 12), ("variant", 8)),
+        summary=f"{len(found)} kernels",
+    )
+    output.emit({"path": path, "lines": found}, table)
 
 
 @manifest_command.command("merge")
@@ -51,31 +50,23 @@ def show(path: str) -> None:
 @_output_option
 def merge(paths: tuple[str, ...], out: str) -> None:
     """Merge manifests into one, each kernel once. What --output held before is replaced."""
-    from ..deploy.manifest import merge_manifests
-
-    _written(out, merge_manifests(paths, out))
+    _written(out, len(merge_manifests(paths, out)))
 
 
 @manifest_command.command("library")
 @_output_option
-@click.option("--head-dim", "head_dims", type=HeadDimType(), multiple=True, default=("64", "128"),
-              help="Head dims: 64, or 192/128 for q and k, and v; else 64 and 128.")  # fmt: skip
-@click.option("--dtype", "dtypes", type=DtypesType(), multiple=True, default=("fp32", "bf16"),
-              help="Dtypes of q, k and v; else fp32 and bf16.")  # fmt: skip
-@targets_option("A target, host, cpu, cuda or all; else cpu.", groups=True, default=("cpu",))
-def library(
-    out: str, head_dims: tuple[Any, ...], dtypes: tuple[str, ...], targets: tuple[str, ...]
-) -> None:
+@head_dims_option("Head dims: 64, or 192/128 (q and k, v); else 64 and 128.", ("64", "128"))
+@dtypes_option("Dtypes of q, k and v; else fp32 and bf16.", ("fp32", "bf16"))
+@targets_option("A target, host, cpu, cuda or all; else cpu.", ("cpu",))
+def library(out: str, **kernels: Any) -> None:
     """Write a manifest of all variants of the library, for calls of the format dense.
 
     What --output held before is replaced. `warm` compiles it, `pack --wheel` ships it.
     """
-    from ..deploy.library import library_lines
-    from ..deploy.manifest import write_manifest
+    from ..deploy.manifest.library import library_lines
 
-    lines = library_lines(head_dims=head_dims, dtypes=dtypes, targets=targets)
-    _written(out, write_manifest(out, lines, merge=False))
+    _written(out, len(write_manifest(out, library_lines(**kernels), merge=False)))
 
 
-def _written(path: str, lines: Sized) -> None:
-    output.emit({"path": path, "lines": len(lines)}, f"{path}: {len(lines)} kernels")
+def _written(path: str, lines: int) -> None:
+    output.emit({"path": path, "lines": lines}, f"{path}: {lines} kernels")

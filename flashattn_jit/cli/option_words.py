@@ -9,58 +9,42 @@ from __future__ import annotations
 import re
 
 from ..errors import FlashAttnJitError, InputError, PackError, ParamError, TargetError
-from .options import SIZES, size_flag
+from .problem import SIZES, size_flag
 
 _ABOUT_ARGUMENTS = (InputError, ParamError, TargetError, PackError)
 """Errors of arguments; others quote the user's code, which stays as it is."""
 
+_FLAGS = {
+    "head_dims": "--head-dim", "dtypes": "--dtype", "formats": "--format", "params": "--param",
+    "device": "--device", "target": "--target", "plot": "--plot", "directory": "--directory",
+    "path": "PATH",
+}  # fmt: skip
+_FIRST = re.compile(rf"^({'|'.join(_FLAGS)})(?:[ =]'([^']*)')?=?(?=[: ])")
+"""The argument that a message begins with, and its value."""
+
 _AT_THE_CALL = r"; pass (\w+)=\.\.\. at the call or when making the variant"
-_RULES = [
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (
-            r"^variants need head_dims= and dtypes=, such as .*",
-            "a variant needs --head-dim and --dtype, such as --head-dim 64 --dtype bf16",
-        ),
-        (
-            r"^head_dims, dtypes, formats, num_q_heads, num_kv_heads and params are",
-            "--head-dim, --dtype, --format, --heads and --param are",
-        ),
-        (r"^(head_dim|dtype|format|param)s: ", r"--\1: "),
-        (
-            _AT_THE_CALL + r"; for warm, params=\{'\w+': torch\.empty\((.+?), dtype=\.\.\.\)\}",
-            r"; give --param \1=float32[\2]",
-        ),
-        (_AT_THE_CALL + r"; for warm, params=\{'\w+': \.\.\.\}", r"; give --param \1=..."),
-        (_AT_THE_CALL, r"; give --param \1=..."),
-        (
-            r"^(param '(\w+)' expects a tensor .*); pass a torch\.Tensor",
-            r"\1; give --param \2=float32[...], a tensor of zeros",
-        ),
-        (
-            r"^(param '(\w+)' expects dtype .*); convert it with `\.to\(\.\.\.\)`",
-            r"\1; give --param \2=... of that dtype",
-        ),
-        (r"\bgive num_q_heads= and num_kv_heads=", "give --heads, such as --heads 32:8"),
-        (r"^dims: ", ""),
-        (
-            r"^q_offset must be an int, a tensor \[batch\] or \"end\"",
-            "--q-offset must be a number or end",
-        ),
-        (
-            r"^q has dtype torch\.(\w+); supported: (.+?)\. Convert it first",
-            r"--dtype \1 is not for queries; --dtype takes \2",
-        ),
-        (r"; did you mean (\w+)=\?", r"; did you mean --param \1=...?"),
-        (r"\bdevice='(\w+)'", r"--device \1"),
-        (r"^(device|target) '([^']*)' is not ", r"--\1 \2 is not "),
-        (r"^plot= ", "--plot "),
-        (r"^plot='([^']*)' ", r"--plot \1 "),
-        (r"^directory (?=is empty|'|begins|~)", "--directory "),
-        (r"^path is empty", "PATH is empty"),
-        (r"\bread it with allow_cpp=True", "add --allow-cpp"),
-    )
-]
+_RULES = {
+    r"^variants need head_dims= and dtypes=, such as .*":
+        "a variant needs --head-dim and --dtype, such as --head-dim 64 --dtype bf16",
+    r"^head_dims, dtypes, formats, num_q_heads, num_kv_heads and params are":
+        "--head-dim, --dtype, --format, --heads and --param are",
+    rf"{_AT_THE_CALL}; for warm, params=\{{'\w+': torch\.empty\((.+?), dtype=\.\.\.\)\}}":
+        r"; give --param \1=float32[\2]",
+    rf"{_AT_THE_CALL}(?:; for warm, params=\{{'\w+': \.\.\.\}})?": r"; give --param \1=...",
+    r"^(param '(\w+)' expects a tensor .*); pass a torch\.Tensor":
+        r"\1; give --param \2=float32[...], a tensor of zeros",
+    r"^(param '(\w+)' expects dtype .*); convert it with `\.to\(\.\.\.\)`":
+        r"\1; give --param \2=... of that dtype",
+    r"\bgive num_q_heads= and num_kv_heads=": "give --heads, such as --heads 32:8",
+    r"^dims: ": "",
+    r"^q_offset must be an int, a tensor \[batch\] or \"end\"":
+        "--q-offset must be a number or end",
+    r"^q has dtype torch\.(\w+); supported: (.+?)\. Convert it first":
+        r"--dtype \1 is not for queries; --dtype takes \2",
+    r"; did you mean (\w+)=\?": r"; did you mean --param \1=...?",
+    r"\bdevice='(\w+)'": r"--device \1",
+    r"\bread it with allow_cpp=True": "add --allow-cpp",
+}  # fmt: skip
 _SIZE = re.compile(rf"\b({'|'.join(SIZES)})=(\d+)\b")
 _SPACES = re.compile(r"(?<=float32\[)[\d, ]+(?=\])")
 
@@ -70,7 +54,8 @@ def in_options(error: FlashAttnJitError) -> str:
     message = str(error)
     if not isinstance(error, _ABOUT_ARGUMENTS):
         return message
-    for pattern, text in _RULES:
-        message = pattern.sub(text, message, count=1)
+    for pattern, text in _RULES.items():
+        message = re.sub(pattern, text, message, count=1)
+    message = _FIRST.sub(lambda m: " ".join(filter(None, (_FLAGS[m[1]], m[2]))), message)
     message = _SIZE.sub(lambda found: f"{size_flag(found[1])} {found[2]}", message)
     return _SPACES.sub(lambda found: found[0].replace(" ", ""), message)

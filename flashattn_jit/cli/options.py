@@ -1,260 +1,131 @@
-"""Types of options and arguments: how their text is read, and what a shell completes."""
+"""Types of options and arguments, and the options that several commands have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.shell_completion import CompletionItem
 
 from .. import env
-from ..codegen.spec import KV_DTYPES, SHORT_DTYPES, default_target
+from ..codegen.spec import KV_DTYPES, SHORT_DTYPES
 from ..codegen.targets import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS
-from . import library_index, variant_names
+from ..planner.reachable import FORMATS
+from .kernels import key_names
+from .variant_names import library_variants, param_value
 
 if TYPE_CHECKING:
     _Base = click.ParamType[Any]
 else:  # older clicks' is not generic
     _Base = click.ParamType
 
-DTYPES = {text: name for name in KV_DTYPES for text in (SHORT_DTYPES.get(name, name), name)}
-"""Short and long names of dtypes, and torch's."""
 
-SIZES = {
-    "batch": (1, "Requests."),
-    "num_q_heads": (8, "Query heads."),
-    "num_kv_heads": (None, "Key-value heads; as many as query heads if unset."),
-    "q_len": (1024, "Query positions."),
-    "kv_len": (None, "Keys; as many as query positions if unset."),
-    "head_dim": (64, "Head dim of queries and keys."),
-    "head_dim_v": (None, "Head dim of values; as the others if unset."),
-}
-"""A problem's sizes by `Dims`' names: what they are by default, and what they mean."""
+class Type(_Base):
+    """How the text of an option or argument is read, and what a shell completes.
 
-
-class _Type(_Base):
-    """A type whose values a shell completes.
-
-    or_file: whether the name of a file may stand there as well.
+    read: the text's value; its ValueError says what is wrong with the text. choices: values that
+    may begin with some text, and what they mean. files: whether a shell completes names of files,
+    too: in any case, or where no choice fits.
     """
 
-    or_file = False
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[str], Any] = str,
+        choices: Callable[[str], Mapping[str, str]] = lambda incomplete: {},
+        files: Literal["no", "else", "too"] = "no",
+    ) -> None:
+        self.name = name
+        self.read, self.choices, self.files = read, choices, files
 
-    def choices(self, incomplete: str) -> Mapping[str, str]:
-        """Values, with what they mean; those that do not begin so are left out later."""
-        return {}
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        try:
+            return self.read(value)
+        except ValueError as error:
+            self.fail(f"{value!r} {error}", param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """See `click.ParamType`."""
         found = [
             CompletionItem(name, help=text or None)
             for name, text in self.choices(incomplete).items()
             if name.lower().startswith(incomplete.lower())
         ]
-        return [*found, CompletionItem(incomplete, type="file")] if self.or_file else found
+        if self.files == "too" or (self.files == "else" and not found):
+            found.append(CompletionItem(incomplete, type="file"))
+        return found
 
 
-class _ChoiceType(_Type):
-    """A type that takes its choices and nothing else."""
+def _one_of(name: str, known: Iterable[str], stand_for: Mapping[str, str] = {}) -> Type:
+    """The type of an option that takes some words and nothing else; stand_for: their values."""
+    words = dict.fromkeys(known, "")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = self.choices("")
-        if value not in known:
-            self.fail(f"{value!r} is not one of {', '.join(known)}", param, ctx)
-        return str(value)
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"is not one of {', '.join(words)}")
+        return stand_for.get(text, text)
 
-
-class SizeType(_Base):
-    """Bytes: a number, or one with K, M, G or T (powers of 1024)."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        try:
-            return env.parse_bytes(value)
-        except ValueError as error:
-            self.fail(f"{value!r} {error}", param, ctx)
+    return Type(name, read, lambda incomplete: words)
 
 
-class TargetType(_ChoiceType):
-    """A target's name; ``host`` is what CPU tensors run on by default.
-
-    groups: whether ``cpu``, ``cuda`` and ``all`` may stand for several, as `warm` takes them.
-    """
-
-    name = "target"
-
-    def __init__(self, emulated: bool = False, groups: bool = False) -> None:
-        self.groups = groups
-        extra = ("cpu", "cuda", "all") if groups else EMULATED_TARGETS if emulated else ()
-        self.known = ("host", *CPU_TARGETS, *CUDA_TARGETS, *extra)
-
-    def choices(self, incomplete: str) -> Mapping[str, str]:
-        """See `_Type`."""
-        return dict.fromkeys(self.known, "")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value == "host" and not self.groups:
-            return default_target()
-        return super().convert(value, param, ctx)
+def _name_and_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ValueError("is not name=value")
+    return name, param_value(value)
 
 
-class HeadDimType(_Base):
-    """A head dim, or two: ``192/128`` for queries and keys, and for values."""
-
-    name = "head-dim"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        parts = str(value).split("/")
-        if len(parts) > 2 or not all(part.isdigit() and int(part) for part in parts):
-            self.fail(f"{value!r} is not a head dim such as 64 or 192/128", param, ctx)
-        return str(value)
+def _heads(text: str) -> tuple[int, int]:
+    q, colon, kv = text.partition(":")
+    if not q.isdigit() or (colon and not kv.isdigit()):
+        raise ValueError("is not 32 or 32:8")
+    return int(q), int(kv or q)
 
 
-class DtypeType(_ChoiceType):
-    """A dtype by its short or long name; the value is torch's name without the prefix."""
+_TARGETS = ("host", *CPU_TARGETS, *CUDA_TARGETS)
+TARGET = _one_of("target", (*_TARGETS, *EMULATED_TARGETS))
+SIZE = Type("size", env.parse_bytes)
+HEADS = Type("heads", _heads)
+_LONG = {short: name for name, short in SHORT_DTYPES.items()}
+DTYPE = _one_of("dtype", (*_LONG, *KV_DTYPES), _LONG)
+VARIANT = Type("variant", choices=library_variants, files="else")
+MANIFEST_OR_VARIANT = Type("manifest|variant", choices=library_variants, files="too")
+KEY = Type("key", choices=key_names)
+SPEC = Type("key|manifest|spec", choices=key_names, files="too")
 
-    name = "dtype"
+_GROUPS = _one_of("target", (*_TARGETS, "cpu", "cuda", "all"))
+_DTYPES = Type("dtype", lambda text: "/".join(map(DTYPE.read, text.split("/"))), DTYPE.choices)
+_PARAM = Type("name=value", _name_and_value)
 
-    def choices(self, incomplete: str) -> Mapping[str, str]:
-        """See `_Type`."""
-        return dict.fromkeys(DTYPES, "")
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return DTYPES[super().convert(value, param, ctx)]
-
-
-class DtypesType(DtypeType):
-    """A dtype, or several: ``bf16/int8`` for queries, and for keys and values."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return "/".join(super(DtypesType, self).convert(v, param, ctx) for v in value.split("/"))
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class FormatType(_ChoiceType):
-    """A kind of calls, of `planner.reachable.FORMATS`."""
+def _several(flag: str, name: str, kind: Any, text: str) -> Callable[..., Option]:
+    """An option that may be given several times."""
 
-    name = "format"
+    def option(text: str = text, default: Sequence[str] = ()) -> Option:
+        return click.option(flag, name, type=kind, multiple=True, default=default, help=text)
 
-    def choices(self, incomplete: str) -> Mapping[str, str]:
-        """See `_Type`."""
-        from ..planner.reachable import FORMATS
-
-        return dict.fromkeys(FORMATS, "")
+    return option
 
 
-class VariantType(_Type):
-    """A variant's name; read when the command runs. See `variant_names`."""
+_KINDS = "Only kernels of these kinds of calls: dense, paged, ...; else of all."
+_HEAD_DIMS = "Head dims of a variant's kernels: 64, or 192/128 for q and k, and v."
+_KERNELS_FOR = "Only kernels for these: targets, or host, cpu, cuda or all."
 
-    name = "variant"
-
-    def choices(self, incomplete: str) -> Mapping[str, str]:
-        """See `_Type`."""
-        return library_index.variants()
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        if "/" in incomplete or "." in incomplete:
-            return [CompletionItem(incomplete, type="file")]
-        return super().shell_complete(ctx, param, incomplete)
-
-
-class ManifestOrVariantType(VariantType):
-    """A manifest's file, ``-`` for standard input, or a variant."""
-
-    name = "manifest|variant"
-    or_file = True
-
-
-class KeyType(_Type):
-    """A kernel's key, or the beginning of one."""
-
-    name = "key"
-
-    def choices(self, incomplete: str) -> Mapping[str, str]:
-        """See `_Type`."""
-        from .entries import key_names
-
-        return key_names(incomplete)
-
-
-class SpecType(KeyType):
-    """A key's beginning, a manifest's file, or a spec as JSON."""
-
-    name = "key|manifest|spec"
-    or_file = True
-
-
-class NameValueType(_Base):
-    """``name=value``: a Python literal, text, or a tensor of zeros as ``float32[8,2]``."""
-
-    name = "name=value"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Any]:
-        name, equals, text = value.partition("=")
-        if not equals or not name.isidentifier():
-            self.fail(f"{value!r} is not name=value", param, ctx)
-        return name, variant_names.param_value(text)
-
+targets_option = _several("--target", "targets", _GROUPS, _KERNELS_FOR)
+head_dims_option = _several("--head-dim", "head_dims", Type("head-dim"), _HEAD_DIMS)
+dtypes_option = _several("--dtype", "dtypes", _DTYPES, "Dtypes of a variant's kernels.")
+formats_option = _several("--format", "formats", _one_of("format", FORMATS), _KINDS)
+keys_option = _several("--key", "keys", KEY, "Only these kernels.")
+params_option = _several("--param", "params", _PARAM, "A param of the variant.")
 
 allow_cpp_option = click.option(
     "--allow-cpp",
     is_flag=True,
     help="Take manifests with hooks given as C++ text, which is code: trust who wrote them.",
 )
-
-
-keys_option = click.option(
-    "--key", "keys", type=KeyType(), multiple=True, help="Only these kernels."
-)
-
-params_option = click.option(
-    "--param", "params", type=NameValueType(), multiple=True, help="A param of the variant."
-)
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def targets_option(
-    text: str = "Only kernels for these.", *, groups: bool = False, default: Any = None
-) -> Decorator:
-    """``--target``, which may be given several times."""
-    return click.option(
-        "--target", "targets", type=TargetType(groups=groups), multiple=True, default=default,
-        help=text,
-    )  # fmt: skip
-
-
-def size_flag(name: str) -> str:
-    """The option of one of `SIZES`: ``--q-heads`` for num_q_heads."""
-    return "--" + name.removeprefix("num_").replace("_", "-")
-
-
-def shape_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of a problem's sizes, for commands that take one; they arrive as `Dims`' names."""
-    for name, (default, text) in reversed(SIZES.items()):
-        function = click.option(
-            size_flag(name), name, type=click.IntRange(min=1), default=default,
-            show_default=default is not None, help=text,
-        )(function)  # fmt: skip
-    function = click.option(
-        "--dtype", type=DtypeType(), default="fp32", show_default=True, help="Of q, k and v."
-    )(function)
-    return params_option(function)
-
-
-def complete_sizes(sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """The sizes of `shape_options` with those left out filled in."""
-    full = dict(sizes)
-    for name, other in (("num_kv_heads", "num_q_heads"), ("kv_len", "q_len"),
-                        ("head_dim_v", "head_dim")):  # fmt: skip
-        if full.get(name) is None:
-            full[name] = full[other]
-    return {name: int(value) for name, value in full.items() if value is not None}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TextIO
 
 import click
+from click.core import ParameterSource
 
 SCHEMA = 1
 """Version of every JSON object; raised when a field changes its meaning or goes away."""
@@ -41,43 +42,42 @@ def wants_colour() -> bool:
 def wants_json() -> bool:
     """Whether the running command was given --json."""
     context = click.get_current_context(silent=True)
-    return bool(context is not None and context.find_root().meta.get("json"))
+    given = ParameterSource.COMMANDLINE
+    return context is not None and context.get_parameter_source("json") is given
 
 
 def emit(fields: Mapping[str, Any], text: object) -> None:
-    """Prints what a command found: its one JSON object with --json, else the text."""
+    """Prints what a command found: its one JSON object with --json, else the text.
+
+    text: or a function that prints it.
+    """
     if wants_json():
-        emit_json(fields)
+        command = click.get_current_context().command_path.partition(" ")[2]
+        click.echo(
+            json.dumps({"schema": SCHEMA, "command": command, **fields}, indent=1, default=str)
+        )
+    elif callable(text):
+        text()
     else:
         click.echo(str(text))
-
-
-def emit_json(fields: Mapping[str, Any]) -> None:
-    """Prints the one JSON object of the running command."""
-    command = click.get_current_context().command_path.partition(" ")[2]
-    document = {"schema": SCHEMA, "command": command, **fields}
-    click.echo(json.dumps(document, indent=1, default=str))
-
-
-def summary(text: str) -> None:
-    """Prints a sentence about what was listed, on a terminal only: pipes get the items alone."""
-    if is_terminal():
-        click.echo(text)
 
 
 def rows(
     header: Sequence[str],
     cells: Sequence[Sequence[str]],
     narrower: Sequence[tuple[str, int]] = (),
+    summary: str = "",
 ) -> None:
     """Prints a table on a terminal, aligned plain lines without a header in a pipe.
 
     narrower: what gives way, in order, until no row of the table is wider than the terminal: a
-    column, and the width that it is cut to at most, 0 to leave it out.
+    column, and the width that it is cut to at most, 0 to leave it out. summary: a sentence about
+    what was listed, for a terminal: pipes get the items alone.
     """
     clean = [[_printable(_SPACE.sub(" ", cell).strip()) for cell in row] for row in cells]
     if is_terminal():
         _rich_table(header, clean, narrower)
+        click.echo(summary, nl=bool(summary))
         return
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     for row in clean:

@@ -7,8 +7,13 @@ from typing import Any
 
 import click
 
+from .._version import __version__
+from ..deploy.pack.pack import pack
+from ..deploy.pack.unpack import unpack
+from ..deploy.pack.wheel import pack_wheel
 from . import output
-from .app import Command
+from .command import Command
+from .kernels import find
 from .options import allow_cpp_option, keys_option, targets_option
 
 
@@ -23,18 +28,13 @@ from .options import allow_cpp_option, keys_option, targets_option
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     help="Only what a manifest needs.",
 )
-@targets_option(groups=True)
-@keys_option
+@targets_option()
+@keys_option()
 @allow_cpp_option
 def pack_command(
-    path: str | None,
-    wheel: str | None,
-    wheel_version: str | None,
-    manifest: str | None,
-    targets: tuple[str, ...],
-    keys: tuple[str, ...],
-    allow_cpp: bool,
-) -> None:
+    path: str | None, wheel: str | None, wheel_version: str | None, keys: tuple[str, ...],
+    **what: Any,
+) -> None:  # fmt: skip
     """Write the cache's kernels to the file PATH, every file with its digest.
 
     The file can be unpacked, or named in FLASHATTN_JIT_CACHE_PATH as it is.
@@ -42,23 +42,18 @@ def pack_command(
     With --wheel it is a wheel in the folder PATH, here by default. Once pip has installed it, its
     kernels are found without further settings.
     """
-    from ..deploy.pack import pack
-    from ..deploy.wheel import pack_wheel
-    from .entries import find
-
     if wheel is None and path is None:
         raise click.UsageError("give the PATH of the file, or --wheel NAME")
     if wheel is None and wheel_version is not None:
         raise click.UsageError("--wheel-version is for --wheel NAME")
-    what: dict[str, Any] = {"manifest": manifest, "targets": targets, "allow_cpp": allow_cpp}
     what["keys"] = [find(prefix)[0].key for prefix in keys]
-    if wheel_version is not None:
-        what["version"] = wheel_version
     with output.activity("packing") as show:
         what["progress"] = lambda done, total: show(f"packing: {done}/{total} kernels")
-        report = (
-            pack(str(path), **what) if wheel is None else pack_wheel(wheel, path or ".", **what)
-        )
+        if wheel is None:
+            report = pack(str(path), **what)
+        else:
+            version = __version__ if wheel_version is None else wheel_version
+            report = pack_wheel(wheel, path or ".", version=version, **what)
     output.emit(asdict(report), report)
 
 
@@ -66,15 +61,13 @@ def pack_command(
 @click.argument("path", type=click.Path(exists=True, dir_okay=False))
 @click.option("--directory", "-d", type=click.Path(file_okay=False),
               help="The cache folder to unpack to; else FLASHATTN_JIT_CACHE_DIR.")  # fmt: skip
-@targets_option(groups=True)
+@targets_option()
 def unpack_command(path: str, directory: str | None, targets: tuple[str, ...]) -> None:
     """Put the kernels of the pack PATH into the cache, once every digest was compared.
 
     A pack decides which code runs: unpack only what you would run. Refused are path escapes,
     links, wrong digests, and packs that others may write to.
     """
-    from ..deploy.unpack import unpack
-
     with output.activity("unpacking") as show:
         report = unpack(
             path, directory, targets=targets,

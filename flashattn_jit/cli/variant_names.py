@@ -13,6 +13,7 @@ code, and runs with this user's rights.
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import importlib.util
 import re
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from ..variants.variant import Variant
 
 _PLACE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
+_FORMS = (
+    "a variant is a name of the library such as Causal or SlidingWindow(4096), file.py:NAME or "
+    "module:NAME"
+)
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d, ]*)\]")
 
 
@@ -40,13 +45,15 @@ def is_file(text: str) -> bool:
 
 def variant_of(text: str) -> Variant:
     """The variant that `text` names. Raises InputError, and what its code raises."""
+    from ..deploy.wanted.structures import parse_variant
+
     if place := _PLACE.fullmatch(text.strip()):
-        return _made(_attribute(place["place"], place["name"]), text)
+        return parse_variant(_attribute(place["place"], place["name"]))
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as error:
-        raise InputError(f"variant {text!r} cannot be read: {error.msg}; {_forms()}") from None
-    return _made(_value(tree.body, text), text)
+        raise InputError(f"variant {text!r} cannot be read: {error.msg}; {_FORMS}") from None
+    return parse_variant(_value(tree.body, text))
 
 
 def param_value(text: str) -> Any:
@@ -78,54 +85,55 @@ def params_of(variant: Variant, given: Iterable[tuple[str, Any]]) -> dict[str, A
     return params
 
 
-def _made(found: Any, text: str) -> Variant:
-    """A variant from a variant, a class without required arguments, or a bare mod."""
-    from ..variants.variant import as_variant
+def library_variants(incomplete: str = "") -> dict[str, str]:
+    """Names of the library that make a variant, sorted, with the first lines of their docs.
 
-    if isinstance(found, type) or found in _makers():
-        try:
-            found = found()
-        except TypeError as error:
-            raise InputError(f"variant {text!r} needs arguments, as {text}(...): {error}") from None
-    return as_variant(found)
-
-
-def _makers() -> tuple[Any, ...]:
-    from ..deploy.structures import library_names
-    from ..variants import library
-
-    return tuple(getattr(library, n) for n in library_names())
+    As its source files list them: a shell that completes does not wait for torch.
+    """
+    folder = Path(__file__).parents[1] / "variants" / "library"
+    exported = ast.parse(folder.joinpath("__init__.py").read_bytes()).body
+    public = {a.name for node in exported if isinstance(node, ast.ImportFrom) for a in node.names}
+    found = {}
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_bytes()).body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name not in public:
+                continue
+            said = node.bases if isinstance(node, ast.ClassDef) else [node.returns]
+            if any(isinstance(one, ast.Name) and one.id == "Variant" for one in said):
+                found[node.name] = (ast.get_docstring(node) or "").partition("\n")[0]
+    return dict(sorted(found.items()))
 
 
 def _value(node: ast.expr, text: str) -> Any:
+    from ..deploy.wanted.structures import parse_variant
     from ..variants.variant import Variant
 
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        if node.value.id in ("fa", "flashattn_jit"):
-            return _library(node.attr)
-    elif isinstance(node, ast.Name):
-        return _library(node.id)
-    elif isinstance(node, ast.Call):
-        function = _value(node.func, text)
-        if not callable(function) or isinstance(function, Variant):
-            raise InputError(f"variant {text!r}: {ast.unparse(node.func)} takes no arguments")
-        arguments = [_value(a, text) for a in node.args]
-        named = {k.arg: _value(k.value, text) for k in node.keywords if k.arg}
-        try:
-            return function(*arguments, **named)
-        except TypeError as error:
-            raise InputError(f"variant {text!r}: {error}") from None
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd | ast.BitOr):
-        left, right = (_made(_value(side, text), text) for side in (node.left, node.right))
-        return left & right if isinstance(node.op, ast.BitAnd) else left | right
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        return ~_made(_value(node.operand, text), text)
+    def variant(side: ast.expr) -> Variant:
+        return parse_variant(_value(side, text))
+
+    match node:
+        case ast.Name(name) | ast.Attribute(ast.Name("fa" | "flashattn_jit"), name):
+            return _library(name)
+        case ast.BinOp(left, ast.BitAnd(), right):
+            return variant(left) & variant(right)
+        case ast.BinOp(left, ast.BitOr(), right):
+            return variant(left) | variant(right)
+        case ast.UnaryOp(ast.Invert(), operand):
+            return ~variant(operand)
+        case ast.Call(called, args, keywords):
+            function = _value(called, text)
+            if not callable(function) or isinstance(function, Variant):
+                raise InputError(f"variant {text!r}: {ast.unparse(called)} takes no arguments")
+            named = {k.arg: _value(k.value, text) for k in keywords if k.arg}
+            try:
+                return function(*(_value(one, text) for one in args), **named)
+            except TypeError as error:
+                raise InputError(f"variant {text!r}: {error}") from None
     try:
         return ast.literal_eval(node)
     except (ValueError, SyntaxError):
-        raise InputError(
-            f"variant {text!r}: cannot read {ast.unparse(node)!r}; {_forms()}"
-        ) from None
+        problem = f"cannot read {ast.unparse(node)!r}; {_FORMS}"
+        raise InputError(f"variant {text!r}: {problem}") from None
 
 
 def _library(name: str) -> Any:
@@ -133,10 +141,8 @@ def _library(name: str) -> Any:
 
     names = {n.lower(): n for n in library.__all__}
     if name.lower() not in names:
-        import difflib
-
         near = difflib.get_close_matches(name.lower(), names, n=1)
-        hint = f"; did you mean {names[near[0]]}?" if near else f"; {_forms()}"
+        hint = f"; did you mean {names[near[0]]}?" if near else f"; {_FORMS}"
         raise InputError(f"the library has no variant {name!r}{hint}")
     return getattr(library, names[name.lower()])
 
@@ -168,8 +174,7 @@ def _run_file(path: Path) -> Any:
     # By its own name where that is free, so that what it imports of itself is the same module.
     name = path.stem if path.stem not in sys.modules else f"flashattn_jit_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file")
+    assert spec is not None and spec.loader is not None  # it ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
@@ -178,10 +183,3 @@ def _run_file(path: Path) -> Any:
     finally:
         sys.path.remove(str(path.parent))
     return module
-
-
-def _forms() -> str:
-    return (
-        "a variant is a name of the library such as Causal or SlidingWindow(4096), file.py:NAME or "
-        "module:NAME"
-    )

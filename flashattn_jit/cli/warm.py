@@ -9,13 +9,14 @@ from typing import Any
 import click
 
 from . import exit_codes, output
-from .app import Command
+from .command import Command
 from .options import (
-    DtypesType,
-    FormatType,
-    HeadDimType,
-    ManifestOrVariantType,
+    HEADS,
+    MANIFEST_OR_VARIANT,
     allow_cpp_option,
+    dtypes_option,
+    formats_option,
+    head_dims_option,
     params_option,
     targets_option,
 )
@@ -23,52 +24,29 @@ from .variant_names import is_file, variant_of
 
 
 @click.command("warm", cls=Command, short_help="Compile kernels ahead.")
-@click.argument("what", nargs=-1, required=True, type=ManifestOrVariantType())
-@click.option(
-    "--head-dim",
-    "head_dims",
-    type=HeadDimType(),
-    multiple=True,
-    help="Head dims of a variant's kernels: 64, or 192/128 for q and k, and v.",
-)
-@click.option(
-    "--dtype", "dtypes", type=DtypesType(), multiple=True, help="Dtypes of a variant's kernels."
-)
+@click.argument("what", nargs=-1, required=True, type=MANIFEST_OR_VARIANT)
+@head_dims_option()
+@dtypes_option()
 @targets_option(
     "What to compile for: a target, host, cpu, cuda or all; else this host, or what a manifest "
-    "names.",
-    groups=True,
+    "names."
 )
+@formats_option()
 @click.option(
-    "--format",
-    "formats",
-    type=FormatType(),
-    multiple=True,
-    help="Only kernels of these kinds of calls: dense, paged, ...; else of all.",
+    "--heads",
+    type=HEADS,
+    help="Query heads:key-value heads, for variants whose params need them: 32:8.",
 )
-@click.option(
-    "--heads", help="Query heads:key-value heads, for variants whose params need them: 32:8."
-)
-@params_option
+@params_option()
 @click.option(
     "--jobs", "-j", type=click.IntRange(min=1), help="Kernels compiled at a time; else one a core."
 )
 @allow_cpp_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
-@click.pass_context
 def warm_command(
-    context: click.Context,
-    what: tuple[str, ...],
-    head_dims: tuple[Any, ...],
-    dtypes: tuple[str, ...],
-    targets: tuple[str, ...],
-    formats: tuple[str, ...],
-    heads: str | None,
-    params: tuple[tuple[str, Any], ...],
-    jobs: int | None,
-    allow_cpp: bool,
-    quiet: bool,
-) -> None:
+    what: tuple[str, ...], formats: tuple[str, ...], heads: tuple[int, int] | None,
+    params: tuple[tuple[str, Any], ...], quiet: bool, **options: Any,
+) -> None:  # fmt: skip
     """Compile every kernel that WHAT can need, so that FLASHATTN_JIT_COMPILE=never cannot miss.
 
     WHAT is a manifest (see `manifest`, and fa.record_manifest), - for one on standard input, or a
@@ -78,29 +56,21 @@ def warm_command(
     A kernel that fails keeps no other from being built; then the exit code is 4. Under
     FLASHATTN_JIT_COMPILE=never nothing is built: exit code 3 says that something is missing.
     """
-    from ..deploy.warm import warm
+    from ..deploy.warm.warm import warm
 
-    options: dict[str, Any] = {"formats": formats} if formats else {}
-    if heads:
-        options |= _heads(heads)
-    wanted = [_what(text) for text in what]
+    q_heads, kv_heads = heads or (None, None)
     report = warm(
-        wanted, head_dims=head_dims, dtypes=dtypes, targets=targets, params=dict(params) or None,
-        jobs=jobs, progress=not quiet, strict=False, allow_cpp=allow_cpp, **options,
+        [_what(text) for text in what], formats=formats or None, params=dict(params),
+        num_q_heads=q_heads, num_kv_heads=kv_heads, progress=not quiet, strict=False, **options,
     )  # fmt: skip
-    output.emit({
-        "directory": str(report.directory),
-        "kernels": [asdict(result) for result in report.results],
-        "compiled": len(report.built),
-        "failed": len(report.failures),
-        "compile_s": report.compile_s,
-        "wall_s": report.wall_s,
-        "jobs": report.jobs,
-        "notes": list(report.notes),
-    }, report)  # fmt: skip
+    document = asdict(report)
+    document["kernels"] = document.pop("results")
+    compiled, failed = len(report.built), len(report.failures)
+    totals = {"compiled": compiled, "failed": failed, "compile_s": report.compile_s}
+    output.emit(document | totals, report)
     if report.failures:
         missing = all(one.error_type == "MissingKernelError" for one in report.failures)
-        context.exit(exit_codes.MISSING if missing else exit_codes.COMPILE)
+        click.get_current_context().exit(exit_codes.MISSING if missing else exit_codes.COMPILE)
 
 
 def _what(text: str) -> Any:
@@ -110,10 +80,3 @@ def _what(text: str) -> Any:
     if text.endswith((".jsonl", ".json")):
         raise click.UsageError(f"there is no manifest {text}")
     return variant_of(text)
-
-
-def _heads(text: str) -> dict[str, int]:
-    q, colon, kv = text.partition(":")
-    if not q.isdigit() or (colon and not kv.isdigit()):
-        raise click.UsageError(f"--heads {text!r} is not 32 or 32:8")
-    return {"num_q_heads": int(q), "num_kv_heads": int(kv or q)}

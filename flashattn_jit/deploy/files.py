@@ -40,17 +40,12 @@ def checked_path(name: str, value: object) -> Path:
 
     Raises InputError where it is no text, PackError where no file can have that name.
     """
-    try:
-        text = os.fspath(value)  # type: ignore[call-overload]
-    except TypeError:
-        text = None
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
         raise InputError(f"{name} must be a str or an os.PathLike, got {type(value).__name__}")
     if not text:
         raise PackError(f"{name} is empty; give the name of a file or folder")
-    try:
+    with contextlib.suppress(UnicodeEncodeError):
         if b"\0" not in os.fsencode(text):
             return Path(text)
-    except UnicodeEncodeError:
-        pass
     raise PackError(f"{name} {text!r} holds a character that no file name can have")

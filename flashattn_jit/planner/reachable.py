@@ -22,7 +22,7 @@ each.
 On CUDA each also comes `unaligned`, for tensors whose rows do not all start at multiples of 16
 bytes; where a head dim is no multiple of 8 there is only that. So all formats of a variant are 6
 kernels on a CPU target and 42 on a CUDA one (21 where a head dim is no multiple of 8), dense alone
-2 and 6. The last three formats are of variants of their own: `deploy.compositions` makes them.
+2 and 6. The last three formats are of variants of their own: `deploy/wanted/compositions.py`.
 `BatchAttention.workspace_bytes` asks a CUDA target for the kernels of ragged or of paged keys,
 whatever the sparsity. A cascade of one level, in a step that shares nothing, asks for them too:
 they are listed with `cascade`, and come with a recorded kernel of lists or cascades.

@@ -12,7 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import line_of, line_text
-from flashattn_jit.deploy.manifest import write_manifest
+from flashattn_jit.deploy.manifest.file import write_manifest
 from flashattn_jit.jit.cache.entry import ARTIFACT, META
 from flashattn_jit.jit.module import default
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 import pytest
 
-from flashattn_jit.cli.app import Group, app
+from flashattn_jit.cli.app import app
+from flashattn_jit.cli.command import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")),

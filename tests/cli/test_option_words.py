@@ -11,7 +11,7 @@ import flashattn_jit as fa
 from flashattn_jit.cli.option_words import in_options
 from flashattn_jit.codegen.document import line_of
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.deploy.manifest import write_manifest
+from flashattn_jit.deploy.manifest.file import write_manifest
 from flashattn_jit.errors import InputError, TraceError
 from flashattn_jit.variants.ir.ir import VariantIR
 

@@ -13,7 +13,8 @@ import click
 import pytest
 
 from flashattn_jit.cli import output
-from flashattn_jit.cli.app import Group, app
+from flashattn_jit.cli.app import app
+from flashattn_jit.cli.command import Group
 
 ESCAPE = "\x1b"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.cli.library_index import variants
-from flashattn_jit.deploy.structures import library_names
+from flashattn_jit.cli.variant_names import library_variants
+from flashattn_jit.deploy.wanted.structures import library_names
 from flashattn_jit.variants import library
 
 COMMANDS = ("doctor", "warm", "cache", "pack", "unpack", "manifest", "explain", "bench",
@@ -93,7 +93,7 @@ def test_help_takes_less_than_300_ms_of_cpu(tmp_path: Path) -> None:
 
 
 def test_the_index_of_the_library_is_the_library() -> None:
-    found = variants()
+    found = library_variants()
     assert list(found) == library_names()
     for name, text in found.items():
         assert text == getattr(library, name).__doc__.strip().partition("\n")[0]

@@ -9,7 +9,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.cli.variant_names import param_value, variant_of
-from flashattn_jit.deploy.structures import library_names
+from flashattn_jit.deploy.wanted.structures import library_names
 from flashattn_jit.errors import InputError
 
 

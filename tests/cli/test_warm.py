@@ -9,7 +9,7 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import line_of
-from flashattn_jit.deploy.manifest import write_manifest
+from flashattn_jit.deploy.manifest.file import write_manifest
 
 WARM = ("warm", "Full", "--head-dim", "16", "--dtype", "fp32", "--target", "cpu:generic",
         "--format", "dense")  # fmt: skip
@@ -97,7 +97,7 @@ def test_manifests_are_shown_and_merged(run_json, tmp_path: Path, spec_of, cache
 def test_hooks_given_as_text_are_refused_unless_they_are_trusted(
     run, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flashattn_jit.deploy.wanted import wanted_specs
+    from flashattn_jit.deploy.wanted.specs import wanted_specs
 
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
     variant = fa.variant(score_mod=fa.cpp("return score * 2.0f;"))

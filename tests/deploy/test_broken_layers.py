@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.deploy.pack import pack
-from flashattn_jit.deploy.unpack import unpack
+from flashattn_jit.deploy.pack.pack import pack
+from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
-from flashattn_jit.inspect import _check_cache
+from flashattn_jit.inspect.doctor import cache as _check_cache
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
 from tests import processes

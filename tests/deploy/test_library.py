@@ -6,8 +6,8 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.targets import CPU_TARGETS
-from flashattn_jit.deploy import library
-from flashattn_jit.deploy.structures import specs_of
+from flashattn_jit.deploy.manifest import library
+from flashattn_jit.deploy.wanted.structures import specs_of
 from tests.registry_case import Case
 from tests.registry_library import LIBRARY_CASES
 

@@ -15,8 +15,8 @@ import pytest
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import Line, has_cpp, line_of, line_text, parse_line
 from flashattn_jit.codegen.spec import KernelSpec, UtilitySpec
-from flashattn_jit.deploy import manifest
-from flashattn_jit.deploy.manifest import (
+from flashattn_jit.deploy.manifest import file as manifest
+from flashattn_jit.deploy.manifest.file import (
     check_writable,
     manifest_text,
     merge_manifests,

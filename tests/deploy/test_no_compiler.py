@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.deploy.wanted import wanted_specs
+from flashattn_jit.deploy.wanted.specs import wanted_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flashattn_jit.deploy.pack import pack
-from flashattn_jit.deploy.unpack import unpack
+from flashattn_jit.deploy.pack.pack import pack
+from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import PackError, TargetError
 from flashattn_jit.jit.cache.entry import sha256
 from flashattn_jit.jit.cache.pack_file import PackFile, write_archive
@@ -136,7 +136,7 @@ def test_a_manifest_of_missing_kernels_says_what_to_build(tmp_path: Path) -> Non
 def test_a_pack_is_written_whole_or_not_at_all(packed: Path, tmp_path: Path) -> None:
     before = packed.read_bytes()
     script = (
-        "import os, sys, signal, flashattn_jit.deploy.pack as p\n"
+        "import os, sys, signal, flashattn_jit.deploy.pack.pack as p\n"
         "def progress(done, total):\n"
         "    if done == total:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"

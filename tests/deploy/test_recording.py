@@ -13,8 +13,8 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.deploy import recording
-from flashattn_jit.deploy.manifest import read_manifest
+from flashattn_jit.deploy.manifest import recording
+from flashattn_jit.deploy.manifest.file import read_manifest
 from flashattn_jit.errors import ManifestError
 from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.ops.launching import launches

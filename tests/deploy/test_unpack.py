@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.deploy.pack import pack
-from flashattn_jit.deploy.unpack import unpack
+from flashattn_jit.deploy.pack.pack import pack
+from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.remote import layers
 from flashattn_jit.jit.cache.store import Store
@@ -102,7 +102,7 @@ def test_an_entry_whose_key_is_not_its_documents_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pack may be consistent in itself and still lie about which kernel an artifact is."""
-    from flashattn_jit.deploy import pack as packing
+    from flashattn_jit.deploy.pack import pack as packing
 
     a, b, _ = store.entries()
     monkeypatch.setattr(

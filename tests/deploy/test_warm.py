@@ -24,10 +24,11 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.document import line_of
 from flashattn_jit.codegen.spec import UtilitySpec, host_target
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
-from flashattn_jit.deploy import pool, structures, worker
-from flashattn_jit.deploy.progress import WarmEvent
-from flashattn_jit.deploy.wanted import wanted_specs
-from flashattn_jit.deploy.warm import warm
+from flashattn_jit.deploy.wanted import structures
+from flashattn_jit.deploy.wanted.specs import wanted_specs
+from flashattn_jit.deploy.warm import pool, worker
+from flashattn_jit.deploy.warm.progress import WarmEvent
+from flashattn_jit.deploy.warm.warm import warm
 from flashattn_jit.errors import (
     InputError,
     ManifestError,
@@ -349,7 +350,7 @@ def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path
         [sys.executable, "-c",
          # Where this suite runs in a shell's background, SIGINT is ignored by all that it starts.
          "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-         "from flashattn_jit.deploy.warm import warm\n"
+         "from flashattn_jit.deploy.warm.warm import warm\n"
          "warm('Causal', head_dims=16, dtypes='fp32', formats=['dense'], targets='cpu:generic',"
          "     jobs=2)"],
         env={**os.environ, "FLASHATTN_JIT_CXX": str(compiler), "WARM_TEST": str(tmp_path)},
@@ -502,7 +503,7 @@ def test_a_terminal_gets_a_bar_that_names_what_compiles(tmp_path: Path) -> None:
     primary, secondary = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c",
-         "from flashattn_jit.deploy.warm import warm\n"
+         "from flashattn_jit.deploy.warm.warm import warm\n"
          "warm('Causal', head_dims=16, dtypes='fp32', formats=['dense'], targets='cpu:generic',"
          "     jobs=1)"],
         stderr=secondary,

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.deploy.platform_tag import platform_tag
-from flashattn_jit.deploy.wheel import pack_wheel
+from flashattn_jit.deploy.pack.wheel import pack_wheel, platform_tag
 from flashattn_jit.errors import InputError, PackError
 from flashattn_jit.jit.cache.entry import document_digest, sha256
 from flashattn_jit.jit.cache.pack_file import PackFile

@@ -128,8 +128,8 @@ PYTHON = (
             "Threads that wait for a build make the kernel again when it is done.",
             "tests/jit/test_module.py"),
     # Deployment, inspection, integrations
-    Mistake("newest of several builds", f"{DEPLOY}/pack.py",
-            "if other is None or entry.created > str(", "if other is None or entry.created < str(",
+    Mistake("newest of several builds", f"{DEPLOY}/pack/pack.py",
+            "key=lambda entry: entry.created):", "key=lambda entry: entry.created, reverse=True):",
             "Of a kernel that two compilers made, the oldest build is packed.",
             "tests/deploy/test_pack.py"),
     Mistake("one wrong row", "flashattn_jit/inspect/verification/error.py",

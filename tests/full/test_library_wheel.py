@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from flashattn_jit.deploy.library import library_lines
+from flashattn_jit.deploy.manifest.library import library_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 

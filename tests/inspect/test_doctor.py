@@ -10,9 +10,11 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit import env
-from flashattn_jit.inspect import _check_cache, _check_machine, _check_tools
-from flashattn_jit.inspect._file_systems import FileSystem, file_system
-from flashattn_jit.inspect.doctor import Check
+from flashattn_jit.inspect.doctor import cache as _check_cache
+from flashattn_jit.inspect.doctor import machine as _check_machine
+from flashattn_jit.inspect.doctor import tools as _check_tools
+from flashattn_jit.inspect.doctor.check import Check
+from flashattn_jit.inspect.doctor.file_systems import FileSystem, file_system
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation import nvcc
 from tests import processes

@@ -12,9 +12,9 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.cli.entries import listed
-from flashattn_jit.inspect import _check_cache
-from flashattn_jit.inspect.doctor import Check
+from flashattn_jit.cli.kernels import listed
+from flashattn_jit.inspect.doctor import cache as _check_cache
+from flashattn_jit.inspect.doctor.check import Check
 from flashattn_jit.jit.cache import installed_packs
 from flashattn_jit.jit.cache.layers import Answer, PackLayer
 from flashattn_jit.jit.cache.remote import layers

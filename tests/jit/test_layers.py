@@ -11,7 +11,7 @@ import pytest
 
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.deploy.pack import members, replacing
+from flashattn_jit.deploy.pack.pack import members, replacing
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
 from flashattn_jit.jit.cache import layers as layers_module
 from flashattn_jit.jit.cache import store as store_module

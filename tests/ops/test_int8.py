@@ -13,7 +13,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.targets import CPU_TARGETS
-from flashattn_jit.deploy.wanted import wanted_specs
+from flashattn_jit.deploy.wanted.specs import wanted_specs
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import reachable, retarget
 from flashattn_jit.variants.ir.ir import unscaled_integers

@@ -18,8 +18,8 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
 from flashattn_jit.codegen.spec import KernelSpec, default_target, takes_dtypes
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_target
-from flashattn_jit.deploy.compositions import compositions
-from flashattn_jit.deploy.structures import bound_for
+from flashattn_jit.deploy.wanted.compositions import compositions
+from flashattn_jit.deploy.wanted.structures import bound_for
 from flashattn_jit.errors import InputError
 from flashattn_jit.planner.reachable import (
     COMPOSED,

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashattn_jit.env import format_bytes
 from flashattn_jit.errors import InputError
 from flashattn_jit.jit.cache.entry import ARTIFACT, META
 from flashattn_jit.jit.cache.store import EVICTED, Store
@@ -58,9 +59,10 @@ class Collected:
     def __str__(self) -> str:
         did = "would remove" if self.dry_run else "removed"
         return (
-            f"{did} {self.removed} kernels ({self.removed_bytes} bytes) and {self.leftover_bytes} "
-            f"bytes of leftovers; {self.kept} kernels ({self.kept_bytes} bytes) stay, of these "
-            f"beyond the limit {self.in_use} in use and {self.young} new"
+            f"{did} {self.removed} kernels ({format_bytes(self.removed_bytes)}) and "
+            f"{format_bytes(self.leftover_bytes)} of leftovers; {self.kept} kernels "
+            f"({format_bytes(self.kept_bytes)}) stay, of these beyond the limit {self.in_use} in "
+            f"use and {self.young} new"
         )
 
 

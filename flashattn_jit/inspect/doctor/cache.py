@@ -1,4 +1,4 @@
-"""What `doctor` asks of the cache's layers, the lock folder and the environment variables."""
+"""The cache's layers, the folder of build locks and the environment variables."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import difflib
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import env
-from ..codegen.document import spec_from_document
-from ..codegen.spec import default_target
-from ..env import format_bytes
-from ..errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
-from ..jit.cache.entry import CorruptEntryError
-from ..jit.cache.installed_packs import installed_packs
-from ..jit.cache.locks import candidates, not_ours
-from ..jit.cache.pack_file import PackFile
-from ..jit.cache.remote import public_url, unreadable
-from ..jit.cache.store import Store
-from ..planner.tiles import request_of
-from ._file_systems import FileSystem, file_system
-from .doctor import Check, error, named, ok, warning
+from ... import env
+from ...codegen.document import spec_from_document
+from ...codegen.spec import default_target
+from ...deploy.manifest.file import check_writable
+from ...env import format_bytes
+from ...errors import CacheError, EnvironmentVariableError, FlashAttnJitError, ManifestError
+from ...jit.cache.entry import CorruptEntryError
+from ...jit.cache.installed_packs import installed_packs
+from ...jit.cache.locks import candidates, not_ours
+from ...jit.cache.pack_file import PackFile
+from ...jit.cache.remote import public_url, unreadable
+from ...jit.cache.store import Store
+from ...jit.compilation.toolchain import key_of
+from ...planner.tiles import request_of
+from .check import Check, error, named, ok, refused, warning
+from .file_systems import FileSystem, file_system
 
 _PREFIX = "FLASHATTN_JIT_"
 _VERIFY_S = 0.8
@@ -34,25 +35,29 @@ _STALE_S = 24 * 3600.0
 
 def layers() -> Iterator[Check]:
     """Every layer: the user's folder, the read-only ones, installed wheels', the remote one."""
-    yield from _guarded("cache", env.cache_dir(), partial(_folder, writable=True))
+    yield from _layer("cache", env.cache_dir(), writable=True)
     for path in env.cache_path():
-        yield from _guarded("cache, read-only", path, _read_only)
+        yield from _layer("cache, read-only", path)
     yield from named("cache, installed", _installed())
-    if remote := env.cache_remote():
-        yield from named("cache, remote", [_remote(remote)])
+    if url := env.cache_remote():
+        check = ok(f"{public_url(url)}; what it holds runs as code of this user")
+        if reason := unreadable(url):
+            remedy = f"install what it names, or unset {_PREFIX}CACHE_REMOTE"
+            check = error(f"{public_url(url)} cannot be read: {reason}", remedy)
+        yield from named("cache, remote", [check])
 
 
-def _guarded(name: str, path: Path, check: Callable[[Path], Iterable[Check]]) -> Iterator[Check]:
-    """The checks of a layer; what keeps it from being looked at is one of them."""
+def _layer(name: str, path: Path, *, writable: bool = False, of: str = "") -> Iterator[Check]:
+    """The checks of a layer; what keeps it from being looked at is one of them.
+
+    writable: it is the user's folder. of: the distribution whose pack it is.
+    """
     try:
-        yield from named(name, check(path))
+        is_pack = path.is_file() and not writable
+        yield from named(name, _pack(path, of) if is_pack else _folder(path, writable))
     except OSError as failure:
         words = f"{path} cannot be looked at: {failure.strerror or failure}"
         yield Check(name, "error", words, "correct its name, or the modes of the folders above it")
-
-
-def _read_only(path: Path) -> Iterator[Check]:
-    return _pack(path) if path.is_file() else _folder(path, writable=False)
 
 
 def _installed() -> Iterator[Check]:
@@ -65,7 +70,7 @@ def _installed() -> Iterator[Check]:
     for pack in packs:
         name = f"{pack.distribution} {pack.version}"
         if pack.path.is_file():
-            yield from _guarded("cache, installed", pack.path, partial(_pack, of=name))
+            yield from _layer("cache, installed", pack.path, of=name)
         else:
             yield error(
                 f"{name} announces the pack {pack.path}, which is no file",
@@ -74,32 +79,25 @@ def _installed() -> Iterator[Check]:
             )
 
 
-def _folder(root: Path, *, writable: bool) -> Iterator[Check]:
+def _folder(root: Path, writable: bool) -> Iterator[Check]:
     if not root.exists():
-        yield _absent(root, writable=writable)
+        yield _absent(root, writable)
         return
     store = Store(root)
     try:
         store.find("0" * 64, None)
     except CacheError as refusal:
-        yield error(
-            str(refusal),
-            f"see who wrote to {root} (ls -la); then chmod go-w it, or set {_PREFIX}CACHE_DIR to a "
-            "folder of this user",
-        )
+        yield refused(refusal)
         return
     system = file_system(root)
     mode = stat.S_IMODE(root.stat().st_mode)
     count, size, corrupt, unread = _contents(store)
-    yield ok(
-        f"{root} (mode {mode:04o}, {system.kind or 'unknown file system'}): {count} kernels, "
-        f"{format_bytes(size)}"
-    )
+    kind = system.kind or "unknown file system"
+    yield ok(f"{root} (mode {mode:04o}, {kind}): {count} kernels, {format_bytes(size)}")
     if corrupt:
+        unseen = f" ({unread} not looked at)" if unread else ""
         yield warning(
-            f"{len(corrupt)} corrupt entries"
-            + (f" ({unread} not looked at)" if unread else "")
-            + f"; the first: {corrupt[0]}",
+            f"{len(corrupt)} corrupt entries{unseen}; the first: {corrupt[0]}",
             "flashattn-jit cache verify --repair moves them away; they are compiled again when "
             "they are needed. Many of them: check the disk"
             if writable
@@ -114,10 +112,10 @@ def _folder(root: Path, *, writable: bool) -> Iterator[Check]:
         )
     if writable:
         yield from _leftovers(store, size)
-        yield from _system_problems(root, system)
+        yield from _slower(root, system)
 
 
-def _absent(root: Path, *, writable: bool) -> Check:
+def _absent(root: Path, writable: bool) -> Check:
     """A folder that is not there."""
     if not writable:
         return warning(
@@ -140,7 +138,7 @@ def _contents(store: Store) -> tuple[int, int, list[str], int]:
     corrupt = []
     for entry in store.entries():
         count += 1
-        size += sum(int(f["bytes"]) for f in entry.meta.get("files", {}).values())
+        size += entry.bytes
         if time.monotonic() > end:
             unread += 1
             continue
@@ -157,34 +155,33 @@ def _leftovers(store: Store, size: int) -> Iterator[Check]:
     """What `cache gc` would remove."""
     cap = env.cache_max_bytes()
     if cap is not None and size > cap:
+        limit = f"{format_bytes(cap)} ({_PREFIX}CACHE_MAX_BYTES)"
         yield warning(
-            f"holds {format_bytes(size)}, over the limit of {format_bytes(cap)} "
-            f"({_PREFIX}CACHE_MAX_BYTES)",
+            f"holds {format_bytes(size)}, over the limit of {limit}",
             f"flashattn-jit cache gc --max-bytes {cap}",
         )
-    quarantined = len(list(store.base.glob(".quarantine/*")))
-    if quarantined:
+    quarantine, staging = store.base / ".quarantine", store.base / ".staging"
+    if count := len(list(quarantine.glob("*"))):
         yield warning(
-            f"{quarantined} entries that were found corrupt lie in {store.base / '.quarantine'}",
+            f"{count} entries that were found corrupt lie in {quarantine}",
             "look at them if they are many (a failing disk, a copy that was cut off), then delete "
             "them; flashattn-jit cache gc deletes those older than a week",
         )
-    now = time.time()
-    stale = [p for p in store.base.glob(".staging/*") if now - p.lstat().st_mtime > _STALE_S]
-    if stale:
+    oldest = time.time() - _STALE_S
+    if count := sum(path.lstat().st_mtime < oldest for path in staging.glob("*")):
         yield warning(
-            f"{len(stale)} builds that were killed over a day ago lie in {store.base / '.staging'}",
+            f"{count} builds that were killed over a day ago lie in {staging}",
             "flashattn-jit cache gc",
         )
 
 
-def _system_problems(root: Path, system: FileSystem) -> Iterator[Check]:
+def _slower(root: Path, system: FileSystem) -> Iterator[Check]:
     """What the file system of the user's folder makes slower."""
+    local = f"and name this one in {_PREFIX}CACHE_PATH"
     if system.read_only or not os.access(root, os.W_OK | os.X_OK):
         yield warning(
             f"{root} cannot be written: kernels that it lacks are compiled anew in every process",
-            f"set {_PREFIX}CACHE_DIR to a folder that can be written, and name this one in "
-            f"{_PREFIX}CACHE_PATH",
+            f"set {_PREFIX}CACHE_DIR to a folder that can be written, {local}",
         )
     elif system.free < _LEAST_FREE or system.free_inodes < _LEAST_INODES:
         yield warning(
@@ -201,22 +198,16 @@ def _system_problems(root: Path, system: FileSystem) -> Iterator[Check]:
         yield warning(
             f"{root} lies on a network file system ({system.kind}): kernels are found there, but "
             "machines do not wait for each other's builds, and each may compile the same",
-            f"set {_PREFIX}CACHE_DIR to a local folder and name this one in {_PREFIX}CACHE_PATH",
+            f"set {_PREFIX}CACHE_DIR to a local folder, {local}",
         )
 
 
-def _pack(path: Path, of: str = "") -> Iterator[Check]:
+def _pack(path: Path, of: str) -> Iterator[Check]:
     try:
         with PackFile(path, installed=bool(of)) as pack:
             count, stale = len(pack), bool(of) and _is_stale(pack)
     except (CacheError, OSError) as refusal:
-        others_write = path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        yield error(
-            str(refusal),
-            f"see who wrote to it (ls -l), then: chmod go-w {path}"
-            if others_write
-            else "pack it again, or copy it again",
-        )
+        yield refused(refusal, "pack it again, or copy it again")
         return
     if stale:
         yield warning(
@@ -232,8 +223,6 @@ def _pack(path: Path, of: str = "") -> Iterator[Check]:
 
 def _is_stale(pack: PackFile) -> bool:
     """Whether this version would not look for a pack's first kernel by the key that it has."""
-    from ..jit.compilation.toolchain import key_of
-
     for entry in pack.entries():
         spec = dict(entry.meta["document"]).get("spec", "")
         try:
@@ -241,15 +230,6 @@ def _is_stale(pack: PackFile) -> bool:
         except FlashAttnJitError:
             return True
     return False
-
-
-def _remote(url: str) -> Check:
-    if reason := unreadable(url):
-        return error(
-            f"{public_url(url)} cannot be read: {reason}",
-            f"install what it names, or unset {_PREFIX}CACHE_REMOTE",
-        )
-    return ok(f"{public_url(url)}; what it holds runs as code of this user")
 
 
 def _cannot_make(root: Path) -> str:
@@ -267,10 +247,16 @@ def _cannot_make(root: Path) -> str:
 
 def locks() -> Check:
     """The folder of build locks, which must be local to the machine."""
-    refused = []
+    refusals = []
     for folder in candidates():
-        if problem := _lock_problem(folder):
-            refused.append(f"{folder}: {problem}")
+        try:
+            problem = not_ours(folder.lstat())
+            if not problem and not os.access(folder, os.W_OK | os.X_OK):
+                problem = "it cannot be written"
+        except OSError:
+            problem = _cannot_make(folder)
+        if problem:
+            refusals.append(f"{folder}: {problem}")
             continue
         if folder.exists() and (system := file_system(folder)).is_network:
             return warning(
@@ -280,20 +266,10 @@ def locks() -> Check:
             )
         return ok(str(folder))
     return warning(
-        f"no folder can be used ({'; '.join(refused)}): processes that want one kernel each "
+        f"no folder can be used ({'; '.join(refusals)}): processes that want one kernel each "
         "compile it",
         f"set {_PREFIX}LOCK_DIR to a local folder of this user, mode 0700",
     )
-
-
-def _lock_problem(folder: Path) -> str:
-    try:
-        status = folder.lstat()
-    except OSError:
-        return _cannot_make(folder)
-    if reason := not_ours(status):
-        return reason
-    return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
 
 
 def environment() -> list[Check]:
@@ -304,48 +280,32 @@ def environment() -> list[Check]:
         if name not in env.VARIABLES:
             near = difflib.get_close_matches(name, env.VARIABLES, n=1, cutoff=0.7)
             known = ", ".join(one.removeprefix(_PREFIX) for one in sorted(env.VARIABLES))
-            found.append(
-                warning(
-                    f"{name} is no variable of this package: it does nothing",
-                    f"did you mean {near[0]}?" if near else f"unset it; known are {known}",
-                )
-            )
-    for read in _READERS:
+            remedy = f"did you mean {near[0]}?" if near else f"unset it; known are {known}"
+            found.append(warning(f"{name} is no variable of this package: it does nothing", remedy))
+    for name in env.VARIABLES:
         try:
-            read()
+            _reader(name.removeprefix(_PREFIX))()
         except EnvironmentVariableError as wrong:
             found.append(error(str(wrong), "correct or unset it"))
         except ManifestError as wrong:
-            found.append(
-                error(
-                    f"{_PREFIX}RECORD: nothing is recorded: {wrong}",
-                    "name a manifest, or a file in a folder that can be written; or unset it",
-                )
-            )
+            remedy = "name a manifest, or a file in a folder that can be written; or unset it"
+            found.append(error(f"{_PREFIX}RECORD: nothing is recorded: {wrong}", remedy))
     shown = ", ".join(f"{name}={public_url(os.environ[name])}" for name in given)
     return found or [ok(shown or f"no {_PREFIX}* variable is set")]
 
 
 def _check_record() -> None:
-    """Raises ManifestError where the file that FLASHATTN_JIT_RECORD names cannot be written."""
-    from ..deploy.manifest import check_writable
-
     if path := env.record_path():
         check_writable(path)
 
 
-_READERS: tuple[Callable[[], object], ...] = (
-    env.cache_dir,
-    env.cache_installed,
-    env.cache_max_bytes,
-    env.cache_path,
-    env.cache_remote_timeout_s,
-    env.check_pages,
-    env.compile_mode,
-    env.cuda_home,
-    env.emulator_copies,
-    env.lock_wait_s,
-    env.apply_log_level,
-    default_target,
-    _check_record,
-)
+def _reader(name: str) -> Callable[[], object]:
+    """What reads a variable, and refuses what it cannot be."""
+    others = {
+        "BUILD_JOBS": lambda: None,  # setup.py reads it
+        "COMPILE": env.compile_mode,
+        "LOG": env.apply_log_level,
+        "RECORD": _check_record,
+        "TARGET": default_target,
+    }
+    return others.get(name) or getattr(env, name.lower())

@@ -18,46 +18,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
-from ..errors import CompileError, FlashAttnJitError
-
-if TYPE_CHECKING:
-    from ..jit.cache.layers import Found
+from ...errors import CompileError, FlashAttnJitError
 
 _KEPT_LOG = 20_000  # bytes of a failed build's log that travel with its result
-
-
-class ShippedEntry(TypedDict):
-    """A cache entry that travels with a result: all its files, and meta.json read."""
-
-    key: str
-    compiler_id: str
-    meta: dict[str, Any]
-    files: dict[str, bytes]
-
-
-class Result(TypedDict, total=False):
-    """What became of a task. `error` is set where there is no kernel; else the others are.
-
-    key: of the kernel that was asked for. place: which of its tiles was taken, 0 the first.
-    """
-
-    key: str
-    place: int
-    layer: str
-    compiler_id: str
-    compile_s: float
-    artifact_bytes: int
-    seconds: float
-    host: str
-    warnings: list[str]
-    entries: list[ShippedEntry]
-    error: str
-    error_type: str
-    log_path: str
-    log: str
 
 
 def make_task(document: str, name: str, *, ship: bool) -> str:
@@ -68,44 +35,56 @@ def make_task(document: str, name: str, *, ship: bool) -> str:
     return json.dumps({"document": document, "name": name, "ship": ship})
 
 
-def build(task: str) -> Result:
+def build(task: str) -> dict[str, Any]:
     """Builds a task's kernel into the cache of the process that runs this, or finds it there.
+
+    The result: fields of `KernelResult`, of what was asked for only `key`; `warnings` that were
+    logged; `log`, of a build that failed; and if the task ships them `entries`, those of the kernel
+    and of what it stepped down to: key, compiler_id, meta and files of each.
 
     A kernel that fails is a result, too; whatever else goes wrong is raised. For workers that are
     not of `WorkerPool` its arguments and result are picklable, and hold no paths but in messages.
     """
-    from ..codegen.document import spec_from_document
-    from ..jit.cache.layers import entries_of
-    from ..jit.cache.remote import layers
-    from ..jit.compilation.toolchain import key_of
-    from ..jit.module import prepare_kernel
-    from ..planner.tiles import requests_of
+    from ...codegen.document import spec_from_document
+    from ...jit.cache.layers import entries_of
+    from ...jit.cache.remote import layers
+    from ...jit.compilation.toolchain import key_of
+    from ...jit.module import prepare_kernel
+    from ...planner.tiles import requests_of
 
     begin = time.perf_counter()
+    result: dict[str, Any]
     order = json.loads(task)
     with _warnings() as warnings:
         try:
             requests = requests_of(spec_from_document(order["document"], order["name"]))
             prepared = prepare_kernel(requests)
         except FlashAttnJitError as error:
-            result = _failed(error)
+            result = {"error": str(error), "error_type": type(error).__name__}
+            if isinstance(error, CompileError):
+                result["log_path"] = error.log_path
+                with suppress(OSError):
+                    log = Path(error.log_path).read_text(errors="replace")
+                    result["log"] = log[-_KEPT_LOG:]
         else:
             keys = [key_of(request).hex for request in requests]
             entries = entries_of(keys, layers())
-            result = Result(
-                key=keys[0],
-                place=prepared.place,
-                layer=prepared.layer,
-                compiler_id=entries[-1].compiler_id,
-                compile_s=prepared.compile_s,
-                artifact_bytes=prepared.artifact_bytes,
-            )
+            result = {
+                "key": keys[0],
+                "place": prepared.place,
+                "layer": prepared.layer,
+                "compiler_id": entries[-1].compiler_id,
+                "compile_s": prepared.compile_s,
+                "artifact_bytes": prepared.artifact_bytes,
+            }
             if order["ship"]:
-                result["entries"] = [_shipped(entry) for entry in entries]
-    result["warnings"] = warnings
-    result["seconds"] = time.perf_counter() - begin
-    result["host"] = socket.gethostname()
-    return result
+                result["entries"] = [
+                    {"key": entry.key, "compiler_id": entry.compiler_id, "meta": dict(entry.meta),
+                     "files": {name: entry.read(name) for name in entry.meta["files"]}}
+                    for entry in entries
+                ]  # fmt: skip
+    seconds = time.perf_counter() - begin
+    return {**result, "warnings": warnings, "seconds": seconds, "host": socket.gethostname()}
 
 
 def main() -> None:
@@ -127,7 +106,9 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=receive, daemon=True).start()
-    _import_builder()
+    for name in ("codegen.document", "codegen.render", "jit.module", "planner.tiles"):
+        import_module(f"flashattn_jit.{name}")  # while tasks are still on their way
+    import_module("torch.utils.cpp_extension")
     while (task := tasks.get()) is not None:
         busy.set()
         if gone.is_set():
@@ -165,17 +146,6 @@ def _own_pipes() -> tuple[Any, Any]:
     return os.fdopen(tasks), os.fdopen(replies, "w")
 
 
-def _import_builder() -> None:
-    """Imports what every build needs, while tasks are still on their way."""
-    import torch.utils.cpp_extension
-
-    from ..codegen import document, render
-    from ..jit import module
-    from ..planner import tiles
-
-    assert all((torch, document, render, module, tiles))
-
-
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
     """Collects what this package warns of in this thread, for the process that shows it."""
@@ -194,21 +164,3 @@ def _warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logger.removeHandler(handler)
-
-
-def _failed(error: FlashAttnJitError) -> Result:
-    result = Result(error=str(error), error_type=type(error).__name__)
-    if isinstance(error, CompileError):
-        result["log_path"] = error.log_path
-        with suppress(OSError):
-            result["log"] = Path(error.log_path).read_text(errors="replace")[-_KEPT_LOG:]
-    return result
-
-
-def _shipped(entry: Found) -> ShippedEntry:
-    return ShippedEntry(
-        key=entry.key,
-        compiler_id=entry.compiler_id,
-        meta=dict(entry.meta),
-        files={name: entry.read(name) for name in entry.meta["files"]},
-    )

@@ -26,10 +26,8 @@ class WarmEvent:
     finished: KernelResult | None
 
 
-Progress = bool | Callable[[WarmEvent], object] | None
-
-
 Show = Callable[[WarmEvent], object]
+Progress = bool | Show | None
 
 
 @contextmanager

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import env
-from ..codegen.spec import AnySpec, name_of
-from ..errors import PackError
-from ..jit.cache.entry import META, sha256
-from ..jit.cache.layers import Found, entries_of, found_in_folder
-from ..jit.cache.pack_file import folder_name, write_archive
-from ..jit.cache.remote import layers
-from ..jit.cache.store import Store
-from ..jit.compilation.toolchain import key_of
-from ..planner.tiles import requests_of
-from .files import checked_path, replacing
-from .report import kernel_words
-from .targets import parse_targets
-from .wanted import wanted_specs
+from ... import env
+from ...codegen.spec import AnySpec, name_of
+from ...errors import PackError
+from ...jit.cache.entry import META, Entry, sha256
+from ...jit.cache.layers import Found, entries_of, found_in_folder
+from ...jit.cache.pack_file import folder_name, write_archive
+from ...jit.cache.remote import layers
+from ...jit.cache.store import Store
+from ...jit.compilation.toolchain import key_of
+from ...planner.tiles import requests_of
+from ..files import checked_path, replacing
+from ..wanted.specs import wanted_specs
+from ..wanted.targets import parse_targets
+from ..warm.report import kernel_words
 
 _SHOWN = 5
 
@@ -41,10 +41,9 @@ class PackReport:
     wall_s: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.entries} kernels ({words_of(self.targets)}), "
-            f"{self.bytes / 1e6:.1f} MB in {self.wall_s:.2f} s"
-        )
+        targets = ", ".join(f"{count} for {target}" for target, count in self.targets)
+        size = f"{self.bytes / 1e6:.1f} MB in {self.wall_s:.2f} s"
+        return f"{self.path}: {self.entries} kernels ({targets}), {size}"
 
 
 def pack(
@@ -84,9 +83,8 @@ def pack(
     check_place(place)
     chosen = chosen_entries(manifest, targets, keys, allow_cpp)
     with replacing(place) as file:
-        size = write_archive(file, members(chosen, progress))
-    wall_s = time.perf_counter() - begin
-    return PackReport(os.fspath(path), len(chosen), size, targets_of(chosen), wall_s)
+        write_archive(file, members(chosen, progress))
+    return report_of(place, chosen, begin)
 
 
 def chosen_entries(
@@ -110,14 +108,11 @@ def chosen_entries(
     return chosen
 
 
-def targets_of(chosen: Sequence[Found]) -> tuple[tuple[str, int], ...]:
-    """How many kernels there are of each target."""
-    return tuple(sorted(Counter(target_of(one.meta) for one in chosen).items()))
-
-
-def words_of(targets: Sequence[tuple[str, int]]) -> str:
-    """The same, as a report says it."""
-    return ", ".join(f"{count} for {target}" for target, count in targets)
+def report_of(path: Path, chosen: Sequence[Found], begin: float) -> PackReport:
+    """What was written to a file, since `begin` of `time.perf_counter`."""
+    targets = Counter(target_of(one.meta) for one in chosen)
+    size, wall_s = path.stat().st_size, time.perf_counter() - begin
+    return PackReport(str(path), len(chosen), size, tuple(sorted(targets.items())), wall_s)
 
 
 def target_of(meta: Mapping[str, Any]) -> str:
@@ -127,15 +122,14 @@ def target_of(meta: Mapping[str, Any]) -> str:
 
 def _of_folder(targets: Sequence[str]) -> list[Found]:
     """The newest entry of each key in the user's folder."""
-    newest: dict[str, Found] = {}
+    newest: dict[str, Entry] = {}
     store = Store(env.cache_dir())
-    for entry in store.entries():
+    for entry in sorted(store.entries(), key=lambda entry: entry.created):
         if not entry.meta:
             store.verify(entry.path)  # raises, and says why
-        other = newest.get(entry.key)
-        if other is None or entry.created > str(other.meta.get("created", "")):
-            newest[entry.key] = found_in_folder(entry, "user")
-    return [one for one in newest.values() if not targets or target_of(one.meta) in targets]
+        newest[entry.key] = entry
+    chosen = [one for one in newest.values() if not targets or target_of(one.meta) in targets]
+    return [found_in_folder(entry, "user") for entry in chosen]
 
 
 def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
@@ -148,15 +142,18 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
         try:
             found.update((one.key, one) for one in entries_of(keys, places))
         except LookupError:
-            missing.append(f"{name_of(spec)}: {kernel_words(spec)} for {spec.target}")
+            missing.append(
+                f"{name_of(spec)}: {kernel_words(json.loads(spec.document()))} for {spec.target}"
+            )
     if missing:
-        more = len(missing) - _SHOWN
-        raise PackError(
+        lines = missing[:_SHOWN]
+        if more := missing[_SHOWN:]:
+            lines.append(f"and {len(more)} more")
+        head = (
             f"{len(missing)} of {len(specs)} kernels are in no layer of the cache; build them with "
-            "flashattn-jit warm and the same manifest and targets:\n  "
-            + "\n  ".join(missing[:_SHOWN])
-            + (f"\n  and {more} more" if more > 0 else "")
+            "flashattn-jit warm and the same manifest and targets:"
         )
+        raise PackError("\n  ".join([head, *lines]))
     return list(found.values())
 
 

@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ..codegen.document import Line, line_text, parse_line
-from ..errors import ManifestError
-from .files import replacing
+from ...codegen.document import Line, line_text, parse_line
+from ...errors import ManifestError
+from ..files import replacing
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,9 @@ MAX_FILE = 1 << 28
 
 
 def read_manifest(path: str | os.PathLike[str], *, allow_cpp: bool = False) -> tuple[Line, ...]:
-    """The lines of a manifest, sorted, equal specs once. Empty lines are skipped.
+    """The lines of a manifest, sorted, equal specs once; "-" is standard input.
+
+    Empty lines are skipped.
 
     Raises:
         ManifestError: a line is malformed or of another version; names the file and the line. Also
@@ -43,23 +45,10 @@ def read_manifest(path: str | os.PathLike[str], *, allow_cpp: bool = False) -> t
     Example:
         >>> lines = read_manifest("service.jsonl")
     """
-    return read_lines(str(path), _read(Path(path)).split("\n"), allow_cpp)
-
-
-def lines_at(path: str | os.PathLike[str], allow_cpp: bool) -> tuple[Line, ...]:
-    """The lines of a manifest; ``-`` is standard input. Raises ManifestError."""
-    if path == STDIN:
-        return read_lines("standard input", sys.stdin, allow_cpp)
-    return read_manifest(path, allow_cpp=allow_cpp)
-
-
-def read_lines(where: str, texts: Iterable[str], allow_cpp: bool) -> tuple[Line, ...]:
-    """The lines of a manifest that is read already, as `read_manifest`; errors begin with `where`.
-
-    Raises ManifestError.
-    """
+    is_stdin = path == STDIN
+    where = "standard input" if is_stdin else str(path)
     lines = []
-    for number, text in enumerate(texts, 1):
+    for number, text in enumerate(sys.stdin if is_stdin else _read(Path(path)).split("\n"), 1):
         if text.strip():
             try:
                 lines.append(parse_line(text, allow_cpp=allow_cpp))
@@ -134,9 +123,8 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     try:
         if place.exists():
             read_manifest(place, allow_cpp=True)
-        handle, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-        os.close(handle)
-        Path(name).unlink()
+        with tempfile.NamedTemporaryFile(prefix=f".{place.name}.", dir=place.parent):
+            pass
     except OSError as error:
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -152,6 +140,10 @@ def merge_manifests(
     return write_manifest(out, lines, merge=False)
 
 
+_LOCK_WAIT_S = 10.0
+_LOCK_POLL_S = 0.01
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lets one process at a time change a manifest, where it can be had within a bounded wait.
@@ -160,35 +152,28 @@ def _locked(path: Path) -> Iterator[None]:
     a whole; lines of somebody who writes at the same moment may be lost.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        held = _acquire(folder, path)
-        try:
-            yield
-        finally:
-            if held:
-                # Closing alone would leave it to a process that was forked meanwhile.
-                fcntl.flock(folder, fcntl.LOCK_UN)
-    finally:
-        os.close(folder)
-
-
-_LOCK_WAIT_S = 10.0
-_LOCK_POLL_S = 0.01
-
-
-def _acquire(folder: int, path: Path) -> bool:
     end = time.monotonic() + _LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    try:
+        while not _try_lock(folder):
             if time.monotonic() >= end:
                 log.warning("waited %.0f s for the lock on %s: writing %s without it",
                             _LOCK_WAIT_S, path.parent, path.name)  # fmt: skip
-                return False
+                break
             time.sleep(_LOCK_POLL_S)
-        except OSError as error:  # network file systems lock no folder that is open for reading
-            log.debug("no lock on %s (%s): writing without", path.parent, error)
-            return False
-        else:
-            return True
+        yield
+    finally:
+        # Closing alone would leave it to a process that was forked meanwhile.
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)
+        os.close(folder)
+
+
+def _try_lock(folder: int) -> bool:
+    """Whether waiting longer is of no use: the lock is held, or there are none."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # network file systems lock no folder that is open for reading
+        log.debug("no lock on a manifest's folder (%s): writing without", error)
+    return True

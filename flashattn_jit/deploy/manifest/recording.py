@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import _C, env
-from ..codegen.document import Line, line_of, spec_from_document
-from ..errors import ManifestError
-from ..jit.module import default
-from .manifest import check_writable, write_manifest
+from ... import _C, env
+from ...codegen.document import Line, line_of, spec_from_document
+from ...errors import ManifestError
+from ...jit.module import default
+from .file import check_writable, write_manifest
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
     FLASHATTN_JIT_RECORD=path does the same for the life of a process and of its children.
 
     Args:
-        path: the manifest, made where there is none; see `deploy.manifest`.
+        path: the manifest, made where there is none; see `deploy.manifest.file`.
 
     Raises:
         ManifestError: the file cannot be written, or is no manifest; at once, where that shows.
@@ -59,10 +59,7 @@ def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
         >>> with fa.record_manifest("service.jsonl"):
         ...     serve(requests)
     """
-    place = Path(path).absolute()
-    check_writable(place)
-    recorder = _Recorder(place, _C.begin_run_epoch())
-    multiprocessing.util.register_after_fork(recorder, _write_at_end)
+    recorder = _Recorder(Path(path).absolute(), _C.begin_run_epoch())
     try:
         yield
     except BaseException:
@@ -80,15 +77,9 @@ def record_process() -> None:
     Raises:
         ManifestError: the file cannot be written, or is no manifest.
     """
-    path = env.record_path()
-    if path is None:
-        return
-    place = path.absolute()
-    check_writable(place)
-    recorder = _Recorder(place, 1, even_nothing=False)
-    _process.append(recorder)
-    atexit.register(recorder.write_or_warn)  # in children of os.fork too
-    multiprocessing.util.register_after_fork(recorder, _write_at_end)
+    if path := env.record_path():
+        _process.append(_Recorder(path.absolute(), 1, even_nothing=False))
+        atexit.register(_process[-1].write_or_warn)  # in children of os.fork too
 
 
 _process: list[_Recorder] = []  # lives as long as the process
@@ -116,6 +107,10 @@ class _Recorder:
     even_nothing: bool = True
     open: bool = True
     finalizer: multiprocessing.util.Finalize | None = None
+
+    def __post_init__(self) -> None:
+        check_writable(self.path)
+        multiprocessing.util.register_after_fork(self, _write_at_end)
 
     def write(self) -> None:
         """Add what ran so far to the file. Raises ManifestError."""

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..codegen.document import Line
-from ..codegen.spec import AnySpec, KernelSpec
-from ..errors import InputError
-from ..planner.reachable import retarget
-from .manifest import STDIN, lines_at
+from ...codegen.document import Line
+from ...codegen.spec import AnySpec, KernelSpec
+from ...errors import InputError
+from ...planner.reachable import retarget
+from ..manifest.file import STDIN, read_manifest
 from .targets import parse_targets
 
 
@@ -34,7 +34,7 @@ def wanted_specs(
     variants = []
     for one in _several(what):
         if isinstance(one, os.PathLike) or isinstance(one, str) and _is_manifest(one):
-            recorded += [line.spec for line in lines_at(one, allow_cpp)]
+            recorded += [line.spec for line in read_manifest(one, allow_cpp=allow_cpp)]
         elif isinstance(one, Line):
             recorded.append(one.spec)
         elif isinstance(one, AnySpec):

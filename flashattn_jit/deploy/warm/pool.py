@@ -11,30 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from ..errors import CompileError
-from .worker import end_session
-
-log = logging.getLogger(__name__)
+from ...errors import CompileError
+from .worker import build, end_session
 
 _PATIENCE_S = 10.0  # for a worker to end by itself
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from flashattn_jit.deploy.worker import main; main()"
+    "from flashattn_jit.deploy.warm.worker import main; main()"
 )
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class WorkerPool(Executor):
@@ -52,27 +45,22 @@ class WorkerPool(Executor):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Builds a task: `submit(worker.build, task)`, nothing else."""
-        assert fn.__name__ == "build" and not kwargs
-        (task,) = args
-        future: Future[T] = Future()
-        self._tasks.put((future, str(task)))
+        assert fn is build and not kwargs
+        future: Future[Any] = Future()
+        self._tasks.put((future, *args))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Lets the workers end once their tasks are done, or drops what has not begun."""
-        if cancel_futures:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    item = self._tasks.get_nowait()
-                    if item is not None:
-                        item[0].cancel()
+        with contextlib.suppress(queue.Empty):
+            while cancel_futures and (item := self._tasks.get_nowait()):
+                item[0].cancel()
         for _ in self._threads:
             self._tasks.put(None)
-        if wait:
-            for thread in self._threads:
-                thread.join()
+        for thread in self._threads if wait else ():
+            thread.join()
 
     def stop(self) -> None:
         """Ends everything now: workers, their compilers, and what waits."""

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_MOUNTS = Path("/proc/self/mountinfo")
+_MOUNTS = Path("/proc/self/mounts")
 _NETWORK = (
     "nfs nfs4 cifs smb3 lustre gpfs beegfs ceph glusterfs afs 9p fuse.sshfs fuse.glusterfs "
     "fuse.gcsfuse fuse.s3fs fuse.ceph fuse.juicefs pvfs2 orangefs wekafs panfs"
@@ -35,34 +35,28 @@ class FileSystem:
 def file_system(folder: Path) -> FileSystem:
     """That of an existing folder. Raises OSError."""
     status = os.statvfs(folder)
-    kind, options = _mount(folder)
     # Some file systems report no inodes: then there is no limit to run into.
     return FileSystem(
-        kind=kind,
+        kind=_kind(folder.resolve()),
         free=status.f_bavail * status.f_frsize,
         free_inodes=status.f_favail if status.f_files else 2**62,
         noexec=bool(status.f_flag & os.ST_NOEXEC),
-        noatime=bool(status.f_flag & os.ST_NOATIME) or "noatime" in options,
+        noatime=bool(status.f_flag & os.ST_NOATIME),
         read_only=bool(status.f_flag & os.ST_RDONLY),
     )
 
 
-def _mount(folder: Path) -> tuple[str, tuple[str, ...]]:
-    """Kind and options of the mount that a folder lies on."""
-    best, kind = -1, ""
-    options: tuple[str, ...] = ()
-    resolved = folder.resolve()
+def _kind(folder: Path) -> str:
+    """The type of the mount that a folder lies on."""
     try:
-        text = _MOUNTS.read_text(encoding="utf-8", errors="replace")
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return kind, options
-    for line in text.splitlines():
-        fields, _, rest = line.partition(" - ")
-        words = fields.split()
-        if len(words) < 6 or not rest:
-            continue
-        point = Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), words[4]))
+        return ""
+    deepest, found = -1, ""
+    for line in lines:
+        _, point, kind, *_ = line.split(" ")
+        path = Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), point))
         # The last of several mounts on one point hides the others.
-        if resolved.is_relative_to(point) and len(point.parts) >= best:
-            best, kind, options = len(point.parts), rest.split()[0], tuple(words[5].split(","))
-    return kind, options
+        if folder.is_relative_to(path) and len(path.parts) >= deepest:
+            deepest, found = len(path.parts), kind
+    return found

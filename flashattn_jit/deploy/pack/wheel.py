@@ -17,34 +17,38 @@ import re
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
-from .._version import __version__
-from ..errors import InputError
-from ..jit.cache.entry import ARTIFACT
-from ..jit.cache.installed_packs import GROUP, PACK
-from ..jit.cache.layers import Found
-from ..jit.cache.pack_file import EARLIEST, write_archive
-from ..jit.compilation import nvcc, toolchain
-from .files import checked_path, replacing
-from .pack import (
-    PackReport,
-    check_place,
-    chosen_entries,
-    members,
-    read_file,
-    targets_of,
-    words_of,
-)
-from .platform_tag import platform_tag
+from ..._version import __version__
+from ...errors import InputError, PackError
+from ...jit.cache.entry import ARTIFACT
+from ...jit.cache.installed_packs import GROUP, PACK
+from ...jit.cache.layers import Found, machine_name
+from ...jit.cache.pack_file import EARLIEST, write_archive
+from ...jit.compilation import nvcc, toolchain
+from ..files import checked_path, replacing
+from .pack import PackReport, check_place, chosen_entries, members, read_file, report_of, target_of
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
 _OWN = "flashattn_jit"
 _FOR_PEOPLE = frozenset({toolchain.SOURCE, nvcc.SOURCE, toolchain.LOG, toolchain.COMMAND})
 _CHUNK_BYTES = 1 << 20
+
+# What every manylinux policy allows, and libgomp.so.1, which torch brings under that name.
+_ALLOWED = frozenset(
+    b"libc.so.6 libm.so.6 libpthread.so.0 libdl.so.2 librt.so.1 libgcc_s.so.1 libgomp.so.1 "
+    b"ld-linux-x86-64.so.2 ld-linux-aarch64.so.1".split()
+)
+_OLDEST = 17  # manylinux2014, the oldest that installers and PyPI still speak of
+
+# Names in an object's string table. What only looks like one, such as the driver's library in CUDA
+# kernels, which open it themselves, makes the tag stricter, never laxer.
+_LIBRARY = re.compile(rb"([A-Za-z0-9_.+-]+\.so(?:\.\d+)*)\0")
+_SYMBOLS = re.compile(rb"GLIBC_([A-Za-z0-9_.]+)\0")
+_RELEASE = re.compile(rb"2\.(\d+)(?:\.\d+)?")
 
 
 def pack_wheel(
@@ -95,10 +99,11 @@ def pack_wheel(
         read_file(one, ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"]
     )
     path = folder / f"{package}-{version}-py3-none-{platform}.whl"
+    targeted = ", ".join(sorted({target_of(one.meta) for one in chosen}))
     info = f"{package}-{version}.dist-info"
     texts = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        f"Summary: Kernels of {_OWN} {__version__}: {words_of(targets_of(chosen))}\n"
+        f"Summary: Kernels of {_OWN} {__version__} for {targeted}\n"
         f"Requires-Dist: {_OWN}=={__version__}\n",
         "WHEEL": f"Wheel-Version: 1.0\nGenerator: {_OWN} {__version__}\n"
         f"Root-Is-Purelib: false\nTag: py3-none-{platform}\n",
@@ -115,8 +120,7 @@ def pack_wheel(
             record += _add(archive, f"{info}/{member}", io.BytesIO(text.encode()))
         record += f"{info}/RECORD,,\n"
         _add(archive, f"{info}/RECORD", io.BytesIO(record.encode()))
-    wall_s = time.perf_counter() - begin
-    return PackReport(str(path), len(chosen), path.stat().st_size, targets_of(chosen), wall_s)
+    return report_of(path, chosen, begin)
 
 
 def _lean(one: Found) -> Found:
@@ -155,3 +159,29 @@ def _add(archive: zipfile.ZipFile, name: str, content: IO[bytes]) -> str:
             member.write(part)
     text = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
     return f"{name},sha256={text},{info.file_size}\n"
+
+
+def platform_tag(artifacts: Iterable[bytes]) -> str:
+    """The tag of shared objects: ``manylinux_2_N_x86_64`` where nothing but glibc 2.N and OpenMP's
+    runtime is asked for, else ``linux_x86_64``.
+
+    Raises PackError where they are for several kinds of machine, or for an unknown one.
+    """
+    machines: set[str] = set()
+    newest, is_portable = _OLDEST, True
+    for content in artifacts:
+        machines.add(machine_name(content[:64]))
+        is_portable &= _ALLOWED.issuperset(_LIBRARY.findall(content))
+        for version in set(_SYMBOLS.findall(content)):
+            release = _RELEASE.fullmatch(version)
+            is_portable &= release is not None
+            newest = max(newest, int(release[1]) if release else 0)
+    if len(machines) != 1:
+        raise PackError(
+            f"a wheel is for one kind of machine, and these kernels are for {len(machines)}: "
+            f"{', '.join(sorted(machines)) or 'none has an artifact'}; choose by target or key"
+        )
+    (machine,) = machines
+    if machine not in ("x86_64", "aarch64"):
+        raise PackError(f"there is no wheel tag for kernels of {machine}; pack them without one")
+    return f"manylinux_2_{newest}_{machine}" if is_portable else f"linux_{machine}"

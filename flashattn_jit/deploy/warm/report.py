@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ..codegen.spec import AnySpec, KernelSpec, tile_words
-from ..errors import WarmError
+from ...codegen.spec import tile_words
+from ...errors import WarmError
 
 _SHOWN = 5  # failures that an error's message spells out
 
@@ -87,17 +88,13 @@ class WarmReport:
 
     def raise_for_failures(self) -> None:
         """Raises WarmError, whose `report` this is, where a kernel failed."""
-        failures = self.failures
-        if failures:
-            lines = self._failure_lines()
-            more = len(lines) - _SHOWN
-            raise WarmError(
-                f"{len(failures)} of {len(self.results)} kernels failed, the others are in "
-                f"{self.directory}:\n"
-                + "\n".join(f"  {line}" for line in lines[:_SHOWN])
-                + (f"\n  and {more} more: see the error's `report`" if more > 0 else ""),
-                report=self,
-            )
+        lines = [f"  {line}" for line in self._failure_lines()]
+        if more := lines[_SHOWN:]:
+            lines[_SHOWN:] = [f"  and {len(more)} more: see the error's `report`"]
+        if lines:
+            failed = f"{len(self.failures)} of {len(self.results)} kernels failed"
+            head = f"{failed}, the others are in {self.directory}:"
+            raise WarmError("\n".join([head, *lines]), report=self)
 
     def _failure_lines(self) -> list[str]:
         # A missing compiler fails all kernels of its targets with the same words: said once.
@@ -124,18 +121,15 @@ class WarmReport:
         return "\n".join(lines)
 
 
-def kernel_words(spec: AnySpec) -> str:
-    """A spec in a few words: what tells it from others of its variant and target."""
-    if not isinstance(spec, KernelSpec):
-        return f"units of {spec.unit_bytes} bytes" if spec.unit_bytes else "all dtypes"
-    return tile_words(
-        (spec.tile_kind, spec.tile_q, spec.tile_kv),
-        (spec.head_dim, spec.head_dim_v),
-        (spec.q_dtype, spec.k_dtype, spec.v_dtype),
-        spec.features,
-    )
+def kernel_words(spec: Mapping[str, Any]) -> str:
+    """A spec's document in a few words: what tells it from others of its variant and target.
 
-
-def by_name(results: Iterable[KernelResult]) -> tuple[KernelResult, ...]:
-    """In a stable order for people."""
-    return tuple(sorted(results, key=lambda r: (r.name, r.target, r.kernel, r.key)))
+    Such as ``prefill 96x96 d64 fp32 block_mask``.
+    """
+    try:
+        if "kernel" in spec:
+            unit = spec["unit_bytes"]
+            return f"units of {unit} bytes" if unit else "all dtypes"
+        return tile_words(spec["tile"], spec["head_dims"], spec["dtypes"], spec.get("features", []))
+    except (KeyError, ValueError, TypeError):
+        return "unknown"

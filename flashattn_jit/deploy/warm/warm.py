@@ -8,28 +8,29 @@ kernels are begun first, so that the workers end together.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
-from .. import env
-from ..codegen.spec import AnySpec, KernelSpec, name_of
-from ..codegen.targets import is_cuda
-from ..errors import CacheError, CompileError, FlashAttnJitError, InputError
-from ..jit.cache.store import Store
-from ..jit.compilation import toolchain
-from ..jit.compilation.toolchain import find_compiler
-from ..jit.module import find_prepared
-from ..planner.tiles import request_of, requests_of
+from ... import env
+from ...codegen.spec import AnySpec, KernelSpec, name_of
+from ...codegen.targets import is_cuda
+from ...errors import CacheError, CompileError, InputError
+from ...jit.cache.store import Store
+from ...jit.compilation import toolchain
+from ...jit.compilation.toolchain import find_compiler
+from ...jit.module import find_prepared
+from ...planner.tiles import requests_of
+from ..wanted.specs import wanted_specs
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display
-from .report import KernelResult, WarmReport, by_name, kernel_words
-from .wanted import wanted_specs
-from .worker import Result, build, make_task
+from .report import KernelResult, WarmReport, kernel_words
+from .worker import build, make_task
 
 log = logging.getLogger(__name__)
 
@@ -100,54 +101,41 @@ def warm(
         raise InputError(f"jobs must be 1 or more, got {jobs}")
     if (num_q_heads is None) != (num_kv_heads is None):
         raise InputError("give num_q_heads and num_kv_heads both, or neither")
-    heads = None
-    if num_q_heads is not None and num_kv_heads is not None:
-        heads = num_q_heads, num_kv_heads
+    heads = None if num_q_heads is None or num_kv_heads is None else (num_q_heads, num_kv_heads)
     specs = wanted_specs(
         what, head_dims=head_dims, dtypes=dtypes, targets=targets, formats=formats, heads=heads,
         params=params, allow_cpp=allow_cpp,
     )  # fmt: skip
-    store = Store(env.cache_dir())
-    found, missing = _look_up(specs)
+    done, missing = _look_up(specs)
     never = env.compile_mode() == "never"  # executors' processes need not know it
-    failed = _unbuildable(missing) if executor is None or never else []
-    refused = {result.key for result in failed}
-    missing = [task for task in missing if task.key not in refused]
+    if executor is None or never:
+        refused, missing = _unbuildable(missing)
+        done += refused
     missing.sort(key=lambda task: -_cost(task.spec))
     workers = min(jobs or len(os.sched_getaffinity(0)), len(missing))
-    built = _build_all(missing, len(found) + len(failed), len(specs), workers, executor, store,
-                       progress)  # fmt: skip
-    results = by_name([*found, *failed, *built])
-    report = WarmReport(
-        results,
-        0 if executor else workers,
-        time.perf_counter() - begin,
-        str(store.root),
-        _notes(results, executor),
-    )
+    store = Store(env.cache_dir())
+    done += _build_all(missing, len(done), workers, executor, store, progress)
+    done.sort(key=lambda r: (r.name, r.target, r.kernel, r.key))
+    wall_s = time.perf_counter() - begin
+    notes = _notes(done, store) if executor else ()
+    report = WarmReport(tuple(done), 0 if executor else workers, wall_s, str(store.root), notes)
     if strict:
         report.raise_for_failures()
     return report
 
 
-class _Task:
-    """A kernel that is to be built."""
+class _Task(NamedTuple):
+    """A kernel that is to be built. asked: what its result is made of."""
 
-    __slots__ = ("key", "spec", "words")
-
-    def __init__(self, spec: AnySpec) -> None:
-        self.spec = spec
-        self.key = toolchain.key_of(request_of(spec)).hex
-        self.words = kernel_words(spec)
+    spec: AnySpec
+    asked: KernelResult
 
     def result(self, **known: Any) -> KernelResult:
         """What became of it."""
-        return KernelResult(
-            self.key, name_of(self.spec), self.spec.target, self.words, **known
-        )  # fmt: skip
+        return replace(self.asked, **known)
 
     def __str__(self) -> str:
-        return f"{name_of(self.spec)} {self.words} {self.spec.target}"
+        return f"{self.asked.name} {self.asked.kernel} {self.asked.target}"
 
 
 def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]:
@@ -156,36 +144,32 @@ def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]
     missing: list[_Task] = []
     fresh = env.compile_mode() == "always"
     for spec in specs:
-        task = _Task(spec)
-        prepared = None if fresh else find_prepared(requests_of(spec))
-        if prepared is None:
+        requests = requests_of(spec)
+        key, words = toolchain.key_of(requests[0]).hex, kernel_words(json.loads(requests[0].spec))
+        task = _Task(spec, KernelResult(key, name_of(spec), spec.target, words))
+        if fresh or (prepared := find_prepared(requests)) is None:
             missing.append(task)
-            continue
-        found.append(
-            task.result(
-                place=prepared.place,
-                layer=prepared.layer,
-                artifact_bytes=prepared.artifact_bytes,
-            )
-        )
+        else:
+            known = ("place", "layer", "artifact_bytes")
+            found.append(task.result(**{name: getattr(prepared, name) for name in known}))
     return found, missing
 
 
-def _unbuildable(tasks: Sequence[_Task]) -> list[KernelResult]:
-    """The tasks that no process of this machine can build, with what to do about it."""
+def _unbuildable(tasks: Sequence[_Task]) -> tuple[list[KernelResult], list[_Task]]:
+    """The tasks that no process of this machine can build, with what to do about it; the others."""
+    refused: list[KernelResult] = []
+    never = "it is in no layer, and FLASHATTN_JIT_COMPILE=never forbids to compile it"
     if env.compile_mode() == "never":
-        words = "it is in no layer, and FLASHATTN_JIT_COMPILE=never forbids to compile it"
-        return [task.result(error=words, error_type="MissingKernelError") for task in tasks]
-    reasons = {}
+        return [t.result(error=never, error_type="MissingKernelError") for t in tasks], []
+    buildable: list[_Task] = []
     for cuda in (False, True):
-        target = next((t.spec.target for t in tasks if is_cuda(t.spec.target) == cuda), None)
-        if target is not None and find_compiler(target) is None:
-            reasons[cuda] = toolchain.missing_compiler(target) + (_UNPACK if cuda else "")
-    return [
-        task.result(error=reasons[is_cuda(task.spec.target)], error_type="CompileError")
-        for task in tasks
-        if is_cuda(task.spec.target) in reasons
-    ]
+        some = [task for task in tasks if is_cuda(task.spec.target) == cuda]
+        if not some or find_compiler(some[0].spec.target) is not None:
+            buildable += some
+            continue
+        words = toolchain.missing_compiler(some[0].spec.target) + (_UNPACK if cuda else "")
+        refused += [task.result(error=words, error_type="CompileError") for task in some]
+    return refused, buildable
 
 
 def _cost(spec: AnySpec) -> float:
@@ -199,32 +183,38 @@ def _cost(spec: AnySpec) -> float:
 
 def _build_all(
     tasks: Sequence[_Task],
-    done: int,
-    total: int,
+    before: int,
     workers: int,
     executor: Executor | None,
     store: Store,
     progress: Progress,
 ) -> list[KernelResult]:
+    """What became of the tasks. before: how many kernels are there or failed already."""
     results: list[KernelResult] = []
     if not tasks:
         return results
+    total = before + len(tasks)
     pool = executor or WorkerPool(workers)
-    pending: dict[Future[Result], _Task] = {}
+    pending: dict[Future[dict[str, Any]], _Task] = {}
     with display(progress, total) as show:
+
+        def tell(finished: KernelResult | None) -> None:
+            running = tuple(str(task) for future, task in pending.items() if future.running())
+            show(WarmEvent(before + len(results), total, running, finished))
+
         try:
             for task in tasks:
-                spec, ship = task.spec, executor is not None
-                text = make_task(spec.document(), name_of(spec), ship=ship)
+                document, name = task.spec.document(), task.asked.name
+                text = make_task(document, name, ship=executor is not None)
                 pending[pool.submit(build, text)] = task
             while pending:
                 finished, _ = wait(pending, _LOOK_S, FIRST_COMPLETED)
                 for future in finished:
                     task = pending.pop(future)
                     results.append(_result(task, future, store, executor is not None))
-                    show(WarmEvent(done + len(results), total, _running(pending), results[-1]))
+                    tell(results[-1])
                 if not finished:
-                    show(WarmEvent(done + len(results), total, _running(pending), None))
+                    tell(None)
         except BaseException:
             for future in pending:
                 future.cancel()
@@ -236,40 +226,35 @@ def _build_all(
     return results
 
 
-def _running(pending: Mapping[Future[Result], _Task]) -> tuple[str, ...]:
-    return tuple(str(task) for future, task in pending.items() if future.running())
-
-
-def _result(task: _Task, future: Future[Result], store: Store, shipped: bool) -> KernelResult:
+def _result(
+    task: _Task, future: Future[dict[str, Any]], store: Store, shipped: bool
+) -> KernelResult:
+    told: dict[str, Any] = {}
     try:
         result = future.result()
+        for warning in result.get("warnings", ()):
+            log.warning("%s", warning)
+        told = {"seconds": result["seconds"], "host": result["host"]}
+        if shipped and "error" in result:
+            result["log_path"] = _kept_log(task, result, store)
+        elif shipped:
+            _adopt(task, result, store)
+            if result["layer"] != "compiler":
+                result["layer"] = "executor"
+        return task.result(**{name: value for name, value in result.items() if name in _TOLD})
     except (Exception, CancelledError) as error:
         # Whatever an executor raises: the other kernels are built all the same.
-        return task.result(error=str(error) or repr(error), error_type=type(error).__name__)
-    for warning in result.get("warnings", ()):
-        log.warning("%s", warning)
-    told: dict[str, Any] = {name: value for name, value in result.items() if name in _TOLD}
-    if shipped and "error" in result:
-        told["log_path"] = _kept_log(task, result, store)
-    elif shipped:
-        try:
-            _adopt(task, result, store)
-        except (FlashAttnJitError, OSError) as error:
-            told = {"seconds": result["seconds"], "host": result["host"]}
-            return task.result(error=str(error), error_type=type(error).__name__, **told)
-        if result["layer"] != "compiler":
-            told["layer"] = "executor"
-    return task.result(**told)
+        return task.result(error=str(error) or repr(error), error_type=type(error).__name__, **told)
 
 
-def _adopt(task: _Task, result: Result, store: Store) -> None:
+def _adopt(task: _Task, result: dict[str, Any], store: Store) -> None:
     """Puts the entries that came with a result into this machine's cache."""
-    if result["key"] != task.key:
+    if result["key"] != task.asked.key:
         raise CompileError(
             f"the worker on {result['host']} has another version of flashattn_jit, whose kernels "
             "this one cannot use; install the same version there"
         )
-    if not any(entry["key"] == task.key for entry in result["entries"]):
+    if not any(entry["key"] == task.asked.key for entry in result["entries"]):
         raise CacheError(
             f"the worker on {result['host']} could not keep the kernel; give it a "
             "FLASHATTN_JIT_CACHE_DIR that it can write to"
@@ -278,23 +263,20 @@ def _adopt(task: _Task, result: Result, store: Store) -> None:
         store.adopt(entry["key"], entry["compiler_id"], entry["files"], entry["meta"])
 
 
-def _kept_log(task: _Task, result: Result, store: Store) -> str:
+def _kept_log(task: _Task, result: dict[str, Any], store: Store) -> str:
     """The log of a build on another machine, kept on this one."""
     if not result.get("log"):
         return ""
     try:
         with store.staging() as staging:
             staging.joinpath(toolchain.LOG).write_text(result["log"])
-            return str(store.keep_failure(staging, task.key) / toolchain.LOG)
+            return str(store.keep_failure(staging, task.asked.key) / toolchain.LOG)
     except (OSError, CacheError):
         return ""
 
 
-def _notes(results: Sequence[KernelResult], executor: Executor | None) -> tuple[str, ...]:
+def _notes(results: Sequence[KernelResult], store: Store) -> tuple[str, ...]:
     """What the results do not say: kernels that this machine itself will not look for."""
-    if executor is None:
-        return ()
-    store = Store(env.cache_dir())
     notes = []
     for target in sorted({r.target for r in results if r.compiler_id}):
         compiler = find_compiler(target)

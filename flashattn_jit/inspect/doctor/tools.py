@@ -1,4 +1,4 @@
-"""What `doctor` asks of compilers, ninja and the CUDA toolkit."""
+"""Compilers, ninja and the CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from .. import env
-from ..errors import EnvironmentVariableError
-from ..jit.cache.layers import driver_version, oldest_driver, too_old
-from ..jit.compilation import nvcc
-from ..jit.compilation.toolchain import ask_version, cxx_words, find_compiler, missing_cxx
-from ._check_machine import driver_words
-from .doctor import Check, error, ok, warning
+from ... import env
+from ...errors import EnvironmentVariableError
+from ...jit.cache.layers import driver_version, oldest_driver, too_old
+from ...jit.compilation import compile_job, nvcc
+from ...jit.compilation.toolchain import ask_version, cxx_words, find_compiler, missing_cxx
+from .check import Check, error, ok, warning
+from .machine import driver_words
 
 _TIMEOUT_S = 10.0
 _LEAST_GCC = 11
@@ -31,7 +31,6 @@ _WITHOUT = (
     "install one, or compile elsewhere: `flashattn-jit warm --target ...` and `pack` on a machine "
     "with a toolkit, `unpack` here"
 )
-_REINSTALL = "pip install --force-reinstall ninja"
 
 
 def _unless_never(section: Callable[[], Check]) -> Callable[[], Check]:
@@ -88,18 +87,14 @@ def cxx() -> Check:
 @_unless_never
 def ninja() -> Check:
     """Ninja, which torch's extension builder runs."""
-    from ..jit.compilation.compile_job import ninja_dir
-
-    path = os.pathsep.join(filter(None, (ninja_dir(), os.environ.get("PATH", ""))))
+    path = os.pathsep.join(filter(None, (compile_job.ninja_dir(), os.environ.get("PATH", ""))))
     found = shutil.which("ninja", path=path)
     if found is None:
         return error("not found", "pip install ninja")
-    done = _run([found, "--version"])
-    if isinstance(done, str):
-        return error(f"{found} does not run: {done}", _REINSTALL)
-    if done.returncode:
-        return error(f"{found} does not run: {done.stderr.strip()}", _REINSTALL)
-    return ok(f"{done.stdout.strip()}, {found}")
+    version, problem = _run([found, "--version"])
+    if problem:
+        return error(f"{found} does not run: {problem}", "pip install --force-reinstall ninja")
+    return ok(f"{version}, {found}")
 
 
 @_unless_never
@@ -135,8 +130,8 @@ def cuda() -> Check:
             "install its runtime too (pip install nvidia-cuda-runtime, or the distribution's "
             "cuda-cudart-dev package)",
         )
-    needed, driver = oldest_driver(version[0]), driver_version()
-    if driver and too_old(driver, needed):
+    needed, present = oldest_driver(version[0]), driver_version()
+    if present and too_old(present, needed):
         return error(
             f"{words} compiles for driver {needed} or newer; this machine has a {driver_words()}",
             "update the driver, or set FLASHATTN_JIT_CUDA_HOME to an older toolkit",
@@ -154,30 +149,22 @@ def _probe(command: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="flashattn_jit-") as folder:
         source = Path(folder, "probe.cpp")
         source.write_text(_PROBE)
-        done = _run(
-            [*command, "-shared", "-fPIC", "-fopenmp", "-o", f"{folder}/probe.so", str(source)]
-        )
-    if isinstance(done, str):
-        return done
-    if done.returncode == 0:
-        return ""
-    words = done.stderr.strip().splitlines() or [f"it exits with {done.returncode}"]
-    return next((line for line in words if "error" in line or "cannot" in line), words[0])
+        made = f"{folder}/probe.so"
+        return _run([*command, "-shared", "-fPIC", "-fopenmp", "-o", made, str(source)])[1]
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str] | str:
-    """The finished process, or why there is none."""
+def _run(command: Sequence[str]) -> tuple[str, str]:
+    """What a program prints, and what goes wrong: empty where nothing does."""
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"no answer within {_TIMEOUT_S:.0f} s"
-    except OSError as error:
-        return str(error)
+        return "", f"no answer within {_TIMEOUT_S:.0f} s"
+    except OSError as failure:
+        return "", str(failure)
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    words = done.stderr.strip().splitlines() or [f"it exits with {done.returncode}"]
+    return "", next((line for line in words if "error" in line or "cannot" in line), words[0])

@@ -1,4 +1,4 @@
-"""What `doctor` asks of torch, the CPU, GPUs, OpenMP and the package's own files."""
+"""torch, the CPU, GPUs, OpenMP and the package's own files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from .. import env
-from ..codegen.spec import cuda_target, default_target, host_target
-from ..errors import EnvironmentVariableError, TargetError
-from ..jit.cache.layers import driver_version
-from ..planner.roofline import host_hardware
-from .doctor import Check, error, named, ok, warning
+from ... import env
+from ...codegen.spec import cuda_target, default_target, host_target
+from ...errors import EnvironmentVariableError, TargetError
+from ...jit.cache.layers import driver_version
+from ...planner.roofline import host_hardware
+from .check import Check, error, named, ok, warning
 
 LEAST_TORCH = (2, 11)
 """The oldest version of torch that the package is made for."""

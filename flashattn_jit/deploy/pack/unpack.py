@@ -7,18 +7,19 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from .. import env
-from ..errors import PackError
-from ..jit.cache.entry import META, CorruptEntryError
-from ..jit.cache.pack_file import PackedEntry, PackFile
-from ..jit.cache.store import Store
-from .files import checked_path
+from ... import env
+from ...errors import PackError
+from ...jit.cache.entry import META, CorruptEntryError
+from ...jit.cache.pack_file import PackedEntry, PackFile
+from ...jit.cache.store import Store
+from ..files import checked_path
+from ..wanted.targets import parse_targets
 from .pack import target_of
-from .targets import parse_targets
 
 _THREADS = 2
 
@@ -110,8 +111,9 @@ def _folder(directory: str | os.PathLike[str]) -> Path:
 
 def _unpack_one(store: Store, packed: PackedEntry) -> int:
     """Publishes an entry. Returns the bytes of its files, 0 where it was there before."""
-    if _is_there(store, packed):
-        return 0
+    with suppress(CorruptEntryError):  # adopting replaces it
+        if store.find(packed.key, packed.compiler_id) is not None:
+            return 0
     meta = packed.meta
     # Adopting compares each file with the digest in its meta.json, which is that of the index.
     files = {name: packed.read_unverified(name) for name in packed.files if name != META}
@@ -122,13 +124,6 @@ def _unpack_one(store: Store, packed: PackedEntry) -> int:
             f"entry {packed.compiler_id}/{packed.key}: {error.reason}"
         ) from error
     return sum(map(len, files.values()))
-
-
-def _is_there(store: Store, packed: PackedEntry) -> bool:
-    try:
-        return store.find(packed.key, packed.compiler_id) is not None
-    except CorruptEntryError:
-        return False  # adopting replaces it
 
 
 def _sync(folder: Path) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
-from ..errors import FlashAttnJitError, InputError, ParamError
-from ..ops.planning.batch_params import stand_in
-from ..planner.reachable import FORMATS, reachable, utilities
-from ..variants import library
-from ..variants.binding import Bound, bind
-from ..variants.compose import present_hooks
-from ..variants.ir.ir import VariantIR, unscaled_integers
-from ..variants.params import MISSING, Dims
-from ..variants.variant import Variant, as_variant
+from ...codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
+from ...errors import FlashAttnJitError, InputError, ParamError
+from ...ops.planning.batch_params import stand_in
+from ...planner.reachable import FORMATS, reachable, utilities
+from ...variants import library
+from ...variants.binding import Bound, bind
+from ...variants.compose import present_hooks
+from ...variants.ir.ir import VariantIR, unscaled_integers
+from ...variants.params import MISSING, Dims
+from ...variants.variant import Variant, as_variant
 from .compositions import compositions
 
 Dtypes = tuple[str, str, str]
@@ -37,8 +37,9 @@ _PROBES = (
 )
 """Sizes that variants are bound with where defaults ask for some: a kernel that is the same for
 both is the same for all."""
+_GIVE_HEADS = "give num_q_heads= and num_kv_heads="
 _PLANNED = ("ragged", "paged", "sparse", "cascade", "tree", "block_bits")
-_MAKERS = frozenset({"Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput"})
+_MAKERS = ("Natten", "QKNorm", "RelativeBias", "RoPE", "GatedOutput")
 """Functions of the library that make variants."""
 
 
@@ -116,9 +117,7 @@ def _planned(
     ]  # fmt: skip
     if not late:
         return []
-    sizes = _PROBES[0]._replace(head_dim=dims[0], head_dim_v=dims[1])
-    if heads:
-        sizes = sizes._replace(num_q_heads=heads[0], num_kv_heads=heads[1])
+    sizes = _sized(_PROBES[0], dims, heads)
     found = []
     for later in (False, True):
         values = dict(params)
@@ -150,30 +149,44 @@ def bound_for(
     for probe in _PROBES if reads_sizes else (Dims(),):
         # Sizes that are not known are not compared with those of given tensors.
         sizes = Dims(num_q_heads=probe.num_q_heads, num_kv_heads=probe.num_kv_heads)
-        sizes = (sizes if given else probe)._replace(head_dim=dims[0], head_dim_v=dims[1])
-        if heads:
-            sizes = sizes._replace(num_q_heads=heads[0], num_kv_heads=heads[1])
         try:
-            bounds.append(bind(chosen, sizes, given))
+            bounds.append(bind(chosen, _sized(sizes if given else probe, dims, heads), given))
         except ParamError as error:
             raise ParamError(f"{error}{_remedy(chosen, given, heads)}") from error
     if any(bound.ir != bounds[0].ir for bound in bounds):
-        raise InputError(
-            f"the kernels of {chosen.name} depend on sizes: "
-            + (
-                "warm a manifest that was recorded where it runs"
-                if heads
-                else "give num_q_heads= and num_kv_heads="
-            )
-        )
+        remedy = "warm a manifest that was recorded where it runs" if heads else _GIVE_HEADS
+        raise InputError(f"the kernels of {chosen.name} depend on sizes: {remedy}")
     return bounds[0]
+
+
+def _sized(sizes: Dims, dims: HeadDims, heads: tuple[int, int] | None) -> Dims:
+    """Sizes with other head dims and, where they are given, numbers of heads."""
+    q_heads, kv_heads = heads or (sizes.num_q_heads, sizes.num_kv_heads)
+    return sizes._replace(
+        head_dim=dims[0], head_dim_v=dims[1], num_q_heads=q_heads, num_kv_heads=kv_heads
+    )
+
+
+def _each(given: Any, one_kind: Any) -> list[tuple[Any, ...]]:
+    """One or several values by their parts: "a/b" and tuples have several."""
+    several = [given] if isinstance(given, one_kind) else given
+    texts = [one.split("/") if isinstance(one, str) else one for one in several]
+    return [tuple(one) if isinstance(one, list | tuple) else (one,) for one in texts]
 
 
 def parse_head_dims(head_dims: Any) -> tuple[HeadDims, ...]:
     """(head_dim, head_dim_v) of each of 64, "64", (576, 512) and "576/512". Raises InputError."""
-    if isinstance(head_dims, int | str):
-        head_dims = [head_dims]
-    return tuple(dict.fromkeys(_head_dims(one) for one in head_dims))
+    found = []
+    for parts in _each(head_dims, int | str):
+        try:
+            sizes = [int(part) for part in parts]
+        except (TypeError, ValueError):
+            sizes = []
+        if len(sizes) not in (1, 2) or min(sizes) < 1:
+            one = "/".join(map(str, parts))
+            raise InputError(f"head_dims: {one!r} is no head dim such as 64, nor two as 576/512")
+        found.append((sizes[0], sizes[-1]))
+    return tuple(dict.fromkeys(found))
 
 
 def parse_dtypes(dtypes: Any) -> tuple[Dtypes, ...]:
@@ -181,9 +194,20 @@ def parse_dtypes(dtypes: Any) -> tuple[Dtypes, ...]:
 
     Raises InputError.
     """
-    if isinstance(dtypes, torch.dtype | str):
-        dtypes = [dtypes]
-    return tuple(dict.fromkeys(_dtypes(one) for one in dtypes))
+    found = []
+    for parts in _each(dtypes, torch.dtype | str):
+        names = []
+        for part, allowed in zip(parts, (Q_DTYPES, KV_DTYPES, KV_DTYPES), strict=False):
+            name = str(part).removeprefix("torch.")
+            name = _LONG.get(name, name)
+            if name not in allowed:
+                raise InputError(f"dtypes: {part!r} is none of {', '.join(allowed)}")
+            names.append(name)
+        if len(parts) not in (1, 2, 3):
+            one = "/".join(map(str, parts))
+            raise InputError(f"dtypes: expected one dtype, q/kv or q/k/v, got {one!r}")
+        found.append((names[0], names[min(1, len(names) - 1)], names[-1]))
+    return tuple(dict.fromkeys(found))
 
 
 def library_names() -> list[str]:
@@ -198,20 +222,22 @@ def library_names() -> list[str]:
 
 
 def parse_variant(what: Any) -> Variant:
-    """A variant, a bare hook or class of the library's, by name or itself. Raises InputError."""
-    make = what if isinstance(what, type) and issubclass(what, Variant) else None
+    """A variant from a variant, a bare hook, or what makes one and its name in the library.
+
+    Raises InputError.
+    """
     if isinstance(what, str):
         if what not in library_names():
             raise InputError(
                 f"{what!r} is no file and no variant of the library; variants are "
                 f"{', '.join(library_names())}"
             )
-        make = getattr(library, what)
-    if make is not None:
+        what = getattr(library, what)
+    if isinstance(what, type) or what in [getattr(library, name) for name in _MAKERS]:
+        name = what.__name__
         try:
-            what = make()
+            what = what()
         except TypeError as error:
-            name = make.__name__
             raise InputError(f"{name} needs arguments, give {name}(...): {error}") from None
     return as_variant(what)
 
@@ -228,31 +254,4 @@ def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
             )
         if param.default is MISSING:
             return f"; for warm, params={{{name!r}: ...}}: any value, unless hooks branch on it"
-    return "" if heads else "; give num_q_heads= and num_kv_heads="
-
-
-def _head_dims(one: Any) -> HeadDims:
-    parts = one.split("/") if isinstance(one, str) else one if isinstance(one, tuple) else (one,)
-    try:
-        sizes = tuple(int(part) for part in parts)
-    except (TypeError, ValueError):
-        sizes = ()
-    if len(sizes) not in (1, 2) or min(sizes) < 1:
-        raise InputError(f"head_dims: expected 64 or 576/512 (of q and k, of v), got {one!r}")
-    return sizes[0], sizes[-1]
-
-
-def _dtypes(one: Any) -> Dtypes:
-    parts = one.split("/") if isinstance(one, str) else one if isinstance(one, tuple) else (one,)
-    names = [_dtype_name(part, KV_DTYPES if i else Q_DTYPES) for i, part in enumerate(parts)]
-    if len(names) not in (1, 2, 3):
-        raise InputError(f"dtypes: expected one dtype, q/kv or q/k/v, got {one!r}")
-    return names[0], names[1 if len(names) > 1 else 0], names[-1]
-
-
-def _dtype_name(one: Any, allowed: Sequence[str]) -> str:
-    name = str(one).removeprefix("torch.")
-    name = _LONG.get(name, name)
-    if name not in allowed:
-        raise InputError(f"dtypes: {one!r} is none of {', '.join(allowed)}")
-    return name
+    return "" if heads else f"; {_GIVE_HEADS}"

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError, VariantError
-from ..ops.flex import sharpened
-from ..ops.keys.mask_bits import BlockBits, TreeBits
-from ..planner.reachable import COMPOSED, FORMATS
-from ..torch_modes import outside_modes
-from ..variants.library import Full
-from ..variants.variant import FULL, CppHook, FunctionVariant, Variant, variant
+from ...errors import InputError, VariantError
+from ...ops.flex import sharpened
+from ...ops.keys.mask_bits import BlockBits, TreeBits
+from ...planner.reachable import COMPOSED, FORMATS
+from ...torch_modes import outside_modes
+from ...variants.library import Full
+from ...variants.variant import FULL, CppHook, FunctionVariant, Variant, variant
 
 
 class Composition(NamedTuple):
@@ -50,9 +50,8 @@ def compositions(chosen: Variant, formats: Sequence[str] = FORMATS) -> Iterator[
             # A mask that is C++ text goes with no other: then there are no such calls either.
             with contextlib.suppress(VariantError):
                 yield Composition(chosen & bits(), _stand_ins(name), (name,))
-    if "max_scores" in formats:
-        # What flex_attention makes without hooks is what fa.Full is.
-        chosen = FULL if type(chosen) is Full else chosen
+    # What flex_attention makes without hooks is what fa.Full is.
+    chosen = FULL if type(chosen) is Full else chosen
     if "max_scores" in formats and _of_flex(chosen):
         sharp = chosen
         if hasattr(chosen, "score_mod"):

@@ -1,0 +1,1 @@
+"""Manifests, which list kernels: their files, recording them, the library's."""

@@ -1,0 +1,1 @@
+"""Kernels in one file or in a wheel, and out of a file."""

@@ -1,0 +1,1 @@
+"""Which kernels calls can ask for: from variants and manifests to specs."""

@@ -1,0 +1,1 @@
+"""Compiling kernels ahead, in processes of this machine or of others."""
