@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -178,9 +179,9 @@ def _build_all(
     if not tasks:
         return results
     total = before + len(tasks)
-    pool = executor or WorkerPool(workers)
     pending: dict[Future[dict[str, Any]], KernelResult] = {}
-    with display(progress, total) as show:
+    own_pool = nullcontext(executor) if executor is not None else WorkerPool(workers)
+    with display(progress, total) as show, own_pool as pool:
 
         def tell(finished: KernelResult | None) -> None:
             running = [one for future, one in pending.items() if future.running()]
@@ -199,14 +200,9 @@ def _build_all(
                     tell(results[-1])
                 if not finished:
                     tell(None)
-        except BaseException:
-            for future in pending:
+        finally:
+            for future in pending:  # after an error
                 future.cancel()
-            if isinstance(pool, WorkerPool):
-                pool.stop()
-            raise
-        if isinstance(pool, WorkerPool):
-            pool.shutdown()
     return results
 
 
