@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from .. import env
-from ..deploy.wanted.targets import parse_targets
+from ..deploy.wanted.specs import parse_targets
 from ..jit import remote
 from ..jit.entry import CorruptEntryError, Entry
 from ..jit.eviction import collect

@@ -13,7 +13,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import CPU_TARGETS, default_target, host_target, resolve_target
-from flashattn_jit.deploy.wanted.targets import parse_targets
+from flashattn_jit.deploy.wanted.specs import parse_targets
 from flashattn_jit.errors import EnvironmentVariableError
 from flashattn_jit.inspect.doctor import cache as _check_cache
 from flashattn_jit.inspect.doctor import machine as _check_machine

@@ -18,7 +18,7 @@ from ...jit.entry import META, CorruptEntryError
 from ...jit.pack_file import PackedEntry, PackFile
 from ...jit.store import Store
 from ..files import checked_path
-from ..wanted.targets import parse_targets
+from ..wanted.specs import parse_targets
 from .pack import target_of
 
 _THREADS = 2
