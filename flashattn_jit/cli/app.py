@@ -26,11 +26,11 @@ from .warm import warm_command
 class App(Group):
     """The group of all commands."""
 
-    def main(self, *args: Any, **options: Any) -> Any:
+    def main(self, args: Any = None, *rest: Any, **options: Any) -> Any:
         """Runs a command and exits with its code."""
-        given = sys.argv[1:] if options.get("args") is None else options["args"]
+        given = sys.argv[1:] if args is None else list(args)
         try:
-            code = super().main(*args, **{**options, "standalone_mode": False})
+            code = super().main(given, *rest, **{**options, "standalone_mode": False})
             sys.stdout.flush()
         except BrokenPipeError:
             # The reader has seen enough. Python would complain once more when it closes stdout.

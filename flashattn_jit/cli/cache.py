@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from .. import env
-from ..deploy.wanted.targets import parse_targets
+from ..deploy.wanted.specs import parse_targets
+from ..jit.cache import remote
 from ..jit.cache.entry import CorruptEntryError, Entry
 from ..jit.cache.eviction import collect
 from ..jit.cache.store import Store
@@ -83,7 +84,7 @@ def show(key: str, file: str | None) -> None:
         for one, record in zip(found, records, strict=True):
             if not record["readable"]:
                 reason = one.fault() or "its meta.json cannot be read"
-                raise CorruptEntryError(one.location, reason)
+                raise CorruptEntryError(getattr(one.entry, "path", one.location), reason)
     output.emit(
         {"key": found[0].key, "entries": records},
         partial(output.fields, [pair for record in records for pair in _lines(record)]),
@@ -198,8 +199,6 @@ def push(url: str, targets: tuple[str, ...], keys: tuple[str, ...]) -> None:
     URL is anything that fsspec writes: s3://bucket/kernels, file:///mnt/kernels. What lies there
     already stays as it is. Everyone who may write to URL decides code that its readers run.
     """
-    from ..jit.cache import remote
-
     store, chosen_targets = Store(env.cache_dir()), parse_targets(targets)
     wanted = {find(prefix)[0].key for prefix in keys}
     chosen = [

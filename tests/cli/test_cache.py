@@ -12,6 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import line_of, line_text
+from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.deploy.manifest.file import write_manifest
 from flashattn_jit.jit.cache.entry import ARTIFACT, META
 from flashattn_jit.jit.module import default
@@ -33,6 +34,19 @@ def test_ls_narrows_by_target_and_layer(run_json, entries) -> None:
     assert len(run_json("cache", "ls")["kernels"]) == 3
     assert not run_json("cache", "ls", "--target", "sm_90")["kernels"]
     assert not run_json("cache", "ls", "--layer", "read_only")["kernels"]
+
+
+def test_targets_may_be_given_as_groups(run_json, entries, tmp_path: Path) -> None:
+    assert len(run_json("cache", "ls", "--target", "cpu")["kernels"]) == 3
+    assert not run_json("cache", "ls", "--target", "cuda")["kernels"]
+    assert run_json("cache", "push", f"file://{tmp_path}/remote", "--target", "cuda")["sent"] == 0
+
+
+def test_utilities_are_named_by_their_kernel(run_json, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    write_manifest(path, [line_of(UtilitySpec("append_paged_kv", "sm_90", 4))])
+    (line,) = run_json("manifest", "show", path)["lines"]
+    assert (line["variant"], line["kernel"]) == ("append_paged_kv", "units of 4 bytes")
 
 
 def test_ls_lists_read_only_folders_and_packs(

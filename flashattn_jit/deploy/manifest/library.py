@@ -11,8 +11,8 @@ import torch
 from ...codegen.document import Line, line_of
 from ...variants import library as lib
 from ...variants.variant import Variant
+from ..wanted.specs import parse_targets
 from ..wanted.structures import parse_dtypes, parse_head_dims, specs_of
-from ..wanted.targets import parse_targets
 from .file import merged
 
 _Q_HEADS, _TOKENS = 2, 4

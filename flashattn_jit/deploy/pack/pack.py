@@ -23,8 +23,7 @@ from ...jit.cache.store import Store
 from ...jit.compilation.toolchain import key_of
 from ...planner.tiles import requests_of
 from ..files import checked_path, replacing
-from ..wanted.specs import wanted_specs
-from ..wanted.targets import parse_targets
+from ..wanted.specs import parse_targets, wanted_specs
 from ..warm.report import kernel_words
 
 _SHOWN = 5

@@ -1,4 +1,4 @@
-"""Which kernels are wanted: from what `warm` and `pack` are given to specs."""
+"""Which kernels are wanted: from what `warm` and `pack` are given to specs and targets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ...codegen.document import Line
-from ...codegen.spec import AnySpec, KernelSpec
-from ...errors import InputError
+from ...codegen.spec import AnySpec, KernelSpec, default_target, device_target
+from ...codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_here, compiled_target
+from ...errors import InputError, TargetError
 from ...planner.reachable import retarget
 from ..manifest.file import STDIN, read_manifest
-from .targets import parse_targets
 
 
 def wanted_specs(
@@ -84,3 +84,38 @@ def _several(what: Any) -> Iterable[Any]:
 
 def _is_manifest(name: str) -> bool:
     return name == STDIN or os.sep in name or "." in name or Path(name).is_file()
+
+
+def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
+    """Compiled targets by name: also ``host`` (this machine's), ``cpu``, ``cuda`` and ``all``.
+
+    ``cpu`` and ``all`` are without those of machines of another architecture.
+
+    Raises TargetError for a name that is none.
+    """
+    every = (*CPU_TARGETS, *CUDA_TARGETS)
+    cpu = tuple(filter(compiled_here, CPU_TARGETS))
+    groups = {"cpu": cpu, "cuda": CUDA_TARGETS, "all": (*cpu, *CUDA_TARGETS)}
+    if targets is None or (isinstance(targets, Sequence) and not targets):
+        return ()
+    if not isinstance(targets, Sequence) or not all(isinstance(n, str) for n in targets):
+        raise TargetError(
+            f"targets must be names, in a string or a sequence, got {type(targets).__name__}"
+        )
+    chosen: list[str] = []
+    for name in map(str.strip, targets.split(",") if isinstance(targets, str) else targets):
+        named = _host_targets() if name == "host" else groups.get(name, [compiled_target(name)])
+        chosen += named
+        if chosen[-1] not in every:
+            raise TargetError(
+                f"unknown target {name!r}; known: {', '.join(every)}, and host, "
+                f"{', '.join(groups)} for several"
+            )
+    return tuple(dict.fromkeys(chosen))
+
+
+def _host_targets() -> list[str]:
+    import torch
+
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [default_target(), *map(device_target, gpus)]

@@ -62,13 +62,14 @@ class WorkerPool(Executor):
         for thread in self._threads if wait else ():
             thread.join()
 
-    def stop(self) -> None:
-        """Ends everything now: workers, their compilers, and what waits."""
-        with self._lock:
-            self._stopped = True
-            for worker in self._workers:
-                worker.process.terminate()
-        self.shutdown(cancel_futures=True)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """After an error ends everything now: workers, their compilers, and what waits."""
+        if kind is not None:
+            with self._lock:
+                self._stopped = True
+                for worker in self._workers:
+                    worker.process.terminate()
+        self.shutdown(cancel_futures=kind is not None)
 
     def _serve(self) -> None:
         worker: _Worker | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -73,13 +73,8 @@ def _bar(total: int) -> Iterator[Show]:
         def show(event: WarmEvent) -> None:
             if event.finished is not None and event.finished.failed:
                 bar.console.print(str(event.finished), markup=False, highlight=False)
-            bar.update(
-                task, completed=event.done, description=_names(event.compiling), refresh=True
-            )
+            names, more = ", ".join(event.compiling[:_NAMED]), len(event.compiling) - _NAMED
+            words = f"{names} and {more} more" if more > 0 else names
+            bar.update(task, completed=event.done, description=words, refresh=True)
 
         yield show
-
-
-def _names(compiling: Sequence[str]) -> str:
-    more = len(compiling) - _NAMED
-    return ", ".join(compiling[:_NAMED]) + (f" and {more} more" if more > 0 else "")

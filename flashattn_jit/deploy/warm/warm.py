@@ -14,8 +14,9 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, Future, wait
+from contextlib import nullcontext
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ... import env
 from ...codegen.spec import AnySpec, KernelSpec, name_of
@@ -109,9 +110,10 @@ def warm(
     done, missing = _look_up(specs)
     never = env.compile_mode() == "never"  # executors' processes need not know it
     if executor is None or never:
-        refused, missing = _unbuildable(missing)
-        done += refused
-    missing.sort(key=lambda task: -_cost(task.spec))
+        refusals = {spec.target: _refusal(spec.target) for spec, _ in missing}
+        done += [replace(one, **why) for _, one in missing if (why := refusals[one.target])]
+        missing = [task for task in missing if not refusals[task[1].target]]
+    missing.sort(key=lambda task: -_cost(task[0]))
     workers = min(jobs or len(os.sched_getaffinity(0)), len(missing))
     store = Store(env.cache_dir())
     done += _build_all(missing, len(done), workers, executor, store, progress)
@@ -124,18 +126,8 @@ def warm(
     return report
 
 
-class _Task(NamedTuple):
-    """A kernel that is to be built. asked: what its result is made of."""
-
-    spec: AnySpec
-    asked: KernelResult
-
-    def result(self, **known: Any) -> KernelResult:
-        """What became of it."""
-        return replace(self.asked, **known)
-
-    def __str__(self) -> str:
-        return f"{self.asked.name} {self.asked.kernel} {self.asked.target}"
+_Task = tuple[AnySpec, KernelResult]
+"""A kernel that is to be built, and what its result is made of."""
 
 
 def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]:
@@ -146,30 +138,24 @@ def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]
     for spec in specs:
         requests = requests_of(spec)
         key, words = toolchain.key_of(requests[0]).hex, kernel_words(json.loads(requests[0].spec))
-        task = _Task(spec, KernelResult(key, name_of(spec), spec.target, words))
+        one = KernelResult(key, name_of(spec), spec.target, words)
         if fresh or (prepared := find_prepared(requests)) is None:
-            missing.append(task)
+            missing.append((spec, one))
         else:
             known = ("place", "layer", "artifact_bytes")
-            found.append(task.result(**{name: getattr(prepared, name) for name in known}))
+            found.append(replace(one, **{name: getattr(prepared, name) for name in known}))
     return found, missing
 
 
-def _unbuildable(tasks: Sequence[_Task]) -> tuple[list[KernelResult], list[_Task]]:
-    """The tasks that no process of this machine can build, with what to do about it; the others."""
-    refused: list[KernelResult] = []
-    never = "it is in no layer, and FLASHATTN_JIT_COMPILE=never forbids to compile it"
+def _refusal(target: str) -> dict[str, Any]:
+    """Why no process of this machine can build for a target; empty where one can."""
     if env.compile_mode() == "never":
-        return [t.result(error=never, error_type="MissingKernelError") for t in tasks], []
-    buildable: list[_Task] = []
-    for cuda in (False, True):
-        some = [task for task in tasks if is_cuda(task.spec.target) == cuda]
-        if not some or find_compiler(some[0].spec.target) is not None:
-            buildable += some
-            continue
-        words = toolchain.missing_compiler(some[0].spec.target) + (_UNPACK if cuda else "")
-        refused += [task.result(error=words, error_type="CompileError") for task in some]
-    return refused, buildable
+        words = "it is in no layer, and FLASHATTN_JIT_COMPILE=never forbids to compile it"
+        return {"error": words, "error_type": "MissingKernelError"}
+    if find_compiler(target) is not None:
+        return {}
+    remedy = _UNPACK if is_cuda(target) else ""
+    return {"error": toolchain.missing_compiler(target) + remedy, "error_type": "CompileError"}
 
 
 def _cost(spec: AnySpec) -> float:
@@ -194,40 +180,35 @@ def _build_all(
     if not tasks:
         return results
     total = before + len(tasks)
-    pool = executor or WorkerPool(workers)
-    pending: dict[Future[dict[str, Any]], _Task] = {}
-    with display(progress, total) as show:
+    pending: dict[Future[dict[str, Any]], KernelResult] = {}
+    own_pool = nullcontext(executor) if executor is not None else WorkerPool(workers)
+    with display(progress, total) as show, own_pool as pool:
 
         def tell(finished: KernelResult | None) -> None:
-            running = tuple(str(task) for future, task in pending.items() if future.running())
-            show(WarmEvent(before + len(results), total, running, finished))
+            running = [one for future, one in pending.items() if future.running()]
+            words = tuple(f"{one.name} {one.kernel} {one.target}" for one in running)
+            show(WarmEvent(before + len(results), total, words, finished))
 
         try:
-            for task in tasks:
-                document, name = task.spec.document(), task.asked.name
-                text = make_task(document, name, ship=executor is not None)
-                pending[pool.submit(build, text)] = task
+            for spec, one in tasks:
+                text = make_task(spec.document(), one.name, ship=executor is not None)
+                pending[pool.submit(build, text)] = one
             while pending:
                 finished, _ = wait(pending, _LOOK_S, FIRST_COMPLETED)
                 for future in finished:
-                    task = pending.pop(future)
-                    results.append(_result(task, future, store, executor is not None))
+                    one = pending.pop(future)
+                    results.append(_result(one, future, store, executor is not None))
                     tell(results[-1])
                 if not finished:
                     tell(None)
-        except BaseException:
-            for future in pending:
+        finally:
+            for future in pending:  # after an error
                 future.cancel()
-            if isinstance(pool, WorkerPool):
-                pool.stop()
-            raise
-        if isinstance(pool, WorkerPool):
-            pool.shutdown()
     return results
 
 
 def _result(
-    task: _Task, future: Future[dict[str, Any]], store: Store, shipped: bool
+    one: KernelResult, future: Future[dict[str, Any]], store: Store, shipped: bool
 ) -> KernelResult:
     told: dict[str, Any] = {}
     try:
@@ -236,25 +217,26 @@ def _result(
             log.warning("%s", warning)
         told = {"seconds": result["seconds"], "host": result["host"]}
         if shipped and "error" in result:
-            result["log_path"] = _kept_log(task, result, store)
+            result["log_path"] = _kept_log(one, result, store)
         elif shipped:
-            _adopt(task, result, store)
+            _adopt(one, result, store)
             if result["layer"] != "compiler":
                 result["layer"] = "executor"
-        return task.result(**{name: value for name, value in result.items() if name in _TOLD})
+        return replace(one, **{name: value for name, value in result.items() if name in _TOLD})
     except (Exception, CancelledError) as error:
         # Whatever an executor raises: the other kernels are built all the same.
-        return task.result(error=str(error) or repr(error), error_type=type(error).__name__, **told)
+        words = str(error) or repr(error)
+        return replace(one, error=words, error_type=type(error).__name__, **told)
 
 
-def _adopt(task: _Task, result: dict[str, Any], store: Store) -> None:
+def _adopt(one: KernelResult, result: dict[str, Any], store: Store) -> None:
     """Puts the entries that came with a result into this machine's cache."""
-    if result["key"] != task.asked.key:
+    if result["key"] != one.key:
         raise CompileError(
             f"the worker on {result['host']} has another version of flashattn_jit, whose kernels "
             "this one cannot use; install the same version there"
         )
-    if not any(entry["key"] == task.asked.key for entry in result["entries"]):
+    if not any(entry["key"] == one.key for entry in result["entries"]):
         raise CacheError(
             f"the worker on {result['host']} could not keep the kernel; give it a "
             "FLASHATTN_JIT_CACHE_DIR that it can write to"
@@ -263,14 +245,14 @@ def _adopt(task: _Task, result: dict[str, Any], store: Store) -> None:
         store.adopt(entry["key"], entry["compiler_id"], entry["files"], entry["meta"])
 
 
-def _kept_log(task: _Task, result: dict[str, Any], store: Store) -> str:
+def _kept_log(one: KernelResult, result: dict[str, Any], store: Store) -> str:
     """The log of a build on another machine, kept on this one."""
     if not result.get("log"):
         return ""
     try:
         with store.staging() as staging:
             staging.joinpath(toolchain.LOG).write_text(result["log"])
-            return str(store.keep_failure(staging, task.asked.key) / toolchain.LOG)
+            return str(store.keep_failure(staging, one.key) / toolchain.LOG)
     except (OSError, CacheError):
         return ""
 

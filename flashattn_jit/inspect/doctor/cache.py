@@ -81,7 +81,17 @@ def _installed() -> Iterator[Check]:
 
 def _folder(root: Path, writable: bool) -> Iterator[Check]:
     if not root.exists():
-        yield _absent(root, writable)
+        if not writable:
+            remedy = f"mount or unpack it there, or take it out of {_PREFIX}CACHE_PATH"
+            yield warning(f"{root} does not exist", remedy)
+        elif problem := _cannot_make(root):
+            yield warning(
+                f"{root} does not exist and cannot be made: {problem}; kernels are compiled anew "
+                "in every process",
+                f"set {_PREFIX}CACHE_DIR to a folder that can be written",
+            )
+        else:
+            yield ok(f"{root}, made when the first kernel is compiled")
         return
     store = Store(root)
     try:
@@ -113,22 +123,6 @@ def _folder(root: Path, writable: bool) -> Iterator[Check]:
     if writable:
         yield from _leftovers(store, size)
         yield from _slower(root, system)
-
-
-def _absent(root: Path, writable: bool) -> Check:
-    """A folder that is not there."""
-    if not writable:
-        return warning(
-            f"{root} does not exist",
-            f"mount or unpack it there, or take it out of {_PREFIX}CACHE_PATH",
-        )
-    if problem := _cannot_make(root):
-        return warning(
-            f"{root} does not exist and cannot be made: {problem}; kernels are compiled anew in "
-            "every process",
-            f"set {_PREFIX}CACHE_DIR to a folder that can be written",
-        )
-    return ok(f"{root}, made when the first kernel is compiled")
 
 
 def _contents(store: Store) -> tuple[int, int, list[str], int]:

@@ -69,16 +69,13 @@ def gpu() -> Iterator[Check]:
         )
         return
     for index in range(torch.cuda.device_count()):
-        yield from named(f"gpu {index}", [_device(index)])
-
-
-def _device(index: int) -> Check:
-    properties = torch.cuda.get_device_properties(index)
-    try:
-        target = cuda_target(properties.major, properties.minor)
-    except TargetError as unknown:
-        return error(f"{properties.name}: {unknown}", "use another GPU, or CPU tensors")
-    return ok(f"{properties.name}, {target}, {driver_words()}")
+        device = torch.cuda.get_device_properties(index)
+        try:
+            target = cuda_target(device.major, device.minor)
+            check = ok(f"{device.name}, {target}, {driver_words()}")
+        except TargetError as unknown:
+            check = error(f"{device.name}: {unknown}", "use another GPU, or CPU tensors")
+        yield from named(f"gpu {index}", [check])
 
 
 def driver_words() -> str:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 
@@ -38,15 +39,12 @@ def _unless_never(section: Callable[[], Check]) -> Callable[[], Check]:
 
     @wraps(section)
     def check() -> Check:
-        try:
-            never = env.compile_mode() == "never"
-        except EnvironmentVariableError:  # a check of its own says so
-            never = False
         found = section()
-        if not never or (found.status == "ok" and not found.remedy):
-            return found
-        detail = found.detail.removesuffix(f", so {_UNCOMPILED}")
-        return ok(f"{detail}; FLASHATTN_JIT_COMPILE=never asks for none")
+        with suppress(EnvironmentVariableError):  # a check of its own says so
+            if env.compile_mode() == "never" and (found.status != "ok" or found.remedy):
+                detail = found.detail.removesuffix(f", so {_UNCOMPILED}")
+                return ok(f"{detail}; FLASHATTN_JIT_COMPILE=never asks for none")
+        return found
 
     return check
 
