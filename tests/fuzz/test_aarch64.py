@@ -1,4 +1,4 @@
-"""Machines that are not x86-64: what they run, and `cpu:generic` cross-compiled and run in qemu.
+"""Machines that are not x86-64: what they run, and kernels cross-compiled for aarch64, in qemu.
 
 Needs g++-aarch64-linux-gnu; to run kernels, qemu-user.
 """
@@ -22,7 +22,7 @@ from tests.fuzz.test_fuzz import build_driver, spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-CALLS = 20
+TARGETS = [name for name, row in targets.CPU_ROWS.items() if row.machine in ("", "aarch64")]
 
 needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs {COMPILER}")
 
@@ -34,7 +34,8 @@ def aarch64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_machine_of_another_architecture_runs_generic_code() -> None:
     assert targets.best_cpu_target([]) == "cpu:generic"
-    assert parse_targets("cpu") == ("cpu:generic",)
+    assert targets.best_cpu_target(["x86-64-v3"]) == "cpu:generic"
+    assert parse_targets("cpu") == tuple(TARGETS)
     assert not any(flag.startswith("-march=x86") for flag in flags_for("cpu:generic"))
     with pytest.raises(TargetError, match=r"'cpu:avx2' is compiled on x86_64 machines"):
         flags_for("cpu:avx2")
@@ -55,19 +56,20 @@ def test_the_compiled_parts_compile(tmp_path: Path, folder: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("prefill", torch.float32), ("few_row", torch.bfloat16)]
 )
-def test_generic_kernels_give_what_a_plain_loop_gives(
-    tmp_path: Path, kind: str, dtype: torch.dtype
+def test_kernels_give_what_a_plain_loop_gives(
+    tmp_path: Path, kind: str, dtype: torch.dtype, target: str
 ) -> None:
-    spec = spec_of(kind, dtype, 40, 24, "cpu:generic")
+    spec = spec_of(kind, dtype, 40, 24, target)
     build = build_driver(tmp_path, spec, [COMPILER], ["-O1", "-static"])
     assert build.returncode == 0, build.stderr
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"compiled; to run it needs {EMULATOR}")
     done = check([EMULATOR, str(tmp_path / "fuzz"), "1", "3"])
-    assert int(done.split()[0]) > CALLS
+    assert int(done.split()[0]) > 5  # calls; a quiet machine makes 50
 
 
 def check(command: list[str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.codegen.targets import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS, architecture
 from flashattn_jit.errors import InputError, TargetError
 from flashattn_jit.planner.devices import DEVICES, named_hardware
 
@@ -51,7 +51,7 @@ def test_splits_come_from_slots():
 def test_a_target_alone_stands_for_a_typical_device():
     for target in CUDA_TARGETS:
         found = fa.Causal().explain(dims=PREFILL, dtype=torch.float16, target=target)
-        assert found.target == target and found.plan.device.target == target
+        assert found.target == target and found.plan.device.target == architecture(target)
     emulated = fa.Causal().explain(dims=PREFILL, dtype=torch.float16, target="emulated:sm_80")
     assert emulated.plan.spec.target == "sm_80" and emulated.plan.device.name == "A100"
 

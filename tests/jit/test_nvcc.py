@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flashattn_jit.codegen.spec import Request
-from flashattn_jit.codegen.targets import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit.cache.layers import oldest_driver
 from flashattn_jit.jit.compilation import nvcc, toolchain
@@ -135,7 +135,7 @@ def test_where_and_when_it_is_built_does_not_show(tmp_path: Path) -> None:
 @needs_nvcc
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_every_target_compiles_for_itself_alone(tmp_path: Path, target: str) -> None:
-    arch = 10 * int(target.removeprefix("sm_"))
+    arch = 10 * sm_version(target)
     guard = f"#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != {arch}\n#error\n#endif\n"
     build(tmp_path / "a", guard + SOURCE, target)
     assert f".target {target}\n" in tmp_path.joinpath("a/kernel.ptx").read_text()

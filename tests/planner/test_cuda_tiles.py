@@ -16,7 +16,12 @@ from flashattn_jit.codegen.budget import (
     resident_by_shared,
     shared_bytes,
 )
-from flashattn_jit.codegen.targets import CUDA_TARGETS, EMULATED_TARGETS, compiled_target
+from flashattn_jit.codegen.targets import (
+    CUDA_TARGETS,
+    EMULATED_TARGETS,
+    architecture,
+    compiled_target,
+)
 from flashattn_jit.planner.cuda_tiles import ROW_CLASSES
 from flashattn_jit.planner.tiles import Problem, candidates, choose, fallbacks, placed, tile_kind
 from flashattn_jit.variants.ir.ir import VariantIR
@@ -48,7 +53,7 @@ def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, gro
     assert chosen.target == compiled_target(target)
     assert chosen.tile_kind == tile_kind(p.packed_rows, target, p.q_dtype)
     for spec in (*specs, *fallbacks(chosen)):
-        assert shared_bytes(spec) <= SHARED_PER_BLOCK[spec.target] * KIB
+        assert shared_bytes(spec) <= SHARED_PER_BLOCK[architecture(spec.target)] * KIB
 
 
 @settings(max_examples=200, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashattn_jit.codegen.budget import LIMITS, register_budget, shared_bytes
-from flashattn_jit.codegen.targets import CUDA_TARGETS
+from flashattn_jit.codegen.targets import CUDA_TARGETS, architecture
 from flashattn_jit.errors import InputError, TargetError
 from flashattn_jit.planner.devices import (
     DEVICES,
@@ -58,7 +58,9 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones(name):
 
 
 def test_every_target_has_a_device_and_every_device_its_limits():
-    assert {typical_hardware(t).target for t in CUDA_TARGETS} == set(CUDA_TARGETS)
+    assert {typical_hardware(t).target for t in CUDA_TARGETS} == set(
+        map(architecture, CUDA_TARGETS)
+    )
     for device in DEVICES:
         arch = LIMITS[device.target]
         assert (device.shared_per_block, device.shared_per_sm) == (
