@@ -35,7 +35,10 @@ class ArchLimits:
 
     shared_per_block: the most that one block may ask for (opt-in). shared_reserved: what the system
     takes for itself in each block. Where the devices of a target differ, the least (sm_87 has more
-    shared memory than sm_86).
+    shared memory than sm_86). matrix_flops_per_clock: fp16 or bf16 products with fp32 sums, dense;
+    GeForce parts before sm_120 have half. in_flight_bytes: of K and V, that should be on their way
+    to it: twice its share of the bandwidth of the target's fastest device over 800 ns (Little's
+    law; an H200's is 36 GB/s).
     """
 
     shared_per_block: int
@@ -43,18 +46,20 @@ class ArchLimits:
     shared_reserved: int
     threads_per_sm: int
     blocks_per_sm: int
+    matrix_flops_per_clock: int
+    in_flight_bytes: int
     registers_per_sm: int = 65536
 
 
 _KIB = 1024
 LIMITS = {
-    "sm_75": ArchLimits(64 * _KIB, 64 * _KIB, 0, 1024, 16),
-    "sm_80": ArchLimits(163 * _KIB, 164 * _KIB, _KIB, 2048, 32),
-    "sm_86": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 16),
-    "sm_89": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24),
-    "sm_90": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32),
-    "sm_100": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32),
-    "sm_120": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24),
+    "sm_75": ArchLimits(64 * _KIB, 64 * _KIB, 0, 1024, 16, 1024, 16 * _KIB),
+    "sm_80": ArchLimits(163 * _KIB, 164 * _KIB, _KIB, 2048, 32, 2048, 32 * _KIB),
+    "sm_86": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 16, 1024, 24 * _KIB),
+    "sm_89": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24, 1024, 24 * _KIB),
+    "sm_90": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32, 4096, 64 * _KIB),
+    "sm_100": ArchLimits(227 * _KIB, 228 * _KIB, _KIB, 2048, 32, 8192, 96 * _KIB),
+    "sm_120": ArchLimits(99 * _KIB, 100 * _KIB, _KIB, 1536, 24, 512, 24 * _KIB),
 }
 """By `architecture`."""
 

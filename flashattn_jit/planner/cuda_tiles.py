@@ -16,6 +16,7 @@ from ..codegen.budget import (
     accumulator_registers,
     ctas_per_sm,
     fits,
+    limits,
     padded,
     register_budget,
     shared_bytes,
@@ -26,13 +27,6 @@ from ..codegen.targets import architecture
 ROW_CLASSES = (16, 64, 128)
 """Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
 the tile is not smaller for want of registers."""
-
-_IN_FLIGHT_BYTES = {
-    "sm_75": 16 << 10, "sm_80": 32 << 10, "sm_86": 24 << 10, "sm_89": 24 << 10,
-    "sm_90": 64 << 10, "sm_100": 96 << 10, "sm_120": 24 << 10,
-}  # fmt: skip
-"""Bytes of K and V that should be on their way to one multiprocessor: twice its share of the
-bandwidth of the target's fastest device over 800 ns (Little's law; an H200's is 36 GB/s)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +99,7 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
         ring = replace(spec, num_stages=2)
         without = architecture(spec.target) == "sm_75" or not fits(ring)
         return spec if without or ctas_per_sm(ring) < ctas_per_sm(spec) else ring
-    wanted = _IN_FLIGHT_BYTES[architecture(spec.target)]
+    wanted = limits(spec.target).in_flight_bytes
     rings = [replace(spec, num_stages=n) for n in (2, 3, 4)]
     enough = [r for r in rings if in_flight_bytes(r) >= wanted]
     return enough[0] if enough else max(rings, key=in_flight_bytes)

@@ -16,12 +16,6 @@ from ..codegen.spec import cuda_target
 from ..codegen.targets import architecture
 from ..errors import InputError
 
-_MATRIX_FLOPS_PER_CLOCK = {
-    "sm_75": 1024, "sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_90": 4096, "sm_100": 8192,
-    "sm_120": 512,
-}  # fmt: skip
-"""Of one multiprocessor, fp16 or bf16 with fp32 sums. GeForce parts before sm_120 have half."""
-
 _MMA_SYNC_SHARE = {"sm_90": 0.63}  # arXiv 2501.12084: what mma.sync reaches of wgmma's rate
 
 
@@ -78,20 +72,15 @@ DEVICES = (
     _device("T4",       "sm_75",  40,  4,    16,     320,  65),
     _device("A100",     "sm_80",  108, 40,   80,     2039, 312),
     _device("A10",      "sm_86",  72,  6,    24,     600,  125),
-    _device("L4",       "sm_89",  58,  48,   24,     300,  121),
     _device("L40S",     "sm_89",  142, 96,   48,     864,  362),
+    _device("L4",       "sm_89",  58,  48,   24,     300,  121),
     _device("RTX 4090", "sm_89",  128, 72,   24,     1008, 165),
     _device("H100",     "sm_90",  132, 50,   80,     3350, 989.5),
     _device("H200",     "sm_90",  132, 60,   141,    4800, 989.5),
     _device("B200",     "sm_100", 148, 126,  180,    8000, 2250),
     _device("RTX 5090", "sm_120", 170, 96,   32,     1792, 209.5),
 )  # fmt: skip
-"""Ascending by target."""
-
-_TYPICAL = {
-    "sm_75": "T4", "sm_80": "A100", "sm_86": "A10", "sm_89": "L40S", "sm_90": "H100",
-    "sm_100": "B200", "sm_120": "RTX 5090",
-}  # fmt: skip
+"""Ascending by target, the one that stands for it first."""
 
 
 def named_hardware(name: str) -> Device:
@@ -129,7 +118,7 @@ def _fits(words: list[str], listed: list[str]) -> bool:
 
 def typical_hardware(target: str) -> Device:
     """The device that stands for a CUDA target where none is named."""
-    return named_hardware(_TYPICAL[architecture(target)])
+    return next(d for d in DEVICES if d.target == architecture(target))
 
 
 def device_hardware(index: int = 0) -> Device:
@@ -192,4 +181,4 @@ def _bandwidth(properties: Any) -> float:
 
 def _matrix_rate(properties: Any, target: str, sms: int) -> float:
     clock = getattr(properties, "clock_rate", 0) or 0
-    return float(sms * clock * 1e3 * _MATRIX_FLOPS_PER_CLOCK[target])
+    return float(sms * clock * 1e3 * LIMITS[target].matrix_flops_per_clock)
