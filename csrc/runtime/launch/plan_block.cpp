@@ -8,8 +8,8 @@
 namespace fajit::runtime {
 namespace {
 
-// Writes `count` values at a section, repeats `padding` up to `size`, and zeroes what is left of
-// its last 16 bytes: a block's bytes follow from its plan alone.
+// Writes `count` values to a section, then `padding` up to `size`, and zeroes the rest of its last
+// 16 bytes, so that a block's bytes depend on its plan alone.
 template <class T>
 void put_all(char* block, int64_t begin, const T* values, int64_t count, int64_t size,
              const T& padding) {

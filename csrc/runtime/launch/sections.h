@@ -1,5 +1,4 @@
-// Arrays one after another in one block of memory, each at a multiple of 16 bytes; and how a
-// workspace is divided.
+// Sections of a block of memory, each at a multiple of 16 bytes, and the layout of a workspace.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@ constexpr int64_t kWorkspaceAlignment = 64;
 
 inline int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Places sections and remembers where the block ends.
+// Assigns offsets to sections.
 class SectionPlacer {
  public:
   int64_t place(int64_t bytes) {
