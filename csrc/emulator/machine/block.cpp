@@ -1,4 +1,4 @@
-// Set-up of a block, its memory, and the places that faults name.
+// Set-up of a block, checked memory accesses, and the source locations in fault messages.
 #include <algorithm>
 
 #include "machine/machine.h"
@@ -9,7 +9,7 @@ Block::Block(const Launch& launch) : launch_(launch) {
   const Kernel& kernel = *launch.kernel;
   num_threads_ = launch.block[0] * launch.block[1] * launch.block[2];
   const uint32_t num_warps = (num_threads_ + kLanes - 1) / kLanes;
-  // Registers keep 64-byte alignment for vector loads.
+  // Registers are aligned to 64 bytes for vector loads.
   const size_t stride = (kernel.register_words + 31) / 32 * 32;
   registers_.reset(new (std::align_val_t(64)) uint32_t[stride * num_warps]());
   warps_.resize(num_warps);
