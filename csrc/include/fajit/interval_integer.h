@@ -241,9 +241,9 @@ FAJIT_SHARED int periods(Interval x, Interval offset, Interval divisor, Interval
   int64_t first = x.lo + o + d - 1, last = x.hi + o + 1;
   FAJIT_ROLLED
   for (int end = 0; end < 2; ++end) {
-    const int64_t place = floor_quotient(end == 0 ? first : last, d) * d - o;
-    first = end == 0 ? place : first;
-    last = end == 0 ? last : place;
+    const int64_t border = floor_quotient(end == 0 ? first : last, d) * d - o;
+    first = end == 0 ? border : first;
+    last = end == 0 ? last : border;
   }
   if (first > x.hi || last <= x.lo) return 1;
   const Interval begin = {x.lo, first - 1}, middle = {first, last - 1}, end = {last, x.hi};

@@ -174,7 +174,7 @@ class KeyTable {
     const fajit_args& a = *a_;
     const int32_t size = a.page_size, n = j - first_;
     if (size <= 0) {
-      place(k_base_ + n * a.k_stride[2], v_base_ + n * a.v_stride[2], j, count);
+      write_entries(k_base_ + n * a.k_stride[2], v_base_ + n * a.v_stride[2], j, count);
       return;
     }
     int32_t at = n / size, slot = n - at * size;
@@ -183,8 +183,8 @@ class KeyTable {
       // An invalid page index must not give an invalid address.
       const int64_t page = named >= 0 && named < a.num_pages ? named : 0;
       const int32_t here = count < size - slot ? count : size - slot;
-      place(k_base_ + page * a.k_stride[0] + slot * a.k_stride[2],
-            v_base_ + page * a.v_stride[0] + slot * a.v_stride[2], j, here);
+      write_entries(k_base_ + page * a.k_stride[0] + slot * a.k_stride[2],
+                    v_base_ + page * a.v_stride[0] + slot * a.v_stride[2], j, here);
       j += here;
       count -= here;
       slot = 0;
@@ -192,7 +192,7 @@ class KeyTable {
   }
 
   // Writes whole vectors: up to kLanes entries past the last one, which the next call overwrites.
-  FAJIT_INLINE void place(const K* k, const V* v, int32_t j, int32_t count) {
+  FAJIT_INLINE void write_entries(const K* k, const V* v, int32_t j, int32_t count) {
     const vl k_at = reinterpret_cast<int64_t>(k) + k_steps_;
     const vl v_at = reinterpret_cast<int64_t>(v) + v_steps_;
     for (int32_t i = 0; i < count; i += kLanes) {

@@ -88,13 +88,13 @@ class FewRow {
     constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
     KvTile tiles[kAhead + 2];  // in use, in flight, and the next, whose location is known
     tiles[0] = walk.next();
-    Place place = own_place(tiles[0]);
+    KeyLocation location = own_location(tiles[0]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       tiles[i + 1] = walk.next();
-      const Place next = own_place(tiles[i + 1]);
-      load_pair(tiles[i], place, i);
-      place = next;
+      const KeyLocation next = own_location(tiles[i + 1]);
+      load_pair(tiles[i], location, i);
+      location = next;
     }
     finish_queries<kAhead>();
     int stage = 0;
@@ -102,10 +102,10 @@ class FewRow {
       ptx::wait_copies<kAhead - 1>();
       __syncwarp();
       tiles[kAhead + 1] = walk.next();
-      const Place next = own_place(tiles[kAhead + 1]);
+      const KeyLocation next = own_location(tiles[kAhead + 1]);
       if constexpr (kStages > 1) {
-        load_pair(tiles[kAhead], place, stage == 0 ? kStages - 1 : stage - 1);
-        place = next;
+        load_pair(tiles[kAhead], location, stage == 0 ? kStages - 1 : stage - 1);
+        location = next;
       }
 
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
@@ -127,8 +127,8 @@ class FewRow {
       stage = stage == kStages - 1 ? 0 : stage + 1;
       if constexpr (kStages == 1) {
         __syncwarp();
-        load_pair(tiles[0], place, 0);
-        place = next;
+        load_pair(tiles[0], location, 0);
+        location = next;
       }
     }
     ptx::wait_copies<0>();
@@ -163,17 +163,17 @@ class FewRow {
     __syncthreads();
   }
 
-  FAJIT_DEV Place own_place(const KvTile& tile) const {
+  FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
     if (!tile.valid()) return {0, 0, 0};
-    return keys_.place(min(tile.begin + lane_ % kKeys, tile.end - 1));
+    return keys_.locate(min(tile.begin + lane_ % kKeys, tile.end - 1));
   }
-  FAJIT_DEV void load_pair(const KvTile& tile, Place place, int stage) {
+  FAJIT_DEV void load_pair(const KvTile& tile, KeyLocation location, int stage) {
     if (tile.valid()) {
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       keys_.template store_listed<kKeys>(listed_ + stage * kListedBytes, tile.end - tile.begin,
-                                         place);
-      keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, place);
-      keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, place);
+                                         location);
+      keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, location);
+      keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, location);
     }
     ptx::commit_copies();
   }

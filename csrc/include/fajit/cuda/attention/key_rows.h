@@ -9,7 +9,7 @@
 namespace fajit::cuda {
 
 // The location of one key, before strides; the same for K and V.
-struct Place {
+struct KeyLocation {
   int32_t page, row;  // row within the page; without pages, from the first stored key
   int32_t key;        // with key lists, the entry: see is_key
 };
@@ -77,36 +77,36 @@ class KeyRows {
 
   // The location of a position of the item. With pages this reads the page table, with key lists
   // first the lists: call it early.
-  FAJIT_DEV Place place(int32_t position) const {
+  FAJIT_DEV KeyLocation locate(int32_t position) const {
     if constexpr (!kLookedUp) return {0, position, 0};
     uint32_t words[4];
     ptx::load_words(words, bases_ + 16);
     const int32_t first = static_cast<int32_t>(words[1]);
-    Place place{0, position, position};
+    KeyLocation location{0, position, position};
     if constexpr (Config::kSparse) {
       const KeyLists lists(a_, first, static_cast<int32_t>(words[2]));
       const int32_t block = position / lists.block_size;
       const int64_t key = lists.key(block, position - block * lists.block_size);
-      place.key = lists.holds(key) ? static_cast<int32_t>(key) : ~first;
-      place.row = seen_as(place.key);
+      location.key = lists.holds(key) ? static_cast<int32_t>(key) : ~first;
+      location.row = seen_as(location.key);
     }
     if constexpr (Config::kPaged) {
-      const int32_t key = place.row - first, at = key / a_.page_size;
+      const int32_t key = location.row - first, at = key / a_.page_size;
       const int32_t page = __ldg(a_.page_indices + words[0] + at);
       // An invalid page index must not give an invalid address.
-      place.page = page >= 0 && page < a_.num_pages ? page : 0;
-      place.row = key - at * a_.page_size;
+      location.page = page >= 0 && page < a_.num_pages ? page : 0;
+      location.row = key - at * a_.page_size;
     }
-    return place;
+    return location;
   }
 
   // Stores the list entries of kRows positions, whose locations the first lanes hold, for the
   // hooks; those from `count` on are marked as no key.
   template <int kRows>
-  FAJIT_DEV void store_listed(uint32_t to, int count, Place place) const {
+  FAJIT_DEV void store_listed(uint32_t to, int count, KeyLocation location) const {
     if constexpr (Config::kSparse) {
       const int lane = ptx::lane_index();
-      const int32_t key = lane < count || place.key < 0 ? place.key : ~place.key;
+      const int32_t key = lane < count || location.key < 0 ? location.key : ~location.key;
       if (lane < kRows) ptx::store_word(to + lane * 4, key);
     }
   }
@@ -115,22 +115,24 @@ class KeyRows {
   // [first_row, first_row + kRows) of a tile. Rows from `count` on become zeros, because 0 times a
   // stale NaN would be NaN. Called by all lanes of a warp.
   template <int kRows>
-  FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count, Place place) const {
-    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, place,
+  FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count,
+                           KeyLocation location) const {
+    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, location,
                                                 ptx::load_shared(bases_), a_.k_stride);
   }
   template <int kRows>
-  FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count, Place place) const {
-    load<Config::kHeadDimV, Config::kDimV, kRows>(tile, first_row, count, place,
+  FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count,
+                             KeyLocation location) const {
+    load<Config::kHeadDimV, Config::kDimV, kRows>(tile, first_row, count, location,
                                                   ptx::load_shared(bases_ + 8), a_.v_stride);
   }
 
  private:
   template <int HeadDim, int Dim, int kRows>
-  FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, Place place,
+  FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, KeyLocation location,
                              const uint16_t* base, const int64_t (&stride)[3]) {
-    const uint16_t* mine = base + place.row * stride[2];
-    if constexpr (Config::kPaged) mine += place.page * stride[0];
+    const uint16_t* mine = base + location.row * stride[2];
+    if constexpr (Config::kPaged) mine += location.page * stride[0];
     if constexpr (kLookedUp) {
       load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
     } else {

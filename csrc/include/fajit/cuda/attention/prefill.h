@@ -124,22 +124,22 @@ class Prefill {
   }
 
   // The location of this lane's key among the keys that its warp loads.
-  FAJIT_DEV Place own_place(const KvTile& tile) const {
-    return keys_.place(min(tile.begin + warp_ * kLoadRows + lane_ % kLoadRows, tile.end - 1));
+  FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
+    return keys_.locate(min(tile.begin + warp_ * kLoadRows + lane_ % kLoadRows, tile.end - 1));
   }
   FAJIT_DEV int own_keys(const KvTile& tile) const {
     return tile.end - tile.begin - warp_ * kLoadRows;
   }
   // `turn`: the buffer for the key list entries.
-  FAJIT_DEV void load_keys(const KvTile& tile, Place place, int stage, int turn) {
+  FAJIT_DEV void load_keys(const KvTile& tile, KeyLocation location, int stage, int turn) {
     keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, own_keys(tile),
-                                           place);
+                                           location);
     keys_.template load_keys<kLoadRows>(k_ + stage * kKBytes, warp_ * kLoadRows, own_keys(tile),
-                                        place);
+                                        location);
   }
-  FAJIT_DEV void load_values(const KvTile& tile, Place place, int stage) {
+  FAJIT_DEV void load_values(const KvTile& tile, KeyLocation location, int stage) {
     keys_.template load_values<kLoadRows>(v_ + stage * kVBytes, warp_ * kLoadRows, own_keys(tile),
-                                          place);
+                                          location);
   }
 
   FAJIT_DEV void change_queries() {
@@ -197,9 +197,9 @@ class Prefill {
   FAJIT_DEV void run_single(Walk& walk, const Rows& rows, const Units& units,
                             OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
     KvTile tile = walk.next();
-    Place place = tile.valid() ? own_place(tile) : Place{};
+    KeyLocation location = tile.valid() ? own_location(tile) : KeyLocation{};
     int turn = 0;
-    if (tile.valid()) load_keys(tile, place, 0, turn);
+    if (tile.valid()) load_keys(tile, location, 0, turn);
     ptx::commit_copies();
     bool first = true;
     while (tile.valid()) {
@@ -207,14 +207,14 @@ class Prefill {
       __syncthreads();
       if (first) change_queries();
       first = false;
-      load_values(tile, place, 0);
+      load_values(tile, location, 0);
       ptx::commit_copies();
       // A page look-up is started before the product, which hides its latency. Plain arithmetic is
       // done after it: its result would only occupy registers.
       KvTile next{};
       if constexpr (Keys::kLookedUp) {
         next = walk.next();
-        if (next.valid()) place = own_place(next);
+        if (next.valid()) location = own_location(next);
       }
       change_keys(tile, 0, turn);
       float s[kM][kN][4];
@@ -223,9 +223,9 @@ class Prefill {
       __syncthreads();
       if constexpr (!Keys::kLookedUp) {
         next = walk.next();
-        if (next.valid()) place = own_place(next);
+        if (next.valid()) location = own_location(next);
       }
-      if (next.valid()) load_keys(next, place, 0, turn ^ 1);
+      if (next.valid()) load_keys(next, location, 0, turn ^ 1);
       ptx::commit_copies();
       change_values(tile, 0, turn);
       weigh(s, tile, rows, units, walk, turn, softmax, o);
@@ -270,9 +270,9 @@ class Prefill {
 
   FAJIT_DEV void load_pair(const KvTile& tile, int stage) {
     if (tile.valid()) {
-      const Place place = own_place(tile);
-      load_keys(tile, place, stage, stage);
-      load_values(tile, place, stage);
+      const KeyLocation location = own_location(tile);
+      load_keys(tile, location, stage, stage);
+      load_values(tile, location, stage);
     }
     ptx::commit_copies();
   }
