@@ -17,9 +17,9 @@ fajit_tensor in_view(const fajit_tensor& tensor, const Gather& gather) {
   std::fill_n(view.sizes, FAJIT_MAX_RANK, int64_t{1});
   int next = FAJIT_MAX_RANK - gather.rank;
   for (int d = 0; d < gather.rank; ++d) {
-    const int place = d == gather.dim ? FAJIT_MAX_RANK - 1 : next++;
-    view.sizes[place] = tensor.sizes[d];
-    view.strides[place] = tensor.strides[d];
+    const int position = d == gather.dim ? FAJIT_MAX_RANK - 1 : next++;
+    view.sizes[position] = tensor.sizes[d];
+    view.strides[position] = tensor.strides[d];
   }
   return view;
 }

@@ -21,7 +21,7 @@ class PlanBlock {
   PlanBlock() = default;
   explicit PlanBlock(const PlanSizes& room);
 
-  int64_t bytes() const { return places_.bytes; }
+  int64_t bytes() const { return offsets_.bytes; }
 
   // Writes the arrays that a host argument block points to: all but a kind's work, `filled` entries
   // each; then the work of a kind.
@@ -34,7 +34,7 @@ class PlanBlock {
 
  private:
   static constexpr int kPerRequest = 7;
-  struct Places {
+  struct Offsets {
     int64_t per_request[kPerRequest], first_keys, page_indptr, row_request, row_token;
     int64_t work[2], worker_indptr[2], merge_work, merge_sources, bytes;
   };
@@ -42,7 +42,7 @@ class PlanBlock {
   static const int32_t* fajit_args::* const kRequestArrays[kPerRequest];
 
   PlanSizes room_;
-  Places places_{};
+  Offsets offsets_{};
 };
 
 }  // namespace fajit::runtime

@@ -12,9 +12,9 @@ constexpr int64_t kWorkspaceAlignment = 64;
 inline int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 // Assigns offsets to sections.
-class SectionPlacer {
+class SectionLayout {
  public:
-  int64_t place(int64_t bytes) {
+  int64_t add(int64_t bytes) {
     const int64_t begin = end_;
     end_ = round_up(begin + bytes, kSectionAlignment);
     return begin;
