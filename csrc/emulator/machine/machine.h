@@ -107,7 +107,7 @@ class Block {
                           const std::string& detail) const;
   [[noreturn]] void fault_at(const Warp& warp, int lane, const std::string& kind,
                              const std::string& detail, uint64_t address) const;
-  std::string place(uint32_t pc) const;  // file:line of an instruction
+  std::string source_of(uint32_t pc) const;  // file:line of an instruction
   std::string thread_name(const Warp& warp, uint32_t lane) const;
 
  private:

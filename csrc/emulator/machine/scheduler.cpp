@@ -167,14 +167,14 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
   } else if (barrier.expected != expected) {
     fault(warp, first, "barrier",
           "barrier " + std::to_string(id) + " for " + std::to_string(expected) + " threads; at " +
-              place(barrier.pc) + " it was for " + std::to_string(barrier.expected));
+              source_of(barrier.pc) + " it was for " + std::to_string(barrier.expected));
   }
   for (int lane = 0; lane < kLanes; ++lane)
     if (insn.count == 1 && warp.wait[lane] == Wait::barrier && warp.barrier[lane] == id &&
         warp.pc[lane] != warp.current)
       fault(warp, first, "divergent barrier",
             "threads of one warp wait for barrier " + std::to_string(id) + " at " +
-                place(warp.pc[lane]) + " too");
+                source_of(warp.pc[lane]) + " too");
   barrier.threads += static_cast<uint32_t>(__builtin_popcount(mask));
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
   history_.arrive(warp.index, barrier.clocks);
@@ -236,7 +236,7 @@ void Block::report_deadlock() {
         if ((rest >> other & 1) != 0 && warp.pc[other] == pc) same |= 1u << other;
       rest &= ~same;
       if (first == nullptr) first = &warp, warp.current = pc;
-      text += name + lanes(same) + " at " + place(pc) + ": " + kernel().mnemonics[pc];
+      text += name + lanes(same) + " at " + source_of(pc) + ": " + kernel().mnemonics[pc];
       if (warp.wait[lane] != Wait::barrier) continue;
       const Barrier& barrier = barriers_[warp.barrier[lane]];
       text += ", barrier " + std::to_string(warp.barrier[lane]) + ", " +

@@ -14,7 +14,7 @@ struct SpecialName {
 };
 
 // (2u << 31 is 0: the masks below hold for lane 31 too.)
-#define FAJIT_SPECIAL(expression) [](const Place& p) -> uint64_t { return expression; }
+#define FAJIT_SPECIAL(expression) [](const ThreadPosition& p) -> uint64_t { return expression; }
 constexpr SpecialName kSpecials[] = {
     {"%tid.x", false, FAJIT_SPECIAL(p.thread[0])},
     {"%tid.y", false, FAJIT_SPECIAL(p.thread[1])},
@@ -52,7 +52,7 @@ uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / u
 Decoder::Decoder(const Module& module, const Entry& entry, const Symbols& symbols)
     : module_(module), entry_(entry), symbols_(symbols) {
   kernel_.name = entry.name;
-  kernel_.places = entry.locations;
+  kernel_.source_locations = entry.locations;
   slots_.assign(entry.registers.size(), kNoSlot);
   layout();
 }
@@ -61,7 +61,7 @@ Decoder::Decoder(const Module& module, const Entry& entry, const Symbols& symbol
 void Decoder::layout() {
   uint64_t shared = kSharedBase, local = 0;
   std::vector<Variable> dynamic;
-  auto place = [&](Variable variable) {
+  auto assign = [&](Variable variable) {
     const uint64_t align = std::max<uint64_t>(variable.align, 1);
     if (variable.space == Space::local) {
       variable.offset = round_up(local, align);
@@ -76,8 +76,8 @@ void Decoder::layout() {
       kernel_.shared.push_back(variable);
     }
   };
-  for (const Variable& variable : module_.variables) place(variable);
-  for (const Variable& variable : entry_.variables) place(variable);
+  for (const Variable& variable : module_.variables) assign(variable);
+  for (const Variable& variable : entry_.variables) assign(variable);
   kernel_.static_shared_end = static_cast<uint32_t>(shared);
   for (Variable& variable : dynamic) {  // all extern arrays begin at the same address
     uint64_t align = 16;

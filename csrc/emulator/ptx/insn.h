@@ -56,19 +56,19 @@ struct Insn {
 };
 
 // The position of a thread, from which special registers are computed.
-struct Place {
+struct ThreadPosition {
   uint32_t lane, warp, num_warps, thread[3], block[3], block_size[3], grid_size[3], dynamic_shared;
 };
-using Special = uint64_t (*)(const Place& place);
+using Special = uint64_t (*)(const ThreadPosition& position);
 
 struct Kernel {
   std::string name;
   std::vector<Insn> code;
   std::vector<uint32_t> lists;
-  std::vector<uint32_t> locations;     // of each instruction, into `places`
+  std::vector<uint32_t> locations;     // of each instruction, into `source_locations`
   std::vector<uint32_t> text_lines;    // of each instruction, in the PTX
   std::vector<std::string> mnemonics;  // of each instruction
-  std::vector<Location> places;
+  std::vector<Location> source_locations;
   std::vector<Variable> shared;                        // with offsets in the shared window
   std::vector<std::pair<Special, uint32_t>> specials;  // and their slots, kWideSlot for 64 bits
   std::vector<std::pair<uint32_t, uint64_t>> constants32, constants64;  // slot, value
