@@ -13,9 +13,9 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr char kBetween = '\x1f';  // fields of a text
+constexpr char kBetween = '\x1f';  // separator of fields
 
-// What is said where there is no memory to say anything else; not from malloc.
+// Returned if no memory is left for another message; not allocated by malloc.
 char no_memory[] = "memory\x1fout of memory\x1f";
 
 char* copy(const std::string& text) {
@@ -39,7 +39,7 @@ std::string fault_fields(const Fault& fault) {
                  info.has_address ? std::to_string(info.address) : "", info.allocation});
 }
 
-// Calls `body`; what it throws, as fields; null for nothing.
+// Calls `body` and returns its exception as fields, or null.
 template <class Body> char* guarded(const Body& body) {
   try {
     try {
@@ -52,7 +52,7 @@ template <class Body> char* guarded(const Body& body) {
     } catch (const std::exception& error) {
       return copy(joined({"error", error.what()}));
     }
-  } catch (...) {  // no memory for the words
+  } catch (...) {  // no memory for the message
     return no_memory;
   }
 }

@@ -1,8 +1,8 @@
 // The C interface of the emulator: no C++ type and no exception crosses it.
 //
-// Functions that may fail return null, or a text that the caller frees: fields, each with 0x1f
-// behind it. ("error", message), ("memory", message), or of a kernel that did what it must not
-// ("fault", message, kind, kernel, source, block x, y, z, thread, address or nothing, allocation).
+// Functions that may fail return null, or a text that the caller frees: fields, each followed by
+// 0x1f. These are ("error", message), ("memory", message), or for a fault of the kernel ("fault",
+// message, kind, kernel, source, block x, y, z, thread, address or nothing, allocation).
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct fajit_emulator_launch {
   const char* kernel;
   uint32_t grid[3], block[3];
   uint32_t shared_bytes;
-  int32_t num_threads;  // 0: one a core
+  int32_t num_threads;  // 0: one per core
   const uint8_t* params;
   int64_t param_bytes;
   const fajit_emulator_allocation* allocations;
@@ -31,9 +31,9 @@ struct fajit_emulator_launch {
 FAJIT_EMULATOR_API char* fajit_emulator_open(const char* ptx, void** program);
 FAJIT_EMULATOR_API void fajit_emulator_close(void* program);
 FAJIT_EMULATOR_API void fajit_emulator_free(char* text);
-FAJIT_EMULATOR_API char* fajit_emulator_kernels(void* program);  // their names, as fields
+FAJIT_EMULATOR_API char* fajit_emulator_kernels(void* program);  // kernel names, as fields
 FAJIT_EMULATOR_API char* fajit_emulator_target(void* program);
 FAJIT_EMULATOR_API char* fajit_emulator_local_bytes(void* program, const char* kernel,
-                                                    int64_t* bytes);  // of a thread
+                                                    int64_t* bytes);  // per thread
 FAJIT_EMULATOR_API char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch);
 FAJIT_EMULATOR_API char* fajit_emulator_opcodes();  // name, types, semantics, test vector of each

@@ -82,7 +82,7 @@ void Program::run(Request request) {
   std::atomic<uint64_t> next{0}, first_fault{~0ull};
   std::mutex failures;
   std::exception_ptr failure;
-  // Blocks below the first that failed still run, so that the same fault is reported every time.
+  // Blocks before the first one that failed still run, so that the reported fault is deterministic.
   auto work = [&] {
     uint64_t index = 0;
     try {

@@ -30,7 +30,7 @@ class Program {
     Options options;
     int num_threads = 0;  // host threads; 0: one per core
   };
-  // Runs every block. Throws Fault: of several blocks, the one of the lowest block.
+  // Runs every block. Throws the Fault of the first block that has one.
   void run(Request request);
 
  private:

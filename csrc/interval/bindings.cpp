@@ -29,7 +29,7 @@ py::bytes classify(const Program& self, const py::buffer& boxes, py::handle tens
   return to_bytes(states);
 }
 
-// (first, last) pairs.
+// Reads (first, last) pairs.
 std::vector<Interval> intervals(py::handle source, const char* name) {
   const runtime::Items items(source, name);
   std::vector<Interval> made(items.size());

@@ -11,15 +11,15 @@ namespace {
 
 constexpr const char* kLengths[] = {"q_len", "kv_len", "q_offset", "q_token0", "kv_token0"};
 
-// A tensor with its dims as in a View.
+// A tensor with its dims in the order of a View.
 fajit_tensor in_view(const fajit_tensor& tensor, const Gather& gather) {
   fajit_tensor view{tensor.ptr, {}, {}};
   std::fill_n(view.sizes, FAJIT_MAX_RANK, int64_t{1});
   int next = FAJIT_MAX_RANK - gather.rank;
   for (int d = 0; d < gather.rank; ++d) {
-    const int place = d == gather.dim ? FAJIT_MAX_RANK - 1 : next++;
-    view.sizes[place] = tensor.sizes[d];
-    view.strides[place] = tensor.strides[d];
+    const int position = d == gather.dim ? FAJIT_MAX_RANK - 1 : next++;
+    view.sizes[position] = tensor.sizes[d];
+    view.strides[position] = tensor.strides[d];
   }
   return view;
 }
@@ -34,13 +34,13 @@ View view_of(const fajit_tensor* tensors, const Gather& gather) {
   for (int side = 0; side < 2; ++side) {
     fajit_tensor& table = view.tables[side] = in_view(tensors[gather.table + side], gather);
     if (table.ptr == nullptr || !std::equal(table.sizes, std::end(table.sizes), expected.sizes)) {
-      throw py::value_error("a table has another size than its tensor");
+      throw py::value_error("the size of a table does not match its tensor");
     }
   }
   return view;
 }
 
-// Whether every operation holds.
+// Runs the operations of a block; false at the first that does not hold.
 bool run(const Block& block, Frame& frame) {
   return std::all_of(block.begin(), block.end(),
                      [&](const Operation& operation) { return operation.run(operation, frame); });

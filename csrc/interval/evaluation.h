@@ -1,4 +1,4 @@
-// States of boxes and of tiles, from a program and what it reads at run time.
+// Evaluates a program: states of boxes and of tiles.
 #pragma once
 
 #include <vector>
@@ -11,11 +11,11 @@ namespace fajit::form {
 // Intervals of the indices, both ends included.
 struct Box { Interval b, h, q, k; };
 
-// What a mask reads in one call.
+// The arguments of one call: params and lengths.
 struct Arguments {
-  // Addresses, (sizes, strides) and scalars as for a launch, of host tensors with their tables
-  // behind them. lengths: q_len, kv_len, q_offset, q_token0 and kv_token0, an entry a request each;
-  // without requests, nothing is known of them.
+  // Addresses, (sizes, strides) and scalars as for a launch, of host tensors followed by their
+  // tables. lengths: q_len, kv_len, q_offset, q_token0 and kv_token0, with one entry per request
+  // each; without requests, all lengths are possible.
   Arguments(const Program& program, pybind11::handle tensors, pybind11::handle layouts,
             pybind11::handle scalars, pybind11::handle lengths);
 
@@ -26,12 +26,12 @@ struct Arguments {
   std::vector<View> views;
 };
 
-// One thread's call.
+// The state of one call, for one thread.
 class Evaluation {
  public:
   Evaluation(const Program& program, const Arguments& arguments);
 
-  // A fajit_tile_state, as compiled `Hooks::classify` gives it.
+  // A fajit_tile_state, the same as that of compiled `Hooks::classify`.
   int classify(const Box& box);
 
  private:
@@ -41,7 +41,7 @@ class Evaluation {
   Frame frame_;
 };
 
-// Positions begin..end (exclusive) in tiles, of which the last ends with the range.
+// Positions [begin, end) in tiles; the last tile is clipped.
 struct Axis {
   int64_t begin, end, tile;
 

@@ -11,7 +11,7 @@ constexpr char kind_of() {
   if (std::is_same_v<T, Interval>) return 'i';
   if (std::is_same_v<T, FInterval>) return 'f';
   if (std::is_same_v<T, Tri>) return 't';
-  return std::is_same_v<T, interval::Bits> ? 'b' : '?';  // of no register
+  return std::is_same_v<T, interval::Bits> ? 'b' : '?';  // no type of a register
 }
 
 template <class T>
@@ -22,7 +22,7 @@ T& get(Value& value) {
   if constexpr (kind_of<T>() == 'b') return value.b;
 }
 
-// The arguments of a call, taken from left to right.
+// Reads the arguments of a call from left to right.
 struct Arguments {
   Frame& frame;
   const int* operands;
@@ -49,7 +49,7 @@ template <class R, class... A, R (*F)(A...)>
 struct Call<F> {
   static bool run(const Operation& operation, Frame& frame) {
     [[maybe_unused]] Arguments all{frame, operation.operands.data(), operation.numbers.data()};
-    const std::tuple<A...> arguments{all.template take<A>()...};  // braces: in order
+    const std::tuple<A...> arguments{all.template take<A>()...};  // braces: evaluated in order
     if constexpr (std::is_same_v<R, bool>) {
       return std::apply(F, arguments);
     } else {

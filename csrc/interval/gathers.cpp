@@ -5,7 +5,7 @@ namespace {
 
 using namespace interval;
 
-constexpr int kRank = FAJIT_MAX_RANK;  // of every view
+constexpr int kRank = FAJIT_MAX_RANK;  // the rank of every view
 
 template <class T, class E>
 Value read(const View& view, const Operation& operation, const Interval* at) {
@@ -52,7 +52,7 @@ bool run_search(const Operation& operation, Frame& frame) {
   return true;
 }
 
-// f(storage) for the storage of an integer dtype.
+// Calls f with the storage type of an integer dtype; null for other dtypes.
 template <class F>
 Operation::Run of_integers(const std::string& dtype, F f) {
   if (dtype == "uint8") return f(Plain<uint8_t>());

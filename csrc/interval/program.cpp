@@ -12,7 +12,7 @@ using runtime::Items;
 using runtime::to_int64;
 
 constexpr size_t kMostRegisters = 1 << 16;
-constexpr int kDeepest = 256;  // clauses inside of clauses
+constexpr int kDeepest = 256;  // nesting of clauses
 
 void require(bool holds, const std::string& what) {
   if (!holds) throw py::value_error("no interval form: " + what);
@@ -29,9 +29,9 @@ std::string text(py::handle value, const char* name) {
   return value.cast<std::string>();
 }
 
-// --- statements that are no function of the headers ----------------------------------------------
+// --- statements without a function in the headers ----------------------------------------------
 
-// numbers: how many of the operands behind the first are lows, then the constant ends.
+// numbers: how many of the operands after the first are lower bounds, then the constant bounds.
 bool meet(const Operation& operation, Frame& frame) {
   const std::vector<int>& operands = operation.operands;
   const size_t first_high = 1 + static_cast<size_t>(operation.numbers[0].whole);
@@ -54,7 +54,7 @@ bool any(const Operation& operation, Frame& frame) { return run_any(operation.cl
 
 // --- reading -------------------------------------------------------------------------------------
 
-// Reads statements in order; what a register holds is what was written to it last.
+// Reads statements in order; the type of a register is that of the last value written to it.
 class Reader {
  public:
   explicit Reader(Program& program) : program_(program), kinds_(kIndices, 'i') {}
@@ -112,7 +112,7 @@ class Reader {
     return made;
   }
 
-  // What a statement calls, from its name and, where it reads a tensor, the slot.
+  // The function of a statement, from its name and, if it reads a tensor, the slot.
   Function function(const std::string& name, const std::vector<Number>& numbers,
                     size_t num_operands) const {
     const auto found = functions().find(name);
@@ -134,25 +134,25 @@ class Reader {
     return {gather(name, dtype), at, "nnn", name[0]};
   }
 
-  // Numbers that are places: of scalars, tensors, dims, operands.
+  // Checks numbers that are indices: of scalars, tensors, dims, operands.
   void check(const std::string& name, Operation& made) {
     const std::vector<Number>& numbers = made.numbers;
-    const auto place = [&](size_t i, size_t end) { return below(numbers[i].whole, end, "place"); };
+    const auto index = [&](size_t i, size_t end) { return below(numbers[i].whole, end, "index"); };
     if (name == "i_scalar" || name == "f_scalar") {
-      const size_t slot = place(0, program_.scalar_kinds.size());
-      require(program_.scalar_kinds[slot] == name[0], "a scalar is of another kind");
+      const size_t slot = index(0, program_.scalar_kinds.size());
+      require(program_.scalar_kinds[slot] == name[0], "the kind of a scalar does not match");
     } else if (name == "i_places" || name == "i_ranks") {
-      place(0, program_.dtypes.size());
-      if (name == "i_places") place(1, FAJIT_MAX_RANK);
+      index(0, program_.dtypes.size());
+      if (name == "i_places") index(1, FAJIT_MAX_RANK);
     } else if (name == "meet") {
-      place(0, made.operands.size());
+      index(0, made.operands.size());
     } else if (name.find("gather") != std::string::npos) {
       const size_t rank = made.operands.size();
       const bool bits = name == "gather_bits";
-      const size_t dim = place(bits ? 1 : 2, std::max<size_t>(rank, 1));
+      const size_t dim = index(bits ? 1 : 2, std::max<size_t>(rank, 1));
       int table = -1;
       if (!bits && numbers[1].whole != -1) {
-        table = static_cast<int>(place(1, program_.num_tensors() - 1));
+        table = static_cast<int>(index(1, program_.num_tensors() - 1));
         require(numbers[1].whole >= static_cast<int64_t>(program_.dtypes.size()), "no table");
       }
       made.view = static_cast<int>(program_.gathers.size());
@@ -167,7 +167,7 @@ class Reader {
 
   int define(int64_t number, char kind) {
     const size_t reg = below(number, kMostRegisters, "register");
-    require(reg >= kIndices, "a result in the place of an index");
+    require(reg >= kIndices, "a result in the register of an index");
     if (reg >= kinds_.size()) kinds_.resize(reg + 1, '\0');
     kinds_[reg] = kind;
     program_.num_registers = kinds_.size();
@@ -175,7 +175,7 @@ class Reader {
   }
 
   Program& program_;
-  std::string kinds_;  // of what registers hold
+  std::string kinds_;  // kinds of the values in registers
 };
 
 }  // namespace

@@ -1,12 +1,12 @@
-// How csrc/interval runs a mask's interval form: statement by statement, one box at a time.
+// csrc/interval interprets a mask's interval form, statement by statement, one box at a time.
 //
-//   program.cpp     reads the statements that variants/interval/statements.py writes, and checks
-//   them functions.cpp   the functions of fajit/interval*.h, by the names that statements call them
-//   by gathers.cpp     the same of those that read a param tensor evaluation.cpp  states of boxes,
-//   as compiled `Hooks::classify` gives them tile_runs.cpp   states of all tiles of a grid, from
-//   large boxes to small ones
+//   program.cpp      reads and checks the statements that variants/interval/statements.py writes
+//   functions.cpp    the table of the functions of fajit/interval*.h, by name
+//   gathers.cpp      the functions that read a param tensor
+//   evaluation.cpp   states of boxes, the same as those of compiled `Hooks::classify`
+//   tile_runs.cpp    states of all tiles of a grid, from large boxes to small ones
 //
-// Here is what they share.
+// This header has the types that they share.
 #pragma once
 
 #include <fajit/interval.h>
@@ -20,7 +20,7 @@
 
 namespace fajit::form {
 
-// What a register holds. Which of the four is known when the program is read.
+// The value of a register. Which member is valid is known when the program is read.
 union Value {
   Interval i;
   FInterval f;
@@ -31,11 +31,12 @@ union Value {
 // Registers that every program has: the box. (`INDICES` of interval/statements.py)
 enum : int { kB, kH, kQ, kK, kIndices };
 
-// Where a gather looks: the slots of its tensor and of its lo table (-1: none), the dim it scans.
+// The operands of a gather: the slots of its tensor and of its lo table (-1: none), the scanned
+// dim.
 struct Gather { int slot, table, dim, rank; };
 
-// The same for one call: the tensor and its tables with the scanned dim last, and dims of one entry
-// in front. What was read last is remembered: the tiles of a row or column read the same elements.
+// A Gather in one call: the tensor and its tables with the scanned dim last, after dims of size 1.
+// Results are cached, because the tiles of a row or column read the same elements.
 struct View {
   struct Known {
     Interval at[FAJIT_MAX_RANK];
@@ -46,10 +47,10 @@ struct View {
 
   fajit_tensor tensor, tables[2];
   bool has_tables;
-  std::array<Known, 1 << kKnownBits> known;  // by where the scanned range begins
+  std::array<Known, 1 << kKnownBits> known;  // cache, by the begin of the scanned range
 };
 
-// What the operations of one thread's call work on.
+// The data of the operations in one thread's call.
 struct Frame {
   Context context;
   std::vector<View> views;
@@ -65,7 +66,7 @@ struct Number {
 };
 
 struct Operation {
-  // False where the clause does not hold: what a compiled kernel leaves by `break`.
+  // Returns false if the clause does not hold (in a compiled kernel: `break`).
   using Run = bool (*)(const Operation&, Frame&);
 
   Run run = nullptr;
@@ -77,28 +78,28 @@ struct Operation {
 };
 using Block = std::vector<Operation>;
 
-// What a statement calls. Kinds: i Interval, f FInterval, t Tri, b Bits.
+// The function of a statement. Kinds: i Interval, f FInterval, t Tri, b Bits.
 struct Function {
   Operation::Run run;
   std::string operands;  // their kinds
   std::string numbers;   // n: an integer, d: a double
-  char result;           // its kind; '?' where it only says whether the clause holds
+  char result;           // its kind; '?': none, only whether the clause holds
 };
 const std::map<std::string, Function>& functions();
 
-// i_gather, t_gather, f_gather and gather_bits, of all their dims with the scanned one last, and
-// i_searchsorted, of (slot, right), by dtype; null where there is none.
+// The functions of i_gather, t_gather, f_gather and gather_bits (operands: all dims, the scanned
+// one last), and of i_searchsorted (slot, right), for a dtype; null if the dtype is not supported.
 Operation::Run gather(const std::string& name, const std::string& dtype);
 Operation::Run searchsorted(const std::string& dtype, bool right);
 
 // Whether one of the clauses holds.
 bool run_any(const std::vector<Block>& clauses, Frame& frame);
 
-// A mask's interval form: `Code` of interval/statements.py, whose names these are. Whatever is
-// asked of it stays within its registers, its tensors and its scalars. Immutable.
+// A mask's interval form: `Code` of interval/statements.py, with the same names. Checked, so that
+// evaluating it never accesses other registers, tensors or scalars. Immutable.
 struct Program {
   // tensors: (dtype, rank) of each param; `num_tables` pairs of lo and hi tables follow them in a
-  // call. Throws ValueError or TypeError for what is no such code.
+  // call. Throws ValueError or TypeError for invalid code.
   Program(pybind11::handle code, pybind11::handle tensors, size_t num_tables,
           std::string scalar_kinds);
 

@@ -5,15 +5,15 @@
 namespace fajit::form {
 namespace {
 
-constexpr int64_t kCuts = 8;  // of a side
+constexpr int64_t kCuts = 8;  // parts per side
 
 struct Run {
   int64_t begin, end;
   uint8_t state;
 };
 
-// The tiles of one request and head. A square of tiles that is partial is cut into 8 x 8 smaller
-// ones; what is empty or full is done. So time and memory follow the border of the mask, not the
+// The tiles of one request and head. A partial square of tiles is divided into 8 x 8 smaller ones;
+// an empty or full one is not. So time and memory grow with the border of the mask, not with the
 // number of tiles.
 struct Refiner {
   Evaluation& evaluation;
@@ -21,7 +21,7 @@ struct Refiner {
   const Interval b, h;
   std::vector<std::vector<Run>> rows;  // of query tiles
 
-  // The tiles from (row, column) on, `span` in each direction. Columns of a row are met in order.
+  // Processes `span` x `span` tiles from (row, column) on. Columns of a row are visited in order.
   void refine(int64_t row, int64_t column, int64_t span) {
     const int64_t step = span / kCuts, last_row = std::min(row + span, q.tiles()),
                   last_column = std::min(column + span, k.tiles());

@@ -1,4 +1,4 @@
-// flashattn_jit._C: loading and launching artifacts, what the CPU can do, merging states.
+// flashattn_jit._C: loading and launching artifacts, CPU features, merging states.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -53,7 +53,8 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
   std::array<int64_t, 3> dims{};
   to_int64s(shape, 3, dims.data(), "shape");
   if (dims[0] < 0 || dims[1] < 0 || dims[2] < 0 || head_dim_v < 1 || num_threads < 1) {
-    throw py::value_error("shape must not be negative, head_dim_v and num_threads be positive");
+    throw py::value_error(
+        "shape must not be negative; head_dim_v and num_threads must be positive");
   }
   const bool empty = dims[0] * dims[1] * dims[2] == 0;
   const Items out_items(outs, "outs"), out_stride_items(out_strides, "out_strides");
@@ -63,7 +64,7 @@ void merge_states_at(py::handle outs, py::handle out_strides, py::handle lses,
   if (count == 0) throw py::value_error("outs must have at least one state");
   if (out_stride_items.size() != count || lse_items.size() != lse_stride_items.size() ||
       (!sums && lse_items.size() != count)) {
-    throw py::value_error("outs, out_strides, lses and lse_strides must be equally long");
+    throw py::value_error("outs, out_strides, lses and lse_strides must have the same length");
   }
   if (empty) return;
   State merged{address(out, "out"), sums ? nullptr : address(lse, "lse"), {}, {}};

@@ -1,5 +1,4 @@
-// What the runtime throws. bindings.cpp turns each into the Python class of
-// flashattn_jit/errors.py.
+// Exceptions of the runtime. bindings.cpp translates each into a Python exception.
 #pragma once
 
 #include <stdexcept>
@@ -13,7 +12,7 @@ struct AbiError : std::runtime_error { using std::runtime_error::runtime_error; 
 // Python: OSError.
 struct LoadError : std::runtime_error { using std::runtime_error::runtime_error; };
 
-// Python: LaunchError. CUDA refused to load or to launch a kernel.
+// Python: LaunchError. A kernel could not be loaded or launched.
 struct LaunchError : std::runtime_error { using std::runtime_error::runtime_error; };
 
 // Throws for a fajit_status other than FAJIT_OK; `entry` names the entry point that returned it.

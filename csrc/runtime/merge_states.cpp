@@ -11,7 +11,7 @@ namespace {
 
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
-// Entries that a thread should at least move, so that waking it pays.
+// Minimum number of entries per thread, so that waking it is worth it.
 constexpr int64_t kEntriesPerThread = 16 * 1024;
 
 struct Row {
@@ -34,7 +34,7 @@ void merge_row(const std::vector<State>& states, const State& merged, const Row&
   float* out = merged.out + row.at(merged.out_strides);
   float largest = kMinusInf;
   for (const State& state : states) {
-    // Unlike std::max, this keeps a NaN, which then reaches the result instead of being lost.
+    // Unlike std::max, this keeps a NaN, which then reaches the result.
     const float lse = state.lse[row.at(state.lse_strides)];
     if (!(lse <= largest)) largest = lse;
   }
@@ -46,7 +46,7 @@ void merge_row(const std::vector<State>& states, const State& merged, const Row&
   float sum = 0.0f;
   for (const State& state : states) {
     const float lse = state.lse[row.at(state.lse_strides)];
-    // An empty state's out is not read: it may hold anything.
+    // The out of an empty state is not read: it may have any contents.
     if (lse == kMinusInf) continue;
     const float weight = std::exp(lse - largest);
     const float* in = state.out + row.at(state.out_strides);

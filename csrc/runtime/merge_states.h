@@ -7,7 +7,7 @@
 
 namespace fajit::runtime {
 
-// Addresses and strides (in elements) of one state seen as rows [d0, d1, d2], each of `head_dim_v`
+// Addresses and strides (in elements) of one state as rows [d0, d1, d2], each of `head_dim_v`
 // contiguous fp32 entries, and its natural-log lse [d0, d1, d2]. `lse` is null for a sum.
 struct State {
   float* out;
@@ -17,9 +17,9 @@ struct State {
 
 // Writes the merged state of every row into `merged`:
 //   lse = log(sum_i exp(lse_i)), out = sum_i exp(lse_i - lse) out_i   (Milakov, Gimelshein 2018),
-// out 0 and lse -inf where every lse_i is -inf, whatever out_i holds. Where `merged.lse` is null
-// the states are sums and are added. States are read in order, so the result does not depend on
-// `num_threads`. Throws LaunchError for several threads in a forked child: see fork_guard.h.
+// out 0 and lse -inf where every lse_i is -inf, for any out_i. If `merged.lse` is null, the states
+// are sums and are added. States are read in order, so the result does not depend on `num_threads`.
+// Throws LaunchError for several threads in a forked child: see fork_guard.h.
 void merge_states(const std::vector<State>& states, const State& merged,
                   const std::array<int64_t, 3>& shape, int64_t head_dim_v, int num_threads);
 

@@ -18,7 +18,7 @@ F resolve(void* handle, const char* name, const std::string& path) {
   return reinterpret_cast<F>(symbol);
 }
 
-// The integer after `"abi_version":` in an artifact's description; -1 where there is none.
+// The integer after `"abi_version":` in an artifact's description; -1 if there is none.
 long described_abi_version(const std::string& description) {
   static constexpr char kField[] = "\"abi_version\"";
   const size_t field = description.find(kField);
@@ -59,7 +59,7 @@ Module::Module(const std::string& path) : path_(path) {
 }
 
 void Module::load(int device) const {
-  if (!is_cuda()) throw std::invalid_argument("artifact " + path_ + " is of no CUDA target");
+  if (!is_cuda()) throw std::invalid_argument("artifact " + path_ + " has no CUDA target");
   const std::lock_guard<std::mutex> lock(mutex_);
   if (devices_.count(device) > 0) return;
   const int status = load_(device);

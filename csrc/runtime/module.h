@@ -11,13 +11,13 @@
 
 namespace fajit::runtime {
 
-// Spans of time by which modules remember when they last ran, from 1 on.
+// Epochs, counted from 1, in which modules record when they last ran.
 int64_t begin_run_epoch();  // begins a new one; returns its number
 inline std::atomic<int64_t> run_epoch{1};
 
-// Loads `path` with RTLD_NOW | RTLD_LOCAL and resolves the entry points of abi.h. Never closed: an
-// artifact may have worker threads of its OpenMP runtime inside it, and code of a live call.
-// Throws LoadError where the file cannot be loaded, AbiError where it speaks another interface.
+// Loads `path` with RTLD_NOW | RTLD_LOCAL and resolves the entry points of abi.h. Never closed:
+// threads of the OpenMP runtime, or of a running call, may execute its code. Throws LoadError if
+// the file cannot be loaded, AbiError if its ABI version or entry points differ.
 class Module {
  public:
   explicit Module(const std::string& path);
@@ -37,26 +37,26 @@ class Module {
   }
   int classify(const fajit_classify_args& args) const { return classify_(&args); }
 
-  // Marks it as run in the current epoch: calls do, and plans that will call it.
-  // A write a span, not a call: threads of one call share the line.
+  // Marks the module as run in the current epoch; called by calls, and by plans that will call it.
+  // Writes once per epoch, not per call, because threads of a call share the cache line.
   void note_run() const {
     const int64_t now = run_epoch.load(std::memory_order_relaxed);
     if (last_run() != now) last_run_.store(now, std::memory_order_relaxed);
   }
-  // The epoch in which it last ran or was launched, as data too, or planned with; 0 before.
+  // The epoch in which the module was last run, launched as data, or planned with; 0 if never.
   int64_t last_run() const { return last_run_.load(std::memory_order_relaxed); }
 
-  // Whether this is a CUDA artifact. What follows is for those only. Such an artifact is opened on
-  // a machine without a driver as well: only `load` and the launches need one.
+  // Whether this is a CUDA artifact; only these have the functions below. Opening one needs no
+  // driver, `load` and launches do.
   bool is_cuda() const { return plan_launch_ != nullptr; }
-  // Loads the kernels on a device, once. Throws LaunchError. A launch under graph capture loads
-  // nothing, so this comes before.
+  // Loads the kernels on a device, once. Throws LaunchError. Called before launches, because
+  // kernels cannot be loaded during graph capture.
   void load(int device) const;
   int plan_launch(const fajit_args& args, int kernel, fajit_launch& launch) const {
     note_run();
     return plan_launch_(&args, kernel, &launch);
   }
-  // Why this thread's last call failed.
+  // The reason of this thread's last CUDA failure.
   std::string cuda_error() const;
 
  private:
@@ -70,7 +70,7 @@ class Module {
   decltype(&fajit_cuda_error) cuda_error_ = nullptr;
   mutable std::atomic<int64_t> last_run_{0};
   mutable std::mutex mutex_;
-  mutable std::set<int> devices_;  // where the kernels are loaded
+  mutable std::set<int> devices_;  // devices on which the kernels are loaded
 };
 
 }  // namespace fajit::runtime

@@ -1,4 +1,4 @@
-// Values out of Python objects, checked, with messages that name the argument.
+// Checked conversions of Python objects, with messages that name the argument.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,7 +10,7 @@
 
 namespace fajit::runtime {
 
-// An int (or bool). Throws for anything else and for what does not fit 64 bits.
+// An int (or bool). Throws for other types and for values that do not fit 64 bits.
 inline int64_t to_int64(pybind11::handle value, const char* name) {
   const long long number = PyLong_AsLongLong(value.ptr());
   if (number == -1 && PyErr_Occurred()) {
@@ -28,7 +28,7 @@ inline void* to_address(pybind11::handle value) {
   return address;
 }
 
-// A tuple or list, seen without copying its items. A generator or tensor is a TypeError.
+// A view of a tuple or list. A generator or tensor is a TypeError.
 class Items {
  public:
   Items(pybind11::handle sequence, const char* name) : sequence_(sequence) {
@@ -38,7 +38,7 @@ class Items {
     }
   }
   size_t size() const { return static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr())); }
-  // Strong: code that runs while an item is converted may change a list.
+  // A strong reference: code that runs while an item is converted may change the list.
   pybind11::object operator[](size_t i) const {
     if (i >= size()) throw pybind11::value_error("a list changed while it was read");
     return pybind11::reinterpret_borrow<pybind11::object>(

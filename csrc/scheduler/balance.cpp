@@ -8,21 +8,23 @@
 namespace fajit::scheduler {
 namespace {
 
-// The longest worker over the mean up to which nothing better is looked for.
+// Up to this ratio of the longest worker's load to the mean, no better assignment is searched for.
 constexpr double kGood = 1.035;
-// Shares tried, over the mean: a cut is at a multiple of tile_kv, so a full worker has up to one
-// tile less than the share, and the others must have room for that.
+// Shares (maximum loads of a worker) to try, relative to the mean. Cuts are at multiples of
+// tile_kv, so a full worker has up to one tile less than the share, and the others must have room
+// for that.
 constexpr double kShares[] = {1.005, 1.02, 1.04, 1.06, 1.08, 1.11, 1.15, 1.2, 1.3, 1.5};
-// Splitting must gain this much, apart from what the merge costs.
+// With splits, the longest load must be at most this part of the longest load without; and the
+// merge must be paid for.
 constexpr double kLeastGain = 0.97;
-constexpr double kExcess = 0.03;        // of a share: what is not worth a cut
-constexpr double kReplicaLoss = 1.035;  // planning for one kv head may lose this much
-constexpr int kSweeps = 8;              // over all cuts, to even out what they separate
+constexpr double kExcess = 0.03;        // part of a share that may be exceeded without a cut
+constexpr double kReplicaLoss = 1.035;  // accepted loss of planning for one kv head only
+constexpr int kSweeps = 8;              // passes over all cuts in even_out()
 constexpr size_t kBuckets = 4096;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
-// Loads of workers, the least one on top; of equal loads that of the first worker.
+// A heap of the loads of workers, the smallest on top; equal loads by worker number.
 class Workers {
  public:
   explicit Workers(int32_t count) : heap_(static_cast<size_t>(count)) {
@@ -59,8 +61,8 @@ class Workers {
   std::vector<Entry> heap_;
 };
 
-// Indices of `costs`, longest first to 1/4096 of `most`, beyond which order does not matter; equal
-// ones in order.
+// Indices of `costs`, longest first, in a stable bucket sort with buckets of `most` / 4096; costs
+// above `most` are not ordered among each other.
 std::vector<int32_t> longest_first(const std::vector<double>& costs, double most) {
   std::vector<int32_t> first(kBuckets + 1, 0), bucket(costs.size()), out(costs.size());
   const double scale = most > 0 ? static_cast<double>(kBuckets - 1) / most : 0;
@@ -77,7 +79,7 @@ std::vector<int32_t> longest_first(const std::vector<double>& costs, double most
 }
 
 struct Spread {
-  std::vector<Part> parts;  // as assigned
+  std::vector<Part> parts;  // in the order of assignment
   std::vector<double> load_ns;
   double total_ns = 0, critical_ns = 0;
   bool is_cut = false;
@@ -91,7 +93,7 @@ struct Spread {
   double mean_ns() const { return total_ns / static_cast<double>(load_ns.size()); }
 };
 
-// Spreads the units of some kv heads over some workers.
+// Assigns the units of some kv heads to some workers.
 class Spreader {
  public:
   Spreader(const std::vector<Unit>& units, const std::vector<int32_t>& ids, const Kind (&kinds)[2],
@@ -115,7 +117,8 @@ class Spreader {
       total += cost;
       if (cost <= longest) continue;
       longest = cost;
-      // n parts take cost / n and n states to read: least where both are equal.
+      // n parts take cost / n and the merge reads n states: the sum is minimal where both are
+      // equal.
       least_share = std::sqrt(cost * kinds_[unit.kind].state_ns);
     }
     total *= heads_;
@@ -124,7 +127,7 @@ class Spreader {
     Spread best = assign(kNoLimit);
     if (num_workers_ == 1 || best.critical_ns <= kGood * mean) return best;
     const double whole = best.critical_ns;
-    double before = total;  // with the cuts of the last try
+    double before = total;  // total with the cuts of the last attempt
     bool gains = false;
     for (const double share : kShares) {
       const double most = std::max(before / num_workers_ * share, least_share);
@@ -133,7 +136,7 @@ class Spreader {
       if (!next.is_cut) break;
       before = next.total_ns;
       const bool good = next.critical_ns <= kGood * next.mean_ns();
-      // Under limits the merge is launched in any case.
+      // Under limits the merge is launched anyway.
       const double merge_ns = options_.limits.max_requests > 0 ? 0 : options_.merge_ns;
       const double least =
           gains ? best.critical_ns : std::min(kLeastGain * whole, whole - merge_ns);
@@ -149,8 +152,8 @@ class Spreader {
  private:
   double state_ns(const Unit& unit) const { return unit.rows() * kinds_[unit.kind].state_ns; }
 
-  // Each unit to the least loaded worker. One that would lift it above `most` is cut there, once a
-  // worker, and what is left goes on to the next.
+  // Assigns each unit to the least loaded worker. A unit that would raise its load above `most` is
+  // cut there, once per worker, and the rest goes to the next worker.
   Spread assign(double most) const {
     Spread out;
     out.parts.reserve(ids_.size() * static_cast<size_t>(heads_) +
@@ -164,9 +167,9 @@ class Spreader {
         Part part{id, head, unit.extent.begin, unit.extent.end, 0, 0};
         double fixed = kinds_[unit.kind].item_ns + (unit.shared ? state_ns(unit) : 0);
         double rest = unit.cost_ns - kinds_[unit.kind].item_ns;
-        // What is cut off goes to a worker with no smaller load, and costs this much more there.
+        // The rest of a cut goes to a worker with no smaller load, and costs this much more there.
         const double another = kinds_[unit.kind].item_ns + state_ns(unit);
-        // So are cuts at the nearest tile, which even_out() evens.
+        // Cuts are rounded to tiles, which even_out() corrects.
         const double excess = std::max(std::min(another, kExcess * most),
                                        0.5 * kinds_[unit.kind].tile_kv * unit.key_ns);
         while (workers.least() + fixed + rest > most + excess) {
@@ -194,8 +197,8 @@ class Spreader {
     return out;
   }
 
-  // Moves cuts by whole tiles to where the two workers that share one are equally loaded. What the
-  // last units left over is spread along the cuts that way.
+  // Moves cuts by whole tiles so that the two workers that share a cut unit are equally loaded.
+  // This also spreads the imbalance left by the last units.
   void even_out(Spread& spread) const {
     for (int sweep = 0; sweep < kSweeps; ++sweep) {
       bool moved = false;
@@ -205,10 +208,10 @@ class Spreader {
         const Unit& unit = units_[static_cast<size_t>(first.unit)];
         const Kind& kind = kinds_[unit.kind];
         const double tile_ns = kind.tile_kv * unit.key_ns;
-        if (unit.extent.cell > 0 || tile_ns <= 0) continue;  // cells are not equally expensive
+        if (unit.extent.cell > 0 || tile_ns <= 0) continue;  // tiles are not equally expensive
         double& load = spread.load_ns[static_cast<size_t>(first.worker)];
         double& other = spread.load_ns[static_cast<size_t>(second.worker)];
-        // What both may give, but for their least.
+        // Tiles that a part can give away, down to its minimum length.
         const auto spare = [&](const Part& part) {
           return static_cast<double>((part.kv_end - part.kv_begin - kind.min_chunk) / kind.tile_kv);
         };
@@ -233,8 +236,8 @@ class Spreader {
     out.parts.push_back(part);
   }
 
-  // Where to cut a unit's keys from `begin` on so that they cost at most `room`, or as little as
-  // may be; 0 where neither part would be long enough.
+  // Where to cut a unit's keys from `begin` on, so that the first part costs at most `room` or has
+  // the minimum length; 0 if the parts would be too short.
   int32_t cut_point(const Unit& unit, int32_t begin, double room) const {
     const Kind& kind = kinds_[unit.kind];
     const int32_t tile = kind.tile_kv, end = unit.extent.end;
@@ -251,7 +254,7 @@ class Spreader {
     return cut > begin && cut >= least && cut < end ? cut : 0;
   }
 
-  // Parts that depend on their unit alone.
+  // Splits every unit in parts that depend on the unit alone (batch-invariant mode).
   Spread fixed_parts() const {
     Spread out;
     std::vector<Part> parts;
@@ -322,8 +325,8 @@ Balance numbered(Spread spread, size_t num_units, int32_t heads, int32_t replica
   std::partial_sum(out.first_part.begin(), out.first_part.end(), out.first_part.begin());
   out.parts.resize(count);
   out.order.resize(count);
-  // A cut unit's parts were assigned in any order in batch-invariant mode: they are sorted by keys,
-  // then found again.
+  // In batch-invariant mode the parts of a cut unit were assigned in any order: sort them by keys,
+  // then look up their numbers.
   std::vector<int32_t> placed(spread.is_cut ? jobs : 0, 0);
   for (size_t i = 0; i < count; ++i) {
     const Part& part = spread.parts[i];
@@ -364,7 +367,7 @@ Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2]
   const int32_t replicas = per_head ? 1 : std::gcd(all_heads, num_workers);
   const int32_t heads = all_heads / replicas;
   Spread spread = Spreader(units, ids, kinds, options, heads, num_workers / replicas).spread();
-  // Few units fill the workers of all heads better than those of one.
+  // With few units, planning all heads together may balance better.
   if (replicas > 1 && spread.critical_ns > kReplicaLoss * spread.mean_ns() &&
       ids.size() * static_cast<size_t>(all_heads) <= 2 * static_cast<size_t>(num_workers)) {
     Spread whole = Spreader(units, ids, kinds, options, all_heads, num_workers).spread();

@@ -1,4 +1,4 @@
-// Spreads units over workers: longest first to the least loaded, cut where a worker is full.
+// Assigns units to workers: longest first, to the least loaded worker, cut where a worker is full.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fajit::scheduler {
 
-// Keys [begin, end) of a unit and kv head, and who computes them.
+// Keys [begin, end) of a unit and kv head, with the worker that computes them.
 struct Part {
   int32_t unit, head;  // head: of the replica
   int32_t kv_begin, kv_end;
@@ -20,9 +20,9 @@ struct Part {
 // has kv heads [r * heads, (r + 1) * heads) and workers [r * workers, (r + 1) * workers).
 struct Balance {
   int32_t heads = 1, workers = 1, replicas = 1;
-  std::vector<Part> parts;          // by unit, head, keys
-  std::vector<int32_t> first_part;  // [units * heads + 1]; none of units it was not asked for
-  std::vector<int32_t> order;       // part numbers as the workers do them
+  std::vector<Part> parts;          // sorted by unit, head, keys
+  std::vector<int32_t> first_part;  // [units * heads + 1]; units of another kind have no parts
+  std::vector<int32_t> order;       // part numbers in the order in which workers process them
   std::vector<double> load_ns;      // [workers]
 
   int32_t part_of(int64_t unit, int32_t head) const {
@@ -39,9 +39,9 @@ struct Balance {
   }
 };
 
-// `kind`: whose units; -1: all, on workers that both kinds share. At most `num_workers` cuts, so at
-// most twice as many partial tiles of units that are not shared; in batch-invariant mode the cuts
-// are those of each unit alone.
+// `kind`: the kind of units; -1: all units, on workers that both kinds share. Makes at most
+// `num_workers` cuts, so at most twice as many partial tiles of units that are not shared; in
+// batch-invariant mode the cuts depend on each unit alone.
 Balance balance(const std::vector<Unit>& units, int kind, const Kind (&kinds)[2],
                 const PlanOptions& options, int32_t num_workers);
 

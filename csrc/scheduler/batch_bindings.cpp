@@ -39,7 +39,7 @@ Array read_array(py::handle source, const char* name) {
   if (array.data == nullptr && array.size > 0) {
     throw py::value_error(std::string(name) + " has address 0");
   }
-  // An array without entries is there all the same.
+  // An empty array is present, unlike None.
   static const int64_t none = 0;
   if (array.data == nullptr) array.data = &none;
   return array;
@@ -71,7 +71,7 @@ std::shared_ptr<Lengths> make_lengths(py::handle q_indptr, py::handle storage, p
                                                 read_array(q_offset, "q_offset"), level_arrays));
 }
 
-// Prefill and few-row; None where there is no such kind.
+// Prefill and few-row; None if there is no such kind.
 using Kinds = std::array<std::shared_ptr<Kind>, 2>;
 
 void read_kinds(const Kinds& source, Kind (&kinds)[2]) {
@@ -162,7 +162,7 @@ py::tuple count_kinds(const Lengths& lengths, int32_t group_size, int32_t few_ro
   return py::make_tuple(counts[0], counts[1], most);
 }
 
-// An int for every request, or a tuple or list of as many.
+// One int for all requests, or a tuple or list with one for each.
 std::vector<int32_t> read_each(py::handle source, int32_t count, const char* name) {
   if (PyLong_Check(source.ptr())) {
     return std::vector<int32_t>(static_cast<size_t>(count), to_int32(source, name));
@@ -236,7 +236,7 @@ std::shared_ptr<BatchPlan> make_plan(const std::shared_ptr<Lengths>& lengths,
   return std::make_shared<BatchPlan>(plan_batch(*lengths, lists, kinds, options, args));
 }
 
-// A copy of a contiguous buffer seen as items of type T, whatever its item type is.
+// Copies the bytes of a contiguous buffer as items of type T.
 template <class T>
 std::vector<T> read_items(const py::buffer& source, const char* name) {
   const py::buffer_info info = source.request();
@@ -250,7 +250,7 @@ std::vector<T> read_items(const py::buffer& source, const char* name) {
   const size_t bytes = static_cast<size_t>(info.size) * static_cast<size_t>(info.itemsize);
   if (bytes % sizeof(T) != 0) {
     throw py::value_error(std::string(name) + " has " + std::to_string(bytes) +
-                          " bytes, which is no multiple of the item's " +
+                          " bytes, which is not a multiple of the item size " +
                           std::to_string(sizeof(T)));
   }
   std::vector<T> items(bytes / sizeof(T));

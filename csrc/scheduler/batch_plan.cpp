@@ -59,7 +59,8 @@ void check_limits(const Lengths& l, const PlanOptions& o) {
   }
 }
 
-// The limits bound what a plan has, unless its lists or levels are of a form nobody needs.
+// The capacity suffices for every plan within the limits, unless its lists or levels have an
+// unusual form.
 void check_capacity(const BatchPlan& plan) {
   const Capacity& most = plan.capacity;
   const auto check = [](int64_t has, int64_t allowed, const char* what) {
@@ -75,7 +76,7 @@ void check_capacity(const BatchPlan& plan) {
   check(plan.partial_rows, most.partial_rows, "partial rows");
 }
 
-// The work of `kind` out of a balance of its units, or of the units of both kinds.
+// The work of `kind`, from a balance of its units or of the units of both kinds.
 KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& balance,
                    const PartialRows& rows, int32_t group_size) {
   const auto is_ours = [&](const Part& part) {
@@ -101,7 +102,8 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
   plan.work.resize(replicas * count);
   plan.cost_ns.resize(replicas * count);
   plan.load_ns.resize(replicas * workers, 0.0f);
-  std::vector<std::pair<size_t, int32_t>> states;  // (item, part) of those that write one
+  std::vector<std::pair<size_t, int32_t>>
+      states;  // (item, part) of the parts that write a partial state
   for (const int32_t id : balance.order) {
     const Part& part = balance.parts[static_cast<size_t>(id)];
     if (!is_ours(part)) continue;
@@ -205,8 +207,8 @@ BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (
 
   std::vector<Unit> units = make_units(lengths, lists, kinds, options, args);
   const int32_t group_size = options.num_q_heads / options.num_kv_heads;
-  // A captured merge has sources or has none, so under limits levels decide, whether or not this
-  // batch has any.
+  // A captured merge always or never has sources, so under limits this depends on the levels of the
+  // limits, not on the groups of this batch.
   const bool has_sources = lengths.num_groups > 0 || (has_limits && options.num_levels > 0);
   Segments segments;
   if (has_sources) segments = make_segments(lengths, group_size, units);

@@ -1,14 +1,14 @@
-// Plans one batch: the requests and where their keys lie, and who computes which part of them.
+// Plans one batch: reads the requests and the layout of their keys, and assigns work to workers.
 //
 // A batch has up to two kinds of tiles, prefill (many rows) and few-row. Each kind is one launch
-// with its own lists of work, a list a worker; on CPUs the lists of both kinds share the workers.
-// Units of work are (request or shared group, kv head, row tile). The longest goes to the least
-// loaded worker (a heap); a unit that would lift a worker above the balanced share is cut at the
-// share, and what is left of it goes on to the next worker. So no worker has more than the share
-// and the granularity of a cut, and there are at most as many cuts as workers: at most
-// 2 x workers partial tiles (Ye et al. 2025, arXiv 2501.01005, algorithm 1 and appendix D.3).
+// with its own work lists, one per worker; on CPUs the lists of both kinds share the workers. Units
+// of work are (request or shared group, kv head, row tile). The longest unit goes to the least
+// loaded worker (a heap); a unit that would raise a worker's load above the balanced share is cut
+// at the share, and its rest goes to the next worker. So no worker has more than the share plus the
+// granularity of a cut, and there are at most as many cuts as workers: at most 2 x workers partial
+// tiles (Ye et al. 2025, arXiv 2501.01005, algorithm 1 and appendix D.3).
 //
-// Everything here is host code on host lengths: nothing of a device is read or waited for.
+// All code here runs on the host, on lengths in host memory, without device synchronisation.
 #pragma once
 
 #include <fajit/abi.h>
@@ -26,7 +26,7 @@ namespace fajit::scheduler {
 [[noreturn]] inline void fail(const std::string& message) { throw std::invalid_argument(message); }
 inline std::string number(int64_t value) { return std::to_string(value); }
 
-// A contiguous int32 or int64 array of the host.
+// A contiguous int32 or int64 array in host memory.
 struct Array {
   const void* data = nullptr;
   int64_t size = 0;
@@ -53,10 +53,10 @@ struct LevelArrays {
   StorageArrays storage;
 };
 
-// The requests of a batch, checked; groups of shared keys follow them as further requests. Arrays
-// are what fajit_args wants, num_requests + num_groups entries each.
+// The requests of a batch, checked; groups of shared keys follow them as further requests. The
+// arrays are those of fajit_args, num_requests + num_groups entries each.
 struct Lengths {
-  uint64_t id = 0;  // of this object alone, in this process
+  uint64_t id = 0;  // unique in this process
   int32_t num_requests = 0, num_groups = 0;
   int64_t num_q_tokens = 0;
   int64_t num_kv_tokens = 0;     // ragged: rows that k and v must have
@@ -66,9 +66,9 @@ struct Lengths {
   std::vector<int32_t> q_len, kv_len, q_row0, kv_row0, q_offset, q_token0, kv_token0, kv_first;
   std::vector<int32_t> page_indptr;  // paged: one more entry, into the level's page_indices[:end]
   std::vector<int32_t> row_request, row_token;  // with groups; see fajit_args
-  int32_t max_q_len = 0, max_kv_len = 0;        // of the requests, groups apart
+  int32_t max_q_len = 0, max_kv_len = 0;        // of the requests, without groups
 
-  // Lets an argument block find the arrays that every request has.
+  // Sets the pointers of an argument block to the per-request arrays.
   void fill(fajit_args& args) const {
     args.q_len = q_len.data();
     args.kv_len = kv_len.data();
@@ -81,14 +81,14 @@ struct Lengths {
 };
 
 // Throws std::invalid_argument that names the array and the request. `q_offset` without data:
-// "end", so that the last query sits on the last key. `levels` are outer to inner, the requests'
-// own keys come last and begin where their levels end. With levels, kv_len counts all keys of a
+// "end", the last query is at the position of the last key. `levels` are outer to inner; the
+// requests' own keys follow the keys of the levels. With levels, kv_len counts all keys of a
 // request.
 Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
                      const std::vector<LevelArrays>& levels);
 
-// Requests that are a dim of their tensors: each has `q_len` rows of q and `kv_rows` of k and v, of
-// which it sees kv_len[b]. Throws std::invalid_argument that names the request.
+// Requests of dense tensors (one dim): each has `q_len` rows of q and `kv_rows` rows of k and v, of
+// which the first kv_len[b] are keys. Throws std::invalid_argument that names the request.
 Lengths dense_lengths(int32_t q_len, int32_t kv_rows, std::vector<int32_t> kv_len,
                       std::vector<int32_t> q_offset);
 
@@ -97,19 +97,20 @@ Lengths dense_lengths(int32_t q_len, int32_t kv_rows, std::vector<int32_t> kv_le
 // and covers query rows [i * q_block, (i + 1) * q_block) of the request.
 struct KeyLists {
   int32_t q_block = 0, key_block = 0;  // 0: no lists
-  bool per_head = false;               // a list a kv head; else one for all
+  bool per_head = false;               // one list per kv head; else one for all heads
   Array begin, count;                  // first entry and number of entries in key_blocks
   int64_t num_key_blocks = 0;
 };
 
 struct Kind {
-  std::shared_ptr<const runtime::Module> module;  // null: masks are costed by the other kind's
-  int32_t tile_q = 0;       // most packed rows of an item; 0: there is no such kind
-  int32_t row_granule = 1;  // rows cost and are cut in multiples of this
+  std::shared_ptr<const runtime::Module>
+      module;               // null: the other kind's module evaluates the mask
+  int32_t tile_q = 0;       // maximum packed rows of an item; 0: there is no such kind
+  int32_t row_granule = 1;  // rows are charged and cut in multiples of this
   int32_t tile_kv = 0;      // keys are cut at multiples of this
-  int32_t min_chunk = 0;    // no part of a cut is shorter, in keys
+  int32_t min_chunk = 0;    // minimum keys of each part of a cut
   // Nanoseconds: an item costs item_ns + keys * max(load_ns, rows * pair_ns), rows rounded up to
-  // the granule, and state_ns a row more where it writes a partial state.
+  // the granule, plus state_ns per row if it writes a partial state.
   double item_ns = 0, load_ns = 0, pair_ns = 0, state_ns = 0;
 };
 
@@ -119,29 +120,29 @@ struct Limits {
 
 struct PlanOptions {
   int32_t num_q_heads = 0, num_kv_heads = 0, head_dim_v = 0;
-  int32_t few_rows = 0;             // packed rows up to which a request is few-row work
+  int32_t few_rows = 0;             // a request with at most this many packed rows is few-row work
   int32_t num_workers[2] = {1, 1};  // of each launch; CPU: threads, the same for both
   bool share_workers = false;       // CPU: one balance over both kinds
-  bool batch_invariant = false;     // cut at multiples of split_keys, whatever else is in the batch
-  int32_t split_keys[2] = {0, 0};   // 0: never cut
-  bool classify = false;            // cost the mask by its interval form
-  bool mask_is_contiguous = false;  // rows keep one run of keys: bounds are searched, not tiles
-  bool mask_reads_request = true;   // else equal lengths have equal costs, and groups are costed
-  double merge_ns = 0;              // what a merge costs apart from its states: its launch
-  int32_t row_block = 0;            // no item has query rows of two blocks of so many; 0: no blocks
+  bool batch_invariant = false;    // cut at multiples of split_keys, whatever the rest of the batch
+  int32_t split_keys[2] = {0, 0};  // 0: never cut
+  bool classify = false;           // estimate costs with the mask's interval form
+  bool mask_is_contiguous = false;  // the keys of a row are one range, whose bounds are searched
+  bool mask_reads_request = true;   // if not, equal lengths have equal extents, also for groups
+  double merge_ns = 0;              // cost of launching a merge
+  int32_t row_block = 0;  // no item has query rows of two blocks of this size; 0: no blocks
   Limits limits;
-  int32_t num_levels = 0;  // levels of shared keys that a plan within the limits may have
+  int32_t num_levels = 0;  // maximum levels of shared keys of plans within the limits
 };
 
 // A launch of one kind.
 struct KindPlan {
-  std::vector<fajit_work> work;        // by worker
+  std::vector<fajit_work> work;        // sorted by worker
   std::vector<int32_t> worker_indptr;  // [num_workers + 1]
   std::vector<float> cost_ns;          // of each item, predicted
   std::vector<float> load_ns;          // [num_workers]: their sums
 };
 
-// Most entries that a plan within the limits can have: the fixed layout of a captured graph.
+// Maximum number of entries of a plan within the limits: the fixed layout of a captured graph.
 struct Capacity {
   int64_t requests = 0, work[2] = {0, 0}, merge_work = 0, merge_sources = 0, row_tokens = 0,
           partial_rows = 0;
@@ -149,7 +150,7 @@ struct Capacity {
 };
 
 struct BatchPlan {
-  uint64_t lengths_id = 0;  // what it was made of; work needs no check against the same
+  uint64_t lengths_id = 0;  // the Lengths of the plan: against these its work needs no check
   int32_t num_q_heads = 0, num_kv_heads = 0, key_block = 0;
   int64_t num_key_blocks = 0;
   KindPlan kinds[2];  // prefill, few-row
@@ -157,16 +158,17 @@ struct BatchPlan {
   std::vector<int32_t> merge_sources;
   int64_t partial_rows = 0;
   int32_t max_merge_rows = 0, most_splits = 1;
-  int64_t workspace_bytes = 0;           // see workspace_bytes()
-  double total_ns = 0, critical_ns = 0;  // sum over workers; the longest worker, launches added up
+  int64_t workspace_bytes = 0;  // see workspace_bytes()
+  double total_ns = 0,
+         critical_ns = 0;  // sum over workers; the longest worker, added over launches
   bool has_limits = false;
-  Capacity capacity;  // with limits; else what the plan has
+  Capacity capacity;  // with limits; else the plan's own sizes
 };
 
 // partial_out [rows, head_dim_v] and, from the next multiple of 64 bytes, partial_lse [rows], fp32.
 int64_t workspace_bytes(int64_t partial_rows, int32_t head_dim_v);
 
-// Within options.limits. `q_block`: that of the plans' key lists; 0 without.
+// The capacity for options.limits. `q_block`: that of the plans' key lists, 0 without lists.
 Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& options, int32_t q_block = 0);
 
 // `mask_args`: tensors and scalars that the mask's interval form reads; its lengths are ignored.
@@ -174,7 +176,7 @@ Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& options, int32_t
 BatchPlan plan_batch(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
                      const PlanOptions& options, const fajit_args& mask_args);
 
-// A plan of work that somebody else made, each item for a worker of its own.
+// A plan of given work, each item for its own worker.
 BatchPlan plan_of_work(int kind, std::vector<fajit_work> work,
                        std::vector<fajit_merge_work> merge_work, std::vector<int32_t> merge_sources,
                        int64_t partial_rows);

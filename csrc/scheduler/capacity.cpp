@@ -1,14 +1,14 @@
-// What any plan within limits needs at most: the fixed layout of captured graphs.
+// The maximum sizes of plans within limits: the fixed layout of captured graphs.
 #include <algorithm>
 
+#include "../runtime/launch/sections.h"
 #include "batch_plan.h"
+#include "rounding.h"
 
 namespace fajit::scheduler {
 namespace {
 
-int64_t ceil_div_64(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Most of one kind: row tiles of all kv heads, packed rows in them, and cuts.
+// Maxima of one kind: row tiles of all kv heads, packed rows in them, and cuts.
 struct Bound { int64_t units = 0, rows = 0, cuts = 0, splits = 1; };
 
 Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
@@ -17,18 +17,18 @@ Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
   const int64_t group = o.num_q_heads / o.num_kv_heads, levels = o.num_levels + 1;
   const int64_t tokens = int64_t{o.limits.max_q_tokens} * levels;
   const int64_t entities = int64_t{o.limits.max_requests} * levels;
-  // Rows come in spans: of requests and groups, or of block rows of key lists.
+  // Rows are divided in spans: requests and groups, or block rows of key lists.
   const int64_t spans = std::min(tokens, q_block > 0 ? tokens / q_block + entities : entities);
   int64_t rows = tokens * group;
   if (kind == 1) rows = std::min(rows, spans * std::max(o.few_rows, 1));
-  // Every span ends in one tile that is not full.
+  // The last tile of every span may be partly filled.
   bound.units = std::min(rows, rows / k.tile_q + spans) * o.num_kv_heads;
   bound.rows = rows * o.num_kv_heads;
   if (!o.batch_invariant) {
-    bound.cuts = o.num_workers[kind];  // a cut fills a worker
+    bound.cuts = o.num_workers[kind];  // at most one cut per worker
   } else if (o.split_keys[kind] > 0) {
-    // Lists are of whole blocks, so of a few keys more than there are.
-    bound.splits = ceil_div_64(o.limits.max_kv_len, o.split_keys[kind]) + (q_block > 0 ? 1 : 0);
+    // Lists consist of whole blocks, so they may have more keys than max_kv_len.
+    bound.splits = ceil_div(o.limits.max_kv_len, o.split_keys[kind]) + (q_block > 0 ? 1 : 0);
     bound.cuts = bound.units * (bound.splits - 1);
   }
   return bound;
@@ -37,9 +37,7 @@ Bound bound_of(int kind, const Kind& k, const PlanOptions& o, int32_t q_block) {
 }  // namespace
 
 int64_t workspace_bytes(int64_t partial_rows, int32_t head_dim_v) {
-  if (partial_rows == 0) return 0;
-  const int64_t out_bytes = partial_rows * head_dim_v * int64_t{sizeof(float)};
-  return ceil_div_64(out_bytes, 64) * 64 + partial_rows * int64_t{sizeof(float)};
+  return runtime::WorkspaceLayout(partial_rows, head_dim_v).bytes;
 }
 
 Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& o, int32_t q_block) {
@@ -59,12 +57,12 @@ Capacity capacity_of(const Kind (&kinds)[2], const PlanOptions& o, int32_t q_blo
     if (o.batch_invariant) {
       if (levels > 0 || bound.splits > 1) c.partial_rows += bound.rows * bound.splits;
     } else {
-      // A cut makes two tiles of one, or one more where all write states already.
+      // A cut makes two states of none, or one more if all units write states already.
       c.partial_rows += levels > 0 ? bound.rows + bound.cuts * tile_q : 2 * bound.cuts * tile_q;
     }
   }
   if (levels > 0) {
-    // Rows are refined where units, and requests in groups, begin.
+    // A segment begins where a unit, or a request in a group, begins.
     const int64_t segments = units + 2 * c.requests * o.num_kv_heads;
     c.merge_work = std::min(segments, int64_t{o.limits.max_q_tokens} * o.num_q_heads);
     c.merge_sources = o.batch_invariant ? c.merge_work * (levels + 1) * splits

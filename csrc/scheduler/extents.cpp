@@ -8,11 +8,11 @@ namespace fajit::scheduler {
 namespace {
 
 constexpr int32_t kMostCells = 64;
-constexpr int64_t kEvaluations = 8192;  // cells of all tiles of a plan together: well under 1 ms
-constexpr size_t kKnown = 256;          // a power of two
+constexpr int64_t kEvaluations = 8192;  // total cells of all tiles of a plan: well under 1 ms
+constexpr size_t kKnown = 256;          // entries of the cache of extents; a power of two
 
-// The largest index in [0, count] for which `holds`, which is true at 0 and, where it is true, at
-// every smaller index. `guess` costs two evaluations where it is right, one where it is `count`.
+// The largest index in [0, count] for which `holds` is true; `holds` is monotone (true, then false)
+// and true at 0. A correct `guess` takes two evaluations, or one if it is `count`.
 template <class Holds>
 int32_t last_true(int32_t count, int32_t guess, const Holds& holds) {
   int32_t low = 0, high = count + 1;  // holds(low), not holds(high)
@@ -89,7 +89,7 @@ bool MaskExtents::is_empty(int32_t from, int32_t to) {
 Extent MaskExtents::of(int32_t entity, int32_t first, int32_t last, int32_t begin, int32_t end,
                        int32_t tile_kv) {
   if (begin >= end) return {begin, begin, 0, 0, 0};
-  // The rows of a group are of several requests.
+  // The rows of a group belong to several requests.
   if (module_ == nullptr || failed_ || (reads_request_ && entity >= num_requests_)) {
     return {begin, end, 0, 0, 0};
   }
@@ -124,12 +124,12 @@ Extent MaskExtents::search(int32_t begin, int32_t end, int32_t tile_kv) {
   const auto index_of = [&](int64_t key) {
     return static_cast<int32_t>(std::clamp<int64_t>(key / tile_kv - first_tile, 0, count));
   };
-  // Where the last hull touched an end, this one most likely does: one evaluation shows it.
+  // If the last hull reached an end, this one most likely does too, which takes one evaluation.
   int32_t guess = low_at_begin_ ? 0 : index_of(int64_t{call_.q_begin} + low_from_first_);
   const int32_t low =
       last_true(count, guess, [&](int32_t i) { return is_empty(begin, border(i)); });
   if (low == count) return {begin, begin, 0, 0, 0};
-  const int32_t most = count - low - 1;  // borders that the end can move past
+  const int32_t most = count - low - 1;  // borders that the end can be moved by
   if (high_at_end_ && (most == 0 || !is_empty(border(count - 1), end))) {
     guess = -1;
   } else {

@@ -17,7 +17,7 @@ uint64_t next_id() {
   return ++made;
 }
 
-// Whose arrays are read: the requests', or a level's, whose entries are groups.
+// The owner of arrays, for messages: the requests, or a level, whose entries are groups.
 struct Owner {
   int64_t level = -1;
 
@@ -29,7 +29,8 @@ struct Owner {
   }
 };
 
-// `array` as int32 from 0 on, ascending. `what` is counted by it.
+// Returns `array` as int32, checked: starts with 0 and does not descend. `what`: the counts that it
+// sums.
 std::vector<int32_t> read_indptr(const Array& array, const char* name, const Owner& owner,
                                  const char* what) {
   if (array.data == nullptr || array.size < 1) {
@@ -68,7 +69,7 @@ void require_count(const Array& array, const char* name, int64_t count, const Ow
 
 void require_indptr_count(const Array& array, const char* name, int64_t count, const Owner& owner) {
   if (array.size != count + 1) {
-    fail(owner.array(name) + " has " + number(array.size) + " entries; q_indptr is of " +
+    fail(owner.array(name) + " has " + number(array.size) + " entries; q_indptr has " +
          number(count) + (owner.level < 0 ? " requests" : " groups") + ", so it needs " +
          number(count + 1));
   }
@@ -78,14 +79,14 @@ class Reader {
  public:
   explicit Reader(Lengths& lengths) : out_(lengths) {}
 
-  // Appends lengths and places of the keys of `count` requests or groups.
+  // Appends the lengths and addresses of the keys of `count` requests or groups.
   void read_storage(const StorageArrays& storage, int64_t count, const Owner& owner) {
     if (owner.level < 0) {
       out_.page_size = storage.page_size;
     } else if (storage.page_size != out_.page_size) {
       fail("level " + number(owner.level) + " has " + described(storage.page_size) +
            ", the requests have " + described(out_.page_size) +
-           ": keys of all levels lie in one storage");
+           ": keys of all levels must be in one storage");
     }
     if (storage.page_size < 0) {
       fail("page_size=" + number(storage.page_size) + " must be positive");
@@ -93,7 +94,7 @@ class Reader {
     storage.page_size > 0 ? read_pages(storage, count, owner) : read_ragged(storage, count, owner);
   }
 
-  // Ragged k and v hold the keys of level 0, 1, ..., then those of the requests.
+  // Adjusts kv_row0: ragged k and v hold the keys of level 0, 1, ..., then those of the requests.
   void put_levels_first(int64_t request_keys) {
     if (out_.page_size > 0) return;
     const int32_t ahead = static_cast<int32_t>(out_.num_kv_tokens - request_keys);
@@ -167,7 +168,7 @@ class Reader {
   Lengths& out_;
 };
 
-// Tokens of the groups of levels, outer to inner.
+// Reads the tokens of the groups of levels, outer to inner.
 class Groups {
  public:
   explicit Groups(Lengths& lengths)
@@ -176,7 +177,8 @@ class Groups {
         level_of_(static_cast<size_t>(lengths.num_q_tokens), -1),
         group_of_(static_cast<size_t>(lengths.num_requests), -1) {}
 
-  // The groups' entries of q_len and q_row0; their own keys are the last kv_len of the lengths.
+  // Appends the groups' q_len, q_row0 and kv_first. On entry the groups' kv_len, from
+  // `first_kv_len` on, count only their own keys.
   void read_tokens(const LevelArrays& level, const std::vector<int32_t>& indptr, const Owner& owner,
                    size_t first_kv_len) {
     const bool listed = level.tokens.data != nullptr;
@@ -205,7 +207,7 @@ class Groups {
         check_order(token, request, last_token, last_request, stamp_, name, owner);
         if (level_of_[t] == owner.level) {
           fail("token " + number(token) + " of request " + number(request) + " is in " + name +
-               " and in an earlier group of the level: a token has one group a level");
+               " and in an earlier group of the level: a token may be in one only");
         }
         if (e == begin) before = keys_before_[t];
         if (keys_before_[t] != before) {
@@ -231,7 +233,7 @@ class Groups {
     }
   }
 
-  // Keys of outer levels of a request's tokens, which are equally many.
+  // The number of keys in outer levels, which must be the same for all tokens of a request.
   int32_t keys_before(int32_t request) const {
     const size_t begin = static_cast<size_t>(out_.q_row0[static_cast<size_t>(request)]);
     const size_t end = begin + static_cast<size_t>(out_.q_len[static_cast<size_t>(request)]);
@@ -246,7 +248,8 @@ class Groups {
   }
 
  private:
-  // Tokens of a request follow one another in a group, so that its rows are one run.
+  // Checks that the tokens of a request are consecutive in a group, so that its rows are
+  // contiguous.
   void check_order(int64_t token, int32_t request, int32_t last_token, int32_t last_request,
                    int32_t stamp, const std::string& name, const Owner& owner) {
     int32_t& seen = group_of_[static_cast<size_t>(request)];
@@ -260,7 +263,7 @@ class Groups {
 
   Lengths& out_;
   std::vector<int32_t> keys_before_, level_of_;  // of tokens
-  std::vector<int32_t> group_of_;                // of requests: the last group that had its tokens
+  std::vector<int32_t> group_of_;                // of requests: the last group with tokens of it
   int32_t stamp_ = 0;
 };
 
@@ -350,7 +353,7 @@ Lengths dense_lengths(int32_t q_len, int32_t kv_rows, std::vector<int32_t> kv_le
   out.num_kv_tokens = int64_t{kv_rows} * out.num_requests;
   if (q_len < 0 || kv_rows < 0 || std::max(out.num_q_tokens, out.num_kv_tokens) > kMost) {
     fail(number(out.num_requests) + " requests of q_len=" + number(q_len) + " and " +
-         number(kv_rows) + " keys are more rows than 32 bits number");
+         number(kv_rows) + " keys have more rows than fit 32 bits");
   }
   for (size_t b = 0; b < count; ++b) {
     const std::string name = "[" + number(static_cast<int64_t>(b)) + "]=";

@@ -46,7 +46,7 @@ void merge_segments(const std::vector<Unit>& units, const Balances& balances,
         const Cover& cover = segments.covers[static_cast<size_t>(c)];
         const size_t u = static_cast<size_t>(cover.unit);
         const int32_t first = rows.first(u, head);
-        if (first < 0) continue;  // final: alone and whole
+        if (first < 0) continue;  // a final result: the only cover, and not cut
         const int32_t parts = balances.of(units[u]).parts_of(cover.unit, head);
         for (int32_t i = 0; i < parts; ++i) {
           plan.merge_sources.push_back(first + cover.first_row + i * units[u].rows());

@@ -1,4 +1,4 @@
-// Where partial states lie and how they are merged, once the parts of all units are known.
+// The rows of partial states, and the merges, once the parts of all units are known.
 #pragma once
 
 #include "balance.h"
@@ -6,18 +6,18 @@
 
 namespace fajit::scheduler {
 
-// The balances of both kinds' units; the same where the kinds share workers.
+// The balances of the units of both kinds; the same object if the kinds share workers.
 struct Balances {
   const Balance* of_kind[2] = {nullptr, nullptr};
 
   const Balance& of(const Unit& unit) const { return *of_kind[unit.kind]; }
 };
 
-// First partial row of units' states: the i-th part's state of unit u and kv head h begins at
-// first(u, h) + i * rows. -1 where the unit is computed whole and its result is final.
+// First partial rows of units: the state of the i-th part of unit u and kv head h begins at
+// first(u, h) + i * rows. -1 if the unit is not cut and its result is final.
 class PartialRows {
  public:
-  // Throws where there are more than 32 bits can number.
+  // Throws if the number of rows does not fit 32 bits.
   PartialRows(const std::vector<Unit>& units, const Balances& balances, int32_t num_kv_heads);
 
   int64_t count() const { return count_; }
@@ -27,13 +27,13 @@ class PartialRows {
   }
 
  private:
-  size_t heads_;  // of a unit
+  size_t heads_;  // entries of a unit in first_
   std::vector<int32_t> first_;
   int64_t count_ = 0;
 };
 
 // Fills merge_work, merge_sources, max_merge_rows and most_splits of the plan. `segments`: null
-// without groups; then the states of a merge lie one after another and need no sources.
+// without groups; then the states of a merge are contiguous and need no sources.
 void make_merges(const std::vector<Unit>& units, const Balances& balances, const PartialRows& rows,
                  const Segments* segments, const PlanOptions& options, BatchPlan& plan);
 

@@ -6,10 +6,11 @@
 namespace fajit::scheduler {
 namespace {
 
-// Rows [row_begin, row_end) of a request that a unit sees; row r is row r - shift of its entity.
+// Rows [row_begin, row_end) of a request that a unit covers; row r is row r - shift of the unit's
+// entity.
 struct Span { int32_t request, row_begin, row_end, unit, shift, order; };
 
-// The spans of a group's unit: one a request whose tokens are in it.
+// Adds the spans of a group's unit, one per request that has tokens in it.
 void add_group_spans(const Lengths& l, int32_t group_size, int32_t index, const Unit& unit,
                      std::vector<Span>& spans) {
   const int32_t entity = unit.entity, order = entity - l.num_requests;
@@ -23,7 +24,7 @@ void add_group_spans(const Lengths& l, int32_t group_size, int32_t index, const 
     const int32_t b = l.row_request[static_cast<size_t>(token)];
     int32_t next = row + 1;
     while (next <= last && l.row_request[static_cast<size_t>(token_at(next))] == b) ++next;
-    // A request's tokens follow one another in a group, so all of the run have one shift.
+    // The tokens of a request are consecutive in a group, so they have the same shift.
     const int32_t shift = (token - l.q_row0[static_cast<size_t>(b)] - row) * group_size;
     spans.push_back({b, std::max(unit.row_begin, row * group_size) + shift,
                      std::min(unit.row_end, next * group_size) + shift, index, shift, order});
@@ -52,7 +53,7 @@ Segments make_segments(const Lengths& lengths, int32_t group_size, std::vector<U
     const int32_t index = static_cast<int32_t>(i);
     const bool is_group = unit.entity >= lengths.num_requests;
     if (is_group && unit.extent.empty()) {
-      unit.dropped = true;  // the requests' own units are there
+      unit.dropped = true;  // the requests' own units cover its rows
     } else if (is_group) {
       add_group_spans(lengths, group_size, index, unit, spans);
     } else {
@@ -66,8 +67,8 @@ Segments make_segments(const Lengths& lengths, int32_t group_size, std::vector<U
     return a.order < b.order;
   });
 
-  // The second pass is without the units that the first one found needless: those without keys all
-  // of whose rows other units see. Rows that no unit has keys for keep one, which writes 0 and
+  // The second pass omits the units that the first pass found unnecessary: those without keys whose
+  // rows are all covered by other units. Rows without any keys keep one unit, which writes 0 and
   // -inf.
   Segments refined;
   for (int pass = 0; pass < 2; ++pass) {

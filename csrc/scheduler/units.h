@@ -1,4 +1,5 @@
-// Units of work: row tiles of requests and groups, and what they cost. Whole; balance.h cuts them.
+// Units of work: row tiles of requests and groups, with all their keys, and their costs. balance.h
+// cuts them.
 #pragma once
 
 #include <cstdint>
@@ -16,20 +17,21 @@ struct Unit {
   Extent extent;
   int32_t origin;  // its keys are cut at origin + a multiple of tile_kv or split_keys
   int8_t kind;
-  bool shared = false;   // its rows have states of other units too, so it writes one
-  bool dropped = false;  // it sees no keys, and its rows have other units
+  bool shared = false;   // other units cover its rows too, so it writes a partial state
+  bool dropped = false;  // it has no keys, and other units cover its rows
   double key_ns;         // of a visited key
-  double cost_ns;        // whole, without a state
+  double cost_ns;        // of all keys, without writing a state
 
   int32_t rows() const { return row_end - row_begin; }
 };
 
-// Of requests, ascending, then of groups; of one kv head unless lists are per head. Throws where a
-// request needs a kind that is not there, or where key lists do not fit.
+// The units of requests, in order, then those of groups; for one kv head unless lists are per head.
+// Throws if a request needs a kind that does not exist, or if key lists do not match.
 std::vector<Unit> make_units(const Lengths& lengths, const KeyLists& lists, const Kind (&kinds)[2],
                              const PlanOptions& options, const fajit_args& mask_args);
 
-// 1 where the rows of a request or group are few, else 0; see PlanOptions::few_rows.
+// The kind of a request or group: 1 (few-row) for few rows, else 0 (prefill); see
+// PlanOptions::few_rows.
 int kind_of(int32_t q_len, int32_t q_block, int32_t group_size, int32_t few_rows);
 
 }  // namespace fajit::scheduler

@@ -437,7 +437,7 @@ def test_lists_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         merge_arguments: Callable[..., None] = _C.merge_states
         merge_arguments([], [], [], [], (1, 1, 1), 4, 8, (1, 1, 1), 8, (1, 1, 1), 1)
-    with pytest.raises(ValueError, match="equally long"):
+    with pytest.raises(ValueError, match="the same length"):
         merge(outs, lses[:1])
 
 

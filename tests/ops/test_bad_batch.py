@@ -106,7 +106,7 @@ def test_limits_out_of_range(field: str, value: Any, text: str) -> None:
         ([0, 1, 0, 4, 6], [0, 10, 14, 14, 40], "q_indptr descends at request 1, from 1 to 0"),
         ([0, 1, 4, 4, 6], [0, 10, 9, 14, 40], "kv_indptr descends at request 1, from 10 to 9"),
         ([1, 2, 4, 4, 6], [0, 10, 14, 14, 40], r"q_indptr\[0\]=1 must be 0"),
-        ([0, 1, 4, 4, 6], [0, 10, 14, 40], "kv_indptr has 4 entries; q_indptr is of 4 requests"),
+        ([0, 1, 4, 4, 6], [0, 10, 14, 40], "kv_indptr has 4 entries; q_indptr has 4 requests"),
         ([], [0], "q_indptr has 0 entries"),
         ([0, 1, 4, 4, 2**33], [0, 10, 14, 14, 40], "q_indptr reaches .* at request 3"),
     ],

@@ -343,7 +343,7 @@ def test_cpu_artifacts_have_no_launches_to_plan() -> None:
     q = torch.randn(1, 1, 2, 16)
     fa.attention(q, q, q)
     module = next(m for m in default._modules.values() if not m.is_cuda)
-    with pytest.raises(ValueError, match="of no CUDA target"):
+    with pytest.raises(ValueError, match="has no CUDA target"):
         call_of(module).plan_launches(1, 1, 1, 64, 128, 1.0, 1, (256, 512), page_indices=8)
 
 

@@ -97,8 +97,8 @@ def test_dense_lengths():
         ((-1, 5, 10), "num_requests must not be negative"),
         ((2, -1, 10), "2 requests of q_len=-1 and 10 keys"),
         ((2, 5, -1), "2 requests of q_len=5 and -1 keys"),
-        ((3, 2**30, 1), "q_len=1073741824 and 1 keys are more rows than 32 bits number"),
-        ((3, 1, 2**30), "q_len=1 and 1073741824 keys are more rows than 32 bits number"),
+        ((3, 2**30, 1), "q_len=1073741824 and 1 keys have more rows than fit 32 bits"),
+        ((3, 1, 2**30), "q_len=1 and 1073741824 keys have more rows than fit 32 bits"),
         ((2, 5, 10, (3,)), "kv_len must have 2 entries, got 1"),
         ((2, 5, 10, (3, 11)), r"kv_len\[1\]=11 is outside of \[0, 10\]"),
         ((2, 5, 10, (-1, 3)), r"kv_len\[0\]=-1 is outside of \[0, 10\]"),
@@ -129,7 +129,7 @@ BAD = {
     "q_indptr has 0 entries": lambda: raw([], ragged([0])),
     "q_indptr descends at request 1, from 5 to 3": lambda: raw([0, 5, 3], ragged([0, 4, 8])),
     "kv_indptr descends at request 2": lambda: raw([0, 1, 2, 3], ragged([0, 4, 8, 7])),
-    "kv_indptr has 2 entries; q_indptr is of 2 requests, so it needs 3": lambda: raw(
+    "kv_indptr has 2 entries; q_indptr has 2 requests, so it needs 3": lambda: raw(
         [0, 1, 2], ragged([0, 4])
     ),
     "q_indptr reaches 4294967296 at request 0, which does not fit 32 bits": lambda: raw(
@@ -224,7 +224,7 @@ def lists(begin, count, entries, q_block=4, key_block=16):
 @pytest.mark.parametrize(
     ("begin", "count", "entries", "message"),
     [
-        ([0], [1], 9, "key lists are of 1 block rows; requests with blocks of 4"),
+        ([0], [1], 9, "key lists have 1 block rows; requests with blocks of 4"),
         ([0, 5], [1, 5], 9, "block row 1 of request 0 has 5 entries from 5 on, of 9"),
         ([0, -1], [1, 1], 9, "block row 1 of request 0"),
         ([0, 0], [1, -1], 9, "block row 1 of request 0"),
@@ -239,7 +239,7 @@ def test_key_lists_out_of_range(begin, count, entries, message):
 
 def test_key_lists_and_levels_together():
     native, _held = lists([0, 0], [1, 1], 9)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         make([7], Ragged([9]), lists=native, levels=[Level([[*range(7)]], Ragged([3]))])
 
 

@@ -1,4 +1,4 @@
-// Set-up of a block, its memory, and the places that faults name.
+// Set-up of a block, checked memory accesses, and the source locations in fault messages.
 #include <algorithm>
 
 #include "machine/machine.h"
@@ -9,7 +9,7 @@ Block::Block(const Launch& launch) : launch_(launch) {
   const Kernel& kernel = *launch.kernel;
   num_threads_ = launch.block[0] * launch.block[1] * launch.block[2];
   const uint32_t num_warps = (num_threads_ + kLanes - 1) / kLanes;
-  // Registers keep 64-byte alignment for vector loads.
+  // Registers are aligned to 64 bytes for vector loads.
   const size_t stride = (kernel.register_words + 31) / 32 * 32;
   registers_.reset(new (std::align_val_t(64)) uint32_t[stride * num_warps]());
   warps_.resize(num_warps);
@@ -61,19 +61,19 @@ void Block::reset(uint32_t x, uint32_t y, uint32_t z) {
 }
 
 void Block::fill_specials(Warp& warp) {
-  Place place = {};
-  place.warp = warp.index;
-  place.num_warps = static_cast<uint32_t>(warps_.size());
-  place.dynamic_shared = launch_.dynamic_shared;
-  std::copy_n(position_, 3, place.block);
-  std::copy_n(launch_.block, 3, place.block_size);
-  std::copy_n(launch_.grid, 3, place.grid_size);
+  ThreadPosition position = {};
+  position.warp = warp.index;
+  position.num_warps = static_cast<uint32_t>(warps_.size());
+  position.dynamic_shared = launch_.dynamic_shared;
+  std::copy_n(position_, 3, position.block);
+  std::copy_n(launch_.block, 3, position.block_size);
+  std::copy_n(launch_.grid, 3, position.grid_size);
   for (uint32_t lane = 0; lane < kLanes; ++lane) {
-    place.lane = lane;
-    thread_position(warp, lane, place.thread);
+    position.lane = lane;
+    thread_position(warp, lane, position.thread);
     for (const auto& [special, slot] : kernel().specials)
-      if ((slot & kWideSlot) != 0) warp.longs(slot & ~kWideSlot)[lane] = special(place);
-      else warp.words(slot)[lane] = static_cast<uint32_t>(special(place));
+      if ((slot & kWideSlot) != 0) warp.longs(slot & ~kWideSlot)[lane] = special(position);
+      else warp.words(slot)[lane] = static_cast<uint32_t>(special(position));
   }
 }
 
@@ -165,13 +165,13 @@ void Block::report(const Warp& warp, int lane, const Conflict& conflict, const c
   if (conflict.kind == Conflict::Kind::in_flight)
     fault_at(warp, lane, "in flight",
              std::string(access) + " of bytes that a copy by " + by + ", issued at " +
-                 place(conflict.pc) + ", may still be writing: a wait is missing",
+                 source_of(conflict.pc) + ", may still be writing: a wait is missing",
              address);
   const bool same_warp = conflict.warp == warp.index;
   fault_at(warp, lane, "race",
            std::string(access) + " with no " + (same_warp ? "__syncwarp" : "barrier") + " since " +
                (conflict.with_write ? "the write" : "the read") + " by " + by + " at " +
-               place(conflict.pc),
+               source_of(conflict.pc),
            address);
 }
 
@@ -213,8 +213,8 @@ uint8_t* Block::at(Warp& warp, Space space, int lane, uint64_t address, unsigned
 
 void Block::sync_warp(Warp& warp, uint32_t mask) { history_.meet(warp.index, mask); }
 
-std::string Block::place(uint32_t pc) const {
-  const Location& where = kernel().places[kernel().locations[pc]];
+std::string Block::source_of(uint32_t pc) const {
+  const Location& where = kernel().source_locations[kernel().locations[pc]];
   auto name = [&](uint32_t file, uint32_t line) {
     const std::string path = file < launch_.files.size() ? launch_.files[file] : "";
     return (path.empty() ? "file " + std::to_string(file) : path) + ":" + std::to_string(line);
@@ -238,7 +238,7 @@ FaultInfo Block::describe(const Warp& warp, int lane, const std::string& kind,
   info.kind = kind;
   info.detail = detail;
   info.kernel = kernel().name;
-  info.source = place(warp.current);
+  info.source = source_of(warp.current);
   info.instruction = kernel().mnemonics[warp.current];
   std::copy_n(position_, 3, info.block);
   info.linear_thread = warp.index * kLanes + static_cast<uint32_t>(lane);

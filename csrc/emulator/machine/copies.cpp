@@ -1,4 +1,5 @@
-// Asynchronous copies (cp.async) of a warp: queued at issue, performed as late or early as allowed.
+// Asynchronous copies (cp.async) of a warp: queued at issue, performed at issue or as late as
+// allowed.
 #include <algorithm>
 
 #include "machine/machine.h"

@@ -1,4 +1,4 @@
-// What went wrong while a kernel ran, and where.
+// A fault of a kernel: what happened, and where.
 #pragma once
 #include <cstdint>
 #include <cstdio>
@@ -23,7 +23,7 @@ struct FaultInfo {
   uint32_t linear_thread = 0;
   bool has_address = false;
   uint64_t address = 0;
-  std::string allocation;  // empty: none is near
+  std::string allocation;  // the nearest one; empty if none is near
   int64_t offset = 0;      // of the address in the allocation
 
   std::string text() const;

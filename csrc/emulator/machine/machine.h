@@ -1,4 +1,4 @@
-// A thread block while it runs: its warps, their registers, and the memory they see.
+// A running thread block: its warps, their registers, and their memory.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,9 +14,9 @@
 namespace fajit::emulator {
 
 struct Options {
-  bool late_copies = true;  // cp.async writes when it is waited for; else when it is issued
+  bool late_copies = true;  // cp.async writes when it is waited for, otherwise when it is issued
   bool check_races = true;
-  bool check_uninitialised = true;         // reads of shared memory that nothing wrote
+  bool check_uninitialised = true;         // report reads of shared memory that was never written
   uint64_t step_limit = 4'000'000'000ull;  // warp instructions of one block
 };
 
@@ -51,12 +51,12 @@ struct Warp {
   uint32_t* registers = nullptr;
   uint32_t index = 0;
   uint32_t existing = 0;  // lanes that the block has
-  uint32_t alive = 0;     // those that have not exited
-  uint32_t blocked = 0;   // those that wait
-  uint32_t current = 0;   // pc of the instruction that runs
+  uint32_t alive = 0;     // lanes that have not exited
+  uint32_t blocked = 0;   // lanes that wait
+  uint32_t current = 0;   // pc of the running instruction
   uint32_t pc[kLanes] = {};
   Wait wait[kLanes] = {};
-  uint32_t barrier[kLanes] = {};  // that a lane waits at
+  uint32_t barrier[kLanes] = {};  // barrier that a lane waits at
   std::vector<AsyncCopy> copies;  // not yet complete, in order of issue
   uint32_t committed[kLanes] = {};
 
@@ -66,17 +66,17 @@ struct Warp {
 };
 
 struct Barrier {
-  uint32_t arrived = 0;   // threads, those that the last warp lacks included
-  uint32_t threads = 0;   // that exist
-  uint32_t expected = 0;  // 0: nobody waits
-  uint32_t votes = 0;     // threads whose predicate holds
+  uint32_t arrived = 0;   // threads, including the missing lanes of the last warp
+  uint32_t threads = 0;   // existing threads
+  uint32_t expected = 0;  // 0: no thread waits
+  uint32_t votes = 0;     // threads whose predicate is true
   uint32_t pc = 0;        // of the first arrival
-  Clocks clocks;          // what those who arrived know
+  Clocks clocks;          // joined clocks of the warps that arrived
 };
 
 inline constexpr int kBarriers = 16;
 
-// Runs the blocks of a launch one after another; a host thread has one.
+// Runs blocks of a launch one after another; each host thread has one Block.
 class Block {
  public:
   explicit Block(const Launch& launch);
@@ -85,12 +85,12 @@ class Block {
 
   const Kernel& kernel() const { return *launch_.kernel; }
 
-  // Addresses of memory for one lane, checked. `bytes` is the whole access.
-  // align: 0 for that of the size.
+  // Return the host address of a lane's access of `bytes` bytes, after checks. align: 0 for the
+  // size.
   uint8_t* global_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access,
                      unsigned align = 0);
   uint8_t* shared_at(Warp& warp, int lane, uint64_t address, unsigned bytes, Access access);
-  // A row of ldmatrix: all lanes read it.
+  // A row of ldmatrix, which all lanes read.
   uint8_t* shared_row(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* local_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
   uint8_t* param_at(Warp& warp, int lane, uint64_t address, unsigned bytes);
@@ -101,18 +101,18 @@ class Block {
   void wait_copies(Warp& warp, uint32_t mask, uint32_t pending);
   void wait_all_copies(Warp& warp, uint32_t mask);
 
-  void sync_warp(Warp& warp, uint32_t mask);  // bar.warp.sync: orders what its lanes did
+  void sync_warp(Warp& warp, uint32_t mask);  // bar.warp.sync: orders the accesses of its lanes
 
   [[noreturn]] void fault(const Warp& warp, int lane, const std::string& kind,
                           const std::string& detail) const;
   [[noreturn]] void fault_at(const Warp& warp, int lane, const std::string& kind,
                              const std::string& detail, uint64_t address) const;
-  std::string place(uint32_t pc) const;  // file:line of an instruction
+  std::string source_of(uint32_t pc) const;  // file:line of an instruction
   std::string thread_name(const Warp& warp, uint32_t lane) const;
 
  private:
   // scheduler.cpp
-  bool run_warp(Warp& warp);  // whether it did anything
+  bool run_warp(Warp& warp);  // returns whether it made progress
   void leave(Warp& warp, uint32_t mask);
   void rendezvous(Warp& warp, const Insn& insn, uint32_t mask);
   void arrive(Warp& warp, const Insn& insn, uint32_t mask);
@@ -139,7 +139,7 @@ class Block {
   std::vector<Warp> warps_;
   std::unique_ptr<uint32_t[]> registers_;
   std::vector<uint8_t> shared_, local_;
-  std::vector<Variable> variables_;  // shared ones, the dynamic array with its size
+  std::vector<Variable> variables_;  // shared variables; the dynamic array has its actual size
   Barrier barriers_[kBarriers];
   SharedHistory history_;
   bool track_ = false;

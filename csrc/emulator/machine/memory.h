@@ -1,4 +1,4 @@
-// Global allocations of a launch: host memory at its own addresses, with names for reports.
+// Global allocations of a launch: host memory at its host addresses, with names for messages.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Allocation {
   uint64_t begin = 0;
   uint64_t bytes = 0;
   bool writable = true;
-  // One byte per byte where reads before the first write are to be reported; null otherwise.
+  // A flag for each byte, if reads before the first write are reported; otherwise null.
   std::shared_ptr<uint8_t[]> written;
 
   uint64_t end() const { return begin + bytes; }
@@ -34,7 +34,7 @@ class GlobalMemory {
     }
     return search(address, bytes, hint);
   }
-  // The allocation whose end or begin is nearest, for reports.
+  // The allocation whose end or begin is nearest, for messages.
   const Allocation* nearest(uint64_t address) const;
 
  private:
@@ -44,13 +44,13 @@ class GlobalMemory {
 
 inline GlobalMemory::GlobalMemory(std::vector<Allocation> allocations)
     : sorted_(std::move(allocations)) {
-  // Empty tensors have no bytes to reach, and any address.
+  // Empty tensors have no bytes, and may have any address.
   sorted_.erase(std::remove_if(sorted_.begin(), sorted_.end(),
                                [](const Allocation& a) { return a.bytes == 0; }),
                 sorted_.end());
   std::stable_sort(sorted_.begin(), sorted_.end(),
                    [](const Allocation& a, const Allocation& b) { return a.begin < b.begin; });
-  // The same memory may be given twice (k and v as one tensor): the allocations become one.
+  // Allocations may overlap (k and v as one tensor): merge them.
   std::vector<Allocation> merged;
   for (Allocation& next : sorted_) {
     if (!merged.empty() && next.begin < merged.back().end()) {

@@ -24,7 +24,7 @@ void SharedHistory::resize(uint32_t bytes, uint32_t warps, bool races) {
   read_pc_.assign(static_cast<size_t>(bytes) * warps, 0);
 }
 
-// Instead of clearing the stamps, the clocks of a block start above all that were.
+// Stamps are not cleared; instead, the clocks of a block start above all earlier clocks.
 void SharedHistory::start() {
   uint32_t latest = begin_;
   for (const WarpState& state : states_) latest = std::max(latest, state.clock);

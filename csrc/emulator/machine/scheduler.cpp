@@ -1,6 +1,6 @@
-// Which threads run next. Each thread has its own program counter. Of a warp, the threads at the
-// lowest one run, as long as none of the others is behind them: so threads that parted meet again
-// where control flow does. Warps run in turn, each until it waits or its turn is over.
+// Scheduling of threads. Each thread has its own program counter. In a warp, the threads with the
+// lowest one run together until they reach the next other thread, so divergent threads reconverge
+// where the control flow does. Warps run in turn, each until it waits or its time slice ends.
 #include <algorithm>
 #include <string>
 
@@ -9,13 +9,13 @@
 namespace fajit::emulator {
 namespace {
 
-constexpr uint32_t kTurn = 1u << 14;  // instructions of a warp before the next one runs
+constexpr uint32_t kTurn = 1u << 14;  // instructions of a warp before the next warp runs
 
 void set_lane(uint32_t& predicate, int lane, bool value) {
   predicate = (predicate & ~(1u << lane)) | static_cast<uint32_t>(value) << lane;
 }
 
-// Whether the member masks of a rendezvous name all lanes.
+// Whether the member masks of a rendezvous include all lanes.
 bool is_for_all(const Warp& warp, const Insn& insn) {
   if (insn.slots[0] == kNoSlot) return true;
   uint32_t common = kAllLanes;
@@ -43,7 +43,7 @@ bool Block::run_warp(Warp& warp) {
   const Insn* code = kernel().code.data();
   uint32_t left = kTurn;
   while (left > 0) {
-    // The lowest program counter, the lanes there, and the next lowest.
+    // Find the lowest program counter, its lanes, and the next lowest.
     const uint32_t runnable = warp.alive & ~warp.blocked;
     if (runnable == 0) return left < kTurn;
     uint32_t pc = ~0u, other = ~0u, mask = 0;
@@ -57,7 +57,7 @@ bool Block::run_warp(Warp& warp) {
     auto settle = [&](uint32_t lanes, uint32_t at) {
       for (uint32_t rest = lanes; rest != 0; rest &= rest - 1) warp.pc[__builtin_ctz(rest)] = at;
     };
-    // They run together until they part, wait, or come to where others are.
+    // Run them together until they diverge, wait, or reach other lanes.
     for (bool together = true; together; --left) {
       const Insn& insn = code[pc];
       warp.current = pc;
@@ -102,7 +102,7 @@ bool Block::run_warp(Warp& warp) {
 
 void Block::leave(Warp& warp, uint32_t mask) {
   warp.alive &= ~mask;
-  // Those that wait for the lanes that have not exited look again.
+  // Lanes that wait in a rendezvous check again which lanes have not exited.
   for (int lane = 0; lane < kLanes; ++lane) {
     if (warp.wait[lane] != Wait::rendezvous) continue;
     warp.wait[lane] = Wait::none;
@@ -110,7 +110,7 @@ void Block::leave(Warp& warp, uint32_t mask) {
   }
 }
 
-// slots[0] is the member mask (absent: all lanes). Lanes whose members have all come go on.
+// slots[0] is the member mask (absent: all lanes). Lanes whose members have all arrived continue.
 void Block::rendezvous(Warp& warp, const Insn& insn, uint32_t mask) {
   const uint32_t pc = warp.current;
   const uint32_t* masks = insn.slots[0] == kNoSlot ? nullptr : warp.words(insn.slots[0]);
@@ -167,21 +167,21 @@ void Block::arrive(Warp& warp, const Insn& insn, uint32_t mask) {
   } else if (barrier.expected != expected) {
     fault(warp, first, "barrier",
           "barrier " + std::to_string(id) + " for " + std::to_string(expected) + " threads; at " +
-              place(barrier.pc) + " it was for " + std::to_string(barrier.expected));
+              source_of(barrier.pc) + " it was for " + std::to_string(barrier.expected));
   }
   for (int lane = 0; lane < kLanes; ++lane)
     if (insn.count == 1 && warp.wait[lane] == Wait::barrier && warp.barrier[lane] == id &&
         warp.pc[lane] != warp.current)
       fault(warp, first, "divergent barrier",
             "threads of one warp wait for barrier " + std::to_string(id) + " at " +
-                place(warp.pc[lane]) + " too");
+                source_of(warp.pc[lane]) + " too");
   barrier.threads += static_cast<uint32_t>(__builtin_popcount(mask));
   barrier.arrived += static_cast<uint32_t>(__builtin_popcount(mask));
   history_.arrive(warp.index, barrier.clocks);
   if (insn.slots[2] != kNoSlot)
     barrier.votes += static_cast<uint32_t>(__builtin_popcount(
         (warp.predicate(insn.slots[2]) ^ (insn.immediate != 0 ? ~0u : 0u)) & mask));
-  // Lanes that the last warp lacks come with its existing ones.
+  // The missing lanes of the last warp arrive with its existing ones.
   if (warp.existing != kAllLanes && (mask >> __builtin_ctz(warp.existing) & 1) != 0)
     barrier.arrived += static_cast<uint32_t>(kLanes - __builtin_popcount(warp.existing));
   const bool waits = insn.mode != 1;  // bar.arrive does not
@@ -236,7 +236,7 @@ void Block::report_deadlock() {
         if ((rest >> other & 1) != 0 && warp.pc[other] == pc) same |= 1u << other;
       rest &= ~same;
       if (first == nullptr) first = &warp, warp.current = pc;
-      text += name + lanes(same) + " at " + place(pc) + ": " + kernel().mnemonics[pc];
+      text += name + lanes(same) + " at " + source_of(pc) + ": " + kernel().mnemonics[pc];
       if (warp.wait[lane] != Wait::barrier) continue;
       const Barrier& barrier = barriers_[warp.barrier[lane]];
       text += ", barrier " + std::to_string(warp.barrier[lane]) + ", " +

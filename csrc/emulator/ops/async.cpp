@@ -5,8 +5,8 @@
 namespace fajit::emulator {
 namespace {
 
-// slots: destination address, source address, source bytes or none. flags: kWideAddress of the
-// first.
+// slots: destination address, source address, source bytes or none. kWideAddress: of the
+// destination.
 void copy(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {

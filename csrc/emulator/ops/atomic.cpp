@@ -1,4 +1,4 @@
-// atom and red. Global ones are atomic among host threads, as blocks may run on several.
+// atom and red. Global accesses are atomic between host threads, because blocks may run on several.
 #include <algorithm>
 
 #include "ops/lanes.h"

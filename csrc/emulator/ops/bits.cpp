@@ -1,4 +1,4 @@
-// Logic, shifts, and rearranging of bits.
+// Logic, shifts, bit fields and permutations.
 #include <algorithm>
 
 #include "ops/lanes.h"
@@ -11,7 +11,7 @@ template <class T> T bit_and(T a, T b) { return static_cast<T>(a & b); }
 template <class T> T bit_or(T a, T b) { return static_cast<T>(a | b); }
 template <class T> T bit_xor(T a, T b) { return static_cast<T>(a ^ b); }
 template <class T> T bit_not(T a) { return static_cast<T>(~a); }
-// Amounts of the type's width and more shift everything out.
+// Shift amounts of at least the type's width give 0 or the sign.
 template <class T> T shift_left(T a, uint32_t n) {
   return n >= 8 * sizeof(T) ? T{0} : static_cast<T>(a << n);
 }
@@ -60,7 +60,7 @@ template <class T> uint32_t leading_zeros(T a) {
   const uint32_t top = bits == 0 ? 0 : 64 - static_cast<uint32_t>(__builtin_clzll(bits));
   return 8 * sizeof(T) - top;
 }
-template <class T> uint32_t find_top(T a) {  // of a negative number: the highest 0
+template <class T> uint32_t find_top(T a) {  // for negative numbers, the highest 0 bit
   return 8 * sizeof(T) - 1 - leading_zeros(a < T{0} ? static_cast<T>(~a) : a);
 }
 template <class T> uint32_t find_shift(T a) {
@@ -81,7 +81,7 @@ uint32_t permuted(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t pick = selector >> (4 * i) & 0xf;
     uint32_t byte = static_cast<uint32_t>(bytes >> (8 * (pick & 7))) & 0xff;
-    if ((pick & 8) != 0) byte = (byte & 0x80) != 0 ? 0xff : 0;  // the sign, repeated
+    if ((pick & 8) != 0) byte = (byte & 0x80) != 0 ? 0xff : 0;  // replicate the sign
     result |= byte << (8 * i);
   }
   return result;

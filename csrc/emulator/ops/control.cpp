@@ -1,12 +1,11 @@
-// Branches, exits, and barriers. The scheduler does what they mean; here they are decoded.
+// Branches, exits, and barriers: decoding. The scheduler executes them.
 #include "ops/lanes.h"
 #include "ptx/opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
-// slots[0]: index; list: targets; count is not enough for long tables, so `target` holds their
-// number.
+// slots[0]: index; list: targets; target: their number (`count` is too narrow for long tables).
 void branch_by_index(Warp& warp, const Insn& insn, uint32_t mask) {
   const uint32_t* targets = warp.block->kernel().lists.data() + insn.list;
   const uint32_t* index = warp.words(insn.slots[0]);

@@ -10,7 +10,11 @@
 namespace fajit::emulator {
 namespace {
 
-enum Rounding : uint8_t { kNone, kToFloat, kToInteger };  // Insn::mode: what .rn or .rni asked for
+enum Rounding : uint8_t {
+  kNone,
+  kToFloat,
+  kToInteger
+};  // Insn::mode: the kind of rounding modifier, .rn or .rni
 
 template <class T>
 constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, double> ||
@@ -25,7 +29,7 @@ double integral(double value, Round round) {
   }
 }
 
-// Out of range saturates. NaN gives 0, or the top bit where either side has 64 bits.
+// Saturates. NaN gives 0, or the top bit if either type has 64 bits.
 template <class R> R float_to_integer(double value, Round round, bool from_double) {
   using Limits = std::numeric_limits<R>;
   if (value != value) {
@@ -38,7 +42,8 @@ template <class R> R float_to_integer(double value, Round round, bool from_doubl
   return static_cast<R>(whole);
 }
 
-// To a floating-point type in any rounding; volatile keeps the host's conversion between the calls.
+// Converts to a floating-point type in any rounding mode; volatile keeps the conversion between the
+// changes of the mode.
 template <class R, class S> R converted_in_mode(S value, Round round) {
   volatile S from = value;
   volatile R result;
@@ -65,7 +70,7 @@ template <class R, class S> R integer_to_float(S value, Round round) {
   if constexpr (std::is_same_v<R, float> || std::is_same_v<R, double>) {
     return round == Round::nearest ? static_cast<R>(value) : converted_in_mode<R>(value, round);
   } else {
-    // Beyond 2^53 the sticky bit keeps the direction: only sizes far above fp16's range matter.
+    // The conversion to double may round above 2^53, where only bf16 is in range.
     return narrow_float<R>(static_cast<double>(value), round);
   }
 }
@@ -105,7 +110,7 @@ template <class R, class S> R convert(S from, const Insn& insn) {
 }
 
 template <class R, class S> void convert_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
-  // Registers may be wider than the types: integers extend into the destination.
+  // Registers may be wider than the types: integers are extended to the destination.
   const bool wide_source = insn.count & 1, wide_result = insn.count & 2;
   const uint32_t* a32 = warp.words(insn.slots[1]);
   const uint64_t* a64 = warp.longs(insn.slots[1]);
@@ -124,7 +129,7 @@ template <class R, class S> void convert_lanes(Warp& warp, const Insn& insn, uin
   });
 }
 
-// Two fp32 to two halves: a above, b below.
+// Packs two fp32 values as halves: a in the high half, b in the low half.
 template <class T> void pack_lanes(Warp& warp, const Insn& insn, uint32_t mask) {
   uint32_t* d = warp.words(insn.slots[0]);
   const uint32_t* a = warp.words(insn.slots[1]);

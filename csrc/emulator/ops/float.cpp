@@ -1,5 +1,5 @@
-// Arithmetic of fp32 and fp64, which is IEEE's. A NaN result is the canonical one, as on devices.
-// 16-bit types are converted (cvt) and multiplied as matrices (mma), but not calculated with.
+// IEEE arithmetic of fp32 and fp64. A NaN result is the canonical NaN, as on GPUs. For 16-bit types
+// only conversions (cvt) and matrix products (mma) are supported, no arithmetic.
 #include <cmath>
 #include <limits>
 
@@ -38,7 +38,7 @@ template <int operation> double arithmetic64(double x, double y) {
   return canonical(compute<operation>(x, y));
 }
 
-// .rz .rm .rp; slots[3] is there for fma only.
+// Rounding modes .rz .rm .rp; slots[3] is used by fma only.
 template <class T> void directed(Warp& warp, const Insn& insn, uint32_t mask) {
   auto* d = lanes_of<T>(warp, insn.slots[0]);
   const bool ftz = (insn.flags & kFtz) != 0, fma = insn.slots[3] != kNoSlot;
@@ -92,7 +92,7 @@ void take_flags(Decoder& d) {
   d.insn.round = d.rounding(Round::nearest);
 }
 
-// .rz and the like: true if the instruction is one of those.
+// Decodes .rz, .rm and .rp; false for other rounding.
 bool decode_directed(Decoder& d, Type type) {
   if (d.insn.round == Round::nearest) return false;
   if (type != Type::f32 && type != Type::f64) d.fail("this rounding is not for this type");
@@ -117,7 +117,7 @@ template <int operation> void decode_arithmetic(Decoder& d) {
   d.set_exec(plain ? binary<double, double, double, arithmetic64<operation>> : nullptr);
 }
 
-// Signs: bits only, so that NaNs pass through.
+// Sign operations change only bits, so NaNs are preserved.
 template <class T, uint64_t clear, uint64_t flip> T sign_bits(T a) {
   return static_cast<T>((a & static_cast<T>(~clear)) ^ static_cast<T>(flip));
 }
@@ -130,7 +130,7 @@ template <class T> T copied_sign(T a, T b) {  // the sign of a, the size of b
   return (b & ~sign) | (a & sign);
 }
 
-// A number wins over NaN unless .NaN; -0 is less than +0.
+// Of a number and NaN the result is the number, unless .NaN; -0 is less than +0.
 template <class T> T extreme(T x, T y, bool maximum, bool nan) {
   if (x != x || y != y)
     return nan || (x != x && y != y) ? canonical(std::numeric_limits<T>::quiet_NaN())

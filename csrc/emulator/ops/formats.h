@@ -12,7 +12,7 @@ enum class Round : uint8_t { nearest, zero, down, up };  // .rn .rz .rm .rp
 inline float bf16_to_float(uint32_t bits) { return bits_as<float>(bits << 16); }
 
 inline float half_to_float(uint32_t bits) {
-  // The exponent is moved by a multiplication with 2^112, which is right for subnormals too.
+  // The exponent is rebiased by a multiplication with 2^112, which is correct for subnormals too.
   const uint32_t sign = (bits & 0x8000u) << 16;
   const uint32_t magnitude = (bits & 0x7fffu) << 13;
   const uint32_t scaled = bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f);
@@ -21,7 +21,8 @@ inline float half_to_float(uint32_t bits) {
 }
 
 // Rounds a finite or infinite magnitude, given as fp64 bits, to a format with `fraction` fraction
-// bits and exponents from `min_exponent` to `max_exponent`; `code` receives exponent and fraction.
+// bits and exponents from `min_exponent` to `max_exponent`; Returns the code: sign, exponent and
+// fraction.
 inline uint32_t round_to_format(double value, int fraction, int min_exponent, int max_exponent,
                                 Round round) {
   const uint32_t sign = std::signbit(value) ? 1u : 0u;
@@ -49,8 +50,8 @@ inline uint32_t round_to_format(double value, int fraction, int min_exponent, in
     case Round::up: up = !sign && rest > 0; break;
   }
   if (up) whole += 1;
-  // `whole` counts units from zero: the code of a normal number is its unit count plus a multiple
-  // of 2^fraction for each exponent above the least one.
+  // `whole` counts units from zero: the code of a normal number is its unit count plus 2^fraction
+  // for each exponent above the smallest.
   const double largest = std::ldexp(2.0 - std::ldexp(1.0, -fraction), max_exponent);
   if (std::ldexp(whole, scale) > largest) {
     const bool to_infinity =
@@ -71,7 +72,7 @@ inline uint32_t double_to_bf16(double value, Round round) {
   return round_to_format(value, 7, -126, 127, round);
 }
 
-// Nearest even, the common case, without branches on the value's size.
+// Rounding to nearest even, the common case, without branches on the magnitude.
 inline uint32_t float_to_bf16(float value) {
   const uint32_t bits = bits_as<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
@@ -90,7 +91,7 @@ inline uint32_t float_to_half(float value) {
   return magnitude > 0x7f800000u ? 0x7fffu : sign | result;
 }
 
-// The NaN that devices give.
+// Replaces a NaN by the canonical NaN of GPUs.
 inline float canonical(float value) { return value == value ? value : bits_as<float>(0x7fffffffu); }
 inline double canonical(double value) {
   return value == value ? value : bits_as<double>(uint64_t{0x7ff8000000000000});

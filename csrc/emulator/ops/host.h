@@ -1,11 +1,11 @@
-// What the host's floating-point unit is asked for: rounding modes, and fused instructions.
+// Use of the host's floating-point unit: rounding modes, and FMA instructions.
 #pragma once
 #include <cfenv>
 
 #include "ops/formats.h"
 
-// The function is compiled for FMA machines too, and the loader picks. The rest of the emulator is
-// plain x86-64, so that a wheel runs anywhere.
+// Compiles the function for machines with FMA too; the loader selects one. The rest of the emulator
+// is baseline x86-64, so that a wheel runs anywhere.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
 #define FAJIT_CLONES __attribute__((target_clones("arch=haswell", "default")))
 #else
@@ -14,8 +14,8 @@
 
 namespace fajit::emulator {
 
-// The rounding mode, for .rz, .rm and .rp. Operands and results of what is computed under it must
-// be volatile: the compiler knows nothing of modes.
+// Sets the rounding mode, for .rz, .rm and .rp. Operands and results of the computations in its
+// scope must be volatile, because the compiler does not model the mode.
 class HostRounding {
  public:
   explicit HostRounding(Round round) {

@@ -1,4 +1,4 @@
-// Integer arithmetic. Results wrap; a division by zero gives all ones, as devices do.
+// Integer arithmetic. Results wrap; a division by zero gives all ones, as on GPUs.
 #include <algorithm>
 
 #include "ops/lanes.h"
@@ -7,7 +7,7 @@
 namespace fajit::emulator {
 namespace {
 
-// Arithmetic is done in an unsigned type of at least 32 bits: wrapping without undefined behaviour.
+// An unsigned type of at least 32 bits for arithmetic that wraps without undefined behaviour.
 template <class T> using Modular = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
 template <class T> T add(T a, T b) { return static_cast<T>(Modular<T>(a) + Modular<T>(b)); }

@@ -1,4 +1,4 @@
-// Loops over the lanes of a warp, and how values of each type lie in a register's lanes.
+// Loops over the lanes of a warp, and the representation of values in a register's lanes.
 #pragma once
 #include <type_traits>
 
@@ -16,7 +16,7 @@ inline float to_float(Bf16 value) { return bf16_to_float(value.bits); }
 inline float to_float(float value) { return value; }
 inline double to_float(double value) { return value; }
 
-// The word of a lane that holds a T, and the T in it.
+// The word of a lane that holds a T.
 template <class T> using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 
 template <class T> inline T from_word(Word<T> word) {
@@ -48,7 +48,7 @@ template <class Body> inline void for_lanes(uint32_t mask, Body body) {
   }
 }
 
-// The address that a slot gives: base and offset.
+// The address of a slot's operand: base plus offset.
 inline uint64_t address_of(const Warp& warp, const Insn& insn, int slot, int lane) {
   const uint32_t at = insn.slots[slot];
   const bool wide = (insn.flags & kWideAddress) != 0;
@@ -123,7 +123,7 @@ template <class Form> Exec by_width(Type type, Form form) {  // of 16, 32 or 64 
   }
 }
 
-// Forms of templates of functions of one type.
+// Instantiations, by type, of function templates with one type.
 #define FAJIT_UNARY(function) \
   [](auto zero) -> Exec { return unary<decltype(zero), decltype(zero), function<decltype(zero)>>; }
 #define FAJIT_BINARY(function)           \
@@ -137,7 +137,7 @@ template <class Form> Exec by_width(Type type, Form form) {  // of 16, 32 or 64 
     return ternary<T, T, T, T, function<T>>; \
   }
 
-// Decodes `op d, a` ... of one type.
+// Decodes the operands of `op d, a, ...`.
 inline void decode_operands(Decoder& d, Type result, std::initializer_list<Type> sources) {
   d.expect_operands(sources.size() + 1);
   d.insn.slots[0] = d.destination(0, result);
@@ -148,7 +148,7 @@ inline void decode_operands(Decoder& d, Type result, std::initializer_list<Type>
   }
 }
 
-// Decodes `op d, a` of integers; `result`: of another type than a.
+// Decodes `op d, a` of integers; `result`: the type of d, if not that of a.
 template <class Form> void decode_unary(Decoder& d, Form form, Type result = Type::none) {
   const Type type = d.type();
   decode_operands(d, result == Type::none ? type : result, {type});

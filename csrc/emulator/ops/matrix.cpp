@@ -4,10 +4,10 @@
 //   A 16 x 16: word i holds row g + 8 * (i & 1), columns 2t, 2t + 1 (+ 8 where i & 2)
 //   A 16 x 8:  word i holds row g + 8 * i, columns 2t, 2t + 1
 //   B  k x 8:  word i holds column g, rows 2t, 2t + 1 (+ 8 * i)
-//   C 16 x 8:  value i lies in row g + 8 * (i >> 1), column 2t + (i & 1)
+//   C 16 x 8:  value i is in row g + 8 * (i >> 1), column 2t + (i & 1)
 //
-// Products are exact in fp64, summed there in ascending k, and added to C; one rounding to fp32
-// ends it.
+// Products are exact in fp64, summed in fp64 in ascending k, and added to C; then rounded once to
+// fp32.
 #include "ops/host.h"
 #include "ops/lanes.h"
 #include "ptx/opcodes.h"
@@ -33,7 +33,7 @@ FAJIT_CLONES void multiply(const float (&a)[16][16], const float (&b)[16][8], fl
   }
 }
 
-// lists: D, A, B, C words in turn. mode: fp16 operands, else bf16; count: k.
+// list: the slots of D, A, B, C. mode: 1 for fp16 operands, 0 for bf16; count: k.
 void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
   const uint32_t* list = warp.block->kernel().lists.data() + insn.list;
   const int k = insn.count, num_a = k / 4, num_b = k / 8;
@@ -63,8 +63,8 @@ void multiply_accumulate(Warp& warp, const Insn& insn, uint32_t) {
   }
 }
 
-// Matrix i's row r lies where lane 8 i + r says; lane l receives elements 2 (l % 4), + 1 of row l /
-// 4, or, transposed, column l / 4 of rows 2 (l % 4), + 1.
+// Lane 8 i + r holds the address of row r of matrix i; lane l receives elements 2 (l % 4), + 1 of
+// row l / 4, or, transposed, column l / 4 of rows 2 (l % 4), + 1.
 void load_matrices(Warp& warp, const Insn& insn, uint32_t) {
   Block& block = *warp.block;
   const uint32_t* list = block.kernel().lists.data() + insn.list;

@@ -1,12 +1,11 @@
-// ld, st, and hints that do nothing here.
+// ld, st, and hints without effect.
 #include "ops/lanes.h"
 #include "ptx/opcodes.h"
 
 namespace fajit::emulator {
 namespace {
 
-// Elements lie in the list: for each, its slot; insn.mode: bit i set where element i is 64 bits
-// wide.
+// list: the slots of the elements; mode: bit i is set if the register of element i has 64 bits.
 template <class T> void load(Warp& warp, const Insn& insn, uint32_t mask) {
   Block& block = *warp.block;
   const uint32_t* slots = block.kernel().lists.data() + insn.list;
@@ -43,7 +42,8 @@ template <class T> void store(Warp& warp, const Insn& insn, uint32_t mask) {
   }
 }
 
-constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32, Type::b64};  // by bytes / 2
+constexpr Type kBits[] = {Type::b8, Type::b16, Type::b32, Type::b32,
+                          Type::b64};  // index: bytes / 2
 
 void nothing(Warp&, const Insn&, uint32_t) {}
 
@@ -54,7 +54,8 @@ void zero64(Warp& warp, const Insn& insn, uint32_t mask) {
 
 void decode_access(Decoder& d, bool is_load) {
   d.insn.space = d.space();
-  // Ordering and cache hints: warps of a block run one at a time, so that every access is ordered.
+  // Ordering and cache hints are ignored: warps of a block run one at a time, so every access is
+  // ordered.
   d.ignore({"L1::", "L2::", "level::"});
   for (const char* hint : {"weak", "volatile", "relaxed", "acquire", "release", "cta", "cluster",
                            "gpu", "sys", "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "mmio"})
@@ -87,7 +88,7 @@ void decode_access(Decoder& d, bool is_load) {
 
 void decode_ld(Decoder& d) {
   decode_access(d, true);
-  // Floats are loaded as bits, and signed integers extend.
+  // Floats are loaded as bits; signed integers are sign-extended.
   const Type type = is_float(d.insn.type) ? kBits[bytes_of(d.insn.type) / 2] : d.insn.type;
   d.set_exec(by_integer(type, [](auto zero) -> Exec { return load<decltype(zero)>; }));
 }

@@ -7,7 +7,7 @@ namespace {
 
 template <class T> T same(T a) { return a; }
 
-// Operands of a packed move, lowest first: bits of each are insn.count.
+// list: the parts of a packed move, lowest first; count: bits of each; mode: their number.
 void pack(Warp& warp, const Insn& insn, uint32_t mask) {
   const uint32_t* parts = warp.block->kernel().lists.data() + insn.list;
   const unsigned width = insn.count;
@@ -89,7 +89,7 @@ void decode_mov(Decoder& d) {
   d.insn.slots[1] = d.source(1, type);
   if (type == Type::pred) {
     d.insn.exec = move_predicate;
-    if (d.operand(1).negated) d.fail("a negated operand");
+    if (d.operand(1).negated) d.fail("a negated operand is not supported");
     return;
   }
   d.insn.exec = is_wide(type) ? Exec{unary<uint64_t, uint64_t, same<uint64_t>>}

@@ -1,5 +1,5 @@
-// Roots, reciprocals, and the approximate functions. They are computed in fp64 and rounded once: a
-// device's result differs by its documented error (2^-22 or so, tanh 2^-11).
+// Roots, reciprocals, and the approximate functions. They are computed in fp64 and rounded once:
+// the result of a GPU differs by its documented error (about 2^-22, tanh 2^-11).
 #include <cmath>
 
 #include "ops/lanes.h"
@@ -38,7 +38,7 @@ template <int function> void apply32(Warp& warp, const Insn& insn, uint32_t mask
 }
 
 template <int function> double apply64(double a) { return canonical(evaluate<function>(a)); }
-// rcp.approx.ftz.f64: the upper word of the operand and of the result only.
+// rcp.approx.ftz.f64: uses only the upper words of the operand and the result.
 template <int function> double apply64_upper(double a) {
   const uint64_t kept = bits_as<uint64_t>(a) & 0xffffffff'00000000ull;
   double x = bits_as<double>(kept);
@@ -55,7 +55,7 @@ template <int function> void decode_function(Decoder& d) {
   const Type type = d.type();
   d.insn.type = type;
   decode_operands(d, type, {type});
-  if (d.insn.round != Round::nearest) d.fail("only .rn and .approx");
+  if (d.insn.round != Round::nearest) d.fail("only .rn and .approx are supported");
   switch (type) {
     case Type::f32: d.insn.exec = apply32<function>; break;
     case Type::f64:

@@ -1,5 +1,5 @@
-// Instructions by which the lanes of a warp exchange values: shfl, vote, redux, activemask.
-// All but the last wait for their member mask, which is slots[0].
+// Instructions that exchange values between the lanes of a warp: shfl, vote, redux, activemask. All
+// but activemask wait for the lanes of their member mask, slots[0].
 #include <algorithm>
 
 #include "ops/lanes.h"
@@ -89,7 +89,7 @@ void active_mask(Warp& warp, const Insn& insn, uint32_t mask) {
 }
 
 void expect_sync(Decoder& d) {
-  if (!d.accept("sync")) d.fail("expected .sync: the forms without it are gone since sm_70");
+  if (!d.accept("sync")) d.fail("expected .sync: the forms without it were removed in sm_70");
   d.insn.flow = Flow::rendezvous;
 }
 

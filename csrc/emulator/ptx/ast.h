@@ -1,4 +1,4 @@
-// What the parser reads from PTX text: variables, registers, and instructions of each kernel.
+// The result of parsing PTX text: variables, registers, and instructions of each kernel.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -83,9 +83,9 @@ struct Module {
   std::map<uint32_t, std::string> files;
 };
 
-// Reads PTX text as nvcc writes it (and hand-written text in the same forms). Throws EmulatorError
-// with the PTX line of what it cannot read. Bodies of functions other than kernels are skipped: a
-// kernel that calls one is refused.
+// Parses PTX text as written by nvcc (and hand-written text of the same forms). Throws
+// EmulatorError with the PTX line of what it cannot parse. Bodies of functions other than kernels
+// are skipped; a kernel that calls one is rejected.
 Module parse(std::string_view text);
 
 }  // namespace fajit::emulator

@@ -14,7 +14,7 @@ struct SpecialName {
 };
 
 // (2u << 31 is 0: the masks below hold for lane 31 too.)
-#define FAJIT_SPECIAL(expression) [](const Place& p) -> uint64_t { return expression; }
+#define FAJIT_SPECIAL(expression) [](const ThreadPosition& p) -> uint64_t { return expression; }
 constexpr SpecialName kSpecials[] = {
     {"%tid.x", false, FAJIT_SPECIAL(p.thread[0])},
     {"%tid.y", false, FAJIT_SPECIAL(p.thread[1])},
@@ -39,7 +39,7 @@ constexpr SpecialName kSpecials[] = {
     {"%dynamic_smem_size", false, FAJIT_SPECIAL(p.dynamic_shared)},
     {"%smid", false, FAJIT_SPECIAL(0u * p.lane)},
     {"%nsmid", false, FAJIT_SPECIAL(1u + 0u * p.lane)},
-    {"%clock", false, FAJIT_SPECIAL(0u * p.lane)},  // there is no time in here
+    {"%clock", false, FAJIT_SPECIAL(0u * p.lane)},  // time is not modelled
     {"%clock64", true, FAJIT_SPECIAL(0u * p.lane)},
     {"%globaltimer", true, FAJIT_SPECIAL(0u * p.lane)},
 };
@@ -52,16 +52,16 @@ uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / u
 Decoder::Decoder(const Module& module, const Entry& entry, const Symbols& symbols)
     : module_(module), entry_(entry), symbols_(symbols) {
   kernel_.name = entry.name;
-  kernel_.places = entry.locations;
+  kernel_.source_locations = entry.locations;
   slots_.assign(entry.registers.size(), kNoSlot);
   layout();
 }
 
-// Shared variables lie one after another, the dynamic array last.
+// Assigns offsets to variables; of shared variables, the dynamic array is last.
 void Decoder::layout() {
   uint64_t shared = kSharedBase, local = 0;
   std::vector<Variable> dynamic;
-  auto place = [&](Variable variable) {
+  auto assign = [&](Variable variable) {
     const uint64_t align = std::max<uint64_t>(variable.align, 1);
     if (variable.space == Space::local) {
       variable.offset = round_up(local, align);
@@ -76,10 +76,10 @@ void Decoder::layout() {
       kernel_.shared.push_back(variable);
     }
   };
-  for (const Variable& variable : module_.variables) place(variable);
-  for (const Variable& variable : entry_.variables) place(variable);
+  for (const Variable& variable : module_.variables) assign(variable);
+  for (const Variable& variable : entry_.variables) assign(variable);
   kernel_.static_shared_end = static_cast<uint32_t>(shared);
-  for (Variable& variable : dynamic) {  // extern arrays all begin at one address
+  for (Variable& variable : dynamic) {  // all extern arrays begin at the same address
     uint64_t align = 16;
     for (const Variable& other : dynamic) align = std::max(align, other.align);
     variable.offset = round_up(shared, align);
@@ -165,14 +165,14 @@ int Decoder::expect_one(std::initializer_list<std::string_view> names) {
   fail(text);
 }
 
-Type Decoder::optional_type() {
+Type Decoder::type() {
   for (size_t i = 0; i < taken_.size(); ++i) {
     const Type type = type_of(statement_->modifiers[i]);
     if (taken_[i] || type == Type::none) continue;
     taken_[i] = true;
     return type;
   }
-  return Type::none;
+  fail("no type");
 }
 
 bool Decoder::has_float_type() const {
@@ -184,12 +184,6 @@ bool Decoder::has_float_type() const {
 bool Decoder::has_modifier(std::string_view modifier) const {
   return std::find(statement_->modifiers.begin(), statement_->modifiers.end(), modifier) !=
          statement_->modifiers.end();
-}
-
-Type Decoder::type() {
-  const Type result = optional_type();
-  if (result == Type::none) fail("no type");
-  return result;
 }
 
 Round Decoder::rounding(Round otherwise) {
@@ -233,8 +227,6 @@ uint32_t Decoder::slot_of(uint32_t reg) {
   return slots_[reg];
 }
 
-uint32_t Decoder::scratch(Type type) { return allocate(bytes_of(type)); }
-
 uint32_t Decoder::constant(uint64_t bits, bool wide) {
   if (!wide) bits &= 0xffffffffu;
   const auto [found, is_new] = constants_.try_emplace({bits, wide}, 0);
@@ -261,7 +253,8 @@ uint32_t Decoder::special(const std::string& name, bool& wide) {
 
 uint64_t Decoder::symbol_address(const Operand& operand) const {
   const auto variable = variables_.find(operand.name);
-  if (variable != variables_.end())  // an offset in its window: cvta makes it generic
+  // An offset in the variable's window, which cvta converts to a generic address.
+  if (variable != variables_.end())
     return variable->second.offset + static_cast<uint64_t>(operand.bits);
   const auto global = symbols_.find(operand.name);
   if (global == symbols_.end()) fail("unknown name '" + operand.name + "'");
@@ -274,7 +267,7 @@ uint32_t Decoder::wide_source(const Operand& operand, Type type, bool& wide) {
     case Operand::Kind::reg: {
       const Type held = entry_.registers[operand.reg].type;
       if ((held == Type::pred) != (type == Type::pred))
-        fail("'" + operand.name + "' is not of the kind that is expected");
+        fail("'" + operand.name + "' is not of the expected kind");
       if (bytes_of(held) < bytes_of(type)) fail("'" + operand.name + "' is too narrow");
       wide = is_wide(held);
       return slot_of(operand.reg);
@@ -308,7 +301,7 @@ uint32_t Decoder::source(const Operand& operand, Type type) {
 
 uint32_t Decoder::wide_destination(const Operand& operand, Type type, bool& wide) {
   wide = is_wide(type);
-  if (operand.kind == Operand::Kind::sink) return scratch(type);
+  if (operand.kind == Operand::Kind::sink) return allocate(bytes_of(type));
   if (operand.kind != Operand::Kind::reg) fail("the destination is not a register");
   const Type held = entry_.registers[operand.reg].type;
   if ((held == Type::pred) != (type == Type::pred) || bytes_of(held) < bytes_of(type))

@@ -1,4 +1,5 @@
-// Turns the statements of a kernel into instructions: slots for operands, modifiers checked.
+// Converts the statements of a kernel to instructions: assigns slots to operands and checks
+// modifiers.
 #pragma once
 #include <initializer_list>
 #include <map>
@@ -15,31 +16,30 @@ namespace fajit::emulator {
 // Host addresses of module variables (.global and .const).
 using Symbols = std::unordered_map<std::string, uint64_t>;
 
-// What an opcode row's decode function sees: the statement, and the instruction it fills.
-// Modifiers are taken in any order; one that nobody takes is an error.
+// Passed to the decode function of an opcode: the statement, and the instruction to fill. Modifiers
+// are accepted in any order; one that is not accepted is an error.
 class Decoder {
  public:
   Decoder(const Module& module, const Entry& entry, const Symbols& symbols);
   Kernel decode();
 
   Insn insn;
-  // Sets insn.exec; null: the opcode has no form for the type.
+  // Sets insn.exec; null: the opcode does not support the type.
   void set_exec(Exec exec) {
     if (exec == nullptr) fail("not for this type");
     insn.exec = exec;
   }
 
   bool accept(std::string_view modifier);
-  // The one of `names` that stands among the modifiers; -1 if none does.
+  // The index of the first of `names` among the modifiers; -1 if there is none.
   int accept_one(std::initializer_list<std::string_view> names);
-  // The same, but an error if there is none.
+  // accept_one(), but an error if there is none.
   int expect_one(std::initializer_list<std::string_view> names);
-  Type type();           // the first type that stands among the modifiers; an error if none
-  Type optional_type();  // Type::none if none
+  Type type();  // the first type among the modifiers; an error if there is none
   bool has_float_type() const;
   bool has_modifier(std::string_view modifier) const;
   Round rounding(Round otherwise);                                // .rn .rz .rm .rp
-  Space space();                                                  // generic if none stands there
+  Space space();                                                  // generic if there is none
   void ignore(std::initializer_list<std::string_view> prefixes);  // cache hints and the like
 
   const std::string& opcode() const { return statement_->opcode; }
@@ -52,11 +52,10 @@ class Decoder {
   uint32_t source(const Operand& operand, Type type);
   uint32_t destination(size_t index, Type type) { return destination(operand(index), type); }
   uint32_t destination(const Operand& operand, Type type);
-  // Like the two above for operands that may have more bits than the type (ld, st, cvt).
+  // source() and destination() for operands that may have more bits than the type (ld, st, cvt).
   uint32_t wide_source(const Operand& operand, Type type, bool& wide);
   uint32_t wide_destination(const Operand& operand, Type type, bool& wide);
   uint32_t constant(uint64_t bits, bool wide);
-  uint32_t scratch(Type type);
 
   // [address]: slots[slot] becomes the base, insn.immediate the offset, kWideAddress is set.
   void address(size_t index, int slot);

@@ -1,5 +1,5 @@
 // One decoded instruction. Operands are offsets, in 32-bit words, into the warp's register file;
-// immediates and special registers have slots there too, so that a handler sees arrays only.
+// immediates and special registers have slots there too, so that all operands are arrays.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -19,7 +19,7 @@ using Exec = void (*)(Warp& warp, const Insn& insn, uint32_t mask);
 inline constexpr uint32_t kNoSlot = 0xffffffffu;
 inline constexpr uint32_t kWideSlot = 0x80000000u;
 
-// What the scheduler does with an instruction.
+// How the scheduler handles an instruction.
 enum class Flow : uint8_t {
   straight,  // exec, next
   branch,    // to `target` for the lanes whose guard holds
@@ -55,20 +55,20 @@ struct Insn {
   int64_t immediate = 0;
 };
 
-// Where a thread is: what special registers are made of.
-struct Place {
+// The position of a thread, from which special registers are computed.
+struct ThreadPosition {
   uint32_t lane, warp, num_warps, thread[3], block[3], block_size[3], grid_size[3], dynamic_shared;
 };
-using Special = uint64_t (*)(const Place& place);
+using Special = uint64_t (*)(const ThreadPosition& position);
 
 struct Kernel {
   std::string name;
   std::vector<Insn> code;
   std::vector<uint32_t> lists;
-  std::vector<uint32_t> locations;     // of each instruction, into `places`
+  std::vector<uint32_t> locations;     // of each instruction, into `source_locations`
   std::vector<uint32_t> text_lines;    // of each instruction, in the PTX
   std::vector<std::string> mnemonics;  // of each instruction
-  std::vector<Location> places;
+  std::vector<Location> source_locations;
   std::vector<Variable> shared;                        // with offsets in the shared window
   std::vector<std::pair<Special, uint32_t>> specials;  // and their slots, kWideSlot for 64 bits
   std::vector<std::pair<uint32_t, uint64_t>> constants32, constants64;  // slot, value
@@ -78,12 +78,12 @@ struct Kernel {
   uint32_t local_bytes = 0;
 };
 
-// Windows of the generic address space that are not host memory: no host address looks like these.
+// Windows of the generic address space outside host memory: no host address has these upper bits.
 inline constexpr uint64_t kSharedWindow = 0xf5000000'00000000ull;
 inline constexpr uint64_t kLocalWindow = 0xf6000000'00000000ull;
 inline constexpr uint64_t kParamWindow = 0xf7000000'00000000ull;
 inline constexpr uint64_t kWindowMask = 0xff000000'00000000ull;
-// Shared variables start here, so that an address of zero is outside.
+// Offset of the first shared variable, so that address 0 is out of bounds.
 inline constexpr uint32_t kSharedBase = 1024;
 
 }  // namespace fajit::emulator

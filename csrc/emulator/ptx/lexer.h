@@ -8,7 +8,7 @@
 
 namespace fajit::emulator {
 
-// The program is not one that this emulator can run: names what it does not know, and where.
+// The emulator cannot run the program: the message names what is not supported, and where.
 struct EmulatorError : std::runtime_error { using std::runtime_error::runtime_error; };
 
 struct Token {
@@ -80,8 +80,8 @@ inline void Lexer::skip_blanks() {
   }
 }
 
-// Words hold dots and double colons, so that `ld.global.L1::no_allocate.f32` and `%tid.x` are one
-// token each; a single colon, which ends a label, is punctuation.
+// Words may contain dots and double colons, so that `ld.global.L1::no_allocate.f32` and `%tid.x`
+// are one token each; a single colon, which ends a label, is punctuation.
 inline void Lexer::advance() {
   skip_blanks();
   token_.line = line_;

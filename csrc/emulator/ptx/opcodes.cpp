@@ -15,8 +15,8 @@ Decode decode_add, decode_sub, decode_mul, decode_mad, decode_div, decode_rem, d
     decode_brx, decode_exit, decode_trap, decode_bar;
 
 // clang-format off
-// Cases: operands have the last type of the mnemonic, results the first, unless one stands before
-// the value; 0x.. are bits, #.. a literal in the instruction. `test: name` is in tests/emulator.
+// Cases: operands have the last type of the mnemonic, results the first, unless a type precedes the
+// value; 0x.. are bits, #.. a literal in the instruction. `test: name` is in tests/emulator.
 const std::vector<OpcodeRow>& opcode_table() {
   static const std::vector<OpcodeRow> rows = {
       {"add", "s/u 16-64, f32 f64", decode_add, "d = a + b; .sat .ftz .rz .rm .rp",
@@ -108,7 +108,7 @@ const std::vector<OpcodeRow>& opcode_table() {
        "bfi.b32 0xff 0 u32:4 u32:8 = 0xff0; bfi.b64 1 0 u32:40 u32:1 = 0x10000000000; bfi.b32 0xf "
        "0xaaaaaaaa u32:32 u32:4 = 0xaaaaaaaa"},
       {"bfind", "s/u 32 64", decode_bfind,
-       "place of the highest 1 (of negatives: 0), or all ones; .shiftamt",
+       "position of the highest 1 (of negatives: 0), or all ones; .shiftamt",
        "bfind.u32 256 = u32:8; bfind.s32 -1 = u32:4294967295; bfind.shiftamt.u32 1 = u32:31; "
        "bfind.u64 0x10000000000 = u32:40; bfind.s32 -256 = u32:7"},
       {"brev", "b32 b64", decode_brev, "bits reversed",
@@ -173,7 +173,7 @@ const std::vector<OpcodeRow>& opcode_table() {
       {"fence", "", decode_nothing, "accepted, likewise", "test: hints"},
       {"griddepcontrol", "", decode_nothing, "accepted: launches run one after another",
        "test: hints"},
-      {"nanosleep", "", decode_nothing, "accepted: there is no time", "test: hints"},
+      {"nanosleep", "", decode_nothing, "accepted: time is not modelled", "test: hints"},
       {"createpolicy", "b64", decode_createpolicy, "d = 0", "test: hints"},
       {"cp", "async .ca .cg, 4 8 16 bytes", decode_cp,
        "a copy to shared memory, zeros beyond the source size; groups and waits",

@@ -1,4 +1,4 @@
-// The table of opcodes: all that a kernel may consist of.
+// The table of supported opcodes.
 #pragma once
 #include <string_view>
 #include <vector>
@@ -20,7 +20,7 @@ struct OpcodeRow {
 const std::vector<OpcodeRow>& opcode_table();
 const OpcodeRow* find_opcode(std::string_view name);  // null: not in the table
 
-// Forms of opcodes that ops/integer.cpp hands on to ops/float.cpp.
+// Decode functions in ops/float.cpp that ops/integer.cpp calls for float types.
 void decode_fma(Decoder& d);
 void decode_float_add(Decoder& d, bool subtract);
 void decode_float_product(Decoder& d, bool divide);

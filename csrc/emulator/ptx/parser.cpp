@@ -106,7 +106,7 @@ class Parser {
       else break;
     }
     const Type type = type_name();
-    // Of a pointer: where to, and how what it points to is aligned.
+    // Of a pointer: the state space and alignment of the target.
     for (const char* word : {".ptr", ".global", ".shared", ".const"}) lexer_.accept(word);
     if (lexer_.accept(".align")) integer();
     result.name = std::string(lexer_.next().text);
@@ -300,7 +300,7 @@ class Parser {
         if (lexer_.accept("+")) integer();
       }
     }
-    if (location.line == 0) return;  // code of no line keeps the one before
+    if (location.line == 0) return;  // line 0: keep the location before
     location_ = static_cast<uint32_t>(entry_->locations.size());
     entry_->locations.push_back(location);
   }

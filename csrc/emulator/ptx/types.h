@@ -1,8 +1,8 @@
-// PTX scalar types, and how registers of each are stored.
+// PTX scalar types, and the storage of their registers.
 //
-// A register is an array over the 32 lanes of a warp. Types of up to 32 bits live in uint32_t lanes
-// (narrow ones zero-extended), 64-bit ones in uint64_t lanes, .b128 in two uint64_t arrays, and a
-// predicate is one uint32_t with a bit a lane.
+// A register is an array over the 32 lanes of a warp. Types of up to 32 bits are stored in uint32_t
+// lanes (narrow ones zero-extended), 64-bit types in uint64_t lanes, .b128 in two uint64_t arrays;
+// a predicate is one uint32_t with one bit per lane.
 #pragma once
 #include <cstdint>
 #include <cstring>

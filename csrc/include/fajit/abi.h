@@ -33,7 +33,7 @@ enum fajit_status {
   FAJIT_BAD_ABI = 1,        // abi_version or args_bytes differ from what was compiled
   FAJIT_BAD_ARGS = 2,       // dims differ from the compiled ones, or a required pointer is null
   FAJIT_OUT_OF_MEMORY = 3,  // per-thread scratch could not be allocated
-  FAJIT_CUDA_ERROR = 4,     // a CUDA call failed: fajit_cuda_error says which and why
+  FAJIT_CUDA_ERROR = 4,     // a CUDA call failed: fajit_cuda_error() describes it
 };
 
 enum fajit_flags {
@@ -126,11 +126,11 @@ typedef struct fajit_args {
   int32_t page_size, num_pages;  // num_pages: of k and v, for checks
 
   // Feature `mixed_rows`: the query rows of an item belong to several requests, which share its
-  // keys. Row r of the item's request is entry e = q_row0[request] + r of row_token: packed token
-  // t = row_token[e] (null: t = e) of request b = row_request[t], whose q_idx is
-  // q_offset[b] + t - q_row0[b]. Lengths of keys, and where keys lie, are those of the item's
-  // request; everything that hooks see is of b. Requests that are only shared keys come after those
-  // of tokens, and row_token begins with every token in order.
+  // keys. Row r of the item's request is entry e = q_row0[request] + r of row_token: packed token t
+  // = row_token[e] (null: t = e) of request b = row_request[t], whose q_idx is q_offset[b] + t -
+  // q_row0[b]. kv_len and the addresses of keys are those of the item's request; everything that
+  // hooks see is of b. Requests that only hold shared keys come after those that have tokens, and
+  // row_token begins with every token in order.
   const int32_t* row_request;
 
   // CUDA only.
@@ -138,11 +138,11 @@ typedef struct fajit_args {
   int32_t device;
   int32_t max_merge_rows;  // of one merge item
 
-  // Which work is whose. With worker_indptr, worker w does items [worker_indptr[w],
+  // The work of each worker. With worker_indptr, worker w does items [worker_indptr[w],
   // worker_indptr[w + 1]) in order: on CUDA thread block w of num_workers, on CPUs one call for
-  // list `worker`, which claims items from cursors[worker] (0 before the first) so that several
-  // threads may call it for one list. Without, one call does all items (CPU) or each is a block's
-  // (CUDA).
+  // list `worker`, which claims items through cursors[worker] (0 before the first call), so several
+  // threads may process one list. Without worker_indptr, one call does all items (CPU), or each
+  // item has its own thread block (CUDA).
   const int32_t* worker_indptr;  // [num_workers + 1]
   int32_t* cursors;              // [num_workers], CPU
   int32_t num_workers, worker;
@@ -154,8 +154,8 @@ typedef struct fajit_args {
   const int32_t* kv_first;
 
   // Feature `sparse`: key lists, one after another. Position p of the lists is the key at logical
-  // position j = key_blocks[p / key_block] * key_block + p % key_block; none where that entry is
-  // negative or j >= kv_len. Hooks see j. Entries of a list may be in any order.
+  // position j = key_blocks[p / key_block] * key_block + p % key_block; there is no key where that
+  // entry is negative or j >= kv_len. Hooks see j. Entries of a list may be in any order.
   const int32_t* key_blocks;
   int32_t key_block;
   int32_t num_key_blocks;  // for checks
@@ -183,8 +183,8 @@ typedef struct fajit_classify_args {
 
 enum fajit_kernel { FAJIT_KERNEL_ATTENTION = 0, FAJIT_KERNEL_MERGE = 1 };
 
-// Artifacts are compiled with hidden visibility; these names are what they export. The last three
-// are of CUDA artifacts only.
+// Artifacts are compiled with hidden visibility; they export these names. Only CUDA artifacts have
+// the last three.
 #pragma GCC visibility push(default)
 int fajit_attention(const fajit_args* args);
 int fajit_merge(const fajit_args* args);
@@ -192,7 +192,7 @@ int fajit_classify(const fajit_classify_args* args);
 const char* fajit_describe(void);  // JSON: abi_version, key, layout
 int fajit_load(int device);        // loads the kernels, sets their attributes; restores the device
 int fajit_plan_launch(const fajit_args* args, int kernel, fajit_launch* launch);
-const char* fajit_cuda_error(void);  // of this thread's last failed call, in words
+const char* fajit_cuda_error(void);  // message of this thread's last failed CUDA call
 #pragma GCC visibility pop
 
 #ifdef __cplusplus

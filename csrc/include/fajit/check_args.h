@@ -1,5 +1,5 @@
-// What every entry point of an artifact refuses: an argument block of another layout, or of other
-// dims than were compiled.
+// Checks of every entry point of an artifact: the layout of the argument block, and the dims that
+// were compiled in.
 #pragma once
 #include <fajit/abi.h>
 

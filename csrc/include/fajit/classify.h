@@ -1,4 +1,4 @@
-// The body of `fajit_classify`, on the host for every target.
+// The body of `fajit_classify`, which runs on the host for every target.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/interval.h>

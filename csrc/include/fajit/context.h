@@ -1,11 +1,11 @@
-// What a hook may read besides its indices: params, lengths, packed positions.
+// Context: what a hook may read besides its indices (params, lengths, packed positions).
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/function.h>
 
 namespace fajit {
 
-// What hooks read is not written while a kernel runs, so loads take a device's read-only path.
+// Nothing that hooks read is written while a kernel runs, so loads use a GPU's read-only cache.
 template <class T> FAJIT_FN T load_global(const T* p) {
 #if defined(__CUDA_ARCH__)
   return __ldg(p);
@@ -26,13 +26,13 @@ FAJIT_FN int64_t load_global(const int64_t* p) {
 
 struct Context {
   const fajit_args* args = nullptr;
-  // Apart from args, because a CUDA kernel has them among its parameters.
+  // Not read through args: a CUDA kernel has them among its parameters.
   const fajit_tensor* tensors = nullptr;
   const uint64_t* scalars = nullptr;
-  // CUDA: what the variant's hooks compute from scalars alone, a Hooks::Uniforms.
+  // CUDA: a Hooks::Uniforms, which holds what the variant's hooks compute from scalars alone.
   const void* uniforms = nullptr;
-  // Rows of several requests share the keys of one: the request whose storage they lie in. Negative
-  // where that is each row's own.
+  // Where rows of several requests share keys: the request whose storage holds these keys. Negative
+  // where each row reads the keys of its own request.
   int32_t kv_request = -1;
 
   Context() = default;

@@ -1,7 +1,8 @@
-// Integer division that is short on devices.
+// Integer division in few instructions on GPUs.
 //
-// A device has no integer division: 32 bits take some twenty instructions, 64 bits over a hundred
-// at each place. Nearly all operands fit 32 bits, so that 64-bit ones take a compact loop here.
+// A GPU has no integer division instruction: 32 bits take some twenty instructions, 64 bits over a
+// hundred, inlined at each use. Nearly all operands fit in 32 bits, so 64-bit operands use a
+// compact loop here.
 #pragma once
 #include <fajit/function.h>
 #include <stdint.h>
@@ -39,7 +40,7 @@ FAJIT_SHARED int32_t quotient(int32_t a, int32_t b) { return a / b; }
 #endif
 
 // A divisor known before a launch: n / divisor = n * magic >> (32 + shift) for 0 <= n <= 2^31, with
-// magic = ceil(2^(32 + shift) / divisor) and shift = ceil(log2(divisor)) - 1. Hosts make it.
+// magic = ceil(2^(32 + shift) / divisor) and shift = ceil(log2(divisor)) - 1. The host computes it.
 // (Granlund and Montgomery 1994: the error magic * divisor - 2^(32 + shift) is below 2^(shift + 1),
 // so that n times it stays below 2^(32 + shift).)
 struct Divisor {

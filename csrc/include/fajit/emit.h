@@ -1,4 +1,4 @@
-// Where the states of a work item go.
+// Where and in which form the states of a work item are written.
 #pragma once
 #include <fajit/abi.h>
 #include <fajit/function.h>
@@ -11,7 +11,7 @@ enum class Emit {
   kSplit,        // partial_out, partial_lse
 };
 
-// `partial`: of a fajit_work; -1 for what merges.
+// `partial`: that of a fajit_work; -1 for a merge.
 FAJIT_FN Emit emit_of(const fajit_args& a, int32_t partial) {
   if (partial >= 0) return Emit::kSplit;
   return (a.flags & FAJIT_PARTIAL) != 0 ? Emit::kUnfinalized : Emit::kFinal;

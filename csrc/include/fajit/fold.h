@@ -1,12 +1,12 @@
-// A reduction of a hook's short vector as a loop, whose body stays in the code three times at most.
+// A reduction of a hook's short vector as a loop that is not unrolled: at most three copies of f.
 #pragma once
 #include <fajit/function.h>
 
 namespace fajit {
 namespace ops {
 
-// f(0) joined with f(1), ..., f(N - 1), from left to right. Two entries are read at a time: four
-// took twice the time to compile, and kernels hold one loop for every score of a thread.
+// Reduces f(0), ..., f(N - 1) from left to right. Two entries are read at a time: with four,
+// compiling took twice as long, because kernels contain one loop for every score of a thread.
 template <int N, class Join, class F> FAJIT_FN auto fold(Join join, F f) {
   constexpr int kAhead = 1 + (N - 1) % 2;
   auto total = f(0);

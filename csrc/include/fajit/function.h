@@ -1,4 +1,4 @@
-// How functions that kernels and hosts share are declared.
+// Attributes of functions that kernels and the host share.
 #pragma once
 
 // FAJIT_FN is always inlined. FAJIT_SHARED is too in CUDA kernels, where a call would cost
@@ -6,7 +6,7 @@
 #if defined(__CUDACC__)
 #define FAJIT_FN __host__ __device__ __forceinline__
 #define FAJIT_SHARED __host__ __device__ __forceinline__
-#define FAJIT_ROLLED _Pragma("unroll 1")  // in front of a loop: its body stays there once
+#define FAJIT_ROLLED _Pragma("unroll 1")  // before a loop: do not unroll it
 #else
 #define FAJIT_FN inline __attribute__((always_inline))
 #define FAJIT_SHARED inline

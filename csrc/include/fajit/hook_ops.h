@@ -1,14 +1,14 @@
-// The IR's operations: what rendered hooks are written in, on CPUs and on CUDA.
+// The IR's operations: the functions that rendered hooks call, on CPUs and on CUDA.
 //
-// Every function takes scalars, vectors, or a mix (see hook_types.h), so one rendered hook serves
-// both lane orientations and uniform sub-expressions stay scalar.
+// Every function takes scalars, vectors, or a mix (see hook_types.h), so one rendered hook can be
+// used with query rows on lanes or keys on lanes, and uniform sub-expressions stay scalar.
 //
-// Meaning is PyTorch's: integer arithmetic wraps, floor division and remainder follow the divisor's
-// sign, minimum and maximum propagate NaN. Where PyTorch raises (integer division by zero) the
-// result is 0, because a masked-out pair may compute anything but must not trap.
+// Results are PyTorch's: integer arithmetic wraps, floor division and remainder follow the
+// divisor's sign, minimum and maximum propagate NaN. Where PyTorch raises (integer division by
+// zero) the result is 0, because a masked-out pair must not trap.
 //
-// Included by fajit/cpu/hooks/hook_ops.h and fajit/cuda/hooks/hook_ops.h behind what they have each
-// of their own: `math`, small floats as float, and what is called for vectors.
+// Included by fajit/cpu/hooks/hook_ops.h and fajit/cuda/hooks/hook_ops.h after their own
+// definitions: `math`, conversions of small floats, and the functions for vectors.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/divide.h>
@@ -20,7 +20,7 @@ namespace ops {
 
 // --- conversions ---------------------------------------------------------------------------------
 
-// 8- and 16-bit integers live in 32-bit registers; this wraps a result to their range.
+// Wraps a result to the range of D: 8- and 16-bit integers are held in 32-bit registers.
 template <class D, class T> FAJIT_FN T wrap(T x) {
   using S = typename storage<D>::type;
   constexpr int kSpare = 32 - 8 * int(sizeof(S));
@@ -64,7 +64,7 @@ template <class T> FAJIT_FN T truncdiv(T a, T b) {
     return sizeof(T) == 4 ? T(__builtin_truncf(a / b)) : T(__builtin_trunc(a / b));
   } else {
     if (b == 0) return 0;
-    if (b == -1) return T(0 - Unsigned<T>(a));  // the quotient of the least value wraps
+    if (b == -1) return T(0 - Unsigned<T>(a));  // the quotient of the smallest value wraps
     return T(quotient(a, b));
   }
 }
@@ -83,7 +83,7 @@ template <class T> FAJIT_FN T floordiv(T a, T b) {
     if (m != 0 && ((b < 0) != (m < 0))) d -= 1;
     const T f = sizeof(T) == 4 ? T(__builtin_floorf(d)) : T(__builtin_floor(d));
     const T r = d - f > T(0.5) ? f + 1 : f;
-    // A zero keeps the quotient's sign, and x // 0 is the quotient.
+    // A zero has the quotient's sign, and x // 0 is the quotient.
     return b == 0 ? a / b : (d == 0 ? T(0) * (a / b) : r);
   } else {
     const T q = truncdiv(a, b), m = T(Unsigned<T>(a) - Unsigned<T>(q) * Unsigned<T>(b));
@@ -189,7 +189,7 @@ template <class A> FAJIT_FN A not_(A a) {
   else return ~a;
 }
 
-// Shifts by the width or more give what an unbounded shift would: 0, or the sign.
+// A shift by the width or more gives 0, or the sign for a negative value shifted right.
 template <class A, class B> FAJIT_FN auto shl(A a, B b) {
   using W = Wide<A, B>;
   using U = Unsigned<W>;
@@ -248,7 +248,7 @@ template <class A> FAJIT_FN A rsqrt(A a) { return div(Lane<A>(1), sqrt(a)); }
 
 // --- params --------------------------------------------------------------------------------------
 
-// The value of an element as hooks see it.
+// Converts a stored element to the type that hooks compute with.
 template <class D, class S> FAJIT_FN auto from_storage(S x) {
   if constexpr (same<D, dt::b1>) return bool(x);
   else if constexpr (same<D, dt::f16>) return half_to_float(x);
@@ -259,7 +259,7 @@ template <class D, class S> FAJIT_FN auto from_storage(S x) {
   else return x;
 }
 
-// The element `offset` elements from the first. The param has elements.
+// The element at `offset` (in elements). The param must not be empty.
 template <class D> FAJIT_FN auto load_scalar(const fajit_tensor& t, int64_t offset) {
   const auto* first = static_cast<const typename storage<D>::type*>(t.ptr);
   return from_storage<D>(load_global(first + offset));
@@ -287,7 +287,7 @@ FAJIT_FN int32_t request(const Context& c, int64_t b) {
   b = b < 0 ? b + n : b;
   return b < 0 || b >= n ? 0 : int32_t(b);
 }
-// A request's entry, or those of the lanes' requests.
+// The entry of a request, or of each lane's request.
 template <class B> FAJIT_FN auto of_request(const Context& c, const int32_t* entries, B b) {
   return each_lane([&](int64_t r) { return load_global(entries + request(c, r)); }, b);
 }

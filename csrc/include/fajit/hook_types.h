@@ -1,9 +1,9 @@
-// Types of what hooks compute with: tags for dtypes, the types that store and hold their elements,
-// and how the types of operands join.
+// Types of hooks: tags for dtypes, the types of stored elements and of values, and the result types
+// of operations.
 //
-// A value is a scalar or, on CPUs, a vector with a value of each lane, for which
-// fajit/cpu/hooks/hook_vectors.h specialises what is said of scalars here. Register types by IR
-// dtype: bool; int8, uint8, int16, int32 -> int32_t; int64; float32 -> float; float64 -> double.
+// A value is a scalar or, on CPUs, a vector with one value per lane; fajit/cpu/hooks/hook_vectors.h
+// specialises these templates for vectors. Register types by IR dtype: bool; int8, uint8, int16,
+// int32 -> int32_t; int64; float32 -> float; float64 -> double.
 #pragma once
 #include <fajit/function.h>
 #include <fajit/types.h>
@@ -45,7 +45,7 @@ template <class T> using Value = typename value_of<T>::type;
 
 template <class T> inline constexpr bool is_vector = false;
 
-// A lane of a vector; the vector of a scalar's values.
+// The type of a vector's lane; the type of a vector of such scalars.
 template <class T> struct lane_of { using type = T; };
 template <class T> using Lane = typename lane_of<T>::type;
 template <class T> struct vector_of;
@@ -58,8 +58,8 @@ template <> struct unsigned_of<int32_t> { using type = uint32_t; };
 template <> struct unsigned_of<int64_t> { using type = uint64_t; };
 template <class T> using Unsigned = typename unsigned_of<T>::type;
 
-// The type of an operation's result: a vector if any operand is one, else its first operand's,
-// unless that is a bool or is used beside a wider one.
+// The type of an operation's result: a vector if any operand is one, else the type of the first
+// operand, unless that is bool or the second is wider.
 template <class A, class B> struct wide_of { using type = A; };
 template <class B> struct wide_of<bool, B> { using type = B; };
 template <> struct wide_of<int32_t, int64_t> { using type = int64_t; };
@@ -79,8 +79,7 @@ template <class T> FAJIT_FN auto lane(T x, int i) {
   else return x;
 }
 
-// `f` of values, lane by lane where one is a vector: for rare operations and for hooks given as C++
-// text. A mask lane is 0 or -1.
+// Calls `f`, lane by lane if any argument is a vector: for rare operations. A mask lane is 0 or -1.
 template <class F, class... A> FAJIT_FN auto each_lane(F f, A... a) {
   using R = decltype(f(lane(a, 0)...));
   if constexpr ((is_vector<A> || ...)) {

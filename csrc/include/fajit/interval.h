@@ -1,8 +1,8 @@
-// Interval arithmetic: what a mask's interval form is made of. Kernels have it compiled in, as
-// rendered `Hooks::classify` (variants/interval/cpp.py); csrc/interval runs it statement by
+// Interval arithmetic: the functions of a mask's interval form. Kernels contain the form as the
+// rendered `Hooks::classify` (variants/interval/cpp.py); csrc/interval interprets it, statement by
 // statement.
 //
-// Every function answers for all points of a box at once and never leaves out a value that a hook
+// Every function returns bounds for all points of a box, which contain every value that a hook
 // could compute there. Plain C++ without STL, torch or vector headers.
 #pragma once
 #include <fajit/interval_gather.h>

@@ -1,8 +1,8 @@
-// Least and greatest elements of a param tensor over a box of indices.
+// The minimum and maximum of a param tensor over a box of indices.
 //
-// A short range is read as it is; a long one through a table that the host built: per 64 entries
-// of one dim the least and the greatest (variants/interval/range_tables.py). Both give the exact
-// hull, so a table changes the time and never the answer.
+// A short range is read directly, a long one through a table that the host built: the minimum and
+// the maximum of every 64 entries of one dim (variants/interval/range_tables.py). Both give the
+// exact hull, so a table changes the time but not the result.
 #pragma once
 #include <fajit/interval_real.h>
 
@@ -20,7 +20,7 @@ FAJIT_SHARED float half_bits(uint16_t x) {
 }
 FAJIT_SHARED float bfloat_bits(uint16_t x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
 
-// Elements by storage: how they are read, and what a table holds of them.
+// Storage types of elements: how they are read, and the type of their tables.
 template <class T> struct Plain {
   using Storage = T;
   using Value = T;
@@ -41,7 +41,7 @@ template <class T> inline constexpr bool is_real = false;
 template <> inline constexpr bool is_real<float> = true;
 template <> inline constexpr bool is_real<double> = true;
 
-// Running hull. A NaN is remembered and otherwise left out.
+// Running hull. A NaN sets `nan` and is otherwise skipped.
 template <class T> struct Hull {
   T lo, hi;
   bool some, nan;
@@ -70,7 +70,7 @@ FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stri
     }
   } else {
     T lo = p[0], hi = p[0];
-    if (kVectorised && stride == 1) {  // apart, so that the compiler vectorises it
+    if (kVectorised && stride == 1) {  // a separate loop, which the compiler vectorises
       for (int64_t i = 0; i < n; ++i) {
         lo = p[i] < lo ? p[i] : lo;
         hi = p[i] > hi ? p[i] : hi;
@@ -89,7 +89,7 @@ FAJIT_SHARED void scan(Hull<T>& hull, const typename E::Storage* p, int64_t stri
   }
 }
 
-// Indices as a gather takes them: negative ones wrap, then all are clamped into the dim.
+// Indices of a gather: negative ones wrap, then all are clamped into the dim.
 FAJIT_SHARED Interval i_index(Interval x, int64_t size) {
   if (x.hi < 0) {
     x = {add_lo(x.lo, size), x.hi + size};
@@ -100,8 +100,7 @@ FAJIT_SHARED Interval i_index(Interval x, int64_t size) {
 }
 
 // The lo table of a dim, followed by the hi table, if the host built them. (A flag instead of a
-// null pointer: a device would read through a pointer that may be either from memory of unknown
-// kind.)
+// null pointer: with a pointer that may be null, device code would use generic loads.)
 struct Tables {
   const fajit_tensor* lo;
   bool some;
@@ -112,8 +111,8 @@ FAJIT_SHARED Tables tables_at(const Context& c, int slot) {
   return {c.tensors + slot, slot + 1 < c.args->num_tensors};
 }
 
-// The boxes of a gather, one per index tuple of the dims that are not scanned; calls
-// f(offset of the tuple, offset of the tuple in a table). False if there are too many.
+// Calls f(offset in t, offset in a table) for each index tuple of the dims that are not scanned.
+// False if there are too many.
 template <int Rank, int Scan, class F>
 FAJIT_SHARED bool each_row(const fajit_tensor& t, Tables tables, const Interval* at, F f) {
   int64_t rows = 1;
@@ -142,8 +141,8 @@ FAJIT_SHARED bool each_row(const fajit_tensor& t, Tables tables, const Interval*
   return true;
 }
 
-// The hull of t[at]. `tables`: the lo and the hi table of dim Scan (empty where they do not pay).
-// Returns false if it visited nothing, because the box is too large.
+// The hull of t[at]. `tables`: the lo and the hi table of dim Scan (none where they are not worth
+// it). Returns false, without visiting any element, if the box is too large.
 template <class E, int Rank, int Scan>
 FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor& t, Tables tables,
                               const Interval* index) {
@@ -172,7 +171,7 @@ FAJIT_SHARED bool gather_hull(Hull<typename E::Value>& hull, const fajit_tensor&
     return each_row<Rank, Scan>(
         t, Tables{tables.lo, by_table}, at, [&](int64_t offset, int64_t table_offset) {
           const S* row = data + offset;
-          // What lies before the first whole block and behind the last one, or all of it.
+          // The entries before the first whole block and after the last one, or all entries.
           const int64_t first = (lo + kBlock - 1) / kBlock, last = (hi + 1) / kBlock;
           FAJIT_ROLLED
           for (int end = 0; end < (by_table ? 2 : 1); ++end) {
@@ -218,7 +217,7 @@ FAJIT_SHARED FInterval f_gather(const fajit_tensor& t, Tables tables, const Inte
 
 struct Bits { uint64_t any, all; };
 
-// The bits that some, and that all, elements of t[at] have set.
+// `any`: bits set in some element of t[at]; `all`: bits set in all elements.
 template <class E, int Rank, int Scan>
 FAJIT_SHARED Bits gather_bits(const fajit_tensor& t, const Interval* index) {
   Interval at[Rank > 0 ? Rank : 1];
@@ -263,7 +262,7 @@ FAJIT_SHARED Interval i_bit(Bits bits, Interval at, int64_t width) {
 
 FAJIT_SHARED Interval i_scalar(const Context& c, int slot) { return i_point(c.scalar_i64(slot)); }
 FAJIT_SHARED FInterval f_scalar(const Context& c, int slot) { return f_point(c.scalar_f64(slot)); }
-// Any index of a dim, any rank in a sorted param.
+// The ranges of all indices of a dim, and of all ranks in a sorted param.
 FAJIT_SHARED Interval i_places(const Context& c, int slot, int dim) {
   return {0, c.size(slot, dim) - 1};
 }
@@ -295,7 +294,7 @@ FAJIT_SHARED Interval i_q_row(const Context& c, Interval b, Interval q) {
   });
 }
 FAJIT_SHARED Interval i_kv_slot(const Context& c, Interval b, Interval k) {
-  // The page table may be another device's memory: any slot.
+  // The page table may be in another device's memory: return all slots.
   if (c.args->page_indptr != nullptr) {
     return {0, int64_t(c.args->num_pages) * c.args->page_size - 1};
   }

@@ -23,9 +23,9 @@ namespace interval {
 constexpr int64_t kMin = INT64_MIN, kMax = INT64_MAX;
 constexpr Interval kTop = {kMin, kMax};
 constexpr int64_t kMaxPosition = 1 << 30;
-constexpr int64_t kMaxRows = 256;       // index tuples besides the scanned dim that a gather visits
-constexpr int64_t kMaxBitLoads = 4096;  // elements that `gather_bits` visits
-#if defined(__CUDA_ARCH__)  // ranges of more entries are read by table, where there is one
+constexpr int64_t kMaxRows = 256;       // most index tuples (without the scanned dim) of a gather
+constexpr int64_t kMaxBitLoads = 4096;  // most elements that `gather_bits` visits
+#if defined(__CUDA_ARCH__)              // ranges of more entries use a table, if there is one
 constexpr int64_t kScan = 63;
 #else
 constexpr int64_t kScan = 256;
@@ -37,7 +37,7 @@ FAJIT_SHARED int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 FAJIT_SHARED bool positions(Interval x) { return x.lo >= -kMaxPosition && x.hi <= kMaxPosition; }
 
-// Whether a machine integer of range [lo, hi] holds every value; at 64 bits, whether it is bounded.
+// Whether every value fits a machine integer of range [lo, hi]; at 64 bits, whether x is bounded.
 FAJIT_SHARED bool fits(Interval x, int64_t lo, int64_t hi) {
   return x.lo >= lo && x.hi <= hi && x.lo != kMin && x.hi != kMax;
 }
@@ -51,21 +51,21 @@ FAJIT_SHARED bool meet(Interval& x, int64_t lo, int64_t hi) {
 
 FAJIT_SHARED bool is(Interval x, int64_t value) { return x.lo == value && x.hi == value; }
 
-// What ends a clause where it is false: whether two values may differ, whether a condition may
+// Conditions that end a clause when false: whether two values may differ, whether a condition may
 // hold, whether it may fail.
 FAJIT_SHARED bool differ(Interval x, Interval y) { return y.lo != y.hi || !is(x, y.lo); }
 FAJIT_SHARED bool may(Tri a) { return a.may; }
 FAJIT_SHARED bool may_fail(Tri a) { return !a.must; }
 
-// Whether 0 may be among the values. So too where the ends are the wrong way round, which only a
-// program that is none can bring about: nothing divides by zero.
+// Whether 0 may be among the values. Also true for reversed ends, which only an invalid program can
+// produce, so that nothing divides by zero.
 FAJIT_SHARED bool spans_zero(Interval x) {
   return (x.lo <= 0 || x.hi <= 0) && (x.lo >= 0 || x.hi >= 0);
 }
 
 // --- saturating endpoints ------------------------------------------------------------------------
 
-// Wrapped results; whether they differ from the exact ones.
+// Set r to the wrapped result; return whether it differs from the exact one.
 FAJIT_SHARED bool add_overflows(int64_t a, int64_t b, int64_t& r) {
   r = int64_t(uint64_t(a) + uint64_t(b));
   return ((a ^ r) & (b ^ r)) < 0;
@@ -112,7 +112,7 @@ FAJIT_SHARED int64_t trunc_quotient(int64_t a, int64_t b) {
   return b == -1 ? -a : quotient(a, b);
 }
 
-// The hull of f at the four corners. A loop, so that what f inlines to is there once.
+// The hull of f at the four corners. A loop that is not unrolled, so f is inlined once.
 template <class F>
 FAJIT_SHARED Interval corners(Interval a, Interval b, F f) {
   Interval r = {kMax, kMin};
@@ -183,7 +183,7 @@ FAJIT_SHARED Interval i_fmod(Interval a, Interval b) {
   return {larger(a.lo, -(m.hi - 1)), smaller(a.hi, m.hi - 1)};
 }
 
-// The least 2^n - 1 that is not below x >= 0.
+// The smallest 2^n - 1 that is at least x >= 0.
 FAJIT_SHARED int64_t all_ones(int64_t x) {
   return x == 0 ? 0 : int64_t(~uint64_t(0) >> __builtin_clzll(uint64_t(x)));
 }
@@ -221,7 +221,7 @@ FAJIT_SHARED Interval i_shr(Interval a, Interval b) {
   return i_floordiv(a, {power_of_two(b.lo), power_of_two(b.hi)});
 }
 
-// A value of a machine dtype: anything in its range once the exact result may leave it.
+// A value of a machine dtype: its whole range if the exact result may be outside.
 FAJIT_SHARED Interval i_wrap(Interval a, int64_t lo, int64_t hi) {
   return fits(a, lo, hi) ? a : Interval{lo, hi};
 }
@@ -231,32 +231,32 @@ FAJIT_SHARED Interval i_where(Tri c, Interval a, Interval b) {
 FAJIT_SHARED Interval i_top(int64_t lo, int64_t hi) { return {lo, hi}; }
 FAJIT_SHARED Interval i_point(int64_t x) { return {x, x}; }
 
-// The parts of x whose (value + offset) lies in its first period, in whole ones, in its last one;
-// how many there are.
+// Splits x by the periods of (value + offset): the first incomplete period, the whole periods, the
+// last incomplete one. Returns the number of parts.
 FAJIT_SHARED int periods(Interval x, Interval offset, Interval divisor, Interval parts[3]) {
   const int64_t d = divisor.lo, o = offset.lo;
   const bool known = d == divisor.hi && o == offset.hi && positions(offset) && positions(x);
   if (!known || d <= 1 || d > kMaxPosition || x.lo > x.hi) return 1;
-  // The begin of the first whole period, and the end of the last one.
+  // The begin of the first whole period, and the end of the last.
   int64_t first = x.lo + o + d - 1, last = x.hi + o + 1;
   FAJIT_ROLLED
   for (int end = 0; end < 2; ++end) {
-    const int64_t place = floor_quotient(end == 0 ? first : last, d) * d - o;
-    first = end == 0 ? place : first;
-    last = end == 0 ? last : place;
+    const int64_t border = floor_quotient(end == 0 ? first : last, d) * d - o;
+    first = end == 0 ? border : first;
+    last = end == 0 ? last : border;
   }
   if (first > x.hi || last <= x.lo) return 1;
   const Interval begin = {x.lo, first - 1}, middle = {first, last - 1}, end = {last, x.hi};
   const bool begins = first > x.lo, whole = last > first, ends = last <= x.hi;
-  // Every index is constant: a device keeps the parts in registers.
+  // Every index is constant, so a GPU keeps the parts in registers.
   parts[0] = begins ? begin : (whole ? middle : end);
   parts[1] = begins && whole ? middle : end;
   parts[2] = end;
   return begins + whole + ends;
 }
 
-// The state of a box from the states of its parts, which are looked at only if the box is partial.
-// One loop over the box and its parts, so that what `box` inlines to is there once.
+// The state of a box, or, if it is partial, the state from those of its parts. One loop over the
+// box and its parts, so `box` is inlined once.
 template <class F>
 FAJIT_SHARED int by_parts(F box, Interval q, Interval k, const Interval (&parts_q)[3], int count_q,
                           const Interval (&parts_k)[3], int count_k) {

@@ -2,8 +2,8 @@
 //
 // Endpoints are computed in double and rounded to the hook's precision. Rounding is monotone, so an
 // interval of rounded endpoints holds every rounded result; only products are widened by one unit
-// in the last place where they are inexact, because a compiler may fuse them into a sum. Functions
-// that implementations approximate are widened by far more than any of them errs.
+// in the last place where they are inexact, because a compiler may fuse them into a sum.
+// Approximated functions are widened by far more than the error of any implementation.
 #pragma once
 #include <fajit/interval_integer.h>
 
@@ -17,7 +17,7 @@ FAJIT_SHARED double f_larger(double a, double b) { return a > b ? a : b; }
 FAJIT_SHARED double rounded(double x, bool single) { return single ? double(float(x)) : x; }
 FAJIT_SHARED bool whole(double x) { return x == __builtin_floor(x); }
 
-// The neighbour of x below, in the hook's precision.
+// The next smaller number below x, in the hook's precision.
 FAJIT_SHARED double below(double x, bool single) {
   return single ? double(__builtin_nextafterf(float(x), -__builtin_inff()))
                 : __builtin_nextafter(x, -kInf);
@@ -60,7 +60,7 @@ FAJIT_SHARED Tri t_from_t(Tri a) { return a; }
 FAJIT_SHARED bool unbounded(FInterval a) { return a.lo == -kInf || a.hi == kInf; }
 FAJIT_SHARED bool has_zero(FInterval a) { return a.lo <= 0 && a.hi >= 0; }
 
-// An endpoint that is NaN (inf - inf) says nothing.
+// A NaN endpoint (inf - inf) becomes unbounded.
 FAJIT_SHARED FInterval f_made(double lo, double hi, bool nan) {
   const bool lost = lo != lo || hi != hi;
   return {lo != lo ? -kInf : lo, hi != hi ? kInf : hi, nan || lost};
@@ -98,7 +98,7 @@ FAJIT_SHARED FInterval f_div(FInterval a, FInterval b, bool single) {
                 rounded(f_larger(f_larger(w, x), f_larger(y, z)), single),
                 a.maybe_nan || b.maybe_nan);
 }
-// Implementations differ by one near whole quotients.
+// Implementations may differ by one near integral quotients.
 FAJIT_SHARED FInterval f_floordiv(FInterval a, FInterval b, bool single) {
   if (unbounded(a)) return f_top();  // inf // x is NaN
   const FInterval q = f_div(a, b, single);
@@ -139,11 +139,13 @@ FAJIT_SHARED FInterval f_trunc(FInterval a, bool) {
 
 // --- approximated functions ----------------------------------------------------------------------
 
-// [lo, hi] widened beyond any implementation's error, within the function's own limits.
+// [lo, hi] widened beyond any implementation's error, clipped to the function's range [least,
+// most].
 FAJIT_SHARED FInterval f_loose(double lo, double hi, bool nan, bool single, double least,
                                double most) {
   const double relative = single ? 1e-5 : 1e-12, absolute = single ? 1e-6 : 1e-13;
-  constexpr double huge = 0x1.fffffffffffffp1023;  // where one overflows, another may just not
+  // Where one implementation overflows, another may return the largest number.
+  constexpr double huge = 0x1.fffffffffffffp1023;
   if (lo == kInf) lo = huge;
   if (hi == -kInf) hi = -huge;
   lo = rounded(lo - (__builtin_fabs(lo) * relative + absolute), single);
@@ -170,7 +172,7 @@ FAJIT_SHARED FInterval f_sigmoid(FInterval a, bool single) {
   return f_loose(logistic(a.lo), logistic(a.hi), a.maybe_nan, single, 0, 1.00001);
 }
 
-// Functions of x >= least argument; what lies below gives NaN.
+// Functions of x >= domain; smaller arguments give NaN.
 #define FAJIT_ROOTS(name, function, domain)                                                   \
   FAJIT_SHARED FInterval name(FInterval a, bool single) {                                     \
     if (!(a.hi >= (domain))) return f_top();                                                  \

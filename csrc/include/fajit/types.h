@@ -1,4 +1,4 @@
-// What <type_traits> would be included for: rendered sources include no STL.
+// Replacements of <type_traits>: rendered sources include no STL.
 #pragma once
 
 namespace fajit {

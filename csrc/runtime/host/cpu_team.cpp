@@ -12,9 +12,9 @@
 namespace fajit::runtime {
 namespace {
 
-constexpr int kLine = 16;  // counters in a cache line: threads that claim do not disturb others
+constexpr int kLine = 16;  // each counter has its own cache line: no false sharing between threads
 
-// How many items of each list are claimed. Short ones lie on the stack.
+// The number of claimed items of each list. A few counters fit on the stack.
 class Counters {
  public:
   explicit Counters(int64_t lists) {
@@ -75,9 +75,9 @@ class Team {
     fajit_args args = launches_[launch].args;
     args.num_threads = 1;
     args.worker = list;
-    args.cursors = counter(launch, list) - list;  // so that cursors[list] is it
+    args.cursors = counter(launch, list) - list;  // so that cursors[list] is the counter
     const int status = launches_[launch].module->attention(args);
-    // Without memory a thread leaves its work to the others.
+    // A thread that cannot allocate memory leaves its work to the others.
     if (status != FAJIT_OK && status != FAJIT_OUT_OF_MEMORY) failed_.store(status);
   }
 

@@ -7,10 +7,12 @@
 namespace fajit::runtime {
 namespace {
 
-thread_local bool opened = false;    // by this thread, or by the one that it is the copy of
-thread_local bool stranded = false;  // the region's threads stayed in the process before the fork
+// This thread, or the one that it was forked from, has opened a parallel region.
+thread_local bool opened = false;
+// This thread is a fork's copy of one that had opened a region, whose threads do not exist here.
+thread_local bool stranded = false;
 
-// Runs in the only thread of a forked child, the copy of the one that forked.
+// Runs in the only thread of a forked child, the copy of the thread that called fork().
 void after_fork_in_child() { stranded = opened; }
 
 [[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, after_fork_in_child);
@@ -21,7 +23,7 @@ void refuse_stranded() {
   if (stranded) {
     throw LaunchError(
         "this process was forked after kernels ran on several threads, and OpenMP's threads do not "
-        "outlive a fork: this call would wait for them for ever, and so would operations of torch; "
+        "survive a fork: this call would wait for them forever, and so would operations of torch; "
         "call torch.set_num_threads(1) in the child, fork before the first call, or start "
         "processes with the start method \"spawn\"");
   }

@@ -1,17 +1,17 @@
-// Keeps forked children out of OpenMP's parallel regions, which would never end there.
+// Prevents OpenMP parallel regions in forked children, where they would hang.
 #pragma once
 
 namespace fajit::runtime {
 
-// To be called before a parallel region of several threads is opened.
+// Called before a parallel region of several threads is opened.
 //
-// libgomp keeps the threads of its regions for each thread that opens some. A fork copies that
-// record without the threads, so that the next region of the copied thread waits for them for ever.
-// Throws LaunchError in such a child; regions of threads that the child starts itself are sound.
+// libgomp keeps a pool of threads for each thread that opens regions. A fork copies the record of
+// the pool without its threads, so the next region of the copied thread waits for them forever.
+// Throws LaunchError in such a child. Threads that the child starts itself may open regions.
 void before_parallel_region();
 
-// To be called before operations of torch that may run on several threads: throws LaunchError in a
-// child whose parent opened regions of ours in the thread that forked.
+// Called before operations of torch that may run on several threads. Throws LaunchError in a forked
+// child if the thread that called fork() had opened a parallel region of ours.
 void refuse_stranded();
 
 }  // namespace fajit::runtime

@@ -39,9 +39,9 @@ constexpr bool has(unsigned word, std::initializer_list<int> bits) {
   return true;
 }
 
-// Asks the kernel for leave to use AMX tiles, for all threads of this process and those it forks
-// (Linux 5.16, Documentation/arch/x86/xstate.rst). Leave given once lasts; asking again is
-// harmless.
+// Requests permission to use AMX tiles from the kernel, for all threads of this process and its
+// children (Linux 5.16, Documentation/arch/x86/xstate.rst). Permission is permanent; repeated
+// requests are harmless.
 bool may_use_tiles() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
@@ -69,7 +69,8 @@ std::vector<std::string> detect_features() {
   const bool vnni = has(extended.ecx, {11}), bf16 = has(cpuid(7, 1).eax, {5});
   if (vnni) found.push_back("avx512_vnni");
   if (bf16) found.push_back("avx512_bf16");
-  // edx of leaf 7: AMX_BF16 22, AMX_TILE 24. The system is asked last, and only where it matters.
+  // edx of leaf 7: AMX_BF16 22, AMX_TILE 24. The kernel is asked last, and only where the CPU has
+  // all other features.
   if (vnni && bf16 && has(extended.edx, {22, 24}) && (saved & kTileState) == kTileState &&
       may_use_tiles()) {
     found.push_back("amx_tile");

@@ -1,4 +1,4 @@
-// What this machine's CPU can do.
+// Features and cache sizes of this machine's CPU.
 #pragma once
 
 #include <array>
@@ -8,15 +8,15 @@
 
 namespace fajit::runtime {
 
-// What this machine's CPU has beyond its architecture's baseline, by the names that the table of
-// CPU targets (codegen/targets.py) asks for: "x86-64-v3", "x86-64-v4", "avx512_vnni",
-// "avx512_bf16", "amx_tile" and "amx_bf16" (where the kernel lets this process use tiles). A
-// feature counts only where the operating system saves its registers (XCR0).
+// Features of this machine's CPU beyond its architecture's baseline, by the names in the table of
+// CPU targets (codegen/targets.py): "x86-64-v3", "x86-64-v4", "avx512_vnni", "avx512_bf16",
+// "amx_tile" and "amx_bf16" (where the kernel lets this process use tiles). A feature counts only
+// if the operating system saves its registers (XCR0).
 const std::vector<std::string>& cpu_features();
 
-// FLASHATTN_JIT_TARGET of the process environment, null where it is not set. Calls without a target
-// read it every time: os.environ.get takes 1.5 us, this 0.1 us with its binding. Needs the GIL,
-// under which os.environ writes.
+// FLASHATTN_JIT_TARGET of the process environment, null if not set. Calls without a target read it
+// every time: os.environ.get takes 1.5 us, this 0.1 us with its binding. Needs the GIL, because
+// os.environ writes the environment under it.
 const char* target_variable();
 
 // Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown.

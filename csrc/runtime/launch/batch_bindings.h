@@ -5,7 +5,7 @@
 
 namespace fajit::runtime {
 
-// After the scheduler's classes.
+// Called after the scheduler's classes are bound.
 void bind_batch(pybind11::module_& m);
 
 }  // namespace fajit::runtime

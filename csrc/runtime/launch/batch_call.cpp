@@ -11,8 +11,9 @@ namespace {
 
 constexpr double kRegionNs = 4000.0;  // twice what opening a parallel region costs
 
-// The layout of a block mask: (sizes, strides, q_block, kv_block), the first two of request, head,
-// q block and kv block. Its blocks cover the rows and keys of every request.
+// Reads the layout of a block mask: (sizes, strides, q_block, kv_block), sizes and strides each of
+// request, head, q block and kv block. Checks that its blocks cover the rows and keys of every
+// request.
 void read_block_mask(py::handle source, const scheduler::Lengths& lengths, fajit_args& args) {
   const Items items(source, "block_mask");
   if (items.size() != 4) {
@@ -55,9 +56,10 @@ BatchCall::BatchCall(std::shared_ptr<const scheduler::BatchPlan> plan,
           std::array<bool, 2>{modules[0] != nullptr, modules[1] != nullptr}, shape)),
       modules_(std::move(modules)) {
   if (modules_[0] && modules_[1] && modules_[0]->is_cuda() != modules_[1]->is_cuda()) {
-    throw py::value_error("the modules are of a CUDA target and of a CPU target");
+    throw py::value_error("one module has a CUDA target and the other a CPU target");
   }
-  if (work_->merges() && !merger()) throw py::value_error("the plan has merges, but no module");
+  if (work_->merges() && !merger())
+    throw py::value_error("the plan has merges, but there is no module");
   work_->fill(args_);
   accesses_ = work_->accesses();
 }
@@ -110,7 +112,7 @@ void BatchCall::launch_on_cpu(const fajit_args& args) const {
     if (status == FAJIT_OK && args.num_merge_work > 0) {
       kernel = FAJIT_KERNEL_MERGE;
       fajit_args merge = args;
-      if (!parallel) merge.num_threads = 1;  // what one thread computed, one thread merges
+      if (!parallel) merge.num_threads = 1;  // too little work for a parallel region
       status = merger()->merge(merge);
     }
   }
@@ -126,8 +128,8 @@ void BatchCall::fill_on_device(const LaunchValues& values, const Params& params,
   if (!work_->launches(0) && !work_->launches(1) && !work_->merges()) return;
   const char* const block = checked_block(values.device_block);
   work_->point(block, args);
-  // Launches that a plan has no rows or keys for are made all the same under limits. Their tensors
-  // may be empty, at address 0, which kernels refuse; nothing is read there.
+  // Plans with limits launch a kernel even without rows or keys for it. Its tensors may be empty,
+  // with address 0, which kernels refuse: pass another address, which is not read.
   for (const void** tensor : {&args.q, &args.k, &args.v}) {
     if (*tensor == nullptr) *tensor = block;
   }

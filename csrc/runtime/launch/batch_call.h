@@ -1,4 +1,4 @@
-// A planned batch on tensors of given strides: prefill work, few-row work, then their merge.
+// A planned batch, bound to strides of tensors: prefill work, few-row work, then the merge.
 #pragma once
 
 #include <fajit/abi.h>
@@ -16,22 +16,22 @@
 
 namespace fajit::runtime {
 
-// Immutable, so any number of threads may launch it at once. On CPUs one team of threads works
-// through the lists of both kinds, whatever the number of threads. On CUDA a thread block works
-// through a list; launches are enqueued on one stream, and nothing is read, allocated or waited
-// for.
+// Immutable, so any number of threads may launch it at once. On CPUs one team of any number of
+// threads processes the lists of both kinds. On CUDA a thread block processes a list; launches are
+// enqueued on one stream, and nothing is read, allocated or synchronised.
 class BatchCall {
  public:
   using Modules = std::array<std::shared_ptr<const Module>, 2>;
 
   // The modules of prefill and few-row work; null where the plan has no such work. With limits, a
-  // module's launch takes place whether or not this plan has work for it.
+  // module is launched whether or not this plan has work for it.
   BatchCall(std::shared_ptr<const scheduler::BatchPlan> plan,
             std::shared_ptr<const scheduler::Lengths> lengths, Modules modules,
             const BatchShape& shape);
 
-  // The same work with strides (q, k, v, out, lse; each request, head, row, with pages page, head,
-  // slot; elements), params, flags and a block mask (sizes, strides, q_block, kv_block; or None).
+  // A copy with strides (of q, k, v, out, lse; each of request, head, row, or with pages of page,
+  // head, slot; in elements), params, flags and a block mask (sizes, strides, q_block, kv_block; or
+  // None).
   std::shared_ptr<BatchCall> bind(pybind11::handle strides, pybind11::handle layouts,
                                   const std::string& scalar_kinds, int32_t num_pages, int32_t flags,
                                   pybind11::handle block_mask) const;
@@ -39,9 +39,9 @@ class BatchCall {
   const BatchWork& work() const { return *work_; }
   bool is_cuda() const;
 
-  // With the GIL released. On CUDA enqueued on a stream. Throws LaunchError.
+  // Runs with the GIL released on CPUs, or enqueues on a CUDA stream. Throws LaunchError.
   void launch(const LaunchValues& values) const;
-  // What `launch` would launch, as data: see Launches::as_data.
+  // The launches of `launch` as data: see Launches::as_data.
   pybind11::list plan_launches(const LaunchValues& values) const;
 
  private:

@@ -19,7 +19,7 @@ int64_t count_of(size_t size) { return static_cast<int64_t>(size); }
 void require_fit(int64_t count, int64_t most, const char* name) {
   if (count > most) {
     throw py::value_error("the plan has " + std::to_string(count) + " " + name + ", but " +
-                          std::to_string(most) + " are the most within its limits");
+                          std::to_string(most) + " are the most that its limits allow");
   }
 }
 
@@ -34,9 +34,10 @@ BatchWork::BatchWork(std::shared_ptr<const scheduler::BatchPlan> plan,
     const bool has_work = !plan_->kinds[kind].work.empty();
     if (has_work && !has_kind[kind]) {
       throw py::value_error(std::string("the plan has ") + kKindNames[kind] +
-                            ", but no module for it");
+                            ", but there is no module for it");
     }
-    // A captured launch is replayed for plans that have such work.
+    // Under limits the launch may be captured in a graph and replayed for plans that have such
+    // work.
     launches_[kind] =
         has_kind[kind] && (has_work || (plan_->has_limits && plan_->capacity.work[kind] > 0));
   }
@@ -47,7 +48,7 @@ BatchWork::BatchWork(std::shared_ptr<const scheduler::BatchPlan> plan,
   fill(args);
   for (int kind = 0; kind < 2; ++kind) check_lists(kind);
   if (is_of_these_lengths()) {
-    // The scheduler made the work of these very objects, which do not change.
+    // The scheduler made the work from these objects, which are immutable: no check is needed.
     const bool has_work = !plan_->kinds[0].work.empty() || !plan_->kinds[1].work.empty();
     accesses_.queries = accesses_.out = has_work;
     accesses_.keys = has_work && (has_lists() ? shape_.num_key_blocks > 0 : n.max_kv_len > 0);
@@ -87,7 +88,7 @@ BatchWork::Sizes BatchWork::planned() const {
   s.max_merge_rows = p.max_merge_rows;
   if (s.partial_rows < 0 || s.partial_rows > INT32_MAX) {
     throw py::value_error("the plan has " + std::to_string(s.partial_rows) +
-                          " partial rows, more than 32 bits number");
+                          " partial rows, which does not fit 32 bits");
   }
   return s;
 }
@@ -240,7 +241,7 @@ void BatchWork::write_block(char* block) const {
   PlanSizes filled = planned();
   std::vector<int32_t> requests, tokens;
   if (sizes_.row_tokens > 0) {
-    // Kernels of plans that may have groups find every row through these.
+    // Kernels of plans that may have groups read every row through these arrays.
     if (host.row_request == nullptr) {
       for (int32_t b = 0; b < n.num_requests; ++b) {
         requests.insert(requests.end(), static_cast<size_t>(n.q_len[static_cast<size_t>(b)]), b);
@@ -265,7 +266,7 @@ void BatchWork::write_block(char* block) const {
 
 void BatchWork::point(const char* block, fajit_args& args) const {
   block_.point(block, args);
-  // A captured launch reads the first keys of later plans, which may have some.
+  // A captured launch also runs later plans, which may have first keys.
   const bool may_have_groups = plan_->has_limits && sizes_.row_tokens > 0;
   if (!has_first_keys_ && !may_have_groups) args.kv_first = nullptr;
   args.max_merge_rows = sizes_.max_merge_rows;

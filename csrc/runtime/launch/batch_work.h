@@ -1,4 +1,5 @@
-// A batch's plan, checked, as kernels take it: on the host, or in a block of device memory.
+// The arguments of kernels for a batch's plan, checked: on the host, or in a block of device
+// memory.
 #pragma once
 
 #include <fajit/abi.h>
@@ -19,31 +20,31 @@ struct BatchShape {
   int32_t key_block = 0, num_key_blocks = 0;  // 0: no key lists
 };
 
-// Immutable once built; calls with other strides share it. A plan that was made of other lengths or
+// Immutable; calls with different strides share it. A plan that was made for other lengths or
 // shapes is checked for everything that could make a kernel read or write outside its tensors:
 // requests, heads of one kv head, rows, keys, partial rows and their sources.
 //
 // The device block. Without limits its sections are as long as the plan's arrays. With limits they
-// are as long as any plan's within the limits, so places and sizes are the same for every plan, as
-// is everything else in a launch.
+// have the maximum length within the limits, so offsets and sizes are the same for every plan, like
+// everything else in a launch.
 class BatchWork {
  public:
   BatchWork(std::shared_ptr<const scheduler::BatchPlan> plan,
             std::shared_ptr<const scheduler::Lengths> lengths, const std::array<bool, 2>& has_kind,
             const BatchShape& shape);
 
-  // Whether the launch of a kind, or the merge, takes place.
+  // Whether work of a kind, or the merge, is launched.
   bool launches(int kind) const { return launches_[kind]; }
   bool merges() const { return sizes_.merge_work > 0; }
   const Accesses& accesses() const { return accesses_; }
   const scheduler::Lengths& lengths() const { return *lengths_; }
-  // Nanoseconds that all workers save over one, as predicted; negative where nothing is known.
+  // Predicted nanoseconds that all workers save compared with one; negative if unknown.
   double parallel_gain_ns() const;
 
   // Shapes, per-request arrays and merges, on the host; `fill_kind` adds the work of a kind.
   void fill(fajit_args& args) const;
   void fill_kind(int kind, fajit_args& args) const;
-  // The same in a device block.
+  // fill() and fill_kind() with the addresses of arrays in a device block.
   void point(const char* block, fajit_args& args) const;
   void point_kind(int kind, const char* block, fajit_args& args) const {
     block_.point_kind(kind, block, args);
@@ -59,8 +60,8 @@ class BatchWork {
   };
   bool is_paged() const { return lengths_->page_size > 0; }
   bool has_lists() const { return shape_.key_block > 0; }
-  Sizes planned() const;                        // what the plan has
-  Sizes with_room(const Sizes& planned) const;  // under limits, the most
+  Sizes planned() const;                        // sizes of the plan's arrays
+  Sizes with_room(const Sizes& planned) const;  // sizes of the block's sections
   void check_shape() const;
   bool is_of_these_lengths() const;
   void check_lists(int kind) const;

@@ -1,4 +1,4 @@
-// What one launch is given, and which of it the work needs: the same for calls and for batches.
+// The values of one launch, and which of them the work needs.
 #pragma once
 
 #include <fajit/abi.h>
@@ -9,7 +9,7 @@
 
 namespace fajit::runtime {
 
-// Addresses and values, as Python has them; addresses that are not used are 0.
+// Addresses and values as Python objects; unused addresses are 0.
 struct LaunchValues {
   pybind11::handle q, k, v, out, lse;
   double scale;
@@ -20,10 +20,10 @@ struct LaunchValues {
   int device;
 };
 
-// What the work of a call reads and writes. An address may be 0 where nothing is.
+// What the work of a call reads and writes; other addresses may be 0.
 struct Accesses {
   bool queries = false, keys = false, out = false;
-  bool states = false, pages = false, key_lists = false;  // whether keys are found through these
+  bool states = false, pages = false, key_lists = false;  // whether reading keys needs these
   WorkspaceLayout workspace;
 
   void add(const fajit_work& item) {
@@ -35,15 +35,14 @@ struct Accesses {
   void add(const fajit_merge_work& item) { out |= item.row_end > item.row_begin; }
 };
 
-// Puts the values of a launch into an argument block. Throws where an address is 0 that must not
-// be.
+// Puts the values of a launch into an argument block. Throws if a needed address is 0.
 void fill_values(const LaunchValues& values, const Params& params, const Accesses& accesses,
                  fajit_args& args);
 
-// The flags of a call; throws for unknown ones.
+// Returns `flags`; throws if unknown bits are set.
 int32_t checked_flags(int32_t flags);
 
-// A method that takes the values of one launch, as Python calls it.
+// Binds a method that takes the values of one launch.
 template <class Call, class... Options, class Result>
 void def_launch(pybind11::class_<Call, Options...>& call, const char* name,
                 Result (Call::*method)(const LaunchValues&) const) {

@@ -72,7 +72,7 @@ py::list Launches::as_data() const {
 
 void require_cuda(const Module& module) {
   if (!module.is_cuda()) {
-    throw py::value_error("artifact " + module.path() + " is of no CUDA target");
+    throw py::value_error("artifact " + module.path() + " has no CUDA target");
   }
 }
 

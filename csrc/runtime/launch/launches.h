@@ -1,4 +1,4 @@
-// The launches of one call: enqueued or run, or given as data; their failures in words.
+// The launches of one call: enqueued, or returned as data; and messages of failures.
 #pragma once
 
 #include <fajit/abi.h>
@@ -21,10 +21,10 @@ class Launches {
     all_[count_++] = {&module, kernel, &args};
   }
 
-  // Without the GIL, up to the first that fails, for which it throws.
+  // Runs without the GIL; stops and throws at the first failure.
   void run() const;
-  // (module, (kernel, grid, block, dynamic shared bytes, parameter bytes)) each. Needs no driver.
-  // CUDA artifacts only.
+  // A list of (module, (kernel, grid, block, dynamic shared bytes, parameter bytes)). Needs no
+  // driver. CUDA artifacts only.
   pybind11::list as_data() const;
 
  private:
@@ -37,10 +37,10 @@ class Launches {
   int count_ = 0;
 };
 
-// Throws for artifacts of other targets, which have no launches as data.
+// Throws for artifacts without a CUDA target.
 void require_cuda(const Module& module);
 
-// The device block at an address: not null, and aligned as its sections are.
+// The device block at an address; throws if it is null or not aligned like its sections.
 const char* checked_block(pybind11::handle device_block);
 
 }  // namespace fajit::runtime

@@ -25,7 +25,7 @@ fajit_tensor read_tensor_layout(py::handle layout) {
   for (size_t i = 0; i < rank; ++i) {
     if (tensor.sizes[i] < 0) throw py::value_error("sizes must not be negative");
   }
-  // Dims past the rank count as one entry, so that the product of all sizes is the entry count.
+  // Dims past the rank have size 1, so that the product of all sizes is the number of entries.
   std::fill(tensor.sizes + rank, tensor.sizes + FAJIT_MAX_RANK, int64_t{1});
   return tensor;
 }

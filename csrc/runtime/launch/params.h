@@ -26,11 +26,11 @@ class ParamLayouts {
   std::string scalar_kinds_;
 };
 
-// The values of a variant's params for one call: what `fajit_args::tensors` and `::scalars` point
+// The values of a variant's params for one call, which `fajit_args::tensors` and `::scalars` point
 // to.
 class Params {
  public:
-  // Throws where the counts differ from the layouts', or a tensor with entries has address 0.
+  // Throws if the counts differ from the layouts', or a tensor with entries has address 0.
   Params(const ParamLayouts& layouts, pybind11::handle addresses, pybind11::handle scalars);
   Params(const Params&) = delete;
   Params& operator=(const Params&) = delete;

@@ -8,8 +8,8 @@
 namespace fajit::runtime {
 namespace {
 
-// Writes `count` values at a section, repeats `padding` up to `size`, and zeroes what is left of
-// its last 16 bytes: a block's bytes follow from its plan alone.
+// Writes `count` values to a section, then `padding` up to `size`, and zeroes the rest of its last
+// 16 bytes, so that a block's bytes depend on its plan alone.
 template <class T>
 void put_all(char* block, int64_t begin, const T* values, int64_t count, int64_t size,
              const T& padding) {
@@ -34,25 +34,25 @@ const int32_t* fajit_args::* const PlanBlock::kRequestArrays[kPerRequest] = {
 
 PlanBlock::PlanBlock(const PlanSizes& room) : room_(room) {
   constexpr int64_t kInt = sizeof(int32_t);
-  Places& p = places_;
-  SectionPlacer placer;
-  for (int64_t& section : p.per_request) section = placer.place(room.requests * kInt);
-  p.first_keys = placer.place(room.first_keys * kInt);
-  p.page_indptr = placer.place(room.page_indptr * kInt);
-  p.row_request = placer.place(room.row_requests * kInt);
-  p.row_token = placer.place(room.row_tokens * kInt);
+  Offsets& p = offsets_;
+  SectionLayout sections;
+  for (int64_t& section : p.per_request) section = sections.add(room.requests * kInt);
+  p.first_keys = sections.add(room.first_keys * kInt);
+  p.page_indptr = sections.add(room.page_indptr * kInt);
+  p.row_request = sections.add(room.row_requests * kInt);
+  p.row_token = sections.add(room.row_tokens * kInt);
   for (int kind = 0; kind < 2; ++kind) {
-    p.work[kind] = placer.place(room.work[kind] * int64_t{sizeof(fajit_work)});
+    p.work[kind] = sections.add(room.work[kind] * int64_t{sizeof(fajit_work)});
     const int64_t lists = room.workers[kind] > 0 ? room.workers[kind] + 1 : 0;
-    p.worker_indptr[kind] = placer.place(lists * kInt);
+    p.worker_indptr[kind] = sections.add(lists * kInt);
   }
-  p.merge_work = placer.place(room.merge_work * int64_t{sizeof(fajit_merge_work)});
-  p.merge_sources = placer.place(room.merge_sources * kInt);
-  p.bytes = placer.end();
+  p.merge_work = sections.add(room.merge_work * int64_t{sizeof(fajit_merge_work)});
+  p.merge_sources = sections.add(room.merge_sources * kInt);
+  p.bytes = sections.end();
 }
 
 void PlanBlock::write(char* block, const fajit_args& host, const PlanSizes& filled) const {
-  const Places& p = places_;
+  const Offsets& p = offsets_;
   for (int i = 0; i < kPerRequest; ++i) {
     put_all(block, p.per_request[i], host.*kRequestArrays[i], filled.requests, room_.requests, 0);
   }
@@ -68,14 +68,14 @@ void PlanBlock::write(char* block, const fajit_args& host, const PlanSizes& fill
 
 void PlanBlock::write_kind(int kind, char* block, const fajit_args& host) const {
   const fajit_work no_work{-1, 0, 0, 0, 0, 0, 0, -1};
-  put_all(block, places_.work[kind], host.work, host.num_work, room_.work[kind], no_work);
+  put_all(block, offsets_.work[kind], host.work, host.num_work, room_.work[kind], no_work);
   if (room_.workers[kind] == 0) return;
   const int64_t lists = room_.workers[kind] + 1;
-  put_all(block, places_.worker_indptr[kind], host.worker_indptr, lists, lists, 0);
+  put_all(block, offsets_.worker_indptr[kind], host.worker_indptr, lists, lists, 0);
 }
 
 void PlanBlock::point(const char* block, fajit_args& args) const {
-  const Places& p = places_;
+  const Offsets& p = offsets_;
   args.num_requests = static_cast<int32_t>(room_.requests);
   for (int i = 0; i < kPerRequest; ++i) {
     args.*kRequestArrays[i] = at<int32_t>(block, p.per_request[i]);
@@ -90,10 +90,10 @@ void PlanBlock::point(const char* block, fajit_args& args) const {
 }
 
 void PlanBlock::point_kind(int kind, const char* block, fajit_args& args) const {
-  args.work = at<fajit_work>(block, places_.work[kind]);
+  args.work = at<fajit_work>(block, offsets_.work[kind]);
   args.num_work = static_cast<int32_t>(room_.work[kind]);
   if (room_.workers[kind] == 0) return;
-  args.worker_indptr = at<int32_t>(block, places_.worker_indptr[kind]);
+  args.worker_indptr = at<int32_t>(block, offsets_.worker_indptr[kind]);
   args.num_workers = static_cast<int32_t>(room_.workers[kind]);
 }
 

@@ -1,4 +1,4 @@
-// A plan's arrays one after another in a block of device memory.
+// A plan's arrays in a block of device memory.
 #pragma once
 
 #include <fajit/abi.h>
@@ -7,42 +7,42 @@
 
 namespace fajit::runtime {
 
-// How many entries each array has; none where there is no such array.
+// Number of entries of each array; 0 if there is no such array.
 struct PlanSizes {
   int64_t requests = 0, first_keys = 0, page_indptr = 0, row_requests = 0, row_tokens = 0;
   int64_t work[2] = {0, 0}, workers[2] = {0, 0};  // prefill, few-row; no workers: no lists
   int64_t merge_work = 0, merge_sources = 0;
 };
 
-// Immutable. Its sections follow from `room`, the most entries that are written; what a plan does
-// not fill is padding (request -1, no splits, requests without rows and keys).
+// Immutable. `room`, the maximum number of entries, determines the sections; the entries that a
+// plan does not fill are padding (request -1, no splits, requests without rows and keys).
 class PlanBlock {
  public:
   PlanBlock() = default;
   explicit PlanBlock(const PlanSizes& room);
 
-  int64_t bytes() const { return places_.bytes; }
+  int64_t bytes() const { return offsets_.bytes; }
 
   // Writes the arrays that a host argument block points to: all but a kind's work, `filled` entries
   // each; then the work of a kind.
   void write(char* block, const fajit_args& host, const PlanSizes& filled) const;
   void write_kind(int kind, char* block, const fajit_args& host) const;
 
-  // Lets an argument block find the same arrays, with their padding, in device memory.
+  // Sets an argument block to the same arrays, with their padding, in device memory.
   void point(const char* block, fajit_args& args) const;
   void point_kind(int kind, const char* block, fajit_args& args) const;
 
  private:
   static constexpr int kPerRequest = 7;
-  struct Places {
+  struct Offsets {
     int64_t per_request[kPerRequest], first_keys, page_indptr, row_request, row_token;
     int64_t work[2], worker_indptr[2], merge_work, merge_sources, bytes;
   };
-  // Those of every request, in the order of their sections.
+  // The per-request arrays, in the order of their sections.
   static const int32_t* fajit_args::* const kRequestArrays[kPerRequest];
 
   PlanSizes room_;
-  Places places_{};
+  Offsets offsets_{};
 };
 
 }  // namespace fajit::runtime

@@ -1,5 +1,4 @@
-// Arrays one after another in one block of memory, each at a multiple of 16 bytes; and how a
-// workspace is divided.
+// Sections of a block of memory, each at a multiple of 16 bytes, and the layout of a workspace.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +11,10 @@ constexpr int64_t kWorkspaceAlignment = 64;
 
 inline int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Places sections and remembers where the block ends.
-class SectionPlacer {
+// Assigns offsets to sections.
+class SectionLayout {
  public:
-  int64_t place(int64_t bytes) {
+  int64_t add(int64_t bytes) {
     const int64_t begin = end_;
     end_ = round_up(begin + bytes, kSectionAlignment);
     return begin;

@@ -1,5 +1,4 @@
-// Refusals of dims that make no sense, and of work that would leave a problem's rows, keys or
-// partial states.
+// Checks of dims, and of work that would access rows, keys or partial states out of bounds.
 #pragma once
 
 #include <fajit/abi.h>

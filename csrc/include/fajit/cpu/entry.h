@@ -7,8 +7,9 @@
 
 namespace fajit {
 
-// The items of one list, claimed one by one, since other threads may be in it too; without lists,
-// all items. A thread without memory claims nothing and leaves its list to others.
+// Runs the items of one list, or all items without lists. Items are claimed one by one, because
+// several threads may process one list. A thread that cannot allocate scratch claims none, so other
+// threads can still do its list.
 template <class Config, class Kernel>
 int run_attention(const fajit_args* a) {
   if (const int status = check_args<Config>(a)) return status;
@@ -49,7 +50,7 @@ int run_merge(const fajit_args* a) {
   if (a->partial_out == nullptr || a->merge_work == nullptr ||
       (!Hooks::kPointwise && a->partial_lse == nullptr))
     return FAJIT_BAD_ARGS;
-  // A parallel region costs 1-2 us: few rows are merged before a second thread would have started.
+  // A parallel region costs 1-2 us, in which one thread merges a few rows.
   int64_t values = 0;
   for (int32_t i = 0; i < a->num_merge_work; ++i) {
     const fajit_merge_work& w = a->merge_work[i];

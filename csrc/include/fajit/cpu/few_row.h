@@ -2,13 +2,13 @@
 //
 //   for each tile of kTileQ packed rows (one kv head)                     Q kept in L1
 //     for each key tile that the mask does not empty
-//       S = Q K^T            few_scores: K from its place in memory, lanes over head_dim
+//       S = Q K^T            few_scores: K read in place, lanes over head_dim
 //       hooks, mask, max, exp, sum of each row, keys on lanes
-//       O = alpha O + P V    few_values: V from its place in memory, lanes over head_dim_v
+//       O = alpha O + P V    few_values: V read in place, lanes over head_dim_v
 //   normalise, sink, output_mod, cast
 //
-// On AMX, products of bf16 with more than one row are tiles' (amx_few_row.h), and a tile has up to
-// 32 packed rows.
+// On AMX, products of bf16 with more than one row use AMX tiles (amx/few_row.h), and kTileQ is up
+// to 32.
 //
 // Rows of K or V are copied to a buffer only when a key_mod or value_mod changes them, or when the
 // head dim does not fill vectors (a load would reach past the row).
@@ -58,15 +58,16 @@ class FewRow {
   static constexpr bool kIndirect = Config::kIndirect;
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
 
-  // Rows that vectors serve as soon as tiles: one took 5.7 ms by vectors, two 6.1 by tiles and 7.6
-  // by vectors (8 requests of 4,096 keys, 8 KV heads, 2 threads, timed by hand).
+  // Up to this many rows are computed with vectors, more with AMX tiles: one row took 5.7 ms with
+  // vectors; two took 6.1 with tiles and 7.6 with vectors (8 requests of 4,096 keys, 8 KV heads, 2
+  // threads, timed by hand).
   static constexpr int kVectorRows = 1;
 
-  // The type that a tile's rows have when the products read them.
+  // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;
   using Value = Choose<kValuesInPlace, V, Matrix>;
 
-  // The products prefetch this many rows ahead, through the table.
+  // How many rows ahead the products prefetch, through the table of addresses.
   static constexpr int kAheadK = prefetch_keys(kDim * sizeof(Key));
   static constexpr int kAheadV = prefetch_keys(kDimV * sizeof(Value));
   static constexpr int kAhead = kAheadK > kAheadV ? kAheadK : kAheadV;
@@ -114,7 +115,7 @@ class FewRow {
   }
 
  private:
-  // Rows of Q as columns of words, for the tiles' products.
+  // Transposes Q by words, for the products with AMX tiles.
   void pack_queries(int count) {
     const int blocks = (count + 15) / 16;
     for (int j = 0; j < blocks; ++j) {
@@ -191,8 +192,8 @@ class FewRow {
   struct Groups {
     static constexpr int count = N, groups = G;
   };
-  // Rows [0, count) as groups that share a loaded vector: of 1, 2 or 4 rows, or all groups of 4.
-  // Rows past `count` compute what nobody reads.
+  // Calls `f` with a group size for rows [0, count): the rows of a group share each loaded vector.
+  // One group of 1, 2 or 4 rows, or all groups of 4. Results of rows past `count` are not read.
   template <class F>
   FAJIT_INLINE void with_rows(int count, F f) {
     if constexpr (kTiles) {
@@ -251,8 +252,8 @@ class FewRow {
   }
 
   // One row's scores of a tile become weights 2^(s - base), where the base is the row's maximum:
-  // the weight that matters most is 1, which bf16 holds exactly. Most tiles of a long row do not
-  // raise it, and need neither a horizontal maximum nor rescaling (100 of 640 ns for 64 keys and 4
+  // the largest weight is 1, which bf16 holds exactly. Most tiles of a long row do not raise the
+  // maximum, and need neither a horizontal reduction nor rescaling (100 of 640 ns for 64 keys and 4
   // rows, during which no row of K or V is fetched).
   FAJIT_INLINE void normalize_row(int r, int vectors, vf top) {
     if (any(top > base_[r])) {
@@ -305,7 +306,7 @@ class FewRow {
   Matrix* q_;       // [row][kDim]
   float* o_;        // [row][kDimV]
   float* s_;        // [row][key]
-  int32_t* qt_;     // [block of rows][word][row], of tiles
+  int32_t* qt_;     // [block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
   float* base_;  // per row, base-2 units
@@ -313,7 +314,7 @@ class FewRow {
   int32_t* h_;
   int32_t* q_idx_;
   Rows* rows_;
-  int32_t* b_;  // per row, of indirect kernels
+  int32_t* b_;  // request of each row, indirect kernels only
   KvRows kv_;
 };
 

@@ -1,5 +1,5 @@
 // The two products of a few query rows with a tile of keys, bound by memory: every K and V vector
-// is loaded once from its place in memory and serves all rows.
+// is loaded once, in place, for all rows.
 //
 //   few_scores   lanes over head_dim: kLanes dot products at a time (1 row x 16 keys, 2 x 8,
 //                4 x 4), reduced to one vector of scores by a tree of exchanges
@@ -30,8 +30,8 @@ FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
   return r[0];
 }
 
-// One vector of K against one of Q. A bf16 pair of vectors multiplies as words; other storage types
-// become float.
+// One vector of K against one of Q. Two bf16 vectors are multiplied as words of two; other storage
+// types are converted to float.
 template <class Matrix, class Key>
 struct KeyVector {
   static constexpr int kElements = kLanes;
@@ -52,10 +52,10 @@ struct KeyVector<bfloat16_t, bfloat16_t> {
 #endif
 
 // s[row * s_stride + key] = scale * q[row] . k[key] for NR rows and keys [0, count), count rounded
-// up to kLanes / NR. Rows of q are `Dim` long; `Dim` is a multiple of a vector. The last key stands
-// in for those past `count`. `k(n)`: row n, for prefetches also past `count`. NG groups of NR rows
-// take turns at the same few keys, which the first leaves in the L1: a tile's rows of one head may
-// all lie 4 KB apart, and then 8 of them fill their ways of the L1 and 128 those of the L2.
+// up to kLanes / NR. Rows of q are `Dim` long; `Dim` is a multiple of a vector. Keys past `count`
+// repeat the last key. `k(n)`: row n, for prefetches also past `count`. The NG groups of NR rows
+// process the same few keys one after another, so all but the first find them in L1: the rows of
+// one head may be 4 KB apart, where 8 of them fill their L1 set and 128 their L2 set.
 template <class Matrix, class Key, int Dim, int NR, int NG = 1, class KeyRows>
 FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale, float* s,
                              int s_stride) {
@@ -93,14 +93,14 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale,
 }
 
 // One step of O += P V. float weights: a key at a time, values become float. bf16 weights and
-// values: two keys at a time as words; interleaving within 128-bit lanes is one operation for 16
-// words, and leaves 32 dims as two vectors in the order that `ordered_dims` undoes. With a
+// values: two keys at a time, as words of two; interleaving within 128-bit lanes is one operation
+// for 16 words, and leaves 32 dims as two vectors in the order that `ordered_dims` undoes. With a
 // conversion and an FMA for each key instead, 4 rows took 2.4 times as long from L1.
 template <class Matrix, class Value>
 struct ValueStep {
   using Weight = float;
   static constexpr int kKeys = 1;
-  static constexpr int kVectors = 1;  // made at once
+  static constexpr int kVectors = 1;  // vectors that load() makes
   static FAJIT_INLINE void load(const Value* row, const Value*, vi (&x)[1]) {
     x[0] = as_int(Storage<Value>::load(row));
   }
@@ -123,14 +123,14 @@ struct ValueStep<bfloat16_t, bfloat16_t> {
 #endif
 
 // o[row][0, NV * kLanes) += sum over `count` keys of p[row] v, in steps of kKeys: `p` has a word a
-// step. An odd last key pairs with itself: its partner's weight is zero. `Fetch`: bytes of the rows
-// of `ahead` to prefetch at each key, 0 for none.
+// step. An odd last key is paired with itself, with weight 0. `Fetch`: bytes of the rows of `ahead`
+// to prefetch at each key, 0 for none.
 template <class Matrix, class Value, int NR, int NV, int Fetch, class ValueRows, class AheadRows>
 FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const int32_t* p,
                                   int p_stride, float* o, int o_stride) {
   using Step = ValueStep<Matrix, Value>;
   using Weight = Dot<typename Step::Weight>;
-  vf acc[NR][NV] = {};  // joins o at the end: short chains of additions have small errors
+  vf acc[NR][NV] = {};  // added to o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Step::kKeys) {
     const Value* row = v(n);
     const Value* partner = n + 1 < count ? v(n + 1) : row;
@@ -159,8 +159,8 @@ FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const
     }
 }
 
-// All of `Dim` (a multiple of what a step makes) for NR rows. Keys go in chunks whose V rows stay
-// in L1 while the parts of the head dim pass over them; the first part prefetches, a row at a step.
+// All of `Dim` (a multiple of what a step makes) for NR rows. Keys are processed in chunks whose V
+// rows stay in L1 for all parts of the head dim; the first part prefetches, a row at a step.
 template <class Matrix, class Value, int Dim, int NR, class ValueRows>
 FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
   constexpr int vectors = Dim / kLanes;
@@ -185,17 +185,16 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
 }
 
 // The same for NG groups of NR rows, bound by arithmetic as much as by memory. A chunk's rows are
-// copied first, side by side: in place, 4 KB apart, they push each other out of the L1 between the
-// groups, and loads from the L2 wait behind the prefetches that keep the memory busy. Each part of
-// the first group prefetches its columns of the next chunk, so that the memory never waits. 8 rows
-// take 0.85 to 0.94 of the time that one group after the other did, of bf16 0.8 to 0.89 (measured
-// with chunks of 8 keys, one thread on AVX2, 1 to 32 KV heads). Chunks of 16 take as long, and O,
-// which is added to half as often, has 1.3 and not 1.7 times the error of a prefill tile's over
-// 8,192 keys.
+// first copied to a contiguous buffer: in place, 4 KB apart, they evict each other from L1 between
+// the groups, and loads from L2 queue behind the prefetches. Each part of the first group
+// prefetches its columns of the next chunk, so the memory stays busy. 8 rows take 0.85 to 0.94 of
+// the time of one group after the other, in bf16 0.8 to 0.89 (measured with chunks of 8 keys, one
+// thread on AVX2, 1 to 32 KV heads). Chunks of 16 take as long, and O, which is updated half as
+// often, then has 1.3 instead of 1.7 times the error of a prefill tile over 8,192 keys.
 template <class Matrix, class Value, int Dim, int NR, int NG, class ValueRows>
 FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
   using Step = ValueStep<Matrix, Value>;
-  // Words of a weight serve values of one type.
+  // The type of V in the copy: that of the weights.
   using Copy = typename Step::Weight;
   constexpr int vectors = Dim / kLanes;
   constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
@@ -247,7 +246,7 @@ FAJIT_INLINE void pack_row_weights([[maybe_unused]] float* p, [[maybe_unused]] i
   if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
     for (int n = 0; n < keys; n += 2 * kLanes) {
       const vf low = load(p + n), high = n + kLanes < keys ? load(p + n + kLanes) : vf{};
-      vi words;  // neighbouring keys are neighbouring halves already
+      vi words;  // adjacent keys are already adjacent halves
       asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(words) : "v"(high), "v"(low));
       store(p + n / 2, words);
     }
@@ -255,7 +254,7 @@ FAJIT_INLINE void pack_row_weights([[maybe_unused]] float* p, [[maybe_unused]] i
 #endif
 }
 
-// The accumulators of a row back in the order of dims, in place.
+// Restores the order of dims in a row of accumulators, in place.
 template <class Matrix, class Value, int Dim>
 FAJIT_INLINE void ordered_dims([[maybe_unused]] float* o) {
 #if defined(__AVX512BF16__)

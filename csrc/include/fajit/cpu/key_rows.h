@@ -1,10 +1,10 @@
-// Where the key and value rows of a tile lie: evenly spaced, or each where a table says.
+// Addresses of the key and value rows of a tile: evenly spaced, or read from a table.
 //
 // Direct kernels take rows at a stride (StridedKeys). Indirect ones fill a table of addresses and
-// logical positions for each tile (KeyTable), from pages and from key lists, so that the products
-// know neither. With pages of 16 that cost 1.5 to 2.5 ns a key while entries were written one by
-// one, not by whole vectors; a key of 128 floats, K and V, comes from memory in 75 (measured).
-// Pages in random order cost more than their table: what they miss is the TLB.
+// logical positions for each tile (KeyTable), from pages and key lists, so the products need not
+// handle either. With pages of 16 the table cost 1.5 to 2.5 ns a key when entries were written one
+// by one instead of by vectors; loading K and V of a key of 128 floats from memory takes 75 ns
+// (measured). Pages in random order cost more than the table, because of TLB misses.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/packed_rows.h>
@@ -13,7 +13,8 @@
 
 namespace fajit {
 
-// Row n of a tile, and rows from one on, at one dim on.
+// operator()(n) is the address of row n of a tile; from(n, d) the same rows from row n and dim d
+// on.
 template <class T>
 struct StridedRows {
   const T* first;
@@ -29,11 +30,10 @@ struct HeldRows {
   FAJIT_INLINE HeldRows from(int64_t n, int more) const { return {rows + n, d + more}; }
 };
 
-// The keys that an item visits, in order, a window of them at a time. Keys that do not exist
-// (entries of a list that are negative or beyond the request's keys) are left out.
+// Table of the keys that an item visits, in order, a window at a time. Keys that do not exist
+// (entries of a list that are negative or beyond the request's keys) are skipped.
 //
-// The window reaches up to `kAhead` keys past the tile, so that products can prefetch through
-// it.
+// The window reaches up to `kAhead` keys past the tile, so that products can prefetch those rows.
 template <class Config, int kAhead>
 class KeyTable {
   using K = typename Config::K;
@@ -47,7 +47,8 @@ class KeyTable {
         v_(carver.take<const V*>(kRoom)),
         position_(carver.take<int32_t>(kRoom)) {}
 
-  // The keys of an item: positions [begin, end) of its request or, `listed`, of the key lists.
+  // Starts the keys of an item: positions [begin, end) of its request or, if `listed`, of the key
+  // lists.
   void open(const fajit_args& a, const fajit_work& w, int32_t kv_h, int32_t begin, int32_t end) {
     a_ = &a;
     const int32_t b = w.request;
@@ -88,7 +89,7 @@ class KeyTable {
     used_ = count;
   }
 
-  // The next tile of a list: how many keys it has, 0 at the end.
+  // Loads the next tile of a list and returns its number of keys, 0 at the end.
   FAJIT_INLINE int next() {
     drop();
     fill();
@@ -98,15 +99,15 @@ class KeyTable {
 
   HeldRows<K> keys() const { return {k_}; }
   HeldRows<V> values() const { return {v_}; }
-  // Logical position of key n, and of keys [n, n + kLanes): of key `last` in lanes that are not
-  // `inside`.
+  // Logical position of key n, and of keys [n, n + kLanes); lanes that are not `inside` get that of
+  // key `last`.
   int32_t position(int n) const { return position_[n]; }
   vi positions(int n, vi inside, int last) const {
     return select(inside, load<vi>(position_ + n), splat(position_[last]));
   }
   bool listed() const { return listed_; }
 
-  // Least and greatest position of keys [n0, n1) of the tile.
+  // Smallest and largest position of keys [n0, n1) of the tile.
   FAJIT_INLINE void hull(int n0, int n1, int32_t& low, int32_t& high) const {
     low = position_[n0];
     high = position_[n1 - 1];
@@ -118,7 +119,7 @@ class KeyTable {
   }
 
  private:
-  // Forgets the keys of the last tile.
+  // Removes the keys of the last tile from the table.
   void drop() {
     if (used_ == 0) return;
     size_ -= used_;
@@ -147,7 +148,7 @@ class KeyTable {
     }
   }
 
-  // The next keys of a list that exist and follow each other; false at its end.
+  // Sets the run to the next contiguous existing keys of a list; false at its end.
   bool next_run() {
     if (!listed_) return false;
     const int32_t block = a_->key_block;
@@ -168,30 +169,30 @@ class KeyTable {
     return false;
   }
 
-  // Keys [j, j + count), which exist, to the end of the table.
+  // Appends keys [j, j + count), which exist, to the table.
   FAJIT_INLINE void append(int32_t j, int32_t count) {
     const fajit_args& a = *a_;
     const int32_t size = a.page_size, n = j - first_;
     if (size <= 0) {
-      place(k_base_ + n * a.k_stride[2], v_base_ + n * a.v_stride[2], j, count);
+      write_entries(k_base_ + n * a.k_stride[2], v_base_ + n * a.v_stride[2], j, count);
       return;
     }
     int32_t at = n / size, slot = n - at * size;
     while (count > 0) {
       const int32_t named = pages_[at++];
-      // A table that names a page which is not there must not become a wild address.
+      // An invalid page index must not give an invalid address.
       const int64_t page = named >= 0 && named < a.num_pages ? named : 0;
       const int32_t here = count < size - slot ? count : size - slot;
-      place(k_base_ + page * a.k_stride[0] + slot * a.k_stride[2],
-            v_base_ + page * a.v_stride[0] + slot * a.v_stride[2], j, here);
+      write_entries(k_base_ + page * a.k_stride[0] + slot * a.k_stride[2],
+                    v_base_ + page * a.v_stride[0] + slot * a.v_stride[2], j, here);
       j += here;
       count -= here;
       slot = 0;
     }
   }
 
-  // Whole vectors are written: up to kLanes entries past the last one, which the next overwrite.
-  FAJIT_INLINE void place(const K* k, const V* v, int32_t j, int32_t count) {
+  // Writes whole vectors: up to kLanes entries past the last one, which the next call overwrites.
+  FAJIT_INLINE void write_entries(const K* k, const V* v, int32_t j, int32_t count) {
     const vl k_at = reinterpret_cast<int64_t>(k) + k_steps_;
     const vl v_at = reinterpret_cast<int64_t>(v) + v_steps_;
     for (int32_t i = 0; i < count; i += kLanes) {
@@ -210,15 +211,15 @@ class KeyTable {
   const K* k_base_ = nullptr;
   const V* v_base_ = nullptr;
   int64_t k_step_ = 0, v_step_ = 0;  // bytes from a key to the next
-  vl k_steps_{}, v_steps_{};         // those of kLanes keys
+  vl k_steps_{}, v_steps_{};         // lane i: i times these
   bool listed_ = false;
   int32_t first_ = 0, kv_len_ = 0;  // of the request's keys
-  int size_ = 0, used_ = 0;         // entries; those of the tile
-  int32_t at_ = 0, end_ = 0;        // positions of the lists that are still to come
-  int32_t run_ = 0, run_end_ = 0;   // keys that follow each other and are not in it yet
+  int size_ = 0, used_ = 0;         // entries of the table; of these, keys of the tile
+  int32_t at_ = 0, end_ = 0;        // positions in the key lists not read yet
+  int32_t run_ = 0, run_end_ = 0;   // contiguous keys not in the table yet
 };
 
-// The same of keys that follow each other at a stride: nothing is kept.
+// The interface of KeyTable for keys at a constant stride; it needs no table.
 template <class Config>
 class StridedKeys {
   using K = typename Config::K;
@@ -252,7 +253,7 @@ class StridedKeys {
   int32_t begin_ = 0;  // logical position of the tile's first key
 };
 
-// The keys of an item as a kernel's feature wants them.
+// KeyTable in indirect kernels (pages, key lists), else StridedKeys.
 template <class Config, int kAhead>
 using KeysOf = Choose<Config::kIndirect, KeyTable<Config, kAhead>, StridedKeys<Config>>;
 

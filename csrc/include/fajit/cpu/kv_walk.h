@@ -1,4 +1,4 @@
-// The key tiles that a group of query rows visits, and what the mask says about each.
+// The key tiles that a group of query rows visits, with the mask's state for each.
 //
 // The interval form of the mask classifies a run of tiles first: a run that is empty or full as a
 // whole costs one evaluation, so a causal tile over 64k keys costs tens of evaluations, not
@@ -11,7 +11,7 @@
 namespace fajit {
 
 struct KvTile {
-  int32_t begin, end;  // logical positions; of a list: 0 and how many keys
+  int32_t begin, end;  // logical positions; of a list: 0 and the number of keys
   int state;           // fajit_tile_state, never empty
 };
 
@@ -21,18 +21,19 @@ FAJIT_INLINE int classify_span(const Context& c, const RowSpan& r, int32_t k0, i
                          Interval{r.q_first, r.q_last}, Interval{k0, k1 - 1});
 }
 
-// `Keys` is told of each tile: in an indirect kernel that brings the rows of the tile into a table.
-// It may also hold key lists, whose tiles are classified by the hull of their positions.
+// Each tile is passed to `keys.seek`, which in an indirect kernel fills the table of row addresses.
+// Tiles of key lists are classified by the hull of their positions.
 template <class Config, class Hooks, class Keys>
 class KvWalk {
  public:
   static constexpr int32_t kRun = 8;  // tiles classified at once
 
-  // `rows`: the span of the packed rows from `row0` on, whose first selects the block mask's row.
+  // `rows`: the span of the packed rows from `row0` on; the first row selects the row of the block
+  // mask.
   KvWalk(const Context& c, const fajit_work& w, const RowSpan& rows, int32_t row0, Keys& keys)
       : c_(c), rows_(rows), keys_(keys), at_(w.kv_begin), end_(w.kv_end) {
     const fajit_args& a = *c.args;
-    // Only the positions that are of the request. Those of a list are not cut.
+    // Clip to the keys of the request. Positions in key lists are not clipped.
     if (!Config::kIndirect || a.key_blocks == nullptr) {
       if (a.kv_len[w.request] < end_) end_ = a.kv_len[w.request];
       if (Config::kIndirect && a.kv_first != nullptr && at_ < a.kv_first[w.request])

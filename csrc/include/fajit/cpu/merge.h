@@ -1,8 +1,8 @@
 // Combines the partial states of split work items, in the order of their keys, and finalises them.
 //
 // Softmax states (out_i normalised, lse_i): out = sum w_i out_i / sum w_i, w_i = e^(lse_i - max);
-// the sink is one more weight. Pointwise states are sums and add up. fp32 throughout; the order
-// is that of the partial rows, so results do not depend on which worker computed them.
+// the sink is one more weight. Pointwise states are sums and add up. All in fp32, in the order of
+// the partial rows, so results do not depend on which worker computed them.
 #pragma once
 #include <fajit/cpu/state.h>
 
@@ -23,7 +23,7 @@ class Merge {
   }
 
  private:
-  // Row `at` of the item.
+  // Merges row `at` of the item.
   void merge_row(const Writer& writer, const fajit_merge_work& w, const PackedRow& row,
                  int32_t at) const {
     const fajit_args& a = *c_.args;
@@ -37,7 +37,7 @@ class Merge {
     float top = -kInf;
     if constexpr (!Hooks::kPointwise)
       for (int i = 0; i < w.num_splits; ++i) top = max(top, a.partial_lse[state(i)]);
-    const float base = top == -kInf ? 0.0f : top;  // a NaN lse makes its weight NaN instead
+    const float base = top == -kInf ? 0.0f : top;  // if an lse is NaN, its weight becomes NaN
 
     alignas(64) float sum[Writer::kPaddedV] = {};
     float total = 0.0f;

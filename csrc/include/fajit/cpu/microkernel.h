@@ -7,10 +7,10 @@
 //        K or V       [depth] words                 broadcast
 //        S^T or O^T   MR x NV vectors               accumulators, in registers
 //
-// A word is 32 bits: one float, or two bfloat16 that are neighbours in depth. Both products have
-// rows on lanes, so row maxima, row sums and rescaling need no horizontal operation, and head dims
-// of any size need no vector tail. MR x NV = 8 x 3 of 32 registers: 24 FMAs (12 cycles) for 11
-// loads; 95 % of the FMA peak for both products, fp32 and bf16 (measured, L1-resident tiles).
+// A word is 32 bits: one float, or two bfloat16 adjacent in depth. Both products have rows on
+// lanes, so row maxima, row sums and rescaling need no horizontal reduction, and a head dim of any
+// size needs no vector tail. MR x NV = 8 x 3 of 32 registers: 24 FMAs (12 cycles) for 11 loads; 95
+// % of the FMA peak for both products, fp32 and bf16 (measured, L1-resident tiles).
 #pragma once
 #include <fajit/cpu/vector/load_row.h>
 
@@ -21,13 +21,14 @@ constexpr int kMicroRows = 8, kMaxVectors = 3;
 #elif FAJIT_LANES == 8
 constexpr int kMicroRows = 4, kMaxVectors = 3;  // 12 of 16 registers
 #else
-constexpr int kMicroRows = 4, kMaxVectors = 2;  // without FMA a product needs a register too
+constexpr int kMicroRows = 4, kMaxVectors = 2;  // without FMA, the product needs a register
 #endif
-// Most products in one chain of fp32 additions; longer sums are made of several chains. Chains of a
-// whole head dim (64, 128, 256) and of 96 keys had 1.7, 2.8 and 3.2 times the rms error of the
-// few-row kernel; these have 1.4 times at most, for 1 to 3 % of the time on AVX-512, none on AVX2.
+// Maximum length of a chain of fp32 additions; longer sums are split into several chains. Chains of
+// a whole head dim (64, 128, 256) and of 96 keys had 1.7, 2.8 and 3.2 times the rms error of the
+// few-row kernel; these lengths have at most 1.4 times, and cost 1 to 3 % of the time on AVX-512,
+// none on AVX2.
 constexpr int kScoreChain = 40, kValueChain = 48;
-constexpr int kPanel = 16;  // words of V of one key (or key pair) that lie together
+constexpr int kPanel = 16;  // contiguous words of V of one key (or key pair)
 
 // One accumulation step per matrix dtype. kPack: matrix elements in a word.
 template <class Matrix>
@@ -48,23 +49,25 @@ struct Dot<bfloat16_t> {
 };
 #endif
 
-// K and V rows are prefetched this far ahead of the one in use, a row at a step. Without, decode
-// reaches 65-70 % of the machine's read bandwidth: a hardware prefetcher stops at each page; with a
-// burst of rows per chunk of keys V fell to 50 %; with this, 95 % (measured on an EPYC). Cores with
-// AMX miss at most 16 lines in the L1 but 48 in the L2: rows are brought to the L2, from farther
-// away (24 GB/s on two of them, 16 into the L1 at any distance, timed by hand).
+// K and V rows are prefetched this far ahead of the one in use, a row at a step. Without
+// prefetching, decode reaches 65-70 % of the machine's read bandwidth, because the hardware
+// prefetcher stops at page boundaries; with a burst of rows per chunk of keys, V fell to 50 %; with
+// this, 95 % (measured on an EPYC). Cores with AMX can have 16 outstanding misses in L1 but 48 in
+// L2, so rows are prefetched into L2, and from farther ahead (24 GB/s on two cores; into L1 16 GB/s
+// at any distance, timed by hand).
 #if FAJIT_AMX
 constexpr int kPrefetchBytes = 16384, kPrefetchLocality = 2;
 #else
 constexpr int kPrefetchBytes = 6144, kPrefetchLocality = 3;
 #endif
 constexpr int prefetch_keys(int row_bytes) {
-  constexpr int most = 128;  // what tables of keys have to hold
+  constexpr int most = 128;  // bounds the size of the tables of keys
   const int keys = kPrefetchBytes / row_bytes;
   return keys < 1 ? 1 : keys < most ? keys : most;
 }
 
-// Brings a row of `bytes` bytes nearer. The address may lie past the tensor: nothing is read.
+// Prefetches a row of `bytes` bytes. The address may be past the end of the tensor: a prefetch does
+// not fault.
 template <int bytes>
 FAJIT_INLINE void prefetch_row(const void* p) {
 #pragma GCC unroll 16
@@ -93,7 +96,8 @@ FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, 
       for (int j = 0; j < NV; ++j) acc[i][j] = add(acc[i][j], a, b[j]);
     }
   };
-  // Begins with a product: copies of a zero take the ports of the FMAs, 1 % of a product in fp32.
+  // The first step is a product without an addition: zeroing registers uses the ports of the FMAs,
+  // 1 % of the time in fp32.
   if constexpr (Dot<Matrix>::kPack == 1) {
     step(0, [](vf, vi a, vi b) { return (vf)a * (vf)b; });
   } else {
@@ -108,13 +112,13 @@ FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, 
   for (int k = Dot<Matrix>::kPack == 1; k < depth; ++k) step(k, Dot<Matrix>::step);
 }
 
-// Memory is as the source says from here on. In a loop gcc 12 would keep what one part of a sum
-// stored in registers for the next part, and spill accumulators for that.
+// Compiler barrier for memory. Without it gcc 12 keeps the values that one part of a sum stored in
+// registers for the next part, and spills accumulators.
 FAJIT_INLINE void settle() { asm volatile("" ::: "memory"); }
 
 // Keys [0, count) against a block of rows. `keys(n)`: row n; `s` has room for count rounded up to
-// kMicroRows. No row past `count` is read: the last one stands in for it. `fetch(n)`: prefetches
-// that go with key n.
+// kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch(n)` issues the
+// prefetches that belong to key n.
 template <class Matrix, int NV, int Words, class KeyRows, class Fetch>
 __attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt, float scale,
                                       float* s, Fetch fetch) {
@@ -147,9 +151,9 @@ __attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt
 }
 
 // Dims [0, dims) of the output; `dims` is a multiple of kMicroRows. V panels are `panel_stride`
-// words apart; `depth` counts words. A tile's sum starts from zero and joins the rescaled output at
-// the end: one chain of additions over 1024 keys had 1.6 times the error, and rescaling as a pass
-// of its own cost 1.5 %.
+// words apart; `depth` counts words. A tile's sum starts from zero and is added to the rescaled
+// output at the end: one chain of additions over 1024 keys had 1.6 times the error, and a separate
+// pass for rescaling cost 1.5 %.
 template <class Matrix, int NV>
 __attribute__((noinline)) void values(const int32_t* panels, int64_t panel_stride, int dims,
                                       int depth, const int32_t* pt, const float* alpha, float* o) {

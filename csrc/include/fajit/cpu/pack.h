@@ -1,4 +1,4 @@
-// Rows of q, k and v, brought through their hooks into the matrix dtype and the layouts of the
+// Converts rows of q, k and v, after their hooks, to the matrix dtype and the layouts of the
 // microkernel.
 #pragma once
 #include <fajit/cpu/microkernel.h>
@@ -28,8 +28,8 @@ FAJIT_INLINE void convert_row(const T* src, Matrix* dst, Mod mod) {
   if constexpr (N < Padded) __builtin_memset(dst + N, 0, (Padded - N) * sizeof(Matrix));
 }
 
-// A row of q, k or v as the products take it: through its hook, padded. Keys are changed once for
-// all query rows: key_mod and value_mod see the item's request.
+// Converts a row of q, k or v for the products: applies its hook and pads it. key_mod and value_mod
+// run once for all query rows, with the item's request.
 template <class Config, class Hooks, int Padded>
 FAJIT_INLINE void convert_query(const Context& c, const fajit_work& w, const PackedRow& row,
                                 typename Config::Matrix* dst) {
@@ -69,8 +69,8 @@ FAJIT_INLINE void transpose_rows(const int32_t* const (&rows)[kLanes], int32_t* 
 }
 
 // V rows [0, count) to panels: words[panel * stride + (n / pack) * kPanel + dim % kPanel]. A word
-// holds `pack` neighbouring keys of one dim; keys past an odd count are zero. `row(n)` fetches row
-// n in the matrix dtype, padded to whole panels; it may use two buffers in turn.
+// holds `pack` adjacent keys of one dim; keys past an odd count are zero. `row(n)` returns row n in
+// the matrix dtype, padded to whole panels; it may alternate between two buffers.
 template <class Matrix, int Dims, class Row>
 FAJIT_INLINE void pack_panels(int count, int32_t* words, int64_t stride, Row row) {
   constexpr int panels = (Dims + kPanel - 1) / kPanel;

@@ -1,4 +1,4 @@
-// The packed query rows of a work item: which request, head and position each one is.
+// The packed query rows of a work item: request, head and position of each.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/vector/vec.h>
@@ -9,11 +9,11 @@ struct PackedRow {
   int32_t b;      // request whose lengths and params hooks see
   int32_t h;      // query head
   int32_t q_idx;  // logical position
-  int32_t row;    // of q, out and lse, from the item's request on
+  int32_t row;    // row index in q, out and lse, relative to the item's request
 };
 
-// Packed row `p` of an item (a fajit_work or fajit_merge_work). Indirect kernels find out at run
-// time whether the rows of an item are of several requests (`row_request`).
+// Packed row `p` of an item (a fajit_work or fajit_merge_work). In indirect kernels the rows of an
+// item may belong to several requests: where `row_request` is set.
 template <bool Indirect, class Item>
 FAJIT_INLINE PackedRow packed_row(const fajit_args& a, const Item& w, int32_t p) {
   const int32_t b = w.request, row = p / w.head_count;
@@ -34,11 +34,11 @@ FAJIT_INLINE int64_t row_offset(const int64_t (&stride)[3], int32_t request, int
   return request * stride[0] + h * stride[1] + row * stride[2];
 }
 
-// What the mask sees of several rows: inclusive ranges of logical indices.
+// Inclusive ranges of the indices of several rows, for the mask.
 struct RowSpan { int32_t b_first, b_last, h_first, h_last, q_first, q_last; };
 
-// The span of rows whose requests and positions are listed: of one request, in order; in indirect
-// kernels of several requests in any order.
+// The span of `count` rows with requests `b` and positions `q_idx`. Direct kernels: one request,
+// positions ascending. Indirect kernels: several requests in any order.
 template <bool Indirect>
 FAJIT_INLINE RowSpan row_span(const fajit_work& w, const int32_t* b, const int32_t* q_idx,
                               int count) {

@@ -12,9 +12,9 @@
 //   normalise, transpose, sink, output_mod, cast
 //
 // Working memory does not depend on kv_len. Blocks are 48 rows on 16 lanes: Q^T of 48 x 128 is 24
-// KB in fp32 and 12 KB in bf16, which a 48 KB L1 keeps through the whole key tile. AMX tiles take
-// blocks of 32: 1,185 GFLOP/s on two cores where vectors of bf16 reached 187 and torch's SDPA 1,030
-// (S4096, head_dim 128, a Xeon of the fourth generation; benchmarks/cpu_attention.py).
+// KB in fp32 and 12 KB in bf16, which a 48 KB L1 keeps through the whole key tile. AMX uses blocks
+// of 32 rows: 1,185 GFLOP/s on two cores, where vectors of bf16 reached 187 and torch's SDPA 1,030
+// (S4096, head_dim 128, 4th generation Xeon; benchmarks/cpu_attention.py).
 #pragma once
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/products.h>
@@ -31,7 +31,7 @@ class Prefill {
   using Matrix = typename Config::Matrix;
   static constexpr bool kIndirect = Config::kIndirect;
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
-  // Rows of an indirect kernel have a request each.
+  // In indirect kernels each row has its own request.
   using Request = Choose<kIndirect, vi, int32_t>;
   using Rows = decltype(Hooks::rows(Context{}, Request{}, vi{}, vi{}));
   using Keys = decltype(Hooks::keys(Context{}, 0, 0, int32_t{}));
@@ -54,8 +54,8 @@ class Prefill {
     FAJIT_INLINE void operator()(int) const {}
   };
   // Prefetches rows of the next tile at each key of a block's product: K during the first block, V
-  // during the second. 32 rows of fp32 take 0.90 of the time with it, of bf16 0.82 (measured: one
-  // thread, 8 KV heads, rows 4 KB apart).
+  // during the second. With it, 32 rows take 0.90 of the time in fp32 and 0.82 in bf16 (measured:
+  // one thread, 8 KV heads, rows 4 KB apart).
   struct FetchNext {
     HeldRows<K> k;
     HeldRows<V> v;
@@ -65,7 +65,7 @@ class Prefill {
       if (values) prefetch_row<Config::kHeadDimV * sizeof(V)>(v(n));
     }
   };
-  static constexpr int kChunk = 32;  // keys classified on their own in a partial tile
+  static constexpr int kChunk = 32;  // keys classified together in a partial tile
   static_assert(kChunk % Products::kStep == 0);
   static constexpr int kChunks = (kTileKv + kChunk - 1) / kChunk;
 
@@ -74,10 +74,10 @@ class Prefill {
   static constexpr bool kValuesInPlace =
       same<V, Matrix> && !Hooks::kValueMod && Config::kHeadDimV == kVRow;
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
-  // Scores are raw until they become weights.
+  // Scores stay unscaled until they become weights.
   static constexpr bool kRawWeights = Products::kRawScores && !kNaturalUnits<Hooks>;
-  // Rows of the next tile are prefetched while those of this one are copied and packed, else with
-  // the product of its keys.
+  // Prefetch rows of the next tile while those of this tile are copied and packed; otherwise they
+  // are prefetched during the product of this tile's keys.
   static constexpr bool kFetchRows = !Products::kKeysAnywhere;
   using KvRows = KeysOf<Config, kTileKv>;
 
@@ -121,7 +121,7 @@ class Prefill {
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     const int vectors = (row_count + kLanes - 1) / kLanes;
     for (int i = 0; i < vectors * kLanes; ++i) {
-      // Pad lanes repeat the last row.
+      // Padding lanes repeat the last row.
       const PackedRow row = packed_row<kIndirect>(a, w, row0 + (i < row_count ? i : row_count - 1));
       h_[i] = row.h;
       q_idx_[i] = row.q_idx;
@@ -159,7 +159,7 @@ class Prefill {
   }
 
  private:
-  // Packed rows [i0, i1) of the tile as the mask sees them; pad lanes repeat real rows.
+  // The span of packed rows [i0, i1) of the tile; padding lanes repeat real rows.
   RowSpan span(const fajit_work& w, int i0, int i1) const {
     return row_span<kIndirect>(w, b_ + i0, q_idx_ + i0, i1 - i0);
   }
@@ -270,8 +270,9 @@ class Prefill {
     Products::template values<NV>(values_, n0, n1, p_, alpha, o_ + row0 * kOutDims);
   }
 
-  // States of the chunks of a tile for one block; [n0, n1) shrinks to the chunks that are not
-  // empty. False when all are. On a causal diagonal this halves the work of a 128-key tile.
+  // Sets the states of the chunks of a tile for one block and shrinks [n0, n1) to the chunks that
+  // are not empty. False when all are empty. On a causal diagonal this halves the work of a 128-key
+  // tile.
   FAJIT_INLINE bool classify_chunks(const KvTile& tile, const RowSpan& rows, uint8_t* states,
                                     int& n0, int& n1) const {
     const int count = n1, chunks = (count + kChunk - 1) / kChunk;
@@ -295,13 +296,12 @@ class Prefill {
     return true;
   }
 
-  // Hooks and softmax of all vectors of a block: scores in s_ become weights in p_; alpha gets
-  // what the old sums and outputs must be multiplied with.
-  // `scale`: what the scores are still to be multiplied with.
+  // Hooks and softmax of all vectors of a block: turns scores in s_ into weights in p_ and sets
+  // alpha, the factor for the old sums and outputs. `scale`: factor not yet applied to the scores.
   __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0,
                                                  int n1, float scale, float* alpha) {
     const int stride = block.count * kLanes;
-    // -inf of a masked score must stay -inf.
+    // A negative scale would turn the -inf of a masked score into +inf, and 0 into NaN.
     if (kRawWeights && !(scale > 0.0f)) {
       for (int i = n0 * stride; i < n1 * stride; i += kLanes) store(s_ + i, load(s_ + i) * scale);
       scale = 1.0f;
@@ -343,7 +343,7 @@ class Prefill {
     }
   }
 
-  // What hooks have of each key where that differs between the requests of a vector's rows.
+  // The hooks' values of each key where they differ between the requests of a vector's rows.
   struct RowKeys {
     const Context& c;
     vi b;
@@ -352,7 +352,7 @@ class Prefill {
     FAJIT_INLINE auto operator[](int n) const { return Hooks::keys(c, b, kv_h, kv.position(n)); }
   };
 
-  // `hook_scores` of one vector over chunks of keys, with the mask where a chunk needs it.
+  // Calls `hook_scores` for one vector over chunks of keys, with the mask unless a chunk is full.
   template <class KeysAt>
   FAJIT_INLINE vf hook_chunks([[maybe_unused]] const uint8_t* states, float* s, int stride, int n0,
                               int n1, const Rows& rows, const KeysAt& keys, vf row_scale,
@@ -405,8 +405,8 @@ class Prefill {
   int32_t* qt_;      // [block][word][row of the block]
   float* o_;         // [block][dim][row of the block]
   float* s_;         // [key][row of the block]
-  int32_t* p_;       // [key / pack][row of the block]; over s_, whose scores are read before
-  int32_t* values_;  // V as the products take it
+  int32_t* p_;       // [key / pack][row of the block]; aliases s_, whose scores are read first
+  int32_t* values_;  // V in the layout of the products
   Matrix* k_rows_;   // [key][kKRow] when keys are not used in place
   char* line_;       // kLanes rows of q or of the output
   float* max_;       // per row, base-2 units
@@ -415,7 +415,7 @@ class Prefill {
   int32_t* q_idx_;
   Rows* rows_;  // per vector of rows
   Keys* keys_;  // per key of the tile
-  // Of indirect kernels: requests of the rows, and whether those of the tile are several.
+  // Indirect kernels: requests of the rows, and whether the tile has more than one.
   int32_t* b_;
   int32_t kv_h_ = 0, key_request_ = 0;
   bool several_requests_ = false;

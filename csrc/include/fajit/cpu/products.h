@@ -1,14 +1,14 @@
-// The unit that computes a prefill kernel's two products: vectors everywhere, AMX tiles for bf16
-// where the target has them. Both keep query rows on lanes, so that hooks, masks and softmax
-// between the products are the same code.
+// The two matrix products of a prefill kernel: with vectors, or with AMX tiles for bf16 where the
+// target has them. Both have query rows on lanes, so hooks, masks and softmax between the products
+// are the same code.
 //
-//   Session        what a thread holds while it computes
+//   Session        object that a thread holds while it computes
 //   kMaxVectors    vectors of rows in a block
-//   kWords         words of a row of Q and K, padded to what the unit takes
+//   kWords         words of a row of Q and K, padded for the products
 //   kVRow          elements of a row of V, likewise; kOutDims: dims of O
 //   kKvSlots       keys that S and P have room for
 //   kValueWords    words of a packed tile of V
-//   kKeysAnywhere  takes rows of K where they lie, else side by side
+//   kKeysAnywhere  K rows may be at any addresses; otherwise they must be contiguous
 //   kRawScores     leaves the scale to the softmax
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
 //   scores<NV>(keys, n0, n1, qt, scale, s, fetch)   keys [n0, n1); n0 is a multiple of kStep
@@ -85,7 +85,7 @@ struct TileProducts {
   template <int NV>
   static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, int32_t* p,
                                   const float* alpha, float* o) {
-    // Words of keys past the last one meet zeros of V, but may be NaN.
+    // Words of keys past the last one are multiplied with zeros of V, but may be NaN: clear them.
     const int steps = (n1 - n0 + kTileDepth - 1) / kTileDepth;
     const int first = (n1 + 1) / 2 * NV * kLanes, end = (n0 / 2 + steps * 16) * NV * kLanes;
     if (first < end) __builtin_memset(p + first, 0, 4 * static_cast<unsigned>(end - first));

@@ -1,8 +1,8 @@
-// Per-thread working memory, kept between calls: no allocation in steady state.
+// Per-thread scratch memory, kept between calls: no allocation in steady state.
 //
-// Buffers sit in a small pool and are exchanged atomically, so that threads that come and go leak
-// nothing. All artifacts of a process share the one pool (an inline variable with default
-// visibility), so that hundreds of kernels do not mean hundreds of buffers a thread.
+// Buffers are kept in a small pool and exchanged atomically, so threads that end leak nothing. All
+// artifacts of a process share one pool (an inline variable with default visibility), so hundreds
+// of kernels do not need hundreds of buffers per thread.
 #pragma once
 #include <stdint.h>
 #include <stdlib.h>
@@ -28,7 +28,7 @@ class Scratch {
         header_ = taken;
         return;
       }
-      free(taken);  // outgrown
+      free(taken);  // too small
     }
     void* fresh = nullptr;
     if (posix_memalign(&fresh, kScratchAlign, need) == 0) {
@@ -57,8 +57,8 @@ class Scratch {
   ScratchHeader* header_ = nullptr;
 };
 
-// Hands out parts of a scratch buffer; every part is aligned for any vector. With a null base it
-// only counts, so that one function lays out and measures.
+// Allocates parts of a scratch buffer, each aligned for any vector. With a null base it only
+// counts, so the same code computes the size and the layout.
 struct Carver {
   char* base;
   uint64_t used = 0;

@@ -1,8 +1,8 @@
 // Hooks, online softmax and weights of one vector of query rows over a tile of keys.
 //
-// Scores lie as s[key * stride + lane]. Two passes: the first applies hooks and the mask and finds
-// the row maxima, the second turns scores into weights. Both walk one column of kLanes rows, so
-// that hooks are instantiated twice (with and without the mask) whatever the row block's width.
+// Scores are s[key * stride + lane]. Two passes: the first applies hooks and the mask and finds the
+// row maxima, the second turns scores into weights. Both process one column of kLanes rows, so
+// hooks are instantiated twice (with and without the mask) for any width of the row block.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/microkernel.h>
@@ -37,7 +37,7 @@ FAJIT_INLINE vf weight_exp2(vf x) {
 #endif
 }
 
-// Two keys' weights as one word a lane: bf16, the first key low.
+// The weights of two keys as one word per lane: bf16, the first key in the low half.
 FAJIT_INLINE vi pack_weights(vf first, vf second) {
 #if defined(__AVX512BF16__)
   typedef uint16_t v32 __attribute__((vector_size(64)));
@@ -53,14 +53,16 @@ FAJIT_INLINE vi pack_weights(vf first, vf second) {
 #endif
 }
 
-// What the product's scale must be so that scores arrive in the units of `hook_scores`.
+// Whether `hook_scores` takes scores in natural units; otherwise the product's scale includes
+// log2(e).
 template <class Hooks>
 constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
 
-// Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). Softmax scores
-// leave in base-2 units, pointwise weights as weights. `keys[n]`: what hooks have of key n. `Raw`:
-// scores are still to be multiplied with `scale`, and stay so where there is neither a score_mod
-// nor a pointwise normaliser; a mask then needs a positive scale (`Prefill::soften` sees to it).
+// Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). The results are
+// softmax scores in base-2 units, or pointwise weights. `keys[n]`: the hooks' values of key n.
+// `Raw`: `scale` is not yet applied to the scores, and is not applied here where there is neither a
+// score_mod nor a pointwise normaliser; a mask then needs a positive scale (ensured by
+// `Prefill::soften`).
 template <class Hooks, bool Masked, bool Raw, class Rows, class Keys>
 FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
                             const Rows& rows, const Keys& keys, vf row_scale, float scale, vf top) {
@@ -86,10 +88,10 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
   return top;
 }
 
-// Pass 2 over keys [n0, n1): weights 2^(s - base), or s itself for a pointwise normaliser, to the
-// matrix dtype at p[(key / pack) * stride + lane]; their sum is returned. n0 is a multiple of pack;
-// an odd last key gets a zero partner. Weights may overwrite the scores (p == s). `Raw`: scores are
-// still to be multiplied with `scale`.
+// Pass 2 over keys [n0, n1): weights 2^(s - base), or s itself for a pointwise normaliser, in the
+// matrix dtype at p[(key / pack) * stride + lane]; returns their sum. n0 is a multiple of pack; an
+// odd last key is paired with weight 0. Weights may overwrite the scores (p == s). `Raw`: `scale`
+// is not yet applied to the scores.
 template <class Matrix, bool Pointwise, bool Raw>
 FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, float scale,
                              vf base) {

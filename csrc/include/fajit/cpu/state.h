@@ -1,7 +1,7 @@
-// What leaves a kernel: the state (out, lse) of a row, unfinalised or final.
+// Writes the result of a kernel: the state (out, lse) of each row, unfinalised or final.
 //
-// Unfinalised states are fp32 and before sink and output_mod. Finalisation happens once a row: in
-// the attention kernel when one work item sees all of its keys, else in fajit_merge.
+// Unfinalised states are fp32, before sink and output_mod. Each row is finalised once: in the
+// attention kernel when one work item sees all of its keys, else in fajit_merge.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cpu/packed_rows.h>
@@ -26,11 +26,11 @@ FAJIT_INLINE Normalized normalize(vf max2, vf sum) {
   return {select(empty, splat(0.0f), 1.0f / sum), select(empty, splat(-kInf), lse)};
 }
 
-// The same with a sink, in natural units: one more key, whose value is zero.
+// normalize() with a sink (in natural units): one more key, whose value is zero.
 FAJIT_INLINE Normalized normalize_with_sink(vf max2, vf sum, vf sink) {
   const vf sink2 = sink * kLog2e;
   const vf top = max(sink2, max2);
-  const vf base = select(top == -kInf, splat(0.0f), top);  // -inf - -inf is not a weight
+  const vf base = select(top == -kInf, splat(0.0f), top);  // avoids -inf - -inf = NaN
   const vf kept = math::exp2(max2 - base);
   const Normalized n = normalize(base, sum * kept + math::exp2(sink2 - base));
   return {n.factor * kept, n.lse};
@@ -46,7 +46,7 @@ struct RowWriter {
 
   FAJIT_INLINE bool finalizes() const { return emit == Emit::kFinal; }
 
-  // What normalises the sums of rows of requests `b` and heads `h`; the sink counts only in final
+  // The factors and lse of rows of requests `b` and heads `h`; the sink is included only in final
   // states.
   FAJIT_INLINE Normalized normalizer(vf max2, vf sum, vi b, vi h) const {
     if constexpr (Hooks::kPointwise) {

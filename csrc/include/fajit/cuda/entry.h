@@ -8,7 +8,7 @@
 
 namespace fajit::cuda {
 
-// Rows of a merge item that one block of the merge kernel takes.
+// Rows of a merge item that one block of the merge kernel merges.
 constexpr int kMergeRows = 4;
 
 // Fills the launch of one kernel; a grid of 0 blocks means that there is nothing to do.
@@ -20,7 +20,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
     return FAJIT_BAD_ARGS;
   const bool merge = kernel == FAJIT_KERNEL_MERGE;
   if ((kernel != FAJIT_KERNEL_ATTENTION && !merge) || launch == nullptr) return FAJIT_BAD_ARGS;
-  // Workers have their lists, which may all be empty.
+  // With workers, the lists may all be empty.
   const bool workers = !merge && a->worker_indptr != nullptr;
   const int32_t blocks = merge ? a->num_merge_work : workers ? a->num_workers : a->num_work;
   if (blocks > 0) {
@@ -33,7 +33,7 @@ int plan_launch(const fajit_args* a, int kernel, const KernelEntry (&entries)[2]
   }
   Params<Config, Hooks> params{};
   params.args = *a;
-  params.args.tensors = nullptr;  // the kernel has its own
+  params.args.tensors = nullptr;  // the kernel has copies in its parameters
   params.args.scalars = nullptr;
   for (int i = 0; i < Config::kTensors; ++i) params.tensors[i] = a->tensors[i];
   for (int i = 0; i < Config::kScalars; ++i) params.scalars[i] = a->scalars[i];

@@ -1,4 +1,4 @@
-// How the kernels of an artifact are loaded and launched, whatever they compute.
+// Loading and launching the kernels of an artifact, attention or utility.
 #pragma once
 #include <fajit/abi.h>
 
@@ -21,7 +21,7 @@ inline int check(cudaError_t status, const char* call, const char* kernel) {
   if (status == cudaSuccess) return FAJIT_OK;
   __builtin_snprintf(error_text(), 512, "%s of %s: %s (%s)", call, kernel,
                      cudaGetErrorString(status), cudaGetErrorName(status));
-  cudaGetLastError();  // it is reported: the next call starts clean
+  cudaGetLastError();  // clears the error, which is reported here
   return FAJIT_CUDA_ERROR;
 }
 
@@ -48,8 +48,8 @@ class DeviceGuard {
   cudaError_t status_ = cudaSuccess;
 };
 
-// Loads the kernels on a device, which CUDA would do at the first launch, and lets them have more
-// than 48 KiB of shared memory.
+// Loads the kernels on a device, which CUDA would otherwise do at the first launch, and allows them
+// more than 48 KiB of shared memory.
 inline int load_kernels(int device, const KernelEntry (&entries)[2]) {
   const DeviceGuard guard(device);
   if (const int status = check(guard.status(), "cudaSetDevice", entries[0].name)) return status;
@@ -67,7 +67,7 @@ inline int load_kernels(int device, const KernelEntry (&entries)[2]) {
   return FAJIT_OK;
 }
 
-// The launch of a kernel on x by y blocks with its one parameter; x is 0 where nothing is to do.
+// Fills the launch of a kernel on x by y blocks with its one parameter; x is 0 if there is no work.
 template <class P>
 void fill_launch(const KernelEntry& entry, uint32_t x, uint32_t y, const P& params,
                  fajit_launch* launch) {
@@ -82,7 +82,7 @@ void fill_launch(const KernelEntry& entry, uint32_t x, uint32_t y, const P& para
   __builtin_memcpy(launch->params, &params, sizeof(P));
 }
 
-// Issues a filled launch of `entry`'s on the device and stream of `a`.
+// Launches `entry` as filled in `launch`, on the device and stream of `a`.
 inline int run_launch(const fajit_args* a, const KernelEntry& entry, fajit_launch& launch) {
   if (launch.grid[0] == 0) return FAJIT_OK;
   const DeviceGuard guard(a->device);

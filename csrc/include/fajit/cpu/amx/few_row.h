@@ -1,20 +1,20 @@
 // The two products of a few query rows with a tile of keys, on AMX tiles:
 //
-//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]     K from its place in memory
+//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]     K read in place
 //   values   O[row][dim] += sum_key P[row][key] V[key][dim]   rows of V interleaved by two in L1
 //
-// Both take what the vector products of few_row_kernel.h take and leave the same, dims of O in the
-// order that `ordered_dims` undoes, but count keys in steps of 32: scores and weights need room for
-// them. Their time hardly depends on the rows, up to 16 of a block.
+// Arguments and results are those of the vector products in few_row_kernel.h (dims of O in the
+// order that `ordered_dims` undoes), but keys are counted in steps of 32: scores and weights need
+// room for them. The time hardly depends on the number of rows, up to 16 in a block.
 #pragma once
 #include <fajit/cpu/amx/tiles.h>
 #include <fajit/cpu/few_row_kernel.h>
 
 namespace fajit {
 
-// Prefetches the rows of K and V that are `Ahead` keys ahead of a tile's, in turn, a few at a time
-// between other work: a burst fills the core's queue of misses and waits, and the memory idles
-// while no one asks.
+// Prefetches the rows of K and V that are `Ahead` keys ahead of a tile's, alternately, a few at a
+// time between other work: a burst fills the core's miss queue and stalls, and afterwards the
+// memory bus is idle.
 template <int KeyBytes, int ValueBytes, int Ahead, class KeyRows, class ValueRows>
 class RowStream {
  public:
@@ -34,8 +34,8 @@ class RowStream {
   int count_, at_ = 0;
 };
 
-// Rows [n, n + 16) of K for a tile: where they lie when they are evenly spaced, else in `copy`. The
-// last row stands in for those from `count` on.
+// Rows [n, n + 16) of K for a tile: in place when they are evenly spaced, else copied to `copy`.
+// Rows from `count` on repeat the last row.
 template <int Dim, class KeyRows>
 FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* copy) {
   const bfloat16_t* const first = k(n < count ? n : count - 1);
@@ -51,7 +51,7 @@ FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* 
 }
 
 // s[row * s_stride + key] = scale * q[row] . k[key] for keys [0, count), count rounded up to 32,
-// and rows [0, rows) of 16 NB. `qt`: the rows' words as columns, [Dim / 2][16 NB].
+// and rows [0, rows) of 16 NB. `qt`: rows of Q, transposed by words, [Dim / 2][16 NB].
 template <int NB, int Dim, class KeyRows, class Stream>
 FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows, float scale,
                                float* s, int s_stride, Stream& stream) {
@@ -95,7 +95,7 @@ FAJIT_INLINE void value_blocks(ValueRows v, int count, const int32_t* p, int p_s
     for (int i = 0; i < 32 * steps; i += 2) {
       const int at = n + i;
       stream.next(1);
-      // Keys past the last one have no weight, but must be numbers.
+      // Keys past the last one have weight 0, but their values must not be NaN.
       const bfloat16_t* even = v(at < count ? at : count - 1);
       const bfloat16_t* odd = v(at + 1 < count ? at + 1 : count - 1);
 #pragma GCC unroll 8
@@ -119,7 +119,7 @@ FAJIT_INLINE void value_blocks(ValueRows v, int count, const int32_t* p, int p_s
   stream.next(count);
 }
 
-// The same for up to 32 rows: one block of 16 or two.
+// score_blocks and value_blocks for up to 32 rows: one block of 16 or two.
 template <int Dim, class KeyRows, class Stream>
 FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
                                   float* s, int s_stride, Stream& stream) {

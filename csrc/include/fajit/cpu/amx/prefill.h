@@ -1,16 +1,17 @@
 // The two products of a block of query rows on AMX tiles, with rows on lanes:
 //
-//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]           K: rows side by side
+//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]           K: contiguous rows
 //   values   O^T[dim][row] += sum_key V^T[dim][key] P^T[key][row]   V^T: `pack_value_tiles`
 //
-// Q^T, P^T, S^T and O^T lie as for the vector products: NV vectors of rows together.
+// Q^T, P^T, S^T and O^T have the layout of the vector products: NV vectors of rows next to each
+// other.
 #pragma once
 #include <fajit/cpu/amx/tiles.h>
 #include <fajit/cpu/vector/transpose.h>
 
 namespace fajit {
 
-// Keys [0, count) against a block of rows; not scaled. `keys`: rows of `Words` words side by side;
+// Keys [0, count) against a block of rows; not scaled. `keys`: contiguous rows of `Words` words;
 // `keys` and `s` have room for count rounded up to 16.
 template <int NV, int Words>
 __attribute__((noinline)) void tile_scores(const void* keys, int count, const int32_t* qt,
@@ -42,7 +43,7 @@ __attribute__((noinline)) void tile_values(const int32_t* vt, int steps, const i
     const char* v = reinterpret_cast<const char*>(vt) + d * tile_bytes;
     float* out = o + d * 16 * NV * kLanes;
     load_tiles<2, NV>(out, stride);
-    // A step of V^T lies behind all dims of the one before.
+    // V^T is [step][dims]: a step begins after all dims of the step before.
     for (int k = 0; k < steps; ++k)
       multiply_tiles<2, NV>({v + k * Blocks * tile_bytes, 64},
                             {v + (k * Blocks + 1) * tile_bytes, 64},

@@ -1,11 +1,11 @@
 // AMX: tiles of 16 rows of 64 bytes in eight registers, and their product of bf16 pairs.
 //
-//   C[16][16] += A[16][32] B[32][16]     A: rows of bf16. B: words of two neighbours in depth,
+//   C[16][16] += A[16][32] B[32][16]     A: rows of bf16. B: words of two values adjacent in depth,
 //                                        [16 words][16 columns]. C: fp32.
 //
 // A product takes 16 clocks, a load 8. Two by two tiles in registers, four products for four loads,
 // reach the peak of 1,024 FLOP a clock: 3.1 TFLOP/s a core, where `vdpbf16ps` reaches 0.1 and fp32
-// FMAs 0.2 (measured on a Xeon of the fourth generation).
+// FMAs 0.2 (measured on a 4th generation Xeon).
 #pragma once
 #include <fajit/cpu/microkernel.h>
 
@@ -18,9 +18,9 @@ struct Tiles {
 
 constexpr int kTileDepth = 32;  // elements that one tile product sums over
 
-// While one lives, this thread's tiles are 16 rows of 64 bytes. Released at the end: tiles in use
-// cost every switch of threads 8 KB. The process has leave to use them
-// (csrc/runtime/host/hardware.cpp).
+// Configures this thread's tile registers as 16 rows of 64 bytes for the lifetime of the object.
+// The destructor releases them: with tiles in use, every context switch saves 8 KB.
+// csrc/runtime/host/hardware.cpp asks the kernel for permission to use them.
 class TileUnit {
  public:
   TileUnit() {
@@ -55,7 +55,7 @@ FAJIT_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// The tiles that `multiply_tiles` adds to: zero, from memory, to memory. `stride`: bytes between
+// Zero, load or store the tiles that `multiply_tiles` accumulates into. `stride`: bytes between
 // rows.
 template <int NA, int NB>
 FAJIT_INLINE void zero_tiles() {
@@ -81,14 +81,14 @@ FAJIT_INLINE void store_tiles(float* c, int64_t stride) {
   if constexpr (NA == 2 && NB == 2) tile_store<3>(at + 16 * stride + 64, stride);
 }
 
-// Where 16 rows of A begin, and the bytes between them.
+// Address of the first of 16 rows of a tile, and the bytes between rows.
 struct TileRows {
   const char* first;
   int64_t stride;
 };
 
-// C += A B for NA x NB tiles, C in registers 0..3 row by row, over `steps` of depth. A step of
-// depth is 64 bytes on in A; B's tiles lie 64 bytes apart and their steps 16 rows. `between()` is
+// C += A B for NA x NB tiles, C in registers 0..3 row by row, over `steps` of depth. A step
+// advances A by 64 bytes and B by 16 rows; the NB tiles of B are 64 bytes apart. `between()` is
 // called at each step.
 template <int NA, int NB, class Between>
 FAJIT_INLINE void multiply_tiles(TileRows a, TileRows a1, TileRows b, int steps, Between between) {

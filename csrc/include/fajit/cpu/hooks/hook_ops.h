@@ -1,4 +1,4 @@
-// What rendered hooks are written in on CPUs: the operations of fajit/hook_ops.h on scalars and
+// The functions that rendered hooks call on CPUs: the operations of fajit/hook_ops.h on scalars and
 // vectors, loads of params, slots of keys, and reductions over a row.
 #pragma once
 #include <fajit/cpu/hooks/hook_vectors.h>
@@ -28,8 +28,8 @@ template <bool Unit, class I> FAJIT_INLINE auto offset(const fajit_tensor& t, in
   }
 }
 
-// The 32-bit entries of `p` at 64-bit offsets. The hardware gathers read no lane of a masked-off
-// pair differently: offsets are clamped, so every lane is readable.
+// The 32-bit entries of `p` at 64-bit offsets. Gathers need no mask: offsets are clamped, so every
+// lane is readable, also those of pairs that are masked off.
 template <class S> FAJIT_INLINE auto gather32(const S* p, vl offset) {
   static_assert(sizeof(S) == 4);
   Vector<S> r;
@@ -60,7 +60,7 @@ template <class D, class O> FAJIT_INLINE auto load(const fajit_tensor& t, O offs
   return each_lane(element, offset);
 }
 
-// Element `i` of the last dim behind `offset`.
+// The element `i` steps along `dim` after `offset`.
 template <class D, class O>
 FAJIT_INLINE auto load_at(const fajit_tensor& t, O offset, int dim, int i) {
   return load<D>(t, O(offset + i * t.strides[dim]));
@@ -68,19 +68,20 @@ FAJIT_INLINE auto load_at(const fajit_tensor& t, O offset, int dim, int i) {
 
 // --- slots ---------------------------------------------------------------------------------------
 
-// The slot of a key that exists, where keys are paged; else 0.
+// The slot of key `kv_idx` of request `r` in paged storage; 0 if there is no such key.
 FAJIT_INLINE int64_t paged_slot(const Context& c, int32_t r, int64_t kv_idx) {
   const fajit_args& a = *c.args;
   const int64_t first = a.kv_first == nullptr ? 0 : a.kv_first[r];
   if (kv_idx < first || kv_idx >= a.kv_len[r]) return 0;
   const int32_t n = int32_t(kv_idx - first), page = n / a.page_size;
   const int32_t named = a.page_indices[a.page_indptr[r] + page];
-  // A table that names a page which is not there must not become a wild slot.
+  // An invalid page index must not give an invalid slot.
   return int64_t(named >= 0 && named < a.num_pages ? named : 0) * a.page_size + n % a.page_size;
 }
 template <class B, class K>
 FAJIT_INLINE auto kv_slot(const Context& c, B b, K kv_idx) {
-  // Whose storage the key lies in: that of the keys' request where rows of several share them.
+  // The request whose storage holds the key: where rows of several requests share keys, that of the
+  // keys.
   const auto owner = [&](int64_t r) { return c.kv_request >= 0 ? c.kv_request : request(c, r); };
   const auto key = cast<dt::i32, dt::i64>(kv_idx);
   if (c.args->page_indptr != nullptr)
@@ -91,7 +92,7 @@ FAJIT_INLINE auto kv_slot(const Context& c, B b, K kv_idx) {
 
 // --- reductions over a row -----------------------------------------------------------------------
 
-// Sixteen running values keep the loop free of a serial dependency, and the order fixed.
+// Sixteen partial results: no serial dependency in the loop, and a fixed order of operations.
 template <class T, int N, class Join, class F> FAJIT_INLINE T reduce(Join join, T first, F f) {
   T part[16];
   for (int j = 0; j < 16; ++j) part[j] = first;

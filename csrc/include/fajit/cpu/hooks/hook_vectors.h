@@ -1,6 +1,6 @@
-// Vectors as values of hooks: their types, and what operations do with them otherwise than with
-// scalars. Register types by IR dtype: bool -> vi (0 / -1); int8, uint8, int16, int32 -> vi;
-// int64 -> vl; float32 -> vf; float64 -> vd.
+// Vectors as values of hooks: their types, and the operations that differ from those of scalars.
+// Register types by IR dtype: bool -> vi (0 / -1); int8, uint8, int16, int32 -> vi; int64 -> vl;
+// float32 -> vf; float64 -> vd.
 #pragma once
 #include <fajit/cpu/vector/vec.h>
 #include <fajit/hook_types.h>
@@ -33,7 +33,7 @@ template <class From, class To, class T> FAJIT_INLINE auto cast_lanes(From, To, 
   else return __builtin_convertvector(x, W);
 }
 
-// A comparison's lanes as those of a bool.
+// The result of a comparison as a vector of bool.
 template <class M> FAJIT_INLINE vi mask_of(M m) { return __builtin_convertvector(m, vi); }
 
 template <class A, class B> FAJIT_INLINE auto select_lanes(vi c, A a, B b) {
@@ -50,7 +50,7 @@ FAJIT_INLINE vi truncdiv_vi(vi a, vi b) {
   return b == 0 ? vi{} : r;
 }
 
-// `of_lane`: the same of one lane.
+// `of_lane`: the same operation on one lane.
 #define FAJIT_DIVISION(name, of_int32)                                    \
   template <class A, class B, class F>                                    \
   FAJIT_INLINE auto name##_lanes(A a, B b, F of_lane) {                   \

@@ -1,6 +1,6 @@
 // Elementary functions on float and vf lanes, at most 4 ulp from the correctly rounded result, with
 // IEEE results for infinities, NaN and out-of-range arguments. One template serves float and vf, so
-// that a hook gives the same bits in both orientations. double and vd call the C library.
+// that a hook gives the same bits for scalars and vectors. double and vd call the C library.
 //
 // Coefficients: minimax fits (iteratively reweighted least squares, low orders rounded first).
 #pragma once
@@ -107,7 +107,7 @@ FAJIT_INLINE T exp(T x) {
   return exp_scaled(x, 0.0f);
 }
 
-// e^y - 1 for |y| <= 88: 2^n (e^r - 1) + (2^n - 1) loses nothing at n = 0.
+// e^y - 1 for |y| <= 88: 2^n (e^r - 1) + (2^n - 1) is exact in the second term at n = 0.
 template <class T>
 FAJIT_INLINE T expm1_finite(T y) {
   const ExpParts<T> p = split_exp(y);
@@ -184,7 +184,7 @@ FAJIT_INLINE T log1p_tail(T f) {
   const T u = f * f;
   return f * u * p - 0.5f * u;
 }
-// `value` where x is positive and finite, else what a logarithm of x is.
+// `value` where x is positive and finite, else the logarithm of the special value x.
 template <class T>
 FAJIT_INLINE T log_special(T x, T value) {
   value = select(x == kInf, x, value);
@@ -217,7 +217,7 @@ template <class T>
 FAJIT_INLINE T log1p(T x) {
   const T u = x + 1.0f;
   const LogParts<T> p = split_log(u);
-  // What rounding 1 + x lost, to first order; nothing for huge x, where u may be infinite.
+  // The rounding error of 1 + x, to first order; 0 for huge x, where u may be infinite.
   const T lost = select(abs(x) < 0x1p24f, T((x - (u - 1.0f)) / u), splat_as<T>(0.0f));
   const T tail = log1p_tail(p.f) + (lost - p.e * 2.12194440e-4f);
   const T value = (p.f + tail) + p.e * 0.693359375f;

@@ -6,7 +6,7 @@
 namespace fajit {
 namespace math {
 
-// f applied to the lanes where m holds: rare arguments take the C library's exact path.
+// Applies f to the lanes where m is set: rare arguments are passed to the C library.
 template <class F>
 FAJIT_INLINE float patch(float r, float x, bool m, F f) {
   return m ? f(x) : r;
@@ -21,7 +21,7 @@ FAJIT_INLINE vf patch(vf r, vf x, vi m, F f) {
 
 // --- sin, cos, tan ----------------------------------------------------------------------------
 
-// |x| beyond this takes the C library: the quadrant's product with pi / 2 would round.
+// Larger |x| is passed to the C library: the quadrant's product with pi / 2 would be rounded.
 constexpr float kReduceLimit = 2e5f;
 
 // x = quadrant * pi / 2 + r, |r| <= pi / 4. In double: products with a 33-bit pi / 2 are exact.
@@ -113,7 +113,7 @@ FAJIT_INLINE T atan_ratio(T num, T den) {
   const T bottom = select(high, num, select(mid, T(num + den), den));
   const T base = select(high, splat_as<T>(1.57079637f),
                         select(mid, splat_as<T>(0.785398185f), splat_as<T>(0.0f)));
-  // What the base lost by rounding.
+  // The rounding error of the base.
   const T low = select(high, splat_as<T>(-4.37113883e-8f),
                        select(mid, splat_as<T>(-2.18556941e-8f), splat_as<T>(0.0f)));
   const T t = top / bottom, u = t * t;
@@ -124,7 +124,7 @@ FAJIT_INLINE T atan_ratio(T num, T den) {
 template <class T>
 FAJIT_INLINE T atan(T x) {
   const T a = abs(x);
-  // 1 / 0 beyond the largest arguments: infinity has no quotient.
+  // Huge arguments become 1 / 0, because infinity / 1 cannot be folded.
   const auto huge = a > 1e30f;
   const T one = select(huge, splat_as<T>(0.0f), splat_as<T>(1.0f));
   const T value = atan_ratio(select(huge, splat_as<T>(1.0f), a), one);
@@ -149,7 +149,7 @@ FAJIT_INLINE T atan2(T y, T x) {
   num = select(inf_num, one, num);
   den = select(inf_den, one, den);
   const T v = atan_ratio(num, den);
-  // x's sign bit, so that -0 counts as negative.
+  // Tests the sign bit of x, so that -0 counts as negative.
   const T turned = 3.14159274f - (v + 8.74227766e-8f);
   const T r = copysign(select(as_int(x) < 0, turned, v), y);
   return select((x == x) & (y == y), r, T(x + y));
@@ -157,8 +157,8 @@ FAJIT_INLINE T atan2(T y, T x) {
 
 // --- pow --------------------------------------------------------------------------------------
 
-// x^y for finite positive x in double: e = y log2(x), 2^e. Exact enough that rounding to float
-// decides: log2 to 1e-13 by an atanh series, 2^r to 1e-12.
+// x^y for finite positive x in double: e = y log2(x), 2^e. The error before rounding to float is
+// negligible: log2 to 1e-13 by an atanh series, 2^r to 1e-12.
 FAJIT_INLINE vf pow_positive(vf x, vf y) {
   const LogParts<vf> p = split_log(x);
   const vd f = to_double(p.f);

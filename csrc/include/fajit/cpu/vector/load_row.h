@@ -1,7 +1,7 @@
 // Storage types and the conversion of rows between them and float.
 //
-// Every K, V and Q row that is not already in the matrix dtype comes through load_row<T>, so a new
-// storage type is a new specialisation of Storage and nothing else.
+// Every K, V and Q row that is not already in the matrix dtype is read by load_row<T>, so a new
+// storage type needs only a specialisation of Storage.
 #pragma once
 #include <fajit/cpu/vector/vec.h>
 
@@ -33,7 +33,8 @@ FAJIT_INLINE vf half_to_float(vh h) {
 #else
   const vu w = __builtin_convertvector(h, vu);
   const vu magnitude = w & 0x7fff;
-  // The exponent is rebiased by a product, except for infinity and NaN; subnormals as integers.
+  // Normal numbers, infinity and NaN are rebiased by an addition; subnormals are converted as
+  // integers.
   const vf normal = (vf)((magnitude << 13) + 0x38000000u);
   const vf tiny = to_float((vi)magnitude) * 0x1p-24f;
   const vf special = (vf)((magnitude << 13) + 0x70000000u);
@@ -49,7 +50,7 @@ FAJIT_INLINE vh float_to_half(vf x) {
 #else
   const vu bits = (vu)x, magnitude = bits & 0x7fffffff;
   const vu normal = (magnitude + 0xfff + ((magnitude >> 13) & 1) - 0x38000000u) >> 13;
-  // Adding 0.5 leaves a subnormal's integer value, rounded, in the low mantissa bits.
+  // Adding 0.5 puts a subnormal's rounded integer value into the low mantissa bits.
   const vu tiny = (vu)((vf)magnitude + 0.5f) - 0x3f000000u;
   vu r = magnitude < 0x38800000u ? tiny : normal;
   r = magnitude >= 0x477ff000u ? vu{} + 0x7c00u : r;
@@ -66,7 +67,7 @@ FAJIT_INLINE vf e4m3_to_float(vb b) {
   r = magnitude == 0x7f ? splat(__builtin_nanf("")) : r;
   return (vf)((vu)r | ((w & 0x80) << 24));
 }
-FAJIT_INLINE vf e5m2_to_float(vb b) {  // the upper byte of a half
+FAJIT_INLINE vf e5m2_to_float(vb b) {  // e5m2 is the upper byte of a half
   return half_to_float(__builtin_convertvector(b, vh) << 8);
 }
 

@@ -1,4 +1,4 @@
-// Transposes squares of 32-bit words in registers.
+// Transposes a kLanes x kLanes square of 32-bit words in registers.
 #pragma once
 #include <fajit/cpu/vector/vec.h>
 

@@ -1,9 +1,10 @@
-// Vectors of FAJIT_LANES 32-bit lanes, as GCC vector extensions, and the few operations that those
-// lack. The same names exist for float and int32_t, so that one template serves both orientations.
+// Vectors of FAJIT_LANES 32-bit lanes, as GCC vector extensions, and the few operations that the
+// extensions lack. The same names exist for float and int32_t, so that one template serves vectors
+// and scalars.
 //
-// <immintrin.h> is not included: parsing it costs 0.23 s of a 1 s compile (measured). Where the
-// compiler has no portable spelling for an instruction, it is written as one line of asm on
-// registers; a mask is a vi of 0 / -1 (bool for scalars).
+// <immintrin.h> is not included: parsing it costs 0.23 s of a 1 s compile (measured). An
+// instruction that the compiler has no portable builtin for is one line of asm on registers. A mask
+// is a vi of 0 / -1 (bool for scalars).
 #pragma once
 #include <stdint.h>
 
@@ -17,14 +18,15 @@
 #endif
 #endif
 
-// Which of x86's vector instructions asm may use: 512 for AVX-512, 256 for AVX2, else 0.
+// The x86 vector instructions that asm may use: 512 for AVX-512, 256 for AVX2, else 0.
 #if defined(__x86_64__) && FAJIT_LANES >= 8
 #define FAJIT_AVX (32 * FAJIT_LANES)
 #else
 #define FAJIT_AVX 0
 #endif
 
-// Everything with vectors in its signature is inlined: no ABI is at stake.
+// Every function with vectors in its signature is inlined, so their calling convention does not
+// matter.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #define FAJIT_INLINE inline __attribute__((always_inline))
 
@@ -41,7 +43,7 @@ typedef uint16_t vh __attribute__((vector_size(2 * FAJIT_LANES)));
 
 constexpr float kInf = __builtin_inff();
 
-// The integer type with the lanes of T.
+// The integer type with as many lanes as T.
 template <class T>
 struct int_of;
 template <>
@@ -78,7 +80,7 @@ FAJIT_INLINE vi iota() {
 #endif
 }
 
-// Unaligned; memcpy keeps strict aliasing and UBSan content and compiles to one move.
+// Unaligned. memcpy avoids strict-aliasing and UBSan violations, and compiles to one move.
 template <class V = vf>
 FAJIT_INLINE V load(const void* p) {
   V v;
@@ -117,7 +119,7 @@ FAJIT_INLINE vf select(vi m, float a, vf b) { return m ? splat(a) : b; }
 FAJIT_INLINE vf select(vi m, float a, float b) { return m ? splat(a) : splat(b); }
 FAJIT_INLINE vf select(bool m, vf a, vf b) { return m ? a : b; }
 
-// One bit a lane of a mask.
+// The mask as an integer, one bit per lane.
 FAJIT_INLINE unsigned mask_bits(vi m) {
 #if FAJIT_AVX == 512
   unsigned short k;

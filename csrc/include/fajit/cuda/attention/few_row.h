@@ -1,16 +1,16 @@
 // Few rows: decoding and other tiles of at most 16 packed query rows, bound by memory.
 //
 // The warps of a block share the rows and split the keys: of each tile of kTileKv keys, warp w
-// takes the w-th part. Each has its own ring of buffers, its own running softmax and its own waits,
-// so the loop has no barrier and every warp keeps kStages - 1 tiles of loads under way.
+// takes the w-th part. Each warp has its own ring of buffers, running softmax and waits, so the
+// loop has no barrier and every warp keeps the loads of kStages - 1 tiles in flight.
 //
 //   warp w:  copies    t0 t1 .. | t(n-1)  | t(n)    | ...           n = kStages
 //            compute              t0        t1        ...
 //
-//   barrier; the warps' states merge through shared memory, a warp a row; finalise, write.
+//   barrier; merge the warps' states through shared memory, one warp per row; finalise, write.
 //
-// The place of the key that is loaded next is looked up a tile ahead: with pages the look-up is a
-// load, which the copies would otherwise wait for.
+// The location of the next key is looked up one tile ahead: with pages the look-up is a load, which
+// the copies would otherwise wait for.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/state.h>
@@ -25,17 +25,17 @@ class FewRow {
   using VLayout = RowLayout<Config::kDimV>;
 
   static constexpr int kWarps = Config::kWarps;
-  static constexpr int kKeys = Config::kTileKv / kWarps;  // of a tile, for one warp
+  static constexpr int kKeys = Config::kTileKv / kWarps;  // keys of a tile per warp
   static constexpr int kN = kKeys / 8;
   static constexpr int kD = Config::kDimV / 8;
   static constexpr int kStages = Config::kStages;
   using Walk = KvWalk<Config, Hooks, kKeys, Config::kTileKv>;
   static_assert(Config::kTileQ == 16, "one block of 16 rows");
-  static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the place of one key");
+  static_assert(kKeys % 16 == 0 && kKeys <= 32, "a lane holds the location of one key");
 
-  // Shared memory: Q, the warps' rings, addresses and walks, rings of what key lists say, scratch
-  // of row hooks. At the end the warps' states lie over the rings: [warp][row][kOutPitch] fp32,
-  // then [warp][row] maxima and sums.
+  // Shared memory: Q, the warps' rings, addresses and walks, rings of key list entries, scratch of
+  // row hooks. At the end the warps' states overwrite the rings: [warp][row][kOutPitch] fp32, then
+  // [warp][row] maxima and sums.
   static constexpr int kQBytes = 16 * QLayout::kRowBytes;
   static constexpr int kKBytes = kKeys * QLayout::kRowBytes;
   static constexpr int kVBytes = kKeys * VLayout::kRowBytes;
@@ -46,7 +46,7 @@ class FewRow {
       round_up(kQBytes + larger(kWarps * kRingBytes, kStateBytes), 16);
   static constexpr int kWalkBegin = kBasesBegin + kWarps * KeyRows<Config>::kSharedBytes;
   static constexpr int kListedBegin = kWalkBegin + kWarps * Walk::kSharedBytes;
-  static constexpr int kListedBytes = Config::kSparse ? kKeys * 4 : 0;  // of a tile
+  static constexpr int kListedBytes = Config::kSparse ? kKeys * 4 : 0;  // per tile
   static constexpr int kScratchBegin = kListedBegin + kWarps * kStages * kListedBytes;
 
  public:
@@ -83,18 +83,18 @@ class FewRow {
               walk_);
     start_queries();
 
-    // With one buffer (sm_75, whose loads pass through registers) a tile is loaded when it is
-    // wanted.
+    // With one buffer (sm_75, whose loads go through registers) a tile is loaded just before its
+    // use.
     constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
-    KvTile tiles[kAhead + 2];  // in use, under way, and the next whose place is known
+    KvTile tiles[kAhead + 2];  // in use, in flight, and the next, whose location is known
     tiles[0] = walk.next();
-    Place place = own_place(tiles[0]);
+    KeyLocation location = own_location(tiles[0]);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       tiles[i + 1] = walk.next();
-      const Place next = own_place(tiles[i + 1]);
-      load_pair(tiles[i], place, i);
-      place = next;
+      const KeyLocation next = own_location(tiles[i + 1]);
+      load_pair(tiles[i], location, i);
+      location = next;
     }
     finish_queries<kAhead>();
     int stage = 0;
@@ -102,10 +102,10 @@ class FewRow {
       ptx::wait_copies<kAhead - 1>();
       __syncwarp();
       tiles[kAhead + 1] = walk.next();
-      const Place next = own_place(tiles[kAhead + 1]);
+      const KeyLocation next = own_location(tiles[kAhead + 1]);
       if constexpr (kStages > 1) {
-        load_pair(tiles[kAhead], place, stage == 0 ? kStages - 1 : stage - 1);
-        place = next;
+        load_pair(tiles[kAhead], location, stage == 0 ? kStages - 1 : stage - 1);
+        location = next;
       }
 
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
@@ -127,8 +127,8 @@ class FewRow {
       stage = stage == kStages - 1 ? 0 : stage + 1;
       if constexpr (kStages == 1) {
         __syncwarp();
-        load_pair(tiles[0], place, 0);
-        place = next;
+        load_pair(tiles[0], location, 0);
+        location = next;
       }
     }
     ptx::wait_copies<0>();
@@ -138,7 +138,7 @@ class FewRow {
   }
 
  private:
-  // Q is shared by the block; warp 0 loads and changes it, while the first keys are on their way.
+  // The block shares Q; warp 0 loads it and applies query_mod while the first keys are in flight.
   FAJIT_DEV void start_queries() {
     if (warp_ != 0) return;
     const uint16_t* from = static_cast<const uint16_t*>(a_.q) +
@@ -146,7 +146,7 @@ class FewRow {
     load_rows<Config::kHeadDim, Config::kDim, 16, Config::kAligned>(q_, 0, count_, HeldRows{from});
     ptx::commit_copies();
   }
-  // kYounger: groups of copies that were committed since.
+  // kYounger: the number of copy groups committed after that of Q.
   template <int kYounger>
   FAJIT_DEV void finish_queries() {
     if (warp_ == 0) {
@@ -163,17 +163,17 @@ class FewRow {
     __syncthreads();
   }
 
-  FAJIT_DEV Place own_place(const KvTile& tile) const {
+  FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
     if (!tile.valid()) return {0, 0, 0};
-    return keys_.place(min(tile.begin + lane_ % kKeys, tile.end - 1));
+    return keys_.locate(min(tile.begin + lane_ % kKeys, tile.end - 1));
   }
-  FAJIT_DEV void load_pair(const KvTile& tile, Place place, int stage) {
+  FAJIT_DEV void load_pair(const KvTile& tile, KeyLocation location, int stage) {
     if (tile.valid()) {
       unsigned char* const k = ring_ + stage * (kKBytes + kVBytes);
       keys_.template store_listed<kKeys>(listed_ + stage * kListedBytes, tile.end - tile.begin,
-                                         place);
-      keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, place);
-      keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, place);
+                                         location);
+      keys_.template load_keys<kKeys>(k, 0, tile.end - tile.begin, location);
+      keys_.template load_values<kKeys>(k + kKBytes, 0, tile.end - tile.begin, location);
     }
     ptx::commit_copies();
   }
@@ -200,7 +200,7 @@ class FewRow {
 
   FAJIT_DEV void share_states(const Units& units, const OnlineSoftmax<1>& softmax,
                               const float (&o)[1][kD][4]) {
-    __syncthreads();  // all warps are done with their rings
+    __syncthreads();  // all warps have finished with their rings
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = lane_ / 4 + i * 8;
@@ -217,7 +217,7 @@ class FewRow {
     __syncthreads();
   }
 
-  // Warp w merges rows w, w + kWarps, ... over all warps, in order, into warp 0's place.
+  // Warp w merges rows w, w + kWarps, ... over all warps, in order, into the state of warp 0.
   FAJIT_DEV void write_states() {
     const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item_.partial)};
     for (int r = warp_; r < count_; r += kWarps) {
@@ -256,7 +256,7 @@ class FewRow {
   unsigned char* const ring_;
   float* const states_;
   unsigned char* const walk_;
-  const uint32_t listed_;  // by key lists, of each stage
+  const uint32_t listed_;  // shared memory address: key list entries of each stage
   float* const temps_;
   const KeyRows<Config> keys_;
   const PackedRow mine_;

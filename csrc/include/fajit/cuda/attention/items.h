@@ -1,22 +1,22 @@
 // The work items of a thread block: one, or a worker's list.
 //
-// The loop over a list is free because nothing of it is held in a register while an item runs: the
-// item lies in shared memory, at an address that is a constant, and so does the place in the list.
-// Measured over all tiles of plain causal attention (nvcc 13.0), against one item a block read from
-// global memory: with the item and the index in registers up to 6 registers more on sm_75 to sm_90
-// and up to 31 on sm_100 and sm_120; as it is now 4 fewer to 2 more, and up to 17 fewer on sm_100
-// and sm_120 (see ptx::lane_index). One tile, 128 x 32 at head_dim 128 on sm_86, takes 18 more the
-// first way and 13 the second, of the 21 that it had left. Nothing spills.
+// The loop over a list is free because it holds no register while an item runs: the item and the
+// index in the list are in shared memory, at constant addresses. Measured over all tiles of plain
+// causal attention (nvcc 13.0), against one item a block read from global memory: with the item and
+// the index in registers, up to 6 more registers on sm_75 to sm_90 and up to 31 more on sm_100 and
+// sm_120; with both in shared memory, 4 fewer to 2 more, and up to 17 fewer on sm_100 and sm_120
+// (see ptx::lane_index). One tile, 128 x 32 at head_dim 128 on sm_86, takes 18 more in registers
+// and 13 more in shared memory, of the 21 that it had left. No kernel spills.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/ptx/device.h>
 
 namespace fajit::cuda {
 
-// Shared memory behind the kernel's own: the item, then the next index of the list and its end.
+// Shared memory after the kernel's own: the item, then the next index of the list and its end.
 constexpr int kItemBytes = sizeof(fajit_work) + 8;
 
-// Runs the items of this block, one after another. The kernel's shared memory serves each in turn.
+// Runs the items of this block, one after another. All items use the same shared memory.
 template <class Kernel>
 FAJIT_DEV void run_items(const Context& c, unsigned char* shared) {
   constexpr int kWords = sizeof(fajit_work) / 4;
@@ -38,10 +38,10 @@ FAJIT_DEV void run_items(const Context& c, unsigned char* shared) {
     }
     __syncthreads();
     if (item.request >= 0) Kernel(c, shared, item).run();
-    asm volatile("" ::: "memory");  // read again, not kept
+    asm volatile("" ::: "memory");  // forces a reload instead of keeping registers
     i = words[kWords];
     end = words[kWords + 1];
-    if (i < end) __syncthreads();  // all warps are done with the item and with the kernel's memory
+    if (i < end) __syncthreads();  // all warps have finished with the item and the kernel's memory
   }
 }
 

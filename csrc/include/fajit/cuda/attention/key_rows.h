@@ -1,25 +1,25 @@
-// Where the keys and values of a work item lie: rows of a tensor, or slots of pages.
+// Addresses of the keys and values of a work item: rows of a tensor, or slots of pages.
 //
-// An item counts its keys in positions. They are logical ones, or, with key lists, places in the
-// lists, each of which holds the logical position of a key, or none.
+// The keys of an item are numbered by positions: logical positions or, with key lists, positions in
+// the lists, each of which names the logical position of a key, or no key.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/tile/load_rows.h>
 
 namespace fajit::cuda {
 
-// Where one key lies, before strides: K and V share it.
-struct Place {
-  int32_t page, row;  // row within the page; without pages, from the first that is stored
-  int32_t key;        // with key lists, what they say: see is_key
+// The location of one key, before strides; the same for K and V.
+struct KeyLocation {
+  int32_t page, row;  // row within the page; without pages, from the first stored key
+  int32_t key;        // with key lists, the entry: see is_key
 };
 
-// The logical position of what is at a place of the key lists; ~p for no key, where p is the first
-// that is stored: what is read, and seen by hooks, in its stead.
+// `listed`: an entry of the key lists, the logical position of a key; or ~p for no key, where p is
+// the first stored position: that row is read, and its position passed to hooks, instead.
 FAJIT_DEV bool is_key(int32_t listed) { return listed >= 0; }
 FAJIT_DEV int32_t seen_as(int32_t listed) { return listed ^ listed >> 31; }
 
-// The key lists as one item sees them.
+// The key lists, with the keys of one item's request.
 struct KeyLists {
   const int32_t* blocks;
   int32_t block_size, first, end;  // keys of the request: [first, end)
@@ -32,27 +32,28 @@ struct KeyLists {
   FAJIT_DEV KeyLists(const fajit_args& a, int32_t first, int32_t end)
       : blocks(a.key_blocks), block_size(a.key_block), first(first), end(end) {}
 
-  // What the lists say of the position `at` of entry `block`, whether or not there is such a key.
+  // Logical position of offset `at` in entry `block` of the lists, whether or not there is such a
+  // key.
   FAJIT_DEV int64_t key(int32_t block, int32_t at) const {
     return int64_t{__ldg(blocks + block)} * block_size + at;
   }
   FAJIT_DEV bool holds(int64_t key) const { return key >= first && key < end; }
 };
 
-// Where the positions of an item end: those of its last key at most.
+// The end of an item's positions, clipped to the keys that exist.
 template <class Config>
 FAJIT_DEV int32_t end_of_positions(const fajit_args& a, const fajit_work& item) {
   if constexpr (Config::kSparse) return min(item.kv_end, a.num_key_blocks * a.key_block);
   return min(item.kv_end, a.kv_len[item.request]);
 }
 
-// The addresses of the item's first rows lie in shared memory, a copy for each warp, and are read
-// again for every tile: kept in registers, they are the ones that a full tile has not.
+// The addresses of the item's first rows are shared memory address, a copy for each warp, and are
+// reloaded for every tile: the largest tiles have no registers left for them.
 template <class Config>
 class KeyRows {
  public:
   static constexpr bool kLookedUp = Config::kPaged || Config::kSparse;
-  // A warp's: K and V, then the item's pages, and [first, end) of its keys.
+  // Per warp: addresses of K and V, then the first page of the item, and [first, end) of its keys.
   static constexpr int kSharedBytes = kLookedUp ? 32 : 16;
 
   FAJIT_DEV KeyRows(const fajit_args& a, const fajit_work& item, int32_t kv_h,
@@ -74,62 +75,64 @@ class KeyRows {
     __syncwarp();
   }
 
-  // The place of a position of the item. With pages this reads the page table, with key lists those
-  // before: ask early.
-  FAJIT_DEV Place place(int32_t position) const {
+  // The location of a position of the item. With pages this reads the page table, with key lists
+  // first the lists: call it early.
+  FAJIT_DEV KeyLocation locate(int32_t position) const {
     if constexpr (!kLookedUp) return {0, position, 0};
     uint32_t words[4];
     ptx::load_words(words, bases_ + 16);
     const int32_t first = static_cast<int32_t>(words[1]);
-    Place place{0, position, position};
+    KeyLocation location{0, position, position};
     if constexpr (Config::kSparse) {
       const KeyLists lists(a_, first, static_cast<int32_t>(words[2]));
       const int32_t block = position / lists.block_size;
       const int64_t key = lists.key(block, position - block * lists.block_size);
-      place.key = lists.holds(key) ? static_cast<int32_t>(key) : ~first;
-      place.row = seen_as(place.key);
+      location.key = lists.holds(key) ? static_cast<int32_t>(key) : ~first;
+      location.row = seen_as(location.key);
     }
     if constexpr (Config::kPaged) {
-      const int32_t key = place.row - first, at = key / a_.page_size;
+      const int32_t key = location.row - first, at = key / a_.page_size;
       const int32_t page = __ldg(a_.page_indices + words[0] + at);
-      // A table that names a page which is not there must not become a wild address.
-      place.page = page >= 0 && page < a_.num_pages ? page : 0;
-      place.row = key - at * a_.page_size;
+      // An invalid page index must not give an invalid address.
+      location.page = page >= 0 && page < a_.num_pages ? page : 0;
+      location.row = key - at * a_.page_size;
     }
-    return place;
+    return location;
   }
 
-  // Keeps what the lists say of kRows positions, whose places the first lanes hold, for the hooks;
-  // those from `count` on are no keys.
+  // Stores the list entries of kRows positions, whose locations the first lanes hold, for the
+  // hooks; those from `count` on are marked as no key.
   template <int kRows>
-  FAJIT_DEV void store_listed(uint32_t to, int count, Place place) const {
+  FAJIT_DEV void store_listed(uint32_t to, int count, KeyLocation location) const {
     if constexpr (Config::kSparse) {
       const int lane = ptx::lane_index();
-      const int32_t key = lane < count || place.key < 0 ? place.key : ~place.key;
+      const int32_t key = lane < count || location.key < 0 ? location.key : ~location.key;
       if (lane < kRows) ptx::store_word(to + lane * 4, key);
     }
   }
 
-  // Copies kRows keys' rows into rows [first_row, first_row + kRows) of a tile: those that the
-  // first kRows lanes hold the places of, in order. Rows from `count` on become zeros, because 0
-  // times a stale NaN would be NaN. All lanes of a warp together.
+  // Copies the rows of kRows keys, whose locations the first kRows lanes hold, into rows
+  // [first_row, first_row + kRows) of a tile. Rows from `count` on become zeros, because 0 times a
+  // stale NaN would be NaN. Called by all lanes of a warp.
   template <int kRows>
-  FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count, Place place) const {
-    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, place,
+  FAJIT_DEV void load_keys(unsigned char* tile, int first_row, int count,
+                           KeyLocation location) const {
+    load<Config::kHeadDim, Config::kDim, kRows>(tile, first_row, count, location,
                                                 ptx::load_shared(bases_), a_.k_stride);
   }
   template <int kRows>
-  FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count, Place place) const {
-    load<Config::kHeadDimV, Config::kDimV, kRows>(tile, first_row, count, place,
+  FAJIT_DEV void load_values(unsigned char* tile, int first_row, int count,
+                             KeyLocation location) const {
+    load<Config::kHeadDimV, Config::kDimV, kRows>(tile, first_row, count, location,
                                                   ptx::load_shared(bases_ + 8), a_.v_stride);
   }
 
  private:
   template <int HeadDim, int Dim, int kRows>
-  FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, Place place,
+  FAJIT_DEV static void load(unsigned char* tile, int first_row, int count, KeyLocation location,
                              const uint16_t* base, const int64_t (&stride)[3]) {
-    const uint16_t* mine = base + place.row * stride[2];
-    if constexpr (Config::kPaged) mine += place.page * stride[0];
+    const uint16_t* mine = base + location.row * stride[2];
+    if constexpr (Config::kPaged) mine += location.page * stride[0];
     if constexpr (kLookedUp) {
       load_rows<HeadDim, Dim, kRows, Config::kAligned>(tile, first_row, count, HeldRows{mine});
     } else {

@@ -1,9 +1,9 @@
-// The key tiles that a work item visits, and what the mask says about each.
+// The key tiles that a work item visits, with the mask's state for each.
 //
 // Every lane classifies one tile by the mask's interval form (and the block mask), so one
 // evaluation serves 32 tiles: a tile proven empty is never loaded, one proven full runs no mask
-// code. Every warp does it for itself, which needs no barrier of the block; where it stands lies in
-// shared memory, because the loop over the keys has no registers to spare.
+// code. Every warp does this separately, which needs no block barrier; its state is in shared
+// memory, because the loop over the keys has no registers to spare.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/packed_rows.h>
@@ -13,7 +13,7 @@ namespace fajit::cuda {
 
 struct KvTile {
   int32_t begin, end;  // positions of the item; none when begin >= end
-  bool full;           // every pair is kept: neither mask nor bounds
+  bool full;           // every pair is kept: no mask and no bounds check
   FAJIT_DEV bool valid() const { return begin < end; }
 };
 
@@ -26,10 +26,11 @@ class KvWalk {
   FAJIT_DEV KvWalk(const Context& c, const fajit_work& item, int32_t begin, int32_t end,
                    unsigned char* shared)
       : c_(c), item_(item), shared_(ptx::shared_address(shared)) {
-    store({begin - 32 * kStep, end, 0, 0});  // next() classifies: its code is large
+    store({begin - 32 * kStep, end, 0,
+           0});  // next() classifies the first group too: the code is large
   }
 
-  // The next tile that is not empty; one that is not valid at the end, and ever after.
+  // The next tile that is not empty; at the end, and on every later call, an invalid one.
   FAJIT_DEV KvTile next() {
     State s = load();
     while (s.visit == 0) {
@@ -52,7 +53,7 @@ class KvWalk {
   }
 
  private:
-  // Of 32 tiles, the first at `group`: which are left to visit, which are full.
+  // Bits for 32 tiles, the first at `group`: those left to visit, those that are full.
   struct State {
     int32_t group, end;
     uint32_t visit, full;
@@ -115,7 +116,7 @@ class KvWalk {
     if constexpr (Config::kBlockMask) {
       const int blocks = covered_state(k0, k1);
       if (blocks != FAJIT_TILE_PARTIAL) return blocks;
-      // Of several blocks, some may be full whatever mask_mod says.
+      // Across several blocks, some may be full, where mask_mod does not apply.
       const int32_t size = c_.args->block_mask.kv_block;
       if (k0 / size != (k1 - 1) / size) return FAJIT_TILE_PARTIAL;
     }
@@ -127,14 +128,14 @@ class KvWalk {
     return FAJIT_TILE_FULL;
   }
 
-  // The block mask's states of the item's rows, which lie in one block of queries.
+  // The block mask's states for the item's rows, which are all in one q block.
   FAJIT_DEV const uint8_t* block_states() const {
     const fajit_block_mask& m = c_.args->block_mask;
     return m.states + item_.request * m.strides[0] + item_.head_begin * m.strides[1] +
            item_.row_begin / item_.head_count / m.q_block * m.strides[2];
   }
 
-  // Of all blocks that [k0, k1) touches: empty or full where all are, else partial.
+  // The state of all blocks that overlap [k0, k1): empty or full if all are, else partial.
   FAJIT_DEV int covered_state(int32_t k0, int32_t k1) const {
     const fajit_block_mask& m = c_.args->block_mask;
     const uint8_t* const states = block_states();

@@ -2,7 +2,8 @@
 //
 // Softmax states (out_i normalised, lse_i): out = sum w_i out_i / sum w_i, w_i = e^(lse_i - max);
 // the sink is one more weight. Pointwise states are sums and add up. fp32 throughout; the order is
-// that of the partial rows, so results do not depend on which block computed them. A warp a row.
+// that of the partial rows, so results do not depend on which block computed them. One warp per
+// row.
 #pragma once
 #include <fajit/cuda/attention/state.h>
 
@@ -10,7 +11,7 @@ namespace fajit::cuda {
 
 template <class Config, class Hooks>
 class Merge {
-  static constexpr int kValues = (Config::kHeadDimV + 31) / 32;  // of a row, a lane
+  static constexpr int kValues = (Config::kHeadDimV + 31) / 32;  // of a row, per lane
   static constexpr int kRowFloats = round_up(Config::kHeadDimV, 32);
 
  public:
@@ -35,7 +36,7 @@ class Merge {
       for (int other = 16; other > 0; other /= 2)
         top = fmaxf(top, __shfl_xor_sync(ptx::kAllLanes, top, other));
     }
-    const float base = top == -FAJIT_INF ? 0.0f : top;  // a NaN lse makes its weight NaN instead
+    const float base = top == -FAJIT_INF ? 0.0f : top;  // if an lse is NaN, its weight becomes NaN
 
     float sum[kValues] = {};
     float total = 0.0f;
@@ -62,9 +63,9 @@ class Merge {
   }
 
  private:
-  // Where the i-th partial state of an item starts: they follow each other, or are listed.
+  // First row of the i-th partial state of an item: contiguous, or from merge_sources.
   static FAJIT_DEV int64_t state_row(const fajit_args& a, const fajit_merge_work& item, int32_t i) {
-    // Asked for every state, lest the compiler make two kernels of the one.
+    // compute_here: the test stays in the loop; otherwise the compiler duplicates the loop.
     if (compute_here(a.merge_sources != nullptr) != 0)
       return a.merge_sources[item.first_partial + i];
     return item.first_partial + int64_t{i} * (item.row_end - item.row_begin);

@@ -1,12 +1,12 @@
-// The packed query rows of a work item: which request, head and position each one is.
+// The packed query rows of a work item: request, head and position of each.
 #pragma once
 #include <fajit/context.h>
 #include <fajit/cuda/ptx/warp.h>
 
 namespace fajit::cuda {
 
-// What the hooks of an item read: keys that rows of several requests share lie where the item's own
-// request says.
+// The context of an item's hooks: with mixed rows, shared keys are stored by the item's own
+// request.
 template <class Config>
 FAJIT_DEV Context item_context(Context c, const fajit_work& item) {
   if constexpr (Config::kMixedRows) c.kv_request = item.request;
@@ -16,7 +16,7 @@ FAJIT_DEV Context item_context(Context c, const fajit_work& item) {
 struct PackedRow {
   int32_t b;      // request whose lengths and params hooks see
   int32_t h;      // query head
-  int32_t token;  // selects q, out, lse: row of the item's request; of mixed rows, packed token
+  int32_t token;  // index in q, out, lse: row of the item's request; with mixed rows, packed token
   int32_t q_idx;  // logical position
 };
 
@@ -36,7 +36,7 @@ FAJIT_DEV PackedRow packed_row(const fajit_args& a, const Item& item, int32_t p)
   return row;
 }
 
-// The row that lane `lane` holds.
+// The row held by lane `lane`.
 FAJIT_DEV PackedRow row_from_lane(const PackedRow& row, int lane) {
   return {ptx::from_lane(row.b, lane), ptx::from_lane(row.h, lane), ptx::from_lane(row.token, lane),
           ptx::from_lane(row.q_idx, lane)};
@@ -46,17 +46,17 @@ FAJIT_DEV PackedRow row_from_lane(const PackedRow& row, int lane) {
 template <bool kMixedRows, class Item>
 FAJIT_DEV int64_t row_offset(const fajit_args& a, const Item& item, const PackedRow& row,
                              const int64_t (&stride)[3]) {
-  // Tensors whose rows are of several requests are packed: tokens are all that tells them apart.
+  // With mixed rows the tensors are packed, so the token alone selects the row.
   if constexpr (kMixedRows) return row.h * stride[1] + row.token * stride[2];
   return item.request * stride[0] + row.h * stride[1] +
          (int64_t{a.q_row0[item.request]} + row.token) * stride[2];
 }
 
-// Ranges of what the rows of a tile are, for the interval form of the mask.
+// Inclusive ranges of the indices of several rows, for the interval form of the mask.
 struct RowSpan { int32_t b_first, b_last, h_first, h_last, q_first, q_last; };
 
-// The span of packed rows [begin, end) of an item. Rows of one request are in order, so the ends
-// tell; those of several requests are all looked at, 32 at a time.
+// The span of packed rows [begin, end) of an item. Rows of one request are in order, so the first
+// and last row suffice; rows of several requests are all read, 32 at a time.
 template <bool kMixedRows>
 FAJIT_DEV RowSpan row_span(const fajit_args& a, const fajit_work& item, int32_t begin,
                            int32_t end) {

@@ -1,5 +1,5 @@
 // Prefill: a tile of 64 or 128 packed query rows, bound by arithmetic. One block computes one work
-// item; warp w owns rows [w, w + 1) * kTileQ / kWarps and runs every key past them.
+// item; warp w computes rows [w, w + 1) * kTileQ / kWarps for all keys.
 //
 //   one stage (K and V in one buffer each)
 //
@@ -7,7 +7,7 @@
 //     barrier         A             B             A             B
 //     compute           S = Q K0^T    hooks, softmax, O += P V0   S = Q K1^T   ...
 //
-//     A: K landed, all warps are done with V.   B: V landed, all warps are done with K.
+//     A: K loaded, all warps have finished with V.   B: V loaded, all warps have finished with K.
 //
 //   n > 1 stages (a ring of n pairs of buffers)
 //
@@ -15,12 +15,14 @@
 //     barrier               A                 A
 //     compute                 S, softmax, O     S, softmax, O
 //
-//     A: the tile's K and V landed, and all warps are done with the buffer that is filled next.
+//     A: the tile's K and V are loaded, and all warps have finished with the buffer that is filled
+//     next.
 //
-// query_mod, key_mod and value_mod change rows in shared memory, a warp a row, and add a barrier.
+// query_mod, key_mod and value_mod change rows in shared memory, one warp per row, and add a
+// barrier.
 //
-// What key lists say of a tile is written where its keys are loaded, and read behind A. With one
-// stage that is while the tile before is in use, so there are two places that take turns.
+// The key list entries per tile are written when its keys are loaded, and read after barrier A.
+// With one stage the previous tile is still in use then, so two buffers alternate.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
 #include <fajit/cuda/attention/state.h>
@@ -47,8 +49,8 @@ class Prefill {
   static_assert(Config::kTileKv % 16 == 0 && Config::kTileKv % kWarps == 0 && kLoadRows <= 32,
                 "keys are loaded by whole warps");
 
-  // Shared memory: Q, then K stages, V stages, addresses and walks, what key lists say, scratch of
-  // row hooks. The states that leave go through it at the end, 8 rows of each warp at a time.
+  // Shared memory: Q, then K stages, V stages, addresses and walks, key list entries, scratch of
+  // row hooks. At the end the output states are staged in it, 8 rows of each warp at a time.
   static constexpr int kQBytes = Config::kTileQ * QLayout::kRowBytes;
   static constexpr int kKBytes = Config::kTileKv * QLayout::kRowBytes;
   static constexpr int kVBytes = Config::kTileKv * VLayout::kRowBytes;
@@ -104,8 +106,8 @@ class Prefill {
   }
 
  private:
-  // The packed row of this lane's row of the warp; a lane past the end repeats the last row. Worked
-  // out anew where it is wanted, because the loop over the keys has no register to spare.
+  // The packed row of this lane; a lane past the end repeats the last row. Recomputed at each use,
+  // because the loop over the keys has no register to spare.
   FAJIT_DEV PackedRow own_row() const {
     const int32_t p = item_.row_begin + warp_ * kWarpRows + lane_ % kWarpRows;
     return packed_row<Config::kMixedRows>(a_, item_, min(p, item_.row_end - 1));
@@ -121,23 +123,23 @@ class Prefill {
         q_, warp_ * kWarpRows, own_rows(), HeldRows{from});
   }
 
-  // The place of the key that this lane looks up of those that its warp loads.
-  FAJIT_DEV Place own_place(const KvTile& tile) const {
-    return keys_.place(min(tile.begin + warp_ * kLoadRows + lane_ % kLoadRows, tile.end - 1));
+  // The location of this lane's key among the keys that its warp loads.
+  FAJIT_DEV KeyLocation own_location(const KvTile& tile) const {
+    return keys_.locate(min(tile.begin + warp_ * kLoadRows + lane_ % kLoadRows, tile.end - 1));
   }
   FAJIT_DEV int own_keys(const KvTile& tile) const {
     return tile.end - tile.begin - warp_ * kLoadRows;
   }
-  // `turn`: which place takes what the lists say.
-  FAJIT_DEV void load_keys(const KvTile& tile, Place place, int stage, int turn) {
+  // `turn`: the buffer for the key list entries.
+  FAJIT_DEV void load_keys(const KvTile& tile, KeyLocation location, int stage, int turn) {
     keys_.template store_listed<kLoadRows>(listed(turn) + warp_ * kLoadRows * 4, own_keys(tile),
-                                           place);
+                                           location);
     keys_.template load_keys<kLoadRows>(k_ + stage * kKBytes, warp_ * kLoadRows, own_keys(tile),
-                                        place);
+                                        location);
   }
-  FAJIT_DEV void load_values(const KvTile& tile, Place place, int stage) {
+  FAJIT_DEV void load_values(const KvTile& tile, KeyLocation location, int stage) {
     keys_.template load_values<kLoadRows>(v_ + stage * kVBytes, warp_ * kLoadRows, own_keys(tile),
-                                          place);
+                                          location);
   }
 
   FAJIT_DEV void change_queries() {
@@ -168,10 +170,9 @@ class Prefill {
       __syncthreads();
     }
   }
-  // Rows of several requests share their keys, so the hooks of keys see the run's own request.
+  // Rows of several requests share keys, so key_mod and value_mod see the item's own request.
   FAJIT_DEV int32_t key_request() const { return item_.request; }
 
-  template <class Rows>
   FAJIT_DEV void score(float (&s)[kM][kN][4], int stage) {
     multiply_scores<Element, Config::kDim>(
         s, ptx::shared_address(q_ + warp_ * kWarpRows * QLayout::kRowBytes),
@@ -196,9 +197,9 @@ class Prefill {
   FAJIT_DEV void run_single(Walk& walk, const Rows& rows, const Units& units,
                             OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
     KvTile tile = walk.next();
-    Place place = tile.valid() ? own_place(tile) : Place{};
+    KeyLocation location = tile.valid() ? own_location(tile) : KeyLocation{};
     int turn = 0;
-    if (tile.valid()) load_keys(tile, place, 0, turn);
+    if (tile.valid()) load_keys(tile, location, 0, turn);
     ptx::commit_copies();
     bool first = true;
     while (tile.valid()) {
@@ -206,24 +207,25 @@ class Prefill {
       __syncthreads();
       if (first) change_queries();
       first = false;
-      load_values(tile, place, 0);
+      load_values(tile, location, 0);
       ptx::commit_copies();
-      // A page look-up takes as long as the product hides; arithmetic would only hold registers.
+      // A page look-up is started before the product, which hides its latency. Plain arithmetic is
+      // done after it: its result would only occupy registers.
       KvTile next{};
       if constexpr (Keys::kLookedUp) {
         next = walk.next();
-        if (next.valid()) place = own_place(next);
+        if (next.valid()) location = own_location(next);
       }
       change_keys(tile, 0, turn);
       float s[kM][kN][4];
-      score<Rows>(s, 0);
+      score(s, 0);
       ptx::wait_copies<0>();
       __syncthreads();
       if constexpr (!Keys::kLookedUp) {
         next = walk.next();
-        if (next.valid()) place = own_place(next);
+        if (next.valid()) location = own_location(next);
       }
-      if (next.valid()) load_keys(next, place, 0, turn ^ 1);
+      if (next.valid()) load_keys(next, location, 0, turn ^ 1);
       ptx::commit_copies();
       change_values(tile, 0, turn);
       weigh(s, tile, rows, units, walk, turn, softmax, o);
@@ -238,7 +240,7 @@ class Prefill {
   FAJIT_DEV void run_ring(Walk& walk, const Rows& rows, const Units& units,
                           OnlineSoftmax<kM>& softmax, float (&o)[kM][kD][4]) {
     constexpr int kAhead = kStages - 1;
-    KvTile tiles[kAhead + 1];  // the one in use, and those under way
+    KvTile tiles[kAhead + 1];  // the one in use, and those in flight
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       tiles[i] = walk.next();
@@ -256,7 +258,7 @@ class Prefill {
       change_keys(tiles[0], stage, stage);
       change_values(tiles[0], stage, stage);
       float s[kM][kN][4];
-      score<Rows>(s, stage);
+      score(s, stage);
       weigh(s, tiles[0], rows, units, walk, stage, softmax, o);
       multiply_values<Element, Config::kDimV>(o, s, ptx::shared_address(v_ + stage * kVBytes));
 #pragma unroll
@@ -268,9 +270,9 @@ class Prefill {
 
   FAJIT_DEV void load_pair(const KvTile& tile, int stage) {
     if (tile.valid()) {
-      const Place place = own_place(tile);
-      load_keys(tile, place, stage, stage);
-      load_values(tile, place, stage);
+      const KeyLocation location = own_location(tile);
+      load_keys(tile, location, stage, stage);
+      load_values(tile, location, stage);
     }
     ptx::commit_copies();
   }
@@ -281,7 +283,7 @@ class Prefill {
     const StateWriter<Config, Hooks> writer{c_, emit_of(a_, item_.partial)};
     const PackedRow mine = own_row();
     float* const out = reinterpret_cast<float*>(scratch_) + warp_ * 8 * kOutPitch;
-    __syncthreads();  // all warps are done with the tiles
+    __syncthreads();  // all warps have finished with the tiles
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const Normalized n =
@@ -312,7 +314,7 @@ class Prefill {
   unsigned char* const v_;
   unsigned char* const scratch_;
   unsigned char* const walk_;
-  const uint32_t listed_;  // by key lists, of each turn
+  const uint32_t listed_;  // shared memory address: key list entries of each turn
   float* const temps_;
   const Keys keys_;
 };

@@ -1,7 +1,7 @@
 // From raw scores to weights: hooks, mask, and the online softmax of one tile.
 //
 // A thread holds 2 kM query rows (rows l/4 and l/4 + 8 of each block of 16) and, of each block of 8
-// keys, two neighbouring ones (2(l%4), + 1): see ptx/matrix.h.
+// keys, two adjacent ones (2(l%4), + 1): see ptx/matrix.h.
 #pragma once
 #include <fajit/cuda/attention/kv_walk.h>
 
@@ -10,11 +10,11 @@ namespace fajit::cuda {
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 #define FAJIT_INF __int_as_float(0x7f800000)
 
-// Scores times `multiplier` before the softmax, and `exponent` inside of it: 2^(s * exponent -
-// max).
+// Scores are multiplied by `multiplier` before the softmax, and by `exponent` inside of it: 2^(s *
+// exponent - max).
 //   score_mod or pointwise   natural units first: (scale, log2 e)
 //   scale > 0                folded into the exponent's multiply-add: (1, scale log2 e)
-//   else                     the maximum would be a minimum: (scale log2 e, 1)
+//   else                     folding would turn the maximum into a minimum: (scale log2 e, 1)
 struct Units { float multiplier, exponent; };
 template <class Hooks>
 FAJIT_DEV Units units_of(float scale) {
@@ -25,8 +25,9 @@ FAJIT_DEV Units units_of(float scale) {
 
 // The query rows of a thread: rows l/4 and l/4 + 8 of each block of 16 that its warp holds.
 //
-// What hooks compute of a row beforehand is kept where scores are changed, which every tile does. A
-// mask alone works it out anew in the few tiles that it cuts, which leaves registers to the others.
+// The hooks' values of a row are kept in registers where there is a score_mod, which every tile
+// runs. With a mask alone they are recomputed in the few partial tiles, which saves registers in
+// the others.
 template <class Config, class Hooks, int kM>
 class ThreadRows {
  public:
@@ -63,8 +64,8 @@ class ThreadRows {
   Row kept_[kKept ? 2 * kM : 1];
 };
 
-// The logical position that hooks see of key `r` of a tile. listed: what key lists say of the tile,
-// in shared memory.
+// The logical position of key `r` of a tile, for hooks. listed: shared memory address of the tile's
+// key list entries.
 template <class Config>
 FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t listed, int r) {
   if constexpr (Config::kSparse) return seen_as(ptx::load_word(listed + r * 4));
@@ -72,7 +73,7 @@ FAJIT_DEV int32_t key_position(const KvTile& tile, [[maybe_unused]] uint32_t lis
 }
 
 // Applies score_mod, the pointwise function and the mask to a tile's scores in place. Without
-// kMasked the tile is full: no mask code and no bounds. listed: see key_position.
+// kMasked the tile is full: no mask code and no bounds check. listed: see key_position.
 template <bool kMasked, class Config, class Hooks, int kM, int kN, class Walk>
 FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
                            const ThreadRows<Config, Hooks, kM>& rows, const Units& units,
@@ -98,7 +99,7 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
     for (int j = 0; j < 2; ++j) {
       const int32_t position = tile.begin + n * 8 + ptx::lane_index() % 4 * 2 + j;
       bool inside = !kMasked || position < tile.end;
-      // Hooks never see a position that has no key.
+      // Hooks are never called with a position that has no key.
       int32_t kv_idx = inside ? position : tile.end - 1;
       if constexpr (Config::kSparse) {
         inside = !kMasked || is_key(pair[j]);
@@ -136,11 +137,11 @@ FAJIT_DEV void apply_hooks(float (&s)[kM][kN][4], const Context& c,
 }
 
 // Running base and sum of a thread's rows. The base is in the scores' units and the same in the
-// four lanes that share a row; the sum is this lane's share until `finish`.
+// four lanes that share a row; the sum is this lane's part until `finish`.
 //
-// The base follows the row's maximum only when that has grown by more than 2^kSlack: weights up to
-// 256 are as exact as weights up to 1, and after the first tiles hardly any needs the accumulators
-// rescaled, which is a multiplication for each of them.
+// The base is raised to the row's maximum only when that exceeds it by more than kSlack in base-2
+// units: weights up to 2^8 are as exact as weights up to 1, and after the first tiles the
+// accumulators are hardly ever rescaled, which costs a multiplication for each of them.
 template <int kM>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;
@@ -154,7 +155,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Scores become weights in place; the accumulators are rescaled where the base moves.
+  // Turns scores into weights in place; rescales the accumulators where the base changes.
   template <int kN, int kD>
   FAJIT_DEV void step(float (&s)[kM][kN][4], float (&o)[kM][kD][4], float exponent) {
     float best[2 * kM];
@@ -167,7 +168,8 @@ struct OnlineSoftmax {
       for (int n = 0; n < kN; ++n)
         best[i] = fmaxf(best[i], fmaxf(s[m][n][first], s[m][n][first + 1]));
       best[i] = ptx::quad_max(best[i]);
-      // The first key of a row: its distance to -inf is infinite. Without one: NaN, which is false.
+      // At the first key of a row the difference to -inf is infinite. Without a key it is NaN:
+      // false.
       const bool grown = (best[i] - top[i]) * exponent > kSlack;
       if (!grown) best[i] = top[i];
       moves = moves || grown;
@@ -205,7 +207,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Adds up the shares of the four lanes of each row.
+  // Adds up the parts of the four lanes of each row.
   FAJIT_DEV void finish() {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) sum[i] = ptx::quad_sum(sum[i]);

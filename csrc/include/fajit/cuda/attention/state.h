@@ -1,7 +1,7 @@
-// What leaves a kernel: the state (out, lse) of a row, unfinalised or final.
+// Writes the result of a kernel: the state (out, lse) of each row, unfinalised or final.
 //
-// Unfinalised states are fp32 and before sink and output_mod. Finalisation happens once a row: in
-// the attention kernel when one work item sees all of its keys, else in the merge kernel.
+// Unfinalised states are fp32, before sink and output_mod. Each row is finalised once: in the
+// attention kernel when one work item sees all of its keys, else in the merge kernel.
 #pragma once
 #include <fajit/cuda/attention/scores.h>
 #include <fajit/cuda/tile/hook_rows.h>
@@ -22,11 +22,11 @@ FAJIT_DEV Normalized normalize(float top2, float sum) {
   return {ptx::reciprocal_approx(sum), (top2 + ptx::log2_approx(sum)) * kLn2};
 }
 
-// The same with a sink, in natural units: one more key, whose value is zero.
+// normalize() with a sink (in natural units): one more key, whose value is zero.
 FAJIT_DEV Normalized normalize_with_sink(float top2, float sum, float sink) {
   const float sink2 = sink * kLog2e;
   const float top = fmaxf(sink2, top2);
-  const float base = top == -FAJIT_INF ? 0.0f : top;  // -inf - -inf is not a weight
+  const float base = top == -FAJIT_INF ? 0.0f : top;  // avoids -inf - -inf = NaN
   const float kept = ptx::exp2_approx(top2 - base);
   const Normalized n = normalize(base, sum * kept + ptx::exp2_approx(sink2 - base));
   return {n.factor * kept, n.lse};
@@ -37,7 +37,7 @@ struct StateWriter {
   const Context c;
   Emit emit;
 
-  // What normalises the sums of a row; the sink counts only in final states.
+  // The factor and lse of a row; the sink is included only in final states.
   FAJIT_DEV Normalized normalizer(float top2, float sum, const PackedRow& row) const {
     if constexpr (Hooks::kPointwise) {
       return {1.0f, 0.0f};
@@ -80,7 +80,7 @@ struct StateWriter {
   static FAJIT_DEV void store_rounded(uint16_t* to, const float* values) {
     using Element = typename Config::Element;
     if constexpr (Config::kAligned) {
-      // 8 bytes a lane: a row of 128 is one instruction of the warp.
+      // 8 bytes per lane: a row of 128 is one instruction of the warp.
       for (int d = ptx::lane_index() * 4; d < Config::kHeadDimV; d += 128) {
         const float4 x = *reinterpret_cast<const float4*>(values + d);
         *reinterpret_cast<uint2*>(to + d) = uint2{Element::pack(x.x, x.y), Element::pack(x.z, x.w)};

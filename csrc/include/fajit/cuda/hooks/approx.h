@@ -1,5 +1,5 @@
-// The special-function unit's approximations, and bits of floats. On the host, for tests, the
-// exactly computed function stands in.
+// The approximations of the special-function unit, and bit casts of floats. On the host, for tests,
+// the exact function is used instead.
 #pragma once
 #include <fajit/function.h>
 #include <stdint.h>

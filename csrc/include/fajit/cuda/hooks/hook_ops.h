@@ -1,5 +1,6 @@
-// What rendered hooks are written in on CUDA: the operations of fajit/hook_ops.h on scalars (a
-// thread holds one value), divisions that the host prepared, loads of params, and slots of keys.
+// The functions that rendered hooks call on CUDA: the operations of fajit/hook_ops.h on scalars (a
+// thread holds one value), divisions by divisors that the host prepared, loads of params, and slots
+// of keys.
 #pragma once
 #include <fajit/cuda/hooks/math.h>
 #include <fajit/cuda/hooks/storage.h>
@@ -34,7 +35,7 @@ FAJIT_FN int32_t fmod(int32_t a, const Divisor& d) {
 // --- loads ---------------------------------------------------------------------------------------
 
 // The element offset of one index: negative indices wrap, others are clamped into the tensor.
-// 32-bit indices are wrapped and clamped in 32 bits; a dim beyond 2^31 - 1 is cut there.
+// 32-bit indices are wrapped and clamped in 32 bits; a dim beyond 2^31 - 1 is clipped there.
 // Natural: the index is not negative. Offsets along a unit stride stay narrow.
 template <bool Unit, bool Natural = false, class I>
 FAJIT_FN auto offset(const fajit_tensor& t, int dim, I index) {
@@ -54,7 +55,7 @@ FAJIT_FN auto offset(const fajit_tensor& t, int dim, I index) {
   else return int64_t(place) * t.strides[dim];
 }
 
-// The first element of a param, and the one `offset` elements on.
+// The address of a param's first element, and the address `offset` elements further.
 template <class D> FAJIT_FN auto place(const fajit_tensor& t) {
   return static_cast<const typename storage<D>::type*>(t.ptr);
 }
@@ -72,7 +73,7 @@ template <class D, class S> FAJIT_FN auto read(const fajit_tensor& t, const S* p
   using R = decltype(value_at<D>(place));
   return t.ptr == nullptr ? R{} : value_at<D>(place);
 }
-// Element `i` of the last dim, from `place` on.
+// The element `i` steps along `dim` after `p`.
 template <class D, class S>
 FAJIT_FN auto read_at(const fajit_tensor& t, const S* p, int dim, int i) {
   return read<D>(t, p + i * t.strides[dim]);
@@ -84,7 +85,7 @@ template <class D> FAJIT_FN auto load(const fajit_tensor& t, int64_t offset) {
 
 // --- slots ---------------------------------------------------------------------------------------
 
-// Where K and V are paged, the slot of a key that exists; else 0.
+// The slot of key `kv_idx` of request `b`; in paged storage, 0 if there is no such key.
 FAJIT_FN int64_t kv_slot(const Context& c, int64_t b, int64_t kv_idx) {
   const fajit_args& a = *c.args;
   const int32_t r = c.kv_request >= 0 ? c.kv_request : request(c, b);

@@ -2,13 +2,12 @@
 // have no branches, but for sin, cos and tan of large arguments.
 //
 // float: at most 4 ulp from the correctly rounded result, IEEE results for infinities, NaN and
-// out-of-range arguments; results below 2^-126 may be 0. Divisions and square roots are IEEE's
-// where hooks ask for them, and within 1 ulp inside these functions. double: CUDA's own functions,
-// which take branches.
+// out-of-range arguments; results below 2^-126 may be 0. Divisions and square roots in hooks are
+// IEEE's, those inside these functions within 1 ulp. double: CUDA's own functions, which branch.
 //
 // Coefficients: minimax fits (iteratively reweighted least squares, low orders rounded first);
-// those of fajit/cpu/vector/fast_math.h, unless the special-function unit makes another form
-// shorter.
+// those of fajit/cpu/vector/fast_math.h, except where the special-function unit allows a shorter
+// form.
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 
@@ -46,8 +45,8 @@ FAJIT_FN float quotient(float a, float b) {
 
 // --- exponentials -----------------------------------------------------------------------------
 
-// n = x rounded to an integer, and 2^n, for -126 <= x <= 127: adding 1.5 * 2^23 leaves the integer
-// in the low bits, and 127 more makes it an exponent.
+// n = x rounded to an integer, and 2^n, for -126 <= x <= 127: adding 1.5 * 2^23 puts the integer
+// into the low bits, and adding 127 makes it a biased exponent.
 struct Power { float n, two_n; };
 FAJIT_FN Power integral_power(float x) {
   constexpr float kShift = 12582912.0f + 127.0f;
@@ -60,7 +59,7 @@ FAJIT_FN float exp2(float x) {
   return approx_exp2(x - p.n) * p.two_n;
 }
 
-// log2(e) in two parts keeps the fraction exact for large x too.
+// log2(e) is split in two parts, so the fraction is exact for large x too.
 FAJIT_FN float exp(float x) {
   const Power p = integral_power(clamp(x * 1.44269502f, -126.0f, 127.0f));
   return approx_exp2(fma(x, 1.92596299e-8f, fma(x, 1.44269502f, -p.n))) * p.two_n;
@@ -73,7 +72,7 @@ FAJIT_FN float expm1_poly(float r) {
                   0x1.555556p-3f, 0.5f),
              r);
 }
-// e^y - 1 for |y| <= 87: 2^n (e^r - 1) + (2^n - 1) loses nothing at n = 0.
+// e^y - 1 for |y| <= 87: 2^n (e^r - 1) + (2^n - 1) is exact in the second term at n = 0.
 FAJIT_FN float expm1_finite(float y) {
   const Power p = integral_power(y * 1.44269502f);
   const float r = fma(p.n, 2.12194440e-4f, fma(p.n, -0.693359375f, y));
@@ -87,7 +86,7 @@ FAJIT_FN float expm1(float x) {
 
 // 3 ulp: an odd polynomial near 0, 1 - 2 / (e^2|x| + 1) elsewhere. Fourteen operations without a
 // branch, two of them on the special-function unit. tanh.approx.f32 would be a single one, but its
-// relative error of 5e-4 is 0.02 in a score capped at 50, which no output may show.
+// relative error of 5e-4 would be an error of 0.02 in a score capped at 50, which is too large.
 FAJIT_FN float tanh(float x) {
   const float a = abs(x), u = x * x;
   const float small =
@@ -99,7 +98,7 @@ FAJIT_FN float tanh(float x) {
 
 FAJIT_FN float sigmoid(float x) { return approx_reciprocal(1.0f + exp(-x)); }
 
-// e^a / 2 for a >= 0, which overflows no earlier than sinh and cosh.
+// e^a / 2 for a >= 0, which overflows only where sinh and cosh do.
 FAJIT_FN float half_exp(float a) {
   const Power p = integral_power(clamp(a * 1.44269502f, 0.0f, 127.0f));
   return approx_exp2(fma(a, 1.92596299e-8f, fma(a, 1.44269502f, -1.0f - p.n))) * p.two_n;
@@ -133,7 +132,7 @@ FAJIT_FN float log1p_tail(float f) {
   const float u = f * f;
   return fma(f * u, p, -0.5f * u);
 }
-// `value` where x is positive and finite, else what a logarithm of x is.
+// `value` where x is positive and finite, else the logarithm of the special value x.
 FAJIT_FN float log_special(float x, float value) {
   const float r = x > 0.0f ? value : (x == 0.0f ? -kInf : __builtin_nanf(""));
   return x == kInf ? x : r;
@@ -160,7 +159,7 @@ FAJIT_FN float log10(float x) {
 FAJIT_FN float log1p(float x) {
   const float u = x + 1.0f;
   const LogParts p = split_log(u);
-  // What rounding 1 + x lost, to first order; nothing for huge x, where u may be infinite.
+  // The rounding error of 1 + x, to first order; 0 for huge x, where u may be infinite.
   const float lost = abs(x) < 0x1p24f ? (x - (u - 1.0f)) * approx_reciprocal(u) : 0.0f;
   const float tail = log1p_tail(p.f) + fma(p.e, -2.12194440e-4f, lost);
   const float value = log_special(u, fma(p.e, 0.693359375f, p.f + tail));
@@ -178,7 +177,7 @@ FAJIT_FN float erf(float x) {
                           x);
   const float p = poly(t, -1.72853470e-5f, 3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f,
                        -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f);
-  // The exponent is rounded where e^p is small beside 1.
+  // The product with log2(e) is rounded, but there e^p is small compared with 1.
   const float big = 1.0f - approx_exp2(fma(p, t, -t) * 1.44269502f);
   return a < 0.927734375f ? small : copysign(big, x);
 }

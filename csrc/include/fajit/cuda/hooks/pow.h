@@ -5,7 +5,7 @@
 namespace fajit {
 namespace math {
 
-// A float and what it lost by rounding.
+// A float and its rounding error.
 struct Pair { float high, low; };
 
 // log(x) of positive finite x to 2^-40: m = 2^e (1 + q) / (1 - q), an atanh series in pairs.
@@ -14,7 +14,7 @@ FAJIT_FN Pair log_pair(float x) {
   const float f = parts.f, d = f + 2.0f;
   const float r = quotient(1.0f, d);
   const float q = r * f;
-  // f - q d, with what d lost.
+  // f - q d, with the rounding error of d.
   const float q_low = r * fma(-q, f, fma(-2.0f, q, f));
   const float s = q * q;
   const float series =
@@ -23,7 +23,7 @@ FAJIT_FN Pair log_pair(float x) {
   const float s_low = fma(q, q_low + q_low, fma(q, q, -s));
   const float cube = s * q;
   const float cube_low = fma(s, q_low, fma(s_low, q, fma(s, q, -cube)));
-  // 1 / 3 is not a float: what it lost counts in the cube.
+  // The rounding error of 1 / 3 matters in the cubic term.
   const float third_low = -9.93410748e-9f;
   const float tail = fma(series, cube, fma(series, cube_low, fma(third_low, cube, q_low)));
   const float twice = 2.0f * q;
@@ -44,7 +44,7 @@ FAJIT_FN float pow_positive(float x, float y) {
   return r > 0.0f && r < kInf ? fma(r, low, r) : r;
 }
 
-// x^y for any arguments, where `positive` is |x|^y for finite ones other than 0.
+// x^y for any arguments; `positive` is |x|^y, used where both are finite and x is not 0.
 template <class T>
 FAJIT_FN T pow_special(T x, T y, T positive) {
   constexpr T inf = kInf;
@@ -62,7 +62,7 @@ FAJIT_FN T pow_special(T x, T y, T positive) {
 
 FAJIT_FN float pow(float x, float y) { return pow_special(x, y, pow_positive(abs(x), y)); }
 
-// The same in double, to 1e-15: CUDA's own is a function call.
+// x^y in double, to 1e-15. CUDA's own pow is a function call.
 FAJIT_FN double pow(double x, double y) {
   const double a = abs(x);
   const bool tiny = a < 0x1p-1022;
@@ -88,7 +88,7 @@ FAJIT_FN double pow(double x, double y) {
   const double cube = s * q;
   const double cube_low =
       __builtin_fma(s, q_low, __builtin_fma(s_low, q, __builtin_fma(s, q, -cube)));
-  // q^3 / 3 as a pair: it is what rounding would show in.
+  // q^3 / 3 as a pair: its rounding error would affect the result.
   const double cubic = cube * third;
   const double cubic_low =
       __builtin_fma(cube, third, -cubic) + __builtin_fma(cube, third_low, cube_low * third);

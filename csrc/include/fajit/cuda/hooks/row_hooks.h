@@ -1,7 +1,7 @@
-// What row hooks rendered for CUDA are written in: a warp works on one row, lane by lane.
+// The functions that row hooks rendered for CUDA call. A warp processes one row.
 //
 // Element i of a row belongs to lane i % 32. All 32 lanes of a converged warp call a row hook, so
-// that reductions are shuffles. Loops over a row are unrolled: what a lane keeps stays in
+// that reductions are shuffles. Loops over a row are unrolled, so a lane's values stay in
 // registers.
 #pragma once
 #include <fajit/cuda/hooks/hook_ops.h>
@@ -9,10 +9,10 @@
 namespace fajit {
 namespace ops {
 
-// Elements of a row of N that one lane has, at most.
+// Maximum number of elements of a row of N that one lane has.
 template <int N> inline constexpr int per_lane = (N + 31) / 32;
 
-// f(i, j) for every element i of a row of N that `lane` has, its j-th.
+// Calls f(i, j) for every element i of a row of N that belongs to `lane`; j counts them.
 template <int N, class F> FAJIT_FN void each_element(int lane, F f) {
 #pragma unroll
   for (int j = 0; j < N / 32; ++j) f(lane + 32 * j, j);
@@ -27,7 +27,7 @@ FAJIT_FN void sync_warp() {
 #endif
 }
 
-// The value that lane `lane ^ mask` has.
+// The value of x in lane `lane ^ mask`.
 template <class T> FAJIT_FN T from_lane_xor(T x, int mask) {
 #if defined(__CUDA_ARCH__)
   if constexpr (same<T, bool>) return __shfl_xor_sync(0xffffffffu, int(x), mask) != 0;
@@ -37,14 +37,15 @@ template <class T> FAJIT_FN T from_lane_xor(T x, int mask) {
 #endif
 }
 
-// `x` of all lanes joined: the same tree, and so the same bits, in every lane and every run.
+// Reduces `x` over all lanes, in the same tree and therefore with the same bits in every lane and
+// run.
 template <class T, class Join> FAJIT_FN T join_lanes(T x, Join join) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) x = join(x, from_lane_xor(x, mask));
   return x;
 }
 
-// Joins for reductions over a row, each with the value that changes nothing.
+// Operations of reductions over a row, each with its neutral element.
 struct Sum {
   template <class T> static FAJIT_FN T none() { return T(0); }
   template <class T> FAJIT_FN T operator()(T a, T b) const { return T(add(a, b)); }
@@ -76,7 +77,7 @@ struct All {
   template <class T> FAJIT_FN T operator()(T a, T b) const { return T(a & b); }
 };
 
-// `total` joined with f(i) of this lane's elements of N.
+// Reduces `total` and f(i) of this lane's elements i of N.
 template <int N, class Join, class T, class F>
 FAJIT_FN T join_elements(int lane, Join join, T total, F f) {
   each_element<N>(lane, [&](int i, int) { total = join(total, T(f(i))); });

@@ -1,4 +1,4 @@
-// Small floats, as param tensors store them, as float.
+// Conversion of the small float types of param tensors to float.
 #pragma once
 #include <fajit/cuda/hooks/approx.h>
 #include <stdint.h>
@@ -31,7 +31,7 @@ FAJIT_FN float e4m3_to_float(uint8_t b) {
   const float r = magnitude == 0x7f ? as_float(0x7fc00000) : magnitude < 8 ? tiny : normal;
   return as_float(as_int(r) | int32_t((b & 0x80u) << 24));
 }
-// The upper byte of a half.
+// e5m2 is the upper byte of a half.
 FAJIT_FN float e5m2_to_float(uint8_t b) { return half_to_float(uint16_t(b << 8)); }
 
 }  // namespace ops

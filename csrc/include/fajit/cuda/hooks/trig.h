@@ -13,11 +13,12 @@ struct Quadrant {
   int32_t q;
 };
 
-// For |x| up to this, three float parts of pi / 2 suffice; more is rare.
+// Up to this |x|, three float parts of pi / 2 suffice; larger arguments are rare.
 constexpr float kReduceLimit = 105615.0f;
 
-// Up to 2^50, in double: a fused product loses nothing, so two parts leave an error of n * 2^-107.
-// NaN beyond, where neighbouring floats are 2^27 apart. Short, because it stands at each use.
+// Reduction up to 2^50, in double: fused products are exact, so two parts leave an error of n *
+// 2^-107. NaN beyond, where adjacent floats are 2^27 apart. Kept short, because it is inlined at
+// each use.
 FAJIT_FN Quadrant reduce_large(float x) {
   const double wide = x;
   const double n = __builtin_rint(wide * 0.63661977236758134);
@@ -31,7 +32,7 @@ FAJIT_FN Quadrant reduce_quadrant(float x) {
   constexpr float kShift = 12582912.0f;
   const float shifted = fma(x, 0.636619747f, kShift), n = shifted - kShift;
   const float r = fma(n, -5.39030253e-15f, fma(n, -7.54978942e-8f, fma(n, -1.57079625f, x)));
-  return {r, as_int(shifted)};  // its low bits
+  return {r, as_int(shifted)};  // the low bits are n
 }
 
 FAJIT_FN float sin_poly(float r) {
@@ -94,7 +95,7 @@ FAJIT_FN float atan_ratio(float num, float den) {
   const float top = high ? -den : (mid ? num - den : num);
   const float bottom = high ? num : (mid ? num + den : den);
   const float base = high ? 1.57079637f : (mid ? 0.785398185f : 0.0f);
-  // What the base lost by rounding.
+  // The rounding error of the base.
   const float low = high ? -4.37113883e-8f : (mid ? -2.18556941e-8f : 0.0f);
   const float t = quotient(top, bottom), u = t * t;
   const float tail =
@@ -104,7 +105,7 @@ FAJIT_FN float atan_ratio(float num, float den) {
 }
 FAJIT_FN float atan(float x) {
   const float a = abs(x);
-  // 1 / 0 beyond the largest arguments: infinity has no quotient.
+  // Huge arguments become 1 / 0, because infinity / 1 cannot be folded.
   const bool huge = a > 1e30f;
   return copysign(atan_ratio(huge ? 1.0f : a, huge ? 0.0f : 1.0f), x);
 }
@@ -121,7 +122,7 @@ FAJIT_FN float atan2(float y, float x) {
   num = inf_num ? 1.0f : (inf_den ? 0.0f : num * k);
   den = inf_den ? 1.0f : (inf_num ? 0.0f : den * k);
   const float v = atan_ratio(num, den);
-  // x's sign bit, so that -0 counts as negative.
+  // Tests the sign bit of x, so that -0 counts as negative.
   const float turned = as_int(x) < 0 ? 3.14159274f - (v + 8.74227766e-8f) : v;
   return x == x && y == y ? copysign(turned, y) : x + y;
 }
@@ -136,8 +137,8 @@ FAJIT_DOUBLE(atan)
 #undef FAJIT_DOUBLE
 FAJIT_FN double atan2(double y, double x) { return __builtin_atan2(y, x); }
 
-// CUDA's sin, cos and tan of doubles keep an array for huge arguments. Here: three parts of pi / 2,
-// products as exact pairs; NaN beyond 2^50.
+// CUDA's sin, cos and tan of doubles use an array in local memory for huge arguments. Here: three
+// parts of pi / 2, products as exact pairs; NaN beyond 2^50.
 struct WideQuadrant {
   double r;
   int32_t q;

@@ -1,11 +1,11 @@
-// What nvcc includes before every .cu, cut down to what our kernels use.
+// A replacement of the header that nvcc includes before every .cu, with only what our kernels use.
 //
-// nvcc puts `-include cuda_runtime.h` in front of each of its three passes over a source. The
-// toolkit's own pulls in most of libstdc++ and costs 1.25 s a kernel (nvcc 13.0, measured); this
-// one costs 0.05 s. The folder it lies in is the first on the include path, for the toolkits that
-// it was tried with (flashattn_jit/jit/compilation/nvcc.py); others take their own.
+// nvcc passes `-include cuda_runtime.h` to each of its three passes over a source. The toolkit's
+// header includes most of libstdc++ and costs 1.25 s per kernel (nvcc 13.0, measured); this one
+// costs 0.05 s. Its folder is the first on the include path for the toolkits that it was tested
+// with (flashattn_jit/jit/compilation/nvcc.py); other toolkits use their own header.
 //
-// Held here: the runtime's C interface, the index variables, and the declarations below, which are
+// Contents: the runtime's C interface, the index variables, and the declarations below, which are
 // those of the toolkit's headers. A kernel that needs another intrinsic adds its line. Kernels are
 // launched through cudaLaunchKernel, not <<<>>>.
 #pragma once
@@ -19,7 +19,7 @@
 
 extern "C" {
 
-// The host's half of a device function calls it.
+// The host stub of a device function calls it.
 extern void exit(int) throw() __attribute__((__noreturn__));
 
 #define FAJIT_INTRINSIC __device__ __device_builtin__
@@ -32,7 +32,7 @@ FAJIT_INTRINSIC int __ffs(int x);
 FAJIT_INTRINSIC size_t __nv_cvta_generic_to_shared_impl(const void* ptr);
 #undef FAJIT_INTRINSIC
 
-// On both sides; the host's are libm's.
+// Functions of host and device; those of the host are libm's.
 #define FAJIT_MATH __host__ __device__ __device_builtin__
 FAJIT_MATH float fabsf(float x) throw();
 FAJIT_MATH float fmaf(float x, float y, float z) throw();
@@ -57,7 +57,7 @@ FAJIT_MATH double sqrt(double x) throw();
 
 }  // extern "C"
 
-// Votes and shuffles among the lanes of a warp, as sm_30_intrinsics.hpp has them.
+// Votes and shuffles among the lanes of a warp, as in sm_30_intrinsics.hpp.
 #define FAJIT_INLINE __device__ inline __attribute__((always_inline))
 FAJIT_INLINE void __syncwarp(unsigned mask = 0xffffffffu) {
   extern __device__ __device_builtin__ void __nvvm_bar_warp_sync(unsigned mask);
@@ -90,8 +90,8 @@ FAJIT_SHUFFLES(__shfl_xor_sync, "bfly", lanes, 31)
 #undef FAJIT_SHUFFLES
 #undef FAJIT_SHUFFLE
 
-// Loads through the read-only path. Volatile: the compiler takes other assembly for arithmetic,
-// which it may move above the branch that guards it, and so read past the end of a row.
+// Loads through the read-only cache. Volatile: the compiler may move other asm above the branch
+// that guards it, and so read past the end of a row.
 #define FAJIT_LDG(Type, Register, constraint, suffix)                                     \
   FAJIT_INLINE Type __ldg(const Type* ptr) {                                              \
     Register value;                                                                       \
@@ -109,7 +109,7 @@ FAJIT_LDG(double, double, "d", "f64")
 #undef FAJIT_LDG
 #undef FAJIT_INLINE
 
-// C++ overloads, on both sides.
+// C++ overloads for host and device.
 #define FAJIT_ORDER(Type)                                                              \
   __host__ __device__ inline __attribute__((always_inline)) Type min(Type a, Type b) { \
     return b < a ? b : a;                                                              \

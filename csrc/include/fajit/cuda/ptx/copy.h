@@ -1,16 +1,16 @@
-// Copies from global to shared memory, 16 bytes a thread. Each function is one instruction.
+// Loads and stores of shared memory, and copies from global to shared memory, 16 bytes per thread.
+// Each function is one instruction.
 #pragma once
 #include <fajit/cuda/ptx/device.h>
 
 namespace fajit::ptx {
 
-// The address of a shared-memory object in the shared window, as ldmatrix and cp.async want it.
+// The address of an object in the shared memory window, for ldmatrix and cp.async.
 FAJIT_DEV uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__nv_cvta_generic_to_shared_impl(p));
 }
 
-// Two addresses to shared memory, and one back. The load is volatile, so it happens where it
-// stands.
+// Stores two addresses to shared memory, and loads one. The load is volatile, so it is not moved.
 FAJIT_DEV void store_shared(uint32_t to, const void* first, const void* second) {
   asm volatile("st.shared.v2.u64 [%0], {%1, %2};" ::"r"(to), "l"(first), "l"(second) : "memory");
 }
@@ -20,7 +20,7 @@ FAJIT_DEV const uint16_t* load_shared(uint32_t from) {
   return pointer;
 }
 
-// Four words likewise.
+// Stores and loads four words.
 FAJIT_DEV void store_words(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
@@ -32,7 +32,7 @@ FAJIT_DEV void load_words(uint32_t (&words)[4], uint32_t from) {
                : "memory");
 }
 
-// Two neighbouring words.
+// Two adjacent words.
 FAJIT_DEV void load_word_pair(int32_t (&words)[2], uint32_t from) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
                : "=r"(words[0]), "=r"(words[1])
@@ -48,7 +48,8 @@ FAJIT_DEV void store_word(uint32_t to, int32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
-// Starts a copy of `bytes` (0 to 16) bytes; the rest of the 16 is zeros. Nothing is read for 0.
+// Starts a copy of `bytes` (0 to 16) bytes, and fills the rest of the 16 with zeros. For 0, nothing
+// is read.
 FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
@@ -56,15 +57,15 @@ FAJIT_DEV void copy_async(uint32_t to, const void* from, int bytes) {
 #endif
 }
 
-// Closes a group of this thread's copies.
+// Commits this thread's copies as one group.
 FAJIT_DEV void commit_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most `kPending` of this thread's youngest groups are under way. Other threads see
-// the bytes after a barrier.
+// Waits until at most the `kPending` latest groups of this thread are in flight. The data is
+// visible to other threads after a barrier.
 template <int kPending>
 FAJIT_DEV void wait_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -1,4 +1,4 @@
-// What device functions are declared with, and the architecture that is compiled for.
+// The attributes of device functions, and the architecture that is compiled for.
 #pragma once
 #include <stdint.h>
 

@@ -5,7 +5,8 @@
 //   B  16 x 8, row k, column n    b0: k = 2(l%4).., n = l/4   b1: k + 8
 //   C  16 x 8                     c0, c1: r = l/4, n = 2(l%4), + 1        c2, c3: r + 8
 //
-// with lane l; each 32-bit register of A and B holds two neighbouring 16-bit values, the first low.
+// with lane l; each 32-bit register of A and B holds two adjacent 16-bit values, the first in the
+// low half.
 #pragma once
 #include <fajit/cuda/ptx/device.h>
 
@@ -19,7 +20,7 @@ FAJIT_DEV void load_matrices(uint32_t (&m)[4], uint32_t row_address) {
                : "memory");
 }
 
-// The same, each matrix transposed.
+// load_matrices with each matrix transposed.
 FAJIT_DEV void load_matrices_transposed(uint32_t (&m)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])

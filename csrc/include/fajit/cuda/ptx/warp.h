@@ -6,9 +6,9 @@ namespace fajit::ptx {
 
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// NVVM of sm_100 and later moves what is computed of a lane out of all loops and holds it in
-// registers across them, up to 30 with a loop over work items (nvcc 13.0). There it is asked for
-// anew at each use, of which ptxas leaves 13 to 22 in a kernel.
+// NVVM for sm_100 and later hoists everything computed from the lane out of all loops and keeps it
+// in registers, up to 30 with a loop over work items (nvcc 13.0). There the index is read again at
+// each use; ptxas keeps 13 to 22 of these reads in a kernel.
 FAJIT_DEV int lane_index() {
 #if __CUDA_ARCH__ >= 1000
   int thread;
@@ -18,8 +18,8 @@ FAJIT_DEV int lane_index() {
   return static_cast<int>(threadIdx.x & 31);
 #endif
 }
-// Through an exchange, so that the compiler knows it to be the same in all lanes: branches on it
-// then need no reconvergence, and shuffles under them no calls.
+// Read with a shuffle, so that the compiler knows that it is uniform: branches on it then need no
+// reconvergence, and shuffles inside them no calls.
 FAJIT_DEV int warp_index() { return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x >> 5), 0); }
 
 template <class T>
@@ -34,7 +34,7 @@ FAJIT_DEV T* pointer_from_lane(T* p, int lane) {
   return reinterpret_cast<T*>(uint64_t{high} << 32 | low);
 }
 
-// Over the four lanes that share the rows of an accumulator fragment.
+// Reductions over the four lanes that share the rows of an accumulator fragment.
 FAJIT_DEV float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, 1));
   return fmaxf(x, __shfl_xor_sync(kAllLanes, x, 2));

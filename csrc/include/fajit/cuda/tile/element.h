@@ -9,7 +9,7 @@ struct Bfloat16 {
   uint16_t bits;
 
   static FAJIT_DEV float to_float(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
-  // Two values rounded to nearest, ties to even; `low` in the low half.
+  // Two values, rounded to nearest even, as one word; `low` in the low half.
   static FAJIT_DEV uint32_t pack([[maybe_unused]] float low, [[maybe_unused]] float high) {
     uint32_t word = 0;
 #if __CUDA_ARCH__ >= 800

@@ -7,15 +7,17 @@
 
 namespace fajit::cuda {
 
-// Lane's row and chunk for ldmatrix.x4 of a 16 x 16 block: A operands, and B operands transposed.
+// Row and chunk of a lane for ldmatrix.x4 of a 16 x 16 block: A operands, and transposed B
+// operands.
 FAJIT_DEV int block_row(int lane) { return lane & 15; }
 FAJIT_DEV int block_chunk(int lane) { return lane >> 4; }
-// The same for two B operands of 8 columns each that lie as rows: n 0-7 first, k halves together.
+// Row and chunk of a lane for two B operands of 8 columns each, stored as rows: matrices 0 and 1
+// are the k halves of columns 0-7, matrices 2 and 3 those of columns 8-15.
 FAJIT_DEV int pair_row(int lane) { return (lane & 7) | (lane >> 1 & 8); }
 FAJIT_DEV int pair_chunk(int lane) { return lane >> 3 & 1; }
 
-// s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: addresses of the
-// tiles' first rows in the shared window.
+// s[m][n] = Q K^T for kM blocks of 16 rows at `q` and kN blocks of 8 keys at `k`: shared memory
+// addresses of the tiles' first rows.
 template <class Element, int Dim, int kM, int kN>
 FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
   using Layout = RowLayout<Dim>;
@@ -45,8 +47,8 @@ FAJIT_DEV void multiply_scores(float (&s)[kM][kN][4], uint32_t q, uint32_t k) {
   }
 }
 
-// o[m][n] += P V: P is s, rounded to Element; kN blocks of 8 keys, rows of `v`. The accumulators of
-// two neighbouring blocks of keys are, packed, an A operand.
+// o[m][n] += P V: P is s rounded to Element; the rows of `v` are kN blocks of 8 keys. The packed
+// accumulators of two adjacent blocks of keys are one A operand.
 template <class Element, int DimV, int kM, int kN>
 FAJIT_DEV void multiply_values(float (&o)[kM][DimV / 8][4], const float (&s)[kM][kN][4],
                                uint32_t v) {

@@ -1,4 +1,5 @@
-// A row in shared memory as row hooks see it: `row[i]` reads, `row.write(i, x)` rounds and stores.
+// A row in shared memory, as passed to row hooks: `row[i]` reads, `row.write(i, x)` rounds and
+// stores.
 #pragma once
 #include <fajit/cuda/tile/element.h>
 #include <fajit/cuda/tile/row_layout.h>
@@ -20,7 +21,7 @@ struct TileRow {
   }
 };
 
-// Consecutive floats.
+// A row of contiguous floats.
 struct FloatRow {
   float* values;
 

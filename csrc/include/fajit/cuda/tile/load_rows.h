@@ -1,7 +1,8 @@
-// Rows from global memory to a tile in shared memory: any place for each row, 16 bytes a lane.
+// Copies rows from global memory, each at any address, to a tile in shared memory, 16 bytes per
+// lane.
 //
-// A row is found by one lane and handed to the lanes that copy it, so that a table look-up for
-// every row (pages of one key) costs a warp as little as pages of 64 keys.
+// One lane computes the address of a row and passes it to the lanes that copy it, so a table
+// look-up for every row (pages of one key) costs a warp as little as pages of 64 keys.
 #pragma once
 #include <fajit/cuda/ptx/copy.h>
 #include <fajit/cuda/ptx/warp.h>
@@ -10,7 +11,7 @@
 
 namespace fajit::cuda {
 
-// 8 values of a row that starts anywhere, those from `count` on zero.
+// 8 values of an unaligned row; those from `count` on are zero.
 FAJIT_DEV uint4 gather_chunk(const uint16_t* from, int count) {
   uint32_t words[4];
 #pragma unroll
@@ -22,24 +23,25 @@ FAJIT_DEV uint4 gather_chunk(const uint16_t* from, int count) {
   return uint4{words[0], words[1], words[2], words[3]};
 }
 
-// Rows that follow each other: arithmetic is cheaper than an exchange. Past the last row the
-// address is computed, not read.
+// Rows at a constant stride: computing addresses is cheaper than shuffles. Addresses past the last
+// row are computed but not read.
 struct StridedRows {
   const uint16_t* first;
   int64_t stride;  // elements
   FAJIT_DEV const uint16_t* row(int r) const { return first + r * stride; }
 };
 
-// Rows anywhere: lane r holds the address of row r, valid also for rows that do not exist.
+// Rows at any addresses: lane r holds the address of row r, which is valid also for rows that do
+// not exist.
 struct HeldRows {
   const uint16_t* own;
   FAJIT_DEV const uint16_t* row(int r) const { return ptx::pointer_from_lane(own, r); }
 };
 
 // One warp loads kRows rows of HeadDim values, padded with zeros to Dim, into rows [first_row,
-// first_row + kRows) of `tile`; those from `count` on are zeros. All lanes call it together. The
-// copies belong to the caller's group where the architecture has asynchronous ones, else they are
-// done on return.
+// first_row + kRows) of `tile`; those from `count` on are zeros. Called by all lanes. Where the
+// architecture has asynchronous copies they belong to the caller's group, else they are complete on
+// return.
 template <int HeadDim, int Dim, int kRows, bool kAligned, class Rows>
 FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows rows) {
   using Layout = RowLayout<Dim>;
@@ -59,7 +61,7 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
                       inside ? 16 : 0);
     }
   } else {
-    // Through registers, a few loads under way at a time.
+    // Through registers, with a few loads in flight at a time.
     constexpr int kBatch = 4;
 #pragma unroll
     for (int j0 = 0; j0 < kSteps; j0 += kBatch) {
@@ -86,10 +88,10 @@ FAJIT_DEV void load_rows(unsigned char* tile, int first_row, int count, Rows row
   }
 }
 
-// The same for aligned strided rows whose chunks divide a warp, from a `first_row` that is a
-// multiple of 8: every step of the warp moves all lanes by the same number of rows, so one address
-// is kept, and moved. Computed row by row, the compiler keeps the addresses of all steps across the
-// loop over the keys.
+// load_rows for aligned strided rows whose chunks divide a warp, with a `first_row` that is a
+// multiple of 8. Every step advances all lanes by the same number of rows, so one address is kept
+// and incremented. If each row's address were computed separately, the compiler would keep the
+// addresses of all steps in registers across the loop over the keys.
 template <int HeadDim, int Dim, int kRows>
 FAJIT_DEV void load_strided_rows(unsigned char* tile, int first_row, int count, StridedRows rows) {
   using Layout = RowLayout<Dim>;

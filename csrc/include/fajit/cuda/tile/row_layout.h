@@ -1,9 +1,9 @@
-// Where the 16-byte chunks of a tile's rows lie in shared memory.
+// The layout of a tile's rows in shared memory, in chunks of 16 bytes.
 //
-// ldmatrix reads the same chunk of 8 consecutive rows at once, which is free of bank conflicts when
-// the 8 chunks lie in 8 different 16-byte columns of a 128-byte line:
+// ldmatrix reads the same chunk of 8 consecutive rows at once, without bank conflicts when the 8
+// chunks are in 8 different 16-byte columns of a 128-byte line:
 //
-//   row length       chunks a row   place of (row, chunk)
+//   row length       chunks a row   column of (row, chunk)
 //   multiple of 128 B     8 k       chunk ^ (row & 7), within each line of 8
 //   64 B                  4         chunk ^ (row / 2 & 3)
 //   32 B                  2         chunk ^ (row / 4 & 1)
@@ -13,8 +13,8 @@
 
 namespace fajit::cuda {
 
-// Keeps the compiler from computing what depends on an address ahead of a loop: the few additions
-// cost less than the registers that would hold their results.
+// Prevents the compiler from hoisting computations with this address out of a loop: the few
+// additions cost less than the registers for their results.
 FAJIT_DEV uint32_t compute_here(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
@@ -33,14 +33,14 @@ struct RowLayout {
   static FAJIT_DEV uint32_t offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ (row >> kShift & kMask)) << 4);
   }
-  // From the address of (row, c), c = 0 or 1, to that of (row, c + chunk) for an even `chunk` that
-  // is a constant: one XOR or addition. The tile starts at a multiple of 128 bytes.
+  // The address of (row, c + chunk) from that of (row, c), c = 0 or 1, for a constant even `chunk`:
+  // one XOR or addition. The tile starts at a multiple of 128 bytes.
   static FAJIT_DEV uint32_t step(uint32_t address, int chunk) {
     if constexpr (kMask == 0) return address + chunk * 16;
     return (address ^ ((chunk & kMask) << 4)) + (chunk & ~kMask) * 16;
   }
-  // From the address of (row, chunk) to that of (row + rows, chunk) for a constant `rows` whose
-  // bits `row`, counted from a multiple of 8, does not have.
+  // The address of (row + rows, chunk) from that of (row, chunk), for a constant `rows` that has no
+  // bit in common with `row` modulo 8.
   static FAJIT_DEV uint32_t down(uint32_t address, int rows) {
     return (address ^ ((rows >> kShift & kMask) << 4)) + rows * kRowBytes;
   }

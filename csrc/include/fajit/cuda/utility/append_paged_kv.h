@@ -1,12 +1,12 @@
 // Copies new rows of K and V into the pages of a cache.
 //
 // An item of work is some new tokens of one request: row r of the request, packed token
-// q_row0[request] + r, becomes key kv_begin + (r - row_begin), which lies in slot key % page_size
-// of page page_indices[page_indptr[request] + key / page_size]. A page that does not exist is left
-// out.
+// q_row0[request] + r, becomes key kv_begin + (r - row_begin), which is stored in slot key %
+// page_size of page page_indices[page_indptr[request] + key / page_size]. Invalid page indices are
+// skipped.
 //
 // Arguments: `tensors` are k [tokens, heads, head_dim], v [tokens, heads, head_dim_v] and the
-// caches [pages, page_size, heads, ...], all of them seen as bytes; rows are copied in units of
+// caches [pages, page_size, heads, ...], all of them as bytes; rows are copied in units of
 // kUnitBytes, which divide their addresses, strides and lengths.
 #pragma once
 #include <fajit/cuda/ptx/warp.h>
@@ -42,7 +42,7 @@ struct AppendPagedKv {
   using Unit = typename UnitOf<kUnitBytes>::Type;
   static constexpr int kThreads = 128;
 
-  // Rows of one of K and V: where they come from and where they go. Strides in units.
+  // Source and destination of the rows of K or of V. Strides in units.
   struct Rows {
     const Unit* from;
     Unit* to;

@@ -1,4 +1,4 @@
-// Entry points of artifacts with one kernel that is no attention: launches as data, and launches.
+// Entry points of artifacts with one kernel that is not attention: launches as data, and launches.
 //
 // A utility `U` has kThreads, a `Params` that fits a kernel's parameters, and
 //   static int fill(const fajit_args* args, Params& params, uint32_t& blocks);

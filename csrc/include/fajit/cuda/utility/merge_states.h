@@ -1,10 +1,10 @@
-// Merges the states of disjoint key sets, row by row; the CPU's is csrc/runtime/merge_states.cpp.
+// Merges the states of disjoint key sets, row by row; for CPUs see csrc/runtime/merge_states.cpp.
 //
-//   lse = log(sum_i e^lse_i),  out = sum_i e^(lse_i - lse) out_i;  sums are added where lse is
+//   lse = log(sum_i e^lse_i),  out = sum_i e^(lse_i - lse) out_i;  out = sum_i out_i where lse is
 //   null.
 //
-// A warp a row, states in order, so that the result depends on nothing else. A state whose lse is
-// -inf is not read: its out may hold anything.
+// One warp per row, states in order, so that the result is deterministic. The out of a state whose
+// lse is -inf is not read and may have any contents.
 //
 // Arguments: `tensors` are the states' outs [d0, d1, d2, head_dim_v], then their lses [d0, d1, d2]
 // with FAJIT_WRITE_LSE. The strides of out and lse are those of d0, d1, d2.
