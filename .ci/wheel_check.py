@@ -1,4 +1,4 @@
-"""Checks an installed wheel: its folder, a call, a typed error, one OpenMP runtime in the process."""
+"""Checks an installed wheel: its folder, a call, a typed error, its one OpenMP runtime."""
 
 from __future__ import annotations
 
