@@ -1,4 +1,4 @@
-"""Builds flashattn_jit._C, and puts what is compiled on demand into the package."""
+"""Builds flashattn_jit._C, and puts the sources that are compiled on demand into the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOURCES = {
 
 
 class BuildInUnits(build_pybind11):
-    """Compiles each folder of sources as one unit: half of a unit's time is pybind11's headers."""
+    """Compiles each folder of sources as one unit; half of its time is for pybind11's headers."""
 
     def build_extensions(self) -> None:
         units = Path(self.build_temp)
@@ -36,7 +36,7 @@ class BuildInUnits(build_pybind11):
             for folder, paths in SOURCES.items():
                 unit = units / f"unit_{folder}.cpp"
                 text = "".join(f'#include "{path.as_posix()}"\n' for path in paths)
-                if not unit.exists() or unit.read_text() != text:  # its time decides on a rebuild
+                if not unit.exists() or unit.read_text() != text:  # a new mtime means a rebuild
                     unit.write_text(text)
                 extension.sources.append(str(unit))
         super().build_extensions()
@@ -45,7 +45,7 @@ class BuildInUnits(build_pybind11):
 class BuildWithData(build_py):
     """Copies templates, headers and the emulator to flashattn_jit/_data, where a wheel has them.
 
-    An editable install copies nothing: there the package reads the checkout's own folders.
+    An editable install copies nothing: the package reads the folders of the checkout.
     """
 
     def run(self) -> None:
@@ -77,8 +77,8 @@ setup(
             depends=HEADERS,
             cxx_std=17,
             extra_compile_args=["-O2", "-fopenmp", "-Wall", "-Wextra"],
-            # One OpenMP runtime a process: torch is imported first and ships libgomp under its
-            # own soname, which this then resolves to.
+            # One OpenMP runtime per process: torch is imported first and ships libgomp with its
+            # usual soname, so the extension resolves to that one.
             extra_link_args=["-fopenmp"],
             libraries=["dl"],
         ),

@@ -1,4 +1,4 @@
-"""Checks an installed wheel: where it comes from, a call, its errors, its one OpenMP runtime."""
+"""Checks an installed wheel: its folder, a call, a typed error, its one OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ except fa.InputError as error:
 else:
     raise AssertionError("3 kv heads for 4 query heads must be refused")
 
-# One OpenMP runtime, torch's: its own file, which the extension and the kernel resolve to.
+# The process has one OpenMP runtime, torch's file, which the extension and the kernel resolve to.
 runtimes = mapped(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$")
 assert len(runtimes) == 1, runtimes
 (runtime,) = runtimes
 assert Path(runtime).is_relative_to(Path(torch.__file__).parent.parent), runtime
-# One pool of threads: those that torch's own work started serve the kernels as well.
+# There is one pool of threads: kernels run on the threads that torch's operations started.
 torch.set_num_threads(4)
 for _ in range(3):
     torch.randn(1 << 22, device="cpu").exp_()

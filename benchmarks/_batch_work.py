@@ -1,4 +1,4 @@
-"""Batches for benchmarks: lengths, page tables, and how many tiles a window visits."""
+"""Batches for benchmarks: lengths, page tables, and the number of tiles that a window visits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def indptr(lengths: Sequence[int]) -> Tensor:
 
 
 def constant_lengths(count: int, mean: int) -> list[int]:
-    """All the same."""
+    """`count` times the mean."""
     return [mean] * count
 
 
 def uniform_lengths(count: int, mean: int) -> list[int]:
-    """Evenly from half to one and a half of the mean, shuffled; they add up to count * mean."""
+    """Evenly spaced from half to 1.5 times the mean, shuffled; they add up to count * mean."""
     lengths = [mean // 2 + mean * i // max(count - 1, 1) for i in range(count)]
     return _adding_up(_shuffled(lengths), count * mean)
 
 
 def zipf_lengths(count: int, mean: int) -> list[int]:
-    """The i-th longest is 1 / i of the longest, shuffled; they add up to count * mean."""
+    """The i-th longest is 1 / i times the longest, shuffled; they add up to count * mean."""
     weights = [1 / i for i in range(1, count + 1)]
     lengths = [max(1, int(count * mean * w / sum(weights))) for w in weights]
     return _adding_up(_shuffled(lengths), count * mean)
@@ -52,7 +52,7 @@ def _adding_up(lengths: list[int], total: int) -> list[int]:
 def page_table(
     lengths: Sequence[int], page_size: int, shuffled: bool = False, device: str = "cpu"
 ) -> fa.Paged:
-    """Pages of a cache that holds just these requests, in order or shuffled."""
+    """Pages of a cache that holds only these requests, in order or shuffled."""
     counts = [-(-n // page_size) for n in lengths]
     total = sum(counts)
     order = torch.arange(total)
@@ -65,9 +65,9 @@ def page_table(
 def visited_tiles(
     q_len: int, kv_len: int, group: int, dtype: torch.dtype, head_dim: int, window: int | None
 ) -> int:
-    """Tiles of one request and kv head that hold a kept pair, of this CPU's kernel for it.
+    """Tiles with a kept pair, of one request and kv head in this CPU's kernel.
 
-    Its queries are the last `q_len` positions; each sees the `window` keys up to its own, or all.
+    The queries are the last `q_len` positions; each sees the `window` keys up to its own, or all.
     """
     variant = as_variant(None if window is None else fa.SlidingWindow(window))
     name = str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Where the seconds of a compile go: the front end, each header, nvcc's programs."""
+"""The parts of a compile's time: the front end, each header, nvcc's programs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def front_end_rows(entry: Path, what: str, rounds: int) -> list[Row]:
 
 
 def header_seconds(command: list[str], work: Path, rounds: int) -> dict[str, float]:
-    """Front-end seconds of each header that the kernel's source, or a header of ours, includes: of
-    a source with nothing but it, beyond that of an empty one. What needs others first is left out.
+    """Front-end seconds of each header that the kernel's source, or a header of ours, includes.
+
+    Those of a source with nothing else, less those of an empty one. Headers that do not compile
+    alone are left out.
     """
     source = work / "one.cpp"
     compiler = [part for part in command if not part.endswith("kernel.cpp")]
@@ -76,7 +78,7 @@ def header_seconds(command: list[str], work: Path, rounds: int) -> dict[str, flo
 
 
 def _headers(command: list[str], work: Path) -> Iterator[str]:
-    """Our headers and what they include, as they write it, by the compiler's tree of includes."""
+    """Names of our headers and of those that they include, from the compiler's include tree."""
     tree = _run([*command, "-fsyntax-only", "-H"], work)
     ours = str(env.include_dir())
     parents: list[str] = []
@@ -94,7 +96,7 @@ def _headers(command: list[str], work: Path) -> Iterator[str]:
 
 
 def _written(name: str) -> str:
-    """A foreign header by the name that our sources include it by."""
+    """The name by which our headers include a header that is not ours."""
     pattern = re.compile(rf"#\s*include\s*<((?:[\w./]+/)?{re.escape(name)})>")
     for path in sorted(env.include_dir().rglob("*.h")):
         if found := pattern.search(path.read_text()):
@@ -103,7 +105,7 @@ def _written(name: str) -> str:
 
 
 def nvcc_rows(entry: Path, what: str) -> list[Row]:
-    """Shares of nvcc's programs in the compile of a CUDA kernel."""
+    """Share of preprocessing and cudafe++ in the compile of a CUDA kernel."""
     work = entry.parent / f"{entry.name[:8]}-nvcc"
     work.mkdir()
     work.joinpath("include").symlink_to(env.include_dir())
@@ -111,7 +113,7 @@ def nvcc_rows(entry: Path, what: str) -> list[Row]:
     source.write_bytes(entry.joinpath("kernel.cu").read_bytes())
     show(f"nvcc's programs, {what}")
     line = entry.joinpath("command").read_text().splitlines()[0]
-    # The compile as it was, but for the files that it would leave beside the object.
+    # The recorded command, without the option that keeps intermediate files.
     command = [part for part in shlex.split(line) if part != "--keep"]
     _run([*command, "--time=phases.csv"], work)
     phases = _phases(work / "phases.csv")
@@ -142,7 +144,7 @@ def _phases(path: Path) -> Mapping[str, float]:
 
 
 def _command(entry: Path) -> list[str]:
-    """The command that compiled an entry, without its outputs, on the source that is in it."""
+    """The command that compiled an entry, without outputs, on the source in the entry."""
     line = _ANOTHER_OBJECT.sub("", entry.joinpath("command").read_text().splitlines()[0])
     parts = [part for part in shlex.split(line) if part not in ("-c", "-fstack-usage")]
     return [str(entry / "kernel.cpp") if p.endswith("/kernel.cpp") else p for p in parts]

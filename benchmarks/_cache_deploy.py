@@ -1,19 +1,18 @@
-"""What warming costs beyond its compiles, and how fast packs are written and unpacked."""
+"""The cost of warming beyond its compiles, and the speed of packing and unpacking."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flashattn_jit as fa
-from benchmarks._cache_folder import cache_in
+from benchmarks._cache_folder import fresh_cache
 from benchmarks._measure import Row, median
 from benchmarks._progress import show, steps
 from flashattn_jit.deploy.pack.pack import pack
@@ -50,7 +49,7 @@ _SCORES: dict[str, Callable[..., Any] | None] = {
 
 
 def variants() -> list[fa.Variant]:
-    """40 variants of 40 structures."""
+    """40 variants with different structures."""
     return [
         fa.variant(score_mod=score, mask_mod=mask, name=f"{name}_{other}")
         for name, mask in _MASKS.items()
@@ -62,12 +61,12 @@ def warm_rows(options: argparse.Namespace) -> list[Row]:
     """One run on `JOBS` workers against its compilers' time, and against a run on one worker."""
     chosen = variants()
     sizes = {"head_dims": 64, "dtypes": _DTYPES, "formats": ("dense",), "progress": _show}
-    with _fresh_cache():
-        warm(chosen[0], **sizes, jobs=JOBS)  # the compiler's files are in memory now
+    with fresh_cache():
+        warm(chosen[0], **sizes, jobs=JOBS)  # loads the compiler's files into the page cache
     walls: dict[int, float] = {}
     reports = {}
     for jobs in (JOBS, 1):
-        with _fresh_cache():
+        with fresh_cache():
             begin = time.perf_counter()
             reports[jobs] = warm(chosen, **sizes, jobs=jobs)
             walls[jobs] = time.perf_counter() - begin
@@ -94,9 +93,9 @@ def _show(event: WarmEvent) -> None:
 
 
 def pack_rows(options: argparse.Namespace) -> list[Row]:
-    """Packing and unpacking many entries, all of them of real artifacts."""
+    """Packing and unpacking many entries, all with real artifacts."""
     rows = []
-    with _fresh_cache() as folder:
+    with fresh_cache() as folder:
         warm(fa.Causal(), head_dims=64, dtypes=_DTYPES, formats=("dense",), progress=_show)
         _multiply(Store(folder), CPU_ENTRIES)
         packing, unpacking, size = _times(folder)
@@ -109,7 +108,7 @@ def pack_rows(options: argparse.Namespace) -> list[Row]:
         )
     if find_toolkit() is None:
         return rows
-    with _fresh_cache() as folder:
+    with fresh_cache() as folder:
         warm(fa.Causal(), head_dims=128, dtypes="bf16", targets="sm_90", formats=("dense",),
              progress=_show)  # fmt: skip
         store = Store(folder)
@@ -127,14 +126,14 @@ def pack_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def _times(folder: Path) -> tuple[float, float, int]:
-    """Median seconds of packing and of unpacking to a new folder, synced; the pack's bytes."""
+    """Median seconds of packing and of unpacking to a new folder, with fsync; the pack's bytes."""
     packing, unpacking, size = [], [], 0
     for _ in steps("pack and unpack", range(_ROUNDS)):
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=folder.parent) as place:
-            archive = Path(place) / "kernels.pack"
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=folder.parent) as work:
+            archive = Path(work) / "kernels.pack"
             report = pack(archive)
             packing.append(report.wall_s)
-            unpacked = unpack(archive, Path(place) / "layer")
+            unpacked = unpack(archive, Path(work) / "layer")
             assert unpacked.added == report.entries
             unpacking.append(unpacked.wall_s)
             size = report.bytes
@@ -142,13 +141,14 @@ def _times(folder: Path) -> tuple[float, float, int]:
 
 
 def _multiply(store: Store, count: int) -> None:
-    """Makes `count` entries of those that are there: artifacts of other keys, else the same."""
+    """Copies the store's entries under other keys until there are `count`."""
     made = list(store.entries())
     for i in steps("entries to pack", range(count - len(made))):
-        _retitle(store, made[i % len(made)], i)
+        _copy(store, made[i % len(made)], i)
 
 
-def _retitle(store: Store, entry: Entry, number: int) -> None:
+def _copy(store: Store, entry: Entry, number: int) -> None:
+    """Publishes a copy of an entry, with another key in its document and its files."""
     document = [[n, f"{t} {number}" if n == "spec" else t] for n, t in entry.meta["document"]]
     key = document_digest(document)
     files = {}
@@ -159,12 +159,3 @@ def _retitle(store: Store, entry: Entry, number: int) -> None:
     stated = {n: {"bytes": len(c), "sha256": sha256(c)} for n, c in files.items()}
     meta = {**entry.meta, "key": key, "document": document, "files": stated}
     store.adopt(key, entry.compiler_id, files, meta, durable=False)
-
-
-@contextlib.contextmanager
-def _fresh_cache() -> Iterator[Path]:
-    with (
-        tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder,
-        cache_in(Path(folder)),
-    ):
-        yield Path(folder) / "cache"

@@ -1,32 +1,38 @@
-"""Where the caches of measurements lie: in folders of their own."""
+"""A temporary cache for measurements, and processes that use it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 
 @contextlib.contextmanager
-def cache_in(folder: Path) -> Iterator[None]:
-    """The cache of this process is below `folder` alone, and compiles what is missing."""
-    before = {name: os.environ.get(name) for name in variables(folder)}
-    os.environ.update(variables(folder))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def fresh_cache() -> Iterator[Path]:
+    """An empty cache folder, the only layer of this process and of those that it starts."""
+    with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
+        cache = Path(folder) / "cache"
+        variables = {
+            "FLASHATTN_JIT_CACHE_DIR": str(cache),
+            "FLASHATTN_JIT_CACHE_PATH": "",
+            "FLASHATTN_JIT_COMPILE": "missing",
+        }
+        with patch.dict(os.environ, variables):
+            yield cache
 
 
-def variables(folder: Path) -> dict[str, str]:
-    """The environment of a process whose cache is below `folder` alone."""
-    return {
-        "FLASHATTN_JIT_CACHE_DIR": str(folder / "cache"),
-        "FLASHATTN_JIT_CACHE_PATH": "",
-        "FLASHATTN_JIT_COMPILE": "missing",
-    }
+def words_of(code: str, *arguments: str) -> list[str]:
+    """The words that Python code prints in a new process, in the checkout's folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=Path(__file__).resolve().parent.parent,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.split()

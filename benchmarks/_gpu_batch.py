@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import flashattn_jit as fa
 from benchmarks._batch_work import constant_lengths, indptr, page_table, zipf_lengths
 from benchmarks._gpu_measure import Clock, Flush, graph_of, host_seconds, interleave_on_device
-from benchmarks._measure import Row, ratio
+from benchmarks._measure import Row, ratio, time_row
 from benchmarks._progress import say
 
 HEADS, DIM, PAGE = (32, 8), 128, 16
@@ -20,7 +20,7 @@ _BF16 = torch.bfloat16
 
 
 def batch_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
-    """All rows, those that would be missed most first."""
+    """All rows, the most important first."""
     flush = Flush(l2_bytes)
     for name, seconds, rows in (
         ("plan() of 256 requests", 10, partial(plan_rows, rounds)),
@@ -46,12 +46,6 @@ def _random(*sizes: int) -> torch.Tensor:
     return torch.randn(sizes, dtype=_BF16, device="cuda")
 
 
-def _row(claim: str, goal: float | None, times: Sequence[float], detail: str = "") -> Row:
-    micros = [t * 1e6 for t in times]
-    low, _, high = statistics.quantiles(micros, n=4)
-    return Row(claim, goal, statistics.median(micros), "us", "lower", (low, high), detail)
-
-
 def plan_rows(rounds: int) -> Iterator[Row]:
     """Host time of plan() with its upload, and of run(), causal, 256 requests of mixed lengths."""
     kv_len = [1 + (i * 7919) % 4096 for i in range(256)]
@@ -61,15 +55,14 @@ def plan_rows(rounds: int) -> Iterator[Row]:
     rows = indptr(q_len)
     q = _random(sum(q_len), HEADS[0], DIM)
     k, v = (_random(len(paged.page_indices), PAGE, HEADS[1], DIM) for _ in range(2))
-    yield _row("plan() of 256 requests of mixed lengths, causal, host time", None,
-               host_seconds(lambda: made.plan(rows, paged), 20, rounds))  # fmt: skip
-    made.plan(rows, paged)
-    yield _row("run() after plan(), host time", None,
-               host_seconds(lambda: made.run(q, k, v), 20, rounds))  # fmt: skip
+    times = host_seconds(lambda: made.plan(rows, paged), 20, rounds)
+    yield time_row("plan() of 256 requests of mixed lengths, causal, host time", None, times, "us")
+    times = host_seconds(lambda: made.run(q, k, v), 20, rounds)
+    yield time_row("run() after plan(), host time", None, times, "us")
 
 
 def uneven_rows(rounds: int, flush: Flush) -> Iterator[Row]:
-    """Decoding requests whose lengths follow Zipf's law, against equal ones of as many tokens."""
+    """Decoding requests whose lengths follow Zipf's law, against equal ones of the same total."""
     for count in (16, 256):
         mean = 262144 // count
         cases = {"constant": constant_lengths(count, mean), "zipf": zipf_lengths(count, mean)}
@@ -161,4 +154,4 @@ def graph_rows(rounds: int) -> Iterator[Row]:
               value, "x", "lower", spread, detail)  # fmt: skip
     made.plan(indptr([1]), page_table([64], PAGE, device="cuda"))
     small = interleave_on_device({"replay": replay}, rounds)["replay"]
-    yield _row("the same graph after a plan of one short request", None, small)
+    yield time_row("the same graph after a plan of one short request", None, small, "us")

@@ -1,9 +1,9 @@
-"""Rows of calls that arithmetic bounds: prefill, score hooks, masks; each against its peers."""
+"""Rows of calls that are bound by arithmetic: prefill, score hooks, masks; each with its peers."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -12,21 +12,20 @@ import flashattn_jit as fa
 from benchmarks import _gpu_mods as mods
 from benchmarks import _gpu_peers as peers
 from benchmarks._gpu_measure import Clock, interleave_on_device
-from benchmarks._gpu_work import (
+from benchmarks._measure import Row, ratio
+from benchmarks._progress import say
+from benchmarks._work import (
     attention_flops,
     document_lengths,
     pairs_causal,
     pairs_documents,
     pairs_window,
 )
-from benchmarks._measure import Row, ratio
-from benchmarks._progress import say
 
 _HIDDEN = 2048  # heads x head_dim, as in FlashAttention's own benchmark
 _TOKENS = 16384
 WINDOW = 1024
 DOCUMENTS = 12
-Run = Callable[[], object]
 
 
 def inputs(batch: int, heads: int, length: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +43,7 @@ def prefill_shapes() -> list[tuple[int, int, int, int]]:
 
 
 def prefill_rows(rounds: int, clock: Clock) -> Iterator[Row]:
-    """Full and causal, over torch's flash backend (FA2); cuDNN and FlashInfer for information."""
+    """Full and causal, over torch's flash backend (FA2); cuDNN and FlashInfer without a goal."""
     for batch, heads, length, head_dim in prefill_shapes():
         q, k, v = inputs(batch, heads, length, head_dim)
         for causal in (False, True):
@@ -77,7 +76,7 @@ def hook_rows(rounds: int, clock: Clock) -> Iterator[Row]:
             claim = f"{name} D{head_dim} S8192: over FlexAttention"
             if not clock.allows(claim, 40):
                 continue
-            others = peers.that_work({"flex": peers.flex(q, k, v, score_mod=mod)})
+            others = peers.flex(q, k, v, mod)
             times = interleave_on_device(
                 {"ours": lambda q=q, k=k, v=v, m=mod: fa.attention(q, k, v, m), **others}, rounds
             )
@@ -114,7 +113,7 @@ def mask_rows(rounds: int, clock: Clock) -> Iterator[Row]:
 def _against(
     claim: str, peer: str, goal: float, times: Mapping[str, list[float]], flops: float
 ) -> Row:
-    """Ours as a multiple of a peer's speed; a peer that did not run leaves the ratio open."""
+    """Our speed relative to a peer's; our rate without a goal if the peer did not run."""
     shown = ", ".join(f"{n} {statistics.median(t) * 1e3:.3f} ms" for n, t in times.items())
     rate = flops / statistics.median(times["ours"]) / 1e12
     detail = f"{rate:.0f} TFLOP/s; {shown}"

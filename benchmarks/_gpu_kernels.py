@@ -1,4 +1,4 @@
-"""The kernels that the GPU benchmark needs, compiled before it measures, in parallel processes."""
+"""Compiles the kernels of the GPU benchmark before it measures, in parallel processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BF16 = "bfloat16"
 
 @dataclass(frozen=True)
 class Want:
-    """One kernel: a variant by name, the rows that share a key head, head_dim, features."""
+    """One kernel: name of the variant, packed rows, head_dim, features."""
 
     variant: str
     rows: int
@@ -38,11 +38,11 @@ WANTS = (
     Want("full", 1, 128, ("paged",)),
     Want("full", 4, 128),
 )
-"""Of all rows. What is missing here is compiled when a row first needs it."""
+"""The kernels of most rows; others are compiled when a row first needs them."""
 
 
 def spec_of(want: Want, target: str) -> KernelSpec:
-    """The kernel that is wanted."""
+    """The spec of a kernel."""
     made = {
         "full": lambda: None,
         "causal": fa.Causal,
@@ -58,16 +58,16 @@ def spec_of(want: Want, target: str) -> KernelSpec:
 
 
 def compile_one(want: Want, target: str) -> str:
-    """Compile one kernel into the cache; what went wrong, or an empty text."""
+    """Compile one kernel into the cache; returns the error, or an empty text."""
     try:
         load_stepping(requests_of(spec_of(want, target)))
-    except Exception as error:  # the row that needs it says so again
+    except Exception as error:  # the row that needs the kernel raises it again
         return f"{want}: {type(error).__name__}: {error}"
     return ""
 
 
 def compile_all(target: str) -> None:
-    """Compile `WANTS`, a process a core."""
+    """Compile `WANTS`, with one process per core."""
     begin = time.perf_counter()
     workers = min(len(os.sched_getaffinity(0)), len(WANTS))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:

@@ -1,28 +1,28 @@
-"""Times on the device: events around each call, candidates in turn, caches flushed when asked.
+"""Times on the device: events around each call, candidates in turn, the L2 flushed if asked.
 
-A call's launch takes the host longer than a short kernel takes the device, so each timed call waits
-behind a spin that gives the host time to queue it: what the events then measure is the device.
+Launching takes the host longer than a short kernel takes the device. So each timed call is queued
+behind a spin kernel, which gives the host time to queue it; the events then measure the device.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from benchmarks._measure import Run
 from benchmarks._progress import say, show, steps
 
-Run = Callable[[], object]
 _SPIN_CYCLES = 2_000_000  # about 1 ms
 
 
 @dataclass
 class Clock:
-    """When the run must be over. Sections that would begin too late are left out, and say so."""
+    """The time limit of the run. Sections that would begin too late are left out and reported."""
 
     limit_s: float
     begin: float = field(default_factory=time.monotonic)
@@ -33,7 +33,7 @@ class Clock:
         return self.limit_s - (time.monotonic() - self.begin)
 
     def allows(self, what: str, seconds: float) -> bool:
-        """Whether `seconds` are left for `what`; if not it is noted as left out."""
+        """Whether `seconds` are left for `what`; if not, adds it to `skipped`."""
         if self.left() >= seconds:
             return True
         self.skipped.append(what)
@@ -42,7 +42,7 @@ class Clock:
 
 
 class Flush:
-    """Fills the L2 with something else: writes four times its size."""
+    """Evicts the L2: writes four times its size."""
 
     def __init__(self, l2_bytes: int) -> None:
         self._buffer = torch.empty(max(4 * l2_bytes, 1 << 26), dtype=torch.uint8, device="cuda")
@@ -121,7 +121,7 @@ def copy_run(nbytes: int) -> Run:
 
 
 def matrix_rate(rounds: int = 10, size: int = 8192) -> float:
-    """FLOP/s of torch's bf16 matrix product on random data: what this card's matrix units give."""
+    """FLOP/s of torch's bf16 matrix product on random data."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     times = interleave_on_device({"matmul": lambda: a @ b}, rounds)["matmul"]
     return 2.0 * size**3 / statistics.median(times)

@@ -1,11 +1,11 @@
-"""Rows of calls that memory or latency bounds: decoding over pages, launches, loaded modules."""
+"""Rows of calls that are bound by memory or latency: decoding over pages, launches, modules."""
 
 from __future__ import annotations
 
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashattn_jit as fa
 from benchmarks import _gpu_peers as peers
+from benchmarks._batch_work import page_table
 from benchmarks._gpu_measure import (
     Clock,
     Flush,
@@ -21,12 +22,10 @@ from benchmarks._gpu_measure import (
     host_seconds,
     interleave_on_device,
 )
-from benchmarks._gpu_work import batch_for_kv, copy_bytes, decode_bytes
-from benchmarks._measure import Row, ratio
+from benchmarks._measure import Row, ratio, time_row
 from benchmarks._progress import say
+from benchmarks._work import batch_for_kv, copy_bytes, decode_bytes
 from flashattn_jit import _C
-from flashattn_jit.ops.batch import BatchAttention
-from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.ops.launching.launches import _launches
 
 KV_BYTES = 1 << 30
@@ -38,7 +37,7 @@ _GRAPH_CALLS = 20
 
 
 def decode_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
-    """One token a request over pages in random order: share of this run's copy bandwidth."""
+    """One token per request over pages in random order: share of this run's copy bandwidth."""
     batch = batch_for_kv(KV_BYTES, KV_LEN, KV_HEADS, HEAD_DIM)
     flush = Flush(l2_bytes)
     copy = copy_run(KV_BYTES)
@@ -46,10 +45,10 @@ def decode_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
         pages = batch * KV_LEN // page_size
         shape = (pages, page_size, KV_HEADS, HEAD_DIM)
         k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        order = torch.randperm(pages, device="cuda").to(torch.int32)
-        indptr = torch.arange(batch + 1, dtype=torch.int32) * (KV_LEN // page_size)
-        last = torch.full((batch,), page_size, dtype=torch.int32)
-        paged = Paged(indptr, order, last, page_size)
+        paged = page_table([KV_LEN] * batch, page_size, shuffled=True, device="cuda")
+        table = [
+            t.int().cuda() for t in (paged.page_indptr, paged.page_indices, paged.last_page_len)
+        ]
         rows = torch.arange(batch + 1)
         for group in GROUPS:
             name = f"decode B{batch} kv {KV_LEN} page {page_size} group {group}"
@@ -58,7 +57,7 @@ def decode_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
             heads = group * KV_HEADS
             q = torch.randn(batch, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
 
-            planned = BatchAttention(
+            planned = fa.BatchAttention(
                 num_q_heads=heads, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, q_dtype=q.dtype,
                 device="cuda",
             )  # fmt: skip
@@ -67,7 +66,7 @@ def decode_rows(rounds: int, clock: Clock, l2_bytes: int) -> Iterator[Row]:
             def ours(q=q, k=k, v=v, planned=planned) -> object:
                 return planned.run(q, k, v)
 
-            others = peers.flashinfer_decode(q, k, v, indptr.cuda(), order, last.cuda())
+            others = peers.flashinfer_decode(q, k, v, *table)
             times = interleave_on_device({"ours": ours, "copy": copy, **others}, rounds, flush)
             moved = decode_bytes(batch, KV_LEN, heads, KV_HEADS, HEAD_DIM)
             yield _bandwidth_row(name, times, moved)
@@ -86,7 +85,7 @@ def _bandwidth_row(name: str, times: dict[str, list[float]], moved: int) -> Row:
 
 
 def latency_rows(rounds: int, clock: Clock) -> Iterator[Row]:
-    """Decode of one request in a graph, and what the host spends on a steady call."""
+    """Decode of one request in a graph, and the host time of a repeated call."""
     if not clock.allows("latency", 15):
         return
     q = torch.randn(1, 32, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
@@ -103,20 +102,20 @@ def latency_rows(rounds: int, clock: Clock) -> Iterator[Row]:
 
     replays = {"ours": graph_of(ours, _GRAPH_CALLS), "sdpa": graph_of(sdpa, _GRAPH_CALLS)}
     times = interleave_on_device(replays, rounds)
-    micros = [t / _GRAPH_CALLS * 1e6 for t in times["ours"]]
-    other = statistics.median(times["sdpa"]) / _GRAPH_CALLS * 1e6
-    yield _time_row("decode B1 kv 1024, 32 heads over 8, in a graph", 12.0, micros,
-                    f"torch SDPA {other:.1f} us")  # fmt: skip
+    calls = {name: [t / _GRAPH_CALLS for t in found] for name, found in times.items()}
+    other = statistics.median(calls["sdpa"]) * 1e6
+    yield _said("decode B1 kv 1024, 32 heads over 8, in a graph", 12.0, calls["ours"],
+                f"torch SDPA {other:.1f} us")  # fmt: skip
     host = host_seconds(ours, 200, rounds)
     sdpa_host = statistics.median(host_seconds(sdpa, 200, rounds)) * 1e6
-    yield _time_row("fa.attention, host time of a steady call", None,
-                    [t * 1e6 for t in host], f"torch SDPA {sdpa_host:.1f} us")  # fmt: skip
-    yield _time_row("launch of a planned call, host time", 4.0,
-                    [t * 1e6 for t in launch_seconds(q, k, v, rounds)], "no split")  # fmt: skip
+    yield _said("fa.attention, host time of a repeated call", None, host,
+                f"torch SDPA {sdpa_host:.1f} us")  # fmt: skip
+    yield _said("launch of a planned call, host time", 4.0, launch_seconds(q, k, v, rounds),
+                "no split")  # fmt: skip
 
 
 def launch_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounds: int) -> list[float]:
-    """Host seconds of the native launch alone: arguments filled, the kernel queued."""
+    """Host seconds of the native launch alone: filling the arguments and queueing the kernel."""
     short_k, short_v = k[:, :, :64].contiguous(), v[:, :, :64].contiguous()  # one launch: no split
     out = torch.empty_like(q)
     fa.attention(q, short_k, short_v, out=out)
@@ -132,15 +131,14 @@ def launch_seconds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rounds: in
     return host_seconds(launch, 200, rounds)
 
 
-def _time_row(claim: str, goal: float | None, micros: list[float], detail: str) -> Row:
-    low, _, high = statistics.quantiles(micros, n=4)
-    row = Row(claim, goal, statistics.median(micros), "us", "lower", (low, high), detail)
+def _said(claim: str, goal: float | None, seconds: Sequence[float], detail: str) -> Row:
+    row = time_row(claim, goal, seconds, "us", detail)
     say(f"  {claim}: {row.measured:.2f} us ({detail})")
     return row
 
 
 def module_rows(clock: Clock) -> Iterator[Row]:
-    """What a loaded module costs: one artifact under 200 names, each loaded on the device."""
+    """Memory of a loaded module: copies of one artifact, each loaded on the device."""
     if not clock.allows("loaded modules", 20):
         return
     plan, _ = next(iter(_launches.values()))

@@ -1,4 +1,4 @@
-"""The mods that the GPU benchmark measures, written once for FlexAttention and for us."""
+"""The mods of the GPU benchmark, which FlexAttention and this package run unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Mod = Callable[..., Any]
 
 
 def alibi(slopes: Tensor) -> Mod:
-    """ALiBi of slopes [heads]."""
+    """ALiBi with slopes [heads]."""
 
     def score_mod(score, b, h, q_idx, kv_idx):
         return score + slopes[h] * (kv_idx - q_idx)
@@ -39,7 +39,7 @@ def window(width: int) -> Mod:
 
 
 def document(ids: Tensor) -> Mod:
-    """Causal inside documents: ids [length] says which one a position is in."""
+    """Causal inside documents; ids [length]: the document of each position."""
 
     def mask_mod(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (ids[q_idx] == ids[kv_idx])

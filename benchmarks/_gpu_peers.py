@@ -1,42 +1,19 @@
-"""What the CUDA kernels are compared with: torch's SDPA backends, FlexAttention, FlashInfer.
-
-A peer that does not run here is left out, and the report says why.
-"""
+"""The peers of the CUDA kernels: torch's SDPA backends, FlexAttention, FlashInfer."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks._progress import say
-
-Run = Callable[[], object]
-
-missing: dict[str, str] = {}
-"""Peers that did not run, with the reason."""
-
-
-def that_work(peers: Mapping[str, Run]) -> dict[str, Run]:
-    """The peers that run at all."""
-    working = {}
-    for name, run in peers.items():
-        try:
-            run()
-            torch.cuda.synchronize()
-        except Exception as error:  # a peer may fail in any way; it is left out, visibly
-            missing[name] = f"{type(error).__name__}: {str(error)[:160]}"
-            say(f"  {name} does not run: {missing[name]}")
-        else:
-            working[name] = run
-    return working
+from benchmarks._measure import Run
+from benchmarks._peers import compiled_flex, leave_out, missing, that_work
 
 
 def sdpa_peers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:
@@ -57,17 +34,15 @@ def _sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, is_causal: bool)
     return run
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, score_mod: Any = None, mask: Any = None) -> Run:
-    """FlexAttention compiled for these shapes, its block mask made ahead."""
-    torch.compiler.reset()  # torch keeps 8 compilations of a function, then runs it uncompiled
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, score_mod=score_mod, block_mask=mask)
+def flex(q: Tensor, k: Tensor, v: Tensor, score_mod: Any) -> dict[str, Run]:
+    """FlexAttention with a score_mod."""
+    compiled = compiled_flex()
+    return that_work({"flex": lambda: compiled(q, k, v, score_mod=score_mod)})
 
 
 def flex_masked(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any) -> dict[str, Run]:
     """FlexAttention with a mask: the kernel alone, and with the mask's creation, also compiled."""
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = compiled_flex()
     make = torch.compile(create_block_mask, dynamic=False)
     length = q.shape[2]
 
@@ -124,6 +99,6 @@ def flashinfer_decode(
             q_data_type=q.dtype, kv_data_type=k_pages.dtype,
         )  # fmt: skip
     except Exception as error:
-        missing["flashinfer decode"] = f"{type(error).__name__}: {str(error)[:160]}"
+        leave_out("flashinfer decode", error)
         return {}
     return that_work({"flashinfer": lambda: wrapper.run(q, (k_pages, v_pages))})

@@ -1,6 +1,6 @@
-"""How every benchmark measures and reports: interleaved runs, medians, a table, a JSON file.
+"""Measuring and reporting of all benchmarks: interleaved runs, medians, a table, a JSON file.
 
-Candidates run in turn, A B C A B C, so that what else the machine does hits all of them alike. A
+Candidates run in turn, A B C A B C, so that other work on the machine slows all of them alike. A
 ratio is the median of the ratios within rounds, with its quartiles.
 """
 
@@ -28,16 +28,19 @@ from benchmarks._progress import hide, show, steps
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "benchmarks" / "results"
 PAIRS = 20
+Run = Callable[[], object]
 _numbers = itertools.count(1)
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 median = statistics.median
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a report. `goal` is None where a figure only informs.
+    """One line of a report.
 
-    `better` says which side of the goal is good; `spread` is the range of the middle half.
+    goal: None for a figure without one. better: the side of the goal that meets it. spread: the
+    range of the middle half.
     """
 
     claim: str
@@ -58,7 +61,7 @@ class Row:
 
 
 def interleave(
-    candidates: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2
+    candidates: Mapping[str, Run], rounds: int, warm_up: int = 2
 ) -> dict[str, list[float]]:
     """Wall times in seconds of each candidate over `rounds` rounds; warm-up calls do not count."""
     what = f"measurement {next(_numbers)}: {', '.join(candidates)}"
@@ -80,16 +83,29 @@ def ratio(
 ) -> tuple[float, tuple[float, float]]:
     """Median and quartiles of factor * numerator / denominator, taken within rounds."""
     values = [factor * a / b for a, b in zip(numerator, denominator, strict=True)]
+    return median(values), quartiles(values)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The range of the middle half."""
     if len(values) < 2:
-        return values[0], (values[0], values[0])
+        return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4)
-    return median(values), (low, high)
+    return low, high
+
+
+def time_row(
+    claim: str, goal: float | None, seconds: Sequence[float], unit: str, detail: str = ""
+) -> Row:
+    """Median and quartiles of times in seconds, in `unit`: "s", "ms" or "us", as `goal` is."""
+    times = [t * _PER_SECOND[unit] for t in seconds]
+    return Row(claim, goal, median(times), unit, "lower", quartiles(times), detail)
 
 
 def arguments(
     description: str | None, extend: Callable[[argparse.ArgumentParser], object] | None = None
 ) -> argparse.Namespace:
-    """The options that all benchmarks share, and those that `extend` adds."""
+    """Parses the options that all benchmarks share, and those that `extend` adds."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,7 +197,7 @@ def _number(value: float) -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, with a plus where tracked files differ from it."""
+    """The checkout's commit, with a plus if tracked files differ from it; "unknown" without git."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -196,7 +212,7 @@ def _git(*command: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what a result depends on."""
+    """Versions of what a result depends on."""
     import numpy as np
 
     gcc = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=False).stdout

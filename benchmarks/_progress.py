@@ -1,6 +1,6 @@
-"""What a benchmark is at, on standard error: one bar on a terminal, lines in a pipe.
+"""The progress of a benchmark on standard error: one bar on a terminal, lines in a pipe.
 
-Standard output has the results alone. Nothing is drawn but inside `show` and `steps`, between timed
+Standard output has only the results. Progress is written only by `show` and `steps`, between timed
 sections: no thread refreshes the bar.
 """
 
@@ -23,14 +23,14 @@ _bars: list[Any] = []
 
 
 def steps(what: str, items: Collection[T]) -> Iterator[T]:
-    """The items, each shown as it begins."""
+    """Iterates over the items and shows each one as it begins."""
     for done, item in enumerate(items):
         show(what, done, len(items))
         yield item
 
 
 def show(what: str, done: int = 0, total: int = 0) -> None:
-    """Says what is measured now and how much of it is done; of quick changes, only some."""
+    """Shows what is measured now and how much of it is done; skips updates in quick succession."""
     if sys.stderr is None:
         return
     terminal, now = sys.stderr.isatty(), time.monotonic()
@@ -52,7 +52,7 @@ def say(text: str) -> None:
 
 
 def hide() -> None:
-    """Takes the bar away; the next `show` brings it back."""
+    """Removes the bar; the next `show` draws it again."""
     while _bars:
         _bars.pop().stop()
 
@@ -64,7 +64,7 @@ def _draw(text: str, done: int, total: int) -> None:
 
     if not _bars:
         words = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
-        # Output is not redirected: standard output need not be the terminal that has the bar.
+        # Not redirected: standard output may be another file than the bar's terminal.
         bar = Progress(BarColumn(bar_width=24), MofNCompleteColumn(), words, auto_refresh=False,
                        console=Console(file=sys.stderr), transient=True, redirect_stdout=False,
                        redirect_stderr=False)  # fmt: skip

@@ -2,7 +2,7 @@
 
     python -m benchmarks.batch [--only zipf paged cascade window overhead] [--save]
 
-bf16, head_dim 128, random normal data. Takes about five minutes in full.
+bf16, head_dim 128, random normal data. All parts take five minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks._batch_work import (
     visited_tiles,
     zipf_lengths,
 )
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._measure import Row, arguments, interleave, median, ratio, report, time_row
 from benchmarks._progress import say
 
 _DIM, _PAGE = 128, 16
@@ -38,7 +38,7 @@ def _engine(heads: tuple[int, int], variant: Any = None, cls: Any = None) -> Any
 
 
 def _keys(tokens: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """k and v [tokens / page, page, heads, dim]; the same memory is packed keys."""
+    """k and v [tokens / page, page, heads, dim]; flattened, they are packed keys."""
     pages = -(-tokens // _PAGE)
     k, v = (torch.randn(pages, _PAGE, kv_heads, _DIM).to(_BF16) for _ in range(2))
     return k, v
@@ -52,10 +52,10 @@ def _planned(
 
 
 def zipf_rows(options: argparse.Namespace) -> list[Row]:
-    """Decoding requests of uneven lengths against as many equal ones with as many tokens."""
+    """Decoding requests of uneven lengths, against as many equal ones of the same total."""
     rows, heads, mean = [], (32, 8), 1024
     for count in options.requests:
-        k, v = _keys(count * (mean + _PAGE), heads[1])  # last pages are part full
+        k, v = _keys(count * (mean + _PAGE), heads[1])  # last pages are partly filled
         q = torch.randn(count, heads[0], _DIM).to(_BF16)
         cases = {
             "constant": constant_lengths(count, mean),
@@ -135,7 +135,7 @@ def cascade_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def window_rows(options: argparse.Namespace) -> list[Row]:
-    """A window of 4096 at 64k keys against full: time over what its share of the tiles would be."""
+    """A window of 4096 at 64k keys: its share of full attention's time over its share of tiles."""
     rows, heads, window, kv_len = [], (8, 2), 4096 // options.scale, 65536 // options.scale
     for name, count, q_len in (("decode", 4, 1), ("prefill of the last 1024", 1, 1024)):
         lengths = [kv_len] * count
@@ -170,10 +170,8 @@ def overhead_rows(options: argparse.Namespace) -> list[Row]:
             for _ in range(200):
                 run()
 
-        micros = [t / 200 * 1e6 for t in interleave({"run": many}, options.pairs)["run"]]
-        low, high = (sorted(micros)[i * (len(micros) - 1) // 4] for i in (1, 3))
-        claim = f"run() after plan(), {name} of a few keys"
-        rows.append(Row(claim, 20.0, median(micros), "us", "lower", (low, high)))
+        times = [t / 200 for t in interleave({"run": many}, options.pairs)["run"]]
+        rows.append(time_row(f"run() after plan(), {name} of a few keys", 20.0, times, "us"))
     return rows
 
 

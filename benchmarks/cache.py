@@ -1,29 +1,25 @@
-"""What the kernel cache costs, and what it saves a fleet.
+"""The kernel cache: look-ups, cold starts of many processes, compiles, warming, packs.
 
-    python -m benchmarks.cache [--save] [--only look-up,herd,compile,warm,pack]
+    python -m benchmarks.cache [--save] [--only look-up herd compile warm pack]
 
-Look-ups are of a process that has imported the package. A herd is 16 processes that ask for one
-kernel at once, from a barrier after the import, on an empty cache; the same for one process is
-measured in turn with it. The share of the front end is that of `-fsyntax-only` in the compiler's
-time; a header's cost is that of a source with nothing else in it.
+Look-ups are timed in a process that has imported the package. A herd is 16 processes that need one
+kernel at once, from a barrier after the import, on an empty cache; one such process is measured in
+turn with it. The share of the front end is that of `-fsyntax-only` in the compiler's time; a
+header's cost is that of a source with nothing else in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-import tempfile
 import timeit
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 
 from benchmarks._cache_compile import front_end_rows, nvcc_rows
-from benchmarks._cache_folder import cache_in, variables
-from benchmarks._measure import Row, arguments, median, ratio, report
+from benchmarks._cache_deploy import pack_rows, warm_rows
+from benchmarks._cache_folder import fresh_cache, words_of
+from benchmarks._measure import Row, Run, arguments, median, ratio, report, time_row
 from benchmarks._progress import say, steps
 from flashattn_jit.codegen.spec import Request, default_target
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
@@ -31,13 +27,12 @@ from flashattn_jit.jit.module import default, prepare_kernel
 from flashattn_jit.planner.tiles import Problem, choose, requests_of
 from flashattn_jit.variants.ir.ir import VariantIR
 
-_ROOT = Path(__file__).resolve().parent.parent
 _HERD = 16
 _CUDA_TARGET = "sm_90"
 _KERNELS = ((1, "float32", "decode, fp32"), (512, "bfloat16", "prefill, bf16"))
 
-# A process that has imported the package looks up what `--rows` and `--dtype` ask for; it says how
-# long that took, and its parts.
+# Arguments: query rows, dtype. Imports the package and loads the kernel; prints the seconds of that
+# and of the digest of templates and headers, and the number of compiles.
 _DISK_HIT = """
 import sys, time
 import torch
@@ -59,7 +54,8 @@ digest = time.perf_counter() - begin
 print(whole, digest, flashattn_jit.cache_info().compiles)
 """
 
-# Forks processes that wait for one another, ask for one kernel, and end. Says how long that took.
+# Arguments: query rows, dtype, processes. Forks processes that load one kernel from a barrier on;
+# prints the seconds until all have ended, and how many failed.
 _COLD = """
 import os, sys, time
 import torch
@@ -87,64 +83,50 @@ print(time.perf_counter() - begin, len(failed))
 
 
 def wanted(rows: int, dtype: str, target: str | None = None) -> tuple[Request, ...]:
-    """The requests of unmasked attention of so many query rows, head dim 128."""
+    """The kernel requests of unmasked attention with `rows` query rows, head dim 128."""
     problem = Problem((rows,), (1024,), 1, 1, 128, 128, *[dtype] * 3)
     return requests_of(choose(VariantIR(()), problem, target or default_target()))
 
 
 def look_up_rows(options: argparse.Namespace) -> list[Row]:
     """Memory hits in this process, disk hits in new ones."""
-    with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
-        with cache_in(Path(folder)):
-            requests = wanted(1, "float32")
-            default.load_stepping(requests)
-            rows = [
-                _memory_row("memory hit, look-up of a spec", requests, _find, options),
-                _memory_row("memory hit, with its fallbacks", requests, _load, options),
-            ]
+    with fresh_cache():
+        requests = wanted(1, "float32")
+        spec = requests[0].spec
+        default.load_stepping(requests)
+        rows = [
+            _memory_row("memory hit, look-up of a spec", lambda: default.find(spec), options),
+            _memory_row(
+                "memory hit, with its fallbacks", lambda: default.load_stepping(requests), options
+            ),
+        ]
         for query_rows, dtype, what in _KERNELS:
-            arguments_ = (str(query_rows), dtype)
-            _process(_DISK_HIT, Path(folder), *arguments_)
+            _numbers(_DISK_HIT, query_rows, dtype)
             times, digests = [], []
             for _ in steps(f"disk hits, {what}", range(options.processes)):
-                whole, digest, compiles = _process(_DISK_HIT, Path(folder), *arguments_)
+                whole, digest, compiles = _numbers(_DISK_HIT, query_rows, dtype)
                 assert compiles == 0, "the kernel was not on disk"
-                times.append(whole * 1e3)
-                digests.append(digest * 1e3)
-            detail = f"of this {median(digests):.2f} ms the digest of templates and headers"
+                times.append(whole)
+                digests.append(digest)
+            detail = f"of this {median(digests) * 1e3:.2f} ms the digest of templates and headers"
             claim = f"disk hit in a new process, verification and dlopen, {what}"
-            rows.append(Row(claim, 10.0, median(times), "ms", "lower", _quartiles(times), detail))
+            rows.append(time_row(claim, 10.0, times, "ms", detail))
     return rows
 
 
-def _find(requests: Sequence[Request]) -> Callable[[], object]:
-    spec = requests[0].spec
-    return lambda: default.find(spec)
-
-
-def _load(requests: Sequence[Request]) -> Callable[[], object]:
-    return lambda: default.load_stepping(requests)
-
-
-def _memory_row(
-    claim: str,
-    requests: Sequence[Request],
-    look_up: Callable[[Sequence[Request]], Callable[[], object]],
-    options: argparse.Namespace,
-) -> Row:
-    run = look_up(requests)
+def _memory_row(claim: str, run: Run, options: argparse.Namespace) -> Row:
     rounds = steps(claim, range(options.pairs))
-    times = [timeit.timeit(run, number=20_000) / 20_000 * 1e6 for _ in rounds]
-    return Row(claim, 2.0, median(times), "us", "lower", _quartiles(times))
+    times = [timeit.timeit(run, number=20_000) / 20_000 for _ in rounds]
+    return time_row(claim, 2.0, times, "us")
 
 
 def herd_rows(options: argparse.Namespace) -> list[Row]:
     """A cold start of many processes over that of one, in turn."""
-    counts = {1: [], _HERD: []}  # type: dict[int, list[float]]
+    counts: dict[int, list[float]] = {1: [], _HERD: []}
     for _ in steps(f"{_HERD} cold processes, and one", range(options.processes)):
         for count, times in counts.items():
-            with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
-                seconds, failed = _process(_COLD, Path(folder), "512", "bfloat16", str(count))
+            with fresh_cache():
+                seconds, failed = _numbers(_COLD, 512, "bfloat16", count)
                 assert failed == 0, "processes failed"
                 times.append(seconds)
     value, spread = ratio(counts[_HERD], counts[1])
@@ -154,12 +136,9 @@ def herd_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def compile_rows(options: argparse.Namespace) -> list[Row]:
-    """Where a compile's time goes."""
+    """The parts of a compile's time."""
     rounds = max(5, options.pairs // 2)
-    with (
-        tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder,
-        cache_in(Path(folder)),
-    ):
+    with fresh_cache():
         rows = []
         for query_rows, dtype, what in _KERNELS:
             entry = prepare_kernel(wanted(query_rows, dtype)).path
@@ -171,58 +150,33 @@ def compile_rows(options: argparse.Namespace) -> list[Row]:
         return rows + nvcc_rows(entry, f"prefill, bf16, {_CUDA_TARGET}")
 
 
-def _deploy_rows(name: str) -> Callable[[argparse.Namespace], list[Row]]:
-    def rows(options: argparse.Namespace) -> list[Row]:
-        from benchmarks import _cache_deploy
-
-        found: list[Row] = getattr(_cache_deploy, name)(options)
-        return found
-
-    return rows
-
-
 SECTIONS: Mapping[str, Callable[[argparse.Namespace], list[Row]]] = {
     "look-up": look_up_rows,
     "herd": herd_rows,
     "compile": compile_rows,
-    "warm": _deploy_rows("warm_rows"),
-    "pack": _deploy_rows("pack_rows"),
+    "warm": warm_rows,
+    "pack": pack_rows,
 }
 
 
-def _process(code: str, folder: Path, *words: str) -> list[float]:
-    """The numbers that a new process prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        env=os.environ | variables(folder),
-        cwd=_ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return [float(word) for word in done.stdout.split()]
-
-
-def _quartiles(times: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(times)
-    quarter = len(ordered) // 4
-    return ordered[quarter], ordered[-1 - quarter]
+def _numbers(code: str, *words: object) -> list[float]:
+    return [float(word) for word in words_of(code, *map(str, words))]
 
 
 def main() -> None:
     """Measure and report."""
 
     def extend(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--only", default=",".join(SECTIONS), help="parts (%(default)s)")
+        parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
         parser.add_argument(
-            "--processes", type=int, default=7, help="new processes a figure (%(default)s)"
+            "--processes", type=int, default=7, help="new processes per figure (%(default)s)"
         )
 
     options = arguments(__doc__, extend)
-    for name in options.only.split(","):
+    for name in options.only:
         with torch.no_grad():
             rows = SECTIONS[name](options)
-        # Each for itself, so that one part can be measured anew and the others stay.
+        # One report per part, so that a part can be measured again while the others stay.
         report(f"cache: {name}", rows, options)
 
 

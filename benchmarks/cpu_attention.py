@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu_attention [--only prefill peak hooks causal decode] [--save]
 
-Random normal data, all threads that torch uses, no gradients. Takes about ten minutes in full.
+Random normal data, as many threads as torch uses, no gradients. All parts take ten minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
 from benchmarks._peers import decode_peers, prefill_peers
 from benchmarks._progress import say
+from benchmarks._work import attention_flops, kv_bytes, pairs_causal
 from benchmarks.peak import peak
 
 _HEADS = 8
@@ -31,13 +32,8 @@ def prefill_inputs(q_len: int, head_dim: int, dtype: torch.dtype) -> tuple[Tenso
     return q, k, v
 
 
-def prefill_flops(q_len: int, head_dim: int) -> float:
-    """Multiply-adds of both products of full attention, counted as two."""
-    return 4.0 * _HEADS * q_len * q_len * head_dim
-
-
 def prefill_rows(options: argparse.Namespace) -> list[Row]:
-    """Times the faster of torch SDPA and compiled FlexAttention."""
+    """Speedup over the faster of torch SDPA and compiled FlexAttention."""
     rows = []
     for dtype_name, dtype in _DTYPES.items():
         for head_dim in (128, 64):
@@ -57,8 +53,9 @@ def _against_peers(
     times = interleave({"ours": lambda: fa.attention(q, k, v, variant), **peers}, pairs)
     fastest = min(peers, key=lambda name: median(times[name]))
     value, spread = ratio(times[fastest], times["ours"])
-    pairs_kept = (q.shape[2] + 1) / (2 * q.shape[2]) if variant is not None else 1.0
-    rate = prefill_flops(q.shape[2], q.shape[3]) * pairs_kept / median(times["ours"]) / 1e9
+    length, head_dim = q.shape[2:]
+    kept = length**2 if variant is None else pairs_causal(length)
+    rate = attention_flops(kept, 1, _HEADS, head_dim) / median(times["ours"]) / 1e9
     others = ", ".join(f"{name} {median(times[name]) * 1e3:.2f} ms" for name in peers)
     detail = f"ours {median(times['ours']) * 1e3:.2f} ms ({rate:.0f} GFLOP/s), {others}"
     row = Row(claim, goal, value, "x", "higher", spread, detail)
@@ -67,7 +64,7 @@ def _against_peers(
 
 
 def peak_rows(options: argparse.Namespace) -> list[Row]:
-    """Fraction of the machine's FMA peak, which is measured between the calls."""
+    """Share of the machine's FMA peak, which is measured in turn with the calls."""
     machine = peak(torch.get_num_threads())
     rows = []
     for dtype_name, dtype in _DTYPES.items():
@@ -78,7 +75,7 @@ def peak_rows(options: argparse.Namespace) -> list[Row]:
             times = interleave(
                 {"ours": partial(fa.attention, q, k, v), "peak": probe}, options.pairs
             )
-            factor = 100 * prefill_flops(q_len, 128) / probe_flops
+            factor = 100 * attention_flops(q_len**2, 1, _HEADS, 128) / probe_flops
             value, spread = ratio(times["peak"], times["ours"], factor)
             top = probe_flops / median(times["peak"]) / 1e9
             claim = f"{dtype_name} D128 S{q_len} full: share of the FMA peak"
@@ -88,7 +85,7 @@ def peak_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def hook_rows(options: argparse.Namespace) -> list[Row]:
-    """What ALiBi and a soft cap add to full attention, D128."""
+    """Time that ALiBi and a soft cap add to full attention, D128, in percent."""
     rows = []
     for dtype_name, dtype in _DTYPES.items():
         for q_len in (1024, 4096):
@@ -103,11 +100,8 @@ def hook_rows(options: argparse.Namespace) -> list[Row]:
             )
             for name, goal in (("ALiBi", 10.0), ("softcap", 35.0)):
                 cost, (low, high) = ratio(times[name], times["none"], 100.0)
-                claim, spread = (
-                    f"{dtype_name} D128 S{q_len} full: {name} costs",
-                    (low - 100, high - 100),
-                )
-                rows.append(Row(claim, goal, cost - 100, "%", "lower", spread))
+                claim = f"{dtype_name} D128 S{q_len} full: {name} costs"
+                rows.append(Row(claim, goal, cost - 100, "%", "lower", (low - 100, high - 100)))
     return rows
 
 
@@ -131,13 +125,13 @@ def causal_rows(options: argparse.Namespace) -> list[Row]:
 
 
 def decode_rows(options: argparse.Namespace) -> list[Row]:
-    """One query row a head against the machine's read bandwidth, and against torch's."""
+    """One query row per head: share of the machine's read bandwidth, and speedup over torch."""
     machine = peak(torch.get_num_threads())
     rows = []
     for dtype_name, dtype in _DTYPES.items():
         q = torch.randn(8, 32, 1, 128).to(dtype)
         k, v = (torch.randn(8, 8, 4096, 128).to(dtype) for _ in range(2))
-        size = k.numel() * k.element_size() + v.numel() * v.element_size()
+        size = kv_bytes(8 * 4096, 8, 128, dtype.itemsize)
 
         def read(k: Tensor = k, v: Tensor = v) -> None:
             machine.read(k)

@@ -1,25 +1,21 @@
-"""What a process pays beside the arithmetic: import, compile, disk cache, a call, its memories.
+"""Overheads: import, compile, a hit on disk, a call, and what the in-process caches save.
 
     python -m benchmarks.cpu_startup [--save]
 
-Each figure but the call's overhead is a median over fresh processes.
+Import, compile and hits on disk are medians over new processes.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import time
 import timeit
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import flashattn_jit as fa
-from benchmarks._measure import Row, arguments, median, report
+from benchmarks._cache_folder import fresh_cache, words_of
+from benchmarks._measure import Row, arguments, median, report, time_row
 from benchmarks._progress import steps
 from flashattn_jit.jit.module import default
 from flashattn_jit.ops.arguments import calls
@@ -34,7 +30,7 @@ import flashattn_jit
 print(time.perf_counter() - begin)
 """
 
-# A variant as a user writes one. The power is compiled in: another power, another kernel.
+# A variant as a user writes one. The power is compiled in, so each power has a kernel.
 _FIRST_CALL = """
 import time
 import torch
@@ -59,37 +55,23 @@ print(time.perf_counter() - begin, fa.last_kernel_source())
 """
 
 
-def _run(code: str, cache: Path) -> list[str]:
-    """What a fresh process prints, from the checkout with its own kernel cache."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"FLASHATTN_JIT_CACHE_DIR": str(cache)},
-        cwd=Path(__file__).resolve().parent.parent,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.split()
-
-
 def startup_rows(processes: int) -> list[Row]:
-    """Import, cold compile and first call from a warm disk cache, each in fresh processes."""
+    """Import, cold compile and first call from a warm disk cache, each in new processes."""
     imports: list[float] = []
     colds: list[float] = []
     warms: list[float] = []
     for i in steps("import, compile, first call", range(processes)):
-        with tempfile.TemporaryDirectory(prefix="flashattn_jit-bench-") as folder:
-            cache = Path(folder) / "cache"
-            imports.append(float(_run(_IMPORT, cache)[0]))
+        with fresh_cache():
+            imports.append(float(words_of(_IMPORT)[0]))
             code = _FIRST_CALL.format(power=i + 2)
             for times, expected in ((colds, "compiler"), (warms, "disk")):
-                seconds, source = _run(code, cache)
+                seconds, source = words_of(code)
                 assert source == expected, f"the kernel came from {source}, not from {expected}"
                 times.append(float(seconds))
     return [
-        _row("cold compile of a new variant, trace included", 3.0, colds, "s", 1),
-        _row("first call from a warm disk cache, new process", 30.0, warms, "ms", 1e3),
-        _row("import of the package beyond torch's", 150.0, imports, "ms", 1e3),
+        time_row("cold compile of a new variant, trace included", 3.0, colds, "s"),
+        time_row("first call from a warm disk cache, new process", 30.0, warms, "ms"),
+        time_row("import of the package beyond torch's", 150.0, imports, "ms"),
     ]
 
 
@@ -114,13 +96,13 @@ def overhead_rows(repeats: int) -> list[Row]:
         for name, (_, run) in runs.items():
             times[name].append(timeit.timeit(run, number=1000) / 1000)
     return [
-        _row(f"a call at B1 H1 S1 D64, {name}", goal, times[name], "us", 1e6)
+        time_row(f"a call at B1 H1 S1 D64, {name}", goal, times[name], "us")
         for name, (goal, _) in runs.items()
     ]
 
 
 def memory_rows(repeats: int) -> list[Row]:
-    """What each memory of a call saves: the next call without it, less a call that has it."""
+    """What each in-process cache saves: a call after clearing it, less a call with all of them."""
     q, k, v = (torch.randn(1, 1, 1, 64) for _ in range(3))
     causal = fa.Causal()
     _, _, forms = calls.dense_form.args
@@ -136,9 +118,9 @@ def memory_rows(repeats: int) -> list[Row]:
     }  # fmt: skip
     rounds: dict[str, tuple[Callable[[], object], ...]] = {"none": (), **memories}
     times: dict[str, list[float]] = {name: [] for name in rounds}
-    for i in steps("what memories save", range(20 * repeats)):
+    for i in steps("what caches save", range(20 * repeats)):
         for name, forgotten in rounds.items():
-            fa.attention(q, k, v, causal)  # remembers all of them
+            fa.attention(q, k, v, causal)  # fills all of them
             for forget in forgotten:
                 forget()
             begin = time.perf_counter()
@@ -147,16 +129,9 @@ def memory_rows(repeats: int) -> list[Row]:
                 times[name].append(time.perf_counter() - begin)
     usual = median(times["none"])
     return [
-        _row(f"saved by memory: {name}", None, [t - usual for t in times[name]], "us", 1e6)
+        time_row(f"saved by memory: {name}", None, [t - usual for t in times[name]], "us")
         for name in memories
     ]
-
-
-def _row(claim: str, goal: float | None, times: list[float], unit: str, factor: float) -> Row:
-    ordered = sorted(t * factor for t in times)
-    quarter = len(ordered) // 4
-    spread = (ordered[quarter], ordered[-1 - quarter])
-    return Row(claim, goal, median(ordered), unit, "lower", spread)
 
 
 def main() -> None:
@@ -164,7 +139,7 @@ def main() -> None:
     options = arguments(
         __doc__,
         lambda parser: parser.add_argument(
-            "--processes", type=int, default=7, help="fresh processes a figure (%(default)s)"
+            "--processes", type=int, default=7, help="new processes per figure (%(default)s)"
         ),
     )
     with torch.no_grad():

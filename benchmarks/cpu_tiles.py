@@ -1,8 +1,8 @@
-"""Which tile kind and tile serve which problem: the measurements behind planner/tiles.py.
+"""The speed of tile kinds and tiles on this CPU: the measurements behind planner/tiles.py.
 
     python -m benchmarks.cpu_tiles [--save]
 
-Forces tile kinds and tiles that the planner would not choose, so it reaches into it.
+It replaces the planner's choice, to time tile kinds and tiles that the planner would not choose.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 import flashattn_jit as fa
 from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._work import attention_flops
 from flashattn_jit.codegen.spec import KernelSpec, TileKind, default_target, matrix_dtype
 from flashattn_jit.codegen.targets import CPU_ROWS
 from flashattn_jit.ops.launching import launches
@@ -27,7 +28,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @contextlib.contextmanager
 def forced(tile_kind: TileKind, tile_q: int, tile_kv: int) -> Iterator[None]:
-    """Within, every new plan uses this tile, whatever the planner would choose."""
+    """Inside of it every new plan uses this tile."""
     choose: Callable[..., KernelSpec] = vars(batch_plan)["choose_rows"]
 
     def choose_forced(*args: object, **options: object) -> KernelSpec:
@@ -35,15 +36,15 @@ def forced(tile_kind: TileKind, tile_q: int, tile_kv: int) -> Iterator[None]:
         return replace(spec, tile_kind=tile_kind, tile_q=tile_q, tile_kv=tile_kv)
 
     vars(batch_plan)["choose_rows"] = choose_forced
-    _forget_plans()
+    _clear_plans()
     try:
         yield
     finally:
         vars(batch_plan)["choose_rows"] = choose
-        _forget_plans()
+        _clear_plans()
 
 
-def _forget_plans() -> None:
+def _clear_plans() -> None:
     launches._launches.clear()
     launches._kernels.clear()
 
@@ -55,7 +56,7 @@ def compare_tiles(
     tiles: dict[str, tuple[TileKind, int, int]],
     rounds: int,
 ) -> dict[str, list[float]]:
-    """Times of one problem under each tile; plans are remembered, so that calls do not plan."""
+    """Times of one problem with each tile. Plans are made before: timed calls do not plan."""
     plans = {}
     for name, tile in tiles.items():
         with forced(*tile):
@@ -71,12 +72,12 @@ def compare_tiles(
         fa.attention(q, k, v)
 
     times = interleave({name: partial(run, name) for name in tiles}, rounds)
-    _forget_plans()
+    _clear_plans()
     return times
 
 
 def crossover_rows(rounds: int) -> list[Row]:
-    """Few-row against prefill over packed rows: where the planner's `few_rows` should lie."""
+    """Few-row against prefill by packed rows: the crossover is what `few_rows` should return."""
     target, rows = default_target(), []
     for dtype_name, dtype in _DTYPES.items():
         text = str(dtype).removeprefix("torch.")
@@ -111,7 +112,7 @@ def tile_rows(rounds: int) -> list[Row]:
                 for tile_kv in (24, 48, 96, 128, 192)
             }
             times = compare_tiles(q, k, v, tiles, rounds)
-            flops = 4.0 * 4 * 2048 * 2048 * head_dim
+            flops = attention_flops(2048 * 2048, 1, 4, head_dim)
             for name in tiles:
                 rate = flops / median(times[name]) / 1e9
                 rows.append(Row(f"{dtype_name} D{head_dim} tile {name}", None, rate, "GFLOP/s"))

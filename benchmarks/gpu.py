@@ -1,10 +1,10 @@
-"""The CUDA kernels against their peers and this card's own limits; with --tests also tests/gpu.
+"""The CUDA kernels against their peers and the device's bandwidth; with --tests also tests/gpu.
 
     python -m benchmarks.gpu --tests
 
-Prints a table last and writes results/<device>-<date>.json. Without a CUDA device it says so and
-exits with status 2. Everything together takes less than ten minutes on 16 cores; what would begin
-after `--limit` seconds is left out, and the report says what.
+Writes results/<device>-<date>.json and prints a table last. Without a CUDA device it reports that
+and exits with status 2. All sections together take less than ten minutes on 16 cores; those that
+would begin after `--limit` seconds are left out and listed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,45 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._measure import PAIRS, RESULTS, Row, commit, save, table, versions
+from benchmarks._gpu_batch import batch_rows
+from benchmarks._gpu_compute import hook_rows, mask_rows, prefill_rows
+from benchmarks._gpu_kernels import compile_all
+from benchmarks._gpu_measure import Clock, copy_run, interleave_on_device, matrix_rate
+from benchmarks._gpu_memory import KV_BYTES, decode_rows, latency_rows, module_rows
+from benchmarks._gpu_peers import flashinfer_version
+from benchmarks._measure import PAIRS, RESULTS, Row, commit, median, save, table, versions
+from benchmarks._peers import missing
 from benchmarks._progress import hide, say, show
+from benchmarks._work import copy_bytes
+from flashattn_jit.planner.devices import device_hardware
 
-SECTIONS = ("prefill", "hooks", "masks", "decode", "batch", "latency", "modules")
+SECTIONS: dict[str, Callable[[int, Clock, int], Iterator[Row]]] = {
+    "prefill": lambda rounds, clock, l2_bytes: prefill_rows(rounds, clock),
+    "decode": decode_rows,
+    "batch": batch_rows,
+    "latency": lambda rounds, clock, l2_bytes: latency_rows(rounds, clock),
+    "modules": lambda rounds, clock, l2_bytes: module_rows(clock),
+    "hooks": lambda rounds, clock, l2_bytes: hook_rows(rounds, clock),
+    "masks": lambda rounds, clock, l2_bytes: mask_rows(rounds, clock),
+}
+"""The most important first: the last ones may be left out for lack of time."""
+
 NO_DEVICE = 2
-_TESTS_S = 300  # of the limit; they are stopped then
+_TESTS_S = 300  # the tests' time limit
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     """The command's options."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tests", action="store_true", help="run tests/gpu first")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--pairs", type=int, default=PAIRS, help="interleaved rounds (%(default)s)")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git")
-    return parser.parse_args(given)
+    parser.add_argument("--commit", default="", help="the commit, if there is no git")
+    return parser.parse_args()
 
 
 def device_name() -> str:
@@ -46,9 +65,9 @@ def device_name() -> str:
 
 
 def run_tests(limit_s: float) -> Row:
-    """tests/gpu as a process of its own, so that a broken context stays there."""
-    # Without the project's strict options: a plugin that is missing here, or a warning of a torch
-    # that is not the tested one, is no failure of a kernel.
+    """Runs tests/gpu in a separate process: an error may make a CUDA context unusable."""
+    # Without the project's strict options: a missing plugin, or a warning of another version of
+    # torch, is not a failure of a kernel.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default",
                "-o", "addopts=--import-mode=importlib", "tests/gpu"]  # fmt: skip
     try:
@@ -66,7 +85,7 @@ def run_tests(limit_s: float) -> Row:
 
 
 def failures(text: str, code: int) -> tuple[float, str]:
-    """How many tests failed by pytest's last line, at least one where its status is not 0."""
+    """How many tests failed by pytest's last line, at least one if its status is not 0."""
     last = next((x for x in reversed(text.splitlines()) if x.strip()), "")
     counted = sum(int(n) for n, _ in re.findall(r"(\d+) (failed|error)", last))
     return float(counted or (1 if code else 0)), last.strip("= ")
@@ -74,9 +93,6 @@ def failures(text: str, code: int) -> tuple[float, str]:
 
 def context(options: argparse.Namespace) -> dict[str, object]:
     """What the figures depend on."""
-    from benchmarks._gpu_peers import flashinfer_version, missing
-    from flashattn_jit.planner.devices import device_hardware
-
     hardware = device_hardware(0)
     return {
         "commit": options.commit or commit(),
@@ -101,16 +117,7 @@ def _driver() -> str:
 
 
 def rows_of(options: argparse.Namespace) -> Iterator[Row]:
-    """All rows that were asked for and that there is time for."""
-    from benchmarks import _gpu_batch as batch
-    from benchmarks import _gpu_compute as compute
-    from benchmarks import _gpu_memory as memory
-    from benchmarks._gpu_kernels import compile_all
-    from benchmarks._gpu_measure import Clock, copy_run, interleave_on_device, matrix_rate
-    from benchmarks._gpu_work import copy_bytes
-    from benchmarks._measure import median
-    from flashattn_jit.planner.devices import device_hardware
-
+    """The rows of the chosen sections, as far as the time limit allows."""
     clock, hardware = Clock(options.limit), device_hardware(0)
     torch.manual_seed(0)
     if options.tests:
@@ -120,27 +127,18 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
     say("compiling")
     show("compiling")
     compile_all(hardware.target)
-    copied = interleave_on_device({"copy": copy_run(memory.KV_BYTES)}, 10)["copy"]
-    yield Row("copy bandwidth of this card", None,
-              copy_bytes(memory.KV_BYTES) / median(copied) / 1e12, "TB/s")  # fmt: skip
+    copied = interleave_on_device({"copy": copy_run(KV_BYTES)}, 10)["copy"]
+    bandwidth = copy_bytes(KV_BYTES) / median(copied) / 1e12
+    yield Row("copy bandwidth of this device", None, bandwidth, "TB/s")
     yield Row("bf16 matrix product 8192^3, random data", None, matrix_rate() / 1e12, "TFLOP/s")
-    sections: dict[str, Callable[[], Iterator[Row]]] = {
-        "prefill": lambda: compute.prefill_rows(options.pairs, clock),
-        "decode": lambda: memory.decode_rows(options.pairs, clock, hardware.l2_bytes),
-        "batch": lambda: batch.batch_rows(options.pairs, clock, hardware.l2_bytes),
-        "latency": lambda: memory.latency_rows(options.pairs, clock),
-        "modules": lambda: memory.module_rows(clock),
-        "hooks": lambda: compute.hook_rows(options.pairs, clock),
-        "masks": lambda: compute.mask_rows(options.pairs, clock),
-    }  # in order of how much would be missed
-    for name, section in sections.items():
+    for name, section in SECTIONS.items():
         if name in options.only:
             say(name)
             show(name)
             try:
-                yield from section()
+                yield from section(options.pairs, clock, hardware.l2_bytes)
                 torch.cuda.empty_cache()
-            except Exception as error:  # one section's failure is a row, not the end of the run
+            except Exception as error:  # a failed section is a row, and the run continues
                 text = f"{type(error).__name__}: {str(error)[:300]}"
                 say(f"  {name} FAILED: {text}")
                 yield Row(f"{name}: FAILED", 0.0, 1.0, "errors", "lower", detail=text)
@@ -148,16 +146,16 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row]:
         yield Row(f"{what}: left out, no time", None, 0.0, "")
 
 
-def main(given: list[str] | None = None) -> int:
-    """Run; 0, 1 where a test or section failed, or 2 without a device."""
-    options = arguments(given)
+def main() -> int:
+    """Measure; returns 0, 1 if a test or section failed, or 2 without a device."""
+    options = arguments()
     if not torch.cuda.is_available():
         print("benchmarks.gpu: torch sees no CUDA device; nothing was measured", file=sys.stderr)
         return NO_DEVICE
     rows: list[Row] = []
     try:
         for row in rows_of(options):
-            rows.append(row)  # what is measured is kept, whatever comes next
+            rows.append(row)  # measured rows are saved even if a later one raises
     except Exception as error:
         rows.append(Row("FAILED", 0.0, 1.0, "errors", "lower", detail=f"{error}"[:300]))
     hide()

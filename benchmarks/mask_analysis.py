@@ -2,8 +2,8 @@
 
     python -m benchmarks.mask_analysis [--save]
 
-The mask is analysed from its formula; a byte for each tile would be 256 KiB, a bit for each pair
-512 MiB. For comparison, torch's `create_block_mask` on a mask 16 times smaller in each direction.
+The tiles are derived from the mask's formula. For scale: a byte per tile would take 256 KiB, a bit
+per pair 512 MiB. The peer is torch's `create_block_mask`, with 16 times fewer rows and columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn_jit as fa
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._measure import Row, Run, arguments, interleave, median, ratio, report, time_row
+from benchmarks._peers import causal
 from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams, TileRuns, tile_runs
 from flashattn_jit.variants.params import Dims
 
@@ -25,7 +26,7 @@ _SMALL = 4_096
 
 
 def masks() -> dict[str, fa.Variant]:
-    """One mask of each kind: positions alone, runtime scalars, captured tensors."""
+    """Masks of positions alone, of runtime scalars, of captured tensors."""
     documents = fa.document_ids([1_000] * 65 + [_LENGTH - 65_000])[None]
     return {
         "causal": fa.Causal(),
@@ -37,25 +38,23 @@ def masks() -> dict[str, fa.Variant]:
 
 
 def analysis(variant: fa.Variant) -> Callable[[], TileRuns]:
-    """The analysis of one mask, traced before."""
+    """A function that finds the tiles of a mask; tracing is not part of it."""
     bound = variant.bind(Dims(1, 1, 1, _LENGTH, _LENGTH, 64, 64), {})
     mask = bound.ir.hook("mask_mod")
     assert mask is not None
-    params = MaskParams(
-        bound.tensors, bound.scalars, [_LENGTH], [_LENGTH], [0], [0], [0]
-    )  # fmt: skip
+    params = MaskParams(bound.tensors, bound.scalars, [_LENGTH], [_LENGTH], [0], [0], [0])
     grid = Grid(0, _LENGTH, 0, _LENGTH, _TILE, _TILE)
     return lambda: tile_runs(mask, params, grid)
 
 
-def growth(run: Callable[[], object]) -> int:
-    """By how many bytes the process is larger at the peak of a run."""
+def growth(run: Run) -> int:
+    """Bytes of resident memory at the peak of a run, beyond those before it."""
 
     def status(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status("VmRSS")
     run()
     return max(0, status("VmHWM") - before)
@@ -68,19 +67,13 @@ def rows(options: argparse.Namespace) -> list[Row]:
         run = analysis(variant)
         most = growth(run)
         times = interleave({"ours": run}, options.pairs)["ours"]
-        _, spread = ratio(times, [1e-3] * len(times))
-        detail = f"tiles {run().counts()}"
-        out.append(Row(f"{name}: time", 15.0, median(times) * 1e3, "ms", "lower", spread, detail))
-        out.append(Row(f"{name}: most memory at a time", 16.0, most / 2**20, "MiB", "lower"))
+        out.append(time_row(f"{name}: time", 15.0, times, "ms", f"tiles {run().counts()}"))
+        out.append(Row(f"{name}: peak memory", 16.0, most / 2**20, "MiB", "lower"))
     return out
 
 
 def torch_rows() -> list[Row]:
-    """torch's block mask of a causal mask, 4,096 x 4,096, and ours of the same size."""
-
-    def causal(b: object, h: object, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
-        return q_idx >= kv_idx
-
+    """torch's block mask of a causal mask, 4,096 x 4,096, and our tiles of the same mask."""
     mask = fa.Causal().bind(Dims(1, 1, 1, _SMALL, _SMALL, 64, 64), {}).ir.hook("mask_mod")
     assert mask is not None
     grid = Grid(0, _SMALL, 0, _SMALL, _TILE, _TILE)

@@ -1,6 +1,6 @@
-// What this machine can do at most: fused multiply-adds in fp32, bf16 dot products, reads of
-// memory. Compiled by benchmarks/peak.py for the machine it runs on; every loop is a fixed amount
-// of work that the caller times, so that it can be interleaved with a kernel.
+// The peak rates of a machine: fused multiply-adds in fp32, bf16 dot products, reads of memory.
+// Compiled by benchmarks/peak.py for the machine that it runs on. Every loop is a fixed amount of
+// work that the caller times, so that it can be interleaved with a kernel.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -73,8 +73,8 @@ float fma_fp32(int64_t steps, int num_threads) {
   return result;
 }
 
-// `steps` x chains x lanes x 2 fused multiply-adds of bf16 pairs on each thread; 0 where there is
-// no such instruction.
+// `steps` x chains x lanes x 2 multiply-adds of bf16 on each thread; none if the instruction set
+// has no bf16 dot product.
 float dot_bf16(int64_t steps, int num_threads) {
   float result = 0;
 #if defined(__AVX512BF16__)
@@ -90,7 +90,7 @@ float dot_bf16(int64_t steps, int num_threads) {
 }
 
 // `steps` x 4 products of AMX tiles (16 x 16 x 32 multiply-adds of bf16) on each thread. The
-// process must have leave to use tiles.
+// process must have the system's permission to use tiles.
 void tiles_bf16(int64_t steps, int num_threads) {
 #if defined(__x86_64__)
 #pragma omp parallel num_threads(num_threads)
@@ -113,7 +113,7 @@ void tiles_bf16(int64_t steps, int num_threads) {
 #endif
 }
 
-// Reads `count` 8-byte words once, each thread its own contiguous part.
+// Reads `count` 8-byte words once, each thread one contiguous part.
 int64_t read_words(const int64_t* words, int64_t count, int num_threads) {
   int64_t result = 0;
   constexpr int kWords = kLanes / 2, kStep = 8 * kWords;

@@ -1,8 +1,8 @@
-"""What this machine can do at most: fp32 FMAs, bf16 dot products, reads of memory.
+"""The peak rates of this machine: fp32 FMAs, bf16 dot products, reads of memory.
 
     python -m benchmarks.peak [--save]
 
-Other benchmarks take their denominators from here, in the same run and interleaved with the kernel.
+Other benchmarks run these loops too, interleaved with the kernel, as denominators of their ratios.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import has_amx
 
 _STEPS = 1_000_000  # about 12 ms: long enough to time, short enough to interleave
-_READ_BYTES = 512 << 20  # sixteen times the largest L3 that is common
+_READ_BYTES = 512 << 20  # far more than an L3
 
 
 class Peak:
-    """The compiled loops. Each method does a fixed amount of work on `num_threads` threads."""
+    """The compiled loops. Each method runs a fixed amount of work on `num_threads` threads."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self._library = library
         self.num_threads = num_threads
-        for name, argument in (("fma_fp32", ctypes.c_int64), ("dot_bf16", ctypes.c_int64)):
-            getattr(library, name).argtypes = [argument, ctypes.c_int]
+        for name in ("fma_fp32", "dot_bf16"):
+            getattr(library, name).argtypes = [ctypes.c_int64, ctypes.c_int]
             getattr(library, name).restype = ctypes.c_float
         library.tiles_bf16.argtypes = [ctypes.c_int64, ctypes.c_int]
         library.read_words.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
@@ -44,7 +44,7 @@ class Peak:
         self._library.fma_fp32(_STEPS, self.num_threads)
 
     def dot_bf16(self) -> None:
-        """`bf16_flops` floating-point operations: AMX tiles, bf16 pairs or, without both, fp32."""
+        """`bf16_flops` operations: by AMX tiles, else by bf16 dot products, else in fp32."""
         if self.has_tiles:
             self._library.tiles_bf16(_STEPS // 2, self.num_threads)
         elif self.has_bf16_dot:

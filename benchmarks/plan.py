@@ -1,13 +1,14 @@
-"""plan(): its time, and how evenly it spreads uneven batches over workers.
+"""plan(): its time, and how evenly it distributes uneven batches over workers.
 
     python -m benchmarks.plan [--save]
 
-Time is that of the whole Python call, `BatchAttention.plan`, for 264 workers; nothing runs. Two
-sets of tiles: those of an H100 (sm_90, planned as for its emulator, whose plan is written to host
-memory where a device's goes to a pinned buffer; page indices are not looked at, as none on a device
-are), and this CPU's, as if it had so many threads. Balance is that of predicted loads, by the costs
-of flashattn_jit/planner/tiles.py: the longest worker over the mean, for the three distributions of
-lengths of Ye et al. 2025 (arXiv 2501.01005), 16 to 256 requests of 1,024 keys on average.
+Time is that of the whole Python call, `BatchAttention.plan`, for 264 workers; no kernel runs. There
+are two sets of tiles: those of an H100, and this CPU's, as if it had 264 threads. The former are
+planned for `emulated:sm_90`, which writes the plan to pageable memory instead of a pinned buffer;
+page indices are not checked, as indices on a device are not. Balance is that of predicted loads, by
+the costs of flashattn_jit/planner/tiles.py: the longest worker over the mean, for the three
+distributions of lengths of Ye et al. 2025 (arXiv 2501.01005), 16 to 256 requests of 1,024 keys on
+average.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks._batch_work import (
     uniform_lengths,
     zipf_lengths,
 )
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks._measure import Row, arguments, interleave, median, ratio, report, time_row
 from benchmarks._progress import say, steps
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import default_target
@@ -46,7 +47,7 @@ _COUNTS = (16, 32, 64, 128, 256)
 
 
 def variants() -> dict[str, Any]:
-    """Masks planned from bounds, then others, which are planned from cells."""
+    """Three masks that are planned from bounds, then two that are planned from cells."""
     documents = torch.arange(16384) // 700
     return {
         "full": fa.Full(),
@@ -60,8 +61,10 @@ def variants() -> dict[str, Any]:
 
 
 def mixed() -> tuple[list[int], list[int]]:
-    """(q_len, kv_len) of a step of a serving engine: 240 requests decode, 8 verify 4 drafted
-    tokens, 8 prefill a chunk of 512; up to 8,192 keys before."""
+    """(q_len, kv_len) of a step of a serving engine, with up to 8,191 earlier keys per request.
+
+    240 requests decode, 8 verify 4 drafted tokens, 8 prefill a chunk of 512.
+    """
     dice = random.Random(0)
     q_len = [1] * 240 + [4] * 8 + [512] * 8
     return q_len, [q + dice.randrange(8192) for q in q_len]
@@ -82,8 +85,8 @@ def _planner(
 def time_rows(options: argparse.Namespace, target: str | None) -> list[Row]:
     """Microseconds of plan() for 256 mixed requests."""
     what = "CPU tiles" if target is None else target
-    looked_at = {} if target is None else {"FLASHATTN_JIT_CHECK_PAGES": "0"}
-    with patch.dict(os.environ, looked_at):
+    variables = {} if target is None else {"FLASHATTN_JIT_CHECK_PAGES": "0"}
+    with patch.dict(os.environ, variables):
         try:
             runs = {name: _planner(v, *mixed(), target) for name, v in variants().items()}
             times = interleave(runs, options.pairs * 10, warm_up=10)
@@ -93,9 +96,9 @@ def time_rows(options: argparse.Namespace, target: str | None) -> list[Row]:
     rows = []
     for i, name in enumerate(runs):
         goal = 150.0 if i < 3 else 1000.0
-        value, spread = ratio(times[name], [1e-6] * len(times[name]))
-        rows.append(Row(f"plan(), 256 mixed requests, {what}, {name}", goal, value, "us", "lower",
-                        spread, f"fastest {min(times[name]) * 1e6:.0f}"))  # fmt: skip
+        claim = f"plan(), 256 mixed requests, {what}, {name}"
+        fastest = f"fastest {min(times[name]) * 1e6:.0f}"
+        rows.append(time_row(claim, goal, times[name], "us", fastest))
     return rows
 
 
@@ -110,11 +113,9 @@ def growth_rows(options: argparse.Namespace) -> list[Row]:
             count: _planner(variant, [1] * count, kv_len[:count]) for count in (1024, 2048, 4096)
         }
         times = interleave({str(n): run for n, run in runs.items()}, options.pairs * 2)
-        value, spread = ratio(times["4096"], [1e-3] * len(times["4096"]))
         detail = ", ".join(f"{n}: {median(times[str(n)]) * 1e3:.2f} ms" for n in runs)
-        rows.append(
-            Row(f"plan(), 4,096 requests, {name}", 2.0, value, "ms", "lower", spread, detail)
-        )
+        claim = f"plan(), 4,096 requests, {name}"
+        rows.append(time_row(claim, 2.0, times["4096"], "ms", detail))
         value, spread = ratio(times["4096"], times["1024"])
         rows.append(
             Row(f"plan(), 4,096 over 1,024 requests, {name}", 4.4, value, "x", "lower", spread)
@@ -151,7 +152,7 @@ def loads(
 
 
 def balance_rows(target: str, heads: tuple[int, int], workers: int, goal: float) -> list[Row]:
-    """The worst of all counts of requests, for each distribution of lengths."""
+    """The least even of all numbers of requests, for each distribution of lengths."""
     rows = []
     for name, lengths in (
         ("constant", constant_lengths), ("uniform", uniform_lengths), ("Zipf", zipf_lengths),
@@ -171,8 +172,8 @@ def balance_rows(target: str, heads: tuple[int, int], workers: int, goal: float)
 def main() -> None:
     """Measure and report."""
     options = arguments(__doc__)
-    # Not set_num_threads, which would have torch start them. Nor mocks, which keep a list of their
-    # calls: that was up to 10 us of each plan.
+    # Not set_num_threads, which would make torch start the threads, and not mocks, which keep a
+    # list of their calls: that took up to 10 us of each plan.
     with (
         patch.object(torch, "get_num_threads", lambda: _WORKERS),
         patch.object(cuda, "EMULATED_SLOTS", _WORKERS),

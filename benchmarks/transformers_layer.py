@@ -1,12 +1,11 @@
-"""A layer of a 0.5B transformers model under the engine against torch's SDPA: prefill and decode,
-fp32 and bf16.
+"""A layer of a 0.5B transformers model with the engine, against torch's SDPA; prefill and decode.
 
     python -m benchmarks.transformers_layer [--save]
 
 One decoder layer of Qwen2 0.5B's shape (hidden 896, 14 query heads over 2, head dim 64, MLP 4864),
-weights and inputs random. Prefill: one prompt of 2,048 tokens. Decode: one token a call after
-2,048, in a dynamic cache, which is cut back after each. The share is attention's part of the
-layer's time, masks and projections not counted, by a clock around the attention function.
+random weights and inputs, in fp32 and bf16. Prefill: one prompt of 2,048 tokens. Decode: one token
+per call after 2,048, in a dynamic cache, which is cropped after each call. The share is the time of
+the attention function, without masks and projections, over that of the layer.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def decode(model: Any) -> Callable[[], torch.Tensor]:
 
 @contextmanager
 def clocked(name: str, seconds: list[float]) -> Iterator[None]:
-    """Adds the time of each call of the attention function `name` to `seconds`."""
+    """Appends the time of each call of the attention function `name` to `seconds`."""
     table = transformers.AttentionInterface._global_mapping
     inner = table[name]
 
@@ -85,7 +84,7 @@ def clocked(name: str, seconds: list[float]) -> Iterator[None]:
 
 
 def share(name: str, run: Callable[[], object], rounds: int) -> float:
-    """Attention's part of a layer's time, the median over `rounds`."""
+    """Attention's share of a layer's time: the ratio of the medians over `rounds`."""
     attention: list[float] = []
     with clocked(name, attention):
         whole = interleave({f"{name}, attention apart": run}, rounds)
@@ -109,28 +108,10 @@ def rows(options: argparse.Namespace) -> list[Row]:
             text = ", ".join(f"{name} {median(times[name]) * 1e3:.2f} ms" for name in runs)
             parts = ", ".join(f"{name} {part:.0%}" for name, part in shares.items())
             label = f"{str(dtype).removeprefix('torch.')} {what}"
-            out.append(
-                Row(
-                    f"{label}: sdpa's time of a layer over ours",
-                    None,
-                    value,
-                    "x",
-                    "higher",
-                    spread,
-                    text,
-                )
-            )
-            out.append(
-                Row(
-                    f"{label}: attention's share of ours",
-                    None,
-                    100 * shares[ours],
-                    "%",
-                    "lower",
-                    None,
-                    parts,
-                )
-            )
+            claim = f"{label}: sdpa's time of a layer over ours"
+            out.append(Row(claim, None, value, "x", "higher", spread, text))
+            claim, percent = f"{label}: attention's share of ours", 100 * shares[ours]
+            out.append(Row(claim, None, percent, "%", "lower", None, parts))
     return out
 
 

@@ -18,7 +18,7 @@ TOPICS = "The with statement", "A class", "Lists", "An import", "The loop", "Exc
 
 
 class LocalRoPE(fa.Variant):
-    """RoPE inside a causal sliding window. The cache holds keys as they are; hooks rotate them."""
+    """RoPE inside a causal sliding window. The cache holds keys without RoPE; hooks rotate them."""
 
     cos: torch.Tensor = fa.tensor("positions", "pairs")
     sin: torch.Tensor = fa.tensor("positions", "pairs")

@@ -35,7 +35,7 @@ def serve():
 
 
 def image():
-    """What runs in the image: the service, then a call that nobody recorded."""
+    """What runs in the image: the service, then a call that was not recorded."""
     print(f"  sums {[round(float(r.sum()), 3) for r in serve()]}")
     print(*(f"  {line}" for line in str(fa.cache_info()).splitlines()), sep="\n")
     try:

@@ -1,6 +1,6 @@
 """A small character transformer in plain torch, and its training on a text that ships with Python.
 
-What attends is handed in by the caller, so that the same weights run with torch's attention, which
+The caller passes the attention function, so that the same weights run with torch's attention, which
 has gradients, and over a KV cache: `examples/03_generate.py`.
 """
 
@@ -54,8 +54,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """tokens [...] to logits [..., len(ALPHABET)].
 
-    attend: (layer, q [..., Q_HEADS, HEAD_DIM], k and v [..., KV_HEADS, HEAD_DIM]) -> as q. It knows
-    positions; q and k come without any.
+    attend: (layer, q [..., Q_HEADS, HEAD_DIM], k and v [..., KV_HEADS, HEAD_DIM]) -> as q. It
+    applies RoPE and the mask; q and k are not rotated yet.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Which request owns which pages of a KV cache: what a serving engine keeps beside the kernels.
+"""The page table of a KV cache: which request uses which pages, as a serving engine keeps it.
 
-Pages are counted by their users. A page that a request has filled is known by all the tokens up to
-its end, so that a later request whose prompt begins the same uses it instead of computing it again.
+Pages are counted by their users. A full page is found again by all tokens up to its end, so that a
+later request whose prompt begins with these tokens uses it instead of computing it again.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ import flashattn_jit as fa
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, int64 [tokens], and how many tokens are to follow it."""
+    """A prompt, int64 [tokens], and how many tokens are wanted after it."""
 
     prompt: Tensor
     wanted: int
-    tokens: list[int] = field(default_factory=list)  # the prompt and what has followed
+    tokens: list[int] = field(default_factory=list)  # the prompt and the tokens generated so far
     pages: list[int] = field(default_factory=list)
     cached: int = 0  # tokens whose keys and values are in the pages
 
@@ -29,7 +29,7 @@ class Request:
 
 
 class PageTable:
-    """Gives out `num_pages` pages of `page_size` slots, and takes them back."""
+    """Allocates and frees `num_pages` pages of `page_size` slots."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -38,7 +38,7 @@ class PageTable:
         self.known: dict[tuple[int, ...], int] = {}  # tokens up to a page's end -> the page
 
     def admit(self, request: Request) -> Request:
-        """Begin a request with the known pages of its prompt; at least one token is left to run."""
+        """Begin a request with the known pages of its prompt; at least one token stays to run."""
         request.tokens = request.prompt.tolist()
         for end in range(self.page_size, len(request.tokens), self.page_size):
             page = self.known.get(tuple(request.tokens[:end]))
@@ -71,12 +71,15 @@ class PageTable:
         return _indptr([len(tokens) for tokens in new]), paged
 
     def finish_step(self, requests: Sequence[Request], tokens: Sequence[int]) -> list[Request]:
-        """Keys are written now. Takes the token after each request's last; returns who goes on."""
+        """Registers full pages and adds each request's next token; returns unfinished requests.
+
+        tokens: one per request; not used while a part of its prompt has not run.
+        """
         for request, token in zip(requests, tokens, strict=True):
             for end in range(self.page_size, request.cached + 1, self.page_size):
                 text = tuple(request.tokens[:end])
                 self.known.setdefault(text, request.pages[end // self.page_size - 1])
-            if request.cached == len(request.tokens):  # else more of the prompt is to come
+            if request.cached == len(request.tokens):  # else a part of the prompt has not run
                 request.tokens.append(token)
             if request.done:
                 self._release(request.pages)

@@ -1,4 +1,4 @@
-"""How much work a problem is: operations, bytes, pairs kept by a mask. Arithmetic only."""
+"""The work of a problem: floating-point operations, bytes, pairs that a mask keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pairs_documents(lengths: Sequence[int]) -> int:
 
 
 def attention_flops(pairs: int, batch: int, num_q_heads: int, head_dim: int) -> float:
-    """Multiply-adds of both products over the pairs kept, counted as two."""
+    """Floating-point operations of both products over the kept pairs; a multiply-add is two."""
     return 4.0 * pairs * batch * num_q_heads * head_dim
 
 
@@ -34,7 +34,7 @@ def kv_bytes(tokens: int, num_kv_heads: int, head_dim: int, item: int = 2) -> in
 def decode_bytes(
     batch: int, kv_len: int, num_q_heads: int, num_kv_heads: int, head_dim: int, item: int = 2
 ) -> int:
-    """Bytes that decoding one token a request must move: K, V, q and out."""
+    """Bytes that decoding one token per request must move: K, V, q and out."""
     ends = 2 * batch * num_q_heads * head_dim * item
     return kv_bytes(batch * kv_len, num_kv_heads, head_dim, item) + ends
 
