@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashattn_jit as fa
 from tests.batch.batches import Batch
-from tests.ops.test_attention import EPS, assert_close, rms
+from tests.ops.cases import EPS, assert_close, rms
 
 PAIRS = 1_000_000
 """Scores that one check computes at most, about."""

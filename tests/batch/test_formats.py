@@ -12,7 +12,7 @@ import pytest
 
 from tests import rotation
 from tests.batch.formats import FORMATS, run_format
-from tests.ops.test_attention import DECODE, SMALL, fitting
+from tests.ops.cases import DECODE, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Case
 

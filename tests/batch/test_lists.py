@@ -8,7 +8,7 @@ from tests import rotation
 from tests.batch.lists import ENTRIES, LISTS, Entry
 from tests.batch.oracle import check
 from tests.batch.runs import attend
-from tests.ops.test_attention import HOST_TARGETS
+from tests.ops.cases import HOST_TARGETS
 
 
 @pytest.mark.parametrize(

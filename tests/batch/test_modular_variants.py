@@ -15,7 +15,7 @@ from flashattn_jit.variants.reference import varlen_reference
 from tests import rotation
 from tests.batch.batches import Batch, indptr
 from tests.batch.runs import engine
-from tests.ops.test_attention import assert_close
+from tests.ops.cases import assert_close
 
 REACH = 100
 

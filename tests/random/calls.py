@@ -20,7 +20,7 @@ from torch import Tensor
 import flashattn_jit as fa
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.sparse import Visited, blocks, tokens, trees
-from tests.ops.test_attention import EPS, HOST_TARGETS, rms
+from tests.ops.cases import EPS, HOST_TARGETS, rms
 from tests.random.meanings import (
     POINTWISE,
     READS_REQUEST,

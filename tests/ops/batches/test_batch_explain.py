@@ -15,7 +15,7 @@ from flashattn_jit.planner.tiles import few_rows, merge_cost
 from tests import processes
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
-from tests.ops.test_batch import made_for, mixed
+from tests.ops.batches.test_batch import made_for, mixed
 
 
 def seconds(text: str) -> float:

@@ -16,7 +16,7 @@ from flashattn_jit.errors import InputError, ParamError, VariantError
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from flashattn_jit.variants.variant import Variant
-from tests.variants.library_tools import bound, normal
+from tests.variants.library.library_tools import bound, normal
 
 
 def attention(

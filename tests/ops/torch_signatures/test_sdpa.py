@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashattn_jit as fa
-from tests.ops.flex_oracle import assert_close
+from tests.ops.torch_signatures.flex_oracle import assert_close
 
 D = 32
 

@@ -179,14 +179,14 @@ def test_the_text_is_deterministic_and_says_what_it_decides() -> None:
 
 def test_the_text_is_the_same_in_every_process() -> None:
     script = (
-        "from tests.variants.test_bounds_lower import registry_masks\n"
+        "from tests.variants.interval.test_bounds_lower import registry_masks\n"
         "from flashattn_jit.variants.interval.cpp import lower_classify\n"
         "for mask in registry_masks()[1]: print(lower_classify(mask.graph, mask.tensors))"
     )
     texts = [
         subprocess.run(
             [sys.executable, "-c", script], check=True, capture_output=True, text=True,
-            cwd=Path(__file__).parents[2], env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[3], env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     ]  # fmt: skip

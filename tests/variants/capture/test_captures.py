@@ -26,8 +26,8 @@ from flashattn_jit.variants.capture.walk import MAX_LOCATIONS, Walk
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant, variant
 from tests.slowness import slowdown
-from tests.variants import captures_module
-from tests.variants.captures_oracle import DIMS, value
+from tests.variants.capture import captures_module
+from tests.variants.capture.captures_oracle import DIMS, value
 
 LIMIT = 3
 FLAG = True

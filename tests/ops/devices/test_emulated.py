@@ -12,7 +12,7 @@ from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.ops.device import emulated
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
-from tests.ops.test_attention import assert_close
+from tests.ops.cases import assert_close
 
 pytestmark = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 

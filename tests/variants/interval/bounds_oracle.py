@@ -24,7 +24,7 @@ from flashattn_jit.variants.ir.ir import HOOK_INPUTS, Graph, GraphBuilder, Tenso
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import Variant, as_variant
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ANY_SIZE = Dims()
 _DTYPES = {d: getattr(np, d if d != "bool" else "bool_") for d in (
     "bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")}  # fmt: skip

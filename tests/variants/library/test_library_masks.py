@@ -16,7 +16,7 @@ import torch
 import flashattn_jit.variants.library as lib
 from flashattn_jit.errors import InputError, ParamError, VariantError
 from flashattn_jit.variants.variant import Variant
-from tests.variants.library_tools import bound, kept_pairs
+from tests.variants.library.library_tools import bound, kept_pairs
 
 
 def dense(

@@ -15,7 +15,7 @@ import torch
 
 from flashattn_jit.variants import binding
 from flashattn_jit.variants.variant import as_variant
-from tests.variants.captures_oracle import DIMS, value
+from tests.variants.capture.captures_oracle import DIMS, value
 
 SLOPES = torch.tensor([1.0, 2.0, 3.0])
 

@@ -10,7 +10,7 @@ import torch
 import flashattn_jit.variants.library as lib
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.variants.reference import attention_reference
-from tests.variants.library_tools import bound, normal, weights
+from tests.variants.library.library_tools import bound, normal, weights
 
 
 def scores(q_len: int = 7, kv_len: int = 13) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from flashattn_jit.inspect.verification.cases import cases
 from flashattn_jit.inspect.verification.run import Runner
 from tests import rotation
 from tests.batch.formats import FORMATS, run_format
-from tests.ops.test_attention import DECODE, LIBRARY, SMALL, fitting, run
+from tests.ops.cases import DECODE, LIBRARY, SMALL, fitting, run
 from tests.registry_case import Case
 
 TARGET = rotation.other_target()

@@ -27,7 +27,7 @@ from .bounds_oracle import Mask, described, traced
 from .bounds_random import RandomMask
 from .test_bounds_lower import captured_masks, random_boxes, registry_masks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 STATEMENTS = {"meet", "any", "i_gather", "t_gather", "f_gather", "gather_bits", "i_searchsorted"}
 """Statements that are more than a call of a function; see `statements.Statement`."""
 
@@ -210,7 +210,7 @@ def run_mutants(count: int) -> None:
 
 def test_what_is_no_code_is_refused_or_harmless() -> None:
     """In a process of its own, which a wrong read or a division by zero would end."""
-    script = "from tests.variants.test_interval_form import run_mutants; run_mutants(700)"
+    script = "from tests.variants.interval.test_interval_form import run_mutants; run_mutants(700)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -22,7 +22,12 @@ from torch.nn.attention.flex_attention import (
 
 import flashattn_jit as fa
 from tests import rotation
-from tests.ops.flex_oracle import check_against_oracle, literal_mask, oracle, uncompiled
+from tests.ops.torch_signatures.flex_oracle import (
+    check_against_oracle,
+    literal_mask,
+    oracle,
+    uncompiled,
+)
 from tests.registry_case import Case, Shape
 from tests.registry_masks import MASK_CASES
 from tests.registry_scores import SCORE_CASES

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from tests.variants.trace_oracle import compare
+from tests.variants.trace.trace_oracle import compare
 
 TABLE = torch.tensor([0.5, -1.5, 2.0, 0.0, 3.25, -0.0, 7.0])
 INTS = torch.tensor([3, -2, 0, 5, 1, -7, 2])

@@ -10,7 +10,7 @@ import torch
 import flashattn_jit.variants.library as lib
 from flashattn_jit.errors import ParamError, VariantError
 from flashattn_jit.variants.variant import Variant
-from tests.variants.library_tools import bound, normal, softmax, weights
+from tests.variants.library.library_tools import bound, normal, softmax, weights
 
 SIZES = [(1, 1), (13, 13), (9, 31), (31, 9)]
 

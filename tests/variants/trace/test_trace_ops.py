@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from flashattn_jit.errors import TraceError
 from flashattn_jit.variants.variant import variant
-from tests.variants.trace_oracle import DIMS, compare
+from tests.variants.trace.trace_oracle import DIMS, compare
 
 G = torch.Generator().manual_seed(0)
 BIAS = torch.randn(2, 3, 5, 7, generator=G)

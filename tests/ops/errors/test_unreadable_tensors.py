@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from tests.ops.odd_tensors import MAKERS, Own, Refusing, Wrapper, make
+from tests.ops.errors.odd_tensors import MAKERS, Own, Refusing, Wrapper, make
 
 KINDS = tuple(MAKERS)
 REASON = {

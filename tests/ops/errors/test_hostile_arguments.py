@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from tests.ops.odd_tensors import MAKERS, Own, make
+from tests.ops.errors.odd_tensors import MAKERS, Own, make
 
 q = torch.randn(1, 2, 8, 16)
 packed = torch.randn(8, 2, 16)

@@ -24,7 +24,7 @@ from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests import rotation
-from tests.variants.bounds_oracle import bound, classify_grid
+from tests.variants.interval.bounds_oracle import bound, classify_grid
 
 HEADS = (4, 2)
 DIM = 32

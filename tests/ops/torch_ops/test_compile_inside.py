@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 import flashattn_jit as fa
 from flashattn_jit.ops.torch_ops import outline
 from flashattn_jit.variants.library import made_classes
-from tests.ops.test_compile import Compiled, Window, dense
+from tests.ops.torch_ops.test_compile import Compiled, Window, dense
 
 # The compiler's own modules warn when they are first imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

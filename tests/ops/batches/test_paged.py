@@ -15,8 +15,8 @@ from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.ops.keys.storage import read_storage
 from flashattn_jit.variants.reference import varlen_reference
-from tests.ops.paged_calls import paged_attention
-from tests.ops.test_attention import assert_close
+from tests.ops.batches.paged_calls import paged_attention
+from tests.ops.cases import assert_close
 
 needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
@@ -199,7 +199,7 @@ NO_PAGES = torch.tensor([0, 0, 0, 0, 0])
     ],
 )
 def test_what_is_wrong_with_pages_is_told_before_anything_is_written(make, message: str) -> None:
-    """By `append_paged_kv`; tests/ops/test_bad_batch.py has what batches say."""
+    """By `append_paged_kv`; tests/ops/errors/test_bad_batch.py has what batches say."""
     with pytest.raises(InputError, match=message):
         append(make())
 
