@@ -34,6 +34,11 @@ def inputs(shape: Shape, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tenso
     return tuple(t.to(dtype) for t in (q, k, v))
 
 
+def normal(seed: int, *sizes: int) -> torch.Tensor:
+    """Random float32 values, equal for equal seeds."""
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
 def rms(x: torch.Tensor) -> float:
     """The root mean square, 0 of an empty tensor."""
     return x.double().square().mean().sqrt().item() if x.numel() else 0.0

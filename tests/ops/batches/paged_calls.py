@@ -1,4 +1,4 @@
-"""A batch over pages as one call: plan and run."""
+"""plan() and run() of a batch over pages as one call."""
 
 from __future__ import annotations
 

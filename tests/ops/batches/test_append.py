@@ -7,17 +7,11 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import GradError, InputError, TargetError
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
+from tests.toolkit import needs_nvcc
 
-TARGETS = [
-    pytest.param(None, id="cpu"),
-    pytest.param(
-        "emulated:sm_80",
-        id="emulated",
-        marks=pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc"),
-    ),
-]
-every_target = pytest.mark.parametrize("target", TARGETS)
+every_target = pytest.mark.parametrize(
+    "target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)], ids=["cpu", "emulated"]
+)
 
 
 def pages(page_size: int = 4) -> fa.Paged:
@@ -76,10 +70,10 @@ def test_caches_and_rows_have_any_strides(target) -> None:
     assert int((both != 0).any(-1).sum()) == 4 * 2 * 3
 
 
-@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+@needs_nvcc
 @pytest.mark.parametrize("wild", [-1, 12, 2**31 - 1])
 def test_an_unchecked_page_that_is_not_there_is_left_out(wild, monkeypatch) -> None:
-    """As on devices, where page indices are not checked."""
+    """On devices page indices are not checked."""
     monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
     paged = pages()
     paged.page_indices[1] = wild  # of keys 4 and 5 of request 0
@@ -126,7 +120,7 @@ K, CACHE, INDPTR = torch.zeros(4, 2, 8), torch.zeros(12, 4, 2, 8), torch.tensor(
         ({"q_indptr": torch.tensor([0, 3, 4, 4])}, "request 1 has 1 new tokens, but paged gives"),
     ],
 )
-def test_what_is_wrong_is_told_and_nothing_is_written(change, message: str) -> None:
+def test_errors_name_what_is_wrong_and_nothing_is_written(change, message: str) -> None:
     cache = torch.zeros(12, 4, 2, 8)
     options = {"k": K + 1, "v": K + 1, "k_pages": cache, "v_pages": cache.clone()}
     with pytest.raises(InputError, match=message):

@@ -16,14 +16,12 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.variants.reference import varlen_reference
 from tests import rotation
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.oracle import Math, check
 from tests.batch.sparse import Visited, blocks, tokens, trees
-
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+from tests.toolkit import needs_nvcc
 
 TARGETS = ("cpu", pytest.param("emulated:sm_80", marks=needs_nvcc))
 SPARSITIES = {
@@ -112,7 +110,7 @@ def test_runs_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that nobody may look into, as one on a device, which would be waited for."""
+    """A tensor whose values the host may not read, since for a device tensor that is a sync."""
 
     READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__",
              "nonzero", "unique", "equal", "is_nonzero", "repeat_interleave")  # fmt: skip
@@ -182,9 +180,8 @@ class Windowed(fa.Variant):
 
 
 def reference(b: Batch, variant: Any, **params: Any) -> torch.Tensor:
-    k, v = (torch.cat([b.keys(i)[side] for i in range(len(b.kv_len))]) for side in (0, 1))
-    rows = (b.q_indptr, indptr(b.kv_len))
-    return varlen_reference(b.q, k, v, *rows, variant, params=params)[0]
+    call = (b.q, *b.packed_keys(), b.q_indptr, indptr(b.kv_len), variant)
+    return varlen_reference(*call, params=params)[0]
 
 
 WIDTH, SLOPES = torch.tensor([9, 30, 2, 12, 4]), torch.linspace(0.1, 0.7, 4)
@@ -272,7 +269,7 @@ def test_results_of_the_callers_and_states_of_parts() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_objects_share_a_workspace_that_is_as_large_as_their_plans(target: str) -> None:
-    """Layers of two kinds take turns; all of its bytes are used, and none behind them."""
+    """Layers of two kinds alternate; they use all bytes of the workspace and none past its end."""
     b = Batch((1,), (5000 if target == "cpu" else 700,), (2, 1), 64,
               torch.float32 if target == "cpu" else torch.bfloat16, 16)  # fmt: skip
     variants = fa.Causal(), None
@@ -315,7 +312,7 @@ def test_limits_bound_the_workspace_of_every_plan() -> None:
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("name", [*SPARSITIES, "cascade"])
 def test_limits_bound_the_workspace_of_every_format(name: str, invariant: bool) -> None:
-    """Of plans within them, and of the same plans made without."""
+    """The bound holds for plans with the limits and for the same plans without them."""
     limits = fa.Limits(max_requests=5, max_q_tokens=48, max_kv_len=5000, max_pages=1000)
     options: dict[str, Any] = {"batch_invariant": invariant}
     for lengths in (MIXED, ((1,), (5000,)), ((2, 1, 3), (3000, 4097, 70)), ((40,), (300,))):
@@ -398,7 +395,7 @@ def test_a_fixed_batch_keeps_what_its_first_plan_fixed() -> None:
         b, fa.SlidingWindow(), "emulated:sm_80", limits=limits, cuda_graph=True
     )  # fmt: skip
     batch.plan(b.q_indptr, b.storage, window=20)
-    # As a graph has them: tensors of the largest batch.
+    # As under a CUDA graph: tensors of the largest batch.
     q = torch.zeros(40, 4, 64, dtype=b.q.dtype)
     q[:25] = b.q
     out = batch.run(q, b.k, b.v)
@@ -410,7 +407,7 @@ def test_a_fixed_batch_keeps_what_its_first_plan_fixed() -> None:
         batch.plan(ragged.q_indptr, ragged.storage, window=20)
     with pytest.raises(fa.InputError, match="first plan fixes the kind of sparsity"):
         batch.plan(b.q_indptr, b.storage, window=20, sparsity=trees(b).sparsity)
-    # What was refused was put nowhere.
+    # The refused plans changed nothing.
     check(b, Math(window=20), batch.run(q, b.k, b.v)[:25], None)
     other = Batch((2, 1), (100, 30), (4, 2), 64, b.q.dtype, 16)
     batch.plan(other.q_indptr, other.storage, window=20)
@@ -454,8 +451,8 @@ LARGEST_BITS = {
 def test_a_captured_run_replays_plans_of_any_kind(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launches of the first run, replayed as they are for later plans, whatever the lengths of
-    lists and the number of levels. Bits have the room that the first plan gives them."""
+    """The launches of the first run are replayed unchanged for later plans, with other lengths of
+    lists and other numbers of levels. The first plan fixes the memory for bits."""
     from flashattn_jit.ops.device import plan_memory
     from flashattn_jit.ops.device.emulated import record
 
@@ -474,12 +471,12 @@ def test_a_captured_run_replays_plans_of_any_kind(
     k, v = (torch.full((64, 16, 2, 64), torch.nan, dtype=dtype) for _ in range(2))
     for lengths in (*LARGEST_BITS.get(name, ()), *REPLAYED):
         if name == "tree" and lengths == ((1,), (0,)):
-            continue  # its own key is missing
+            continue  # a draft token without its own key
         b = Batch(*lengths, (4, 2), 64, dtype, 16, seed=len(lengths[0]))
         cls = fa.CascadeAttention if name == "cascade" else fa.BatchAttention
         made = made or cls(what.variant(4), **{**b.options(), **options})
         visited = None
-        # As an engine has it: a buffer of entries that is longer than the batch, and the limits.
+        # As in a serving engine: the buffer of page indices is longer than the batch needs.
         pages = torch.cat([b.storage.page_indices, torch.full((99,), -1, dtype=torch.int32)])
         b.storage = replace(b.storage, page_indices=pages)
         if name == "cascade":
@@ -497,5 +494,5 @@ def test_a_captured_run_replays_plans_of_any_kind(
         else:
             recorded[0].replay()
         check(b, what, out[:count], None, seen=visited.seen if visited else None)
-        assert out[count:].isnan().all(), "rows that pad the batch are nobody's"
+        assert out[count:].isnan().all(), "rows past the batch are written"
     assert len(recorded) == 1

@@ -1,4 +1,4 @@
-"""`plan.explain()` and `plan.plot()`: what they say is what was planned."""
+"""`plan.explain()` and `plan.plot()` agree with the plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.planner.tiles import few_rows, merge_cost
 from tests import processes
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
 from tests.ops.batches.test_batch import made_for, mixed
+from tests.toolkit import needs_nvcc
 
 
 def seconds(text: str) -> float:
@@ -88,7 +88,7 @@ def test_plans_that_do_not_depend_on_the_batch_say_so() -> None:
     assert "max_requests=8" in text
 
 
-@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+@needs_nvcc
 def test_a_cuda_target() -> None:
     b = mixed("emulated:sm_80", 16)
     text = made_for(b, fa.Causal(), "emulated:sm_80").plan(b.q_indptr, b.storage).explain()

@@ -1,4 +1,4 @@
-"""Cascades: levels that are found are the page tables they were found in, and give the flat result.
+"""Cascades: the levels found in page tables unfold to them and give the result of a flat batch.
 
 Full-size lists of shapes are in tests/batch/test_prefixes.py.
 """
@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashattn_jit as fa
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests.batch.batches import Batch, indptr, level_of, share_prefix
 from tests.batch.oracle import Math, check
 from tests.slowness import slowdown
-
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+from tests.toolkit import needs_nvcc
 
 
 def table(pages: list[list[int]], last: int = 4) -> fa.Paged:
@@ -59,7 +57,7 @@ def test_levels_unfold_to_the_page_tables(requests, least: int) -> None:
     for b, own in enumerate(pages):
         for token in range(int(starts[b]), int(starts[b + 1])):
             assert seen[token] == own
-        assert pages_of(levels[-1], b) or not own  # somebody's last key is its own
+        assert pages_of(levels[-1], b) or not own  # a request's last key is in its own level
     for level in levels[:-1]:
         for group in range(len(level.q_indptr) - 1):
             assert len(pages_of(level, group)) >= least
@@ -155,7 +153,7 @@ def test_ragged_levels_lie_one_after_another() -> None:
 
 
 def test_levels_have_pages_of_their_own_size() -> None:
-    """Four levels in pages of 64, 48, 32 and 16: as with all of them in the cache's pages of 16."""
+    """Four levels in pages of 64, 48, 32 and 16: the result is that of pages of 16."""
     generator = torch.Generator().manual_seed(0)
     rows = ([0, 6], [0, 6], [0, 1, 3, 6], [0, 1, 3, 6])
     pages = ([[1, 3]], [[9]], [[2], [], [12, 9]], [[40], [41, 42], [43]])

@@ -1,7 +1,7 @@
 """Cascades over quantised caches: a scale for each slot of the cache, found by `fa.kv_slot`.
 
 A slot's scale is the same for all requests of a group, so hooks of keys and values may gather it,
-although `fa.kv_slot` takes the request. What is expected is written here, in fp64, without hooks.
+although `fa.kv_slot` takes the request. Expected values are computed here in fp64, without hooks.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import host_target
-from flashattn_jit.codegen.targets import included
 from flashattn_jit.errors import VariantError
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.variants.ir.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
 from tests import rotation
+from tests.batch.batches import indptr
+from tests.ops.cases import HOST_TARGETS, normal
+from tests.toolkit import needs_nvcc
 
-HOST_TARGETS = included(host_target())
 HQ, HKV, D, PAGE = 4, 2, 32, 4
 
 # Pages of each request, in the order of their keys; requests 0, 1, 4 and 0, 1 share some.
@@ -29,14 +29,6 @@ TABLES = [[7, 2, 9, 4, 0], [7, 2, 9, 1], [5, 8], [3], [7, 2, 6, 10, 11]]
 LAST = [3, 4, 1, 2, 4]
 KV_LENS = [PAGE * (len(t) - 1) + n for t, n in zip(TABLES, LAST, strict=True)]
 FEW, MANY = [1, 2, 1, 1, 2], [14, 9, 5, 6, 20]
-
-
-def normal(seed: int, *sizes: int) -> torch.Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
-
-
-def indptr(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
 
 
 def paged() -> fa.Paged:
@@ -57,7 +49,7 @@ class Cache:
 
     def __init__(self, dtype: torch.dtype) -> None:
         slots = 12 * PAGE
-        # Every slot and head has a scale of its own: that of another slot would show.
+        # Every slot and head has another scale, so that the scale of a wrong slot shows.
         self.k_scale, self.v_scale = (
             0.01 * (1 + torch.arange(slots * HKV).reshape(slots, HKV) % 7 + normal(s, slots, HKV))
             for s in (1, 2)
@@ -121,9 +113,9 @@ def test_int8_cache_of_bfloat16_queries(q_lens: list[int]) -> None:
     check(q_lens, torch.bfloat16, torch.int8, host_target(), 2e-2)
 
 
-@pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+@needs_nvcc
 def test_on_a_cuda_target() -> None:
-    """Of one dtype there; the scales are found the same way."""
+    """CUDA kernels take one dtype; the scales are found the same way."""
     check(FEW, torch.float16, torch.float16, "emulated:sm_80", 3e-3)
 
 
@@ -144,10 +136,10 @@ def test_ragged_levels() -> None:
     got = cascade.run(q, k, v)
     at = [[*range(7), 7, 8, 9], [*range(7), 10, 11, 12, 13, 14]]
     kd, vd = (x.double() * scale.double()[..., None] for x in (k, v))
-    for b, places in enumerate(at):
-        keys, values = (x[places].repeat_interleave(HQ // HKV, 1) for x in (kd, vd))
+    for b, slots in enumerate(at):
+        keys, values = (x[slots].repeat_interleave(HQ // HKV, 1) for x in (kd, vd))
         s = torch.einsum("rhd,khd->hrk", q[2 * b : 2 * b + 2].double(), keys) / math.sqrt(D)
-        late = torch.arange(len(places)) > torch.arange(2)[:, None] + len(places) - 2
+        late = torch.arange(len(slots)) > torch.arange(2)[:, None] + len(slots) - 2
         weights = torch.softmax(s.masked_fill(late, -math.inf), -1)
         wanted = torch.einsum("hrk,khd->rhd", weights, values)
         torch.testing.assert_close(got[2 * b : 2 * b + 2].double(), wanted, rtol=2e-5, atol=2e-5)

@@ -11,14 +11,13 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import EnvironmentVariableError, InputError
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.ops.keys.storage import read_storage
 from flashattn_jit.variants.reference import varlen_reference
+from tests.batch.batches import indptr
 from tests.ops.batches.paged_calls import paged_attention
 from tests.ops.cases import assert_close
-
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+from tests.toolkit import needs_nvcc
 
 SM80 = "emulated:sm_80"
 BF16 = torch.bfloat16
@@ -27,7 +26,7 @@ PREFILL = ((3, 40, 1, 0), (90, 40, 0, 7))
 
 
 class Cached(NamedTuple):
-    """Packed tensors and the same keys in pages; what no key lies in is NaN."""
+    """Packed tensors and the same keys in pages; slots without a key are NaN."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -37,10 +36,6 @@ class Cached(NamedTuple):
     k_pages: torch.Tensor
     v_pages: torch.Tensor
     paged: Paged
-
-
-def indptr(lengths) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
 def cached(lengths=DECODE, page_size: int = 16, heads: int = 4, dim: int = 64) -> Cached:
@@ -138,7 +133,7 @@ def test_out_and_int64_indices() -> None:
 
 
 def append(c: Cached) -> None:
-    """The new tokens of each request again, as they are there already."""
+    """Writes zeros over the last keys of each request, one for each of its queries."""
     rows = torch.zeros(c.q.shape[0], 2, 64, dtype=BF16)
     fa.append_paged_kv(rows, rows.clone(), c.k_pages, c.v_pages, c.q_indptr, c.paged)
 
@@ -198,13 +193,13 @@ NO_PAGES = torch.tensor([0, 0, 0, 0, 0])
         (lambda: cached()._replace(k_pages=torch.zeros(9, 16, 64)), "k_pages must be .num_pages"),
     ],
 )
-def test_what_is_wrong_with_pages_is_told_before_anything_is_written(make, message: str) -> None:
-    """By `append_paged_kv`; tests/ops/errors/test_bad_batch.py has what batches say."""
+def test_errors_of_pages_come_before_anything_is_written(make, message: str) -> None:
+    """Errors of `append_paged_kv`; those of batches are in tests/ops/errors/test_bad_batch.py."""
     with pytest.raises(InputError, match=message):
         append(make())
 
 
-def test_a_page_that_does_not_exist_is_told_with_its_request(
+def test_the_error_of_a_page_out_of_range_names_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     c = cached()
@@ -230,7 +225,7 @@ def test_a_page_that_does_not_exist_is_told_with_its_request(
 def test_an_unchecked_page_that_is_not_there_is_no_wild_address(
     wild: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Defined behaviour where indices are not checked, as on devices: page 0 stands in."""
+    """Where indices are not checked, as on devices, page 0 is read instead."""
     c = cached(DECODE)
     bad = c.paged.page_indices.clone()
     bad[0] = wild

@@ -1,6 +1,6 @@
-"""Sparsity as key lists: every format says which pairs are visited, against element-wise maps.
+"""Sparsity as key lists: the pairs that each format visits, against element-wise maps.
 
-How kernels compute with lists is in tests/batch; here it is what plan() makes of them.
+These are the lists that plan() makes; what kernels compute with them is in tests/batch.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def test_bits_of_any_width(size: tuple[int, int], per_head: bool) -> None:
 
 @pytest.mark.parametrize("words", [1, 3])
 def test_bits_next_to_a_mask_of_bits(words: int) -> None:
-    """The sparsity's params meet none of the variant's, nor do their sizes."""
+    """Params and dims of the sparsity do not collide with those of the variant."""
     parents = [-1, 0, 0, 1]
     b = Batch((4,), (20,), (4, 2), 64)
     bits = torch.nn.functional.pad(tree_bits(parents), (0, words - 1))
@@ -190,7 +190,7 @@ def test_trees_in_every_form(form: str) -> None:
     check(b, Math(), batch.run(b.q, b.k, b.v), None, seen=visited.seen)
 
 
-def test_a_tree_of_parents_is_what_the_mask_of_the_library_says() -> None:
+def test_a_tree_of_parents_equals_the_mask_of_the_library() -> None:
     parents = [-1, 0, 1, 0, -1]
     b = Batch((5, 5), (30, 5), (4, 2), 64)
     batch = fa.BatchAttention(None, **b.options())
@@ -214,7 +214,7 @@ def test_packed_bits_expanded_over_the_batch_need_no_other_kernel() -> None:
 
 
 def test_indices_of_a_device_are_taken_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on devices: what is out of range is no key."""
+    """On devices an index out of range is no key."""
     monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
     b = Batch((2,), (10,), (4, 2), 64, page_size=4)
     indices = torch.tensor([[3, 99, -1, 0], [-5, 10, 9, 2**31 - 1]], dtype=torch.int32)
@@ -234,7 +234,7 @@ def test_lists_are_not_copied() -> None:
 
 
 def test_blocks_larger_than_all_keys_cost_what_keys_cost() -> None:
-    """A list's positions are counted by blocks, and work is cut by positions."""
+    """A list is planned as so many blocks of keys, so a block is no longer than all keys."""
     whole = fa.BlockSparse(torch.tensor([0, 1]), torch.tensor([0]), (16, 2**31 - 1))
     lists = key_lists(whole, lengths_of(small((4,), (1000,))))
     assert lists.key_block == 1000

@@ -16,16 +16,16 @@ from tests.ops.cases import DECODE, HOST_TARGETS, LIBRARY, SMALL, fitting, input
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape
 
-# The hooks of all closures run in tests/codegen/test_cpu_hooks.py, many to a compiled unit: what a
-# whole kernel adds to them is the same for all, so that a few make do here, by turns.
+# The hooks of all closures run in tests/codegen/test_cpu_hooks.py, many in a compiled unit. A whole
+# kernel adds the same to each of them, so that a few closures by turns are enough here.
 CLOSURES = [c for c in CASES if "library" not in c.tags]
 KINDS = [(s, d) for d in (torch.float32, torch.bfloat16) for s in (SMALL, DECODE)]
 
 
 def in_turns() -> list[tuple[Case, Shape, torch.dtype]]:
-    """Library variants, with many rows or few and in one dtype, and some closures.
+    """Library variants and some closures, each with many rows or few and in one dtype.
 
-    tests/full has all of them in every way."""
+    tests/full has all of them with both and in both dtypes."""
     cases = rotation.chosen(LIBRARY, 3, lambda c: c.tags) + rotation.chosen(CLOSURES, 40)
     return [
         (case, shape if case.fits(shape) else fitting(case, SMALL), dtype)
@@ -107,16 +107,13 @@ def test_split_keys_give_the_same_result(rows, kv_len):
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("restored_threads")
 def test_results_do_not_depend_on_the_number_of_threads_when_nothing_is_split():
     q, k, v = inputs(Shape(2, 8, 4, 300, 300, 32, 32), torch.float32)
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(fa.attention(q, k, v, fa.Causal()))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(fa.attention(q, k, v, fa.Causal()))
     assert torch.equal(*results)
 
 

@@ -1,4 +1,4 @@
-"""What dense and packed calls are planned as: kernels, tiles, and plans that serve later calls."""
+"""Plans of dense and packed calls: kernels, tiles, and plans that serve later calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit import _C
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.ops.arguments import calls
 from flashattn_jit.ops.arguments.calls import KEPT_SIZE, Recent
 from flashattn_jit.ops.attention import run_dense
@@ -19,16 +18,16 @@ from flashattn_jit.ops.launching import launches
 from flashattn_jit.ops.planning.batch_plan import Variation
 from flashattn_jit.variants.reference import varlen_reference
 from tests.planner.batch_plans import WORK, indptr, items_of
+from tests.toolkit import needs_nvcc
 
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 ON_ANY = pytest.mark.parametrize(
     "target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)], ids=["cpu", "emulated"]
 )
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_forgotten() -> None:
-    """No entry of an earlier test makes room for one of this test."""
+def no_earlier_launches() -> None:
+    """Entries of earlier tests would lead to evictions in this one."""
     launches._launches.clear()
 
 
@@ -43,7 +42,7 @@ def work(plan: _C.BatchPlan, kind: int) -> list[dict[str, int]]:
 
 @contextmanager
 def planning(count: int) -> Iterator[None]:
-    """Within, so many plans are made and kept."""
+    """Asserts that the calls within it make and keep `count` plans."""
     before = len(launches._launches)
     yield
     assert len(launches._launches) == before + count
@@ -138,7 +137,7 @@ def test_equal_packed_calls_have_one_plan() -> None:
     with planning(0):
         assert torch.equal(call(*map(elsewhere, starts)), first)
         assert torch.equal(call(*starts, max_q_len=8), first)
-    starts[1][1] = 12  # the tensor is the same, what it holds is not
+    starts[1][1] = 12  # the same tensor with another value
     with planning(1):
         assert not torch.equal(call(*starts), first)
 
@@ -161,7 +160,7 @@ BLOCK = (40, 48)
 
 
 def masked(states: torch.Tensor, q_len: int, target: str | None) -> tuple[torch.Tensor, Variation]:
-    """A call of 4 heads over 2 with states of blocks, and its plan."""
+    """A call of 4 heads over 2 kv heads with a block mask, and its plan."""
     generator = torch.Generator().manual_seed(q_len)
     dtype = torch.float32 if target is None else torch.bfloat16
     q, k, v = (
@@ -194,7 +193,7 @@ def test_heads_share_tiles_where_they_visit_the_same_blocks(q_len: int, target: 
 
 
 def test_every_key_of_a_block_mask_is_planned_for() -> None:
-    """A block that is full is visited whatever the mask says, so the mask costs nothing there."""
+    """Full blocks are visited whatever the mask keeps, so the mask is not used to plan them."""
     states = torch.full((2, 1, 4, 4), 2, dtype=torch.uint8).expand(2, 4, 4, 4)
     out, variation = masked(states, 130, None)
     assert not variation.classified
@@ -223,7 +222,7 @@ def test_the_newest_entries_stay_as_far_as_their_sizes_go() -> None:
     assert list(kept) == [0, 1]
 
 
-def test_calls_of_many_requests_are_forgotten_sooner() -> None:
+def test_calls_of_many_requests_are_evicted_sooner() -> None:
     count = 900
     q, starts = torch.randn(count, 1, 8), torch.arange(count + 1)
     for i in range(2 * KEPT_SIZE // count):

@@ -1,4 +1,4 @@
-"""int8 keys and values mean nothing without a scale: refused where no hook can apply one."""
+"""int8 keys and values are refused where no hook applies their scale."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_refused(
 def wanted(
     variant: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, end: bool = False
 ) -> torch.Tensor:
-    """In fp64, with the scales that the variant has."""
+    """The result in fp64, with the scales of the variant's hooks."""
     has = set() if variant is None else set(variant.hooks())
     k = (k.float() * (0.05 if "key_mod" in has else 1)).double().repeat_interleave(2, 1)
     v = (v.float() * (0.05 if "value_mod" in has else 1)).double().repeat_interleave(2, 1)
@@ -156,7 +156,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
-def test_batches_know_when_they_are_made(kind: Any) -> None:
+def test_batches_refuse_it_when_they_are_made(kind: Any) -> None:
     for variant, hook in ((None, "key_mod"), (fa.Causal(), "key_mod"), (KEY, "value_mod"),
                           (VALUE, "key_mod")):  # fmt: skip
         with pytest.raises(InputError, match=rf"is int8, but the variant has no {hook}"):

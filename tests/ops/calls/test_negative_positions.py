@@ -1,8 +1,8 @@
-"""Queries before the first key: what every library variant means at negative positions.
+"""Queries before the first key: every library variant at negative positions.
 
 `MEANINGS` writes each variant a second time, for single numbers in plain Python and float64, and
-says what it does where q_idx is negative. Nothing of the reference or of the tracer is used to
-compute what is expected. A variant that does not look at positions is named in `ANYWHERE`.
+states its behaviour at negative q_idx. Expected values are computed without the reference and the
+tracer. Variants that read no position of a query are named in `ANYWHERE`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests import rotation
+from tests.batch.batches import indptr
+from tests.ops.cases import normal
 from tests.variants.interval.bounds_oracle import bound, classify_grid
 
 HEADS = (4, 2)
@@ -38,10 +40,6 @@ KEEP = [[j >= 3 * (b % 3) for j in range(35)] for b in range(4)]
 PREFIX = [6, 0, 3, 9]
 PARENTS = [-1, 0, 0, 1, 3]
 SEES = {0: {0}, 1: {0, 1}, 2: {0, 2}, 3: {0, 1, 3}, 4: {0, 1, 3, 4}}
-
-
-def normal(seed: int, *sizes: int) -> torch.Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
 T5_TABLE, DISTANCE_TABLE = normal(1, 32, HEADS[0]), normal(2, HEADS[0], 2 * REACH + 1)
@@ -64,7 +62,7 @@ Row = list[float]
 
 @dataclass(frozen=True)
 class Meaning:
-    """A variant's formula. behaviour: at q_idx < 0, in words.
+    """A variant's formula. behaviour: of a row with q_idx < 0, in words.
 
     make: () -> the variant. tensors: (requests, longest q_len, longest kv_len) -> its params; those
     of the mask are in `mask_params`. dense: only dense calls take its tensors.
@@ -263,7 +261,7 @@ MEANINGS: dict[str, Meaning] = {
 }  # fmt: skip
 
 ANYWHERE = {"Full", "QKNorm", "ReluSquared", "Sigmoid", "Sink", "SoftCap", "SoftmaxOffByOne"}
-"""Variants that look at no position of a query."""
+"""Variants that read no position of a query."""
 
 HELPERS = {"NoScaling", "RopeScaling", "alibi_slopes", "document_ids", "pack_bits", "rotate",
            "rope_scaling_from_config", "rope_tables", "t5_buckets", "tree_bits"}  # fmt: skip
@@ -271,7 +269,7 @@ SCALINGS = {n for n in lib.__all__ if n.endswith("Scaling")}  # of the frequenci
 
 BY_TENSOR = ("RoPE", "RoPE interleaved", "DocumentMask", "PaddingMask", "TreeMask", "RelativeBias",
              "RelativeTable", "GatedOutput packed", "GatedOutput head")  # fmt: skip
-"""Those that index a tensor by a position, or by a row: checked in batches and on few rows too."""
+"""Variants that index a tensor by a position or a row: checked in batches and on few rows too."""
 
 
 def test_every_library_variant_is_named() -> None:
@@ -348,10 +346,6 @@ def test_few_rows(name: str, how: str) -> None:
     check_dense(name, *FEW_ROWS[how])
 
 
-def indptr(lens: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0)
-
-
 def packed_wanted(meaning: Meaning, parts: Any, offsets: Sequence[int]) -> torch.Tensor:
     return torch.cat([
         expected(meaning, b, *(x.transpose(0, 1) for x in part), offsets[b]).transpose(0, 1)
@@ -416,7 +410,7 @@ def test_batches_over_pages(name: str, how: str) -> None:
                                   and m.keep is not Meaning.keep])  # fmt: skip
 @pytest.mark.parametrize("tile", [(1, 1), (5, 7), (16, 16)])
 def test_interval_form(name: str, tile: tuple[int, int]) -> None:
-    """Of tiles from position -30 on: sound, and exact on single pairs."""
+    """Tiles from position -30 on are classified soundly, and single pairs exactly."""
     meaning, kv_len = MEANINGS[name], TOKENS
     dims = Dims(2, HEADS[0], HEADS[1], 40, kv_len, DIM, DIM)
     params = meaning.tensors(2, 40, kv_len)

@@ -21,7 +21,7 @@ from tests.registry_case import Case, Shape
 
 
 def examples(count: int) -> settings:
-    """Settings of every property here: the same examples in every run."""
+    """Settings that make the same examples in every run."""
     return settings(
         max_examples=count,
         deadline=None,
@@ -40,7 +40,7 @@ D = 32
 
 
 class Problem(NamedTuple):
-    """One call: tensors, lengths, and what the call is given besides."""
+    """The tensors, lengths and offset of one call."""
 
     shape: Shape
     q: torch.Tensor
@@ -103,7 +103,7 @@ def assert_near(
 
 
 def check(case: Case, problem: Problem, dtype: torch.dtype) -> None:
-    """The kernel's out and lse are the reference's."""
+    """Asserts that the kernel's out and lse are those of the reference."""
     shape, q, k, v, kv_len, q_offset = problem
     variant, params = case.build(shape, seed=1)
     options = {"scale": case.scale, "q_offset": q_offset, "kv_len": kv_len}

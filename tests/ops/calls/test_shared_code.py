@@ -1,6 +1,6 @@
-"""Kernels where the reference shares code with them: formulas written out, no reference called.
+"""Kernels against formulas written out here, where the reference shares code with the kernels.
 
-docs/architecture.md lists what is shared; this file has the checks that were nowhere else.
+docs/architecture.md lists what is shared; this file has the checks that no other file has.
 """
 
 # Hooks are written as users write them.
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import attention_reference
 from tests import rotation
+from tests.ops.cases import rms
 
 HQ, HKV, D = 4, 2, 16
 
@@ -47,7 +48,7 @@ def close(got: Any, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=5e-6)
 
 
-# --- composition ------------------------------------------------------------------------------
+# --- composition ----------------------------------------------------------------------------------
 
 
 DOUBLE = fa.variant(score_mod=lambda s, b, h, i, j: s * 2)
@@ -90,7 +91,7 @@ def test_masks_combine(name: str) -> None:
 def test_row_hooks_chain_left_to_right() -> None:
     def both(hook):
         args = "row, lse, b, h, i" if hook == "output_mod" else "row, b, h, i"
-        twice = eval(f"lambda {args}: row * 2")  # the arity is looked at
+        twice = eval(f"lambda {args}: row * 2")  # the arity is checked
         turned = eval(f"lambda {args}: row.flip(-1) + 1")
         return fa.variant(**{hook: twice}) & fa.variant(**{hook: turned})
 
@@ -116,7 +117,7 @@ def test_renamed_params_go_to_their_own_part() -> None:
     close(fa.attention(q, k, v, both, first_cap=1.0), plain(q, k, v, capped(1.0, 2.0)))
 
 
-# --- normalisers ------------------------------------------------------------------------------
+# --- normalisers ----------------------------------------------------------------------------------
 
 
 class NamedSink(fa.Variant):
@@ -162,11 +163,11 @@ def test_pointwise_scales() -> None:
         close(got, (weights * factor) @ v.double().repeat_interleave(2, 1))
 
 
-# --- params, their defaults and what they are made of ------------------------------------------
+# --- params, their defaults and what they are made of ---------------------------------------------
 
 
 class Sizes(fa.Variant):
-    """The output is what its default was told of the call."""
+    """Writes the dims that its default was called with into the output."""
 
     told: torch.Tensor = fa.tensor(
         7, default=lambda d: torch.tensor([d.batch, d.num_q_heads, d.num_kv_heads, d.q_len,
@@ -177,8 +178,8 @@ class Sizes(fa.Variant):
         return row * 0 + self.told[q_idx % 7]
 
 
-def test_defaults_are_told_of_the_call_that_they_are_for() -> None:
-    """Twice over, in turns: what is remembered for one call's dims is not given to another."""
+def test_defaults_are_made_for_the_dims_of_their_call() -> None:
+    """Two rounds: a default that is cached for one call's dims is not used for another's."""
     for q_len, kv_len, heads, batch in 2 * [
         (9, 12, 4, 2),
         (8, 12, 4, 2),
@@ -222,7 +223,7 @@ def test_params_given_set_and_by_default() -> None:
         close(fa.attention(q, k, v, variant, **given), wanted)
 
 
-def test_captures_are_those_of_the_moment() -> None:
+def test_captures_are_read_at_each_call() -> None:
     q, k, v = qkv()
     table, held = torch.randn(12), {"gain": 1.0}
     variant = fa.variant(score_mod=lambda s, b, h, i, j: s * held["gain"] + table[j])
@@ -233,15 +234,15 @@ def test_captures_are_those_of_the_moment() -> None:
         close(fa.attention(q, k, v, variant), wanted)
 
 
-# --- lengths and places in hooks ----------------------------------------------------------------
+# --- lengths and slots in hooks -------------------------------------------------------------------
 
 
 def test_builtins_are_those_of_the_call() -> None:
-    """Written into the output: of a request's queries by output_mod, of its keys by value_mod."""
+    """output_mod writes the builtins of queries into the output, value_mod those of keys."""
     q, k = torch.randn(7, 4, D), torch.randn(11, 2, D)
     indptrs = torch.tensor([0, 3, 7]), torch.tensor([0, 9, 11])
 
-    def said(of):
+    def written(of):
         return fa.variant(output_mod=lambda row, lse, b, h, i: row * 0 + of(b, i).float())
 
     rows = torch.arange(7.0)
@@ -251,7 +252,7 @@ def test_builtins_are_those_of_the_call() -> None:
         (fa.q_row, rows),
         (lambda b, i: i, torch.tensor([6.0, 7, 8, -2, -1, 0, 1])),
     ):
-        out = fa.varlen_attention(q, k, k, *indptrs, said(of))
+        out = fa.varlen_attention(q, k, k, *indptrs, written(of))
         assert torch.equal(out, wanted[:, None, None].expand_as(out))
     slots = fa.variant(
         value_mod=lambda row, b, h, j: row * 0 + fa.kv_slot(b, j).float(),
@@ -271,24 +272,21 @@ def test_indices_wrap_and_are_clamped() -> None:
     close(fa.attention(q, k, v, variant), plain(q, k, v, lambda s: s + table.double()[at]))
 
 
-# --- the criterion ------------------------------------------------------------------------------
+# --- the criterion --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("q_len", [1, 70])
-def test_the_eager_reference_is_no_loose_measure(dtype: torch.dtype, q_len: int) -> None:
-    """Kernels are let 1.5 times its error: in each dtype that is about torch SDPA's own."""
+def test_the_eager_reference_is_as_exact_as_torchs_sdpa(dtype: torch.dtype, q_len: int) -> None:
+    """Kernels may have 1.5 times its error, which is about that of torch's SDPA in each dtype."""
     q, k, v = (x.to(dtype) for x in qkv(q_len, 130))
     k, v = (x.repeat_interleave(2, 1) for x in (k, v))
     wanted = plain(q, k, v)
     eager, _ = attention_reference(q, k, v, dtype=dtype)
     torch_own = F.scaled_dot_product_attention(q, k, v)
 
-    def rms(x):
-        return float((x.double() - wanted).square().mean().sqrt())
-
-    half_ulp = torch.finfo(dtype).eps / 2 * float(wanted.square().mean().sqrt())
-    assert rms(eager) <= 1.5 * rms(torch_own) + half_ulp
+    half_ulp = torch.finfo(dtype).eps / 2 * rms(wanted)
+    assert rms(eager - wanted) <= 1.5 * rms(torch_own - wanted) + half_ulp
 
 
 def test_dims_of_the_reference_are_those_of_the_call() -> None:

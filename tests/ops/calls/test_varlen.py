@@ -7,14 +7,11 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import merge_reference, varlen_reference
+from tests.batch.batches import indptr
 
 # Requests of every kind: decode, prefill, append, no query, no key, longer queries than keys.
 Q_LENS = (1, 40, 7, 0, 3, 9)
 KV_LENS = (130, 40, 90, 25, 0, 4)
-
-
-def indptr(lengths) -> torch.Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
 def packed(dtype=torch.float32, heads=(4, 2), dims=(32, 32)):
@@ -126,7 +123,7 @@ def test_states_merge_as_the_reference_says(shape):
     outs = [torch.randn(shape) for _ in range(4)]
     lses = [torch.randn(shape[:-1]) * 20 for _ in range(4)]
     lses[1][0] = float("-inf")
-    outs[1][0] = float("nan")  # a state without keys does not count, whatever it holds
+    outs[1][0] = float("nan")  # a state without keys has no weight, whatever it holds
     out, lse = fa.merge_states(outs, lses)
     clean = [o.nan_to_num() for o in outs]
     expected, expected_lse = merge_reference(

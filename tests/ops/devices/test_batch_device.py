@@ -1,4 +1,4 @@
-"""What batches need on devices: the ring, orders between streams, graphs that are replayed."""
+"""Batches on devices: the ring of pinned buffers, order between streams, replayed graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.errors import EmulatorFault, InputError, LaunchError
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops.device import cuda, plan_memory
 from flashattn_jit.ops.device.cuda import LaunchTensors
@@ -24,15 +23,15 @@ from flashattn_jit.ops.device.plan_memory import DeviceState, Ring, launch
 from flashattn_jit.planner.tiles import placed, request_of
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Dims
+from tests.toolkit import needs_nvcc
 
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 CPU, CUDA0 = torch.device("cpu"), torch.device("cuda", 0)
 
 # --- the ring -------------------------------------------------------------------------------------
 
 
 class Link:
-    """A link to a device that copies late: when the test lets it, oldest first."""
+    """A link to a device whose copies happen in `proceed`, oldest first."""
 
     def __init__(self) -> None:
         self.allocated: list[torch.Tensor] = []
@@ -110,11 +109,11 @@ def test_a_buffer_that_is_too_small_stays_for_smaller_plans() -> None:
     assert [buffer.numel() >= large for buffer in link.allocated] == [False, True]
 
 
-# --- streams of a device that is not there --------------------------------------------------------
+# --- streams of a fake device ---------------------------------------------------------------------
 
 
 class Core:
-    """As much of a native call as blocks are made of."""
+    """The part of a native call that blocks are made of."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -136,7 +135,7 @@ class Core:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """One device whose memory is the host's; `log` tells who waits for what."""
+    """One device whose memory is the host's; `log` lists which stream waits for which."""
     state = SimpleNamespace(current=1, capturing=False, log=[])
 
     class Event:
@@ -201,14 +200,14 @@ def test_with_limits_a_plan_waits_for_the_runs_of_the_one_it_replaces(
     state = DeviceState(CUDA0, "sm_90", fixed=True)
     first, second = Core(b"1" * 32), Core(b"2" * 32)
     block = state.upload(first)  # type: ignore[arg-type]
-    place = block.memory.data_ptr()
+    address = block.memory.data_ptr()
     streams.current = 5
     run(block, first)
     streams.current = 1
     streams.log.clear()
     later = state.upload(second)  # type: ignore[arg-type]
     assert streams.log == ["1 waits for 5"]
-    assert later.memory.data_ptr() == place
+    assert later.memory.data_ptr() == address
     assert later.memory.numpy().tobytes() == second.content
     with pytest.raises(InputError, match="a later plan"):
         run(block, first)
@@ -351,13 +350,13 @@ class Planned:
                             workspace=workspace)  # fmt: skip
 
     def forget(self, workspace: torch.Tensor) -> None:
-        """Nothing of an earlier run may be taken for this one's."""
+        """Overwrites the results of an earlier run, which could pass for those of the next."""
         for result in (self.pages.out, self.pages.lse):
             result.fill_(torch.nan)
         workspace.fill_(255)
 
     def check(self) -> None:
-        """Every row of the plan is right, and no other one was written."""
+        """Asserts that every row of the plan is right and that no other row was written."""
         p, row = self.pages, 0
         for b, (n, m) in enumerate(zip(self.q_len, self.kv_len, strict=True)):
             own = self.indices[self.starts[b] : self.starts[b + 1]].long()

@@ -1,4 +1,4 @@
-"""Calls on devices as far as a machine without one can tell: placement, plans, argument blocks."""
+"""Calls on devices, tested without one: placement, plans, argument blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flashattn_jit import _C
 from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.errors import InputError, LaunchError, TargetError
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import default, load_stepping
 from flashattn_jit.ops.arguments import checks
 from flashattn_jit.ops.arguments.calls import Call, Form, dense_form, is_aligned, packed_form
@@ -27,15 +26,15 @@ from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import request_of, slots
 from tests.cuda import suffixed
 from tests.planner.batch_plans import Paged, device_block, lengths
+from tests.toolkit import needs_nvcc
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 needs_no_driver = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would launch it")
 
 
 @dataclass
 class OnDevice:
-    """As much of a CUDA tensor as placement looks at."""
+    """The attributes of a CUDA tensor that placement reads."""
 
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = CUDA0
@@ -84,7 +83,7 @@ def test_matrix_dtypes_are_what_the_architecture_multiplies(
         place(bf16, bf16, bf16)
 
 
-def test_an_architecture_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_without_kernels_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(targets, "device_capability", lambda index: (7, 0))
     with pytest.raises(TargetError, match=r"compute capability 7\.0"):
         targets.device_target(3)
@@ -193,7 +192,7 @@ def test_a_driver_runs_what_its_cuda_or_an_older_one_compiled(
     assert module.path in str(error.value)
 
 
-# --- launches of a device that is not there -------------------------------------------------------
+# --- launches on a fake device --------------------------------------------------------------------
 
 
 class Recorded:

@@ -1,4 +1,4 @@
-"""Calls on emulated targets: what a CUDA kernel computes, checked against the CPU's, no GPU."""
+"""Calls on emulated targets: the results of CUDA kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import EmulatorFault, EnvironmentVariableError, InputError, TargetError
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.ops.device import emulated
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.ops.cases import assert_close
+from tests.toolkit import needs_nvcc
 
-pytestmark = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+pytestmark = needs_nvcc
 
 SM80 = "emulated:sm_80"
 BF16 = torch.bfloat16
@@ -143,7 +143,7 @@ def test_a_partial_call_and_its_merge_are_the_whole_call() -> None:
     torch.testing.assert_close(lse, whole_lse)
 
 
-def test_dtypes_and_targets_that_do_not_run_are_told() -> None:
+def test_dtypes_and_targets_that_do_not_run_are_errors() -> None:
     q, k, v = inputs(1, 4, 70, 64)
     with pytest.raises(InputError, match=r"bfloat16 or torch\.float16; got q torch\.float32"):
         fa.attention(q.float(), k, v, target=SM80)
@@ -154,7 +154,7 @@ def test_dtypes_and_targets_that_do_not_run_are_told() -> None:
 
 
 def test_a_fault_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runtime is told that v has half its keys: the kernel's own loads then go past them."""
+    """The emulator gets half the size of v, so that the kernel's loads go past its end."""
     q, k, v = inputs(2, 4, 70, 64)
     check(q, k, v, fa.Causal(), q_offset="end")
     whole = emulated.extent

@@ -1,7 +1,7 @@
 """A target below the host's, in turns: library variants, the formats of batches, and `verify`.
 
-`tests/rotation.py` chooses it; a failure's name has it, and the run's header says how to take it
-again. tests/full has all variants on all targets.
+`tests/rotation.py` chooses the target; ids of tests name it, and the run's header says how to
+choose it again. tests/full has all variants on all targets.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_verify_passes(variant: fa.Variant, target: str) -> None:
 @pytest.mark.parametrize("target", [TARGET])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_scores_of_1e4_pass_with_any_seed(target: str, dtype: torch.dtype) -> None:
-    """Ties of such scores are off by a thousandth; which rows have one depends on the seed."""
+    """Rows with ties of such scores are off by a thousandth; the seed decides which rows."""
     base = complete_dims(None)
     tile = verification._largest_tile(target, base, str(dtype).removeprefix("torch."))
     extreme = [c for c in cases(base, *tile) if c.extreme]

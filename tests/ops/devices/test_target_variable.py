@@ -1,4 +1,4 @@
-"""FLASHATTN_JIT_TARGET: what calls on CPU tensors run on where they name no target."""
+"""FLASHATTN_JIT_TARGET: the target of calls on CPU tensors that name none."""
 
 from __future__ import annotations
 
@@ -145,12 +145,12 @@ def test_a_target_above_the_machines_is_refused(monkeypatch: pytest.MonkeyPatch)
         targets._forced.cache_clear()
 
 
-def test_an_empty_value_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_value_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAME, "")
     assert default_target() == resolve_target(None) == host_target()
 
 
-def test_warming_for_the_host_means_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_for_the_host_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAME, "cpu:generic")
     assert parse_targets("host")[0] == "cpu:generic"
 

@@ -1,4 +1,4 @@
-"""Tensors without dense entries at an address of their own, made of ordinary ones."""
+"""Tensors whose memory does not hold dense entries, made of ordinary tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Wrapper(torch.Tensor):
 
 
 class Refusing(Wrapper):
-    """One that knows no op."""
+    """A wrapper subclass that implements no op."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -38,7 +38,7 @@ class Refusing(Wrapper):
 
 
 class Own(torch.Tensor):
-    """A subclass that is a tensor like any other."""
+    """A subclass that holds its entries as an ordinary tensor does."""
 
 
 def _jagged(x: torch.Tensor) -> torch.Tensor:
@@ -72,11 +72,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "wrapper": Wrapper,
     "refusing": Refusing,
 }
-"""By name: from a dense tensor to one that holds its values in another way."""
+"""By name: makes of a dense tensor one that stores its values in another way."""
 
 
 def make(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-    """An odd tensor; torch's warnings about prototypes are left out."""
+    """An odd tensor, without torch's warnings about prototypes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return MAKERS[kind](tensor)

@@ -1,6 +1,6 @@
-"""What plan() and run() refuse, with messages that name the request and say what to do.
+"""Wrong calls of plan() and run(): messages name the request and say what to do.
 
-Nothing changes by a refused call: the plan before it stays in force.
+A refused call changes nothing: the plan before it still runs.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_a_workspace_that_is_too_small_states_both_sizes() -> None:
 
 
 class Biased(fa.Variant):
-    """A mask with a param, a score with another."""
+    """A mask with one param, a score with another."""
 
     width: torch.Tensor = fa.tensor("batch")
     slopes: torch.Tensor = fa.tensor("num_q_heads")
@@ -263,7 +263,7 @@ def test_params_of_the_mask_belong_to_plan_and_others_to_run() -> None:
 
 
 class Rotated(fa.Variant):
-    """Rows of a tensor whose sizes are known with a run only."""
+    """Rows of a tensor whose sizes only a run knows."""
 
     cos: torch.Tensor = fa.tensor("positions", "pairs")
 
@@ -286,8 +286,8 @@ def test_run_before_plan() -> None:
         batch().run(*packed())
 
 
-def change(place: int, value: Any) -> Any:
-    return lambda tensors: [value(t) if i == place else t for i, t in enumerate(tensors)]
+def change(index: int, value: Any) -> Any:
+    return lambda tensors: [value(t) if i == index else t for i, t in enumerate(tensors)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every mistake gets a typed error that names what is wrong; nothing is compiled or kept."""
+"""Every wrong argument raises a typed error that names it; nothing is compiled or kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import zeros
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashattn_jit as fa
@@ -24,10 +25,6 @@ def _nothing_compiled_or_kept() -> Iterator[None]:
     yield
     after = (counters.compiles, counters.misses, counters.disk_hits, len(launches._launches))
     assert after == before
-
-
-def zeros(*sizes: int, **options: Any) -> torch.Tensor:
-    return torch.zeros(*sizes, **options)
 
 
 def q(**options: Any) -> torch.Tensor:
@@ -65,10 +62,6 @@ def mask(fn: Callable[..., Any]) -> fa.Variant:
     return fa.variant(mask_mod=fn)
 
 
-def read_only_view() -> torch.Tensor:
-    return torch.zeros(1).expand(B, HQ, SQ, D)
-
-
 _SHARED = zeros(4 * B * HQ * SQ * D)
 _SHARED_Q = q()
 
@@ -76,12 +69,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def call(**changes: Any) -> Arguments:
-    """Arguments of `fa.attention` that are right, but for `changes`."""
+    """Right arguments of `fa.attention`, with some changed."""
     arguments = {"q": q(), "k": kv(), "v": kv(), "variant": None, **changes}
     return tuple(arguments.pop(name) for name in ("q", "k", "v", "variant")), arguments
 
 
-# what goes wrong: the arguments of the call, the error, words it must hold
+# By mistake: the arguments of the call, the error, a pattern of its message.
 ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "q_not_a_tensor": (lambda: call(q=[1.0]), fa.InputError, r"q must be a torch.Tensor"),
     "q_3d": (lambda: call(q=q()[0]), fa.InputError, r"q must be \[batch, num_q_heads"),
@@ -187,7 +180,7 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     ),
     "out_list": (lambda: call(out=[1]), fa.InputError, r"out must be a torch.Tensor, got list"),
     "out_dtype": (lambda: call(out=q(dtype=torch.bfloat16)), fa.InputError, r"out must be"),
-    "out_expanded": (lambda: call(out=read_only_view()), fa.InputError, r"out"),
+    "out_expanded": (lambda: call(out=zeros(1).expand(B, HQ, SQ, D)), fa.InputError, r"out"),
     "out_is_q": (lambda: call(q=_SHARED_Q, out=_SHARED_Q), fa.InputError, r"out shares memory"),
     "out_overlaps": (
         lambda: call(

@@ -1,4 +1,4 @@
-"""q_offset and kv_len that make no sense: one table of values for every kind of call."""
+"""Wrong values of q_offset and kv_len: one table for calls of every kind."""
 
 from __future__ import annotations
 

@@ -12,11 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from tests.ops.errors.odd_tensors import MAKERS, Own, make
-
-q = torch.randn(1, 2, 8, 16)
-packed = torch.randn(8, 2, 16)
-indptr = torch.tensor([0, 8])
-lse = torch.randn(1, 2, 8)
+from tests.ops.errors.small_calls import batch, indptr, lse, packed, paged, pages, q
 
 VALUES: dict[str, Any] = {
     "None": None,
@@ -67,7 +63,7 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "negative": lambda x: -1 - abs(x),
     "strided": lambda x: torch.stack([x, x], -1)[..., 0],
     "expanded": lambda x: x.flatten()[:1].expand(x.shape),
-    "grad": lambda x: x.float().requires_grad_(),
+    "grad": lambda x: x.float().clone().requires_grad_(),
     "own": lambda x: x.as_subclass(Own),
     "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
     "lazy": lambda x: torch.nn.UninitializedParameter(),
@@ -76,34 +72,18 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def pages() -> torch.Tensor:
-    return torch.zeros(4, 2, 2, 16)
-
-
-def table() -> fa.Paged:
-    return fa.Paged(
-        torch.tensor([0, 4]), torch.arange(4, dtype=torch.int32), torch.tensor([2]), page_size=2
-    )
-
-
-def _batch(**changed: Any) -> Any:
-    options = {"num_q_heads": 2, "num_kv_heads": 2, "head_dim": 16, "q_dtype": torch.float32}
-    return fa.BatchAttention(**{"variant": None, **options, **changed})
-
-
 def _plan(**changed: Any) -> Any:
-    return _batch().plan(**{"q_indptr": indptr, "storage": fa.Ragged(indptr), **changed})
+    return batch().plan(**{"q_indptr": indptr, "storage": fa.Ragged(indptr), **changed})
 
 
 def _run(**changed: Any) -> Any:
-    batch = _batch()
-    batch.plan(indptr, fa.Ragged(indptr))
-    return batch.run(**{"q": packed, "k": packed, "v": packed, **changed})
+    made = batch()
+    made.plan(indptr, fa.Ragged(indptr))
+    return made.run(**{"q": packed, "k": packed, "v": packed, **changed})
 
 
 def _paged(**changed: Any) -> Any:
-    fields = {name: getattr(table(), name) for name in fa.Paged.__slots__}
-    return _plan(storage=fa.Paged(**{**fields, **changed}))
+    return _plan(storage=paged(**changed))
 
 
 def _blocks(**changed: Any) -> Any:
@@ -112,23 +92,23 @@ def _blocks(**changed: Any) -> Any:
 
 
 def _levels(**changed: Any) -> Any:
-    fields = {"q_indptr": indptr, "storage": table(), "tokens": None}
-    cascade = fa.CascadeAttention(num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=torch.float32)
-    own = fa.CascadeLevel(indptr, table())
+    fields = {"q_indptr": indptr, "storage": paged(), "tokens": None}
+    cascade = batch(fa.CascadeAttention)
+    own = fa.CascadeLevel(indptr, paged())
     return cascade.plan([fa.CascadeLevel(**{**fields, **changed}), own])
 
 
 def _cascade(**changed: Any) -> Any:
-    cascade = fa.CascadeAttention(num_q_heads=2, num_kv_heads=2, head_dim=16, q_dtype=torch.float32)
-    return cascade.plan(**{"levels": fa.cascade_levels(indptr, table()), **changed})
+    cascade = batch(fa.CascadeAttention)
+    return cascade.plan(**{"levels": fa.cascade_levels(indptr, paged()), **changed})
 
 
 def _append(**changed: Any) -> Any:
     fields = {"k": packed, "v": packed, "k_pages": pages(), "v_pages": pages()}
-    return fa.append_paged_kv(**{**fields, "q_indptr": indptr, "paged": table(), **changed})
+    return fa.append_paged_kv(**{**fields, "q_indptr": indptr, "paged": paged(), **changed})
 
 
-# Of each: the call, and its arguments with what a right one is.
+# By name: a call, and its arguments, each with a right value.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": (
         lambda **c: fa.attention(**{"q": q, "k": q, "v": q, **c}),
@@ -167,7 +147,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
          "paged": None, "target": None},
     ),
     "BatchAttention": (
-        _batch,
+        batch,
         dict.fromkeys(
             ("variant", "num_q_heads", "num_kv_heads", "head_dim", "head_dim_v", "q_dtype",
              "kv_dtype", "device", "limits", "cuda_graph", "batch_invariant", "target")
@@ -205,7 +185,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CascadeLevel": (_levels, {"q_indptr": indptr, "storage": None, "tokens": torch.arange(8)}),
     "CascadeAttention.plan": (_cascade, {"levels": None, "q_offset": torch.tensor([0])}),
     "cascade_levels": (
-        lambda **c: fa.cascade_levels(**{"q_indptr": indptr, "paged": table(), **c}),
+        lambda **c: fa.cascade_levels(**{"q_indptr": indptr, "paged": paged(), **c}),
         {"q_indptr": indptr, "paged": None, "min_shared_pages": 1},
     ),
     "Limits": (
@@ -215,7 +195,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         dict.fromkeys(("max_requests", "max_q_tokens", "max_kv_len", "max_pages")),
     ),
     "workspace_bytes": (
-        lambda **c: _batch().workspace_bytes(**{"limits": fa.Limits(1, 1, 1), **c}),
+        lambda **c: batch().workspace_bytes(**{"limits": fa.Limits(1, 1, 1), **c}),
         dict.fromkeys(("limits", "q_block", "num_levels")),
     ),
     "variant": (
@@ -249,9 +229,9 @@ def _captures(table: Any) -> Callable[..., Any]:
 FLAGS = frozenset({
     "return_lse", "partial", "is_causal", "enable_gqa", "cuda_graph", "batch_invariant",
 })  # fmt: skip
-"""What is true or false as Python's `if` has it: what an object says of itself is not ours."""
+"""Arguments of which `bool(argument)` decides: any object is a right value."""
 
-PLACES = [
+ARGUMENTS = [
     (call, argument)
     for call, (_, arguments) in CALLS.items()
     for argument in arguments
@@ -259,7 +239,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("call", "argument"), PLACES, ids=[f"{c}-{a}" for c, a in PLACES])
+@pytest.mark.parametrize(("call", "argument"), ARGUMENTS, ids=[f"{c}-{a}" for c, a in ARGUMENTS])
 def test_it_works_or_raises_a_typed_error(call, argument):
     function, arguments = CALLS[call]
     right = arguments[argument]

@@ -12,6 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from tests.ops.errors.odd_tensors import MAKERS, Own, Refusing, Wrapper, make
+from tests.ops.errors.small_calls import batch, indptr, lse, packed, paged, pages, q
 
 KINDS = tuple(MAKERS)
 REASON = {
@@ -26,30 +27,6 @@ REASON = {
     "refusing": "Refusing, a wrapper subclass",
 }
 
-q = torch.randn(1, 2, 8, 16)
-packed = torch.randn(8, 2, 16)
-indptr = torch.tensor([0, 8])
-lse = torch.randn(1, 2, 8)
-
-
-def pages() -> torch.Tensor:
-    return torch.zeros(4, 2, 2, 16)
-
-
-def paged(**other: Any) -> fa.Paged:
-    fields = {
-        "page_indptr": torch.tensor([0, 4]),
-        "page_indices": torch.arange(4, dtype=torch.int32),
-        "last_page_len": torch.tensor([2]),
-        "page_size": 2,
-    }
-    return fa.Paged(**{**fields, **other})
-
-
-def batch(**options: Any) -> fa.BatchAttention:
-    sizes = {"num_q_heads": 2, "num_kv_heads": 2, "head_dim": 16, "q_dtype": torch.float32}
-    return fa.BatchAttention(**{**sizes, **options})
-
 
 def run(*args: torch.Tensor, **options: Any) -> Any:
     one = batch()
@@ -61,7 +38,7 @@ def plan(sparsity: Any = None, storage: Any = None, **options: Any) -> Any:
     return batch().plan(indptr, storage or fa.Ragged(indptr), sparsity=sparsity, **options)
 
 
-# Of each: the call with the odd tensor, the dense one that it is made of, and its name in messages.
+# By name: a call with the odd tensor, the dense tensor that it is made of, its name in messages.
 FLOATS: dict[str, tuple[Callable[[Any], Any], torch.Tensor, str]] = {
     "q": (lambda x: fa.attention(x, q, q), q, "q"),
     "k": (lambda x: fa.attention(q, x, q), q, "k"),
@@ -136,23 +113,23 @@ INTEGERS: dict[str, tuple[Callable[[Any], Any], torch.Tensor, str]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", FLOATS)
-def test_tensors(place, kind):
-    call, dense, name = FLOATS[place]
+@pytest.mark.parametrize("argument", FLOATS)
+def test_tensors(argument, kind):
+    call, dense, name = FLOATS[argument]
     if kind in ("mkldnn", "quantized", "masked") and dense.dtype == torch.uint8:
         pytest.skip("torch makes no such tensor")
     odd = make(kind, dense)
     with pytest.raises(fa.InputError, match=f"{name} (is a|has).*{REASON[kind]}"):
         call(odd)
-    call(dense.clone())  # the same call with what it was made of works, and so it does warm:
+    call(dense.clone())  # the dense tensor works; what this call left in memory changes nothing:
     with pytest.raises(fa.InputError, match=f"{name} (is a|has).*{REASON[kind]}"):
         call(odd)
 
 
 @pytest.mark.parametrize("kind", ["coo", "csr", "nested", "jagged", "masked", "wrapper"])
-@pytest.mark.parametrize("place", INTEGERS)
-def test_lengths_and_indices(place, kind):
-    call, dense, name = INTEGERS[place]
+@pytest.mark.parametrize("argument", INTEGERS)
+def test_lengths_and_indices(argument, kind):
+    call, dense, name = INTEGERS[argument]
     with pytest.raises(fa.InputError, match=f"{name}.* (is a|has) .*{REASON[kind]}"):
         call(make(kind, dense))
 
@@ -203,7 +180,7 @@ def test_captured(call, kind):
 
 @pytest.mark.parametrize("kind", ["coo", "mkldnn", "nested", "wrapper"])
 def test_captured_in_the_place_of_a_subclass(kind):
-    """A structure made of a subclass does not let another one in."""
+    """A structure traced with a subclass does not admit another subclass."""
     table = torch.randn(8, 8)
     fa.attention(q, q, q, bias(table.as_subclass(Own)))
     with pytest.raises(fa.ParamError, match=REASON[kind]):
@@ -246,7 +223,7 @@ def test_a_parameter_that_has_no_shape_yet():
 
 
 def test_a_wrapper_never_reaches_a_kernel():
-    """Without an address, k once was read at q's."""
+    """A wrapper has no address of its own: k was once read at q's address."""
 
     class Bypassing(Wrapper):
         @classmethod

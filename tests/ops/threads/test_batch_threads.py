@@ -1,28 +1,18 @@
-"""Plans and threads: a run may have another number of threads than its plan, or be one of many."""
+"""Plans and threads: runs with another number of threads than the plan, and concurrent runs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from itertools import accumulate
 
 import pytest
 import torch
 
 import flashattn_jit as fa
+from tests.batch.batches import indptr
+
+pytestmark = pytest.mark.usefixtures("restored_threads")
 
 Q_LEN, KV_LEN = (1, 70, 3, 1, 0, 33), (30000, 400, 50, 1, 7, 33)  # both kinds, keys that are cut
-
-
-@pytest.fixture(autouse=True)
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def indptr(lengths: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)])
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Forked children: right, or a typed error, and never a wait for threads that are not there."""
+"""Forked children compute the right result or raise a typed error.
+
+They never wait for threads that the fork did not copy.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,13 @@ PRELUDE = """
         return fa.merge_states(states, lses)[0]
 
     def in_child(work):
-        # What the call in a forked child came to: its sum, its error's name and text, or "hang".
+        # The outcome of a call in a forked child: its sum, its error's name and text, or "hang".
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
                 out = work()
-                torch.set_num_threads(1)  # torch's own sum would wait for ever
+                torch.set_num_threads(1)  # torch's own sum would wait forever
                 said = str(float(out.double().sum()))
             except fa.LaunchError as error:
                 said = f"LaunchError {error}"

@@ -12,7 +12,7 @@ from tests import processes, rotation
 
 
 def run(body: str) -> str:
-    """Run Python code in a process of its own; what it prints."""
+    """The output of Python code in a separate process."""
     code = textwrap.dedent(body)
     done = processes.run(["-c", code])
     assert done.returncode == 0, done.stderr

@@ -15,14 +15,10 @@ from tests.batch.batches import Batch
 from tests.batch.oracle import Math, check
 from tests.ops.batches.test_batch import SLOPES, WIDTH, Windowed, mixed
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 def planned(b: Batch, variant: Any, **params: Any) -> fa.BatchAttention:
@@ -32,7 +28,7 @@ def planned(b: Batch, variant: Any, **params: Any) -> fa.BatchAttention:
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch 2.12
-def test_what_listens_sees_the_op() -> None:
+def test_a_profiler_sees_the_op() -> None:
     b = mixed(page_size=16)
     batch = planned(b, Windowed(), width=WIDTH)
     given = {"slopes": SLOPES, "gain": 0.5, "scale": 0.1, "return_lse": True}
@@ -43,7 +39,7 @@ def test_what_listens_sees_the_op() -> None:
     assert any(e.key == "flashattn_jit::batch_attention" for e in profile.key_averages())
 
 
-def test_the_graph_of_a_batch_that_is_gone() -> None:
+def test_a_graph_refuses_to_run_without_its_batch() -> None:
     b = mixed()
     held = [planned(b, Windowed(), width=WIDTH)]
     expected = held[0].run(b.q, b.k, b.v, slopes=SLOPES)

@@ -6,7 +6,7 @@ Most tests use the `aot_eager` backend, which traces as the default one does and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +20,10 @@ from flashattn_jit.ops.keys import block_mask
 D = 32
 
 # The compiler's own modules warn when they are first imported.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 class Compiled:
@@ -113,7 +109,7 @@ def test_a_layer_around_it_is_one_graph() -> None:
 
     layer, x = Layer().eval(), torch.randn(2, 50, 4 * D)
     counter = CompileCounterWithBackend("inductor")
-    with torch.no_grad():  # the parameters require grad: they pass
+    with torch.no_grad():  # parameters that require grad pass
         out = torch.compile(layer, fullgraph=True, backend=counter)(x)
         torch.testing.assert_close(out, layer(x), rtol=1e-4, atol=1e-4)
     assert counter.frame_count == 1
@@ -156,7 +152,7 @@ def test_pointwise_partial_states_have_no_lse() -> None:
     assert isinstance(out, torch.Tensor)
 
 
-def test_out_is_written_in_its_place() -> None:
+def test_out_is_written_in_place() -> None:
     variant = fa.Causal()
     q, k, v = dense()
 

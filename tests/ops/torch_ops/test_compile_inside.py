@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,19 +26,15 @@ from flashattn_jit.variants.library import made_classes
 from tests.ops.torch_ops.test_compile import Compiled, Window, dense
 
 # The compiler's own modules warn when they are first imported.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 Tensor = torch.Tensor
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-# --- what is made --------------------------------------------------------------------------------
+# --- what is made ---------------------------------------------------------------------------------
 
 BIAS = torch.linspace(0.1, 0.4, 4)
 
@@ -73,7 +69,7 @@ class Declared(fa.Variant):
 
 
 class Near:
-    """A callable object, which is a mask; its method is another."""
+    """A callable object that is a mask; its method is another mask."""
 
     def __init__(self, window: int) -> None:
         self.window = window
@@ -249,7 +245,7 @@ def test_lengths_of_the_call() -> None:
     assert run.graphs == 1
 
 
-def test_params_of_the_call_come_before_the_variant_s_own() -> None:
+def test_params_of_the_call_replace_those_of_the_variant() -> None:
     def call(q, k, v, window, cap):
         variant = fa.SlidingWindow(3) & fa.SoftCap(cap)
         return fa.attention(q, k, v, variant, window=window, return_lse=True)
@@ -269,7 +265,7 @@ def test_pointwise(partial: bool) -> None:
     assert isinstance(out, torch.Tensor)
 
 
-# --- the other functions -------------------------------------------------------------------------
+# --- the other functions --------------------------------------------------------------------------
 
 
 def test_varlen_attention() -> None:
@@ -362,7 +358,7 @@ def test_a_compiled_module_can_be_collected() -> None:
     assert left[0]() is None and left[1]() is None
 
 
-# --- nothing is stale ----------------------------------------------------------------------------
+# --- nothing is stale -----------------------------------------------------------------------------
 
 GAIN, TABLE, IS_ON = 3, torch.linspace(0.1, 0.4, 4), True
 
@@ -464,7 +460,7 @@ def test_exported(how: str) -> None:
             assert torch.equal(a, b)
 
 
-# --- what cannot be followed says so -------------------------------------------------------------
+# --- what cannot be followed is an error ----------------------------------------------------------
 
 
 def fails(call: Callable[..., Any], error: type[Exception], words: str) -> None:
@@ -486,7 +482,7 @@ def test_wrong_hooks_raise_as_they_do_elsewhere() -> None:
     fails(lambda q, k, v: fa.attention(q, k, v, fa.Causal), fa.VariantError, "make a variant of it")
     for wrong in ({"a": 1}, {"score_mod": None, "mask_mod": None}):
         fails(lambda q, k, v, x=wrong: fa.attention(q, k, v, x), fa.VariantError, "got dict")
-    # What a constructor raises, Dynamo reports in words of its own.
+    # Dynamo wraps what a constructor raises in its own error.
     unknown = lambda q, k, v: fa.attention(q, k, v, fa.SlidingWindow(widow=3))  # noqa: E731
     fails(unknown, TorchDynamoException, "no param 'widow'.*did you mean")
     words = "ParamError.*'table' expects 1 dims"
@@ -494,8 +490,8 @@ def test_wrong_hooks_raise_as_they_do_elsewhere() -> None:
     fails(lambda q, k, v: fa.attention(q, k, v, Window(slopes=q[:, 0, 0, 0])), fa.ParamError, "dim")
 
 
-def test_the_tilde_is_dynamo_s_to_take() -> None:
-    """Its ``invert`` knows no objects; `__invert__` is a method like others (`MADE`)."""
+def test_dynamo_refuses_the_tilde() -> None:
+    """Dynamo's ``invert`` takes no objects; the method `__invert__` works (`MADE`)."""
     fails(
         lambda q, k, v: fa.attention(q, k, v, ~fa.SlidingWindow(3)), TorchDynamoException, "invert"
     )
@@ -521,7 +517,7 @@ def test_arguments_of_functions_that_make_classes() -> None:
 
 
 def test_a_dynamo_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read of it beside `comptime` may change: that is an error with a remedy."""
+    """Parts of Dynamo other than `comptime` may change; the error then names a remedy."""
 
     def change(code: object, scope: object) -> str:
         raise AttributeError("no such thing")
@@ -532,7 +528,7 @@ def test_a_dynamo_that_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fails(lambda q, k, v: fa.attention(q, k, v, closure(bias, 3)), fa.VariantError, words)
 
 
-def test_the_mark_of_constants_is_torch_s() -> None:
+def test_the_mark_of_constants_is_that_of_torch() -> None:
     def theirs() -> None: ...
 
     assert vars(made_classes._made) == vars(torch.compiler.assume_constant_result(theirs))

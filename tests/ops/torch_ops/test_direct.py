@@ -1,4 +1,4 @@
-"""Calls skip torch's dispatcher only when nothing could listen there."""
+"""Calls skip torch's dispatcher only where no mode, profiler or subclass listens."""
 
 from __future__ import annotations
 

@@ -22,19 +22,25 @@ OPS = torch.ops.flashattn_jit
 D = 32
 
 
-def calls_of(op: str, fn: Callable[..., object], *args: Any) -> list[tuple[Any, ...]]:
-    """The arguments with which a compiled graph of `fn` calls an op: what users cannot write."""
-    recorded: list[tuple[Any, ...]] = []
+class Recorder(TorchDispatchMode):
+    """Keeps the operators that are called, with their arguments."""
 
-    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func is getattr(OPS, op).default:
-                recorded.append(args)
-            return func(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(op: str, fn: Callable[..., object], *args: Any) -> list[tuple[Any, ...]]:
+    """The arguments with which a compiled graph of `fn` calls an op; users cannot write them."""
+    recorder = Recorder()
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
-            with Recorder():
+            with recorder:
                 graph(*values)
             return graph(*values)
 
@@ -43,8 +49,9 @@ def calls_of(op: str, fn: Callable[..., object], *args: Any) -> list[tuple[Any, 
     torch._dynamo.reset()
     torch.compile(fn, backend=backend, fullgraph=True)(*args)
     torch._dynamo.reset()
-    assert recorded, f"{op} was not called"
-    return recorded
+    found = [args for func, args in recorder.calls if func is getattr(OPS, op).default]
+    assert found, f"{op} was not called"
+    return found
 
 
 def check(op: str, fn: Callable[..., object], *args: Any) -> None:
@@ -225,17 +232,10 @@ def test_the_site_of_a_call_that_is_over() -> None:
 
 
 def test_a_recorded_op_says_that_its_call_is_over() -> None:
-    recorded = []
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            recorded.append((func, args))
-            return func(*args, **(kwargs or {}))
-
     q, k, v = dense()
-    with Recorder():
+    with Recorder() as recorder:
         fa.attention(q, k, v, fa.Causal())
-    ((func, args),) = recorded
+    ((func, args),) = recorder.calls
     with pytest.raises(fa.InputError, match="has returned, call the function itself"):
         func(*args)
 

@@ -23,9 +23,14 @@ class Expected(NamedTuple):
     max_scores: torch.Tensor
 
 
+def randn(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random values, made in fp32 and converted."""
+    return torch.randn(*sizes).to(dtype)
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """FlexAttention runs its mods eagerly."""
+    """Within it FlexAttention runs its mods eagerly."""
     before = torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     torch_flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:

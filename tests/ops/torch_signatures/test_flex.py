@@ -26,6 +26,7 @@ from tests.ops.torch_signatures.flex_oracle import (
     check_against_oracle,
     literal_mask,
     oracle,
+    randn,
     uncompiled,
 )
 from tests.registry_case import Case, Shape
@@ -34,10 +35,6 @@ from tests.registry_scores import SCORE_CASES
 
 D = 32
 SMALL = Shape(2, 4, 2, 70, 130, D, D)  # two tiles of rows and of keys, with tails
-
-
-def randn(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*sizes).to(dtype)
 
 
 def inputs(
@@ -88,7 +85,7 @@ def test_score_mods(case: Case) -> None:
     check_against_oracle(out, q, k, v, mod, None, case.scale, lse)
 
 
-# Masks alone are tested with fa.attention; here those that go with a map of blocks in many ways.
+# Masks alone are tested with fa.attention; these differ in how they fill a map of blocks.
 BLOCKED = (
     "causal", "sliding", "document_causal", "batch_documents", "jagged", "batch_offset",
     "two_ranges", "masked_rows", "never", "everything", "head_dependent", "natten", "modular",

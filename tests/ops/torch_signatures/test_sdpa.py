@@ -9,17 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import flashattn_jit as fa
-from tests.ops.torch_signatures.flex_oracle import assert_close
+from tests.ops.torch_signatures.flex_oracle import assert_close, randn
 
 D = 32
 
 
-def randn(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*sizes).to(dtype)
-
-
 def check(q, k, v, **arguments) -> torch.Tensor:
-    """Ours against torch's in fp64, with the error of torch's in the same dtype as the measure."""
+    """Ours against torch's in fp64; the error may be a multiple of torch's in the same dtype."""
     ours = fa.scaled_dot_product_attention(q, k, v, **arguments)
     mask = arguments.get("attn_mask")
     exact = dict(arguments)

@@ -30,7 +30,7 @@ def qkv(
 
 
 def masks(full: tuple[int, ...]) -> Iterator[torch.Tensor]:
-    """Of every shape that can be broadcast to `full`, bool and float."""
+    """Masks of every shape that can be broadcast to `full`, bool and float."""
     sizes = {tuple(1 if one else n for one, n in zip(ones, full, strict=True))
              for ones in itertools.product((False, True), repeat=len(full))}  # fmt: skip
     sizes |= {full[i:] for i in range(len(full) - 1)}
