@@ -1,4 +1,4 @@
-"""A module of a user's with settings that hooks read as attributes."""
+"""Stands in for a user's module, whose settings hooks read as attributes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The value of a captured hook at one place, through `bind`."""
+"""The value of a hook with captures at one pair, through `bind`."""
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def"
 
@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import torch
 
-from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
 from tests.variants.ir_eval import evaluate, grids
-
-DIMS = Dims(2, 3, 3, 5, 7, 16, 16)
+from tests.variants.trace.trace_oracle import DIMS
 
 
 def value(fn, **index):
-    """The hook's result at one place (score 1, all indices 1 unless given), through `bind`."""
+    """The hook's result at one pair; the score and indices that are not given are 1."""
     v = as_variant(fn)
     bound = v.bind(DIMS)
     (graph,) = (g for _, g in bound.ir.hooks)

@@ -1,4 +1,4 @@
-"""What hooks capture: found wherever it is, read at each call, never traced for a value."""
+"""Captures of hooks are found wherever they are and read at each call, without a new trace."""
 
 # Hooks are written as users write them.
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,attr-defined,no-any-return"
@@ -559,7 +559,7 @@ def test_a_prelude_that_fails_later_is_a_param_error():
 
 
 def test_a_known_structure_is_bound_within_4_microseconds():
-    """In CPU time, the best of many: what else the machine does hardly changes it."""
+    """The best of many CPU times, which depends little on the machine's other load."""
 
     def causal(b, h, q, k):
         return q >= k

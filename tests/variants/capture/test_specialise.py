@@ -99,7 +99,7 @@ def test_sizes_are_runtime_numbers_until_they_decide_structure(traces):
     assert traces.n == 3
 
 
-def test_numbers_only_real_ones_will_do_are_specialised():
+def test_numbers_that_must_be_python_numbers_are_specialised():
     n = 3
     text = "abc"
     hook = lambda s, b, h, q, k: s * len(text.ljust(n, "x"))  # noqa: E731

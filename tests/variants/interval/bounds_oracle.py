@@ -1,5 +1,5 @@
-"""What the tests of the interval form compare with: the IR interpreted pair by pair, and its C++
-text compiled alone; and `classify_grid`, which looks at every tile by itself.
+"""Oracles of the interval form: the IR interpreted pair by pair, its C++ text compiled alone, and
+`classify_grid`, which classifies every tile separately.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def format_program(program: Program) -> Iterator[str]:
 
 
 def described(tensors: Sequence[torch.Tensor]) -> tuple[TensorParam, ...]:
-    """The params that the C++ lowering is told of."""
+    """The params as the C++ lowering takes them."""
     return tuple(
         TensorParam(f"t{i}", str(t.dtype).removeprefix("torch."), t.ndim, stride_pattern(t),
                     (-1,) * t.ndim)
@@ -75,8 +75,7 @@ def described(tensors: Sequence[torch.Tensor]) -> tuple[TensorParam, ...]:
 
 
 def classify_grid(graph: Graph, params: MaskParams, grid: Grid) -> Any:
-    """The state of every tile, uint8 [B', H', query tiles, key tiles], B' and H' as in `TileRuns`:
-    each tile is asked for by itself."""
+    """The states of tiles, uint8 [B', H', query tiles, key tiles]; B' and H' as in `TileRuns`."""
     program = simplify(graph)
     heads = [
         [(x, x) for x in range(begin, end)] if program.uses(name) else [(begin, end - 1)]
@@ -98,7 +97,7 @@ def classify_grid(graph: Graph, params: MaskParams, grid: Grid) -> Any:
 
 
 def evaluate(graph: Graph, params: MaskParams, **indices: Any) -> Any:
-    """The IR with torch's meaning on index arrays that broadcast; wraps as machine integers do."""
+    """Evaluates the IR as torch would on index arrays that broadcast; integers wrap."""
     values: list[Any] = []
     with np.errstate(all="ignore"):
         for node in graph.nodes:
@@ -209,7 +208,7 @@ _MAPS: dict[str, Callable[..., Any]] = {
 
 
 def dense_mask(mask: Mask, grid: Grid) -> Any:
-    """Every pair's answer, bool [B, H, Sq, Skv]."""
+    """Whether the mask keeps each pair, bool [B, H, Sq, Skv]."""
     axes = np.ix_(
         np.arange(grid.b_begin, grid.b_end),
         np.arange(grid.h_begin, grid.h_end),

@@ -28,7 +28,7 @@ CASES = [
 
 
 def kept_pairs(mod: Any, shape: Shape) -> np.ndarray[Any, Any]:
-    """What the hook says of every pair, bool [batch, num_q_heads, q_len, kv_len]."""
+    """The hook's result of every pair, bool [batch, num_q_heads, q_len, kv_len]."""
     sizes = (shape.batch, shape.num_q_heads, shape.q_len, shape.kv_len)
     kept = [
         bool(mod(*(torch.tensor(i, dtype=torch.int32) for i in at)))

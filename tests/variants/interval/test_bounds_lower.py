@@ -1,4 +1,4 @@
-"""Compiled, the interval form answers as `_C` does: on tiles, tails, large and odd boxes."""
+"""The compiled interval form gives the states that `_C` does: tiles, tails, large and odd boxes."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ UNDEFINED = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=undefined")
 
 
 def states(mask: Mask, boxes) -> np.ndarray:
-    """What `_C` says of boxes, int64 [N, 8]."""
+    """The states that `_C` gives boxes, int64 [N, 8]."""
     return classify_boxes(mask.graph, mask.params, boxes)
 
 

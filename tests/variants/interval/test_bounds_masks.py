@@ -67,7 +67,7 @@ def test_registry(case: Case) -> None:
             "kv_token0": [b * shape.kv_len for b in range(shape.batch)],
         }
         mask = bound(as_variant(variant), Dims(*shape), params, **lengths)
-        # Fewer than 16 rows is beyond what cases promise.
+        # Cases promise exact states from 16 rows on.
         exact = case.interval == "exact" and shape.q_len >= 16
         for tile in TILES:
             check(mask, grid_of(shape, tile, q_begin), exact)

@@ -43,7 +43,7 @@ def test_sound(mask: Mask, grid: Grid) -> None:
     text = [*format_graph(mask.graph), *format_program(simplify(mask.graph))]
     assert not wrong.any(), "\n".join(text)
     runs = tile_runs(mask.graph, mask.params, grid).dense()
-    # Refinement may prove more of a tile than one look at it does, never less or otherwise.
+    # Refinement may decide a tile that is partial as one box; it never changes a decided state.
     assert ((runs == dense) | (dense == 1)).all()
     refined = np.broadcast_to(runs, expected.shape)
     assert ((refined == 1) | (refined == expected)).all(), "\n".join(text)

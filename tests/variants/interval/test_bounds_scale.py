@@ -108,7 +108,7 @@ def test_time_and_memory(fn) -> None:
         start = time.thread_time()
         tile_runs(mask.graph, mask.params, GRID)
         times.append((time.thread_time() - start) / slowdown())
-    # No tile of unsorted ids is decided in a larger box: each of the 262,144 is asked by itself.
+    # No tile of unsorted ids is decided in a larger box: all 262,144 are classified separately.
     budget = 2 * BUDGET_S if fn is unsorted else BUDGET_S
     assert min(times) < budget, f"{min(times) * 1e3:.1f} ms"
 

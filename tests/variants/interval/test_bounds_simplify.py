@@ -1,4 +1,4 @@
-"""What is left of a mask after simplification: cancelled terms, merged bounds, bounded size."""
+"""Simplified masks: cancelled terms, merged bounds, bounded size."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def chosen(n):
 @pytest.mark.parametrize("n", [3, 12, 40])
 @pytest.mark.parametrize("make", [rectangles, alternating, exclusive, chosen])
 def test_large_masks_stay_small(make, n: int) -> None:
-    """Cases would multiply without bound; past a limit they are evaluated unmultiplied."""
+    """Multiplied out, cases would grow without bound; past a limit they are not multiplied out."""
     mask = traced(make(n))
     start = time.thread_time()
     simplify(mask.graph)

@@ -54,7 +54,7 @@ ROWS = [t[:, None].expand(300, 70) for t in TENSORS]  # longer than what is writ
 
 
 def operation_graphs() -> Iterator[Graph]:
-    """Every operation of the IR on every kind of value, of scalars and of long vectors."""
+    """Every operation of the IR on every kind of value, scalar and long vector."""
     dtypes = ("bool", "int32", "int64", "float32", "float64")
     for dtype in dtypes:
         for shape in ((), (70,)):
@@ -95,7 +95,7 @@ def _value(g: GraphBuilder, dtype: str, shape: tuple[int, ...], name: str) -> in
 
 
 def other_masks() -> Iterator[Mask]:
-    """What operations on indices do not reach: leaves, lengths, ranks of reals."""
+    """Masks that `operation_graphs` lacks: captured numbers, lengths, ranks of reals."""
     edges, rows = torch.tensor([1.0, 5.0, 9.0]), torch.arange(60.0).view(3, 20)
     half = torch.tensor(0.5, dtype=torch.float64)
     yield traced(lambda b, h, q, k: torch.searchsorted(edges, q * 0.3) > h)
@@ -108,7 +108,7 @@ def other_masks() -> Iterator[Mask]:
     yield traced(lambda b, h, q, k: (((q * h) >> k) & 1) == 1)
 
 
-def test_it_knows_the_functions_that_are_called_and_no_others() -> None:
+def test_it_has_exactly_the_functions_that_are_called() -> None:
     called = {s.name for g in operation_graphs() for s in statements(code(g, [*TENSORS, *ROWS]))}
     masks = [*registry_masks()[1], *(traced(f) for _, f in captured_masks()), *other_masks()]
     masks += [RandomMask(random.Random(s).randrange, s).finish(2 + s % 3) for s in range(300)]
@@ -116,7 +116,7 @@ def test_it_knows_the_functions_that_are_called_and_no_others() -> None:
     assert called == {*_C.interval_functions(), *STATEMENTS}
 
 
-# --- what is no interval form ---------------------------------------------------------------------
+# --- malformed codes -----------------------------------------------------------------------------
 
 
 def mutated(code: Code, choose: random.Random) -> Code:
@@ -185,7 +185,7 @@ def form(mask: Mask, changed: Code | None = None) -> _C.IntervalForm:
 
 
 def run_mutants(count: int) -> None:
-    """Codes that are no code are refused, or answer something; prints how many of each."""
+    """Malformed codes are refused or give some states; prints how many of each."""
     masks = [*registry_masks()[1], *(traced(f) for _, f in captured_masks())]
     masks += [RandomMask(random.Random(s).randrange, s).finish(3) for s in range(40)]
     boxes = np.concatenate([
@@ -208,8 +208,8 @@ def run_mutants(count: int) -> None:
     print(refused, answered)
 
 
-def test_what_is_no_code_is_refused_or_harmless() -> None:
-    """In a process of its own, which a wrong read or a division by zero would end."""
+def test_malformed_code_is_refused_or_harmless() -> None:
+    """In a separate process: a wrong read or a division by zero would kill it."""
     script = "from tests.variants.interval.test_interval_form import run_mutants; run_mutants(700)"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
@@ -253,7 +253,7 @@ def test_boxes_are_eight_integers_each(boxes: np.ndarray) -> None:
 
 
 def test_a_box_of_no_request_is_not_looked_up() -> None:
-    """Lengths are known of two requests; others, and intervals that are none, may have any."""
+    """Lengths are known for two requests; boxes of others, and empty intervals, are partial."""
     lengths = {name: [100, 100] for name in ("q_len", "kv_len", "q_offset", "q_token0",
                                              "kv_token0")}  # fmt: skip
     mask = traced(lambda b, h, q, k: k < fa.kv_len(b), **lengths)

@@ -1,8 +1,8 @@
 """Functions of the interval form, one by one, against all values of small boxes.
 
-A function holds every value: no box of a comparison with its result is called full or empty that
-has a pair of the other kind. Those that can be exact hold nothing more. What a mask's interval is
-shows by comparing it with thresholds, which are a tensor here: box i reads the i-th.
+An interval must hold every value: a comparison with it is full or empty in a box only if it is so
+for all pairs of the box. Functions that can be exact must hold nothing more. The tests compare
+intervals with thresholds, which are a tensor here: box i reads its entry i.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shifted(g: GraphBuilder, dtype: str) -> int:
 
 
 class Expression:
-    """A value of a box's indices, of which the hull over boxes is asked."""
+    """A value computed from the indices of a pair; tests look at its interval over boxes."""
 
     def __init__(self, build: Indices, dtype: str, tensors: tuple[torch.Tensor, ...] = ()) -> None:
         self.build, self.dtype, self.tensors = build, dtype, tensors
@@ -115,7 +115,7 @@ def of_two(op: str, dtype: str) -> Expression:
 @pytest.mark.parametrize("op", INTEGERS)
 def test_integers_of_two(op: str) -> None:
     boxes = small_boxes(600, INTEGERS.index(op))
-    if op in ("shl", "shr"):  # by what is defined
+    if op in ("shl", "shr"):  # shift counts that are defined
         boxes[:, 6:] = np.minimum(boxes[:, 6:] + SHIFT, SHIFT + 20)
     x = of_two(op, "int64")
     assert_sound(x, boxes)
@@ -158,7 +158,7 @@ REALS = ("add", "sub", "mul", "div", "minimum", "maximum", "floordiv", "remainde
 
 
 def scaled(g: GraphBuilder, name: str, dtype: str, add: float = 0.0) -> int:
-    """The index by 2.7, plus a number."""
+    """The index divided by 2.7, plus a constant."""
     divisor, more = (g.add("const", dtype=dtype, value=x) for x in (2.7, add))
     quotient = g.add("div", [index(g, name, dtype), divisor], dtype)
     return g.add("add", [quotient, more], dtype)
@@ -193,7 +193,7 @@ def test_reals_of_two(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bool", "int32", "float32", "float64"])
 @pytest.mark.parametrize("op", ["ge", "gt", "le", "lt", "eq", "ne"])
 def test_comparisons_are_exact(op: str, dtype: str) -> None:
-    """Of all small boxes: equal ends are where a comparison goes wrong."""
+    """All small boxes: comparisons go wrong at equal ends."""
     ends = [(low, high) for low in range(4) for high in range(low, 4)]
     boxes = np.array([[0, 0, 0, 0, *q, *k] for q in ends for k in ends])
     g = GraphBuilder(("b", "h", "q_idx", "kv_idx"))
@@ -254,7 +254,7 @@ def test_the_extremes_of_every_range(dtype: str, length: int) -> None:
 @pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("length", [70, 1500])
 def test_the_truth_of_every_range(length: int, words: bool) -> None:
-    """Of a bool tensor, and of bit 3 of words."""
+    """A bool tensor, and bit 3 of words."""
     truth = torch.arange(length) // 17 % 3 != 0
     noise = torch.randint(0, 2**62, (length,), generator=torch.Generator().manual_seed(length))
     tensor = (noise & ~8) | 8 * truth if words else truth
@@ -273,7 +273,7 @@ def test_the_truth_of_every_range(length: int, words: bool) -> None:
 
 
 @pytest.mark.parametrize("length", [300, 1500])
-def test_a_range_that_holds_nan_is_of_any_value(length: int) -> None:
+def test_a_range_that_holds_nan_is_partial(length: int) -> None:
     tensor = torch.arange(float(length))
     tensor[[100, 200]] = float("nan")
     g = GraphBuilder(("b", "h", "q_idx", "kv_idx"))
@@ -306,7 +306,7 @@ def test_gathers_of_any_rank(shape: tuple[int, ...]) -> None:
     boxes[:, 4:6] += 25 * rng.integers(0, 2, (len(boxes), 1))
     x = Expression(build, "int64", (tensor,))
     assert_sound(x, boxes)
-    # A negative index wraps: the box of both signs is taken for the whole dim.
+    # A negative index wraps: a box with both signs counts as the whole dim.
     assert_exact(x, boxes[(boxes[:, 4] >= 0) | (boxes[:, 5] < 0)])
 
 

@@ -1,4 +1,4 @@
-"""Tables of extremes are those of their tensor, and follow it."""
+"""Tables of extremes match their tensor, and are made anew when it changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_block_extremes(dtype: torch.dtype, length: int) -> None:
         assert torch.equal(hi[:, i].float(), block.amax(1))
 
 
-def test_a_block_that_holds_nan_says_so() -> None:
+def test_a_block_with_nan_has_nan_extremes() -> None:
     tensor = torch.arange(1300.0)
     tensor[100] = float("nan")
     lo, hi = block_extremes(tensor, 0)

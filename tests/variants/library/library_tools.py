@@ -1,4 +1,4 @@
-"""How the library's tests look into a variant: through the eager reference, never through hooks."""
+"""Weights and masks of library variants, read off the eager reference, never from hooks."""
 
 from __future__ import annotations
 

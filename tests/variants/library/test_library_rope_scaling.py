@@ -1,4 +1,4 @@
-"""Frequencies of rotary embeddings against the published formulas, written here once more.
+"""Frequencies of rotary embeddings against the published formulas.
 
 The formulas below follow ROPE_INIT_FUNCTIONS of Hugging Face transformers line by line, in
 float64; the figures at the end are of published configurations.

@@ -1,4 +1,4 @@
-"""The registry keeps its own promises: names, coverage, reproducible builds."""
+"""The registry of cases: unique names, coverage, reproducible builds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks cannot do: the error names the hook, the user's file and line, and what to write."""
+"""Operations that hooks cannot use: errors name the hook, its file and line, and what to write."""
 
 # Hooks are written as users write them.
 # mypy: disable-error-code="no-untyped-call,no-untyped-def"
@@ -15,11 +15,10 @@ import torch.nn.functional as F
 
 from flashattn_jit.errors import FlashAttnJitError, TraceError
 from flashattn_jit.variants import builtins
-from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant, variant
 from tests.variants.small_variants import Causal
+from tests.variants.trace.trace_oracle import DIMS
 
-DIMS = Dims(2, 3, 3, 5, 7, 16, 16)
 T = torch.randn(8, 8)
 MASK = torch.rand(8) > 0.5
 
@@ -148,7 +147,7 @@ def test_the_line_is_where_it_happened_not_where_the_hook_starts():
 
 
 def test_hooks_are_named_as_their_variant_is():
-    """By the function where one alone can be meant, else by the whole composition."""
+    """By the function where only one can be meant, else by the whole composition."""
 
     def cap(s, b, h, q, k):
         return s if s > 0 else -s

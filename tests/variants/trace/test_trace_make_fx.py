@@ -28,7 +28,7 @@ _ATEN = {
     "__lshift__": "shl", "index": "gather", "sum": "sum", "any": "any", "pow": "mul",
     "bitwise_right_shift": "shr", "bitwise_left_shift": "shl", "sign": "sign",
 }  # fmt: skip
-# What the tracer writes out in simpler operations, of dtypes of their own.
+# Functions that the tracer decomposes into operations of other dtypes.
 _COMPOSITE = frozenset({"log_sigmoid_forward", "softplus", "gelu", "silu"})
 _SAME = {"le": "ge", "lt": "gt"}  # the tracer may turn comparisons round
 
@@ -72,7 +72,7 @@ def test_dtypes_are_those_of_make_fx(case: Case) -> None:
         zero_dim = node.op == "gather" and not node.args
         if name not in set(_ATEN.values()) or node.shape or zero_dim:
             continue
-        # Simplification may spell an operation differently; one that exists in both must agree.
+        # Simplification may replace an operation; one that is in both graphs must agree.
         if name in expected:
             assert node.dtype in expected[name], (node, expected[name])
     if result is not None and hook == "mask_mod":

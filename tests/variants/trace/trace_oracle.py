@@ -27,7 +27,7 @@ def scores() -> Tensor:
 
 
 def compare(fn: Callable[..., Any], *, rtol: float = 1e-5, atol: float = 1e-6) -> Any:
-    """Values and dtypes of `fn`, traced and eager; returns what `bind` gave."""
+    """Asserts that `fn` has equal values and dtypes traced and eager; returns what `bind` made."""
     dtypes: list[list[torch.dtype | None]] = [[], []]
     target = 0
 
