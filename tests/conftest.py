@@ -61,3 +61,19 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def restored_threads():
+    """torch's number of threads after the test is that of before."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """torch.compile remembers nothing of other tests, and nothing of this one after it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -14,7 +14,7 @@ from tests import processes
 from tests.gpu import harness
 from tests.gpu.harness import Want, case_named, compile_wanted, run_case
 from tests.gpu.prewarm import compile_one
-from tests.ops.test_attention import DECODE, SMALL, fitting
+from tests.ops.cases import DECODE, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Shape
 

@@ -168,6 +168,8 @@ class Param:
                 )
             return value
         if type(value) is self.type:
+            if type(value) is int and not -(2**63) <= value < 2**63:
+                raise ParamError(f"param {name!r} does not fit 64 bits, got {value}")
             return value
         if isinstance(value, torch.Tensor | builtins.bool | str) or not isinstance(
             value, numbers.Real
@@ -183,7 +185,7 @@ class Param:
             )
         if self.type is int and not isinstance(value, numbers.Integral):
             raise ParamError(f"param {name!r} expects an int, got {_describe(value)}")
-        return self.type(value)
+        return self.check(name, self.type(value))
 
     def _check_tensor(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Batches for tests: random tensors, keys in pages of any layout or packed, poison elsewhere.
+"""Batches for tests: random tensors, with keys packed or in pages of any layout.
 
 Every slot of a page that holds no key is NaN, and so is every page that no request owns.
 """
@@ -90,16 +90,24 @@ class Batch:
     def q_start(self) -> list[int]:
         return self.q_indptr.tolist()[:-1]
 
+    def index(self, b: int) -> tuple[Tensor, ...]:
+        """The index into k and v of a request's keys."""
+        slots = self.slots[b].to(self.k.device)
+        if not self.page_size:
+            return (slots,)
+        return slots // self.page_size, slots % self.page_size
+
     def keys(self, b: int) -> tuple[Tensor, Tensor]:
         """Dense (k [kv_len, Hkv, D], v [kv_len, Hkv, Dv]) of a request."""
-        at = self.slots[b].to(self.k.device)
-        if not self.page_size:
-            return self.k[at], self.v[at]
-        where = at // self.page_size, at % self.page_size
-        return self.k[where], self.v[where]
+        return self.k[self.index(b)], self.v[self.index(b)]
+
+    def packed_keys(self) -> tuple[Tensor, Tensor]:
+        """(k, v) of all requests, one request after another."""
+        k, v = zip(*map(self.keys, range(len(self.kv_len))), strict=True)
+        return torch.cat(k), torch.cat(v)
 
     def options(self) -> dict[str, object]:
-        """What BatchAttention is made with, but for the variant."""
+        """The arguments of BatchAttention, without the variant."""
         return {
             "num_q_heads": self.heads[0], "num_kv_heads": self.heads[1], "head_dim": self.dim,
             "head_dim_v": self.dim_v, "q_dtype": self.dtype, "device": self.device,
@@ -130,7 +138,7 @@ def caches(
 
 
 def share_prefix(batch: Batch, tokens: int, members: Sequence[int] | None = None) -> None:
-    """Let requests use the first one's pages for their first `tokens` keys; theirs become NaN.
+    """Lets requests use the first one's pages for their first `tokens` keys; their own become NaN.
 
     members: the requests, all by default. tokens is a multiple of the page size and at most the
     kv_len of each.
@@ -152,7 +160,7 @@ def level_of(
     batch: Batch, begin: int, end: int, groups: Sequence[Sequence[int]]
 ) -> tuple[Tensor, fa.Paged]:
     """(q_indptr, paged) of a cascade's level: keys `begin` to `end` of the requests of each group,
-    which follow one another. `end` -1: all that is left."""
+    which follow one another. `end` -1: up to the last key."""
     paged, size = batch.storage, batch.page_size
     assert isinstance(paged, fa.Paged)
     starts, tables, last, rows = paged.page_indptr.tolist(), [], [], []

@@ -1,8 +1,7 @@
 """A case of the registry through every format: storages, sparsities, trees, cascades.
 
-The batch has as many requests as the case's shape, all of the shape's lengths, because the tensors
-of a case are made for those. The reference is the eager one, with what the sparsity leaves out
-masked by one more hook.
+The batch has the requests and lengths of the case's shape, for which the tensors of a case are
+made. The reference is the eager one, with one more mask for the pairs that the sparsity leaves out.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from flashattn_jit.variants.reference import varlen_reference
 from flashattn_jit.variants.variant import as_variant
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.sparse import Visited, blocks, tokens, trees
-from tests.ops.test_attention import EPS, assert_close
+from tests.ops.cases import EPS, assert_close
 from tests.registry_case import Case, Shape
 
 SHARED = 32
@@ -26,7 +25,7 @@ SHARED = 32
 
 
 class Format(NamedTuple):
-    """page_size 0: packed. visited: the sparsity, made for a batch. end: it needs q_offset end."""
+    """page_size 0: packed. visited: makes the sparsity of a batch. end: needs q_offset="end"."""
 
     page_size: int
     visited: Callable[[Batch], Visited] | None = None
@@ -49,7 +48,7 @@ def run_format(
     case: Case, shape: Shape, name: str, dtype: torch.dtype = torch.float32,
     target: str | None = None, device: str = "cpu",
 ) -> None:  # fmt: skip
-    """Run a case in a format and hold it to the bound of docs/semantics.md."""
+    """Runs a case in a format and holds it to the bound of docs/semantics.md."""
     how = FORMATS[name]
     variant, params = case.build(shape)
     variant = as_variant(variant)
@@ -83,8 +82,7 @@ def run_format(
     )  # fmt: skip
     out, lse = (got, None) if pointwise else got
     reference = variant if visited is None else variant & _leaving_out(visited, batch)
-    keys = [batch.keys(b) for b in range(shape.batch)]
-    k, v = (torch.cat([pair[i] for pair in keys]).cpu() for i in range(2))
+    k, v = (x.cpu() for x in batch.packed_keys())
     call = (batch.q.cpu(), k, v, batch.q_indptr, indptr(batch.kv_len), reference)
     options = {"scale": case.scale, "q_offset": offset, "params": params}
     exact, exact_lse = varlen_reference(*call, **options)

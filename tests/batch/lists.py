@@ -1,9 +1,9 @@
-"""The parameter lists that batches are held to: those of FlashInfer's own tests.
+"""Parameter lists of batches, taken from FlashInfer's own tests.
 
-Its files under tests/attention (0.6.18), by what they test. Every value of a list appears, in
-combinations that cover the lists rather than in their full product (tests/full has more of those).
-FlashInfer's references are other kernels of its own in part; here all are dense and eager.
-Left out: head dims above 256, which the engine does not take.
+Each function names its file under tests/attention of FlashInfer 0.6.18. Every value of a list
+appears, in combinations that cover the lists rather than in their full product (tests/full has more
+of those). Some references of FlashInfer are kernels of its own; here all are dense and eager. Head
+dims above 256, which the engine does not take, are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.batch.batches import LAYOUTS, Batch
 from tests.batch.oracle import Math
 
 DTYPES = {64: torch.float32, 128: torch.bfloat16, 256: torch.float32}
-"""The dtype that goes with a head dim on CPUs: each is met, and few kernels are compiled."""
+"""The dtype used with a head dim on CPUs, so that few kernels are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Entry:
     dtype: torch.dtype | None = None
 
     def batch(self, device: str = "cpu") -> Batch:
-        """Its tensors."""
+        """The entry's tensors."""
         return Batch(
             self.q_len, self.kv_len, self.heads, self.dim, self.dtype or DTYPES[self.dim],
             self.page_size, self.layout, device=device,
         )  # fmt: skip
 
     def half(self, dtype: torch.dtype = torch.bfloat16) -> Entry:
-        """The same in half precision, for GPUs."""
+        """The entry in half precision, for GPUs."""
         return replace(self, dtype=dtype)
 
     def reduced(self, dtype: torch.dtype = torch.bfloat16) -> Entry:
@@ -65,7 +65,7 @@ class Entry:
 
 
 def _cover(**lists: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """As many combinations as the longest list has values; each value of each list is in one."""
+    """As many combinations as the longest list has values, with every value of every list."""
     for i in range(max(len(values) for values in lists.values())):
         yield {name: values[i % len(values)] for name, values in lists.items()}
 
@@ -174,7 +174,7 @@ def mixed() -> Iterator[Entry]:
     ):  # fmt: skip
         kv_len, q_len = zip(*c["lengths"], strict=True)
         heads = (c["kv_heads"] * c["group"], c["kv_heads"])
-        # FlashInfer's is causal here; rows before the first key then have none.
+        # FlashInfer is causal here; rows before the first key then see none.
         what = Math(causal=i not in (3, 6), cap=c["cap"])
         name = f"mixed {i} h{heads[0]}x{heads[1]} d{c['dim']} p{c['page']}"
         yield Entry(name, what, q_len, kv_len, heads, c["dim"], c["page"], LAYOUTS[i % 5])

@@ -1,7 +1,7 @@
-"""The dense model of a batch: what attention over it is, computed request by request.
+"""The dense model of a batch: attention over it, computed request by request.
 
 `Math` writes a variant a second time, in plain torch on whole matrices: nothing here goes through
-hooks, planner or kernels. Of batches too large for that, some requests, heads and rows are checked.
+hooks, planner or kernels. Of large batches some requests, heads and rows are checked.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 import flashattn_jit as fa
 from tests.batch.batches import Batch
-from tests.ops.test_attention import EPS, assert_close, rms
+from tests.ops.cases import EPS, assert_close, rms
 
 PAIRS = 1_000_000
 """Scores that one check computes at most, about."""
 
 PARTS = 40
-"""Requests times kv heads that one check looks at, about; each takes a millisecond or more."""
+"""Requests times kv heads of one check, about; each takes a millisecond or more."""
 
 Seen = Callable[[int, int, Tensor], Tensor]
 """(request, kv head, rows) -> bool [rows, kv_len]: the pairs that a sparsity visits."""
@@ -43,18 +43,18 @@ class Math:
 
     @property
     def name(self) -> str:
-        """Of the kernel that it needs: numbers are params of the call."""
+        """The name of its kernel: numbers are params of the call, not part of it."""
         parts = {f.name: bool(getattr(self, f.name)) for f in fields(self)}
         return self.PREFIX + "+".join(n for n, wanted in parts.items() if wanted)
 
     @classmethod
     def named(cls, name: str) -> Math:
-        """One that needs the kernel of that name."""
+        """A variant that needs the kernel of that name."""
         parts = name.removeprefix(cls.PREFIX).split("+")
         return cls(**{part: 20 if part in ("window", "cap") else True for part in parts if part})
 
     def variant(self, num_q_heads: int, device: str = "cpu") -> fa.Variant | None:
-        """As the engine is told it."""
+        """The variant for the engine."""
         parts: list[fa.Variant] = []
         if self.rope:
             parts.append(fa.RoPE(max_position=16384))
@@ -93,7 +93,7 @@ class Math:
         """(out [rows, heads, dim_v], lse [rows, heads]) of query heads that share one kv head.
 
         q [rows, heads, dim] at positions i, k [keys, dim], v [keys, dim_v]; computed in q's dtype,
-        scores and weights of half precision in float32, as matrix units have it.
+        scores and weights of half precision in float32, as matrix units do.
         """
         dtype = q.dtype
         work = dtype if dtype.itemsize > 2 else torch.float32
@@ -112,12 +112,12 @@ class Math:
 
 
 def sinks(num_q_heads: int) -> Tensor:
-    """One for each head."""
+    """A sink for each head."""
     return torch.linspace(-2, 2, num_q_heads)
 
 
 def sampled(batch: Batch, seed: int = 0) -> Iterator[tuple[int, int, Tensor]]:
-    """(request, kv head, rows) to check: all where that is cheap, else what `PAIRS` allows.
+    """(request, kv head, rows) to check: all where that is cheap, else as many as `PAIRS` allows.
 
     The longest request, the first and the last are always among them, with their first and last
     rows.
@@ -149,7 +149,7 @@ def sampled(batch: Batch, seed: int = 0) -> Iterator[tuple[int, int, Tensor]]:
 
 
 class Errors(NamedTuple):
-    """Root mean squares against fp64 of what was checked: ours, and the eager reference's."""
+    """RMS errors against fp64 of the checked rows: ours, and the eager reference's."""
 
     ours: float
     eager: float
@@ -165,7 +165,7 @@ def check(
     seen: Seen | None = None,
     keys: Callable[[int], tuple[Tensor, Tensor]] | None = None,
 ) -> Errors:
-    """Hold a result to the bound of docs/semantics.md; returns the errors of what was checked.
+    """Holds a result to the bound of docs/semantics.md; returns the errors of what was checked.
 
     out [Nq, Hq, Dv], lse [Nq, Hq]. q_offset: position of each request's first row, "end" by
     default. keys: dense (k, v) of a request, those of the batch by default.

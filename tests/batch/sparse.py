@@ -1,4 +1,4 @@
-"""Random sparsity, as the engine is told it and as a dense matrix of pairs."""
+"""Random sparsity, as the engine takes it and as a dense matrix of pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.batch.batches import Batch, indptr
 
 @dataclass(slots=True)
 class Visited:
-    """pairs[b] [lists, q_len, kv_len]: what request b's rows visit; lists is 1 or num_kv_heads."""
+    """pairs[b] [lists, q_len, kv_len]: the pairs of request b; lists is 1 or num_kv_heads."""
 
     sparsity: Any
     pairs: list[Tensor]
@@ -37,7 +37,7 @@ def blocks(
     batch: Batch, size: tuple[int, int], density: float = 0.25, per_head: bool = False,
     bits: bool = False, seed: int = 0,
 ) -> Visited:  # fmt: skip
-    """Blocks of one size; some rows have none, and lists are in no order."""
+    """Blocks of one size; some rows have none, and lists are not sorted."""
     generator = torch.Generator().manual_seed(seed)
     lists = batch.heads[1] if per_head else 1
     rows, cols = size
@@ -75,7 +75,7 @@ def blocks(
 def variable_blocks(
     batch: Batch, num_rows: int, num_cols: int, density: float, seed: int = 0
 ) -> Visited:
-    """Blocks of all sizes, another map and other sizes for each kv head; one request."""
+    """Blocks of many sizes for one request; each kv head has its own map and sizes."""
     generator = torch.Generator().manual_seed(seed)
     (q_len,), (kv_len,) = batch.q_len, batch.kv_len
 
@@ -101,7 +101,7 @@ def variable_blocks(
 
 
 def tokens(batch: Batch, topk: int, per_head: bool = False, seed: int = 0) -> Visited:
-    """For each token `topk` positions, fewer where there are not so many: the rest is -1."""
+    """For each token `topk` positions, or all where a request has fewer: the rest is -1."""
     generator = torch.Generator().manual_seed(seed)
     lists = batch.heads[1] if per_head else 1
     indices = torch.full((sum(batch.q_len), lists, topk), -1, dtype=torch.int32)
@@ -110,8 +110,8 @@ def tokens(batch: Batch, topk: int, per_head: bool = False, seed: int = 0) -> Vi
         for r in range(q_len):
             for h in range(lists):
                 some = torch.randperm(kv_len, generator=generator)[:topk]
-                places = torch.randperm(topk, generator=generator)[: len(some)]
-                indices[batch.q_start[b] + r, h, places] = some.int()
+                columns = torch.randperm(topk, generator=generator)[: len(some)]
+                indices[batch.q_start[b] + r, h, columns] = some.int()
                 pairs[b][h, r, some] = True
     return Visited(fa.TokenSparse(indices if per_head else indices[:, 0]), pairs)
 

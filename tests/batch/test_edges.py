@@ -1,4 +1,4 @@
-"""Batches with nothing in them, rows without keys, scores at the end of the range."""
+"""Empty batches, rows without keys, scores at the ends of their range."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_queries_without_keys_are_zero(page_size: int) -> None:
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("limited", [False, True])
 def test_lists_without_keys(limited: bool, page_size: int) -> None:
-    """Every entry is -1, and there is no page."""
+    """Every entry of the lists is -1, and there is no page."""
     batch = Batch((3, 1), (0, 0), (8, 2), 64, page_size=page_size)
     limits = fa.Limits(max_requests=2, max_q_tokens=8, max_kv_len=64, max_pages=8)
     made = engine(batch, fa.Causal(), limits=limits if limited else None)
@@ -113,9 +113,7 @@ def test_scores_far_below_zero(target: float) -> None:
         return score + target
 
     out, lse = attend(batch, score_mod)
-    keys = [batch.keys(b) for b in range(2)]
-    call = (batch.q, torch.cat([k for k, _ in keys]), torch.cat([v for _, v in keys]),
-            batch.q_indptr, indptr(batch.kv_len), score_mod)  # fmt: skip
+    call = (batch.q, *batch.packed_keys(), batch.q_indptr, indptr(batch.kv_len), score_mod)
     # Sums near -2.45e5 are rounded to 1/64 in float32, by the eager reference as by the kernel.
     eager, eager_lse = varlen_reference(*call, dtype=torch.bfloat16)
     torch.testing.assert_close(out, eager, rtol=2e-2, atol=2e-2)
@@ -189,7 +187,7 @@ def test_positions_of_first_rows_are_given(page_size: int) -> None:
 
 
 def test_hooks_read_lengths_rows_and_slots() -> None:
-    """`fa.q_row` is the packed row, `fa.kv_slot` where the key lies in the cache."""
+    """`fa.q_row` is the packed row, `fa.kv_slot` the slot of a key in the cache."""
     batch = Batch((3, 40, 1), (90, 41, 7), (4, 2), 64, page_size=8)
     row_bias = torch.randn(sum(batch.q_len))
     slot_bias = torch.randn(batch.k.shape[0] * 8)
@@ -205,16 +203,14 @@ def test_hooks_read_lengths_rows_and_slots() -> None:
         near = (fa.kv_len(b) - kv_idx) * 0.01 + fa.q_len(b) * 0.1
         return score + row_bias[fa.q_row(b, q_idx)] + dense[fa.kv_slot(b, kv_idx)] + near
 
-    keys = [batch.keys(b) for b in range(3)]
     exact, exact_lse = varlen_reference(
-        batch.q, torch.cat([k for k, _ in keys]), torch.cat([v for _, v in keys]), batch.q_indptr,
-        indptr(batch.kv_len), reference_mod,
-    )  # fmt: skip
+        batch.q, *batch.packed_keys(), batch.q_indptr, indptr(batch.kv_len), reference_mod
+    )
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), exact_lse.double(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_result_goes_where_it_is_wanted() -> None:
+def test_out_is_written_in_place() -> None:
     batch = Batch((3, 40), (90, 41), (4, 2), 64, page_size=16)
     made = engine(batch, fa.Causal())
     made.plan(batch.q_indptr, batch.storage)

@@ -1,6 +1,6 @@
-"""The PTX of the CUDA kernels in the emulator: lists at reduced sizes, formats with some variants.
+"""The PTX of CUDA kernels in the emulator: lists at reduced sizes, formats with some variants.
 
-Targets take turns by variant, so that few kernels are compiled; tests/full has all of it.
+Each variant has one target, so that few kernels are compiled; tests/full has all combinations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests import rotation
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.formats import FORMATS, run_format
@@ -20,8 +19,9 @@ from tests.batch.oracle import Math, check
 from tests.batch.runs import attend, engine
 from tests.registry import by_name
 from tests.registry_case import Shape
+from tests.toolkit import needs_nvcc
 
-pytestmark = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
+pytestmark = needs_nvcc
 
 TARGETS = tuple(f"emulated:sm_{n}" for n in (80, 75, 90, 100, 120))
 SM80 = TARGETS[0]
@@ -30,7 +30,7 @@ MANY = Shape(2, 4, 2, 21, 90, 64, 64)
 
 
 def target_of(name: str) -> str:
-    """The same for all batches of a variant."""
+    """The target of all batches of a variant."""
     return TARGETS[zlib.crc32(name.encode()) % len(TARGETS)]
 
 
@@ -39,7 +39,7 @@ def dtype_of(target: str) -> torch.dtype:
 
 
 def reduced(entry: Entry) -> None:
-    """Run a list's entry at reduced size and compare."""
+    """Runs a list's entry at reduced size and compares."""
     target = target_of(entry.what.name)
     small = entry.reduced(dtype_of(target))
     batch = small.batch()
@@ -56,7 +56,7 @@ CASES = {
     "block_sparse_bits": "soft_cap", "token_sparse": "rope", "tree": "gated_output_packed",
     "cascade": "sink",
 }  # fmt: skip
-"""A library variant for each format: every hook is among them."""
+"""A library variant for each format; together they have every hook."""
 
 
 @pytest.mark.parametrize("name", rotation.chosen(list(FORMATS), 2))
@@ -66,8 +66,9 @@ def test_formats(name: str) -> None:
     run_format(case, shape, name, dtype_of(target), target)
 
 
-def test_pointwise_states_merge_where_their_code_is_a_targets_own() -> None:
-    """See tests.cuda.kernels.twin."""
+def test_pointwise_states_merge_on_the_target_with_its_own_ptx_for_it() -> None:
+    """The merge of pointwise states is the one PTX that sm_89 does not share: see
+    `tests.cuda.kernels.twin`."""
     run_format(by_name("sigmoid"), FEW, "cascade", torch.bfloat16, "emulated:sm_89")
 
 
@@ -98,7 +99,7 @@ def test_batches_of_nothing_within_limits(q_len, kv_len, page_size: int) -> None
 
 
 def test_bits_do_not_depend_on_the_batch() -> None:
-    """Longer than a cut of batch-invariant plans, alone and among others."""
+    """Requests longer than a split of batch-invariant plans, alone and among others."""
 
     def outs(members: tuple[int, ...]) -> list[torch.Tensor]:
         lengths = [(1, 2500), (3, 70), (1, 2049)]
@@ -107,10 +108,9 @@ def test_bits_do_not_depend_on_the_batch() -> None:
         for i, b in enumerate(members):
             generator = torch.Generator().manual_seed(b)
             q_len, kv_len = lengths[b]
-            at = batch.slots[i]
             for cache in (batch.k, batch.v):
                 rows = torch.randn(kv_len, 1, 64, generator=generator)
-                cache[at // 16, at % 16] = rows.bfloat16()
+                cache[batch.index(i)] = rows.bfloat16()
             begin = batch.q_start[i]
             batch.q[begin : begin + q_len] = torch.randn(q_len, 2, 64, generator=generator)
         made = engine(batch, fa.Causal(), batch_invariant=True, target=SM80)

@@ -1,9 +1,9 @@
 """Every hook and every library variant through every format, on this CPU.
 
-All formats but packed keys share one kernel a variant and kind of tile, except bits and trees: each
-is one more mask beside the variant's own, and with it another kernel, which variants meet in turns.
-A variant with each hook is run with few rows or with many, by turns: `tests/rotation.py`;
-tests/full has all variants in all formats.
+All formats except packed keys share one kernel for each variant and tile kind. Bits and trees add a
+mask, which makes another kernel: each variant runs one of the two, by turns. For each hook one
+variant runs, with few rows or with many, by turns (`tests/rotation.py`); tests/full has all
+variants in all formats.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import pytest
 
 from tests import rotation
 from tests.batch.formats import FORMATS, run_format
-from tests.ops.test_attention import DECODE, SMALL, fitting
+from tests.ops.cases import DECODE, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Case
 
-# Rows that both requests of a cascade share are few as well: 2 requests x 2 rows x 2 heads.
+# The rows of a cascade's shared level are few as well: 2 requests x 2 rows x 2 heads.
 FEW_ROWS = DECODE._replace(q_len=2)
 MANY_ROWS = [name for name in FORMATS if name != "token_sparse"]
-"""A list for each token makes few rows of any number of tokens."""
+"""Formats with tiles of many rows: a list for each token makes tiles of few rows."""
 MASKED = ("block_sparse_bits", "tree")
 HOOKS = ("mask", "score", "row", "normalizer", "pointwise", "sink")
 LIBRARY = [c for c in CASES if "library" in c.tags]
@@ -30,7 +30,7 @@ WITH_FEW = rotation.chosen(HOOKS, 2)
 
 
 def of_each_hook(cases: list[Case], hooks: list[str]) -> list[Case]:
-    """One case that has it for each hook, by turns; all where nothing is left to other runs."""
+    """For each hook one case that has it, by turns; all cases in a run that takes everything."""
     if rotation.takes_all():
         return cases
     found: list[Case] = []
@@ -49,7 +49,7 @@ FIRST_OUT = rotation.turn(20, (0, 1))[0]
 
 
 def formats_of(number: int, among: list[str]) -> list[str]:
-    """All of them but one of MASKED, which the neighbours of a case have."""
+    """All formats except one of MASKED, which the cases before and after this one have."""
     if rotation.takes_all():
         return among
     return [name for name in among if name != MASKED[(FIRST_OUT + number) % 2]]

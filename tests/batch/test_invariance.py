@@ -6,13 +6,12 @@ FlashInfer's test_batch_invariant_fa2.py at full size; `torch.equal` throughout.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 import flashattn_jit as fa
-from tests.batch.batches import Batch
+from tests.batch.batches import Batch, indptr
 from tests.batch.lists import DTYPES
 from tests.batch.oracle import Math, check
 from tests.batch.runs import engine
@@ -33,9 +32,7 @@ def run(batch: Batch, members: list[int] | None = None, page_size: int | None = 
         batch.heads, batch.dim, batch.dtype, size, seed=1 + len(members),
     )  # fmt: skip
     for i, b in enumerate(members):
-        at = part.slots[i]
-        where = (at // size, at % size) if size else (at,)
-        part.k[where], part.v[where] = batch.keys(b)
+        part.k[part.index(i)], part.v[part.index(i)] = batch.keys(b)
         begin, mine = batch.q_start[b], part.q_start[i]
         part.q[mine : mine + part.q_len[i]] = batch.q[begin : begin + batch.q_len[b]]
     made = engine(part, fa.Causal(), batch_invariant=True)
@@ -72,8 +69,8 @@ def test_prefill(count, q_len, dim, group, page) -> None:
 
 
 def test_a_mixed_batch_in_any_order_over_any_storage() -> None:
-    """Lengths around the cuts; the same requests permuted, alone, in other pages, packed, and in a
-    dense cache, where each has one page."""
+    """Lengths around the splits; the same requests permuted, alone, in other pages, packed, and
+    with one page each, as in a dense cache."""
     q_len = (1, 200, 3, 1, 17, 0, 1)
     kv_len = (4097, 300, 8192, 2, 4095, 7, 9000)
     batch = Batch(q_len, kv_len, (8, 2), 64, page_size=16)
@@ -84,13 +81,6 @@ def test_a_mixed_batch_in_any_order_over_any_storage() -> None:
         assert_same(run(batch, [b])[1], [whole[b]])
     for page_size in (0, 1, 64, max(kv_len)):
         assert_same(run(batch, page_size=page_size)[1], whole)
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -117,9 +107,9 @@ def test_a_dense_call_of_uncut_keys_has_the_same_bits(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("kv_len", [2923, 3015, 3130])
-def test_a_window_begins_at_the_same_key_in_any_company(kv_len: int) -> None:
-    """97 rows end in a prefill tile of one row, whose keys are those of a decoding request: each
-    kind walks from a border of its own tiles."""
+def test_a_window_begins_at_the_same_key_in_any_batch(kv_len: int) -> None:
+    """97 rows end in a prefill tile of one row, which sees the keys of a decoding request; each
+    tile kind begins at a multiple of its own tile_kv."""
     generator = torch.Generator().manual_seed(5)
     lengths = {"append": 97, "decode": 1}
     made = fa.BatchAttention(
@@ -133,8 +123,7 @@ def test_a_window_begins_at_the_same_key_in_any_company(kv_len: int) -> None:
 
     def run_in_order(*names: str) -> dict[str, torch.Tensor]:
         q_lens = [lengths[name] for name in names]
-        indptr = torch.tensor([0, *itertools.accumulate(q_lens)])
-        made.plan(indptr, fa.Ragged(torch.arange(len(names) + 1) * kv_len))
+        made.plan(indptr(q_lens), fa.Ragged(torch.arange(len(names) + 1) * kv_len))
         out = made.run(*(torch.cat(x) for x in zip(*(inputs[n] for n in names), strict=True)))
         return dict(zip(names, out.split(q_lens), strict=True))
 
@@ -144,8 +133,8 @@ def test_a_window_begins_at_the_same_key_in_any_company(kv_len: int) -> None:
             assert torch.equal(out, alone[name]), f"{name} in {order}"
 
 
-def test_lists_are_cut_alike_in_any_company() -> None:
-    """Lists of tokens longer than a cut, of requests of several tokens."""
+def test_lists_are_cut_alike_in_any_batch() -> None:
+    """Token lists longer than a split, in requests of several tokens."""
     q_len, kv_len, topk = (1, 3, 1, 60), (4500, 3000, 2600, 2700), 2500
     batch = Batch(q_len, kv_len, (4, 2), 64, page_size=16)
     generator = torch.Generator().manual_seed(1)
@@ -156,16 +145,15 @@ def test_lists_are_cut_alike_in_any_company() -> None:
         rows = [batch.q_start[b] + torch.arange(q_len[b]) for b in members]
         tables = [batch.slots[b][::16] // 16 for b in members]
         paged = fa.Paged(
-            torch.tensor([0, *itertools.accumulate(map(len, tables))]), torch.cat(tables),
+            indptr([*map(len, tables)]), torch.cat(tables),
             torch.tensor([(kv_len[b] - 1) % 16 + 1 for b in members]), 16,
         )  # fmt: skip
         made = engine(batch, fa.Causal(), batch_invariant=True)
-        plan = made.plan(
-            torch.tensor([0, *itertools.accumulate(map(len, rows))]), paged,
-            sparsity=fa.TokenSparse(indices[torch.cat(rows)]),
-        )  # fmt: skip
+        counts = [*map(len, rows)]
+        sparsity = fa.TokenSparse(indices[torch.cat(rows)])
+        plan = made.plan(indptr(counts), paged, sparsity=sparsity)
         assert plan.workspace_bytes > 0, "nothing is cut"
-        return list(made.run(batch.q[torch.cat(rows)], batch.k, batch.v).split([*map(len, rows)]))
+        return list(made.run(batch.q[torch.cat(rows)], batch.k, batch.v).split(counts))
 
     whole = run_sparse(0, 1, 2, 3)
     for members in ((3, 1, 0, 2), (0,), (1,), (3,)):

@@ -8,7 +8,7 @@ from tests import rotation
 from tests.batch.lists import ENTRIES, LISTS, Entry
 from tests.batch.oracle import check
 from tests.batch.runs import attend
-from tests.ops.test_attention import HOST_TARGETS
+from tests.ops.cases import HOST_TARGETS
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_full_size(entry: Entry) -> None:
     check(batch, entry.what, *attend(batch, entry.what.variant(batch.heads[0])))
 
 
-# Few rows, many, and both, in two dtypes, on a target by turns. tests/full has all lists on all
+# Few rows, many rows and both, in two dtypes, on a target by turns. tests/full has all lists on all
 # targets.
 ON_OTHERS = (LISTS["sliding_window"][9], LISTS["sliding_window"][19], LISTS["mixed"][7])
 

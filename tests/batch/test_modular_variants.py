@@ -1,4 +1,4 @@
-"""The variants of FlashInfer's test_modular_fmha_prefill.py that are more than masks, at its sizes.
+"""Variants of FlashInfer's test_modular_fmha_prefill.py that are more than masks, at its sizes.
 
 Its sinks, soft caps, windows and plain calls are in tests/batch/lists.py.
 """
@@ -15,13 +15,13 @@ from flashattn_jit.variants.reference import varlen_reference
 from tests import rotation
 from tests.batch.batches import Batch, indptr
 from tests.batch.runs import engine
-from tests.ops.test_attention import assert_close
+from tests.ops.cases import assert_close
 
 REACH = 100
 
 
 def tanh_sigmoid(bias: float) -> fa.Variant:
-    """The logistic function by way of tanh, of scores with a bias."""
+    """The logistic function of biased scores, computed by tanh."""
     return fa.variant(normalizer=fa.Pointwise(lambda s: 0.5 * torch.tanh(0.5 * (s + bias)) + 0.5))
 
 
@@ -53,8 +53,7 @@ def test_full_size(name: str) -> None:
     made.plan(batch.q_indptr, batch.storage)
     softmax = "sigmoid" not in name
     got = made.run(batch.q, batch.k, batch.v, return_lse=softmax)
-    k, v = (torch.cat(side) for side in zip(*map(batch.keys, range(count)), strict=True))
-    call = (batch.q, k, v, batch.q_indptr, indptr(batch.kv_len), variant)
+    call = (batch.q, *batch.packed_keys(), batch.q_indptr, indptr(batch.kv_len), variant)
     exact, lse = varlen_reference(*call)
     eager, _ = varlen_reference(*call, dtype=batch.dtype)
     assert_close(got[0] if softmax else got, exact, eager)

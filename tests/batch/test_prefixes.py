@@ -140,16 +140,14 @@ def test_partial_states_of_two_storages_merge_to_the_whole(page: int) -> None:
     states = []
     for half in range(2):
         lens = [(cut[b], batch.kv_len[b] - cut[b])[half] for b in range(2)]
-        # Positions of this half's keys begin at 0; those of the queries are told from there.
+        # The keys of this half have positions from 0 on; q_offset is relative to them.
         offset = torch.tensor([batch.kv_len[b] - batch.q_len[b] - (cut[b] if half else 0)
                                for b in range(2)])  # fmt: skip
         keys = [batch.keys(b) for b in range(2)]
         parts = [tuple(t[: cut[b]] if not half else t[cut[b] :] for t in keys[b]) for b in range(2)]
         own = Batch(batch.q_len, tuple(lens), (8, 2), 64, page_size=page)
         for b, (k, v) in enumerate(parts):
-            at = own.slots[b]
-            where = (at // page, at % page) if page else (at,)
-            own.k[where], own.v[where] = k, v
+            own.k[own.index(b)], own.v[own.index(b)] = k, v
         made = engine(own, what.variant(8))
         made.plan(own.q_indptr, own.storage, q_offset=offset)
         states.append(made.run(batch.q, own.k, own.v, partial=True))

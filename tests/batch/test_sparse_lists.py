@@ -1,6 +1,6 @@
 """Sparsity at full size on this CPU: FlashInfer's test_block_sparse.py, token lists and trees.
 
-Its reference is a dense mask, and so is this one's.
+The reference is a dense mask, as in FlashInfer's test.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Any sequence of appends, plans, runs and frees against a dense model, wrong calls in between.
+"""Random sequences of appends, plans, runs, frees and wrong calls against a dense model.
 
-The model is lists of key and value rows. A cache of pages, of which free ones are NaN, is kept by
-the machine as a serving engine would keep it; two variants share one workspace, and requests may
-begin with another one's pages. Wrong calls must raise and change nothing: no page, no plan.
+The model is lists of key and value rows. The machine keeps a cache of pages as a serving engine
+would, with free pages NaN; two variants share one workspace, and requests may begin with the pages
+of another request. Wrong calls must raise and change nothing: no page, no plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ lengths = st.sampled_from([1, 2, 9, 16, 40, 1, 0])
 
 @dataclass(eq=False)
 class Request:
-    """Its pages and, in the model, its keys [kv_len, Hkv, D] and values."""
+    """A request's pages and, in the model, its keys [kv_len, Hkv, D] and values."""
 
     pages: list[int] = field(default_factory=list)
     k: torch.Tensor = field(default_factory=lambda: torch.empty(0, HEADS[1], DIM))
@@ -68,7 +68,7 @@ class Serving(RuleBasedStateMachine):
         self.cascades = [fa.CascadeAttention(x, **{**options, "limits": None}) for x in variants]
         self.planned: list[Planned | None] = [None, None]
 
-    # --- what a serving engine does ------------------------------------------------------------
+    # --- what a serving engine does -----------------------------------------------------------
 
     @precondition(lambda self: len(self.requests) < 6)
     @rule(prompt=st.integers(1, 60))
@@ -119,7 +119,7 @@ class Serving(RuleBasedStateMachine):
             if not self.users[page]:
                 self.free.append(page)
                 self.k[page], self.v[page] = torch.nan, torch.nan
-        # What a plan says of pages that are gone is no longer true.
+        # Plans that use the freed pages are no longer valid.
         for i, p in enumerate(self.planned):
             if p is not None and gone in p.members:
                 self.planned[i] = None
@@ -132,7 +132,7 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), which=st.integers(0, 1), cascade=st.booleans())
     def plan(self, data: st.DataObject, which: int, cascade: bool) -> None:
-        """Of the requests in any order, all but a few."""
+        """Plans the requests, in any order, without one of them at times."""
         members = data.draw(st.permutations(self.requests))
         members = members[: max(0, len(members) - data.draw(st.sampled_from([0, 0, 0, 1])))]
         kv_len = [len(r.k) for r in members]
@@ -157,7 +157,7 @@ class Serving(RuleBasedStateMachine):
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
-    # --- what it must not do --------------------------------------------------------------------
+    # --- wrong calls --------------------------------------------------------------------------
 
     @rule(data=st.data(), which=st.integers(0, 1))
     def plan_wrongly(self, data: st.DataObject, which: int) -> None:
@@ -229,7 +229,7 @@ class Serving(RuleBasedStateMachine):
             used[page, slot] = True
         assert torch.isnan(self.k[~used]).all() and torch.isnan(self.v[~used]).all()
 
-    # --- the machine's own ------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------
 
     def _with(self, new: list[int]) -> list[tuple[Request, int]]:
         return list(zip(self.requests, new, strict=True))

@@ -1,7 +1,7 @@
-"""q, k and v as views of anything: one packed QKV tensor, pages in any layout, wider rows.
+"""q, k and v as views: of one packed QKV tensor, of pages in any layout, of wider rows.
 
-FlashInfer's test_non_contiguous_prefill.py and test_non_contiguous_decode.py at full size, and its
-unequal strides of K and V.
+FlashInfer's test_non_contiguous_prefill.py and test_non_contiguous_decode.py at full size, and
+unequal strides of K and V as in its tests.
 """
 
 from __future__ import annotations

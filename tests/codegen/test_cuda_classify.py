@@ -17,9 +17,9 @@ from flashattn_jit.variants.interval.cpp import lower_classify
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
 from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
-from tests.variants.bounds_oracle import Mask, _Tensor, traced
-from tests.variants.bounds_random import RandomMask
-from tests.variants.test_bounds_lower import (
+from tests.variants.interval.bounds_oracle import Mask, _Tensor, traced
+from tests.variants.interval.bounds_random import RandomMask
+from tests.variants.interval.test_bounds_lower import (
     SHAPE,
     assert_agree,
     captured_masks,

@@ -9,7 +9,7 @@ import flashattn_jit as fa
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import attention_reference
 from tests import rotation
-from tests.ops.test_attention import assert_close, inputs
+from tests.ops.cases import assert_close, inputs
 from tests.registry_case import Shape
 
 TARGET = "emulated:sm_80"

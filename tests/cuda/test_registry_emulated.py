@@ -1,6 +1,6 @@
 """The product's own PTX, run by the emulator, against the fp64 reference: every variant and shape.
 
-Bounds are those of `tests/ops/test_attention.py`. The variants that take their turn meet one target
+Bounds are those of `tests/ops/cases.py`. The variants that take their turn meet one target
 and one tile kind each, with the very kernel whose resources `test_compile.py` looks at; some of the
 library meet the other kind as well, on another target. Shapes and emulated targets take turns.
 """
@@ -16,7 +16,7 @@ from flashattn_jit.codegen.targets import EMULATED as PREFIX
 from flashattn_jit.planner.tiles import choose_rows
 from tests import rotation
 from tests.cuda.kernels import EMULATED, IN_TURN, dtype_of, ir_of, rotating, spec_of
-from tests.ops.test_attention import DECODE, SMALL, fitting, run
+from tests.ops.cases import DECODE, SMALL, fitting, run
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape
 

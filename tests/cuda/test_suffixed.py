@@ -16,7 +16,7 @@ from flashattn_jit.jit.compilation.toolchain import flags_for, key_of
 from flashattn_jit.variants.reference import attention_reference
 from tests.cuda import sass, suffixed
 from tests.cuda.kernels import compiled, needs_nvcc, spec_of
-from tests.ops.test_attention import assert_close, inputs
+from tests.ops.cases import assert_close, inputs
 from tests.registry_case import Shape
 
 pytestmark = needs_nvcc

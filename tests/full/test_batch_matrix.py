@@ -16,7 +16,7 @@ from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check
 from tests.batch.runs import attend
 from tests.batch.test_emulated import FEW, MANY, TARGETS, dtype_of
-from tests.ops.test_attention import DECODE, HOST_TARGETS, SMALL, fitting
+from tests.ops.cases import DECODE, HOST_TARGETS, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Case
 

@@ -23,7 +23,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
 from tests.deploy.test_library import CASES
-from tests.ops.test_attention import run
+from tests.ops.cases import run
 
 calls = 0
 for case in CASES:

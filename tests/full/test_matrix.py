@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.test_attention import DECODE, HOST_TARGETS, SMALL, fitting, run
+from tests.ops.cases import DECODE, HOST_TARGETS, SMALL, fitting, run
 from tests.registry import CASES
 from tests.registry_case import Case
 

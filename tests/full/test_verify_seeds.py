@@ -11,7 +11,7 @@ from flashattn_jit.inspect.verification import verification
 from flashattn_jit.inspect.verification.cases import cases
 from flashattn_jit.inspect.verification.run import Runner
 from tests import rotation
-from tests.ops.test_attention import HOST_TARGETS
+from tests.ops.cases import HOST_TARGETS
 
 VARIANTS = [fa.Causal(), fa.Full(), fa.ALiBi(), fa.SoftCap(), fa.SoftCap() & fa.Causal()]
 

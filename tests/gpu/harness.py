@@ -20,7 +20,7 @@ from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Bound, as_variant
 from tests.batch.oracle import Math
-from tests.ops.test_attention import EPS, assert_close, inputs
+from tests.ops.cases import EPS, assert_close, inputs
 from tests.registry import by_name
 from tests.registry_case import Case, Shape
 

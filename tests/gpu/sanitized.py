@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 import flashattn_jit as fa
-from tests.ops.paged_calls import paged_attention
+from tests.ops.batches.paged_calls import paged_attention
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import flashattn_jit as fa
 from flashattn_jit.errors import InputError, LaunchError
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.gpu.harness import Want
-from tests.ops.test_attention import assert_close
+from tests.ops.cases import assert_close
 from tests.registry_case import Shape
 
 BF16 = torch.bfloat16

@@ -11,8 +11,8 @@ import flashattn_jit as fa
 from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.variants.reference import varlen_reference
 from tests.gpu.harness import PLAIN, Want
-from tests.ops.paged_calls import paged_attention, paged_batch
-from tests.ops.test_attention import assert_close
+from tests.ops.batches.paged_calls import paged_attention, paged_batch
+from tests.ops.cases import assert_close
 from tests.registry_case import Shape
 
 BF16 = torch.bfloat16

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gpu.harness import case_named, run_case
-from tests.ops.test_attention import DECODE, SMALL, fitting
+from tests.ops.cases import DECODE, SMALL, fitting
 from tests.registry import CASES, SHAPES
 from tests.registry_case import Shape
 

@@ -1,4 +1,4 @@
-"""What plain calls return, from a process that met no mode."""
+"""The server of processes that run the subjects under modes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_worker(mode: str, folder: Path) -> dict[str, list[str]]:
     """The outcomes of every subject in a process of its own: twice under the mode, then plain."""
-    place = folder / "outcomes.pt"
+    file = folder / "outcomes.pt"
     result = subprocess.run(
-        [sys.executable, "-m", "tests.modes.worker", mode, str(place)],
+        [sys.executable, "-m", "tests.modes.worker", mode, str(file)],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    return torch.load(place)  # type: ignore[no-any-return]
+    return torch.load(file)  # type: ignore[no-any-return]
 
 
 class Server:
@@ -38,14 +38,14 @@ class Server:
             )  # fmt: skip
 
     def run(self, mode: str) -> dict[str, list[str]]:
-        """As `run_worker`."""
-        place = self.folder / "outcomes.pt"
+        """As `run_worker`, in a forked process."""
+        file = self.folder / "outcomes.pt"
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(f"{mode}\t{place}\n")
+        self.process.stdin.write(f"{mode}\t{file}\n")
         self.process.stdin.flush()
         code = self.process.stdout.readline().strip()
         assert code == "0", f"exit code {code}: {self.errors.read_text()[-3000:]}"
-        return torch.load(place)  # type: ignore[no-any-return]
+        return torch.load(file)  # type: ignore[no-any-return]
 
     def end(self) -> None:
         """Ends the process."""
@@ -71,7 +71,5 @@ def _prepared():
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def _fresh(fresh_compiler):
+    """Every test here begins with a fresh compiler."""

@@ -1,4 +1,4 @@
-"""What the matrix of modes calls: every op and class, as functions of tensors.
+"""Every op and class as a function of tensors: what the tests of modes call.
 
 A subject makes its tensors on the CPU by name, whatever the default device is, and calls the
 engine on them. What it returns in a plain process is what it must return under every mode.
@@ -19,7 +19,7 @@ HEADS, KV_HEADS, D = 4, 2, 32
 
 
 class Subject(NamedTuple):
-    """One call. tensors: q, k, v and what else has values. host: tensors of lengths, which stay on
+    """One call. tensors: q, k, v and other values. host: tensors of lengths, which stay on
     the host. call: (tensors, host) -> tensors."""
 
     name: str
@@ -29,7 +29,7 @@ class Subject(NamedTuple):
     traits: frozenset[str] = frozenset()
 
     def prepare(self) -> None:
-        """Makes what the call needs; outside of every mode."""
+        """Sets the call up; called outside of every mode."""
         if isinstance(self.call, _Prepared):
             self.call.prepare()
 
@@ -39,7 +39,7 @@ class Subject(NamedTuple):
 
 
 class _Prepared:
-    """A call that something is made for first: not when tests are collected, and in no mode."""
+    """A call with a set-up that runs neither while tests are collected nor under a mode."""
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         self._make = make
@@ -268,13 +268,13 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 _CAUSAL, _GATED, _CAUSAL_CAP = fa.Causal(), Gated(), fa.Causal() & fa.SoftCap(15.0)
 
-# What tracers need not take: it plans in the call, or computes on the host alone.
+# Calls that tracers may refuse: those that plan inside, and those that compute on the host alone.
 PLANS, HOST = (frozenset({name}) for name in ("plans", "host"))
 
 
 @functools.cache
 def subjects() -> list[Subject]:
-    """All of them, the same ones each time."""
+    """All subjects: the same objects each time."""
     dense, packed, paged = _dense(), _packed(), _pages()
     indptrs = (_ints(*Q_INDPTR), _ints(*KV_INDPTR))
     tables = (_ints(*Q_INDPTR), *(_ints(*x) for x in PAGES))
@@ -310,6 +310,11 @@ def subjects() -> list[Subject]:
         Subject("reference", dense, (), _reference, HOST),
         Subject("helpers", (_random(3),), (_ints(-1, 0, 0, 1),), _helpers, HOST),
     ]  # fmt: skip
+
+
+def by_name(name: str) -> Subject:
+    """The subject of a name."""
+    return next(s for s in subjects() if s.name == name)
 
 
 def _t5(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:

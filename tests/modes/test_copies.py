@@ -1,4 +1,4 @@
-"""Copies and pickles of every public object do what the object does, or say why there is none."""
+"""Copies and pickles of public objects work as the objects do, or an error says why not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import flashattn_jit as fa
 from tests import rotation
-from tests.modes.subjects import Gated, subjects
+from tests.modes.subjects import Gated, by_name
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -20,8 +20,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda x: pickle.loads(pickle.dumps(x)),
 }
 each_copy = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES.keys())
-SUBJECTS = {s.name: s for s in subjects()}
-q, k, v = SUBJECTS["attention"].tensors
+q, k, v = by_name("attention").tensors
 
 
 def score_mod(score, b, h, q_idx, kv_idx):
@@ -72,8 +71,8 @@ def test_a_changed_copy_leaves_the_original(copied: Callable[[Any], Any]) -> Non
 @each_copy
 @pytest.mark.parametrize("kind", [fa.BatchAttention, fa.CascadeAttention])
 def test_batches_are_copied_without_their_plan(kind: type, copied: Callable[[Any], Any]) -> None:
-    rows, keys, values = SUBJECTS["varlen"].tensors
-    q_indptr, kv_indptr = SUBJECTS["varlen"].host
+    rows, keys, values = by_name("varlen").tensors
+    q_indptr, kv_indptr = by_name("varlen").host
     batch = kind(
         Gated(), num_q_heads=4, num_kv_heads=2, head_dim=32, q_dtype=torch.float32,
         batch_invariant=True, limits=fa.Limits(4, 64, 64),
@@ -102,7 +101,7 @@ def test_batches_are_copied_without_their_plan(kind: type, copied: Callable[[Any
 
 @each_copy
 def test_a_plan_is_refused(copied: Callable[[Any], Any]) -> None:
-    q_indptr, kv_indptr = SUBJECTS["varlen"].host
+    q_indptr, kv_indptr = by_name("varlen").host
     batch = fa.BatchAttention(num_q_heads=4, num_kv_heads=2, head_dim=32, q_dtype=torch.float32)
     plan = batch.plan(q_indptr, fa.Ragged(kv_indptr))
     with pytest.raises(fa.InputError, match="copy that object"):

@@ -1,6 +1,6 @@
-"""Under any mode of torch: the plain result, twice, and after it plain calls are what they were.
+"""Under any mode of torch calls return their plain results, twice, and after it as well.
 
-Each mode has a process of its own, which remembers nothing when the mode begins.
+Each mode has its own process, in which nothing was called before the mode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def test_the_package_may_be_imported_under_a_mode(mode: str, server: Server) -> 
 
 
 def check(outcomes: dict[str, list[str]], mode: str) -> None:
-    # Such a mode changes what it sees; what follows it is plain all the same.
+    # Modes that change results: only the plain call after them is compared.
     looked_at = slice(2, 3) if mode in CHANGING else slice(0, 3)
     wrong = {n: seen for n, seen in outcomes.items() if set(seen[looked_at]) != {"equal"}}
     assert not wrong, "\n".join(f"{name}: {seen}" for name, seen in wrong.items())

@@ -1,7 +1,7 @@
 """Calls under tracers: fake tensors, make_fx, torch.export and ``torch.compile``, each twice.
 
-A graph computes what the plain call does, on other values too; whatever cannot be traced is a typed
-error; and the plain call after it is the plain call before it.
+A graph computes what the plain call does, on other values too; a call that cannot be traced raises
+a typed error; plain calls after the trace return what they returned before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashattn_jit as fa
 from tests import processes, rotation
-from tests.modes.subjects import HOST, PLANS, Subject, subjects
+from tests.modes.subjects import HOST, PLANS, Subject, by_name, subjects
 from tests.modes.worker import flat
 
 # The compiler's own modules warn when they are first imported, and about what they cannot trace.
@@ -153,7 +153,7 @@ UNTRACEABLE = (
     torch._dynamo.exc.TorchDynamoException,
     ClosureConversionError,
 )
-"""What the engine or the tracer says of what they do not trace."""
+"""Errors of the engine or the tracer about calls that are not traced."""
 
 
 @each_subject
@@ -172,10 +172,6 @@ def test_compile(subject: Subject, dynamic: bool) -> None:
             assert_same(flat(compiled(*subject.tensors)), expected)
             given = others(subject)
             assert_same(flat(compiled(*given)), flat(subject.run(*given)))
-
-
-def by_name(name: str) -> Subject:
-    return {s.name: s for s in SUBJECTS}[name]
 
 
 def test_an_exported_graph_keeps_what_it_was_exported_with() -> None:

@@ -1,4 +1,4 @@
-"""Under functional transforms and with subclasses of tensors: right, or a typed error."""
+"""Under functional transforms and with tensor subclasses: the right result, or a typed error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 import flashattn_jit as fa
-from tests.modes.subjects import HOST, PLANS, Subject, subjects
+from tests.modes.subjects import HOST, PLANS, Subject, by_name, subjects
 from tests.modes.worker import flat
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func itself
@@ -24,7 +24,7 @@ class Plain(torch.Tensor):
 
 
 class Logging(torch.Tensor):
-    """A subclass that sees the functions that it goes through."""
+    """A subclass that records the functions that it is passed to."""
 
     seen: ClassVar[list[str]] = []
 
@@ -127,13 +127,13 @@ def _held(w: Tensor) -> Tensor:
 
 
 def _packed(w: Tensor) -> Tensor:
-    named = {s.name: s for s in SUBJECTS}["varlen"]
+    named = by_name("varlen")
     hook = lambda s, b, h, i, j: s + (w * 2)[h] * j  # noqa: E731
     return fa.varlen_attention(*named.tensors, *named.host, hook)
 
 
 def _planned(w: Tensor) -> Tensor:
-    named = {s.name: s for s in SUBJECTS}["varlen"]
+    named = by_name("varlen")
     batch = fa.BatchAttention(
         fa.variant(score_mod=lambda s, b, h, i, j: s + (w * 2)[h] * j),
         num_q_heads=4, num_kv_heads=2, head_dim=32, q_dtype=torch.float32,
@@ -158,14 +158,13 @@ def test_transforms_of_held_tensors_are_refused(run: Any) -> None:
 
 @pytest.mark.parametrize("name", ["attention gated", "varlen", "flex", "sdpa causal", "captured"])
 def test_derivatives_inside_of_a_compiled_function_are_refused(name: str) -> None:
-    """Whatever the backend leaves of an op of which only derivatives are used."""
-    named = {s.name: s for s in SUBJECTS}
-    x = Q
+    """Also where the backend removes the op because only its derivatives are used."""
     if name == "captured":
         x, run = torch.linspace(0.1, 0.4, 4), _captured
     else:
-        run = lambda q: flat(named[name].run(q, *named[name].tensors[1:]))[0]  # noqa: E731
-        x = named[name].tensors[0]
+        subject = by_name(name)
+        run = lambda q: flat(subject.run(q, *subject.tensors[1:]))[0]  # noqa: E731
+        x = subject.tensors[0]
     for derive in (
         lambda x: torch.func.grad(lambda x: run(x).sum())(x),
         lambda x: torch.func.vjp(run, x)[0],
@@ -190,6 +189,6 @@ def test_functionalized_calls_leave_nothing_behind() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_torch_jit_trace_is_refused() -> None:
     for name in ("attention gated", "varlen", "sdpa causal", "run"):
-        subject = {s.name: s for s in SUBJECTS}[name]
+        subject = by_name(name)
         with pytest.raises(fa.InputError, match=r"torch\.jit\.trace"):
             torch.jit.trace(lambda *t, s=subject: tuple(flat(s.run(*t))), subject.tensors)

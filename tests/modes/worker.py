@@ -1,12 +1,12 @@
-"""A process of its own for one mode: every subject twice under it, then once without.
+"""One process for each mode: every subject twice under the mode, then once without.
 
     python -m tests.modes.worker
 
 reads lines `MODE<tab>FILE`, forks a process for each, which writes {subject: outcome} to FILE, and
 answers with its exit code. A process that has imported torch and the package and called nothing
-remembers nothing, so that whatever the mode leaves behind is seen by the plain calls after it; one
-that imports the package under a mode is started afresh: `python -m tests.modes.worker MODE FILE`.
-Results are compared with those of a process that knew no mode at all (`plain`).
+has no state, so that state which the mode leaves behind shows in the plain calls after it; one that
+imports the package under a mode is started anew: `python -m tests.modes.worker MODE FILE`.
+Results are compared with those of a process without any mode (`plain`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watches(TorchDispatchMode):
 
 
 class ZeroingFunctions(TorchFunctionMode):
-    """The same as a mode of functions."""
+    """A mode of torch functions that changes the values of results; none of them may be kept."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -51,7 +51,7 @@ class ZeroingFunctions(TorchFunctionMode):
 
 
 class Zeroes(TorchDispatchMode):
-    """A mode that changes the values of what it sees; nothing of that may stay."""
+    """A mode of operators that changes the values of results; none of them may be kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -92,7 +92,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "profiler": torch.profiler.profile,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "deterministic": lambda: _deterministic(),
-    # Where there is no CUDA, a tensor that is made without a device is an error.
+    # Without CUDA, making a tensor without a device is an error.
     "default device cuda": lambda: _default_device("cuda"),
     "zeroing mode": Zeroes,
     "zeroing functions": ZeroingFunctions,
@@ -148,19 +148,19 @@ def main() -> None:
     if len(sys.argv) == 3:
         attempt(sys.argv[1], Path(sys.argv[2]))
         return
-    # Before the forks: each child would take a second for them.
+    # Imported before the forks: each child would take a second for them.
     from torch import _dynamo  # noqa: F401
     from torch.nn.attention import flex_attention  # noqa: F401
 
     from tests.modes import subjects  # noqa: F401
 
     for line in sys.stdin:
-        mode, place = line.rstrip("\n").split("\t")
+        mode, file = line.rstrip("\n").split("\t")
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                attempt(mode, Path(place))
+                attempt(mode, Path(file))
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -170,11 +170,11 @@ def main() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
-def attempt(mode: str, place: Path) -> None:
-    """Runs every subject under a mode."""
+def attempt(mode: str, file: Path) -> None:
+    """Runs every subject under a mode and writes the outcomes to a file."""
     before = None
     if mode != "plain":
-        before = torch.load(place.with_name("plain.pt"))
+        before = torch.load(file.with_name("plain.pt"))
     early = mode.startswith("import under ")
     with MODES[mode.removeprefix("import under ")]() if early else contextlib.nullcontext():
         from tests.modes.subjects import subjects
@@ -189,8 +189,8 @@ def attempt(mode: str, place: Path) -> None:
         if mode == "plain":
             results[subject.name] = flat(subject.run())
     if mode == "plain":
-        torch.save(results, place.with_name("plain.pt"))
-    torch.save(outcomes, place)
+        torch.save(results, file.with_name("plain.pt"))
+    torch.save(outcomes, file)
 
 
 if __name__ == "__main__":

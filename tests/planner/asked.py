@@ -1,7 +1,7 @@
-"""What calls ask the cache for, written down by a cache that compiles nothing.
+"""Records the kernel requests of calls, with a cache that compiles nothing.
 
-Every request is answered by one artifact that does nothing, so that planning goes on as it would;
-launches are left out. What the calls compute is therefore garbage.
+Every kernel request gets the same artifact, whose kernels do nothing, so that planning goes on as
+usual; launches are skipped. The results of the calls are therefore garbage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ extern "C" int fajit_classify(const fajit_classify_args* args) {
 
 
 class Asked:
-    """The documents of first requests, in order, each once."""
+    """The kernel requests of calls, without the smaller tiles that a call falls back to."""
 
     def __init__(self, module: _C.Module) -> None:
         self._module = module
@@ -48,7 +48,7 @@ class Asked:
 
     @property
     def documents(self) -> list[str]:
-        """What was asked for so far."""
+        """The documents asked for so far, in order, each once."""
         return list(dict.fromkeys(r.spec for r in self.requests))
 
     def __call__(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
@@ -69,10 +69,10 @@ def nothing_module(folder: Path) -> _C.Module:
 
 
 def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
-    """Put `asked` in the place of the cache, and nothing in the place of launches."""
+    """Replaces the cache by `asked`, and launches by nothing."""
     for ops in (cuda, batch_plan, utility):
         patch.setattr(ops, "load_stepping", asked)
-    # Plans and kernels that other tests made would ask for nothing.
+    # Plans and kernels that other tests made would hide requests.
     for known in (launches._launches, launches._kernels, utility._plans):
         known.clear()
     patch.setattr(_C.BatchCall, "launch", lambda *args, **kwargs: None)

@@ -1,4 +1,4 @@
-"""Plans of batches out of plain lists, and what they compute, row by row and key by key."""
+"""Plans of batches made from plain lists, and which keys each row gets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CPU_MERGE_NS = 2000.0
 
 
 def device_options(target: str, packed_rows: int, workers: int, head_dim: int = 128) -> dict:
-    """Kinds and options of a device for `make`, as calls without a mask have them, in bf16."""
+    """Kinds and options of a device for `make`, those of bf16 calls without a mask."""
     dtypes = ("bfloat16",) * 3
     specs = [
         choose_rows(VariantIR(()), (head_dim, head_dim), dtypes, target, rows)
@@ -60,8 +60,8 @@ def array(values: Sequence[int] | np.ndarray, dtype: type = np.int32) -> np.ndar
     return np.ascontiguousarray(np.asarray(values, dtype))
 
 
-def seen(a: np.ndarray | None) -> tuple[int, int, int] | None:
-    """An array as the extension takes it. The array must outlive the call."""
+def span(a: np.ndarray | None) -> tuple[int, int, int] | None:
+    """(address, size, itemsize): how the extension takes an array, which must outlive the call."""
     return None if a is None else (a.ctypes.data, a.size, a.itemsize)
 
 
@@ -77,7 +77,7 @@ class Ragged:
 
     def native(self, keep: list) -> tuple:
         keep.append(indptr(self.kv_len))
-        return (seen(keep[-1]), None, None, 0, 0)
+        return (span(keep[-1]), None, None, 0, 0)
 
 
 @dataclass
@@ -89,12 +89,13 @@ class Paged:
         pages = [-(-n // self.page_size) for n in self.kv_len]
         last = [n - max(p - 1, 0) * self.page_size for n, p in zip(self.kv_len, pages, strict=True)]
         keep += [indptr(pages), array(last)]
-        return (None, seen(keep[-2]), seen(keep[-1]), self.page_size, sum(pages))
+        return (None, span(keep[-2]), span(keep[-1]), self.page_size, sum(pages))
 
 
 @dataclass
 class Dense:
-    """Keys of requests that are a dim of their tensors; `kv_len` of `rows` each, all by default."""
+    """Keys of requests in one dim of `rows` slots, of which each request uses its `kv_len`; `rows`
+    is the longest of them by default."""
 
     kv_len: Sequence[int]
     rows: int | None = None
@@ -108,7 +109,8 @@ class Dense:
 
 @dataclass
 class Level:
-    """Shared keys: `groups` are lists of packed tokens; `consecutive`: token e is entry e."""
+    """Shared keys: `groups` are lists of packed tokens; `consecutive`: entry e is token e, so
+    that no list of tokens is passed."""
 
     groups: Sequence[Sequence[int]]
     storage: Ragged | Paged
@@ -121,7 +123,7 @@ class Level:
         if not self.consecutive:
             tokens = array([t for g in self.groups for t in g])
             keep.append(tokens)
-        return (seen(entries), seen(tokens), self.storage.native(keep))
+        return (span(entries), span(tokens), self.storage.native(keep))
 
 
 def lengths(
@@ -137,16 +139,16 @@ def lengths(
     if q_offset is not None:
         keep.append(array(q_offset))
     return _C.BatchLengths(
-        seen(keep[0]),
+        span(keep[0]),
         storage.native(keep),
-        None if q_offset is None else seen(keep[1]),
+        None if q_offset is None else span(keep[1]),
         [level.native(keep) for level in levels],
     )
 
 
 @dataclass
 class Planned:
-    """A plan with its batch, as lists."""
+    """A plan as lists, with its batch."""
 
     plan: _C.BatchPlan
     batch: _C.BatchLengths
@@ -216,11 +218,11 @@ class Planned:
         return out
 
     def lists(self, kind: int) -> list[list[dict[str, int]]]:
-        """The items of a kind, a list a worker."""
+        """The items of a kind, one list for each worker."""
         return [self.work[kind][a:b] for a, b in pairwise(self.plan.worker_indptr(kind))]
 
     def loads(self) -> list[float]:
-        """Of workers that both kinds share."""
+        """The load of each worker, where both kinds share the workers."""
         return [a + b for a, b in zip(self.plan.load_ns(0), self.plan.load_ns(1), strict=True)]
 
 
@@ -250,7 +252,8 @@ def make(
 
 
 def check_whole(planned: Planned, kv_len: Sequence[int]) -> None:
-    """Every row sees every key of its request once, in ascending order. kv_len: all keys."""
+    """Asserts that every row gets every key of its request once, in ascending order. kv_len: of
+    each request, shared levels included."""
     results = planned.results()
     for b, length in enumerate(kv_len):
         for token in planned.tokens(b):

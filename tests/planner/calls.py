@@ -1,4 +1,4 @@
-"""Calls of every kind, by format: what tests of warming run, and write down what they ask for."""
+"""Calls of every kind, by format: tests of warming run them and record their kernel requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of batches: what is read from index arrays, and what their errors say."""
+"""Lengths of batches as read from index arrays, and their error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from flashattn_jit import _C
 from tests.slowness import slowdown
 
-from .batch_plans import FEW_ROW, Level, Paged, Ragged, array, indptr, lengths, make, seen
+from .batch_plans import FEW_ROW, Level, Paged, Ragged, array, indptr, lengths, make, span
 
 
 def raw(q_indptr, storage, q_offset=None, levels=(), dtype=np.int32):
@@ -19,20 +19,18 @@ def raw(q_indptr, storage, q_offset=None, levels=(), dtype=np.int32):
     arrays = []
     for values in storage[:3]:
         keep.append(None if values is None else array(values, dtype))
-        arrays.append(seen(keep[-1]))
-    if q_offset is not None:
-        keep.append(array(q_offset, dtype))
+        arrays.append(span(keep[-1]))
     native = []
     for q, tokens, level_storage in levels:
         keep += [array(q), None if tokens is None else array(tokens)]
-        entries = [seen(keep[-2]), seen(keep[-1])]
+        entries = [span(keep[-2]), span(keep[-1])]
         keep += [None if v is None else array(v) for v in level_storage[:3]]
-        native.append((*entries, (*(seen(v) for v in keep[-3:]), *level_storage[3:])))
-    offset = None if q_offset is None else seen(array(q_offset, dtype))
+        native.append((*entries, (*(span(v) for v in keep[-3:]), *level_storage[3:])))
+    offset = None
     if q_offset is not None:
         keep.append(array(q_offset, dtype))
-        offset = seen(keep[-1])
-    return _C.BatchLengths(seen(keep[0]), (*arrays, *storage[3:]), offset, native)
+        offset = span(keep[-1])
+    return _C.BatchLengths(span(keep[0]), (*arrays, *storage[3:]), offset, native)
 
 
 def ragged(kv_indptr):
@@ -218,7 +216,7 @@ def test_more_groups_than_the_limits_allow():
 
 def lists(begin, count, entries, q_block=4, key_block=16):
     keep = array(begin), array(count)
-    return (q_block, key_block, False, seen(keep[0]), seen(keep[1]), entries), keep
+    return (q_block, key_block, False, span(keep[0]), span(keep[1]), entries), keep
 
 
 @pytest.mark.parametrize(
@@ -267,9 +265,9 @@ def test_bad_options(options, message):
 
 def test_many_requests_are_read_in_under_a_millisecond():
     q, kv = indptr([1] * 4096), indptr([100] * 4096)
-    storage, times = (seen(kv), None, None, 0, 0), []
+    storage, times = (span(kv), None, None, 0, 0), []
     for _ in range(20):
         slow, begin = slowdown(), time.thread_time()
-        _C.BatchLengths(seen(q), storage)
+        _C.BatchLengths(span(q), storage)
         times.append((time.thread_time() - begin) / slow)
     assert min(times) < 1e-3

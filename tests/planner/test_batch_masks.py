@@ -1,4 +1,4 @@
-"""Plans follow the mask's interval form: nothing visible is left out, nothing dead is paid for."""
+"""Plans follow the mask's interval form: no visible key is left out, hidden ones cost nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MASKS: dict[str, tuple[object, Callable[[int, int, int], bool]]] = {
 
 
 def classified(name: str) -> tuple[tuple, dict[str, object], object]:
-    """Kinds with a real module, and the options with which its mask is costed."""
+    """Kinds with a compiled module, and the options with which its mask is costed."""
     variant = as_variant(MASKS[name][0])
     bound = bind(variant, Dims(), {})
     known = bound.structure
@@ -64,7 +64,7 @@ def masks() -> dict[str, tuple]:
 
 
 def check_visible(planned: Planned, name: str, offsets: list[int], kv_len: list[int]) -> None:
-    """Every key that a row can see is in one of its ranges, which ascend without overlap."""
+    """Asserts that a row's ranges ascend without overlap and hold every key that it sees."""
     sees = MASKS[name][1]
     results = planned.results()
     for b, length in enumerate(kv_len):
@@ -134,7 +134,7 @@ def test_a_causal_prefill_costs_half(masks):
 
 
 def test_uneven_masks_are_balanced_by_what_is_visited(masks):
-    """The sinks' item and the window's are worth as much as what they visit."""
+    """Items of sinks and items of windows cost what their visible keys cost."""
     kinds, options, _held = masks["sink and window"]
     planned = make([2048], Ragged([2048]), heads=(1, 1), workers=4, kinds=kinds, **options)
     loads = planned.plan.load_ns(0)
@@ -143,8 +143,8 @@ def test_uneven_masks_are_balanced_by_what_is_visited(masks):
 
 @pytest.mark.parametrize("name", ["causal", "window", "sink and window", "documents"])
 def test_a_request_is_costed_alike_in_any_batch(masks, name):
-    """So that its parts are the same bit for bit: a search that starts elsewhere ends where it
-    would."""
+    """Its parts are then the same bit for bit: the search for them starts at another key in another
+    batch, and must end at the same one."""
     kinds, options, _held = masks[name]
     options = {**options, "batch_invariant": True, "split_keys": (64, 64), "kinds": kinds}
     rng = np.random.default_rng(3)

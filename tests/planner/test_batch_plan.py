@@ -23,8 +23,8 @@ from .batch_plans import (
     array,
     check_whole,
     make,
+    span,
 )
-from .batch_plans import seen as seen_array
 
 HEADS = [(4, 4), (4, 2), (5, 1), (6, 3), (7, 1)]
 
@@ -151,7 +151,7 @@ def test_batches_are_balanced_on_two_threads(name, count, heads):
 
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_the_longest_requests_are_given_out_first(order):
-    """Too short to be cut; in the order of arrival the long one would come last, on top."""
+    """All are too short to be cut; in order of arrival the long one could come last, on top."""
     kv_len = [[60, 20, 20, 20], [20, 20, 20, 60], [20, 60, 20, 20]][order]
     planned = make([1] * 4, Ragged(kv_len), heads=(1, 1), workers=2)
     assert planned.plan.most_splits == 1
@@ -213,9 +213,9 @@ def test_batch_invariant_cuts_are_each_requests_own(shape, heads, workers, rng: 
         [shape[i][0] for i in order], Ragged([shape[i][1] for i in order]), workers=workers,
         **settings,
     )  # fmt: skip
-    for place, i in enumerate(order):
+    for position, i in enumerate(order):
         alone = make([shape[i][0]], Paged([shape[i][1]], 16), workers=1, **settings)
-        assert cuts(batch, place) == cuts(alone, 0)
+        assert cuts(batch, position) == cuts(alone, 0)
         for *_, begin, end, _partial in cuts(alone, 0):
             split = 96 if shape[i][0] * heads[0] // heads[1] > 8 else 64
             assert begin % split == 0 and (end % split == 0 or end == shape[i][1])
@@ -287,7 +287,7 @@ def test_rows_with_one_state_only_are_final():
 def with_lists(q_len, per_row, q_block, key_block, *, per_head=False, entries=1000, **options):
     """A plan over lists: per_row holds (begin, count) of every block row, of every head."""
     begin, count = (array([r[i] for r in per_row]) for i in (0, 1))
-    lists = (q_block, key_block, per_head, seen_array(begin), seen_array(count), entries)
+    lists = (q_block, key_block, per_head, span(begin), span(count), entries)
     planned = make(q_len, Ragged([4096] * len(q_len)), lists=lists, **options)
     return planned, (begin, count)
 
@@ -295,19 +295,18 @@ def with_lists(q_len, per_row, q_block, key_block, *, per_head=False, entries=10
 def check_lists(planned, q_len, per_row, q_block, key_block, per_head) -> None:
     results, group = planned.results(), planned.heads[0] // planned.heads[1]
     blocks = [-(-q // q_block) for q in q_len]
-    for b, q in enumerate(q_len):
+    for b in range(len(q_len)):
         for row, token in enumerate(planned.tokens(b)):
             for head in range(planned.heads[0]):
-                place = sum(blocks[:b]) + row // q_block
+                number = sum(blocks[:b]) + row // q_block
                 if per_head:
-                    place += head // group * sum(blocks)
-                begin, count = per_row[place]
+                    number += head // group * sum(blocks)
+                begin, count = per_row[number]
                 at = begin * key_block
                 for first, last in results.pop((token, head)):
                     assert first == at
                     at = last
                 assert at == (begin + count) * key_block
-        assert q is not None
     assert not results
 
 

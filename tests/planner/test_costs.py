@@ -1,4 +1,4 @@
-"""What work costs on each target: the coefficients that the scheduler balances with."""
+"""Costs of work on each target: the coefficients with which the scheduler balances."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def specs(target: str, head_dim: int = 128, kv_dtype: str | None = None) -> dict
 
 
 @pytest.mark.parametrize("target", [*CPU_TARGETS, *CUDA_TARGETS])
-def test_one_row_waits_for_its_keys_and_a_cores_full_tile_for_its_products(target: str) -> None:
+def test_one_row_is_bound_by_memory_and_a_full_cpu_tile_by_arithmetic(target: str) -> None:
     found = specs(target)
     one, many = (coefficients(found[kind], target) for kind in ("few_row", "prefill"))
     assert 0 < one.pair_ns < one.load_ns

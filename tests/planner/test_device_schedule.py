@@ -57,7 +57,7 @@ def test_equal_tiles_that_fill_the_slots_are_not_split(tiles):
 
 
 def test_of_equal_tiles_what_full_rounds_leave_over_is_shared_where_that_gains():
-    """12 rounds and 36 tiles: nothing for 512 keys, of which a merge takes a seventh."""
+    """12 rounds and 36 tiles: not for 512 keys, whose time is seven times that of a merge."""
     tiles = 12 * SLOTS + 36
     assert not plan(128, [512] * tiles, (1, 1)).merges
     planned = plan(128, [4096] * tiles, (1, 1))

@@ -1,4 +1,4 @@
-"""Devices as data, as torch reports them, and the slots that kernels get on them."""
+"""Devices in the table, devices as torch reports them, and the slots of kernels on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashattn_jit.codegen.budget import LIMITS, register_budget, shared_bytes
+from flashattn_jit.codegen.budget import LIMITS, ctas_per_sm, register_budget, shared_bytes
 from flashattn_jit.codegen.targets import CUDA_TARGETS, architecture
 from flashattn_jit.errors import InputError, TargetError
 from flashattn_jit.planner.devices import (
@@ -136,8 +136,6 @@ def test_slots_come_from_what_runs_out_first():
 def test_a_kernel_within_its_budget_gets_the_blocks_that_its_tile_declares(device, head_dim, rows):
     spec = spec_for(rows, device, head_dim)
     found = slots(spec, device)
-    from flashattn_jit.codegen.budget import ctas_per_sm
-
     assert found.per_sm >= ctas_per_sm(spec) >= 1
     assert found.total == found.per_sm * device.num_sms
     assert slots(spec, device, register_budget(spec)) == found

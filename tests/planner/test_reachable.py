@@ -1,7 +1,7 @@
-"""Whatever calls ask the cache for is among what `reachable` lists: warming misses nothing.
+"""`reachable` lists exactly the kernels that calls ask the cache for, so that warming misses none.
 
-Calls of all kinds run against a cache that writes down what it is asked for. It must be exactly
-what `reachable` lists for the kind of call: more would be compiled in vain, less would be missed.
+Calls of all kinds run against a cache that records kernel requests. They must be exactly what
+`reachable` lists for the kind of call: more would be compiled in vain, fewer would be missed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ VARIANTS = {
 
 
 def in_turns(others: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Some of the kinds of batch for each of `others`, by turns, all of them for some."""
+    """A sixth of the pairs of `others` and a kind of batch, by turns, with every kind of batch."""
     pairs = [(other, name) for other in others for name in BATCHED]
     return rotation.chosen(pairs, 6, lambda pair: pair[1])
 
@@ -193,7 +193,7 @@ def test_unknown_formats_and_dtypes() -> None:
 
 
 def of_another_format(spec: KernelSpec, name: str) -> bool:
-    """Whether it is listed with cascades for steps that share nothing, and tells of no cascade."""
+    """Whether it is listed for steps of cascades that share nothing: no feature names a cascade."""
     return name == "cascade" and not {"indirect", "mixed_rows"} & set(spec.features)
 
 

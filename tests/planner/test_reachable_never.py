@@ -1,4 +1,4 @@
-"""What was warmed serves every kind of call where nothing may compile, and nothing could."""
+"""After warming every kind of call runs with compiling forbidden and no compiler installed."""
 
 from __future__ import annotations
 

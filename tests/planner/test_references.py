@@ -1,4 +1,4 @@
-"""The planner against what FlashAttention 2 and 3 and FlashInfer choose, as their sources say.
+"""The planner against the choices of FlashAttention 2 and 3 and FlashInfer in their sources.
 
 FlashAttention 2: tiles of `csrc/flash_attn/src` by head_dim and device. FlashInfer 0.6:
 `FA2DetermineCtaTileQ` and the keys of a tile from shared memory and registers. Splits:
@@ -133,13 +133,13 @@ def decode_plan(device: str, kv_len: list[int], kv_heads: int) -> tuple[Planned,
     count = len(kv_len)
     p = Problem((1,) * count, tuple(kv_len), kv_heads, kv_heads, 128, 128, *("bfloat16",) * 3)
     spec = choose(PLAIN, p, hardware.target)
-    places = slots(spec, hardware).total
+    num_slots = slots(spec, hardware).total
     planned = make(
-        [1] * count, Dense(kv_len), heads=(kv_heads, kv_heads), workers=places, few_rows=16,
+        [1] * count, Dense(kv_len), heads=(kv_heads, kv_heads), workers=num_slots, few_rows=16,
         kinds=(None, native_kind(spec, hardware.target)), head_dim_v=128,
         merge_ns=merge_cost(hardware.target),
     )  # fmt: skip
-    return planned, places
+    return planned, num_slots
 
 
 def longest_list(planned: Planned) -> int:
@@ -148,28 +148,28 @@ def longest_list(planned: Planned) -> int:
 
 
 def decode_ns(device: str, keys: int, splits: int) -> float:
-    """Until the last worker is done with its keys, and a row's states are merged by one block."""
+    """Until the last worker is done with its keys and one block has merged a row's states."""
     target = named_hardware(device).target
     spec = choose(PLAIN, Problem((1,), (1,), 1, 1, 128, 128, *("bfloat16",) * 3), target)
     costs = coefficients(spec, target)
     return keys * costs.load_ns + (splits * costs.state_ns if splits > 1 else 0)
 
 
-def flash_attention_3_splits(blocks: int, key_blocks: int, places: int) -> int:
-    """The least number whose waves are at least 85 % as full as the best's; `places` to run at."""
-    if blocks >= 0.8 * places or key_blocks <= 4:
+def flash_attention_3_splits(blocks: int, key_blocks: int, num_slots: int) -> int:
+    """The least number of splits whose waves are at least 85 % as full as the fullest ones."""
+    if blocks >= 0.8 * num_slots or key_blocks <= 4:
         return 1
-    full = [blocks * n / places / math.ceil(blocks * n / places)
-            for n in range(1, min(128, places, key_blocks) + 1)]  # fmt: skip
+    full = [blocks * n / num_slots / math.ceil(blocks * n / num_slots)
+            for n in range(1, min(128, num_slots, key_blocks) + 1)]  # fmt: skip
     return next(n for n, x in enumerate(full, 1) if x >= 0.85 * max(full))
 
 
-def flashinfer_chunk(kv_len: int, batch: int, kv_heads: int, places: int) -> int:
+def flashinfer_chunk(kv_len: int, batch: int, kv_heads: int, num_slots: int) -> int:
     """Keys of a chunk: the least, from 128 on, with which all chunks run at once."""
     low, high = 128, max(128, kv_len)
     while low < high:
         middle = (low + high) // 2
-        if batch * math.ceil(kv_len / middle) * kv_heads <= places:
+        if batch * math.ceil(kv_len / middle) * kv_heads <= num_slots:
             high = middle
         else:
             low = middle + 1
@@ -182,52 +182,50 @@ def flashinfer_chunk(kv_len: int, batch: int, kv_heads: int, places: int) -> int
     [(1, 8, 131072), (1, 1, 65536), (4, 8, 32768), (16, 8, 8192), (32, 8, 8192), (3, 4, 20000)],
 )
 def test_splits_fill_the_device_as_well_as_the_references(device, batch, kv_heads, kv_len):
-    """Ours are lists of the workers, theirs waves of blocks. One head of one request is cut into
-    fewer parts than FlashInfer's: the more states, the longer the one block that merges them."""
-    planned, places = decode_plan(device, [kv_len] * batch, kv_heads)
+    """Ours are lists of workers, theirs waves of blocks. One head of one request is cut into fewer
+    parts than FlashInfer's, because the one block that merges them takes longer with each state."""
+    planned, num_slots = decode_plan(device, [kv_len] * batch, kv_heads)
     units, most, keys = batch * kv_heads, planned.plan.most_splits, longest_list(planned)
     ours, tile_ns = decode_ns(device, keys, most), decode_ns(device, 64, 1)
 
-    split = flash_attention_3_splits(units, kv_len // 64, places)
-    theirs = math.ceil(kv_len / split) * math.ceil(units * split / places)
+    split = flash_attention_3_splits(units, kv_len // 64, num_slots)
+    theirs = math.ceil(kv_len / split) * math.ceil(units * split / num_slots)
     assert ours <= 1.15 * decode_ns(device, theirs, split) + tile_ns, (most, split)
     assert keys <= 1.15 * theirs + 64
 
-    chunk = flashinfer_chunk(kv_len, batch, kv_heads, places)
+    chunk = flashinfer_chunk(kv_len, batch, kv_heads, num_slots)
     split = math.ceil(kv_len / chunk)
-    theirs = chunk * math.ceil(units * split / places)
+    theirs = chunk * math.ceil(units * split / num_slots)
     assert ours <= 1.15 * decode_ns(device, theirs, split) + tile_ns, (most, chunk)
     assert units == 1 or keys <= 1.15 * theirs + 64
 
 
 def test_enough_requests_are_not_split():
-    """But for what full rounds leave over, where that gains: 4,096 equal items over 396 places are
-    10.3 rounds, which would take 11."""
+    """Except the remainder of the full rounds, where a split saves time: 4,096 equal items on 396
+    slots are 10.3 rounds, which would take the time of 11."""
     for device in ("A100", "RTX 4090"):
         assert decode_plan(device, [4096] * 512, 8)[0].plan.most_splits == 1
-    planned, places = decode_plan("H200", [4096] * 512, 8)
-    assert places == 396
-    assert len(planned.merges) <= places // 2
-    assert longest_list(planned) < 1.02 * 4096 * 4096 / places < 0.96 * 11 * 4096
+    planned, num_slots = decode_plan("H200", [4096] * 512, 8)
+    assert num_slots == 396
+    assert len(planned.merges) <= num_slots // 2
+    assert longest_list(planned) < 1.02 * 4096 * 4096 / num_slots < 0.96 * 11 * 4096
 
 
 def test_short_keys_are_split_into_few_chunks():
-    """FlashInfer's are of 128 keys at least; ours of a tile, whose other costs are counted."""
-    planned, places = decode_plan("H200", [1024], 8)
+    """FlashInfer's chunks have 128 keys or more, ours a tile or more; its fixed cost is counted."""
+    planned, num_slots = decode_plan("H200", [1024], 8)
     assert planned.plan.most_splits <= 16
-    assert len(planned.items) <= places / 3
+    assert len(planned.items) <= num_slots / 3
     assert min(i["kv_end"] - i["kv_begin"] for i in planned.items) >= 64
 
 
 def test_skewed_requests_are_cut_where_they_are_long():
-    """FlashInfer has one chunk length for all; ours cuts the one long request, and hardly others.
-
-    The last of the short ones even the workers out.
-    """
-    planned, places = decode_plan("H200", [65536, *[512] * 63], 8)
+    """FlashInfer has one chunk length for all; ours cuts the one long request and few others, the
+    last of which even out the workers."""
+    planned, num_slots = decode_plan("H200", [65536, *[512] * 63], 8)
     parts = [0] * 64
     for item in planned.items:
         parts[item["request"]] += 1
     assert parts[0] > 8 * 8 and max(parts[1:]) <= 2 * 8
     assert sum(parts[1:]) < 1.2 * 63 * 8
-    assert planned.plan.critical_ns < 1.1 * planned.plan.total_ns / places
+    assert planned.plan.critical_ns < 1.1 * planned.plan.total_ns / num_slots

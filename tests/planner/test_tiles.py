@@ -1,4 +1,4 @@
-"""The planner's choices: intensity decides the tile kind, and never leaves what is reachable."""
+"""The planner's choices: intensity decides the tile kind, and every choice is reachable."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Random calls, each computed a second time by the oracle.
 
 A run is a seed; it has parts, and a part has `KERNELS` choices of variant, dtype, head dims, target
-and form, each of which needs a kernel for many rows and one for few. Calls of a part take them in
-turn. `python -m tests.random.calls SEED PART NUMBER TARGET` repeats one call.
+and form, each of which needs a kernel for many rows and one for few. Calls of a part cycle through
+them. `python -m tests.random.calls SEED PART NUMBER TARGET` repeats one call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 import flashattn_jit as fa
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.sparse import Visited, blocks, tokens, trees
-from tests.ops.test_attention import EPS, HOST_TARGETS, rms
+from tests.ops.cases import EPS, HOST_TARGETS, rms
 from tests.random.meanings import (
     POINTWISE,
     READS_REQUEST,
@@ -40,7 +40,7 @@ FORMS = {
     "packed_tree": ("packed_tree",),
     "block_bits": ("block_sparse_bits",),
 }
-"""Forms of calls that need other kernels, with the calls of each."""
+"""Forms, each with its own kernels, and the kinds of calls that take them."""
 
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (
@@ -62,7 +62,7 @@ OFFSETS = (-1000, -40, -1, 0, 5, 64, 300)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What decides the kernels of some calls."""
+    """What decides the kernels of a call."""
 
     parts: tuple[Callable[..., Any], ...]
     dtype: torch.dtype
@@ -89,9 +89,9 @@ def choices(seed: int, part: int) -> list[Choice]:
 
 
 def repeat(seed: int, part: int, number: int, target: str = "") -> None:
-    """One call of a part, on another target than its own where one is given.
+    """Runs one call of a part, on `target` instead of the choice's own where it is given.
 
-    Raises AssertionError, which says how to repeat it.
+    Raises an AssertionError with the command that repeats the call.
     """
     choice = choices(seed, part)[number % KERNELS]
     own = target or choice.target
@@ -123,7 +123,7 @@ class Call:
         self.long = r.random() < 0.03
 
     def run(self) -> None:
-        """Makes the call and holds it to the oracle's answer."""
+        """Makes the call and compares its results with the oracle's."""
         r = self.r
         threads = r.choice((1, 2, 4))
         torch.set_num_threads(threads)
@@ -138,7 +138,7 @@ class Call:
         else:
             self._batch(kind)
 
-    # --- kinds of calls ---------------------------------------------------------------------
+    # --- kinds of calls -----------------------------------------------------------------------
 
     def _dense(self) -> None:
         r, (dim, dim_v) = self.r, self.choice.dims
@@ -162,7 +162,7 @@ class Call:
                           v[b, :, :n].transpose(0, 1), starts[b], None)
             for b, n in enumerate(lens)
         ]  # fmt: skip
-        # What no row may see is NaN: past the end in both, and in k what the mask hides from all.
+        # Keys that no row may read are NaN: past kv_len, and in k those that the mask hides.
         k, v = k.clone(), v.clone()
         for b, n in enumerate(lens):
             k[b, :, n:], v[b, :, n:] = math.nan, math.nan
@@ -187,7 +187,7 @@ class Call:
         k = self._normal(sum(kv_lens), self.num_kv_heads, dim)
         v = self._normal(sum(kv_lens), self.num_kv_heads, dim_v)
         given, starts = self._offsets(q_lens, kv_lens, ("end", "end", "int", "tensor"))
-        self._say(q_lens, kv_lens, given)
+        self._describe(q_lens, kv_lens, given)
         keys = list(zip(k.split(kv_lens), v.split(kv_lens), strict=True))
         answers = [
             self._answers(what, b, part, *keys[b], starts[b], None)
@@ -223,7 +223,7 @@ class Call:
         kinds = ("end",) if kind.endswith("tree") else ("end", "end", "tensor")
         given, starts = self._offsets(q_lens, kv_lens, kinds)
         visited = self._visited(kind, batch)
-        self._say(q_lens, kv_lens, given)
+        self._describe(q_lens, kv_lens, given)
         self.words += f", page size {page}, layout {batch.layout}"
         variant, what = self._variant(len(q_lens))
         answers = [
@@ -258,7 +258,7 @@ class Call:
             return tokens(batch, r.choice((1, 9, 40)), per_head, seed)
         return trees(batch, seed) if kind.endswith("tree") else None
 
-    # --- what calls are made of -------------------------------------------------------------
+    # --- parts of calls -----------------------------------------------------------------------
 
     def _lengths(self) -> tuple[int, int]:
         if self.long:
@@ -299,7 +299,7 @@ class Call:
         return torch.randn(shape, generator=generator).to(self.choice.dtype)
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        """The same values in memory of another order, or among NaN."""
+        """The same values in another memory layout, or with NaN around them."""
         layout = self.r.choice(("plain", "plain", "swapped", "padded", "padded"))
         if layout == "swapped":
             return x.transpose(-3, -2).contiguous().transpose(-3, -2)
@@ -328,11 +328,11 @@ class Call:
         kept = kept.expand(self.num_q_heads, q_len, kv_len).any(1)
         return ~kept.unflatten(0, (self.num_kv_heads, -1)).any(1)
 
-    def _say(self, q_lens: list[int], kv_lens: list[int], offset: Any) -> None:
+    def _describe(self, q_lens: list[int], kv_lens: list[int], offset: Any) -> None:
         self.words += f", heads {self.num_q_heads}/{self.num_kv_heads}"
         self.words += f", q_len {q_lens}, kv_len {kv_lens}, q_offset {offset}"
 
-    # --- what must come out -----------------------------------------------------------------
+    # --- expected results ---------------------------------------------------------------------
 
     def _answers(
         self, what: Meaning, b: int, q: Tensor, k: Tensor, v: Tensor, start: int,
@@ -349,8 +349,8 @@ class Call:
     def _check(self, outs: Any, lses: Any, answers: list[tuple[Answer, Answer]]) -> None:
         """RMS against fp64 at most 1.5 times that of the eager answer plus half an ulp.
 
-        Of few rows an RMS is a matter of luck: 1.5 grows to twice that for one row, and two
-        roundings of fp32 of the largest sum are allowed besides.
+        The RMS of few rows is noisy: the factor grows from 1.5 to 3 for one row, and two fp32
+        roundings of the sum of absolute terms are allowed as well.
         """
         out = torch.cat([x.flatten() for x in outs])
         exact, eager, size = (
@@ -383,11 +383,11 @@ class Call:
         good = torch.isfinite(exact)
         assert torch.equal(lse[~good].double(), exact[~good]), "lse of rows without keys"
         off = (lse.double() - exact)[good].abs()
-        allowed = 2e-5 * (1 + exact[good].abs()) + 3 * _most((eager - exact)[good])
+        allowed = 2e-5 * (1 + exact[good].abs()) + 3 * _largest((eager - exact)[good])
         assert (off <= allowed).all(), f"lse is off by {off.max():.3g}"
 
 
-def _most(x: Tensor) -> float:
+def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Hooks, each written twice: as the engine is told it, and in plain torch on whole matrices.
+"""Variants, each written twice: with hooks, and in plain torch on whole matrices.
 
 Shapes in a `Meaning`: rows of q [n, Hq, D] at positions i [n], rows of k and v [m, Hkv, D] at
 positions j [m], scores [Hq, n, m] with h [Hq, 1, 1] and i [n, 1]; b is a number.
@@ -20,7 +20,7 @@ import flashattn_jit as fa
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What tensors of a hook are made for. positions: of queries and keys lie below it."""
+    """Sizes of a variant's tensors. positions: above every position of a query or key."""
 
     batch: int
     num_q_heads: int
@@ -32,7 +32,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a variant computes. factor: of pointwise weights, from the number of keys."""
+    """What a variant computes. factor: scales pointwise weights, given the number of keys."""
 
     query: Callable[..., Tensor] | None = None
     key: Callable[..., Tensor] | None = None
@@ -45,7 +45,7 @@ class Meaning:
     output: Callable[..., Tensor] | None = None
 
     def then(self, other: Meaning) -> Meaning:
-        """Both: rows and scores are changed by this one first."""
+        """This meaning, then `other`: the order in which rows and scores are changed."""
         joint: dict[str, Any] = {}
         for name in (f.name for f in fields(self)):
             a, b = getattr(self, name), getattr(other, name)
@@ -68,7 +68,7 @@ Part = tuple[Any, Meaning]
 
 
 def at(table: Tensor, index: Tensor) -> Tensor:
-    """A table at positions along its last dim: negative ones wrap, others are clamped."""
+    """A table at indices along its last dim: negative ones wrap, others are clamped."""
     size = table.shape[-1]
     return table[..., torch.where(index < 0, index + size, index).clamp(0, size - 1).long()]
 
@@ -298,7 +298,7 @@ VARIANTS: tuple[tuple[Callable[[Sizes, random.Random], Part], ...], ...] = (
 
 
 def composed(parts: tuple[Callable[..., Part], ...], s: Sizes, r: random.Random) -> Part:
-    """The variant of all parts, and what it means."""
+    """The variant composed of all parts, and its meaning."""
     made = [part(s, r) for part in parts]
     return (
         reduce(lambda a, b: a & b, (v for v, _ in made)),

@@ -1,4 +1,4 @@
-"""Attention of one request from its formula, on whole matrices; no code of the package in it."""
+"""Attention of one request by its formula, on whole matrices, without code of the package."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def answer(
 ) -> Answer:  # fmt: skip
     """q [n, Hq, D] at positions i, k [m, Hkv, D], v [m, Hkv, Dv], visited [1 or Hkv, n, m].
 
-    dtype: float64 computes in it. float16 and bfloat16 as matrix units do: scores and softmax in
-    float32, rows and weights rounded to dtype.
+    dtype: float32 and float64 compute in it; float16 and bfloat16 as matrix units do: scores and
+    softmax in float32, rows and weights rounded to dtype.
     """
     work = dtype if dtype.itemsize > 2 else torch.float32
     q, k, v = (x.to(work) for x in (q, k, v))

@@ -1,6 +1,6 @@
-"""250 random calls against the oracle, over at most 10 kernels: others in every run.
+"""250 random calls against the oracle, over at most 10 kernels; every run makes other calls.
 
-The run's header has the seed, and a failure the line that repeats its call; tests/full has 20,000.
+The run's header has the seed, a failure the command that repeats its call; tests/full has 20,000.
 """
 
 from __future__ import annotations

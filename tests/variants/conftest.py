@@ -1,4 +1,4 @@
-"""A count of what was traced."""
+"""A fixture that counts traces."""
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def"
 
@@ -13,7 +13,7 @@ from flashattn_jit.variants import binding
 
 @pytest.fixture
 def traces(monkeypatch):
-    """How often anything was traced."""
+    """Counts, in `n`, how often a variant was traced."""
     count = types.SimpleNamespace(n=0)
     real = binding.trace_variant
 

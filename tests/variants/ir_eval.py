@@ -1,4 +1,4 @@
-"""Evaluates a `Graph` with torch over broadcast index grids: what the IR means, independently.
+"""Evaluates a `Graph` with torch over broadcast index grids: an independent meaning of the IR.
 
 A scalar node is a tensor that broadcasts to the grid; a vector node has one more dim, the last.
 """
@@ -100,11 +100,11 @@ def _evaluate(
 
 def gather(t: Tensor, indices: Sequence[Tensor]) -> Tensor:
     """Indices wrap when negative, then are clamped."""
-    places = []
+    at = []
     for d, i in enumerate(indices):
         i = torch.where(i < 0, i + t.shape[d], i).clamp(0, max(t.shape[d] - 1, 0))
-        places.append(i.long())
-    return t[tuple(torch.broadcast_tensors(*places))] if places else t
+        at.append(i.long())
+    return t[tuple(torch.broadcast_tensors(*at))] if at else t
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

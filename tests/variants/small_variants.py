@@ -1,4 +1,4 @@
-"""Small variants of users', and the value of a hook at one place, for tests of `bind`."""
+"""Small user variants, and the value of a hook at one pair, for tests of `bind`."""
 
 # Variants are written as users write them.
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,no-any-return"

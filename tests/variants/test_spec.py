@@ -123,6 +123,7 @@ def test_optional_and_half_params():
         (True, r"got bool True"),
         (torch.tensor(4), r"got a tensor.*fa\.tensor\(\)"),
         (None, r"got NoneType"),
+        (2**63, r"does not fit 64 bits, got 9223372036854775808"),
     ],
 )
 def test_scalars_of_the_wrong_kind(value, message):

@@ -1,0 +1,85 @@
+"""Cases of the registry through `fa.attention`, held to the error bound of docs/semantics.md.
+
+The RMS error of a kernel against fp64 is at most 1.5 times that of the eager reference in the same
+dtype, plus half an ulp of the output's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import flashattn_jit as fa
+from flashattn_jit.codegen.spec import host_target
+from flashattn_jit.codegen.targets import included
+from flashattn_jit.variants.reference import attention_reference
+from tests.registry import CASES
+from tests.registry_case import Case, Shape
+
+HOST_TARGETS = included(host_target())
+SMALL = Shape(2, 4, 2, 70, 130, 32, 32)  # two q tiles and two kv tiles, with tails
+DECODE = Shape(2, 4, 2, 1, 130, 32, 32)
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+"""Half an ulp, relative to the value."""
+
+LIBRARY = [c for c in CASES if "library" in c.tags]
+
+
+def inputs(shape: Shape, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Random q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv]."""
+    generator = torch.Generator().manual_seed(seed)
+    b, hq, hkv, sq, skv, d, dv = shape
+    q = torch.randn(b, hq, sq, d, generator=generator)
+    k = torch.randn(b, hkv, skv, d, generator=generator)
+    v = torch.randn(b, hkv, skv, dv, generator=generator)
+    return tuple(t.to(dtype) for t in (q, k, v))
+
+
+def normal(seed: int, *sizes: int) -> torch.Tensor:
+    """Random float32 values, equal for equal seeds."""
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def rms(x: torch.Tensor) -> float:
+    """The root mean square, 0 of an empty tensor."""
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0
+
+
+def assert_close(out: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor) -> None:
+    """The RMS error is within the bound, and NaN is exactly where the reference has NaN."""
+    same_nan = torch.isnan(out) == torch.isnan(exact)
+    assert same_nan.all(), f"NaN in {(~same_nan).sum()} places where the reference has none"
+    good = torch.isfinite(exact)
+    assert torch.equal(
+        out[~good & ~torch.isnan(exact)].double(), exact[~good & ~torch.isnan(exact)]
+    )
+    error, allowed = rms((out.double() - exact)[good]), rms((eager.double() - exact)[good])
+    bound = 1.5 * allowed + EPS[out.dtype] * rms(exact[good])
+    assert error <= bound, f"rms error {error:.3g} above the bound {bound:.3g}"
+
+
+def run(case: Case, shape: Shape, dtype: torch.dtype, target: str | None = None, **options) -> None:
+    """Runs a case by `fa.attention` and compares out and lse with the reference."""
+    variant, params = case.build(shape)
+    q, k, v = inputs(shape, dtype)
+    call = {"scale": case.scale, "q_offset": case.q_offset, **options}
+    pointwise = "pointwise" in case.tags
+    got = fa.attention(q, k, v, variant, return_lse=not pointwise, target=target, **call, **params)
+    out, lse = (got, None) if pointwise else got
+    exact, exact_lse = attention_reference(q, k, v, variant, params=params, **call)
+    eager, _ = attention_reference(q, k, v, variant, params=params, dtype=dtype, **call)
+    assert out.dtype == dtype and out.shape == exact.shape
+    assert_close(out, exact, eager)
+    if lse is not None:
+        assert lse.dtype == torch.float32
+        # Scores are summed in fp32 whatever the inputs are. Rows that a hook changed are rounded
+        # to the matrix dtype first, and the scores carry that rounding.
+        rounded = dtype != torch.float32 and "row" in case.tags
+        tolerance = 16 * EPS[dtype] if rounded else 2e-5
+        torch.testing.assert_close(
+            lse.double(), exact_lse.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+        )
+
+
+def fitting(case: Case, shape: Shape) -> Shape:
+    """The shape, or the case's own where the case does not fit it."""
+    return shape if case.fits(shape) else case.shape
