@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from benchmarks._batch_work import (
+from benchmarks.parts.batch_work import (
     constant_lengths,
     indptr,
     page_table,
@@ -24,8 +24,8 @@ from benchmarks._batch_work import (
     visited_tiles,
     zipf_lengths,
 )
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report, time_row
-from benchmarks._progress import say
+from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report, time_row
+from benchmarks.parts.progress import say
 
 _DIM, _PAGE = 128, 16
 _BF16 = torch.bfloat16

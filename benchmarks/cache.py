@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks._cache_compile import front_end_rows, nvcc_rows
-from benchmarks._cache_deploy import pack_rows, warm_rows
-from benchmarks._cache_folder import fresh_cache, words_of
-from benchmarks._measure import Row, Run, arguments, median, ratio, report, time_row
-from benchmarks._progress import say, steps
+from benchmarks.parts.cache_compile import front_end_rows, nvcc_rows
+from benchmarks.parts.cache_deploy import pack_rows, warm_rows
+from benchmarks.parts.cache_folder import fresh_cache, words_of
+from benchmarks.parts.measure import Row, Run, arguments, median, ratio, report, time_row
+from benchmarks.parts.progress import say, steps
 from flashattn_jit.codegen.spec import Request, default_target
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import default, prepare_kernel

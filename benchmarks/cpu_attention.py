@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report
-from benchmarks._peers import decode_peers, prefill_peers
-from benchmarks._progress import say
-from benchmarks._work import attention_flops, kv_bytes, pairs_causal
+from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
+from benchmarks.parts.peers import decode_peers, prefill_peers
+from benchmarks.parts.progress import say
+from benchmarks.parts.work import attention_flops, kv_bytes, pairs_causal
 from benchmarks.peak import peak
 
 _HEADS = 8

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 import flashattn_jit as fa
-from benchmarks._cache_folder import fresh_cache, words_of
-from benchmarks._measure import Row, arguments, median, report, time_row
-from benchmarks._progress import steps
+from benchmarks.parts.cache_folder import fresh_cache, words_of
+from benchmarks.parts.measure import Row, arguments, median, report, time_row
+from benchmarks.parts.progress import steps
 from flashattn_jit.jit.module import default
 from flashattn_jit.ops.arguments import calls
 from flashattn_jit.ops.launching import launches

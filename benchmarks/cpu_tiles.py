@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 import flashattn_jit as fa
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report
-from benchmarks._work import attention_flops
+from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
+from benchmarks.parts.work import attention_flops
 from flashattn_jit.codegen.spec import KernelSpec, TileKind, default_target, matrix_dtype
 from flashattn_jit.codegen.targets import CPU_ROWS
 from flashattn_jit.ops.launching import launches

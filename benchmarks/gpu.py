@@ -18,16 +18,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._gpu_batch import batch_rows
-from benchmarks._gpu_compute import hook_rows, mask_rows, prefill_rows
-from benchmarks._gpu_kernels import compile_all
-from benchmarks._gpu_measure import Clock, copy_run, interleave_on_device, matrix_rate
-from benchmarks._gpu_memory import KV_BYTES, decode_rows, latency_rows, module_rows
-from benchmarks._gpu_peers import flashinfer_version
-from benchmarks._measure import PAIRS, RESULTS, Row, commit, median, save, table, versions
-from benchmarks._peers import missing
-from benchmarks._progress import hide, say, show
-from benchmarks._work import copy_bytes
+from benchmarks.parts.gpu_batch import batch_rows
+from benchmarks.parts.gpu_compute import hook_rows, mask_rows, prefill_rows
+from benchmarks.parts.gpu_kernels import compile_all
+from benchmarks.parts.gpu_measure import Clock, copy_run, interleave_on_device, matrix_rate
+from benchmarks.parts.gpu_memory import KV_BYTES, decode_rows, latency_rows, module_rows
+from benchmarks.parts.gpu_peers import flashinfer_version
+from benchmarks.parts.measure import PAIRS, RESULTS, Row, commit, median, save, table, versions
+from benchmarks.parts.peers import missing
+from benchmarks.parts.progress import hide, say, show
+from benchmarks.parts.work import copy_bytes
 from flashattn_jit.planner.devices import device_hardware
 
 SECTIONS: dict[str, Callable[[int, Clock, int], Iterator[Row]]] = {

@@ -16,8 +16,17 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import flashattn_jit as fa
-from benchmarks._measure import Row, Run, arguments, interleave, median, ratio, report, time_row
-from benchmarks._peers import causal
+from benchmarks.parts.measure import (
+    Row,
+    Run,
+    arguments,
+    interleave,
+    median,
+    ratio,
+    report,
+    time_row,
+)
+from benchmarks.parts.peers import causal
 from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams, TileRuns, tile_runs
 from flashattn_jit.variants.params import Dims
 

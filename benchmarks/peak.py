@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._measure import Row, arguments, interleave, median, report
+from benchmarks.parts.measure import Row, arguments, interleave, median, report
 from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import has_amx
 

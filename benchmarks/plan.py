@@ -25,15 +25,15 @@ import numpy as np
 import torch
 
 import flashattn_jit as fa
-from benchmarks._batch_work import (
+from benchmarks.parts.batch_work import (
     constant_lengths,
     indptr,
     page_table,
     uniform_lengths,
     zipf_lengths,
 )
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report, time_row
-from benchmarks._progress import say, steps
+from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report, time_row
+from benchmarks.parts.progress import say, steps
 from flashattn_jit import _C
 from flashattn_jit.codegen.spec import default_target
 from flashattn_jit.codegen.targets import is_cuda

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._measure import Row, arguments, interleave, median, ratio, report
+from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
 
 try:
     import transformers

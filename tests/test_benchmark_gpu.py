@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import _gpu_kernels, _gpu_mods, _work, gpu
-from benchmarks._gpu_compute import _against, prefill_shapes
-from benchmarks._gpu_measure import Clock
-from benchmarks._gpu_memory import _bandwidth_row
-from benchmarks._measure import Row, save, table
+from benchmarks import gpu
+from benchmarks.parts import gpu_kernels, gpu_mods, work
+from benchmarks.parts.gpu_compute import _against, prefill_shapes
+from benchmarks.parts.gpu_measure import Clock
+from benchmarks.parts.gpu_memory import _bandwidth_row
+from benchmarks.parts.measure import Row, save, table
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,28 +29,28 @@ def mask_pairs(mod, length: int) -> int:
 
 @pytest.mark.parametrize("length", [1, 5, 64, 100])
 def test_pairs_are_those_that_the_masks_keep(length):
-    assert _work.pairs_causal(length) == mask_pairs(lambda b, h, q, k: q >= k, length)
+    assert work.pairs_causal(length) == mask_pairs(lambda b, h, q, k: q >= k, length)
     for width in (1, 7, 64, 1000):
-        assert _work.pairs_window(length, width) == mask_pairs(_gpu_mods.window(width), length)
-    lengths = _work.document_lengths(length, 3)
+        assert work.pairs_window(length, width) == mask_pairs(gpu_mods.window(width), length)
+    lengths = work.document_lengths(length, 3)
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
-    assert _work.pairs_documents(lengths) == mask_pairs(_gpu_mods.document(ids), length)
+    assert work.pairs_documents(lengths) == mask_pairs(gpu_mods.document(ids), length)
 
 
 def test_documents_fill_the_sequence_and_differ():
-    lengths = _work.document_lengths(16384, 12)
+    lengths = work.document_lengths(16384, 12)
     assert sum(lengths) == 16384 and len(set(lengths)) > 3 and min(lengths) > 0
 
 
 def test_operations_and_bytes():
     # FlashAttention's own count at batch 1, 16 heads, 16k, D128: 4 * S * S * H * D.
-    assert _work.attention_flops(16384**2, 1, 16, 128) == 4 * 16384**2 * 16 * 128
-    assert _work.kv_bytes(4096 * 32, 8, 128) == 2**29  # B32, 4k, 8 heads: 537 MB
-    small = _work.decode_bytes(2, 100, 8, 4, 64)
+    assert work.attention_flops(16384**2, 1, 16, 128) == 4 * 16384**2 * 16 * 128
+    assert work.kv_bytes(4096 * 32, 8, 128) == 2**29  # B32, 4k, 8 heads: 537 MB
+    small = work.decode_bytes(2, 100, 8, 4, 64)
     assert small == 2 * 2 * 100 * 4 * 64 * 2 + 2 * 2 * 8 * 64 * 2
-    batch = _work.batch_for_kv(1 << 30, 8192, 8, 128)
+    batch = work.batch_for_kv(1 << 30, 8192, 8, 128)
     assert batch == 32
-    assert _work.copy_bytes(10) == 20
+    assert work.copy_bytes(10) == 20
 
 
 def test_prefill_shapes_are_the_published_ones():
@@ -98,7 +99,7 @@ def test_what_begins_too_late_is_left_out_and_named(capsys):
 
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_kernels_compiled_ahead_exist_for_every_target(target):
-    specs = [_gpu_kernels.spec_of(want, target) for want in _gpu_kernels.WANTS]
+    specs = [gpu_kernels.spec_of(want, target) for want in gpu_kernels.WANTS]
     assert len({s.document() for s in specs}) == len(specs)
     assert {s.tile_kind for s in specs} == {"prefill", "few_row"}
     assert all(s.target == target for s in specs)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import _measure, _progress
+from benchmarks.parts import measure, progress
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SHOWS = {"show", "steps"}
@@ -19,7 +19,7 @@ SHOWS = {"show", "steps"}
 def functions() -> dict[str, set[str]]:
     """What each function of the benchmarks refers to, by "module.function"."""
     found = {}
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef):
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
@@ -49,7 +49,7 @@ def test_every_benchmark_shows_its_progress(module: str) -> None:
     everything = functions()
     measuring = [p for p in everything if p.startswith(f"{module}.") and p.endswith("rows")]
     if module == "cache":
-        measuring += ["_cache_deploy.warm_rows", "_cache_deploy.pack_rows"]
+        measuring += ["cache_deploy.warm_rows", "cache_deploy.pack_rows"]
     for place in measuring or [f"{module}.main"]:
         assert reaches_progress(everything[place], everything), place
 
@@ -65,25 +65,25 @@ def errors(monkeypatch: pytest.MonkeyPatch):
             return self.tty
 
     stream = Stream()
-    monkeypatch.setattr(_progress, "sys", SimpleNamespace(stderr=stream, argv=["a/benchmark.py"]))
-    monkeypatch.setattr(_progress, "_shown", {"at": float("-inf")})
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stream, argv=["a/benchmark.py"]))
+    monkeypatch.setattr(progress, "_shown", {"at": float("-inf")})
     yield stream
-    _progress.hide()
+    progress.hide()
 
 
 def test_a_pipe_gets_lines_a_few_seconds_apart(
     errors, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
-    for i in _progress.steps("ours, theirs", range(10)):
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for i in progress.steps("ours, theirs", range(10)):
         assert i == len(range(i))
         now[0] += 1.0
     lines = errors.getvalue().splitlines()
     assert [line.partition("  ")[2] for line in lines] == [
         f"ours, theirs, {i}/10" for i in (0, 3, 6, 9)
     ]
-    _progress.say("a result")
+    progress.say("a result")
     assert capsys.readouterr().out == "a result\n"
 
 
@@ -92,24 +92,24 @@ def test_a_terminal_gets_one_bar_and_no_thread(
 ) -> None:
     errors.tty = True
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr(_progress, "_DRAWINGS_APART_S", 0.0)
+    monkeypatch.setattr(progress, "_DRAWINGS_APART_S", 0.0)
     threads = threading.active_count()
-    for _ in _progress.steps("ours", range(3)):
+    for _ in progress.steps("ours", range(3)):
         assert threading.active_count() == threads
-    assert "2/3" in errors.getvalue() and len(_progress._bars) == 1
-    _progress.say("a result")
-    assert not _progress._bars and capsys.readouterr().out == "a result\n"
+    assert "2/3" in errors.getvalue() and len(progress._bars) == 1
+    progress.say("a result")
+    assert not progress._bars and capsys.readouterr().out == "a result\n"
 
 
 def test_nothing_is_shown_while_a_candidate_is_timed(
     errors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = []
-    monkeypatch.setattr(_progress, "LINES_APART_S", 0.0)
+    monkeypatch.setattr(progress, "LINES_APART_S", 0.0)
 
     def run() -> None:
         inside.append(len(errors.getvalue()))
 
-    _measure.interleave({"a": run, "b": run}, 3, warm_up=0)
+    measure.interleave({"a": run, "b": run}, 3, warm_up=0)
     assert inside[0::2] == inside[1::2], "between the candidates of a round"
     assert errors.getvalue().count(": a, b, ") == 3

@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashattn_jit as fa
-from benchmarks import _gpu_peers as peers
-from benchmarks._batch_work import page_table
-from benchmarks._gpu_measure import (
+from benchmarks.parts import gpu_peers as peers
+from benchmarks.parts.batch_work import page_table
+from benchmarks.parts.gpu_measure import (
     Clock,
     Flush,
     copy_run,
@@ -22,9 +22,9 @@ from benchmarks._gpu_measure import (
     host_seconds,
     interleave_on_device,
 )
-from benchmarks._measure import Row, ratio, time_row
-from benchmarks._progress import say
-from benchmarks._work import batch_for_kv, copy_bytes, decode_bytes
+from benchmarks.parts.measure import Row, ratio, time_row
+from benchmarks.parts.progress import say
+from benchmarks.parts.work import batch_for_kv, copy_bytes, decode_bytes
 from flashattn_jit import _C
 from flashattn_jit.ops.launching.launches import _launches
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks._measure import Run
-from benchmarks._progress import say
+from benchmarks.parts.measure import Run
+from benchmarks.parts.progress import say
 
 missing: dict[str, str] = {}
 """Peers that did not run, with the reason."""

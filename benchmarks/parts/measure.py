@@ -23,9 +23,9 @@ from typing import Literal
 
 import torch
 
-from benchmarks._progress import hide, show, steps
+from benchmarks.parts.progress import hide, show, steps
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 RESULTS = _ROOT / "benchmarks" / "results"
 PAIRS = 20
 Run = Callable[[], object]

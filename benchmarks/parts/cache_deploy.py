@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import flashattn_jit as fa
-from benchmarks._cache_folder import fresh_cache
-from benchmarks._measure import Row, median
-from benchmarks._progress import show, steps
+from benchmarks.parts.cache_folder import fresh_cache
+from benchmarks.parts.measure import Row, median
+from benchmarks.parts.progress import show, steps
 from flashattn_jit.deploy.pack.pack import pack
 from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.deploy.warm.progress import WarmEvent

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks._measure import Row, interleave, median, ratio
-from benchmarks._progress import show, steps
+from benchmarks.parts.measure import Row, interleave, median, ratio
+from benchmarks.parts.progress import show, steps
 from flashattn_jit import env
 
 _LINE = re.compile(r"^(\.+) (\S+)$")

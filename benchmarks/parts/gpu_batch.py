@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import flashattn_jit as fa
-from benchmarks._batch_work import constant_lengths, indptr, page_table, zipf_lengths
-from benchmarks._gpu_measure import Clock, Flush, graph_of, host_seconds, interleave_on_device
-from benchmarks._measure import Row, ratio, time_row
-from benchmarks._progress import say
+from benchmarks.parts.batch_work import constant_lengths, indptr, page_table, zipf_lengths
+from benchmarks.parts.gpu_measure import Clock, Flush, graph_of, host_seconds, interleave_on_device
+from benchmarks.parts.measure import Row, ratio, time_row
+from benchmarks.parts.progress import say
 
 HEADS, DIM, PAGE = (32, 8), 128, 16
 _BF16 = torch.bfloat16

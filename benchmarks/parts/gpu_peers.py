@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks._measure import Run
-from benchmarks._peers import compiled_flex, leave_out, missing, that_work
+from benchmarks.parts.measure import Run
+from benchmarks.parts.peers import compiled_flex, leave_out, missing, that_work
 
 
 def sdpa_peers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from benchmarks import _gpu_mods as mods
-from benchmarks import _gpu_peers as peers
-from benchmarks._gpu_measure import Clock, interleave_on_device
-from benchmarks._measure import Row, ratio
-from benchmarks._progress import say
-from benchmarks._work import (
+from benchmarks.parts import gpu_mods as mods
+from benchmarks.parts import gpu_peers as peers
+from benchmarks.parts.gpu_measure import Clock, interleave_on_device
+from benchmarks.parts.measure import Row, ratio
+from benchmarks.parts.progress import say
+from benchmarks.parts.work import (
     attention_flops,
     document_lengths,
     pairs_causal,

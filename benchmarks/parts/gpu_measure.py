@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks._measure import Run
-from benchmarks._progress import say, show, steps
+from benchmarks.parts.measure import Run
+from benchmarks.parts.progress import say, show, steps
 
 _SPIN_CYCLES = 2_000_000  # about 1 ms
 

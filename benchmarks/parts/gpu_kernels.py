@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 import flashattn_jit as fa
-from benchmarks import _gpu_mods as mods
-from benchmarks._progress import say, steps
+from benchmarks.parts import gpu_mods as mods
+from benchmarks.parts.progress import say, steps
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner.tiles import Problem, choose, requests_of

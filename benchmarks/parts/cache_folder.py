@@ -30,7 +30,7 @@ def words_of(code: str, *arguments: str) -> list[str]:
     """The words that Python code prints in a new process, in the checkout's folder."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
         check=True,
         capture_output=True,
         text=True,
