@@ -103,8 +103,8 @@ struct KeyLists {
 };
 
 struct Kind {
-  std::shared_ptr<const runtime::Module>
-      module;               // null: the other kind's module evaluates the mask
+  // Null: the other kind's module evaluates the mask.
+  std::shared_ptr<const runtime::Module> module;
   int32_t tile_q = 0;       // maximum packed rows of an item; 0: there is no such kind
   int32_t row_granule = 1;  // rows are charged and cut in multiples of this
   int32_t tile_kv = 0;      // keys are cut at multiples of this
@@ -158,9 +158,8 @@ struct BatchPlan {
   std::vector<int32_t> merge_sources;
   int64_t partial_rows = 0;
   int32_t max_merge_rows = 0, most_splits = 1;
-  int64_t workspace_bytes = 0;  // see workspace_bytes()
-  double total_ns = 0,
-         critical_ns = 0;  // sum over workers; the longest worker, added over launches
+  int64_t workspace_bytes = 0;           // see workspace_bytes()
+  double total_ns = 0, critical_ns = 0;  // sum over workers; the longest worker, per launch
   bool has_limits = false;
   Capacity capacity;  // with limits; else the plan's own sizes
 };

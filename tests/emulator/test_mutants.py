@@ -131,7 +131,8 @@ MUTANTS = (
            RACE),
     # Stages
     Mutant("copies into the stage in use", FEW_ROW,
-           "place, stage == 0 ? kStages - 1 : stage - 1", "place, stage", "decode", kinds=RACE),
+           "location, stage == 0 ? kStages - 1 : stage - 1", "location, stage", "decode",
+           kinds=RACE),
     Mutant("the stage does not move", FEW_ROW, "stage == kStages - 1 ? 0 : stage + 1", "stage",
            "decode"),
     # Addresses

@@ -64,8 +64,7 @@ class SharedHistory {
            clock <= state.by_lane[lane][other_lane];
   }
 
-  Conflict with_write(Conflict::Kind kind,
-                      uint32_t at) const;  // conflict with the last write of a byte
+  Conflict with_write(Conflict::Kind kind, uint32_t at) const;  // with the last write of a byte
 
   uint32_t bytes_ = 0, warps_ = 0;
   bool races_ = true;

@@ -21,7 +21,7 @@
 // query_mod, key_mod and value_mod change rows in shared memory, one warp per row, and add a
 // barrier.
 //
-// The key list entries per tile are written when its keys are loaded, and read after barrier A.
+// The key list entries of a tile are written when its keys are loaded, and read after barrier A.
 // With one stage the previous tile is still in use then, so two buffers alternate.
 #pragma once
 #include <fajit/cuda/attention/key_rows.h>
