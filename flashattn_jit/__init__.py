@@ -4,8 +4,8 @@
 >>> out = fa.attention(q, k, v, fa.Causal())
 
 The library's variants, the drop-in functions and the inspection tools are imported when they are
-first used: importing the package costs under 150 ms beyond torch's own import. The command line's
-own process imports nothing more, torch included, before something of it is used.
+first used: importing the package takes under 150 ms beyond the import of torch. In the process of
+the command line the package imports neither torch nor its own modules before they are used.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _CORE = {
     "tensor": "variants.variant",
     "variant": "variants.variant",
 }
-"""Names that are imported with the package, which registers its ops with torch."""
+"""Names that are imported with the package. Importing them registers the torch ops."""
 
 _LAZY = {
     **_CORE,
@@ -194,28 +194,28 @@ def __dir__() -> list[str]:
 
 
 class _LazyExtension(ModuleType):
-    """Stands for `_C`, which needs the OpenMP runtime that torch brings: imported after torch."""
+    """`_C`, imported when it is used: after torch, whose OpenMP runtime it needs."""
 
     def __getattr__(self, name: str) -> Any:
         import torch  # noqa: F401
 
         extension = import_module(f"{__name__}._C")
-        self.__dict__.update(vars(extension))  # later uses cost what they cost of the module
+        self.__dict__.update(vars(extension))  # later uses do not call __getattr__
         return getattr(extension, name)
 
 
 def _is_command_line() -> bool:
     """Whether the process is `flashattn-jit` or `python -m flashattn_jit`."""
     arguments = getattr(sys, "argv", None) or [""]
-    if arguments[0] == "-m":  # so it is until Python has found the module that it is to run
+    if arguments[0] == "-m":  # until Python has found the module to run
         given = sys.orig_argv[-len(arguments) :]
         return len(given) == len(arguments) and given[0].removeprefix("-m") == __name__
     return Path(arguments[0]).name == "flashattn-jit"
 
 
 def _import_core() -> None:
-    # Imports leave no garbage, but their many objects make the collector look through all of
-    # torch's in their midst, for 0.1 s.
+    # Imports leave no garbage, but allocate so many objects that the collector would run, which
+    # takes 0.1 s for all of torch's objects.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -227,7 +227,10 @@ def _import_core() -> None:
 
 
 def _start() -> None:
-    """Does what variables ask of the import. A service must not die of one that is wrong."""
+    """Apply the environment variables for the log level and recording.
+
+    An invalid value is logged, so that it does not stop a service.
+    """
     from . import env
 
     log = logging.getLogger(__name__)

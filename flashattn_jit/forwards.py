@@ -1,6 +1,6 @@
-"""What methods of variants and plans forward to: each imports the function that does it.
+"""The functions of `late_binding`, which methods of variants and plans call.
 
-Imported by the package's start, so nothing is imported here before it is called.
+The package imports this module at its start, so each function imports what it needs when called.
 """
 
 from __future__ import annotations

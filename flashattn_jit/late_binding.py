@@ -1,7 +1,7 @@
-"""Functions of upper layers that methods of lower ones forward to.
+"""Functions of upper layers that methods of lower layers call.
 
-`Variant.verify` is a method of a class that `inspect`, where verifying is written, builds upon. So
-that no layer imports from above, `forwards.py`, which stands above all layers, provides them.
+`Variant.verify`, for example, calls a function of `inspect`, which imports `Variant`. So that no
+layer imports from a layer above it, `forwards.py`, the top layer, provides these functions.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ def provide(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def upper(name: str) -> Callable[..., Any]:
-    """The function of this name. Dynamo follows it, as an import by name it would not."""
+    """The function of this name. Dynamo traces this look-up, unlike an import by name."""
     return _FUNCTIONS[name]
