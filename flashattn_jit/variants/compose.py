@@ -100,7 +100,7 @@ def compose(operation: str, *parts: Variant) -> Variant:
 def present_hooks(part: Variant) -> set[str]:
     """The names of a variant's hooks, without calling methods of the user's class."""
     if isinstance(part, ComposedVariant):
-        return set[str]().union(*map(present_hooks, part._parts))
+        return {name for p in part._parts for name in present_hooks(p)}
     found = {h for h in USER_HOOKS if getattr(part, h, None) is not None}
     normalizer = getattr(part, "normalizer", None)
     return found if is_default(normalizer) else found | {"normalizer"}
