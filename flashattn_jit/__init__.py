@@ -19,8 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import forwards as forwards
-from . import variants
+from . import late_binding, variants
 from ._extension import require_extension
 from ._version import __version__ as __version__
 from .errors import (
@@ -70,48 +69,33 @@ if TYPE_CHECKING:
     from .variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
 _CORE = {
-    "attention": "ops",
-    "merge_states": "ops",
-    "varlen_attention": "ops",
-    "kv_len": "variants.builtins",
-    "kv_slot": "variants.builtins",
-    "q_len": "variants.builtins",
-    "q_row": "variants.builtins",
-    "Pointwise": "variants.variant",
-    "Softmax": "variants.variant",
-    "Variant": "variants.variant",
-    "cpp": "variants.variant",
-    "scalar": "variants.variant",
-    "tensor": "variants.variant",
-    "variant": "variants.variant",
+    "ops": ("attention", "merge_states", "varlen_attention"),
+    "variants.builtins": ("kv_len", "kv_slot", "q_len", "q_row"),
+    "variants.variant": ("Pointwise", "Softmax", "Variant", "cpp", "scalar", "tensor", "variant"),
 }
 """Names that are imported with the package. Importing them registers the torch ops."""
 
 _LAZY = {
-    **_CORE,
-    "BatchAttention": "ops.batch",
-    "BlockSparse": "ops.keys.sparsity",
-    "CascadeAttention": "ops.cascade",
-    "CascadeLevel": "ops.cascade",
-    "Limits": "ops.arguments.limits",
-    "Paged": "ops.keys.paged",
-    "Plan": "ops.batch",
-    "Ragged": "ops.keys.storage",
-    "TokenSparse": "ops.keys.sparsity",
-    "Tree": "ops.keys.sparsity",
-    "append_paged_kv": "ops.append",
-    "cascade_levels": "ops.cascade",
-    "flex_attention": "ops.flex",
-    "scaled_dot_product_attention": "ops.sdpa",
-    "cache_info": "inspect.cache",
-    "doctor": "inspect.doctor.report",
-    "last_kernel_source": "inspect.cache",
-    "pack": "deploy.pack.pack",
-    "pack_wheel": "deploy.pack.wheel",
-    "record_manifest": "deploy.manifest.recording",
-    "unpack": "deploy.pack.unpack",
-    "warm": "deploy.warm.warm",
+    "deploy.manifest.recording": ("record_manifest",),
+    "deploy.pack.pack": ("pack",),
+    "deploy.pack.unpack": ("unpack",),
+    "deploy.pack.wheel": ("pack_wheel",),
+    "deploy.warm.warm": ("warm",),
+    "inspect.cache": ("cache_info", "last_kernel_source"),
+    "inspect.doctor.report": ("doctor",),
+    "ops.append": ("append_paged_kv",),
+    "ops.arguments.limits": ("Limits",),
+    "ops.batch": ("BatchAttention", "Plan"),
+    "ops.cascade": ("CascadeAttention", "CascadeLevel", "cascade_levels"),
+    "ops.flex": ("flex_attention",),
+    "ops.keys.paged": ("Paged",),
+    "ops.keys.sparsity": ("BlockSparse", "TokenSparse", "Tree"),
+    "ops.keys.storage": ("Ragged",),
+    "ops.sdpa": ("scaled_dot_product_attention",),
 }
+"""Names that are imported when they are first used."""
+
+_MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for name in names}
 
 __all__ = [
     "AbiError",
@@ -174,8 +158,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    if name in _MODULES:
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     elif name.startswith("_"):
         raise AttributeError(name)
     elif find_spec(f"{__name__}.{name}") is not None:
@@ -219,8 +203,10 @@ def _import_core() -> None:
     collects = gc.isenabled()
     gc.disable()
     try:
-        for name in _CORE:
+        for name in (name for names in _CORE.values() for name in names):
             __getattr__(name)
+        for name in ("compose", "rename"):
+            late_binding.upper(name)
     finally:
         if collects:
             gc.enable()
