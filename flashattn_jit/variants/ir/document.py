@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ManifestError
@@ -239,10 +239,11 @@ class _GraphReader:
             raise fail(f"{where}.attrs", f"expected {', '.join(info.attrs) or 'none'}")
         values = {key: _attribute(f"{where}.{key}", value, op, dtype) for key, value in pairs}
         node = Node(op, tuple(args), dtype, tuple(shape), tuple(values.items()))
-        _RULES[info.kind if op not in _RULES else op](self, where, node)
+        rule = info.kind if info.kind in ("map", "reduce") else "built_in" if op in BUILTINS else op
+        getattr(self, rule)(where, node)
         return node
 
-    # --- rules, by kind and by operation ------------------------------------------------------
+    # --- rules: methods of the operation's name or kind ---------------------------------------
 
     def args(self, node: Node) -> list[Node]:
         """The nodes of a node's arguments."""
@@ -299,7 +300,7 @@ class _GraphReader:
             raise fail(where, "one value is searched in a param of one dim, right is a bool")
         self.want(where, node, "int64", ())
 
-    def length(self, where: str, node: Node) -> None:
+    def built_in(self, where: str, node: Node) -> None:
         self.indices(where, node)
         self.want(where, node, BUILTINS[node.op], ())
 
@@ -370,24 +371,6 @@ class _GraphReader:
         if logical != (x.dtype == "bool"):
             raise fail(f"{where}.args", "booleans are reduced by any and all, numbers by others")
         self.want(where, node, x.dtype, ())
-
-
-_Rule = Callable[[_GraphReader, str, Node], None]
-_RULES: Mapping[str, _Rule] = {
-    "map": _GraphReader.map,
-    "reduce": _GraphReader.reduce,
-    "input": _GraphReader.input,
-    "const": _GraphReader.const,
-    "scalar": _GraphReader.scalar,
-    "gather": _GraphReader.gather,
-    "searchsorted": _GraphReader.searchsorted,
-    "iota": _GraphReader.iota,
-    "broadcast": _GraphReader.broadcast,
-    "slice": _GraphReader.slice,
-    "cat": _GraphReader.cat,
-    "interleave": _GraphReader.interleave,
-    **dict.fromkeys(BUILTINS, _GraphReader.length),
-}
 
 
 def _needed(graph: Graph) -> set[int]:
