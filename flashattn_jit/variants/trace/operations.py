@@ -321,17 +321,13 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def _register_pairs() -> None:
-    for names, handler in _PAIRS.items():
-        op(*names)(handler)
-    for name in ("ge", "gt", "le", "lt", "eq", "ne"):
-        op(f"__{name}__")(HANDLERS[name])
-    for symbol, name in _OPERATORS.items():
-        op(f"__{symbol}__", f"__i{symbol}__")(HANDLERS[name])
-        op(f"__r{symbol}__")(_reflected(HANDLERS[name]))
-
-
-_register_pairs()
+for _names, _handler in _PAIRS.items():
+    op(*_names)(_handler)
+for _name in ("ge", "gt", "le", "lt", "eq", "ne"):
+    op(f"__{_name}__")(HANDLERS[_name])
+for _symbol, _name in _OPERATORS.items():
+    op(f"__{_symbol}__", f"__i{_symbol}__")(HANDLERS[_name])
+    op(f"__r{_symbol}__")(_reflected(HANDLERS[_name]))
 
 
 @op("rsub")
