@@ -4,8 +4,8 @@
 >>> out = fa.attention(q, k, v, fa.Causal())
 
 The library's variants, the drop-in functions and the inspection tools are imported when they are
-first used: importing the package costs under 150 ms beyond torch's own import. The command line's
-own process imports nothing more, torch included, before something of it is used.
+first used: importing the package takes under 150 ms beyond the import of torch. In the process of
+the command line the package imports neither torch nor its own modules before they are used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import forwards as forwards
-from . import variants
+from . import late_binding, variants
 from ._extension import require_extension
 from ._version import __version__ as __version__
 from .errors import (
@@ -70,48 +69,33 @@ if TYPE_CHECKING:
     from .variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
 
 _CORE = {
-    "attention": "ops",
-    "merge_states": "ops",
-    "varlen_attention": "ops",
-    "kv_len": "variants.builtins",
-    "kv_slot": "variants.builtins",
-    "q_len": "variants.builtins",
-    "q_row": "variants.builtins",
-    "Pointwise": "variants.variant",
-    "Softmax": "variants.variant",
-    "Variant": "variants.variant",
-    "cpp": "variants.variant",
-    "scalar": "variants.variant",
-    "tensor": "variants.variant",
-    "variant": "variants.variant",
+    "ops": ("attention", "merge_states", "varlen_attention"),
+    "variants.builtins": ("kv_len", "kv_slot", "q_len", "q_row"),
+    "variants.variant": ("Pointwise", "Softmax", "Variant", "cpp", "scalar", "tensor", "variant"),
 }
-"""Names that are imported with the package, which registers its ops with torch."""
+"""Names that are imported with the package. Importing them registers the torch ops."""
 
 _LAZY = {
-    **_CORE,
-    "BatchAttention": "ops.batch",
-    "BlockSparse": "ops.keys.sparsity",
-    "CascadeAttention": "ops.cascade",
-    "CascadeLevel": "ops.cascade",
-    "Limits": "ops.arguments.limits",
-    "Paged": "ops.keys.paged",
-    "Plan": "ops.batch",
-    "Ragged": "ops.keys.storage",
-    "TokenSparse": "ops.keys.sparsity",
-    "Tree": "ops.keys.sparsity",
-    "append_paged_kv": "ops.append",
-    "cascade_levels": "ops.cascade",
-    "flex_attention": "ops.flex",
-    "scaled_dot_product_attention": "ops.sdpa",
-    "cache_info": "inspect.cache",
-    "doctor": "inspect.doctor.report",
-    "last_kernel_source": "inspect.cache",
-    "pack": "deploy.pack.pack",
-    "pack_wheel": "deploy.pack.wheel",
-    "record_manifest": "deploy.manifest.recording",
-    "unpack": "deploy.pack.unpack",
-    "warm": "deploy.warm.warm",
+    "deploy.manifest.recording": ("record_manifest",),
+    "deploy.pack.pack": ("pack",),
+    "deploy.pack.unpack": ("unpack",),
+    "deploy.pack.wheel": ("pack_wheel",),
+    "deploy.warm.warm": ("warm",),
+    "inspect.cache": ("cache_info", "last_kernel_source"),
+    "inspect.doctor.report": ("doctor",),
+    "ops.append": ("append_paged_kv",),
+    "ops.arguments.limits": ("Limits",),
+    "ops.batch": ("BatchAttention", "Plan"),
+    "ops.cascade": ("CascadeAttention", "CascadeLevel", "cascade_levels"),
+    "ops.flex": ("flex_attention",),
+    "ops.keys.paged": ("Paged",),
+    "ops.keys.sparsity": ("BlockSparse", "TokenSparse", "Tree"),
+    "ops.keys.storage": ("Ragged",),
+    "ops.sdpa": ("scaled_dot_product_attention",),
 }
+"""Names that are imported when they are first used."""
+
+_MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for name in names}
 
 __all__ = [
     "AbiError",
@@ -174,8 +158,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    if name in _MODULES:
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     elif name.startswith("_"):
         raise AttributeError(name)
     elif find_spec(f"{__name__}.{name}") is not None:
@@ -194,40 +178,45 @@ def __dir__() -> list[str]:
 
 
 class _LazyExtension(ModuleType):
-    """Stands for `_C`, which needs the OpenMP runtime that torch brings: imported after torch."""
+    """`_C`, imported when it is used: after torch, whose OpenMP runtime it needs."""
 
     def __getattr__(self, name: str) -> Any:
         import torch  # noqa: F401
 
         extension = import_module(f"{__name__}._C")
-        self.__dict__.update(vars(extension))  # later uses cost what they cost of the module
+        self.__dict__.update(vars(extension))  # later uses do not call __getattr__
         return getattr(extension, name)
 
 
 def _is_command_line() -> bool:
     """Whether the process is `flashattn-jit` or `python -m flashattn_jit`."""
     arguments = getattr(sys, "argv", None) or [""]
-    if arguments[0] == "-m":  # so it is until Python has found the module that it is to run
+    if arguments[0] == "-m":  # until Python has found the module to run
         given = sys.orig_argv[-len(arguments) :]
         return len(given) == len(arguments) and given[0].removeprefix("-m") == __name__
     return Path(arguments[0]).name == "flashattn-jit"
 
 
 def _import_core() -> None:
-    # Imports leave no garbage, but their many objects make the collector look through all of
-    # torch's in their midst, for 0.1 s.
+    # Imports leave no garbage, but allocate so many objects that the collector would run, which
+    # takes 0.1 s for all of torch's objects.
     collects = gc.isenabled()
     gc.disable()
     try:
-        for name in _CORE:
+        for name in (name for names in _CORE.values() for name in names):
             __getattr__(name)
+        for name in ("compose", "rename"):
+            late_binding.upper(name)
     finally:
         if collects:
             gc.enable()
 
 
 def _start() -> None:
-    """Does what variables ask of the import. A service must not die of one that is wrong."""
+    """Apply the environment variables for the log level and recording.
+
+    An invalid value is logged, so that it does not stop a service.
+    """
     from . import env
 
     log = logging.getLogger(__name__)

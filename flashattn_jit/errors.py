@@ -1,7 +1,7 @@
 """The errors that this package raises, all of them `FlashAttnJitError`.
 
-They are raised before any work began, but for `LaunchError` and the emulator's: then a kernel was
-refused or stopped, and nothing useful is in the outputs.
+They are raised before any work begins, except for `LaunchError` and the emulator's: then a kernel
+was refused or stopped, and the outputs are not valid.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TargetError(FlashAttnJitError, ValueError):
 
 @dataclass(eq=False, repr=False)
 class CompileError(FlashAttnJitError, RuntimeError):
-    """The compiler is missing or failed. Holds the first error line, the log's and source's path.
+    """The compiler is missing or failed. Has the first error line and the paths of log and source.
 
     `location` is the (file, line) of that error as `#line` names it, such as
     ("hook:SoftCap.score_mod", 3); None where the compiler named none.
@@ -58,7 +58,7 @@ class CompileError(FlashAttnJitError, RuntimeError):
 
 
 class WarmError(CompileError):
-    """Some kernels of `warm` failed, the others are there. `report` is the `WarmReport`."""
+    """Some kernels of `warm` failed, the others are built. `report` is the `WarmReport`."""
 
     def __init__(self, message: str, report: object = None) -> None:
         super().__init__(message)
@@ -70,12 +70,12 @@ class CacheError(FlashAttnJitError, RuntimeError):
 
 
 class UnsafeCacheError(CacheError):
-    """A cache folder that others may put code into: wrong owner or mode, or a link in its path."""
+    """A cache folder that other users can change: wrong owner or mode, or a symlink in its path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A layer that did not serve, and why. fault: that is to be repaired."""
+    """A cache layer that did not have the kernel, and why. fault: the layer needs repair."""
 
     layer: str
     location: str
@@ -100,7 +100,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """The entry that comes closest to what was wanted: where it is, and all that differs."""
+    """The cache entry most similar to the wanted kernel: its location, and all differences."""
 
     key: str
     location: str
@@ -111,9 +111,9 @@ class Nearest:
 class MissingKernelError(CacheError):
     """The cache lacks a kernel and FLASHATTN_JIT_COMPILE=never forbids to compile it.
 
-    `spec` is the kernel spec's canonical JSON, `key` and `target` name what was looked for,
-    `layers` says of each layer why it did not serve, `nearest` which entry comes closest and how it
-    differs (None where the layers are empty), `command` is the shell command that builds it.
+    `spec` is the canonical JSON of the kernel spec, `key` and `target` are those of the kernel,
+    `layers` has the reason of each layer, `nearest` the most similar entry (None where the layers
+    are empty), `command` is the shell command that builds the kernel.
     """
 
     message: str
@@ -131,15 +131,15 @@ class MissingKernelError(CacheError):
 
 
 class PackError(CacheError):
-    """A pack of kernels is damaged, unsafe, or of a kind that this version cannot read."""
+    """A pack of kernels is damaged, unsafe, or in a format that this version cannot read."""
 
 
 class EnvironmentVariableError(FlashAttnJitError, ValueError):
-    """An environment variable of this package has a value it cannot have."""
+    """An environment variable of this package has an invalid value."""
 
 
 class AbiError(FlashAttnJitError, RuntimeError):
-    """A loaded artifact does not speak this version's binary interface."""
+    """A loaded artifact has another binary interface than this version."""
 
 
 class LaunchError(FlashAttnJitError, RuntimeError):
@@ -150,15 +150,16 @@ class LaunchError(FlashAttnJitError, RuntimeError):
 
 
 class EmulatorError(FlashAttnJitError, RuntimeError):
-    """The emulator cannot run a kernel, such as for an instruction that it does not know."""
+    """The emulator cannot run a kernel, for example because of an unsupported instruction."""
 
 
 @dataclass(eq=False, repr=False)
 class EmulatorFault(EmulatorError):
-    """A kernel did in the emulator what it must not: a bad access, a race, a deadlock.
+    """A kernel has a bad access, a race or a deadlock, which the emulator found.
 
-    `kind` names which; `kernel`, `source` ("file:line" of what was compiled), `block`, `thread`,
-    `address` and `allocation` (a tensor's name) say where. What does not apply is empty or None.
+    `kind` is which of them; `kernel`, `source` ("file:line" of the rendered source), `block`,
+    `thread`, `address` and `allocation` (a tensor's name) are where. Fields that do not apply are
+    empty or None.
     """
 
     message: str
@@ -180,7 +181,7 @@ class GradError(FlashAttnJitError, RuntimeError):
 
 
 class TorchInputError(InputError, RuntimeError):
-    """An argument that the torch function of the same name refuses with a RuntimeError."""
+    """An argument for which the torch function of the same name raises a RuntimeError."""
 
 
 class VerificationError(FlashAttnJitError, AssertionError):

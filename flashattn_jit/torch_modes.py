@@ -1,8 +1,8 @@
-"""Torch's modes and odd tensors: whether there are any, and how work on the host stays out of them.
+"""Torch's modes and unusual tensors: tests for them, and a context without active modes.
 
 A default device, FakeTensorMode, a tracer, a functional transform, autocast and inference mode
-change what torch's functions return. A tensor that is kept between calls must not be made under
-one, or it would change later calls.
+change the results of torch functions. A tensor that is cached must not be created under a mode, or
+later calls would be affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VMAP_MESSAGE = (
 )
 
 PLAN_FIRST = "plan before the capture, then capture run(), and plan again before each replay"
-"""What to do where plan() was called during a capture."""
+"""The remedy in errors for a plan() during a capture."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,8 +49,8 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-class outside_modes:  # named as the function that it is used as, like torch.no_grad
-    """Code inside makes ordinary CPU tensors, whatever modes are on around it.
+class outside_modes:  # lower case like torch.no_grad
+    """A context in which code creates ordinary CPU tensors, whatever modes are active around it.
 
     >>> with outside_modes():
     ...     kept = torch.ones(3, device="cpu")
@@ -81,25 +81,26 @@ class outside_modes:  # named as the function that it is used as, like torch.no_
 
 
 def is_outside() -> bool:
-    """Whether this thread is inside of `outside_modes`."""
+    """Whether this thread is inside `outside_modes`."""
     return _inside.depth > 0
 
 
 def _leave_others() -> list[AbstractContextManager[Any]]:
-    """What leaves the modes and transforms that are on, but for those of functions."""
+    """Contexts that leave the active modes and transforms, except for torch-function modes."""
     found: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
-        found += [torch.inference_mode(False), torch.no_grad()]  # the first enables gradients
+        # inference_mode(False) enables gradients.
+        found += [torch.inference_mode(False), torch.no_grad()]
     if torch._C._is_any_autocast_enabled():
         found += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda")]
-    if not torch._C._is_torch_function_enabled():  # inside of a call of a subclass of tensors
+    if not torch._C._is_torch_function_enabled():  # inside a call of a tensor subclass
         found.append(torch._C._EnableTorchFunction())
     if torch._C._functorch.peek_interpreter_stack() is not None:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         found.append(temporarily_clear_interpreter_stack())
     if torch._C._len_torch_dispatch_stack() or _len_pre_dispatch():
-        # Imports tracers, which whoever pushed a mode has imported.
+        # This imports tracers, which are loaded already where such a mode is active.
         from torch.utils._python_dispatch import _disable_current_modes
 
         found.append(_disable_current_modes())
@@ -107,7 +108,7 @@ def _leave_others() -> list[AbstractContextManager[Any]]:
 
 
 def on_host(work: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function that reads and makes host values alone: it runs outside of torch's modes."""
+    """A decorator for functions that read and create host values alone: runs them outside modes."""
 
     @functools.wraps(work)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -123,51 +124,52 @@ def _len_pre_dispatch() -> int:
     return int(torch._ops._len_torch_dispatch_stack_pre_dispatch())
 
 
-def _learn() -> frozenset[int]:
+def _both(read: Callable[[], _R]) -> set[_R]:
+    """The results of a function outside modes, with inference mode off and on."""
     found = set()
     with outside_modes():
         for inference in (False, True):
             with torch.inference_mode(inference):
-                found.add(_included_keys().raw_repr())
-    return frozenset(found)
+                found.add(read())
+    return found
 
 
-_QUIET = _learn()  # the dispatch keys of a thread without modes and transforms
+_QUIET = _both(lambda: _included_keys().raw_repr())
+"""Dispatch keys of a thread without modes and transforms."""
 
 
 def is_quiet() -> bool:
-    """Whether no mode and no transform is on in this thread; inference mode and autocast, which
-    leave plain calls what they are, do not count."""
+    """Whether no mode or transform is active in this thread, except for inference mode and
+    autocast, which do not change calls of plain tensors."""
     return not _function_modes() and _included_keys().raw_repr() in _QUIET
 
 
 _profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-_TYPES = (torch.Tensor, torch.nn.Parameter)
 _tensor_keys = torch._C._dispatch_keys
 _PLAIN_KEYS: set[int] = set()
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that always have an address, if their layout has."""
+
 
 def learn_device(device: torch.device) -> None:
-    """Know the key sets of plain tensors on a device, on which a call was planned."""
-    with outside_modes():
-        for inference in (False, True):
-            with torch.inference_mode(inference):
-                _PLAIN_KEYS.add(_tensor_keys(torch.empty(0, device=device)).raw_repr())
+    """Add the dispatch keys of plain tensors on a device to those that `is_direct` accepts."""
+    _PLAIN_KEYS.update(_both(lambda: _tensor_keys(torch.empty(0, device=device)).raw_repr()))
 
 
 learn_device(torch.device("cpu"))
 
 
 def is_direct(*tensors: torch.Tensor) -> bool:
-    """Whether a torch op on these tensors is exactly its implementation: nothing listens.
+    """Whether torch's dispatcher would only call the implementation of an op on these tensors.
 
-    Such calls go without torch's dispatcher, which takes 6 to 9 us (measured, 2 cores): more than
-    a small kernel.
+    Such calls bypass the dispatcher, which takes 6 to 9 us (measured, 2 cores): more than a small
+    kernel.
     """
     if _profiling() or not is_quiet():
         return False
     for tensor in tensors:
-        if type(tensor) not in _TYPES or _tensor_keys(tensor).raw_repr() not in _PLAIN_KEYS:
+        if type(tensor) not in PLAIN or _tensor_keys(tensor).raw_repr() not in _PLAIN_KEYS:
             return False
     return True
 
@@ -176,7 +178,7 @@ def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether it is a tensor of FakeTensorMode or of a tracer."""
     if type(tensor) is torch.Tensor:
         return False
-    # Who has not imported the classes has no such tensors.
+    # Where the classes are not imported there are no such tensors.
     for module, name in (("fake_tensor", "FakeTensor"), ("functional_tensor", "FunctionalTensor")):
         loaded = sys.modules.get(f"torch._subclasses.{module}")
         if loaded is not None and isinstance(tensor, getattr(loaded, name)):
@@ -185,12 +187,12 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is being captured in a CUDA graph."""
+    """Whether the device's current stream is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_capture(device: torch.device, doing: str, remedy: str) -> None:
-    """Nothing is planned, compiled or loaded while a CUDA graph is captured.
+    """Refuse to plan, compile or load during the capture of a CUDA graph.
 
     Raises:
         LaunchError: the device's current stream is being captured.
@@ -200,7 +202,7 @@ def refuse_capture(device: torch.device, doing: str, remedy: str) -> None:
 
 
 def need_values(what: str, why: str, tensors: Iterable[object]) -> None:
-    """Raises InputError where one of the tensors has no values; why: what needs them."""
+    """Raises InputError where one of the tensors has no values. why: what needs the values."""
     traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and (traced or has_no_values(tensor)):
@@ -211,8 +213,8 @@ def need_values(what: str, why: str, tensors: Iterable[object]) -> None:
 
 
 def refuse_transforms(tensor: torch.Tensor) -> None:
-    """Raises GradError or InputError for a tensor of a functional transform: `torch.func.grad` and
-    the like, or `torch.vmap`. Host work would drop what the transform follows."""
+    """Raises GradError or InputError for a tensor of a functional transform such as
+    `torch.func.grad` or `torch.vmap`, which work on the host would break."""
     if torch._C._functorch.is_batchedtensor(tensor):
         raise InputError(VMAP_MESSAGE)
     follows = torch.is_grad_enabled() or forward_ad._current_level >= 0
@@ -221,9 +223,9 @@ def refuse_transforms(tensor: torch.Tensor) -> None:
 
 
 def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """`functools.lru_cache` for functions that make tensors: under a mode nothing is kept.
+    """`functools.lru_cache` for functions that create tensors; under a mode nothing is cached.
 
-    There the function makes what that mode makes of it, such as fake tensors.
+    There each call creates the tensors of that mode, such as fake tensors.
     """
 
     def decorate(make: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -243,10 +245,7 @@ def remembered(most: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     return decorate
 
 
-# --- tensors that have no entries of their own ---------------------------------------------------
-
-PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of tensors that always have an address, if their layout does."""
+# --- tensors without dense entries ---------------------------------------------------------------
 
 _REMEDIES = {
     "MaskedTensor": "pass its get_data(), and the mask as a mask_mod or an attn_mask",
@@ -255,10 +254,10 @@ _REMEDIES = {
 
 
 def unreadable(tensor: torch.Tensor) -> str:
-    """Why a tensor has no dense entries at an address, and what to pass; empty where it has.
+    """Why a tensor has no dense entries at an address, and what to pass instead; else empty.
 
     Nested, sparse, MKL-DNN and quantized tensors have none, nor have wrapper subclasses, which hold
-    another tensor. The stand-ins that torch traces with (fake and functional tensors) pass.
+    another tensor. Fake and functional tensors, with which torch traces, are accepted.
     """
     if type(tensor) in PLAIN:
         return _odd_layout(tensor)
@@ -296,7 +295,7 @@ def _odd_layout(tensor: torch.Tensor) -> str:
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    # Of a wrapper's entries nothing is known here but how many it says there are.
+    # A wrapper subclass has no storage, but may have no entries either.
     try:
         return tensor.data_ptr() != 0 or tensor.is_meta or tensor.numel() == 0
     except RuntimeError:

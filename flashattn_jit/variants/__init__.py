@@ -1,6 +1,6 @@
 """Attention variants: what attention computes, without shapes or devices.
 
-`fa.variants` has every name of the library; `variant` the means to write one's own.
+`fa.variants` has every name of the library; `variant` has the classes for users' own variants.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # `from flashattn_jit.variants import trace` asks here before it imports the submodule.
+    # `from flashattn_jit.variants import trace` calls this before it imports the submodule.
     if name.startswith("_") or find_spec(f"{__name__}.{name}") is not None:
         raise AttributeError(name)
     library = import_module(".library", __name__)

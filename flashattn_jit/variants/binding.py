@@ -1,7 +1,8 @@
-"""`bind`: from a variant and a call's dims and params to its structure, tensors and numbers.
+"""`bind`: the structure, tensors and numbers of a variant for a call's dims and params.
 
-Three look-ups, each a dictionary: the variant's shape (which code) gives its plans, a plan's
-extractor gives the structural key and the values, the key gives the structure. Only a miss traces.
+It takes three dictionary look-ups: the variant's shape (its class or code) gives its readers, a
+reader's extractor gives the structural key and the values, the key gives the structure. Only a miss
+traces the hooks.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from flashattn_jit.variants.trace.tracer import Traced, trace_variant
 if TYPE_CHECKING:
     from flashattn_jit.variants.variant import Variant
 
-MAX_PLANS = 64
+MAX_READERS = 64
 MAX_STRUCTURES = 4096
 _NONE: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """Equal IR is one object in a process, so that structures are compared by identity.
+    """The IR of a variant and what follows from it; one object in a process for equal IR.
 
-    tables: min/max tables that follow the param tensors. tensor_names: of the param tensors, then
-    of the tables. scalar_kinds: "i" or "f" a scalar. mask_slots: tensors and scalars that the mask
-    reads. costed_by_mask: the mask can be costed without reading tensors, so that the schedule
-    follows it; one that reads tensors is costed by length, as a plan never depends on their
-    contents. schedule_reads_scalars: the schedule depends on the values of scalars.
-    mask_is_contiguous: consecutive rows of a request keep one run of keys between them (causal,
-    windows).
+    Structures are therefore compared by identity.
+
+    tables: min/max tables, which follow the param tensors. tensor_names: of the param tensors, then
+    of the tables. scalar_kinds: "i" or "f" per scalar. mask_slots: tensors and scalars that the
+    mask reads. costed_by_mask: the schedule uses the mask's cost, because the mask reads no
+    tensors; else it uses lengths, as a plan never depends on the contents of tensors.
+    schedule_reads_scalars: the schedule depends on the values of scalars. mask_is_contiguous:
+    consecutive rows of a request together keep one run of keys (causal, windows).
     """
 
     ir: VariantIR
@@ -62,12 +64,12 @@ class Structure:
     mask_reads_request: bool = True
 
 
-# By text: -0.0 == 0.0 and nan != nan, so that equality would not do.
+# By text, because -0.0 == 0.0 and nan != nan.
 _structures: dict[str, Structure] = {}
 
 
 def structure_of(ir: VariantIR) -> Structure:
-    """The structure of some IR."""
+    """The one structure of equal IR."""
     text = repr(ir)
     found = _structures.get(text)
     return _structures.setdefault(text, _structure(ir)) if found is None else found
@@ -97,13 +99,14 @@ def _structure(ir: VariantIR) -> Structure:
 
 
 def _is_contiguous(mask: Graph) -> bool:
-    """Whether the keys that consecutive rows keep between them are one run, for all heads alike.
+    """Whether the keys that consecutive rows together keep are one run, the same for all heads.
 
-    So where the mask is one conjunction of limits on q_idx, kv_idx and q_idx - kv_idx, the same for
-    all pairs of a request: the runs of two neighbours then overlap or touch. False is always safe.
+    That holds where the mask is one conjunction of limits on q_idx, kv_idx and q_idx - kv_idx that
+    depend on the request at most: the runs of two neighbouring rows then overlap or touch. False is
+    always safe.
     """
     program = simplify(mask)
-    # Where integers may wrap in a row, every tile of the row counts as partial: one run as well.
+    # A guard that does not read kv_idx makes all tiles of a row partial, which is one run as well.
     if len(program.keep) != 1 or any("kv_idx" in program.inputs[n] for n, _, _ in program.guards):
         return False
     clause = program.keep[0]
@@ -127,9 +130,9 @@ def _is_contiguous(mask: Graph) -> bool:
 class Bound(NamedTuple):
     """A variant bound to one call.
 
-    structure: what decides the kernel (equal IR, one object), tensors, scalars: in the order of
-    ``ir.tensors`` and ``ir.scalars``, specialised: (name, value) of what was captured and became
-    part of the structure, mask_params: names of the declared params that the mask depends on.
+    structure: decides the kernel. tensors, scalars: in the order of ``ir.tensors`` and
+    ``ir.scalars``. specialised: (name, value) of the captures that are part of the structure.
+    mask_params: names of the declared params that the mask depends on.
     """
 
     structure: Structure
@@ -140,12 +143,12 @@ class Bound(NamedTuple):
 
     @property
     def ir(self) -> VariantIR:
-        """Of the structure."""
+        """The IR of the structure."""
         return self.structure.ir
 
 
 class _Result(NamedTuple):
-    """What tracing found, for every call with the same structural key."""
+    """The result of tracing, for all calls with the same structural key and pinned values."""
 
     structure: Structure
     finish: Finish | None
@@ -157,14 +160,14 @@ Swap = Callable[
     [tuple[torch.Tensor, ...], tuple[float, ...]],
     tuple[tuple[torch.Tensor, ...], tuple[float, ...]],
 ]
-"""Puts other tensors and numbers in place of those that were extracted, in the same order."""
+"""Replaces the extracted tensors and numbers by others, in the same order."""
 
 Select = Callable[[Sequence[torch.Tensor], Sequence[float], Dims], object]
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """What tracing found for one structural key, by the values of what it specialised on."""
+    """The results for one structural key, by the values that tracing specialised on."""
 
     pins: dict[Source, None] = field(default_factory=dict)
     select: Select | None = None
@@ -173,10 +176,10 @@ class _Group:
     def add(
         self, pins: Mapping[Source, None], key_of: Callable[[Select], Any], made: _Result
     ) -> None:
-        """Record what was traced; `pins` is what the trace specialised on."""
+        """Add a result; `pins` are the sources of the values that its trace specialised on."""
         new = [p for p in pins if p not in self.pins]
         if new:
-            # What was traced before did not record these values: it is traced again.
+            # Earlier results have no keys with these values: their calls are traced again.
             self.pins.update(dict.fromkeys(new))
             self.results.clear()
             self.select = calculator([("repr", p) if p[0] == "number" else p for p in self.pins])
@@ -186,31 +189,33 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False)
-class _Plan:
+class _Reader:
+    """The locations that captures are read from, their extractor, and results by structural key."""
+
     locations: list[Location]
     extract: Extractor
     groups: dict[Any, _Group] = field(default_factory=dict)
 
 
-# By the default dtype, which decides what dtype the floats are that a hook makes, and by shape.
-_plans: dict[torch.dtype, dict[Any, list[_Plan]]] = {}
+# By the default dtype, which is that of float tensors that a hook creates, and by shape.
+_readers: dict[torch.dtype, dict[Any, list[_Reader]]] = {}
 _lock = threading.RLock()
 
 
 def bind(
     variant: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None = None
 ) -> Bound:
-    """See `Variant.bind`. swap: for compiled graphs, whose values replace the captured ones."""
+    """See `Variant.bind`. swap: gives the values of a compiled graph for the captured ones."""
     declared = variant._declared
     values: Sequence[Any] = ()
     if declared or params:
         values = resolve(declared, dims, params, variant.name)
-    for plan in _plans.get(torch.get_default_dtype(), _NONE).get(variant._shape, ()):
-        found = plan.extract(variant, values)
+    for reader in _readers.get(torch.get_default_dtype(), _NONE).get(variant._shape, ()):
+        found = reader.extract(variant, values)
         if found is None:
             continue
         key, tensors, numbers = found
-        group = plan.groups.get(key)
+        group = reader.groups.get(key)
         if group is None:
             break
         if swap is not None:
@@ -226,10 +231,10 @@ def bind(
 def bind_outside_modes(
     variant: Variant, dims: Dims, params: Mapping[str, object], swap: Swap | None = None
 ) -> Bound:
-    """`bind` where a mode of torch may be on, which must not change what is remembered.
+    """`bind` where a mode of torch may be active, which must not affect what is cached.
 
-    Raises GradError or InputError besides where a captured tensor or a param is a tensor of
-    `torch.func.grad` and the like, or of `torch.vmap`.
+    Also raises GradError or InputError for captured tensors and params that belong to a functional
+    transform such as `torch.func.grad` or `torch.vmap`.
     """
 
     def checked(
@@ -244,7 +249,7 @@ def bind_outside_modes(
 
 
 def bind_on_host(variant: Variant, dims: Dims, params: Mapping[str, object]) -> Bound:
-    """`bind` for work that `on_host` took outside of modes, if any were on."""
+    """`bind` for functions of `on_host`, which have left the modes that were active."""
     return (bind_outside_modes if is_outside() else bind)(variant, dims, params)
 
 
@@ -269,7 +274,7 @@ def _moved(
 ) -> tuple[torch.Tensor, ...]:
     t = tensors[i]
     if t.dim() == 0 and t.device.type == "cpu":
-        # Filled there rather than copied: a CUDA graph may hold it, and nothing waits.
+        # A fill instead of a copy, which works in CUDA graphs and does not synchronise.
         moved = torch.full((), t.item(), dtype=t.dtype, device=device)
         return (*tensors[:i], moved, *tensors[i + 1 :])
     name = result.structure.ir.tensors[i].name
@@ -286,11 +291,11 @@ def _bind_new(
     values: Sequence[Any],
     swap: Swap | None,
 ) -> Bound:
-    # Autocast and inference mode do not make a call another one, but would change the prelude's.
+    # Autocast and inference mode are not part of the key, but would change the prelude's results.
     with _lock, outside_modes():
         walk = Walk(variant, params=param_locations(declared, values))
-        plan = _plan_for(variant, walk)
-        found = plan.extract(variant, values)
+        reader = _reader_for(variant, walk)
+        found = reader.extract(variant, values)
         assert found is not None, walk.locations
         key, tensors, numbers = found
         if swap is not None:
@@ -303,9 +308,9 @@ def _bind_new(
             _specialised(traced, walk, dims),
             traced.mask_params,
         )
-        if len(plan.groups) >= MAX_STRUCTURES:
-            plan.groups.clear()
-        group = plan.groups.setdefault(key, _Group())
+        if len(reader.groups) >= MAX_STRUCTURES:
+            reader.groups.clear()
+        group = reader.groups.setdefault(key, _Group())
         group.add(traced.pins, lambda select: select(tensors, numbers, dims), result)
     return _finish(result, tensors, numbers, dims)
 
@@ -313,25 +318,25 @@ def _bind_new(
 def param_locations(
     declared: Sequence[Declared], values: Sequence[Any]
 ) -> dict[int, dict[str, tuple[int, str, object]]]:
-    """Where a `Walk` finds the values of declared params: its argument `params`."""
+    """The argument `params` of `Walk`: the attributes that declared params are."""
     locations: dict[int, dict[str, tuple[int, str, object]]] = {}
     for i, (d, value) in enumerate(zip(declared, values, strict=True)):
         locations.setdefault(id(d.owner), {})[d.param.name] = (i, d.name, value)
     return locations
 
 
-def _plan_for(variant: Variant, walk: Walk) -> _Plan:
-    shapes = _plans.setdefault(torch.get_default_dtype(), {})
+def _reader_for(variant: Variant, walk: Walk) -> _Reader:
+    shapes = _readers.setdefault(torch.get_default_dtype(), {})
     if len(shapes) >= MAX_STRUCTURES:
         shapes.clear()
-    plans = shapes.setdefault(variant._shape, [])
-    for plan in plans:
-        if plan.locations == walk.locations:
-            return plan
-    if len(plans) >= MAX_PLANS:
-        plans.pop(0)
-    plans.append(_Plan(walk.locations, extractor(walk.locations)))
-    return plans[-1]
+    readers = shapes.setdefault(variant._shape, [])
+    for reader in readers:
+        if reader.locations == walk.locations:
+            return reader
+    if len(readers) >= MAX_READERS:
+        readers.pop(0)
+    readers.append(_Reader(walk.locations, extractor(walk.locations)))
+    return readers[-1]
 
 
 def _specialised(traced: Traced, walk: Walk, dims: Dims) -> tuple[tuple[str, object], ...]:
@@ -349,6 +354,6 @@ def _specialised(traced: Traced, walk: Walk, dims: Dims) -> tuple[tuple[str, obj
 
 
 def clear() -> None:
-    """Forget every plan; structures stay. For tests."""
+    """Forget all readers and their results, but not structures. For tests."""
     with _lock:
-        _plans.clear()
+        _readers.clear()

@@ -1,6 +1,6 @@
 """Lengths and per-token positions inside hooks: `q_len`, `kv_len`, `q_row`, `kv_slot`.
 
-They are usable in any hook, while it is traced and in the eager reference; elsewhere they raise.
+They work in all hooks, while these are traced and in the eager reference, and raise elsewhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flashattn_jit.errors import VariantError
 
 
 class Context(Protocol):
-    """What answers the built-ins: a tracer, or the reference's lengths."""
+    """Gives the values of built-ins: a tracer, or the reference."""
 
     def builtin(self, name: str, args: tuple[Any, ...]) -> Any:
         """The value of the built-in `name`."""

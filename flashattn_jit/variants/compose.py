@@ -1,4 +1,4 @@
-"""Variants of variants: ``&``, ``|``, ``~`` and `Variant.named`."""
+"""Compositions of variants: ``&``, ``|``, ``~`` and `Variant.named`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashattn_jit.variants.variant import CppHook, Variant
 
 
 class ComposedVariant(Variant):
-    """``a & b``, ``a | b``, ``~a`` or a renamed variant; its operators make it."""
+    """``a & b``, ``a | b``, ``~a`` or a variant with renamed params; see `Variant`."""
 
     __fajit_names__ = frozenset({"_parts"})
     _parts: tuple[Variant, ...]
@@ -35,7 +35,7 @@ class ComposedVariant(Variant):
 
     @property
     def name(self) -> str:
-        """As its user writes it, without arguments: ``Causal & ~Chunked``."""
+        """The expression without arguments: ``Causal & ~Chunked``."""
         looser = {"and": ("or",), "not": ("and", "or")}.get(self._operation, ())
         names = [f"({p.name})" if _joint(p) in looser else p.name for p in self._parts]
         joint = {"and": " & ", "or": " | "}.get(self._operation)
@@ -70,14 +70,14 @@ class ComposedVariant(Variant):
 
 
 def _joint(part: Variant) -> str:
-    """The operation that the name of a part shows; empty for a single variant."""
+    """The operation in the name of a part; empty for a variant that is not composed."""
     while isinstance(part, ComposedVariant) and part._operation == "renamed":
         part = part._parts[0]
     return part._operation if isinstance(part, ComposedVariant) else ""
 
 
 def compose(operation: str, *parts: Variant) -> Variant:
-    """The composed variant; VariantError where the parts do not go together."""
+    """The composed variant; raises VariantError for parts that cannot be combined."""
     hooks = [present_hooks(p) for p in parts]
     if operation != "and":
         symbol = {"or": "|", "not": "~"}[operation]
@@ -93,41 +93,34 @@ def compose(operation: str, *parts: Variant) -> Variant:
             f"{parts[0].name} and {parts[1].name} both have a normalizer; a variant has one"
         )
     made = ComposedVariant(operation, parts)
-    _check_cpp(parts, hooks)
+    _check_cpp(parts)
     return made
 
 
 def present_hooks(part: Variant) -> set[str]:
-    """Which hooks a variant has, without calling any method of its user."""
+    """The names of a variant's hooks, without calling methods of the user's class."""
     if isinstance(part, ComposedVariant):
-        names: set[str] = set()
-        for p in part._parts:
-            names |= present_hooks(p)
-        return names
+        return {name for p in part._parts for name in present_hooks(p)}
     found = {h for h in USER_HOOKS if getattr(part, h, None) is not None}
     normalizer = getattr(part, "normalizer", None)
     return found if is_default(normalizer) else found | {"normalizer"}
 
 
-def _check_cpp(parts: tuple[Variant, ...], hooks: list[set[str]]) -> None:
+def _check_cpp(parts: tuple[Variant, ...]) -> None:
     for hook in ("score_mod", "mask_mod"):
-        texts = [isinstance(_leaf_hook(p, hook), CppHook) for p in parts if _leaf_hook(p, hook)]
-        if any(texts) and len(texts) > 1 or any(texts) and len(parts) == 1:
+        leaves = [leaf for part in parts for leaf in _leaf_hooks(part, hook)]
+        has_text = any(isinstance(leaf, CppHook) for leaf in leaves)
+        if has_text and (len(leaves) > 1 or len(parts) == 1):
             raise VariantError(
                 f"a {hook} given as C++ text cannot be combined with another; write one text"
             )
 
 
-def _leaf_hook(part: Variant, hook: str) -> Any:
+def _leaf_hooks(part: Variant, hook: str) -> list[Any]:
     if isinstance(part, ComposedVariant):
-        hooks = [_leaf_hook(p, hook) for p in part._parts]
-        found = sorted((f for f in hooks if f is not None), key=_is_python)
-        return found[0] if found else None
-    return getattr(part, hook, None)
-
-
-def _is_python(hook: Any) -> bool:
-    return not isinstance(hook, CppHook)
+        return [leaf for p in part._parts for leaf in _leaf_hooks(p, hook)]
+    found = getattr(part, hook, None)
+    return [] if found is None else [found]
 
 
 def rename(part: Variant, prefix: str) -> Variant:
@@ -151,7 +144,7 @@ def _check_names(declared: list[Declared], parts: tuple[Variant, ...]) -> None:
         seen.add(d.name)
 
 
-# --- combined hooks: used with proxies while tracing and with tensors in the reference -----------
+# --- combined hooks, which are called with proxies by the tracer, with tensors by the reference ---
 
 
 def _as_bool(x: Any) -> Any:

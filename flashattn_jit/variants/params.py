@@ -1,6 +1,6 @@
-"""What a variant declares: its params, the dims they are checked against, its normaliser.
+"""The params of a variant, the dims that they are checked against, and normalisers.
 
-`scalar` and `tensor` declare params; `resolve` gives each its value for one call. `Softmax`,
+`scalar` and `tensor` declare params; `resolve` finds the value of each for one call. `Softmax`,
 optionally with a sink, or `Pointwise` turns scores into weights.
 """
 
@@ -35,7 +35,7 @@ RESERVED = frozenset({
     "seed", "cases", "plot", "dtypes", "raise_on_failure", "batch", "num_q_heads", "num_kv_heads",
     "head_dim", "head_dim_v", "name", "params",
 })  # fmt: skip
-"""What a param may not be called: arguments of the operations and of hooks."""
+"""Names that a param may not have: arguments of the operations and of hooks."""
 
 
 class Dims(NamedTuple):
@@ -72,7 +72,7 @@ Default = Callable[[Dims], Any]
 
 
 class _Watch:
-    """A `Dims` that remembers which of its fields a default read."""
+    """A `Dims` that records which of its fields a default reads."""
 
     def __init__(self, dims: Dims) -> None:
         self._dims = dims
@@ -87,7 +87,7 @@ class _Watch:
 
 
 class Param:
-    """One declared param; as a class attribute it is read as the instance's value.
+    """One declared param, a descriptor whose value is that of the instance.
 
     kind: ``scalar`` (int or float at run time), ``static`` (a bool or string: part of the
     structure) or ``tensor``.
@@ -144,8 +144,8 @@ class Param:
         value = _made(self.default, watch, dims.device)
         if dims.device.type == "cuda":
             if is_capturing(dims.device):
-                return value  # of the graph's memory, and not computed yet
-            # Once for each default, so that calls on other streams find it there.
+                return value  # in the graph's memory, computed at its replays
+            # Once per default, so that calls on other streams see the values.
             torch.cuda.synchronize(dims.device)
         if len(self._made) >= _KEPT_DEFAULTS:
             self._made.clear()
@@ -219,7 +219,7 @@ class Param:
     def check_dims(
         self, name: str, value: torch.Tensor, dims: Dims, free: dict[str, tuple[int, str]]
     ) -> None:
-        """Compare the shape with the call's dims; free names must agree among params."""
+        """Compare the shape with the call's dims; sizes of the same free name must be equal."""
         if value.device != dims.device and (value.dim() > 0 or value.device.type != "cpu"):
             raise ParamError(
                 f"param {name!r} is on {value.device}, the call on {dims.device}; move it with "
@@ -249,7 +249,7 @@ class Param:
 
 
 def _made(default: Default, dims: Any, device: torch.device) -> Any:
-    """The value of a default, to be kept: an ordinary tensor on the device."""
+    """The value of a default: an ordinary tensor on the device, which may be cached."""
     if torch.get_num_threads() > 1:
         _C.refuse_stranded()  # torch may compute the default on several threads
     autocast = torch._C._is_any_autocast_enabled()
@@ -260,7 +260,7 @@ def _made(default: Default, dims: Any, device: torch.device) -> Any:
         return value.to(device) if moves else value
 
 
-_KEPT_DEFAULTS = 64  # of one param; each is a tensor for one set of dims
+_KEPT_DEFAULTS = 64  # of one param, for different dims
 
 
 def _memo_key(read: tuple[str, ...], dims: Dims) -> tuple[object, ...]:
@@ -350,21 +350,21 @@ _OPTIONS = (
     "scale", "q_offset", "kv_len", "return_lse", "partial", "out", "target", "max_q_len",
     "max_kv_len", "sparsity",
 )  # fmt: skip
-"""What calls take beside params: which of them, each call's signature says."""
+"""Options of calls; none has all of them."""
 
 
 def unknown_param(
     what: str, name: str, known: Sequence[str], options: Sequence[str] = ()
 ) -> ParamError:
-    """The error for a param that a variant does not have; names what was probably meant.
+    """The error for a param that a variant does not have, with the most similar name.
 
-    options: what may have been meant beside `known`.
+    known, options: names of params and of options of calls.
     """
-    import difflib  # where something went wrong already
+    import difflib  # for errors only
 
     text = f"{what} has no param {name!r}; "
     text += f"its params are {', '.join(known)}" if known else "it has no params"
-    # For a single match heapq makes an object(), which stops the compiler before the error.
+    # For a single match heapq creates an object(), which Dynamo cannot trace.
     near = difflib.get_close_matches(name, [*known, *options], 2, 0.6)[:1]
     if not near:  # short names: c for cc
         near = [n for n in known if n.startswith(name) or name.startswith(n)][:1]
@@ -417,7 +417,7 @@ Normalizer = Softmax | Pointwise
 
 
 def is_default(normalizer: Any) -> bool:
-    """Whether it is a softmax without a sink."""
+    """Whether the normaliser is a softmax without a sink."""
     return normalizer is None or isinstance(normalizer, Softmax) and normalizer.sink is None
 
 

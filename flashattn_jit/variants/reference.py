@@ -1,8 +1,7 @@
 """The specification: attention of a variant in eager torch, step by step.
 
-The user's hooks run unchanged through nested ``torch.vmap`` over 0-dim index tensors. Nothing of
-what is computed is shared with the tracer, so that comparing the two checks both.
-O(q_len * kv_len) memory.
+The user's hooks run unchanged under nested ``torch.vmap`` over 0-dim index tensors. The computation
+shares no code with the tracer, so that comparing the two checks both. O(q_len * kv_len) memory.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ def attention_reference(
     """(out, lse) of dense attention. q [B, Hq, Sq, D], k [B, Hkv, Skv, D], v [B, Hkv, Skv, Dv].
 
     variant: a Variant or a bare score_mod or mask_mod. scale: default 1/sqrt(D). q_offset: position
-    of row 0, an int, [B] or "end" (kv_len - Sq). kv_len: [B], keys that exist; what is past them
+    of row 0, an int, [B] or "end" (kv_len - Sq). kv_len: [B], keys that exist; entries past them
     may be NaN. partial: the state before sink and output_mod. params: the variant's params.
-    score_error: applied to the scores [Hq, Sq, Skv] of a request before score_mod and after it, to
-    see what an error in them does.
+    score_error: a function of the scores [Hq, Sq, Skv] of a request that is applied before and
+    after score_mod, to measure the effect of errors in them.
 
-    dtype: what is computed in. For float16 and bfloat16 the scores and the softmax are float32 and
-    the weights are rounded before the second product, as matrix units want them. out is
+    dtype: that of the computation. For float16 and bfloat16 the scores and the softmax are float32
+    and the weights are rounded before the second product, as matrix units need them. out is
     [B, Hq, Sq, Dv] in `dtype`; lse [B, Hq, Sq], float32 at least, or None for a pointwise
     normaliser.
 
@@ -142,7 +141,7 @@ def merge_reference(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 @dataclass(frozen=True, slots=True)
 class _Lengths:
-    """Per request, on the CPU: lengths, first rows in packed q and k, position of the first row."""
+    """Of each request, on the CPU: lengths, first rows in packed q and k, position of row 0."""
 
     q: Tensor
     kv: Tensor
@@ -200,7 +199,7 @@ class _Run:
     # --- built-ins, as a Context -------------------------------------------------------------
 
     def builtin(self, name: str, args: tuple[Any, ...]) -> Any:
-        """fa.q_len and its siblings."""
+        """The value of a built-in such as `fa.q_len`."""
         b = args[0]
         n = self._lengths
 
@@ -228,7 +227,6 @@ class _Run:
     def _request(self, b: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         hooks, device = self._hooks, q.device
         kv_len = int(self._lengths.kv[b])
-        # What lies past kv_len is not there at all.
         k, v = k[:, :kv_len], v[:, :kv_len]
         request = torch.tensor(b, dtype=torch.int32, device=device)
         heads, kv_heads, q_pos, kv_pos = (
@@ -269,17 +267,14 @@ class _Run:
             weights = torch.exp(score - torch.where(lse == -math.inf, 0.0, lse)[..., None])
         out = weights.to(self._dtype) @ v.to(self._dtype)
         # 6. output_mod
-        if "output_mod" in hooks and not self._partial:
+        if "output_mod" in hooks and not self._partial and out.numel():
             rows = out.to(self._work)
             stats = torch.zeros_like(rows[..., 0]) if lse is None else lse
             hook = hooks["output_mod"]
-            out = torch.vmap(
-                torch.vmap(
-                    lambda row, own, h, i: _tensor(hook(row, own, request, h, i), row),
-                    in_dims=(0, 0, None, 0),
-                ),
-                in_dims=(0, 0, 0, None),
-            )(rows, stats, heads, q_pos) if out.numel() else out  # fmt: skip
+            out = _mapped(
+                lambda row, own, h, i: _tensor(hook(row, own, request, h, i), row),
+                (0, 0, None, 0), (0, 0, 0, None),
+            )(rows, stats, heads, q_pos)  # fmt: skip
         return out.to(self._dtype), lse
 
     def _rows(self, name: str, x: Tensor, b: Tensor, heads: Tensor, positions: Tensor) -> Tensor:
@@ -287,10 +282,10 @@ class _Run:
         hook = self._hooks.get(name)
         if hook is None or x.numel() == 0:
             return x.to(self._dtype)
-        inner = torch.vmap(lambda row, h, i: _tensor(hook(row, b, h, i), row), in_dims=(0, None, 0))
-        return torch.vmap(inner, in_dims=(0, 0, None))(
-            x.to(self._work), heads, positions
-        ).to(self._dtype)  # fmt: skip
+        over_rows = _mapped(
+            lambda row, h, i: _tensor(hook(row, b, h, i), row), (0, None, 0), (0, 0, None)
+        )
+        return over_rows(x.to(self._work), heads, positions).to(self._dtype)
 
     def _pairs(
         self, hook: Callable[..., Any], first: tuple[Tensor, ...], b: Tensor, heads: Tensor,
@@ -305,22 +300,23 @@ class _Run:
             *s, h, i, j = args
             return _tensor(hook(*s, b, h, i, j), h)
 
-        f = torch.vmap(body, in_dims=(*score, None, None, 0))
-        f = torch.vmap(f, in_dims=(*score, None, 0, None))
-        f = torch.vmap(f, in_dims=(*score, 0, None, None))
-        return f(*first, heads, q_pos, kv_pos)
+        over_keys, over_rows, over_heads = (None, None, 0), (None, 0, None), (0, None, None)
+        over_pairs = _mapped(
+            body, (*score, *over_keys), (*score, *over_rows), (*score, *over_heads)
+        )
+        return over_pairs(*first, heads, q_pos, kv_pos)
 
     def _pointwise(
         self, score: Tensor, kept: Tensor, b: Tensor, heads: Tensor, q_pos: Tensor
     ) -> Tensor:
         flat = score.flatten()
         hook = self._hooks["pointwise"]
-        weights = self._call(lambda s: hook(s), flat).to(score.dtype).expand(flat.shape)
+        weights = self._call(hook, flat).to(score.dtype).expand(flat.shape)
         weights = torch.where(kept, weights.view(score.shape), 0.0)
         scale = self._hooks.get("pointwise_scale")
         if scale is not None and weights.numel():
-            inner = torch.vmap(lambda h, i: _tensor(scale(b, h, i), h), in_dims=(None, 0))
-            factor = torch.vmap(inner, in_dims=(0, None))(heads, q_pos)
+            over_rows = _mapped(lambda h, i: _tensor(scale(b, h, i), h), (None, 0), (0, None))
+            factor = over_rows(heads, q_pos)
             weights = weights * factor.to(score.dtype)[..., None]
         return weights
 
@@ -328,6 +324,13 @@ class _Run:
         if not x.numel():
             return x
         return torch.vmap(lambda e: _tensor(fn(e), e))(x)
+
+
+def _mapped(body: Callable[..., Tensor], *in_dims: tuple[int | None, ...]) -> Callable[..., Tensor]:
+    """`body` under nested `torch.vmap`, from the innermost to the outermost ``in_dims``."""
+    for dims in in_dims:
+        body = torch.vmap(body, in_dims=dims)
+    return body
 
 
 def _tensor(x: Any, like: Tensor) -> Tensor:
@@ -357,13 +360,13 @@ def _with_values(variant: Variant, values: Mapping[int, Mapping[str, object]]) -
 
 
 def _readable(x: Any) -> Any:
-    """Half precision and fp8 are read as float32 inside hooks."""
+    """The tensor as hooks read it: half precision and fp8 become float32."""
     small = isinstance(x, Tensor) and x.is_floating_point() and x.dtype.itemsize < 4
     return x.float() if small else x
 
 
 class _Gather(TorchFunctionMode):
-    """Indexing by 0-dim tensors under vmap: negative indices wrap, all are clamped."""
+    """Indexing by 0-dim tensors under vmap: negative indices wrap, then all are clamped."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -387,7 +390,7 @@ def _gather(t: Tensor, items: tuple[Any, ...]) -> Tensor:
     expanded: list[Any] = []
     for i in items:
         expanded += [slice(None)] * (t.dim() - given) if i is Ellipsis else [i]
-    # Everything that is not a tensor first: what is left are whole dims and tensor indices.
+    # First all items that are no tensors, so that whole dims and tensor indices remain.
     t = t[tuple(slice(None) if isinstance(i, Tensor) else i for i in expanded)]
     left = [i for i in expanded if isinstance(i, Tensor | slice) or i is None]
     where = [i if isinstance(i, Tensor) else None for i in left]

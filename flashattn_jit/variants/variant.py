@@ -1,8 +1,8 @@
-"""`Variant`: what attention computes. Hooks and declared params, without shapes or devices.
+"""`Variant`: what attention computes, as hooks and declared params, without shapes or devices.
 
 Two forms: a class (`class SoftCap(fa.Variant)`) whose methods are hooks and whose annotated
 attributes are params, and `variant(score_mod=..., mask_mod=...)` around plain functions. ``&``,
-``|``, ``~`` and `named` (compose.py) make variants of variants.
+``|``, ``~`` and `named` (compose.py) combine and rename variants.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def cpp(text: str, *, reference: Callable[..., Any] | None = None) -> Any:
     return CppHook(text if "return" in text else f"return {text.rstrip(';')};", reference)
 
 
-# No field_specifiers: to type checkers `fa.scalar()` is a default like any other value, so that a
-# param without one may be left to the call.
+# No field_specifiers: for type checkers `fa.scalar()` is then a default value, so that constructors
+# may omit params that a call gives.
 @dataclass_transform()
 class Variant:
     """What attention computes: subclass it, annotate params, define hooks as methods.
@@ -154,7 +154,7 @@ class Variant:
             _check_arity(cls, hook)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Variant:
-        # Here rather than in __init__, which a user's class may have of its own.
+        # Not in __init__, which a user's class may override.
         self = super().__new__(cls)
         declared = tuple(Declared(n, p, self) for n, p in cls.__fajit_params__.items())
         self.__dict__.update(_shape=cls, _declared=declared)
@@ -176,14 +176,14 @@ class Variant:
                 raise ParamError(f"{cls.__name__} needs {name!r} when it is made")
 
     def __reduce__(self) -> Any:
-        # A class that a function of the library made is found by that function and its arguments.
+        # A class that a library function made is pickled as that function and its arguments.
         made_by = type(self).__dict__.get("__fajit_made_by__")
         if made_by is None:
             return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
         return _made_again, made_by, self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is declared names its owner: a copy makes its own.
+        # `_declared` refers to its owner: `__new__` makes that of a copy.
         return {n: v for n, v in self.__dict__.items() if n not in ("_shape", "_declared")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ class Variant:
 
     @classmethod
     def _named_values(cls, args: tuple[Any, ...], values: dict[str, Any]) -> dict[str, Any]:
-        """Positional values by name: in the order in which the classes annotate their params."""
+        """All values by name; positional ones are in the order of the annotations."""
         names = cls.__fajit_positional__
         if len(args) > len(names):
             raise ParamError(
@@ -211,7 +211,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What messages call the variant."""
+        """The variant's name in messages."""
         return str(self.__dict__.get("_name", type(self).__name__))
 
     @property
@@ -410,7 +410,7 @@ class FunctionVariant(Variant):
 
 
 def structure_id(fn: Any) -> object:
-    """A cheap first guess at a hook's structure; the extractor checks the rest."""
+    """A cheap key for a hook's structure; the extractor checks the rest."""
     if type(fn) is types.FunctionType:
         return id(fn.__code__)
     if isinstance(fn, CppHook):
@@ -457,7 +457,7 @@ def variant(
 
 
 def _name_of(hooks: Mapping[str, Any]) -> str:
-    """Such as ``score_mod(alibi) & mask_mod(window)``; hooks given as C++ text have no names."""
+    """A name such as ``score_mod(alibi) & mask_mod(window)``, without hooks given as C++ text."""
     called = {h: _function_name(fn) for h, fn in hooks.items() if h != "normalizer"}
     return " & ".join(f"{h}({name})" for h, name in called.items() if name) or "variant"
 
@@ -478,7 +478,7 @@ def _check_hook(hook: str, fn: Any) -> None:
     if not callable(fn) or isinstance(fn, Variant):
         raise VariantError(f"{hook} must be a function, got {type(fn).__name__}")
     if torch.compiler.is_dynamo_compiling():
-        return  # which cannot tell yet; it is checked when the graph runs
+        return  # it is checked when the graph runs
     count = positional_count(fn)
     wanted = ir.HOOK_INPUTS[hook]
     if count is not None and count != len(wanted):

@@ -1,9 +1,9 @@
-"""What is read and computed again on every call, as data, and the Python functions that do it.
+"""The captured values that every call reads and computes again, as data and as Python functions.
 
-A `Location` says where a hook finds a value and what must hold of it; a `Node` how a number follows
-from others, a `HostProgram` how tensors do. This is the one module of the package that writes and
-runs Python source: every call reads every location of its variant, and code that is made for them
-is the fastest way.
+A `Location` describes where a hook finds a value and what must hold of it, a `Node` how a number is
+computed from others, a `HostProgram` how tensors are. This is the one module of the package that
+generates and runs Python source: every call reads every location of its variant, and generated code
+is the fastest way to do so.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from flashattn_jit.torch_modes import outside_modes
 # --- locations -----------------------------------------------------------------------------------
 
 ROOT, PARAMS, NOWHERE = -1, -2, -3
-"""Where a location may start beside another one: the object that was visited, the values of the
-declared params, and no place at all: its first step names an object."""
+"""Where a location may start besides another one: the object that was visited, the values of the
+declared params, and nowhere: the first step then names an object."""
 
 StepKind = Literal["attribute", "item", "cell", "class", "object", "call"]
 """Steps from one object to the next, with their operands: ``.name``, ``[key]``, the contents of the
-cell ``[i]``, the class (`Held`), any object (`Held`), the result of a function (`Held`)."""
+cell ``[i]``, the class (`Held`), an object (`Held`), the result of a function (`Held`)."""
 
 GuardKind = Literal[
     "type", "is", "alive", "same", "length", "keys", "lacks", "empty", "strided"
 ]  # fmt: skip
-"""What must hold of the object at a location, with their operands: its type (`Held`), itself
-(`Held`), the object of a weak reference (`Held`), the object at an earlier location, its length,
-its keys (a tuple), a key that it lacks; that it is empty; that it is a strided tensor."""
+"""Conditions on the object at a location, with their operands: it has this type (`Held`), is this
+object (`Held`), the object of a weak reference (`Held`) or the object at an earlier location, has
+this length or these keys (a tuple), lacks this key, is empty, is a strided tensor."""
 
 Yields = Literal["", "tensor", "number", "value", "repr", "reprs"]
-"""What a location adds to the result: nothing, a tensor, a number, or a part of the structural key:
-the value, its repr, the reprs of its entries in any order."""
+"""What a location adds to the result: nothing, a tensor, a number, or a part of the structural key
+(the value, its repr, the set of the reprs of its entries)."""
 
 LOST = (AttributeError, LookupError, TypeError, ValueError)
-"""What reading a location raises that is gone."""
+"""Exceptions of reading a location that no longer exists."""
 
 
 class Held:
@@ -67,10 +67,10 @@ Guard = tuple[GuardKind, Any]
 
 @dataclass(slots=True)
 class Location:
-    """A place that is read on every call.
+    """An object that is read on every call: how to reach it, and what must hold of it.
 
-    base: the index of the location it starts from, or ROOT, PARAMS or NOWHERE. Equal lists of
-    locations make equal extractors.
+    base: the index of the location that it starts from, or ROOT, PARAMS or NOWHERE. Equal lists of
+    locations have equal extractors.
     """
 
     base: int
@@ -99,11 +99,11 @@ def stride_pattern(t: torch.Tensor) -> str:
 # --- numbers -------------------------------------------------------------------------------------
 
 Source = tuple[str, int] | tuple[str, int, int] | tuple[str, str]
-"""What a number may be: ("number", i), ("size", tensor i, dim), ("dim", name of a Dims)."""
+"""The sources of numbers: ("number", i), ("size", tensor i, dim), ("dim", field of `Dims`)."""
 
 Node = tuple[Any, ...]
-"""How a number follows from others: a `Source`, ("constant", x, its repr), ("repr", node), which
-tells 0.0 from -0.0, or an operator of `BINARY` or `UNARY` with the nodes of its operands."""
+"""How a number is computed: a `Source`, ("constant", x, its repr), ("repr", node), which tells 0.0
+from -0.0, or an operator of `BINARY` or `UNARY` with the nodes of its operands."""
 
 BINARY = ("+", "-", "*", "/", "//", "%", "**", "<<", ">>", "&", "|", "^")
 UNARY = {
@@ -115,11 +115,11 @@ UNARY = {
 Tensors = Sequence[torch.Tensor]
 Numbers = Sequence[float]
 Finish = Callable[[Tensors, Numbers], tuple[tuple[torch.Tensor, ...], tuple[float, ...]]]
-"""From captured tensors and numbers to those of a kernel's slots."""
+"""Computes the tensors and numbers of a kernel's slots from the captured ones."""
 
 
 def constant(x: float) -> Node:
-    """The node of a literal; 1, 1.0, True, 0.0 and -0.0 are five."""
+    """The node of a literal, which differs for 1, 1.0 and True and for 0.0 and -0.0."""
     return "constant", x, repr(x)
 
 
@@ -160,7 +160,7 @@ _FAILS: dict[GuardKind, str] = {
     "same": "{0} is not {1}", "length": "len({0}) != {1}", "keys": "tuple({0}) != {1}",
     "lacks": "{1} in {0}", "empty": "{0}", "strided": "{0}.layout is not strided or {0}.is_nested",
 }  # fmt: skip
-"""When guards fail, of the texts of a location and an operand."""
+"""The conditions under which guards fail, as formats of the location and the operand."""
 
 _KEYS = {"value": "{}", "repr": "repr({})", "reprs": "frozenset(map(repr, {}))"}
 
@@ -178,14 +178,14 @@ def _tuple(items: Collection[str]) -> str:
 
 
 class _Constants:
-    """Objects that a function refers to, by the names that it finds them under."""
+    """The objects that a generated function refers to, by name."""
 
     def __init__(self) -> None:
         self.scope: dict[str, Any] = {}
         self._names: dict[Held, str] = {}
 
     def text(self, x: Any) -> str:
-        """A literal, or a name of the object."""
+        """A literal, or the name of the object."""
         value = x.value if isinstance(x, Held) else x
         if value is None or value is Ellipsis or type(value) in (int, str):
             return repr(value)
@@ -197,7 +197,7 @@ class _Constants:
 def extractor(locations: Sequence[Location]) -> Extractor:
     """The function (root, params) -> (structural key, tensors, numbers) that reads the locations.
 
-    It returns None where a guard fails or a location is gone: there it is another structure.
+    It returns None where a guard fails or a location no longer exists: the structure is another.
     """
     constants = _Constants()
     bases = {x.base for x in locations}
@@ -231,7 +231,7 @@ def extractor(locations: Sequence[Location]) -> Extractor:
         if failed:
             lines.append(f"if {' or '.join(failed)}: return None")
         if location.yields == "tensor":
-            # Most tensors are contiguous, and asking for that is fast: their rank says it all.
+            # Most tensors are contiguous, which is a fast check; the rank then gives the pattern.
             pattern = f"{text}.dim() if {text}.is_contiguous() else pattern({text})"
             keys += [f"{text}.dtype", pattern]
             found_tensors.append(text)
@@ -251,24 +251,11 @@ def calculator(nodes: Sequence[Node]) -> Callable[..., tuple[Any, ...]]:
     )
 
 
-def finisher(
-    tensors: Sequence[int | Callable[[Tensors, Numbers], torch.Tensor]], numbers: Sequence[Node]
-) -> Finish:
-    """The function of a kernel's slots: tensors are captured ones by their index, or made by
-    functions of the same arguments."""
-    scope = {f"step{i}": make for i, make in enumerate(tensors) if not isinstance(make, int)}
-    texts = [f"t[{x}]" if isinstance(x, int) else f"step{i}(t, n)" for i, x in enumerate(tensors)]
-    values = [_number(x) for x in numbers]
-    return _function(  # type: ignore[no-any-return]
-        "finish(t, n)", [f"return {_tuple(texts)}, {_tuple(values)}"], scope
-    )
-
-
 # --- tensors -------------------------------------------------------------------------------------
 
-# While a hook is traced, what it computes from captures without touching its indices is recorded
-# and replayed for the actual values: numbers as nodes, tensors as a *prelude* of torch calls, whose
-# results are kept while their inputs are the same tensors, unchanged.
+# What a hook computes from captures alone, without its indices, is recorded while it is traced and
+# replayed for the values of each call: numbers as nodes, tensors as a *prelude* of torch calls. The
+# results of the prelude are kept while their inputs are the same unchanged tensors.
 
 _CPU = torch.device("cpu")
 
@@ -277,7 +264,7 @@ _CPU = torch.device("cpu")
 class HostTensor:
     """A tensor known at bind time: the captured one `raw`, or the result of prelude step `step`.
 
-    tensor: its value in the call being traced, sources: what pinning all its sizes pins.
+    tensor: its value in the call being traced. sources: those that its sizes depend on.
     """
 
     tensor: torch.Tensor
@@ -291,7 +278,7 @@ class HostTensor:
     requires_grad: bool = False
 
     def __post_init__(self) -> None:
-        # Attributes of a real tensor are torch functions too, and the tracer's mode is active.
+        # Reading attributes of a tensor is a torch function, which the active tracer would get.
         with torch._C.DisableTorchFunction():
             t = self.tensor
             self.dtype, self.shape, self.device = t.dtype, tuple(t.shape), t.device
@@ -300,8 +287,7 @@ class HostTensor:
 
 @dataclass(frozen=True, slots=True)
 class HostNumber:
-    """A number inside recorded arguments: how it follows from what was captured, and its value in
-    the call being traced."""
+    """A number in recorded arguments: its node, and its value in the call being traced."""
 
     node: Node
     value: float
@@ -314,7 +300,7 @@ class _TensorRef:
 
 
 def map_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """`value` with `leaf` applied to what is inside its tuples, lists, dicts and slices."""
+    """`value` with `leaf` applied to the entries of its tuples, lists, dicts and slices."""
     if isinstance(value, tuple | list):
         return like(value, [map_tree(v, leaf) for v in value])
     if isinstance(value, dict):
@@ -325,7 +311,7 @@ def map_tree(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """What `map_tree` would change, in order."""
+    """The entries to which `map_tree` applies its function, in order."""
     found: list[Any] = []
     map_tree(tree, found.append)
     return found
@@ -354,8 +340,8 @@ def _to_real(x: Any) -> Any:
 class _Step:
     """One recorded call; `pick` is the element of a tuple result, -1 for the result itself.
 
-    The last result is kept for the same captured tensors at the same version and the same
-    numbers. Views are not kept: they cost nothing, and would keep their base alive.
+    The last result is kept, for the same captured tensors at the same version and the same
+    numbers. Views are not kept: they are cheap, and would keep their base alive.
     """
 
     def __init__(
@@ -383,8 +369,8 @@ class _Step:
     def value(self, t: Tensors, n: Numbers) -> torch.Tensor:
         """The result for the captured tensors `t` and numbers `n`."""
         inputs = [t[i] for i in self.raws]
-        # A kept result of a device would need an order between streams, and would freeze what a
-        # captured graph is to compute at every replay; there it is computed for each call.
+        # On devices each call computes it: a kept result would need synchronisation of streams, and
+        # a captured CUDA graph would not compute it again at each replay.
         keep = not any(x.is_inference() or x.device.type != "cpu" for x in inputs)
         kept = self._kept
         if (
@@ -423,8 +409,8 @@ class _Step:
 
 
 def _state(x: torch.Tensor) -> tuple[object, ...] | None:
-    """What changes when a tensor's values do: its version, and what `x.data = y` exchanges. None
-    for the tensors of functional transforms, which have no address."""
+    """What changes when a tensor's values do: its version, and what `x.data = y` replaces. None for
+    tensors of functional transforms, which have no address."""
     try:
         return x._version, x.data_ptr(), x.shape, x.stride()
     except RuntimeError:
@@ -481,14 +467,15 @@ class HostProgram:
         tensor_slots: Sequence[HostTensor],
         number_slots: Sequence[Node],
     ) -> Finish | None:
-        """The function from extracted tensors and numbers to slots; None when they are equal.
+        """The function from extracted tensors and numbers to slots; None where they are equal.
 
-        Ends the recording: the tensors of this call are let go.
+        Ends the recording, and drops its references to the tensors of the traced call.
         """
         self._known.clear()
-        tensors = [t.raw if t.raw >= 0 else self.steps[t.step].value for t in tensor_slots]
-        if tensors == list(range(num_tensors)) and list(number_slots) == [
-            ("number", i) for i in range(num_numbers)
-        ]:
+        extracted = [("number", i) for i in range(num_numbers)]
+        if [t.raw for t in tensor_slots] == [*range(num_tensors)] and extracted == [*number_slots]:
             return None
-        return finisher(tensors, number_slots)
+        steps = {f"step{t.step}": self.steps[t.step].value for t in tensor_slots if t.raw < 0}
+        texts = [f"t[{t.raw}]" if t.raw >= 0 else f"step{t.step}(t, n)" for t in tensor_slots]
+        result = f"return {_tuple(texts)}, {_tuple([_number(x) for x in number_slots])}"
+        return _function("finish(t, n)", [result], steps)  # type: ignore[no-any-return]

@@ -1,12 +1,12 @@
-"""What a hook captures, as data.
+"""Records what a hook captures.
 
 A hook may reach tensors and numbers through closure cells, defaults, globals, partial arguments,
 attributes of captured objects, modules and classes, helper functions, tuples, lists and dicts.
-`Walk` visits all of them once and records the locations (`extract.Location`), each with the guards
-that tell whether a later call finds the same structure there. Of the locations `extract.extractor`
-makes the function that every call runs, and ``torch.compile`` support reads its paths.
+`Walk` visits all of them once and records the locations (`extract.Location`), with guards that tell
+whether a later call finds the same structure. `extract.extractor` turns the locations into the
+function that every call runs; the support of ``torch.compile`` reads their paths.
 
-Values are read through their location each time, so that a changed global, default, attribute or
+Each call reads the values through their locations, so that a changed global, default, attribute or
 cell is never stale. `Walk.build` makes the same hook with other values at these locations.
 """
 
@@ -21,6 +21,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,13 +41,13 @@ from flashattn_jit.variants.capture.extract import (
 )
 
 MAX_LOCATIONS = 256
-"""How many locations one hook may capture: past that it holds data, not parameters."""
+"""The most values that one hook may capture: beyond that it captures data, not parameters."""
 
 _CONSTANTS = (bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
               torch.memory_format, complex, type(Ellipsis), slice, torch.Size, range, set,
               frozenset)  # fmt: skip
-# Where equal values may differ to a hook: 0.0 and -0.0, range(0, 3, 2) and range(0, 4, 2), {1} and
-# {True}. (A slice is hashable only from Python 3.12 on, a set never.)
+# Types whose equal values may differ in a hook: 0.0 and -0.0, range(0, 3, 2) and range(0, 4, 2),
+# {1} and {True}. (A slice is hashable only from Python 3.12 on, a set never.)
 _KEY_FORMS: dict[type, Yields] = {
     float: "repr", complex: "repr", range: "repr", slice: "repr", set: "reprs", frozenset: "reprs",
 }  # fmt: skip
@@ -65,22 +66,17 @@ _ABSENT = object()
 _NO_BUILTINS: Mapping[str, object] = types.MappingProxyType({})
 
 
+@dataclass(slots=True)
 class Values:
-    """What a rebuilt hook finds at its locations, in extraction order.
+    """The values at the locations of a rebuilt hook, in extraction order.
 
-    builtins: what it finds for these names instead of Python's builtins.
+    builtins: replacements for Python's builtins. made: the copies of objects, by the object's id.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[object],
-        numbers: Sequence[object],
-        builtins: Mapping[str, object] = _NO_BUILTINS,
-    ) -> None:
-        self.tensors = tensors
-        self.numbers = numbers
-        self.builtins = builtins
-        self.made: dict[int, Any] = {}
+    tensors: Sequence[object]
+    numbers: Sequence[object]
+    builtins: Mapping[str, object]
+    made: dict[int, Any] = field(default_factory=dict)
 
 
 Build = Callable[[Values], Any]
@@ -104,14 +100,14 @@ def _names(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def is_opaque_module(name: str | None) -> bool:
-    """Whether code of the module is taken as it is: what it reads does not change."""
+    """Whether the module's code is not visited, because the values that it reads do not change."""
     if name is None or name == "__main__" or name.startswith("flashattn_jit.variants.library"):
         return False
     return name.partition(".")[0] in _OPAQUE_PACKAGES
 
 
 def unique_name(name: str, taken: set[str]) -> str:
-    """The name, numbered where it is among those that are taken, which it joins."""
+    """The name, with a number where it is in `taken`, to which the result is added."""
     candidate, i = name, 1
     while candidate in taken:
         i += 1
@@ -123,12 +119,12 @@ def unique_name(name: str, taken: set[str]) -> str:
 class Walk:
     """One visit of everything that `root` captures.
 
-    root: the object to visit, `names`: attributes of objects that are always visited,
-    params: for an object of the tree by id, its attributes that are read from the second argument
-    of the extractor, as attribute -> (index, name).
+    root: the object to visit. names: attributes of objects that are always visited. params: for
+    objects by id, the attributes that are read from the second argument of the extractor instead,
+    as attribute -> (index, name, value).
 
-    locations: where the extractor reads, values: what is there now, by location; tensors and
-    numbers: those that the extractor returns, in its order.
+    locations: those that the extractor reads. values: the objects there now. tensors, numbers:
+    those that the extractor returns, in its order.
     """
 
     def __init__(
@@ -169,14 +165,14 @@ class Walk:
         numbers: Sequence[object],
         builtins: Mapping[str, object] = _NO_BUILTINS,
     ) -> Any:
-        """A copy of the root that finds `tensors` and `numbers` where it captured its own, and
-        these `builtins` for Python's."""
+        """A copy of the root with `tensors` and `numbers` in place of the captured ones, and these
+        `builtins` in place of Python's."""
         return self._build(Values(tensors, numbers, builtins))
 
     def without_tensors(self, shells: Sequence[torch.Tensor]) -> Walk:
-        """The visit of a copy, with `shells` for tensors, that keeps no module's weights alive; or
-        this one, where that of the copy differs."""
-        values = Values(shells, self.numbers)
+        """The visit of a copy with `shells` for tensors, which keeps no module's weights alive; or
+        this visit, where that of the copy differs."""
+        values = Values(shells, self.numbers, _NO_BUILTINS)
         root = self._build(values)
         for made in values.made.values():
             if isinstance(made, torch.nn.Module):
@@ -192,7 +188,7 @@ class Walk:
     # --- recording ---------------------------------------------------------------------------
 
     def _at(self, value: object, base: int, *steps: Step) -> int:
-        """A new location, where `value` is now."""
+        """Add a location, at which `value` is now, and return its index."""
         if len(self.locations) >= 4 * MAX_LOCATIONS:
             raise TraceError(
                 f"expected a hook that captures at most {MAX_LOCATIONS} values, this one reaches "
@@ -215,7 +211,7 @@ class Walk:
     # --- the visit ---------------------------------------------------------------------------
 
     def _visit(self, value: Any, name: str, base: int, *steps: Step) -> Build:
-        """Visit the object that is found from `base` by `steps`; `name`: what its values are."""
+        """Visit the object that `steps` lead to from `base`; `name` is for its values."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name, self._at(value, base, *steps))
         if type(value) in (int, float) or isinstance(value, np.generic):
@@ -226,7 +222,7 @@ class Walk:
             return self._constant(value, name, self._at(value, base, *steps))
         known = self._seen.get(id(value))
         if known is not None:
-            # The same object found twice (a cycle, a shared helper) must stay the same object.
+            # An object that is reached twice (a cycle, a shared helper) must stay one object.
             self._guard(self._at(value, base, *steps), "same", known[0])
             return known[1]
         if isinstance(value, types.FunctionType):
@@ -267,7 +263,7 @@ class Walk:
         self.tensors.append(value)
         self.tensor_names.append(self._unique(name))
         self._guard_type(at)
-        # Of another layout it is refused, by the visit that follows.
+        # Where this guard fails, the next visit raises the error for other layouts.
         self._guard(at, "strided")
         self.locations[at].yields = "tensor"
         return lambda p: p.tensors[index]
@@ -288,7 +284,7 @@ class Walk:
         return lambda p: p.numbers[index]
 
     def _array(self, value: Any, name: str, at: int) -> Build:
-        # As a tensor over the same memory, made anew at each call: writes to it are seen.
+        # Each call makes a tensor that shares the array's memory, so that writes are visible.
         self._guard_type(at)
         try:
             tensor = torch.from_numpy(value)
@@ -449,7 +445,7 @@ class Walk:
         return build
 
     def _object(self, value: object, at: int) -> Build:
-        """Any other object: the attributes that some reached code names, and its own methods."""
+        """Any other object: its methods, and the attributes that the visited code names."""
         self._saw_objects = True
         cls = type(value)
         own_class: Step = ("class", Held(cls))
@@ -468,11 +464,11 @@ class Walk:
                 _force_attr(new, n, types.MethodType(made, new) if n in methods else made)
             if special:
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
-                # Without slots of its own, so that the layout is the same; past a frozen
-                # __setattr__.
+                # Without new slots, so that the layout is the same. `object.__setattr__` works for
+                # frozen classes too.
                 body = {"__fajit_view__": True, "__slots__": (), **overrides}
                 object.__setattr__(new, "__class__", type(cls.__name__, (cls,), body))
-            if "_declared" in own:  # of a variant: its params are those of the copies
+            if "_declared" in own:  # a variant: its params belong to the copies
                 declared = [
                     d._replace(owner=p.made.get(id(d.owner), d.owner)) for d in own["_declared"]
                 ]
@@ -507,17 +503,17 @@ class Walk:
                     self._visit_overridden(cls, n, static)
             elif not isinstance(static, _C_DESCRIPTORS) and hasattr(value, n):
                 attrs[n] = self._visit(getattr(value, n), n, at, ("attribute", n))
-        # What syntax calls is looked up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
+        # Syntax looks methods up on the class: `obj(x)`, `obj[i]`, `len(obj)`, `obj + 1`.
         for n in _dunder_names(cls):
             found = _static(cls, n)
-            special[n] = (_unchanged, self._visit(found, "", at, own_class, ("attribute", n)))
+            special[n] = (lambda x: x, self._visit(found, "", at, own_class, ("attribute", n)))
             self._visit_overridden(cls, n, found)
         if not attrs and not special and not hasattr(cls, "__fajit_names__"):
             self._guard_identity(at)
         return build
 
     def _visit_overridden(self, cls: type, name: str, found: types.FunctionType) -> None:
-        """What ``super().name`` reaches runs as it is, so the numbers that it reads are pinned."""
+        """Visit what ``super().name`` reaches, which is not rebuilt: its numbers are constants."""
         if "__class__" not in found.__code__.co_freevars:
             return
         frozen, self._frozen = self._frozen, True
@@ -565,10 +561,6 @@ def _dunder_names(cls: type) -> list[str]:
     return sorted(n for n in names - _NOT_CALLED_BY_HOOKS if _is_users(_static(cls, n)))
 
 
-def _unchanged(x: Any) -> Any:
-    return x
-
-
 def _static(cls: type, name: str) -> Any:
     for base in cls.__mro__:
         if name in base.__dict__:
@@ -592,7 +584,7 @@ def _shallow_copy(value: Any) -> Any:
 
 
 def _force_attr(obj: Any, name: str, value: Any) -> None:
-    # Past any __setattr__ of the user's: nn.Module's, a frozen dataclass'.
+    # Without calling the class's __setattr__, such as that of nn.Module or a frozen dataclass.
     if hasattr(obj, "__dict__"):
         obj.__dict__[name] = value
     else:

@@ -1,7 +1,7 @@
-"""A mask's interval form as text: C++ for kernels, with its clauses as comments for people.
+"""Prints a mask's interval form: C++ for kernels, with its clauses as comments.
 
-The rendered ``Hooks::classify`` runs on the host, where it plans, and inside kernels, where it
-skips. It is the code of `statements`, printed over ``fajit/interval*.h``.
+The rendered ``Hooks::classify`` runs on the host, for planning, and inside kernels, which skip
+empty tiles. It is the code of `statements` in terms of ``fajit/interval*.h``.
 """
 
 from __future__ import annotations
@@ -27,26 +27,22 @@ _STORAGE = {
 }
 _READ_CALL = ("i_scalar", "f_scalar", "i_places", "i_ranks", "i_q_len", "i_kv_len", "i_q_row",
               "i_kv_slot")  # fmt: skip
-"""Functions whose first argument is the context."""
+"""Functions that take the context as their first argument."""
 _INDICES = ("b", "h", "q", "k")
 
 
-def lower_classify(
-    graph: Graph, tensors: Sequence[TensorParam], table_base: int | None = None
-) -> str:
+def lower_classify(graph: Graph, tensors: Sequence[TensorParam]) -> str:
     """The body of ``static int classify(const Context& c, Interval b, Interval h, Interval q,
     Interval k)``, indented by four spaces.
 
-    tensors: the variant's params, whose dtypes and ranks are compiled in. table_base: the index in
-    ``fajit_args.tensors`` of the first table of `range_tables` (default: after the params).
+    tensors: the variant's params, whose dtypes and ranks are compiled in.
     """
-    base = len(tensors) if table_base is None else table_base
-    code = code_of(graph, [(t.dtype, t.rank) for t in tensors], base)
+    code = code_of(graph, [(t.dtype, t.rank) for t in tensors])
     return "\n".join(_Text(simplify(graph), code, tensors).lines())
 
 
 class _Text:
-    """Prints a code's statements. A register is a C++ constant of its number."""
+    """Prints the statements of a `Code`. Register n is the C++ constant ``xn``."""
 
     def __init__(self, program: Program, code: Code, tensors: Sequence[TensorParam]) -> None:
         self.program, self.code, self.tensors = program, code, tensors
@@ -100,7 +96,7 @@ class _Text:
             yield f"{indent}}} while (false);"
 
     def _block(self, statements: Sequence[Statement], indent: str, leave: str) -> Iterator[str]:
-        """The statements; `leave` is what is done where one does not hold."""
+        """The statements; `leave` is the C++ statement for where one does not hold."""
         for i, s in enumerate(statements):
             if s.name == "any":
                 flag = f"any_{len(indent)}_{i}"
@@ -150,7 +146,7 @@ def _call(s: Statement) -> str:
 
 
 def _limits(s: Statement) -> str:
-    """The low and the high end that a ``meet`` cuts to."""
+    """The low and the high limit of a ``meet``."""
     count, low, high = s.numbers
     ends = s.operands[1 : 1 + int(count)], s.operands[1 + int(count) :]
     texts = []
@@ -182,11 +178,11 @@ def _literal(value: int | float) -> str:
     return str(value) if abs(value) < 2**31 else f"INT64_C({value})"
 
 
-# --- text for people ------------------------------------------------------------------------------
+# --- comments -------------------------------------------------------------------------------------
 
 
 def format_clause(program: Program, clause: Clause) -> str:
-    """One clause as text."""
+    """One clause as readable text."""
 
     def text(node: int) -> str:
         return format_term(program.nodes, node)

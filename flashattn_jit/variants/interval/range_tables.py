@@ -1,7 +1,8 @@
-"""Least and greatest elements of a tensor, of every 64 entries along one dim.
+"""Tables of the minimum and maximum of every 64 entries of a tensor along one dim.
 
-The interval form reads these tables beside a long tensor (``fajit/interval_gather.h``). They are
-made on the tensor's device, and kept as long as the tensor lives unchanged.
+The interval form reads these tables instead of the elements of a long tensor
+(``fajit/interval_gather.h``). They are computed on the tensor's device and kept until the tensor
+changes or is freed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .simplify import RangeTableSpec
 
 BLOCK = 64
 MIN_TABLE_LENGTH = 1024
-"""Shorter dims get no table: reading them whole is as fast."""
+"""Shorter dims get no table: reading all elements is as fast."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _READABLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
@@ -27,11 +28,12 @@ _memo: dict[tuple[int, ...], tuple[weakref.ref[torch.Tensor], tuple[object, ...]
 
 
 def _remembered(tensor: torch.Tensor, dim: int, stream: int) -> Tables:
-    """The tables, once per tensor and version. Inference tensors have no version: made anew."""
+    """The tables, computed once per version of a tensor; each time for inference tensors, which
+    have no version."""
     if tensor.is_inference():
         return _block_extremes(tensor, dim)
     key = (id(tensor), dim, stream)
-    # `tensor.data = ...` changes anything but the version.
+    # `tensor.data = ...` changes all of these except for the version.
     version = (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     entry = _memo.get(key)
     if entry is not None and entry[0]() is tensor and entry[1] == version:
@@ -42,12 +44,12 @@ def _remembered(tensor: torch.Tensor, dim: int, stream: int) -> Tables:
 
 
 def block_extremes(tensor: torch.Tensor, dim: int) -> Tables:
-    """(lo, hi): the extremes of every 64 entries along `dim`, on the tensor's device.
+    """(lo, hi): minimum and maximum of every 64 entries along `dim`, on the tensor's device.
 
-    Both have the tensor's shape but for `dim`, which counts blocks; float32 for half precision; NaN
-    where a block holds one. Empty where no table pays. On a CUDA device nothing is read back or
-    waited for; a table belongs to the stream it was made on, and in a CUDA graph to that graph,
-    which makes it anew at each replay.
+    Both have the tensor's shape, except that `dim` counts blocks; float32 for half precision; NaN
+    where a block has one. Empty for short dims and for dtypes that the interval form does not read.
+    On a CUDA device there is no synchronisation; a table belongs to the stream that it was computed
+    on, or to the CUDA graph being captured, which computes it at each replay.
     """
     long = tensor.ndim > 0 and tensor.shape[dim] >= MIN_TABLE_LENGTH
     if not long or tensor.dtype not in _READABLE:  # fp8 has no interval form

@@ -1,11 +1,11 @@
-"""From a mask graph to the two questions that classify a tile, each a short list of clauses.
+"""Turns a mask graph into two short lists of clauses, ``keep`` and ``drop``, that classify a tile.
 
 ``keep`` is the mask in disjunctive normal form, ``drop`` its negation. A clause is a conjunction
-that an evaluation (`statements`) works through in order:
+that is evaluated (`statements`) in this order:
 
 1. *bounds*: ``value in [max(lows), min(highs)]``, value not in excludes. Those on single indices
-   and on ``q_idx - kv_idx`` come first and narrow the box, so that everything after is evaluated on
-   the part of the tile that can still matter. The three together are closed after one pass (they
+   and on ``q_idx - kv_idx`` come first and narrow the box, so that the rest is evaluated on the
+   part of the tile that can still satisfy the clause. One pass over these three is enough (they
    form a zone of two variables), which is why and-ed causal, window and length limits are exact.
 2. *tests*: boolean nodes with a wanted value.
 3. *nested*: disjunctions that were too large to multiply out.
@@ -59,8 +59,8 @@ class Period:
     """The mask reads both ``(index + offset) // divisor`` and ``(index + offset) % divisor``.
 
     They are independent only on whole periods, such as the rows of an image. A partial box is
-    therefore looked at again in up to three parts along that index: the rest of its first period,
-    whole periods, the begin of its last one.
+    therefore classified again in up to three parts along that index: the rest of its first period,
+    whole periods, the start of its last one.
     """
 
     index: int
@@ -92,9 +92,10 @@ class Program:
 
     def uses(self, name: str) -> bool:
         """Whether the classification depends on the index `name`."""
-        return any(name in self.inputs[n] for n in self._roots())
+        return any(name in self.inputs[n] for n in self.roots())
 
-    def _roots(self) -> Iterator[int]:
+    def roots(self) -> Iterator[int]:
+        """The nodes that guards and clauses read directly."""
         yield from (n for n, _, _ in self.guards)
         yield from (n for side in (self.keep, self.drop) for c in side for n in clause_nodes(c))
 
@@ -158,11 +159,6 @@ def _period(terms: Terms, index: int, roots: Sequence[int]) -> Iterator[Period]:
 _Atom = Compare | Test
 
 
-def _form_key(form: Form) -> tuple[object, ...]:
-    """Orders forms; sets have another order in each process."""
-    return form.terms, form.const
-
-
 @dataclass(frozen=True, slots=True)
 class _Conjunction:
     atoms: frozenset[_Atom]
@@ -175,7 +171,7 @@ def _sort_key(clause: _Conjunction) -> tuple[object, ...]:
 
 
 class _Range:
-    """Bounds on one value. Each bound is a parametric part and, as a number, its best constant."""
+    """Bounds on one value: the tightest constant for each form without its constant."""
 
     def __init__(self) -> None:
         self.lows: dict[Form, int] = {}
@@ -184,7 +180,7 @@ class _Range:
 
     def consistent(self) -> bool:
         """Tighten bounds that an exclusion touches; False if two bounds contradict."""
-        for exclude in sorted(self.excludes, key=_form_key):
+        for exclude in sorted(self.excludes):
             part = exclude.shifted(-exclude.const)
             while self.lows.get(part) == exclude.const or self.highs.get(part) == exclude.const:
                 if self.lows.get(part) == self.highs.get(part):
@@ -205,7 +201,7 @@ class _Range:
 
 
 class _TooLarge(Exception):
-    """The clauses of a formula are too many to evaluate one by one."""
+    """A formula has too many clauses."""
 
 
 class _Clauses:
@@ -287,7 +283,7 @@ class _Clauses:
         return ranges if all(r.consistent() for r in ranges.values()) else None
 
     def _isolate(self, form: Form) -> tuple[Form, int, Form]:
-        """(value, sign, rest) with form = sign * value + rest: the value holds what varies most."""
+        """(value, sign, rest) with form = sign * value + rest; value has the highest level."""
         level = self.terms.level(form)
         chosen = tuple((t, c) for t, c in form.terms if self.terms.term_level(t) == level)
         rest = tuple((t, c) for t, c in form.terms if self.terms.term_level(t) != level)
@@ -299,24 +295,19 @@ class _Clauses:
     def _finish(self, clause: _Conjunction) -> Clause:
         ranges = self._ranges(clause)
         assert ranges is not None
-        # Nodes are made as they are met, so their numbers must not follow the order of a set.
-        entries = sorted(ranges.items(), key=lambda item: _form_key(item[0]))
-        bounds = sorted((self._bound(v, entry) for v, entry in entries), key=self._order)
+        # Nodes are numbered in this order, so it must not be that of a set.
+        bounds = sorted((self._bound(v, ranges[v]) for v in sorted(ranges)), key=self._order)
         bounds = [self._only_useful(i, bounds, clause) for i in range(len(bounds))]
         nested = tuple(
             tuple(sorted((self._finish(c) for c in group), key=self._cost))
             for group in sorted(clause.nested, key=lambda group: list(map(_sort_key, group)))
         )
         tests = sorted((a for a in clause.atoms if isinstance(a, Test)), key=lambda t: t.term)
-        return Clause(
-            tuple(bounds),
-            tuple(tests),
-            tuple(sorted(nested, key=repr)),
-        )
+        return Clause(tuple(bounds), tuple(tests), tuple(sorted(nested, key=repr)))
 
     def _bound(self, value: Form, entry: _Range) -> Bound:
         def nodes(limits: dict[Form, int]) -> tuple[int, ...]:
-            forms = sorted((p.shifted(c) for p, c in limits.items()), key=_form_key)
+            forms = sorted(p.shifted(c) for p, c in limits.items())
             return tuple(sorted(map(self.terms.of_form, forms)))
 
         unit = all(abs(c) == 1 for _, c in value.terms)
@@ -324,12 +315,12 @@ class _Clauses:
             self.terms.of_form(value),
             nodes(entry.lows),
             nodes(entry.highs),
-            tuple(sorted(map(self.terms.of_form, sorted(entry.excludes, key=_form_key)))),
+            tuple(sorted(map(self.terms.of_form, sorted(entry.excludes)))),
             value.terms if unit and len(value.terms) <= 2 else (),
         )
 
     def _only_useful(self, i: int, bounds: list[Bound], clause: _Conjunction) -> Bound:
-        """The bound; it narrows terms only if something evaluated later reads them."""
+        """The bound, which narrows terms only if something that is evaluated later reads them."""
         bound = bounds[i]
         readers = [n for b in bounds[i + 1 :] for n in (b.value, *b.lows, *b.highs)]
         readers += [n for b in bounds if b.excludes and b != bound for n in (b.value, *b.excludes)]
@@ -340,7 +331,7 @@ class _Clauses:
         return bound if useful else replace(bound, narrows=())
 
     def _order(self, bound: Bound) -> tuple[int, int]:
-        """Indices first (b and h before q and k), then their distance, then single terms."""
+        """Sorts indices first (b and h before q and k), then their distance, then single terms."""
         node, level = self.terms.nodes[bound.value], self.terms.term_level(bound.value)
         if node.op == "input":
             return level - 2, bound.value
@@ -349,7 +340,7 @@ class _Clauses:
         return (2 if node.op != "linear" else 3 if bound.narrows else 4), bound.value
 
     def _cost(self, clause: Clause) -> tuple[int, str]:
-        """Clauses that only compare indices are tried before those that read tensors."""
+        """Sorts clauses that only compare indices before those that read tensors."""
         loads = sum(self._loads(n) for n in clause_nodes(clause))
         return loads + len(clause.bounds), repr(clause)
 
@@ -364,14 +355,14 @@ def _both(a: _Conjunction, b: _Conjunction) -> _Conjunction:
 
 
 def _implies(a: _Conjunction, b: _Conjunction) -> bool:
-    """Whether `a` holds only where `b` does, judged atom by atom."""
+    """Whether `a` implies `b`, compared atom by atom. May be False where it does."""
     if not b.nested <= a.nested:
         return False
     return all(atom in a.atoms or any(_stronger(x, atom) for x in a.atoms) for atom in b.atoms)
 
 
 def _stronger(a: _Atom, b: _Atom) -> bool:
-    """``x + 3 >= 0`` holds where ``x >= 0`` does."""
+    """Whether `a` implies `b`, such as ``x >= 0`` implies ``x + 3 >= 0``."""
     if isinstance(a, Test) or isinstance(b, Test) or b.kind != "ge" or a.kind == "ne":
         return False
     if a.form.terms == b.form.terms:
@@ -392,14 +383,15 @@ class RangeTableSpec:
 
 
 def scanned_dim(program: Program, term: int, rank: int) -> int:
-    """The dim along which a gather's box is read: the last one that q or k moves, else the last."""
+    """The dim along which a gather reads a range: the last one whose index depends on q or k, else
+    the last dim."""
     levels = [program.inputs[a] & {"q_idx", "kv_idx"} for a in program.nodes[term].args]
     moving = [d for d, level in enumerate(levels) if level]
     return moving[-1] if moving else max(rank - 1, 0)
 
 
 def reads_bits(program: Program, term: int) -> bool:
-    """Whether the ``bit`` node `term` looks at the elements of a tensor one by one."""
+    """Whether the ``bit`` node `term` is evaluated on a tensor's elements one by one."""
     source = program.nodes[program.nodes[term].args[0]]
     return source.op == "gather" and not source.shape
 
@@ -417,9 +409,7 @@ def operands(program: Program, term: int) -> tuple[int, ...]:
 def reachable_nodes(program: Program) -> list[int]:
     """Every node that a classification may evaluate, ascending."""
     seen: set[int] = set()
-    stack = [n for n, _, _ in program.guards]
-    stack += [n for side in (program.keep, program.drop) for c in side for n in clause_nodes(c)]
-    stack += [n for p in program.periods for n in (p.offset, p.divisor)]
+    stack = [*program.roots(), *(n for p in program.periods for n in (p.offset, p.divisor))]
     while stack:
         node = stack.pop()
         if node not in seen:
@@ -431,7 +421,8 @@ def reachable_nodes(program: Program) -> list[int]:
 def range_tables(graph: Graph) -> tuple[RangeTableSpec, ...]:
     """The tables that the mask reads, in the order in which they follow the params as lo, hi pairs.
 
-    A param needs one when q_idx or kv_idx moves along one of its dims, other than as bit rows.
+    A param needs tables where one of its indices depends on q_idx or kv_idx, unless it is read as
+    rows of bits.
     """
     program = simplify(graph)
     specs = set()

@@ -1,11 +1,11 @@
-"""The interval form as code: which function of ``fajit/interval*.h`` is called on what, and when.
+"""The interval form as code: calls of functions of ``fajit/interval*.h`` on registers.
 
-A `Program` says what has to be asked of a box; here it becomes statements on registers. They are
-written once and read twice: `bounds_lower` prints them as C++, for kernels, and ``_C.IntervalForm``
-(csrc/interval) runs them, for `bounds`. Either answers as the other does.
+`code_of` turns a `Program` into statements, which `cpp` prints as C++ for kernels and
+``_C.IntervalForm`` (csrc/interval) interprets for `tile_runs`. Both give the same results.
 
-Indices are narrowed as a clause goes along: it works on the part of the box that can still satisfy
-it. What was computed from an index before it was narrowed is computed anew when it is needed again.
+The bounds of a clause narrow the indices, so that the rest of the clause is evaluated on the part
+of the box that can still satisfy it. Values that depend on a narrowed index are computed again
+where they are needed again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from .terms import I64_MAX, I64_MIN, INT_RANGE
 from .translate import OWN, kind, select
 
 _SAFE = 2**61
-_BITS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32}
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
 """The indices that registers 0 to 3 hold."""
@@ -38,20 +37,20 @@ INDICES = ("b", "h", "q_idx", "kv_idx")
 class Statement:
     """``result = name(*operands, *numbers)``; operands and the result are registers.
 
-    name: a function of the headers. One that returns a bool has no result: where it is false, the
-    clause does not hold. These read a tensor, whose slot is the first number:
+    name: a function of the headers. A function that returns a bool has no result: where it is
+    false, the clause does not hold. These functions read a tensor, whose slot is the first number:
 
     * ``i_gather``, ``t_gather``, ``f_gather`` (slot, table, dim): the hull of the elements at the
-      operands, one a dim. table: the slot of the tensor's lo and hi tables along `dim`, or -1.
-      ``i_gather`` has the range of the dtype as well.
-    * ``gather_bits`` (slot, dim): the bits that some and that all of them have.
+      operands, one index range per dim. table: the slot of the tensor's lo and hi tables along
+      `dim`, or -1. ``i_gather`` also takes the range of the dtype.
+    * ``gather_bits`` (slot, dim): the bits that some of the elements have, and those that all have.
     * ``i_searchsorted`` (slot, right): ranks in a sorted tensor.
 
-    Two are statements of their own:
+    Two statements are no calls of functions:
 
-    * ``meet`` (n, low, high): the first operand cut to low and to the low ends of the next n
-      operands, to high and to the high ends of the others; the clause does not hold where nothing
-      is left.
+    * ``meet`` (n, low, high): the first operand, cut from below to low and the low ends of the next
+      n operands, from above to high and the high ends of the others. The clause does not hold where
+      the result is empty.
     * ``any``: the clause does not hold where none of `clauses` does.
     """
 
@@ -74,9 +73,9 @@ class CodeClause:
 class Code:
     """How a box is classified.
 
-    once: what depends on params alone. guards: where one is false, the box is partial. Without
-    a clause of `keep` that holds a box is empty, without one of `drop` it is full. periods: (index,
-    offset, divisor), all registers, as in `bounds_simplify.Period`.
+    once: statements that depend on params alone. guards: where one is false, the box is partial. A
+    box is empty where no clause of `keep` holds, and full where none of `drop` does. periods:
+    (index, offset, divisor) of each `simplify.Period`, all registers.
     """
 
     once: tuple[Statement, ...]
@@ -86,21 +85,24 @@ class Code:
     periods: tuple[tuple[int, int, int], ...]
 
 
-def code_of(graph: Graph, tensors: Sequence[tuple[str, int]], table_base: int) -> Code:
+def code_of(graph: Graph, tensors: Sequence[tuple[str, int]]) -> Code:
     """The code of the mask `graph`.
 
-    tensors: dtype and rank of the variant's params. table_base: where the first table of
-    `range_tables` lies among the tensors of a call.
+    tensors: dtype and rank of the variant's params, which the tables of `range_tables` follow in
+    ``fajit_args.tensors``.
     """
     tables = {
-        (spec.slot, spec.dim): table_base + 2 * i for i, spec in enumerate(range_tables(graph))
+        (spec.slot, spec.dim): len(tensors) + 2 * i for i, spec in enumerate(range_tables(graph))
     }
     return _Writer(simplify(graph), tensors, tables).code()
 
 
 class _Scope:
-    """Where statements are added. registers: of the nodes that are known there. count: of the
-    registers in use; what comes later in another clause may take their places."""
+    """A list of statements under construction.
+
+    registers: of the nodes whose values are known in it. count: the number of registers in use;
+    later clauses reuse the registers of earlier ones.
+    """
 
     def __init__(self, registers: Mapping[int, int], count: int) -> None:
         self.registers, self.count = dict(registers), count
@@ -193,7 +195,7 @@ class _Writer:
     def _limits(
         self, scope: _Scope, nodes: Sequence[int], join: Callable[[int, int], int], best: int
     ) -> tuple[tuple[int, ...], int]:
-        """The registers of limits, and the constant that joins the constant ones."""
+        """The registers of limits that are not constant, and `join` of `best` and the constants."""
         registers = []
         for n in nodes:
             node = self.program.nodes[n]
@@ -206,7 +208,7 @@ class _Writer:
     # --- values ----------------------------------------------------------------------------------
 
     def value(self, scope: _Scope, node: int) -> int:
-        """The register of the node's value, computed in `scope` if it is not known there."""
+        """The register of the node's value, computed in `scope` unless it is known there."""
         if node not in scope.registers:
             op = self.program.nodes[node].op
             made = self._own(scope, node, op) if op in OWN else self._step(scope, node)
@@ -296,7 +298,7 @@ class _Writer:
         n = self.program.nodes[node]
         slot = n.int_attr("slot")
         at = [self.value(scope, a) for a in n.args]
-        for dim in range(len(at), self.tensors[slot][1]):  # a row: all of the last dim
+        for dim in range(len(at), self.tensors[slot][1]):  # the whole last dim, for a gathered row
             at.append(self._call(scope, "i_places", numbers=(slot, dim)))
         return at
 
@@ -322,7 +324,8 @@ class _Writer:
             bits = self._call(scope, "gather_bits", *self._box(scope, source), numbers=(slot, dim))
         else:
             bits = self._call(scope, "bits_of", self.value(scope, source))
-        return self._call(scope, "i_bit", bits, at, numbers=(_BITS.get(n.dtype, 64),))
+        # Elements are sign-extended: any position below 64 is right for narrower dtypes as well.
+        return self._call(scope, "i_bit", bits, at, numbers=(64,))
 
     def _searchsorted(self, scope: _Scope, node: int) -> int:
         n = self.program.nodes[node]
@@ -335,8 +338,10 @@ class _Writer:
 
 
 def _pruned(statements: Sequence[Statement], used: set[int]) -> tuple[Statement, ...]:
-    """The statements without those whose result nothing reads. used: the registers that are read
-    later, then those that are read from here on."""
+    """The statements without those whose result nothing reads.
+
+    used: the registers that later statements read; those that these statements read are added.
+    """
     kept = []
     for statement in reversed(statements):
         decides = statement.result is None or statement.name == "meet"

@@ -1,20 +1,20 @@
 """The algebra of masks: integer terms in linear normal form, and boolean formulas over them.
 
-A mask compares integer expressions of ``b, h, q_idx, kv_idx``. Here each becomes a `Form`: an
-integer combination of *terms*, where a term is an index or something non-linear (a gather, a
-quotient, a clamp). Sums cancel by themselves in that form, which is what makes interval evaluation
+A mask compares integer expressions of ``b, h, q_idx, kv_idx``. Each of them becomes a `Form`: a
+linear combination of *terms* with integer coefficients, where a term is an index or a non-linear
+value (a gather, a quotient, a clamp). Equal terms cancel in a form, which makes interval evaluation
 exact: ``q - offsets[d] >= k - offsets[d]`` is ``q - k >= 0``.
 
 Machine integers wrap, forms do not. Sums, differences and products commute with wrapping, so only
-values that leave that ring (comparison operands, arguments of non-linear operations, widening
-casts) must fit their dtype. Where static ranges do not prove it, a *guard* is recorded; a tile on
-which a guard fails is partial.
+the operands of other operations (comparisons, non-linear operations, widening casts) must fit their
+dtype. Where static ranges do not prove that, a *guard* is recorded; a tile on which a guard fails
+is partial.
 
-A `Formula` joins comparisons of forms with zero by and / or, in negation normal form. "Some pair of
-the tile is kept" is asked of the mask, "some pair is dropped" of its negation; both are the same
-question of two formulas, so only one kind of evaluation exists: *may this formula be true somewhere
-in the box?* Negation moves to the literals, and within a conjunction an equality such as
-``doc[q] == doc[k]`` rewrites the other parts where that cancels terms.
+A `Formula` joins comparisons of forms with zero by and / or, in negation normal form. There is one
+kind of evaluation: *may this formula be true somewhere in the box?* For the mask it tells whether
+some pair of the tile may be kept, for the negated mask whether some pair may be dropped. Within a
+conjunction an equality such as ``doc[q] == doc[k]`` rewrites the other parts where that cancels
+terms.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ INT_RANGE: Mapping[str, tuple[int, int]] = {
 """The values of each integer dtype."""
 
 MAX_POSITION = 2**30
-"""Indices are at most this large; `q_idx` may be negative, when a request has fewer keys than
-queries. A box beyond it is partial."""
+"""The largest index. `q_idx` may be negative, where a request has fewer keys than queries. A box
+with an index beyond this limit is partial."""
 
 INDEX_RANGE: Mapping[str, tuple[int, int]] = {
     "b": (0, MAX_POSITION),
@@ -53,9 +53,12 @@ INDEX_RANGE: Mapping[str, tuple[int, int]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Form:
-    """``sum(coefficient * term) + const``. Terms ascend and no coefficient is zero."""
+    """``sum(coefficient * term) + const``. Terms ascend and no coefficient is zero.
+
+    Forms have an order because sets of them have another one in each process.
+    """
 
     terms: tuple[tuple[int, int], ...] = ()
     const: int = 0
@@ -105,8 +108,11 @@ class Terms:
         attrs: tuple[tuple[str, Attr], ...] = (),
         bounds: tuple[int, int] | None = None,
     ) -> int:
-        """The index of the node, new or found. `bounds`: its static range (default: its dtype's),
-        which may exceed 64 bits: the evaluation saturates."""
+        """The index of the node, which is added where no equal one exists.
+
+        bounds: its static range (default: its dtype's), which may exceed 64 bits: the evaluation
+        saturates.
+        """
         node = Node(op, tuple(args), dtype, shape, attrs)
         key = (op, node.args, dtype, shape, repr(attrs))
         if key in self._ids:
@@ -189,7 +195,7 @@ class Terms:
                 result = self.substitute(self.to_form(term), old, memo[old])
             else:
                 args = [self.of_form(self._substitute_term(a, old, memo)) for a in node.args]
-                # The static range of the old node holds only under the equality: not passed on.
+                # The static range of the old node need not hold for the new one.
                 new = self.add(node.op, args, node.dtype, node.shape, node.attrs)
                 result = Form(((new, 1),))
         memo[term] = result
@@ -225,7 +231,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`x` where `condition`, else `y`. Negates to a choice again, so cases never multiply."""
+    """`x` where `condition`, else `y`. Its negation is one choice as well, not two cases."""
 
     condition: Formula
     x: Formula
@@ -240,7 +246,7 @@ FALSE: Formula = Join("or", ())
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What a term is by cases: `x` where `condition`, else `y`."""
+    """The value of a term by cases: `x` where `condition`, else `y`."""
 
     condition: Formula
     x: Form
@@ -248,7 +254,7 @@ class Split:
 
 
 def size(formula: Formula) -> tuple[int, int]:
-    """How many literals and how many choices the formula has, written out."""
+    """The number of literals and of choices in the formula."""
     if isinstance(formula, Compare | Test):
         return 1, 0
     if isinstance(formula, Choice):
@@ -263,8 +269,8 @@ def size(formula: Formula) -> tuple[int, int]:
 class Formulas:
     """Builds simplified formulas over one `Terms` store.
 
-    splits: terms that are a choice (``where``, a boolean read as a number): a comparison that holds
-    one becomes two cases, each exact. absolutes: ``|form|`` terms and the form inside.
+    splits: terms that are a choice (``where``, a boolean read as a number); a comparison of such a
+    term becomes two cases, each exact. absolutes: ``|form|`` terms and the form inside.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -376,7 +382,7 @@ class Formulas:
         return parts[0] if len(parts) == 1 else Join("and", tuple(parts))
 
     def _equalities(self, part: Formula) -> list[tuple[int, Form]]:
-        """``x - y + c == 0`` read as y = x + c, then as x = y - c."""
+        """``x - y + c == 0`` as the substitutions y = x + c and x = y - c."""
         if not isinstance(part, Compare) or part.kind != "eq" or len(part.form.terms) != 2:
             return []
         (x, cx), (y, cy) = part.form.terms
@@ -388,7 +394,7 @@ class Formulas:
         ]
 
     def _rewrite(self, formula: Formula, old: int, new: Form) -> Formula:
-        """`formula` with `old` replaced in those comparisons that get simpler by it."""
+        """`formula` with `old` replaced in the comparisons that have fewer terms then."""
         if isinstance(formula, Join):
             parts = tuple(self._rewrite(p, old, new) for p in formula.parts)
             return formula if parts == formula.parts else self.join(formula.kind, parts)

@@ -1,13 +1,13 @@
-"""Which tiles of an attention problem a mask leaves empty, full or partial, without visiting pairs.
+"""Classifies the tiles of a mask as empty, full or partial without evaluating pairs.
 
-The answers come from the interval form of the mask (`bounds_simplify`), which ``_C.IntervalForm``
-(csrc/interval) evaluates; the same form is part of every compiled kernel (`bounds_lower`), so that
-no compiler and no device are needed to know what a kernel skips. They are sound for every mask and
-exact for the usual ones, tail tiles included.
+``_C.IntervalForm`` (csrc/interval) evaluates the interval form of the mask (`simplify`). The same
+form is compiled into every kernel (`cpp`), so that neither a compiler nor a device is needed to
+tell which tiles a kernel skips. The states are sound for every mask and exact for the usual ones,
+tail tiles included.
 
-`tile_runs` is what `explain` uses: it goes from large boxes to tiles only where a box is partial,
-so causal, window and document masks cost far less than one evaluation a tile, and its result is
-runs of equal tiles. `classify_boxes` looks at boxes one by one.
+`tile_runs`, which `explain` uses, divides large boxes into tiles only where a box is partial: for
+causal, window and document masks it needs far fewer evaluations than there are tiles. Its result is
+runs of equal tiles. `classify_boxes` classifies boxes one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .statements import code_of
 from .translate import kind
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
-"""States of a tile: no pair is kept, unknown or some, every pair is kept."""
+"""States of a tile: no pair is kept, some are or it is not known, every pair is kept."""
 
 Array: TypeAlias = NDArray[np.int64]
 Lengths: TypeAlias = Sequence[int] | NDArray[Any]
@@ -37,11 +37,11 @@ Lengths: TypeAlias = Sequence[int] | NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class MaskParams:
-    """What a mask reads at run time.
+    """The values that a mask reads at run time.
 
-    tensors, scalars: the variant's params in slot order. The others have one entry a request, or
-    none; masks that use `fa.q_len`, `fa.kv_len`, `fa.q_row` or `fa.kv_slot` are partial everywhere
-    without them. See ``fajit_args`` for their meaning.
+    tensors, scalars: the variant's params in slot order. The other fields have one entry per
+    request, or none: masks that use `fa.q_len`, `fa.kv_len`, `fa.q_row` or `fa.kv_slot` are then
+    partial everywhere. ``fajit_args`` documents them.
     """
 
     tensors: Sequence[torch.Tensor] = ()
@@ -88,9 +88,9 @@ class TileRuns:
     """Runs of neighbouring non-empty tiles of one state, row by row.
 
     A row is a (request, head, query tile), in that order; `shape` is [B', H', query tiles], with
-    B' or H' 1 where the mask ignores the request or the head. Row r owns the runs
+    B' or H' 1 where the mask ignores the request or the head. Row r has the runs
     ``indptr[r] .. indptr[r + 1]``; run i covers key tiles ``begin[i] <= tile < end[i]`` and has
-    ``state[i]``, PARTIAL or FULL. Runs of a row ascend; what they leave out is empty.
+    ``state[i]``, PARTIAL or FULL. Runs of a row ascend; tiles in no run are empty.
     """
 
     grid: Grid
@@ -130,8 +130,10 @@ class TileRuns:
 
 
 def classify_boxes(graph: Graph, params: MaskParams, boxes: Array) -> NDArray[np.uint8]:
-    """The state of every box, uint8 [N]. boxes: int64 [N, 8], of b, h, q and k the first and the
-    last value. A box without queries or keys is empty."""
+    """The state of every box, uint8 [N]. A box without queries or keys is empty.
+
+    boxes: int64 [N, 8], the first and the last value of b, h, q and k.
+    """
     form, arguments, _held = _form_and_arguments(graph, params)
     states = form.classify(np.ascontiguousarray(boxes, np.int64).data, **arguments)
     return np.frombuffer(states, np.uint8)
@@ -140,7 +142,7 @@ def classify_boxes(graph: Graph, params: MaskParams, boxes: Array) -> NDArray[np
 def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
     """The non-empty tiles of the mask `graph` as runs; see `TileRuns`.
 
-    Time and memory follow the boxes that the mask's border needs, not the number of tiles.
+    Time and memory grow with the number of boxes along the mask's border, not of tiles.
     """
     form, arguments, _held = _form_and_arguments(graph, params)
     program = simplify(graph)
@@ -161,12 +163,12 @@ def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
 
 
 def _axis(used: bool, begin: int, end: int) -> list[tuple[int, int]]:
-    """Intervals along b or h: one a value, or a single one where the mask ignores it."""
+    """Intervals along b or h: one per value, or a single one where the mask ignores it."""
     return [(x, x) for x in range(begin, end)] if used else [(begin, max(begin, end - 1))]
 
 
 class _Arguments(TypedDict):
-    """What every method of an ``_C.IntervalForm`` takes."""
+    """The arguments of every method of ``_C.IntervalForm``."""
 
     tensors: list[int]
     layouts: list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -177,11 +179,11 @@ class _Arguments(TypedDict):
 def _form_and_arguments(
     graph: Graph, params: MaskParams
 ) -> tuple[_C.IntervalForm, _Arguments, list[torch.Tensor]]:
-    """The mask's form, and the params as it reads them: on the host, with their tables.
+    """The mask's form, its arguments, and the tensors on the host that the arguments point to.
 
-    The tensors come last: whoever evaluates must hold them.
+    The caller must keep a reference to the tensors while the form is evaluated.
     """
-    tensors = [t.cpu().resolve_neg() for t in params.tensors]  # those of the host as they are
+    tensors = [t.cpu().resolve_neg() for t in params.tensors]  # no copies of host tensors
     described = tuple((str(t.dtype).removeprefix("torch."), t.ndim) for t in tensors)
     kinds = ["f" if isinstance(s, float) else "i" for s in params.scalars]
     for node in graph.nodes:
@@ -203,6 +205,5 @@ def _form_and_arguments(
 
 @lru_cache(maxsize=64)
 def _form(graph: Graph, tensors: tuple[tuple[str, int], ...], kinds: str) -> _C.IntervalForm:
-    code = code_of(graph, tensors, len(tensors))
-    tables = len(range_tables(graph))
+    code, tables = code_of(graph, tensors), len(range_tables(graph))
     return _C.IntervalForm(code, tensors=tensors, num_tables=tables, scalar_kinds=kinds)

@@ -1,11 +1,10 @@
-"""What each operation of the IR means to the interval form.
+"""Translates each operation of the IR into the interval form.
 
-A mask's graph is read in two ways. `Translator` turns what can be exact into terms and formulas
-(`bounds_terms`), where sums cancel and cases are told apart. Bit tricks become arithmetic on the
-way, because arithmetic has exact interval rules: ``x & 127`` is ``x % 128``, ``x >> 3`` is
-``x // 8``, and ``(bits >> j) & 1`` is its own operation. Short vectors are written out before
-(`scalars_only`). What is left of the operations becomes nodes, and `select` says which function of
-``fajit/interval*.h`` evaluates a node from the intervals of its arguments.
+`Translator` turns a mask's graph into terms and formulas (`terms`), where sums cancel and cases are
+separate. Bit operations become arithmetic, which has exact interval rules: ``x & 127`` is
+``x % 128``, ``x >> 3`` is ``x // 8``, and ``(bits >> j) & 1`` is the operation ``bit``. Short
+vectors are unrolled before (`scalars_only`). The other operations become nodes; `select` gives the
+function of ``fajit/interval*.h`` that evaluates a node from the intervals of its arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from ..ir.ir import REDUCTIONS, Graph, GraphBuilder, Node, rearranged
+from ..ir.ir import BUILTINS, INT_BITS, REDUCTIONS, Graph, GraphBuilder, Node, rearranged
 from .terms import (
     FALSE,
     INT_RANGE,
@@ -40,14 +39,14 @@ _MAX_CHOICES = 48
 class Translator:
     """Translates the nodes of `graph` on demand.
 
-    guards: the range that each form must fit; where one leaves its dtype's range, the machine's
-    integers wrap and nothing derived here holds.
+    guards: the range that each form must fit. Where a form leaves it, machine integers wrap and the
+    translation is not valid.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.terms = Terms()
-        for name in ("b", "h", "q_idx", "kv_idx"):  # in order: a distance is always q - k
+        for name in ("b", "h", "q_idx", "kv_idx"):  # in this order a distance is always q - k
             self.terms.input(name)
         self.formulas = Formulas(self.terms)
         self.guards: dict[Form, tuple[int, int]] = {}
@@ -56,7 +55,7 @@ class Translator:
         self._formulas: dict[int, Formula] = {}
 
     def mask(self) -> Formula:
-        """The formula of the graph's result; a numeric result keeps where it is not zero."""
+        """The formula of the graph's result; a number counts as true where it is not zero."""
         return self._truth(self.graph.output)
 
     # --- booleans --------------------------------------------------------------------------------
@@ -72,11 +71,11 @@ class Translator:
         return self._formulas[index]
 
     def _whole(self, index: int) -> Formula:
-        """The node as one literal: evaluated operation by operation, never written out."""
+        """The node as one literal, which is evaluated operation by operation."""
         return Test(self._raw(self.graph.nodes[index]), True)
 
     def whole_mask(self) -> Formula:
-        """The mask as one literal, for masks that would multiply out too far."""
+        """The mask as one literal, for masks whose clauses would be too many."""
         node = self.graph.result
         if node.dtype == "bool" and node.args and not node.shape:
             return self._whole(self.graph.output)
@@ -145,7 +144,7 @@ class Translator:
     # --- integers --------------------------------------------------------------------------------
 
     def fitted(self, index: int) -> Form:
-        """The integer node's value as the machine computes it: guarded where it might wrap."""
+        """The integer node's value as the machine computes it, with a guard where it might wrap."""
         form, dtype = self.form(index), self.graph.nodes[index].dtype
         low, high = INT_RANGE[dtype]
         least, most = self.terms.range(form)
@@ -155,17 +154,17 @@ class Translator:
         return form
 
     def form(self, index: int) -> Form:
-        """The integer (or boolean) node's value, up to wrapping around its dtype."""
+        """The integer (or boolean) node's value, modulo the range of its dtype."""
         if index not in self._forms:
             form = self._form(index)
             parts = [form.const, *(c for _, c in form.terms)]
-            if max(map(abs, parts)) > _MAX_CONST:  # beyond what a 64-bit evaluation can hold
+            if max(map(abs, parts)) > _MAX_CONST:  # might overflow the 64-bit evaluation
                 form = Form(((self._opaque(self.graph.nodes[index]), 1),))
             self._forms[index] = form
         return self._forms[index]
 
     def _opaque(self, node: Node) -> int:
-        """Any value of the node's dtype."""
+        """A term that may be any value of the node's dtype."""
         return self.terms.add("top", dtype=node.dtype, shape=node.shape)
 
     def _form(self, index: int) -> Form:
@@ -210,7 +209,7 @@ class Translator:
             return self._term(node)
         low, high = INT_RANGE[source]
         wide = INT_RANGE[node.dtype]
-        # Narrowing commutes with wrapping; widening reads the value, which must then be right.
+        # Narrowing commutes with wrapping; widening needs the value after wrapping.
         narrows = wide[1] <= high and wide[0] >= low
         return self.form(arg) if narrows else self.fitted(arg)
 
@@ -287,7 +286,7 @@ class Translator:
         return Form(((self.terms.add(op, args, node.dtype, bounds=bounds), 1),))
 
     def _divided(self, op: str, x: Form, divisor: int) -> Form:
-        """``x // divisor`` or ``x % divisor``; whole multiples leave the quotient exactly."""
+        """``x // divisor`` or ``x % divisor``, with multiples of `divisor` taken out of it."""
         whole = tuple((t, c // divisor) for t, c in x.terms if c % divisor == 0)
         rest = Form(tuple((t, c) for t, c in x.terms if c % divisor), x.const % divisor)
         out = Form(whole, x.const // divisor) if op == "floordiv" else Form()
@@ -301,7 +300,6 @@ class Translator:
 
     def _bits(self, node: Node) -> Form:
         x, y = (self.fitted(a) for a in node.args)
-        width = 8 * {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}[node.dtype]
         if node.op == "and":
             if x.is_const:
                 x, y = y, x
@@ -311,7 +309,7 @@ class Translator:
                     return bit
             if y.is_const and y.const >= 0 and (y.const & (y.const + 1)) == 0:
                 return self._divided("remainder", x, y.const + 1)
-        elif y.is_const and 0 <= y.const < min(width, 62):
+        elif y.is_const and 0 <= y.const < min(INT_BITS[node.dtype], 62):
             if node.op == "shl":
                 return x.times(1 << y.const)
             return self._divided("floordiv", x, 1 << y.const)
@@ -362,10 +360,10 @@ _MAX_ELEMENTS = 64
 
 
 def scalars_only(graph: Graph) -> Graph:
-    """The same mask without vectors.
+    """The same mask with its vectors unrolled to scalars.
 
-    Returned as it is when it has none, when one is long, or when reals are summed: the order of
-    that sum is the kernel's choice.
+    It is returned unchanged where there are none, where one is long, or where floats are summed,
+    because the kernel chooses the order of that sum.
     """
     if not any(n.shape for n in graph.nodes) or any(_keeps_vector(graph, n) for n in graph.nodes):
         return graph
@@ -407,7 +405,7 @@ def _elements(builder: GraphBuilder, node: Node, args: list[list[int]]) -> list[
 # --- interval functions ---------------------------------------------------------------------------
 
 OWN = ("linear", "gather", "searchsorted", "bit")
-"""Operations that take more than a call on the values of their arguments; see `statements`."""
+"""Operations that are more than one call on the values of their arguments; see `statements`."""
 
 _INT_WRAPS = {"add", "sub", "mul", "neg", "abs", "floordiv", "truncdiv", "remainder", "fmod", "shl",
               "shr", "and", "or", "xor"}  # fmt: skip
@@ -419,7 +417,6 @@ _REAL_MAPS = {
 }  # fmt: skip
 _LOGIC = {"and": "and", "or": "or", "xor": "xor", "ne": "xor", "mul": "and", "add": "or",
           "minimum": "and", "maximum": "or"}  # fmt: skip
-_LENGTHS = ("q_len", "kv_len", "q_row", "kv_slot")
 _REARRANGED = ("cat", "interleave", "slice", "broadcast", "amax", "amin")
 
 
@@ -427,9 +424,9 @@ _REARRANGED = ("cat", "interleave", "slice", "broadcast", "amax", "amin")
 class Step:
     """Call `name` on the values of nodes `args`, then on the numbers `extra`.
 
-    ``i_`` functions are of integers, ``f_`` of reals, ``t_`` of conditions. Hulls are of any number
-    of values, of one also. wrap: the dtype's range, to which an integer result that leaves it is
-    set. negate: the condition is inverted afterwards.
+    ``i_`` functions take integers, ``f_`` floats, ``t_`` conditions. A hull takes one value or
+    more. wrap: the dtype's range; an integer result that leaves it becomes this range. negate: the
+    condition is inverted afterwards.
     """
 
     name: str
@@ -440,7 +437,7 @@ class Step:
 
 
 def kind(dtype: str) -> str:
-    """``t`` (condition), ``i`` (integer) or ``f`` (real)."""
+    """``t`` (condition), ``i`` (integer) or ``f`` (float)."""
     return "t" if dtype == "bool" else "i" if dtype in INT_RANGE else "f"
 
 
@@ -462,7 +459,7 @@ def select(nodes: tuple[Node, ...], term: int) -> Step:
     if node.op == "iota":
         last = node.int_attr("length") - 1
         return Step("i_top", extra=(0, last)) if own == "i" else Step("f_range", extra=(0, last))
-    if node.op in _LENGTHS:
+    if node.op in BUILTINS:
         return Step(f"i_{node.op}", node.args)
     arg = nodes[node.args[0]]
     if node.op in _REARRANGED:

@@ -1,14 +1,14 @@
-"""Reads IR that comes from outside: every op, attribute, dtype, shape and slot is checked.
+"""Reads IR from untrusted JSON documents: every op, attribute, dtype, shape and slot is checked.
 
-Nothing is trusted: a graph that passes is one that tracing could have made, so that lowering it
-writes no text but its own. Limits keep what a small document can ask for small.
+A graph that passes is one that tracing could have made, so that no text of the document reaches the
+generated code unchecked. Limits bound the work that a small document can cause.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import ManifestError
@@ -34,9 +34,9 @@ from .ir import (
 
 MAX_NODES = 4096
 MAX_ELEMENTS = 4096
-"""Of one vector: as long as those that tracing makes."""
+"""Elements of one vector: as many as tracing allows."""
 MAX_TOTAL_ELEMENTS = 1 << 17
-"""Of all vectors of a graph: hooks of pairs are unrolled."""
+"""Elements of all vectors of a graph: scalar hooks are unrolled."""
 MAX_PARAMS = 1024
 MAX_RANK = 8
 MAX_TEXT = 1 << 16
@@ -54,19 +54,14 @@ def fail(where: str, problem: str) -> ManifestError:
     return ManifestError(f"{where}: {problem}")
 
 
-def is_int(value: object) -> bool:
-    """Whether `value` is an int and no bool."""
-    return type(value) is int
-
-
 def show(value: object) -> str:
-    """A value from outside as errors quote it: short, ASCII."""
+    """An untrusted value as errors quote it: short, ASCII."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def check_name(where: str, name: object) -> str:
-    """`name` when it is one that `fitting_name` leaves as it is. Raises ManifestError."""
+    """`name`; raises ManifestError unless it is a name that `fitting_name` does not change."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise fail(where, f"a name of 1 to {MAX_NAME} characters is expected, got {show(name)}")
     if name != fitting_name(name):
@@ -75,9 +70,9 @@ def check_name(where: str, name: object) -> str:
 
 
 def variant_from_document(where: str, doc: object) -> VariantIR:
-    """The variant of a document that came from outside.
+    """The variant that an untrusted document describes.
 
-    Raises ManifestError, which names the field, for everything that tracing could not have made.
+    Raises ManifestError, which names the field, for anything that tracing could not have made.
     """
     fields = record(where, doc, ("hooks", "tensors", "scalars", "cpp"))
     cpp = _texts(f"{where}.cpp", fields["cpp"])
@@ -128,7 +123,7 @@ def integer(where: str, value: object, low: int, high: int) -> int:
 
 
 def choice(where: str, value: object, choices: Sequence[str]) -> str:
-    """`value` as one of some words."""
+    """`value`, which must be one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise fail(where, f"one of {', '.join(choices)} is expected, got {show(value)}")
     return value
@@ -161,7 +156,7 @@ def _is_text(text: str) -> bool:
 
 
 def _param_name(where: str, name: object, named: bool) -> str:
-    # Names reach the code only where C++ texts name params; elsewhere they are no part of a spec.
+    # Only C++ texts refer to params by name: other kernel specs have no names.
     if not named and name != "":
         raise fail(where, f"params have names only beside C++ texts, got {show(name)}")
     return check_name(where, name) if name != "" else ""
@@ -244,10 +239,11 @@ class _GraphReader:
             raise fail(f"{where}.attrs", f"expected {', '.join(info.attrs) or 'none'}")
         values = {key: _attribute(f"{where}.{key}", value, op, dtype) for key, value in pairs}
         node = Node(op, tuple(args), dtype, tuple(shape), tuple(values.items()))
-        _RULES[info.kind if op not in _RULES else op](self, where, node)
+        rule = info.kind if info.kind in ("map", "reduce") else "built_in" if op in BUILTINS else op
+        getattr(self, rule)(where, node)
         return node
 
-    # --- rules, by kind and by operation ------------------------------------------------------
+    # --- rules: methods of the operation's name or kind ---------------------------------------
 
     def args(self, node: Node) -> list[Node]:
         """The nodes of a node's arguments."""
@@ -304,7 +300,7 @@ class _GraphReader:
             raise fail(where, "one value is searched in a param of one dim, right is a bool")
         self.want(where, node, "int64", ())
 
-    def length(self, where: str, node: Node) -> None:
+    def built_in(self, where: str, node: Node) -> None:
         self.indices(where, node)
         self.want(where, node, BUILTINS[node.op], ())
 
@@ -377,24 +373,6 @@ class _GraphReader:
         self.want(where, node, x.dtype, ())
 
 
-_Rule = Callable[[_GraphReader, str, Node], None]
-_RULES: Mapping[str, _Rule] = {
-    "map": _GraphReader.map,
-    "reduce": _GraphReader.reduce,
-    "input": _GraphReader.input,
-    "const": _GraphReader.const,
-    "scalar": _GraphReader.scalar,
-    "gather": _GraphReader.gather,
-    "searchsorted": _GraphReader.searchsorted,
-    "iota": _GraphReader.iota,
-    "broadcast": _GraphReader.broadcast,
-    "slice": _GraphReader.slice,
-    "cat": _GraphReader.cat,
-    "interleave": _GraphReader.interleave,
-    **dict.fromkeys(BUILTINS, _GraphReader.length),
-}
-
-
 def _needed(graph: Graph) -> set[int]:
     needed = {graph.output}
     for i in range(len(graph.nodes) - 1, -1, -1):
@@ -406,8 +384,8 @@ def _needed(graph: Graph) -> set[int]:
 def _attribute(where: str, value: object, op: str, dtype: str) -> bool | int | float | str:
     if op == "const":
         return _constant(where, value, dtype)
-    if isinstance(value, bool | str) or is_int(value):
-        return value  # type: ignore[return-value]
+    if isinstance(value, bool | str | int):
+        return value
     raise fail(where, f"an attribute cannot be {show(value)}")
 
 

@@ -1,4 +1,4 @@
-"""Torch's dtypes and the names that the IR, kernel specs and messages have for them."""
+"""Torch dtypes by the names that the IR, kernel specs and messages use."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from flashattn_jit.variants.ir.ir import STORAGE_DTYPES, value_dtype
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORAGE_DTYPES}
-"""Dtypes that tensors may be stored in, by their names."""
+"""Dtypes that captured tensors may have, by name."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""The names by torch dtype; anything else cannot be captured."""
+"""The name of each of these dtypes; tensors of other dtypes cannot be captured."""
 
 VALUE_DTYPES = {dtype: value_dtype(name) for dtype, name in DTYPE_NAMES.items()}
-"""What a hook sees of a tensor of a dtype."""
+"""The dtype that a hook sees, by the dtype of the tensor that it reads."""

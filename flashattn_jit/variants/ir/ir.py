@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -33,11 +33,7 @@ DEFAULT_FLOAT = "float32"
 """What an integer becomes in a true division or a transcendental, whatever torch's default is."""
 
 MAX_NAME = 200
-"""Characters of a name that people give a variant."""
-
-INPUTS = ("score", "b", "h", "kv_h", "q_idx", "kv_idx", "row", "lse")
-"""What a hook is a function of. `h` is the query head, `kv_h` the key-value head, `row` one fp32
-row of q, k, v or the output, `lse` the row's log-sum-exp."""
+"""The most characters of a variant's name."""
 
 REDUCTIONS = {"sum": "add", "prod": "mul", "amax": "maximum", "amin": "minimum", "any": "or",
               "all": "and"}  # fmt: skip
@@ -71,7 +67,7 @@ def _maps(arity: int, names: str) -> dict[str, OpInfo]:
 
 OPS: Mapping[str, OpInfo] = {
     # leaves
-    "input": OpInfo("leaf", 0, ("name",)),  # one of INPUTS
+    "input": OpInfo("leaf", 0, ("name",)),  # one of HOOK_INPUTS
     "const": OpInfo("leaf", 0, ("value",)),
     "scalar": OpInfo("leaf", 0, ("slot",)),  # runtime scalar param: int64 or float64
     # loads: indices wrap when negative and are then clamped; no unsafe read exists
@@ -90,7 +86,7 @@ OPS: Mapping[str, OpInfo] = {
     **_maps(2, "ge gt le lt eq ne"),
     **_maps(1, "isnan isinf"),
     "where": OpInfo("map", 3),  # (bool, x, x) -> x
-    "cast": OpInfo("map", 1),  # to the node's dtype; float to bool is != 0, float to int truncates
+    "cast": OpInfo("map", 1),  # to the node's dtype; to bool: x != 0, float to int: truncated
     # vectors
     "slice": OpInfo("vector", 1, ("start", "step", "length")),  # step may be negative
     "cat": OpInfo("vector", -1),
@@ -102,7 +98,7 @@ OPS: Mapping[str, OpInfo] = {
 
 
 BUILTINS = {"q_len": "int32", "kv_len": "int32", "q_row": "int64", "kv_slot": "int64"}
-"""Lengths and places of a request that every hook may ask for (`builtins.py`), with dtypes."""
+"""Built-ins that every hook may call (`builtins.py`), with the dtypes of their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +214,8 @@ def prune(graph: Graph) -> Graph:
             stack.append((index, True))
             stack.extend((a, False) for a in reversed(graph.nodes[index].args))
     new = {old: i for i, old in enumerate(order)}
-    nodes = tuple(
-        Node(n.op, tuple(new[a] for a in n.args), n.dtype, n.shape, n.attrs)
-        for n in (graph.nodes[i] for i in order)
-    )
+    kept = (graph.nodes[i] for i in order)
+    nodes = tuple(replace(n, args=tuple(new[a] for a in n.args)) for n in kept)
     return Graph(graph.inputs, nodes, new[graph.output])
 
 
@@ -236,20 +230,20 @@ def remap_slots(graph: Graph, tensors: Mapping[int, int], scalars: Mapping[int, 
         else:
             return n
         attrs = tuple((k, table[v] if k == "slot" else v) for k, v in n.attrs)  # type: ignore[index]
-        return Node(n.op, n.args, n.dtype, n.shape, attrs)
+        return replace(n, attrs=attrs)
 
-    return Graph(graph.inputs, tuple(renamed(n) for n in graph.nodes), graph.output)
+    return replace(graph, nodes=tuple(map(renamed, graph.nodes)))
 
 
 # --- dtypes and their promotion -----------------------------------------------------------------
 
-# The rules are those of ``torch.result_type`` (ATen/native/TypeProperties.cpp): operands fall into
-# three classes, tensors with dimensions, 0-dim tensors and Python numbers, and a lower class only
+# The rules are those of ``torch.result_type`` (ATen/native/TypeProperties.cpp). Operands fall into
+# three classes: tensors with dimensions, 0-dim tensors and Python numbers. A later class only
 # matters when its category (bool < int < float) is higher.
 
 
 def value_dtype(stored: str) -> str:
-    """What a hook sees of a tensor: half and fp8 read as float32."""
+    """The dtype of a tensor's elements inside a hook: half and fp8 are read as float32."""
     return stored if stored in DTYPES else "float32"
 
 
@@ -294,18 +288,12 @@ def result_dtype(operands: Iterable[tuple[str, int, bool]]) -> str:
 
     operands: (dtype, rank, weak) each; weak: a Python number, whose floats count as float32.
     """
-    dims: str | None = None
-    zeros: str | None = None
-    numbers: str | None = None
+    classes: list[str | None] = [None, None, None]
     for dtype, rank, weak in operands:
-        if weak:
-            own = DEFAULT_FLOAT if is_float(dtype) else dtype
-            numbers = own if numbers is None else promote(numbers, own)
-        elif rank:
-            dims = dtype if dims is None else promote(dims, dtype)
-        else:
-            zeros = dtype if zeros is None else promote(zeros, dtype)
-    result = _combine(dims, _combine(zeros, numbers))
+        i = 2 if weak else 0 if rank else 1
+        own, known = DEFAULT_FLOAT if weak and is_float(dtype) else dtype, classes[i]
+        classes[i] = own if known is None else promote(known, own)
+    result = _combine(classes[0], _combine(classes[1], classes[2]))
     assert result is not None
     return result
 
@@ -317,8 +305,8 @@ def result_dtype(operands: Iterable[tuple[str, int, bool]]) -> str:
 class TensorParam:
     """A tensor that hooks read at run time.
 
-    strides: per dim ``"0"``, ``"1"`` or ``"n"`` (any): what is compiled in. sizes: per dim -1 (run
-    time) or a size that the hook's structure depends on.
+    strides: per dim ``"0"``, ``"1"`` or ``"n"`` (any), which is compiled in. sizes: per dim -1 (not
+    compiled in) or a size that the hook's structure depends on.
     """
 
     name: str
@@ -371,11 +359,13 @@ HOOK_INPUTS: Mapping[str, tuple[str, ...]] = {
     "pointwise_scale": ("b", "h", "q_idx"),
     "output_mod": ("row", "lse", "b", "h", "q_idx"),
 }
+"""Arguments of each hook. `h` is the query head, `kv_h` the key-value head, `row` one fp32 row of
+q, k, v or the output, `lse` the row's log-sum-exp."""
 
 
 @dataclass(frozen=True, slots=True)
 class VariantIR:
-    """All of a variant that decides the code: hooks by name and the params they read by slot.
+    """All of a variant that decides the code: its hooks, and the params that they read by slot.
 
     cpp: hooks given as C++ text instead of a graph, (hook name, text) pairs.
     """
@@ -403,18 +393,17 @@ class VariantIR:
         return "pointwise" if self.has("pointwise") else "softmax"
 
 
-# --- what a variant reads, for callers that cannot serve every variant --------------------------
+# --- what a variant reads: for calls that do not support every variant ---------------------------
 
 _OF_REQUEST = ("kv_len", "q_len", "q_row")
 
 
 def keys_read_request(variant: VariantIR) -> bool:
-    """Whether `key_mod` or `value_mod` reads its request b, or a built-in of any request.
+    """Whether `key_mod` or `value_mod` depends on the request b, or on a length or row of any.
 
-    Keys that several requests share are changed once for all of them, with b the number of the
-    group: a result that depends on b would be of no request, and a length or a slot of a number
-    that is not b would be that of a group. ``fa.kv_slot(b, kv_idx)`` alone is the same for all
-    requests of the group: the key lies in one place, whichever of them asks.
+    Keys that a group of requests shares go through these hooks once, with the index of the group
+    for b: neither b nor a built-in of b belongs to one of the requests then. The exception is
+    ``fa.kv_slot(b, kv_idx)``: the slot of a shared key is the same for all requests of the group.
     """
     graphs = (variant.hook(h) for h in ("key_mod", "value_mod"))
     return any(g is not None and _reads_request(g) for g in graphs)
@@ -440,12 +429,12 @@ def _reads_request(graph: Graph) -> bool:
 
 
 def unscaled_integers(has: Callable[[str], bool], k_dtype: Any, v_dtype: Any) -> str:
-    """What is wrong with keys or values of int8 that no hook turns into numbers; empty if nothing.
+    """The error message for int8 keys or values that no hook scales; empty where there are none.
 
-    Integers of a quantised cache mean nothing without their scale. float8_e4m3fn are numbers as
-    they are: with a scale of 1, which is common, there is no hook.
+    Integers of a quantised cache mean nothing without their scale. Keys and values of
+    float8_e4m3fn need no hook: a scale of 1 is common.
 
-    has: whether the variant has a hook of a name. k_dtype, v_dtype: torch's, or their names.
+    has: whether the variant has the hook of this name. k_dtype, v_dtype: of torch, or their names.
     """
     for name, dtype, hook in (("k", k_dtype, "key_mod"), ("v", v_dtype, "value_mod")):
         if str(dtype).removeprefix("torch.") == "int8" and not has(hook):
@@ -478,7 +467,7 @@ def graph_to_json(graph: Graph) -> object:
 
 
 def variant_to_json(ir: VariantIR) -> dict[str, object]:
-    """A JSON-able document of the variant; `ir_check.variant_from_document` reads it."""
+    """A JSON-able document of the variant; `document.variant_from_document` reads it."""
     return {
         "hooks": {name: graph_to_json(g) for name, g in ir.hooks},
         "tensors": [[p.name, p.dtype, p.rank, p.strides, list(p.sizes)] for p in ir.tensors],
@@ -505,10 +494,10 @@ def format_graph(graph: Graph) -> Iterator[str]:
 
 
 def fitting_name(name: str) -> str:
-    """`name` where it may stand in a comment, a ``#line`` directive and a message; else its like.
+    """`name` made safe for comments, ``#line`` directives and messages, and cut to `MAX_NAME`.
 
-    Underscores take the place of quotes, backslashes, question marks (trigraphs) and characters
-    that do not print.
+    Underscores replace quotes, backslashes, question marks (trigraphs) and characters that do not
+    print. "variant" stands for an empty name.
     """
     kept = (c if c.isprintable() and c not in '"\\?' else "_" for c in name[:MAX_NAME])
     return "".join(kept) or "variant"

@@ -1,4 +1,4 @@
-"""What happens to an output row after the weighted sum."""
+"""Variants that change output rows after the weighted sum."""
 
 from __future__ import annotations
 
@@ -36,17 +36,13 @@ class DenseGatedOutput(Variant):
         return row * torch.sigmoid(self.gate[b, h, q_row(b, q_idx) - b * q_len(b)])
 
 
-class HeadGatedOutput(Variant):
+class HeadGatedOutput(PackedGatedOutput):
     """``o * sigmoid(gate[row, h])``, one gate for a head; see `GatedOutput`.
 
     gate: float tensor ``[num_q_tokens, num_q_heads]``.
     """
 
     gate: Tensor = tensor("num_q_tokens", "num_q_heads")
-
-    def output_mod(self, row: Tensor, lse: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
-        """The gated row."""
-        return row * torch.sigmoid(self.gate[q_row(b, q_idx), h])
 
 
 def GatedOutput(layout: str = "dense") -> Variant:

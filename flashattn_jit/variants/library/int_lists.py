@@ -1,4 +1,4 @@
-"""Lists of ints that helpers of the library take, checked entry by entry."""
+"""Checks lists of ints that functions of the library take, entry by entry."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flashattn_jit.torch_modes import need_values
 def int_list(name: str, values: object, why: str) -> list[int]:
     """The entries of a sequence, array or tensor of one dim as ints that fit 64 bits.
 
-    why: what needs the values of a tensor, in words.
+    why: what needs the values of a tensor, for the error message.
 
     Raises:
-        InputError: it is something else, or an entry is no int (a float, a bool, text, None);
-            names the entry.
+        InputError: `values` is something else, or an entry is no int (a float, a bool, text, None)
+            or does not fit; the message names the entry.
     """
     if isinstance(values, Tensor):
         need_values(name, why, (values,))
@@ -32,18 +32,18 @@ def int_list(name: str, values: object, why: str) -> list[int]:
             f"{name} must be a sequence of ints or an int tensor of one dim, got "
             f"{type(values).__name__}"
         )
-    return [_int(name, place, value) for place, value in enumerate(values)]
+    return [_int(name, index, value) for index, value in enumerate(values)]
 
 
-def _int(name: str, place: int, value: object) -> int:
+def _int(name: str, index: int, value: object) -> int:
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
     if number is None:
         raise InputError(
-            f"{name}[{place}] must be an int, got {type(value).__name__}; convert it with int()"
+            f"{name}[{index}] must be an int, got {type(value).__name__}; convert it with int()"
         )
     if not -(2**63) <= number < 2**63:
-        raise InputError(f"{name}[{place}] does not fit 64 bits")
+        raise InputError(f"{name}[{index}] does not fit 64 bits")
     return number

@@ -1,4 +1,4 @@
-"""Variant classes that functions of the library make, inside of compiled functions too."""
+"""Variant classes that functions of the library create, also in functions under torch.compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _V = TypeVar("_V", bound=Variant)
 
 
 class _Classes:
-    """Classes by name; those that Dynamo instantiates must be found as attributes."""
+    """Classes by name, as attributes: Dynamo cannot instantiate others."""
 
 
 _CLASSES = _Classes()
@@ -23,9 +23,9 @@ _CLASSES = _Classes()
 def made_class(name: str, make: Callable[..., type[_V]], *args: Any) -> type[_V]:
     """``make(*args)``, a class for the function `name` of the library.
 
-    In a compiled function the arguments must be constants, or objects that were there before.
+    In a compiled function the arguments must be constants, or objects from outside the function.
 
-    Raises VariantError where the compiled function has made an argument itself.
+    Raises VariantError where the compiled function itself creates an argument.
     """
     if not torch.compiler.is_dynamo_compiling():
         return make(*args)
@@ -35,15 +35,15 @@ def made_class(name: str, make: Callable[..., type[_V]], *args: Any) -> type[_V]
 def _made(name: str, make: Callable[..., type[Variant]], *args: Any) -> str:
     try:
         made = make(*args)
-    except AttributeError:  # Dynamo has an object without attributes
+    except AttributeError:  # Dynamo passes an object without attributes
         raise VariantError(
             f"an argument of fa.{name}(...) is made inside of the compiled function, where its "
             "values are not known; make it outside, and let the function refer to it"
         ) from None
-    place = f"{name}_{id(made)}"
-    setattr(_CLASSES, place, made)
-    return place
+    attribute = f"{name}_{id(made)}"
+    setattr(_CLASSES, attribute, made)
+    return attribute
 
 
-# What `torch.compiler.assume_constant_result` sets, which imports Dynamo to do so.
+# As `torch.compiler.assume_constant_result` does, which would import Dynamo.
 _made._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -83,8 +83,8 @@ class Dilated(Variant):
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """``(i - j) % dilation == 0`` inside the window."""
         ahead = q_idx - kv_idx
-        # No kept difference lies between this bound and `window`; with it, a tile whose
-        # differences only reach past the last kept one is seen to be empty.
+        # The largest kept difference. With `window` as the bound, interval analysis would not find
+        # tiles empty whose differences are all between the two.
         reach = self.window - self.window % self.dilation
         inside = ahead >= 0 if self.causal else kv_idx - q_idx <= reach
         return inside & (ahead <= reach) & (ahead % self.dilation == 0)
@@ -145,8 +145,8 @@ class BlockDiffusion(Variant):
     * noised i, clean j: ``blk(i) > blk(j)`` (offset block causal),
     * clean i, clean j: ``blk(i) >= blk(j)`` (block causal).
 
-    length, block: runtime ints; length is half of q_len and of kv_len. A negative position is a
-    noised one of no block that has keys, and sees none.
+    length, block: runtime ints; length is half of q_len and of kv_len. A query at a negative
+    position is noised, in a block without keys, and sees none.
     Arriola et al. 2025, "Block Diffusion" (BD3-LM), section 3; LLaDA-style training.
     """
 

@@ -1,4 +1,4 @@
-"""Norms of queries and keys, head by head, before (or after) their rotation."""
+"""Norms of queries and keys per head, before or after their rotation."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def t5_buckets(
     behind = behind.clamp(min=0)
     exact = num_buckets // 2
     growth = torch.log(behind.float() / exact) / math.log(max_distance / exact)
-    # log(0) is only in lanes that `where` drops; clamped, since inf has no integer.
+    # `where` drops the log of 0, but it is clamped before: inf has no integer.
     grown = exact + (growth.clamp(min=0) * (num_buckets - exact)).to(torch.int64)
     grown = grown.clamp(max=num_buckets - 1)
     return (first + torch.where(behind < exact, behind, grown)).to(torch.int32)
@@ -55,8 +55,8 @@ class BucketBias(Variant):
         self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     ) -> Tensor:
         """The formula of the class."""
-        # Depends on params alone, so it is made once on the host: per pair there is one read and
-        # no logarithm. [num_q_heads, distances], a head's distances side by side.
+        # [num_q_heads, distances], contiguous per head. It depends on params alone, so the prelude
+        # computes it once: a pair needs one read and no logarithm.
         by_distance = self.table[self.bucket_of].t().contiguous()
         distance = torch.clamp(kv_idx - q_idx, min=-self.reach, max=self.reach)
         return score + by_distance[h, distance + self.reach]

@@ -48,9 +48,9 @@ def rotate(
 class TableRope(Variant):
     """Rotation by tables of cos and sin, float ``[positions, pairs]``; `RoPE` makes it.
 
-    A query at position -p takes row p of the tables, with the sine negated. A position that far
-    past the end of the tables takes their last row, which `RoPE` fills with NaN: such a row of q or
-    k never passes for a rotated one.
+    A query at position -p takes row p of the tables, with the sine negated. Positions past the end
+    of the tables take their last row, which `RoPE` fills with NaN, so that errors show in the
+    output.
     """
 
     cos: Tensor = tensor("positions", "pairs")
@@ -60,10 +60,10 @@ class TableRope(Variant):
 
     def query_mod(self, row: Tensor, b: Tensor, h: Tensor, q_idx: Tensor) -> Tensor:
         """The rotated query row."""
-        # Only queries can be before the first key. A sine is odd, a cosine even.
-        place = torch.abs(q_idx)
-        sin = self.sin[place] * torch.where(q_idx < 0, -1.0, 1.0)
-        return rotate(row, self.cos[place], sin, self.interleaved, self.start)
+        # Queries alone may have negative positions. Sines are odd, cosines even.
+        position = torch.abs(q_idx)
+        sin = self.sin[position] * torch.where(q_idx < 0, -1.0, 1.0)
+        return rotate(row, self.cos[position], sin, self.interleaved, self.start)
 
     def key_mod(self, row: Tensor, b: Tensor, kv_h: Tensor, kv_idx: Tensor) -> Tensor:
         """The rotated key row."""
@@ -100,7 +100,7 @@ class ComputedRope(Variant):
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """What the default tables of a `RoPE` are made from."""
+    """The parameters of the default tables of a `RoPE`."""
 
     theta: float
     scaling: RopeScaling
@@ -119,7 +119,7 @@ class _Config:
     def positions(self, q_len: int, kv_len: int) -> int:
         longest = max(q_len, kv_len)
         if self.max_position is None:
-            # Powers of two: a growing context makes new tables only now and then.
+            # A power of two, so that a growing context rarely needs new tables.
             return max(4096, 1 << max(longest - 1, 0).bit_length())
         if longest > self.max_position:
             raise InputError(
@@ -148,7 +148,7 @@ def rope_tables(
     return torch.from_numpy(cos.astype(np.float32)), torch.from_numpy(sin.astype(np.float32))
 
 
-# The values of one config are kept with its class: a call finds them without hashing the config.
+# The tables of a config are cached with its class, so that calls do not hash the config.
 
 
 @functools.lru_cache(maxsize=256)

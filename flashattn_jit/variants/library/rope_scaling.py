@@ -1,10 +1,10 @@
-"""Frequencies of rotary embeddings: plain, and stretched to longer contexts than trained for.
+"""Frequencies of rotary embeddings: plain, and scaled for longer contexts than trained for.
 
 Each scaling is a frozen value with the same three members: `inv_freq` (radians per position of
-every rotated pair), `attention_factor` (multiplies cos and sin) and `effective_length` (what of a
-call's length the frequencies depend on, so that tables are made once and not once per length).
-Everything is computed in float64 on the host; the formulas are those of the papers and of
-`ROPE_INIT_FUNCTIONS` in Hugging Face transformers, which computes them in float32.
+every rotated pair), `attention_factor` (multiplies cos and sin) and `effective_length` (one length
+for all that have the same frequencies, so that they share tables). Everything is computed in
+float64 on the host; the formulas are those of the papers and of `ROPE_INIT_FUNCTIONS` in Hugging
+Face transformers, which computes them in float32.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def base_inv_freq(dim: int, theta: float) -> Frequencies:
 
 
 class RopeScaling(Protocol):
-    """What `RoPE` asks of a scaling. Instances are hashable values."""
+    """The interface of scalings for `RoPE`. Instances are hashable values."""
 
     __slots__ = ()
 
@@ -41,8 +41,8 @@ class RopeScaling(Protocol):
         return 1.0
 
     def effective_length(self, length: int) -> int:
-        """The same for all lengths that have the same frequencies; itself such a length, or 0
-        where one table serves every length."""
+        """One length for all that have the frequencies of `length`, itself one of them; 0 where all
+        lengths have the same frequencies."""
         return 0
 
     def inv_freq(self, dim: int, theta: float, length: int) -> Frequencies:

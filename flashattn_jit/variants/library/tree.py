@@ -1,4 +1,4 @@
-"""The mask of a tree of draft tokens (speculative decoding), as rows of bits."""
+"""The mask of a tree of draft tokens (speculative decoding), stored as rows of bits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pack_bits(mask: Tensor) -> Tensor:
     words = max(1, (columns + 63) // 64)
     padded = torch.nn.functional.pad(mask, (0, 64 * words - columns))
     bits = padded.unflatten(-1, (words, 64)).to(torch.int64)
-    # The sum wraps at bit 63, which is what sets the sign bit.
+    # For bit 63 the sum wraps around and sets the sign bit.
     return torch.sum(bits << torch.arange(64, device=mask.device), dim=-1)
 
 

@@ -1,11 +1,11 @@
 """C++ expressions that the lowerings of pairs and rows share.
 
 First single operations. Then reductions of short vectors in scalar hooks, as loops over their
-entries: unrolled, every entry of a captured row is a value of its own that a query row or a key
-keeps, in registers, for each row of a CUDA tile. A loop keeps one pointer a row, and reads the
-entries from the L1 cache. `torch.dot` of 16 entries in a score_mod took 6.6 s of compilers for
-sm_80, in four builds of which three spilled; as a loop it takes one of 2.5 s, and so do 128
-entries. Last what hooks compute from scalar params alone, once a launch, on the host, for CUDA.
+entries. Unrolled, every entry of a captured row is a value that each row of a CUDA tile keeps in a
+register; a loop keeps one pointer per row and reads the entries from the L1 cache. An unrolled
+`torch.dot` of 16 entries in a score_mod took 6.6 s to compile for sm_80, in four builds of which
+three spilled registers; as a loop it takes one build of 2.5 s, and so do 128 entries. Last, for
+CUDA, the values that the host computes once per launch from scalar params alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ir.ir import BUILTINS, HOOK_INPUTS, REDUCTIONS, Attr, Graph, Node, Tensor
 
 CPP_TYPE = {
     "bool": "bool",
-    # 8- and 16-bit integers live in 32-bit registers and are wrapped after arithmetic.
+    # 8- and 16-bit integers are kept in 32-bit registers and wrapped after arithmetic.
     "uint8": "int32_t",
     "int8": "int32_t",
     "int16": "int32_t",
@@ -45,12 +45,15 @@ TAG = {
 }
 """The tag type of each IR or storage dtype."""
 
+NARROW = ("uint8", "int8", "int16")
+"""Integers that are narrower than the registers they are kept in."""
+
 _WRAPPED = {"add", "sub", "mul", "neg", "abs", "shl", "floordiv", "truncdiv", "pow", "not"}
 _RENAMED = {"and": "and_", "or": "or_", "xor": "xor_", "not": "not_"}
 
 
 def arguments(hook: str) -> str:
-    """The arguments of a hook's C++ function, but for a row."""
+    """The parameter list of a hook's C++ function, without the row."""
     kinds = {"score": "float", "lse": "float"}
     names = [name for name in HOOK_INPUTS[hook] if name != "row"]
     return ", ".join(f"[[maybe_unused]] {kinds.get(name, 'int32_t')} {name}" for name in names)
@@ -78,8 +81,8 @@ def literal(value: Attr, dtype: str) -> str:
 
 
 def read_op(node: Node, args: Sequence[str], tensors: Sequence[TensorParam]) -> str | None:
-    """The C++ expression of what is read by itself: a scalar param, a place in a sorted one, a
-    length; None for other operations."""
+    """The C++ expression of a scalar param, a position in a sorted param or a built-in; None for
+    other operations."""
     if node.op == "scalar":
         getter = "scalar_i64" if node.dtype == "int64" else "scalar_f64"
         return f"c.{getter}({node.int_attr('slot')})"
@@ -97,7 +100,7 @@ def map_op(node: Node, args: list[str], arg_dtypes: list[str]) -> str:
     if node.op == "cast":
         return f"ops::cast<{TAG[arg_dtypes[0]]}, {TAG[node.dtype]}>({args[0]})"
     call = f"ops::{_RENAMED.get(node.op, node.op)}({', '.join(args)})"
-    if node.dtype in ("uint8", "int8", "int16") and node.op in _WRAPPED:
+    if node.dtype in NARROW and node.op in _WRAPPED:
         return f"ops::wrap<{TAG[node.dtype]}>({call})"
     return call
 
@@ -105,8 +108,8 @@ def map_op(node: Node, args: list[str], arg_dtypes: list[str]) -> str:
 # --- reductions of short vectors -----------------------------------------------------------------
 
 UNROLLED = {"cuda": 4, "cpu": 32}
-"""Entries up to which a reduction is written out. On CPUs a key's entries are gathered once for all
-rows of a tile, and gathers are what such a hook costs: there only very long ones are loops.
+"""The most entries of a reduction that is unrolled. CPUs gather a key's entries once for all rows
+of a tile, and the gathers dominate the cost of such a hook: there only long reductions are loops.
 """
 
 
@@ -117,14 +120,14 @@ def joined(node: Node) -> str:
 
 
 Divide = Callable[[Node, list[str]], tuple[Node, list[str]]]
-"""Makes a division cheaper, where its operands let it: see `lower_pair`."""
+"""Replaces a division by a cheaper operation where its operands allow it; see `pair`."""
 
 
 class Loop:
-    """The body of one loop: what an entry is, as statements over the loop's index ``i``.
+    """The body of one loop: statements that compute one entry from the loop's index ``i``.
 
-    values: names of the components of each node before, one where it is a scalar. places: of each
-    gather of a row, where the row begins.
+    values: names of the components of each earlier node, one for a scalar. starts: the name of the
+    first element's address or offset, for each gather of a row.
     """
 
     def __init__(
@@ -132,17 +135,17 @@ class Loop:
         graph: Graph,
         tensors: Sequence[TensorParam],
         values: Sequence[Sequence[str]],
-        places: Mapping[int, str],
+        starts: Mapping[int, str],
         divide: Divide | None,
     ) -> None:
         self._graph, self._tensors, self._values = graph, tensors, values
-        self._places, self._divide = places, divide
+        self._starts, self._divide = starts, divide
         self._lines: list[str] = []
         self._names: dict[tuple[int, str], str] = {}
-        self.uses: dict[str, None] = {}  # names of the statements outside that it reads
+        self.uses: dict[str, None] = {}  # names of the values from outside that it reads
 
     def fold(self, node: Node) -> str | None:
-        """The expression of a reduction node; None where entries have no common form."""
+        """The expression of a reduction node; None where no one expression gives all entries."""
         (source,) = node.args
         vector = self._graph.nodes[source]
         if not vector.shape or not self._uniform(source):
@@ -156,7 +159,7 @@ class Loop:
         )
 
     def _uniform(self, i: int) -> bool:
-        """Whether all entries of a vector are the same expression of their number."""
+        """Whether one expression of the index gives all entries of a vector."""
         node = self._graph.nodes[i]
         if node.op in ("cat", "interleave"):
             return False
@@ -190,12 +193,12 @@ class Loop:
 
     def _load(self, i: int, node: Node, index: str) -> str:
         slot = node.int_attr("slot")
-        param, place = self._tensors[slot], self._outside(self._places[i])
+        param, start = self._tensors[slot], self._outside(self._starts[i])
         tag, tensor = TAG[param.dtype], f"c.tensor({slot})"
         load = "load" if self._divide is None else "read"
         if param.strides[-1] == "1":
-            return f"ops::{load}<{tag}>({tensor}, {place} + ({index}))"
-        return f"ops::{load}_at<{tag}>({tensor}, {place}, {param.rank - 1}, {index})"
+            return f"ops::{load}<{tag}>({tensor}, {start} + ({index}))"
+        return f"ops::{load}_at<{tag}>({tensor}, {start}, {param.rank - 1}, {index})"
 
     def _map(self, node: Node, index: str) -> str:
         names = [self._entry(a, index) for a in node.args]
@@ -213,20 +216,20 @@ class Loop:
 class Uniforms:
     """The fields of ``Hooks::Uniforms``, and the statements that compute them.
 
-    The struct travels among the kernel's parameters, so a device reads a field as an operand.
-    Conversions of doubles, reciprocals and the magic numbers of integer divisions cost a kernel
-    nothing this way.
+    The struct is one of the kernel's parameters, so that instructions read its fields as operands.
+    The kernel then does not spend time on conversions of doubles, reciprocals and the magic numbers
+    of integer divisions.
     """
 
     fields: dict[str, str] = field(default_factory=dict)  # name -> C++ type
     lines: dict[str, str] = field(default_factory=dict)  # name -> expression, in order
 
     def compute(self, name: str, text: str) -> None:
-        """State how `name` is computed, from scalar params and earlier names."""
+        """Add the statement that computes `name` from scalar params and earlier names."""
         self.lines.setdefault(name, text)
 
     def read(self, name: str, kind: str) -> str:
-        """The expression by which a kernel reads `name`, a value of C++ type `kind`."""
+        """The expression with which a kernel reads `name`, a value of C++ type `kind`."""
         self.fields[name] = kind
         return f"c.uniform<Uniforms>().{name}"
 

@@ -1,12 +1,12 @@
-"""Lowers a variant's IR to the C++ `struct Hooks` that the kernel headers are templates over.
+"""Lowers a variant's IR to the C++ `struct Hooks`, a template argument of the kernel headers.
 
-On CPUs, scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for either
-lane orientation: query rows on lanes with a uniform key, or keys on lanes with a uniform query row.
-The arithmetic is overloaded on scalars and vectors (`fajit/hook_ops.h`), so uniform
-sub-expressions stay scalar. Row hooks are emitted as loops over one row (`lower_row`).
+On CPUs, scalar hooks (score, mask, sink, pointwise) are emitted once and instantiated for both
+lane orientations: query rows on lanes with a uniform key, or keys on lanes with a uniform query
+row. Arithmetic is overloaded on scalars and vectors (`fajit/hook_ops.h`), so that uniform
+sub-expressions stay scalar. Row hooks are emitted as loops over one row (`row`).
 
-On CUDA, the same hooks work on one value a thread (`fajit/cuda/hooks/hook_ops.h`), and a row hook
-is the work of one warp.
+On CUDA, the same hooks compute one value per thread (`fajit/cuda/hooks/hook_ops.h`), and one warp
+executes a row hook.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 from ..interval.cpp import lower_classify
 from ..ir.ir import HOOK_INPUTS, ROW_HOOKS, Graph, VariantIR
 from . import pair, row
-from .expressions import TAG, Uniforms, arguments
+from .expressions import TAG, Uniforms, arguments, literal
 
 _FLAGS = {
     "kScore": "score_mod",
@@ -37,9 +37,12 @@ _DECLARE = {"cpu": "static", "cuda": "FAJIT_FN static"}
 
 
 def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "cpu") -> str:
-    """The text of ``struct Hooks`` for `variant`; `name` appears in logical ``#line`` names."""
+    """The text of ``struct Hooks`` for `variant`; `name` appears in the names of ``#line``."""
     declare = _DECLARE[backend]
-    flags = [f"  static constexpr bool {k} = {_bool(variant.has(h))};" for k, h in _FLAGS.items()]
+    flags = [
+        f"  static constexpr bool {flag} = {literal(variant.has(hook), 'bool')};"
+        for flag, hook in _FLAGS.items()
+    ]
     rows = _row_hooks(variant, backend)
     if backend == "cuda":
         scratch = max((n for _, n in rows), default=0)
@@ -59,10 +62,6 @@ def lower_hooks(variant: VariantIR, name: str = "variant", backend: Backend = "c
     return f"struct Hooks {{\n{body}\n}};\n"
 
 
-def _bool(value: bool) -> str:
-    return "true" if value else "false"
-
-
 def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
     """The functions of the row hooks, and how many floats of scratch each uses."""
     out = []
@@ -80,7 +79,7 @@ def _row_hooks(variant: VariantIR, backend: Backend) -> list[tuple[str, int]]:
 def _cpp_function(
     variant: VariantIR, hook: str, text: str, name: str, uniforms: Uniforms | None
 ) -> str:
-    """A user's C++ text as a function of its own; errors point at `hook:<variant>.<hook>`."""
+    """A user's C++ text as a function; compilers name its lines `hook:<variant>.<hook>`."""
     result = "bool" if hook == "mask_mod" else "float"
     declare = "static inline" if uniforms is None else _DECLARE["cuda"]
     return (
@@ -92,7 +91,7 @@ def _cpp_function(
 
 
 def _cpp_params(variant: VariantIR, hook: str, text: str, uniforms: Uniforms | None) -> str:
-    """Locals for the params that the text names: scalars are values, tensors functions."""
+    """Local names for the params that the text uses: scalars are values, tensors functions."""
     words = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = []
     for slot, scalar in enumerate(variant.scalars):
@@ -118,9 +117,7 @@ def _cpp_params(variant: VariantIR, hook: str, text: str, uniforms: Uniforms | N
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _scalar_hook(
-    variant: VariantIR, hook: str, declare: str, uniforms: Uniforms | None = None
-) -> str:
+def _scalar_hook(variant: VariantIR, hook: str, declare: str, uniforms: Uniforms | None) -> str:
     """`pointwise`, `pointwise_scale` and `sink`: functions without the row/key split."""
     result, listed = "float", arguments(hook)
     head = f"{declare} float"
@@ -139,7 +136,7 @@ def _scalar_hook(
     if graph is None:
         neutral = "s" if hook == "pointwise" else ("1.0f" if hook == "pointwise_scale" else "0.0f")
         return f"{opening}    return {neutral};\n  }}"
-    prefix = f"{hook[0]}_" if uniforms is None else f"{hook}_"  # the host's values share a struct
+    prefix = f"{hook[0]}_" if uniforms is None else f"{hook}_"  # unique in `Uniforms`
     lines, value = pair.straight_line(graph, variant.tensors, prefix, uniforms)
     body = "".join(f"    {line}\n" for line in lines)
     return f"{opening}{body}    return ops::widen<{result}>({value});\n  }}"

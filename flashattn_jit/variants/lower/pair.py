@@ -1,36 +1,32 @@
 """Lowers `score_mod` and `mask_mod`: row parts, key parts, and what remains for each pair.
 
 Every sub-expression has a level: uniform (params, b), row (also h, q_idx), key (also kv_idx) or
-pair. Row parts are computed once per query row and tile, key parts once per key, so a pair pays
-only for what truly depends on both. ALiBi on pairs is one subtraction, one conversion and one
-multiply-add; a document mask is one comparison of two values read beforehand.
+pair. Row parts are computed once per query row and tile, key parts once per key, and only what
+depends on both once per pair. ALiBi on pairs is one subtraction, one conversion and one
+multiply-add; a document mask is one comparison of two values that were read before.
 
-For CUDA, what depends on scalar params alone is computed by the host (`Uniforms`), and what a
-pair would divide by is inverted beforehand.
+For CUDA, the host computes what depends on scalar params alone (`Uniforms`), and divisors of pairs
+are inverted once per row or key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import IntFlag
 from functools import partial
 
 from ..ir.ir import HOOK_INPUTS, REDUCTIONS, Graph, Node, TensorParam, VariantIR, rearranged
 from .expressions import CPP_TYPE, TAG, UNROLLED, Loop, Uniforms, joined, literal, map_op, read_op
 
 
-class Level(IntEnum):
-    """What a value depends on. The join of ROW and KEY is PAIR."""
+class Level(IntFlag):
+    """The indices that a value depends on. ROW | KEY is PAIR."""
 
     UNIFORM = 0
     ROW = 1
     KEY = 2
     PAIR = 3
-
-    def join(self, other: Level) -> Level:
-        """The least level that covers both."""
-        return Level(self | other)
 
 
 _INPUT_LEVEL = {
@@ -48,7 +44,7 @@ _NATURAL = ("b", "h", "kv_h", "kv_idx")  # inputs that are never negative
 
 @dataclass
 class Statement:
-    """``const auto name = text;`` at a level, after the statements `uses`.
+    """``const auto name = text;`` at a level, which reads the names `uses`.
 
     host: it depends on scalar params alone. scored: it depends on the score. kind: its C++ type.
     """
@@ -64,14 +60,15 @@ class Statement:
 
 @dataclass
 class Block:
-    """The statements of one hook and the name of its result. uniforms: for CUDA only."""
+    """The statements of one hook. uniforms: for CUDA only. starts: names of the addresses or
+    offsets at which gathered rows start, by node."""
 
     prefix: str
     tensors: Sequence[TensorParam]
     uniforms: Uniforms | None = None
     statements: dict[str, Statement] = field(default_factory=dict)
     inputs: dict[str, Level] = field(default_factory=dict)
-    places: dict[int, str] = field(default_factory=dict)  # where rows begin, by node
+    starts: dict[int, str] = field(default_factory=dict)
     _texts: dict[str, str] = field(default_factory=dict)
 
     def level_of(self, name: str) -> Level:
@@ -89,7 +86,7 @@ class Block:
             return self._texts[text]
         level = Level.UNIFORM
         for use in uses:
-            level = level.join(self.level_of(use))
+            level |= self.level_of(use)
         name = f"{self.prefix}{len(self.statements)}"
         known = tuple(u for u in uses if u in self.statements or u in self.inputs)
         host = bool(kind) and (param or bool(known)) and all(map(self.on_host, known))
@@ -99,7 +96,7 @@ class Block:
         return name
 
     def on_host(self, name: str) -> bool:
-        """Whether the host computes the value: it is made of scalar params, for CUDA."""
+        """Whether the host computes the value: for CUDA, if it depends on scalar params alone."""
         statement = self.statements.get(name)
         return self.uniforms is not None and statement is not None and statement.host
 
@@ -108,7 +105,7 @@ class Block:
         return name == "s" or (name in self.statements and self.statements[name].scored)
 
     def line(self, statement: Statement) -> str:
-        """The C++ of a statement; what the host computes is read."""
+        """The C++ of a statement; a value that the host computes is read from `Uniforms`."""
         text = statement.text
         if self.uniforms is not None and statement.host:
             for s in _needed(self, [statement.name], through_host=True):
@@ -168,10 +165,11 @@ def _lower_node(
 
 
 def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, list[str]]:
-    """A division by what is known ahead of the pairs as something shorter; else the same again.
+    """A cheaper operation and its operands for a division whose divisor is known before the pairs;
+    other operations unchanged.
 
-    Scores are divided by a reciprocal, which is at most 1 ulp off; indices, which masks compare,
-    exactly: by magic numbers, where the host knows the divisor.
+    Scores are multiplied by the reciprocal, which is at most 1 ulp off. Integers are divided
+    exactly, by multiplication with magic numbers, where the host computes the divisor.
     """
     if len(names) != 2:
         return node, names
@@ -190,12 +188,12 @@ _DIVISIONS = ("floordiv", "truncdiv", "remainder", "fmod")
 
 
 def _reduce(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> str:
-    """A reduction: a loop where it is long, else written out."""
+    """A reduction: a loop where it is long, else unrolled."""
     names = values[node.args[0]]
     cuda = block.uniforms is not None
     if len(names) > UNROLLED["cuda" if cuda else "cpu"]:
         divide = partial(_cheap_division, block) if cuda else None
-        loop = Loop(graph, block.tensors, values, block.places, divide)
+        loop = Loop(graph, block.tensors, values, block.starts, divide)
         if text := loop.fold(node):
             return block.emit(text, list(loop.uses))
     total = names[0]
@@ -207,9 +205,9 @@ def _reduce(block: Block, graph: Graph, node: Node, values: list[list[str]]) -> 
 def _lower_gather(
     block: Block, number: int, node: Node, indices: list[str], length: int
 ) -> list[str]:
-    """A load: one offset a dim, added level by level so that rows and keys pay for their own.
+    """A load: one offset per dim, added level by level, so that rows and keys compute theirs once.
 
-    For CUDA a pointer is moved level by level: the last, narrow offset is one multiply-add.
+    For CUDA the offsets are added to a pointer: the last one, of 32 bits, is one multiply-add.
     """
     slot = node.int_attr("slot")
     param, cuda = block.tensors[slot], block.uniforms is not None
@@ -240,7 +238,7 @@ def _lower_gather(
     if not node.shape:
         return [block.emit(f"ops::{load}<{tag}>({tensor}, {total})", uses)]
     dim = param.rank - 1
-    block.places[number] = total
+    block.starts[number] = total
     return [
         block.emit(f"ops::{load}_at<{tag}>({tensor}, {total}, {dim}, {i})", uses)
         for i in range(length)
@@ -250,7 +248,7 @@ def _lower_gather(
 def straight_line(
     graph: Graph, tensors: Sequence[TensorParam], prefix: str, uniforms: Uniforms | None = None
 ) -> tuple[list[str], str]:
-    """A scalar hook as plain statements without levels; returns the lines and the result's name."""
+    """The lines of a scalar hook without levels, and the name of its result."""
     block, result = lower_graph(graph, tensors, prefix, uniforms)
     return [block.line(s) for s in _needed(block, [result])], result
 
@@ -258,10 +256,10 @@ def straight_line(
 # --- the row / key / pair split ----------------------------------------------------------------
 
 
-def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None = None) -> str:
+def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
     """`rows`, `keys`, `score` and `mask` of ``struct Hooks``, each declared with `declare`.
 
-    uniforms: for CUDA, where what the host is to compute goes.
+    uniforms: for CUDA, receives the values that the host computes.
     """
     score, mask = variant.hook("score_mod"), variant.hook("mask_mod")
     hooks: list[tuple[Block, str]] = []
@@ -273,7 +271,7 @@ def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None
         block, result = lower_graph(graph, variant.tensors, prefix, uniforms)
         hooks.append((block, result))
         bodies.append(_pair_function(kind, block, result, declare))
-    # Text hooks are called with plain indices, which rows and keys therefore carry.
+    # C++ texts are called with plain indices, which are then fields of rows and keys.
     text = variant.cpp_hook("score_mod") is not None or variant.cpp_hook("mask_mod") is not None
     row_names = [n for block, result in hooks for n in _escaping(block, result, Level.ROW)]
     key_names = [n for block, result in hooks for n in _escaping(block, result, Level.KEY)]
@@ -281,7 +279,7 @@ def lower(variant: VariantIR, declare: str = "static", uniforms: Uniforms | None
     key_inputs = [n for n in ("kv_idx",) if text or _pair_reads(hooks, n)]
     if text or _pair_reads(hooks, "b"):
         row_inputs = ["b", *row_inputs]
-    # On CPUs rows of several requests lie on lanes, so that b may be a vector.
+    # On CPUs the lanes may hold rows of several requests, so that b may be a vector.
     vary, b = ("", "int32_t b") if uniforms is not None else ("class B, ", "B b")
     rows = _split_function(
         "rows", f"{vary}class H, class Q", f"{b}, H h, Q q_idx", "Row",
@@ -309,7 +307,7 @@ def _keys_read_b(block: Block, result: str) -> bool:
 def _needed(block: Block, roots: Sequence[str], through_host: bool = False) -> list[Statement]:
     """The statements that `roots` need, themselves included, in order.
 
-    What the host computes needs nothing, unless through_host.
+    through_host: include what values that the host computes need.
     """
     wanted = set(roots)
     for name in reversed(list(block.statements)):
@@ -319,7 +317,7 @@ def _needed(block: Block, roots: Sequence[str], through_host: bool = False) -> l
 
 
 def _pair_uses(block: Block, result: str) -> set[str]:
-    """Names that the pair part reads: arguments of pair statements, and the result itself."""
+    """Names that the pair part reads: operands of pair statements, and the result."""
     uses = {result}
     for statement in _needed(block, [result]):
         if statement.level == Level.PAIR:
@@ -328,7 +326,7 @@ def _pair_uses(block: Block, result: str) -> set[str]:
 
 
 def _escaping(block: Block, result: str, level: Level) -> list[str]:
-    """Statements of `level` that the pair part reads. Uniform ones travel with the row, unless the
+    """Names of `level` that the pair part reads. Uniform ones are fields of the row, unless the
     host computes them."""
     levels = (Level.UNIFORM, Level.ROW) if level == Level.ROW else (Level.KEY,)
     uses = _pair_uses(block, result)
@@ -383,7 +381,7 @@ _PAIR_HEAD = {
 
 
 def _absent(variant: VariantIR, kind: str, declare: str) -> str:
-    """A hook that is absent, or given as text, which is called for each lane."""
+    """The pair function of an absent hook, or of one given as C++ text, called for each lane."""
     value = "s" if kind == "score" else "true"
     if variant.cpp_hook(f"{kind}_mod") is not None:
         types, names, values = ("float x, ", "x, ", "s, ") if kind == "score" else ("", "", "")
@@ -396,7 +394,7 @@ def _absent(variant: VariantIR, kind: str, declare: str) -> str:
 
 
 def _pair_function(kind: str, block: Block, result: str, declare: str) -> str:
-    """The pair part: reads row and key values from `r` and `k`, computes what depends on both."""
+    """The pair part, which reads row and key values from `r` and `k`."""
     uses = _pair_uses(block, result)
     lines = []
     for name, level in block.inputs.items():

@@ -1,13 +1,13 @@
 """Lowers row hooks (`query_mod`, `key_mod`, `value_mod`, `output_mod`) to loops over one row.
 
-Slices, concatenations and flips cost nothing: they become index arithmetic inside the loops that
-read them, and a loop is split where a concatenation changes its source. NeoX RoPE becomes two
-loops of head_dim / 2 with no temporary.
+Slices, concatenations and flips need no code: they become index arithmetic in the loops that read
+them, and a loop is split where a concatenation changes its source. NeoX RoPE becomes two loops of
+head_dim / 2 without temporaries.
 
 On CUDA the lanes of a warp share one row, element i on lane i % 32. The loops become
-`ops::each_element`, unrolled, so that what a lane keeps between the row's reads and its writes
-stays in registers. Reductions are joined over the lanes by shuffles. Vectors that are read at other
-places than they are computed go through the warp's scratch, `temps`.
+`ops::each_element`, unrolled, so that values between the reads and the writes of the row stay in
+registers. Shuffles reduce over the lanes. Vectors that are read at other indices than they are
+computed at are stored in the warp's scratch, `temps`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..ir.ir import REDUCTIONS, Graph, Node, TensorParam
-from .expressions import CPP_TYPE, TAG, arguments, joined, literal, map_op, read_op
+from .expressions import CPP_TYPE, NARROW, TAG, arguments, joined, literal, map_op, read_op
 
 
 def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
-    """The C++ function of one row hook: ``out[i]`` from ``row[i]``, both fp32, not aliased."""
+    """The C++ function of one row hook: from ``row`` to ``out``, both fp32, not aliased."""
     lines = RowLowering(graph, tensors).run()
     head = (
         f"  static void {hook}([[maybe_unused]] const Context& c, "
@@ -32,7 +32,7 @@ def lower(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> str:
 
 
 def _row_length(graph: Graph) -> int:
-    """Elements of the row: the result's, else the input's, else any vector's."""
+    """The length of the row: of the result, else of the input, else of any vector."""
     row = [n for n in graph.nodes if n.op == "input" and n.attr("name") == "row"]
     for node in (graph.result, *row, *graph.nodes):
         if node.shape:
@@ -41,7 +41,7 @@ def _row_length(graph: Graph) -> int:
 
 
 class RowLowering:
-    """Statements of one row hook, one loop a segment."""
+    """Statements of one row hook, with one loop per segment."""
 
     def __init__(self, graph: Graph, tensors: Sequence[TensorParam]) -> None:
         self.graph, self.tensors = graph, tensors
@@ -74,7 +74,7 @@ class RowLowering:
             self._fill(i, "out", cast)
         else:
             value = self._cast(self.names[i], cast)
-            self.lines.append(f"for (int i = 0; i < {self.length}; ++i) out[i] = {value};")
+            self.lines.append(_loop(self.length, f"out[i] = {value};"))
 
     # --- scalars -----------------------------------------------------------------------------
 
@@ -125,8 +125,8 @@ class RowLowering:
     # --- vectors -----------------------------------------------------------------------------
 
     def _materialised(self, i: int, node: Node) -> bool:
-        """Vectors that are stored: row loads need a base pointer, interleaving has no index form,
-        and arithmetic used twice would be done twice."""
+        """Whether vector i is stored: interleaving has no index form, and arithmetic that is used
+        twice would be computed twice. A gather is not, but its base offset is."""
         if node.op == "gather":
             slot = node.int_attr("slot")
             self.names[i] = f"p{i}"
@@ -135,19 +135,16 @@ class RowLowering:
                 last = self.tensors[slot].rank - 1
                 self.lines.append(f"const int64_t n{i} = c.tensor({slot}).strides[{last}];")
             return False
-        return node.op == "interleave" or (
-            (node.op == "map" or self._arithmetic(node)) and (self.uses[i] > 1)
-        )
-
-    def _arithmetic(self, node: Node) -> bool:
-        return node.op not in ("input", "const", "iota", "slice", "cat", "broadcast")
+        if node.op in ("input", "const", "iota", "slice", "cat", "broadcast"):
+            return False
+        return node.op == "interleave" or self.uses[i] > 1
 
     def _fill(self, i: int, name: str, cast: str) -> None:
-        for value, place, n in self._pieces(i, self.graph.nodes[i], cast):
-            self.lines.append(_loop(n, f"{name}[{place}] = {value};"))
+        for value, index, n in self._pieces(i, self.graph.nodes[i], cast):
+            self.lines.append(_loop(n, f"{name}[{index}] = {value};"))
 
     def _pieces(self, i: int, node: Node, cast: str) -> Iterator[tuple[str, str, int]]:
-        """Vector i as loops over `i`: the element, its place, how many there are."""
+        """The loops that compute vector i: the element, its index, the number of iterations."""
         if node.op == "interleave":
             n = len(node.args)
             for j, arg in enumerate(node.args):
@@ -166,8 +163,8 @@ class RowLowering:
         node = self.graph.nodes[i]
         return not root and i in self.names and node.op != "gather"
 
-    def _stored_text(self, i: int, place: str) -> str:
-        return f"{self.names[i]}[{place}]"
+    def _stored_text(self, i: int, index: str) -> str:
+        return f"{self.names[i]}[{index}]"
 
     def _segments(self, i: int, length: int, root: bool = False) -> list[tuple[int, int]]:
         cuts = sorted({0, length, *(c for c in self._cuts(i, root) if 0 < c < length)})
@@ -194,35 +191,35 @@ class RowLowering:
     def _element(self, i: int, mul: int, add: int, at: int, root: bool = False) -> str:
         """Element ``mul * i + add`` of node i, where ``at`` is that index for loop index 0."""
         node = self.graph.nodes[i]
-        place = _index(mul, add)
+        index = _index(mul, add)
         if not node.shape:
             return self.names[i]
         if self._stored(i, root):
-            return self._stored_text(i, place)
+            return self._stored_text(i, index)
         if node.op == "input":
-            return f"row[{place}]"
+            return f"row[{index}]"
         if node.op == "const":
             return literal(node.attr("value"), node.dtype)
         if node.op == "iota":
-            return f"{CPP_TYPE[node.dtype]}({place})"
+            return f"{CPP_TYPE[node.dtype]}({index})"
         if node.op == "gather":
             slot = node.int_attr("slot")
             param = self.tensors[slot]
             tag = TAG[param.dtype]
-            spot = place if param.strides[-1] == "1" else f"({place}) * n{i}"
-            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {spot})"
+            offset = index if param.strides[-1] == "1" else f"({index}) * n{i}"
+            return f"ops::load<{tag}>(c.tensor({slot}), p{i} + {offset})"
         if node.op == "broadcast":
             return self.names[node.args[0]]
         if node.op == "slice":
             start, step = node.int_attr("start"), node.int_attr("step")
             return self._element(node.args[0], mul * step, add * step + start, at * step + start)
         if node.op == "cat":
-            offset = 0
+            first = 0
             for a in node.args:
                 n = self.graph.nodes[a].shape[0]
-                if offset <= at < offset + n:
-                    return self._element(a, mul, add - offset, at - offset)
-                offset += n
+                if first <= at < first + n:
+                    return self._element(a, mul, add - first, at - first)
+                first += n
             raise AssertionError("element outside of the concatenation")
         dtypes = [self.graph.nodes[a].dtype for a in node.args]
         return map_op(node, [self._element(a, mul, add, at) for a in node.args], dtypes)
@@ -242,12 +239,12 @@ def _loop(length: int, body: str) -> str:
 # --- on CUDA: the loops, distributed over a warp -------------------------------------------------
 
 _LANE_JOIN = {"sum": "Sum", "prod": "Product", "amax": "Greatest", "amin": "Least", "any": "Any",
-         "all": "All"}  # fmt: skip
+              "all": "All"}  # fmt: skip
 _SCRATCH_TYPE = {**CPP_TYPE, "bool": "int32_t"}
 
 
 def lower_cuda(hook: str, graph: Graph, tensors: Sequence[TensorParam]) -> tuple[str, int]:
-    """The C++ function of one row hook, and how many floats of `temps` it uses, a multiple of 4."""
+    """The C++ function of one row hook, and the floats of `temps` that it uses, a multiple of 4."""
     lowering = _WarpLowering(graph, tensors)
     lines = lowering.run()
     head = (
@@ -269,16 +266,16 @@ class _WarpLowering(RowLowering):
         words = 2 if node.dtype in ("int64", "float64") else 1
         self.scratch += self.scratch % words
         name = self.names[i] = f"t{i}"
-        place = f"temps + {self.scratch}"
-        text = place if kind == "float" else f"reinterpret_cast<{kind}*>({place})"
+        address = f"temps + {self.scratch}"
+        text = address if kind == "float" else f"reinterpret_cast<{kind}*>({address})"
         self.lines.append(f"{kind}* const {name} = {text};")
         self.scratch += words * node.shape[0]
-        for value, where, n in self._pieces(i, node, ""):
-            self.lines.append(_each(n, f"{name}[{where}] = {value};"))
+        for value, index, n in self._pieces(i, node, ""):
+            self.lines.append(_each(n, f"{name}[{index}] = {value};"))
         self.lines.append("ops::sync_warp();")
 
-    def _stored_text(self, i: int, place: str) -> str:
-        text = super()._stored_text(i, place)
+    def _stored_text(self, i: int, index: str) -> str:
+        text = super()._stored_text(i, index)
         return f"({text} != 0)" if self.graph.nodes[i].dtype == "bool" else text
 
     def _write(self, i: int, node: Node) -> None:
@@ -291,8 +288,8 @@ class _WarpLowering(RowLowering):
             self.lines.append(f"float out{number}[ops::per_lane<{n}>];")
             self.lines.append(_each(n, f"out{number}[j] = {value};", "int j"))
         self.lines.append("ops::sync_warp();  // all of the row is read")
-        for number, (_, where, n) in enumerate(pieces):
-            self.lines.append(_each(n, f"row.write({where}, out{number}[j]);", "int j"))
+        for number, (_, index, n) in enumerate(pieces):
+            self.lines.append(_each(n, f"row.write({index}, out{number}[j]);", "int j"))
         self.lines.append("ops::sync_warp();")
 
     def _reduction(self, node: Node) -> str:
@@ -305,11 +302,7 @@ class _WarpLowering(RowLowering):
             body = f"[&]([[maybe_unused]] int i) {{ return {value}; }}"
             text = f"ops::join_elements<{hi - lo}>(lane, {join}(), {text}, {body})"
         total = f"ops::join_lanes({text}, {join}())"
-        return f"ops::wrap<{TAG[node.dtype]}>({total})" if _narrow(node.dtype) else total
-
-
-def _narrow(dtype: str) -> bool:
-    return dtype in ("uint8", "int8", "int16")
+        return f"ops::wrap<{TAG[node.dtype]}>({total})" if node.dtype in NARROW else total
 
 
 def _each(n: int, body: str, second: str = "int") -> str:

@@ -1,4 +1,4 @@
-"""Where a hook failed to trace, in the user's words: hook, file, line, source, remedy."""
+"""Errors of tracing, which name the hook, the user's file and line, the source and a remedy."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _OF_A_FUNCTION = re.compile(r"\w+_mod\([^()|~]*\)")
 
 
 class Where:
-    """Names the variant's hook and finds the user's line among the frames of a call.
+    """Names the variant's hook, and finds the user's line among the frames of a call.
 
-    owner: what the hook belongs to. codes: the code objects that are the user's. kind, fn: of the
-    hook that runs, if one does. outside: the frame that called it.
+    owner: the name of the variant. codes: the user's code objects. kind, fn: the hook that runs, if
+    any. outside: the frame that called it.
     """
 
     def __init__(
@@ -75,14 +75,15 @@ class Where:
             frame = frame.f_back
         return None
 
-    def _text(self, place: tuple[str, int] | None) -> tuple[str, str]:
-        if place is None and self._hook is not None:
-            place = self._hook.co_filename, self._hook.co_firstlineno
-        if place is None:
+    def _text(self, line: tuple[str, int] | None) -> tuple[str, str]:
+        """The hook's name with (file, line), and the source of the line."""
+        if line is None and self._hook is not None:
+            line = self._hook.co_filename, self._hook.co_firstlineno
+        if line is None:
             return self._name(), ""
-        source = linecache.getline(*place).strip()
+        source = linecache.getline(*line).strip()
         shown = f": `{source}`" if source else ""
-        return f"{self._name()} ({place[0]}:{place[1]}{shown})", source
+        return f"{self._name()} ({line[0]}:{line[1]}{shown})", source
 
     def error(self, what: str, remedy: str, *, user_frame: bool = True) -> TraceError:
         """The error for an operation that cannot be part of a kernel."""
@@ -90,7 +91,7 @@ class Where:
         return TraceError(f"{text}: {what} cannot become a kernel; {remedy}")
 
     def value_error(self, what: str) -> TraceError:
-        """The error for asking for the value of a tensor: `if`, `and`, float(), .item()."""
+        """The error for reading the value of a tensor: `if`, `and`, float(), .item()."""
         text, source = self._text(self._line())
         remedy = _REMEDIES.get(what, "")
         if what == "bool":
@@ -107,14 +108,14 @@ class Where:
         )
 
     def from_exception(self, error: Exception) -> TraceError:
-        """The error for anything that the hook raised by itself."""
-        place = None
+        """The error for an exception that the hook raised."""
+        line = None
         tb = error.__traceback__
         while tb is not None:
             if tb.tb_frame.f_code.co_filename in self._files:
-                place = tb.tb_frame.f_code.co_filename, tb.tb_lineno
+                line = tb.tb_frame.f_code.co_filename, tb.tb_lineno
             tb = tb.tb_next
-        text, _ = self._text(place)
+        text, _ = self._text(line)
         return TraceError(
             f"{text}: {type(error).__name__} while tracing: {error}; expected a function of 0-dim "
             "tensors made of torch operations"

@@ -1,4 +1,4 @@
-"""Tensors that a hook makes: constants in the graph, or results of the prelude."""
+"""Tensors that a hook creates: constants in the graph, or results of the prelude."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DYNAMIC = ELEMENTWISE | {"add", "sub", "mul", "truediv", "floordiv", "mod", "po
 def host_call(
     t: Tracer, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A call whose arguments are all known at bind time: recorded in the prelude."""
+    """The result of a call whose arguments are all known at bind time; the prelude records it."""
     name = name or getattr(func, "__name__", "")
     if args and type(args[0]) is Captured and (updated_by(name) or name == "__setitem__"):
         t.refuse_mutation(name)
@@ -42,7 +42,9 @@ def host_call(
     if name == "full" and len(args) > 1 and type(args[1]) is Number and not args[0]:
         return host_call(t, torch.tensor, "tensor", (args[1],), kwargs)
     if name in ("is_tensor", "is_floating_point", "numel", "is_same_size"):
-        return _answer(name, args)
+        if name == "is_tensor":
+            return type(args[0]) in (Value, Captured)
+        return getattr(args[0], name)()
     if name in _MAKERS and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": t.device}
     if name not in _DYNAMIC:
@@ -60,12 +62,6 @@ def _wrap(t: Tracer, x: Any, from_captures: bool) -> Any:
         with torch._C.DisableTorchFunction():
             return const(x.tensor.item(), dtype)  # torch.tensor(3.0) inside a hook
     return Captured(x)
-
-
-def _answer(name: str, args: tuple[Any, ...]) -> Any:
-    if name == "is_tensor":
-        return type(args[0]) in (Value, Captured)
-    return getattr(args[0], name)()
 
 
 # --- factories that take a value of the hook ---------------------------------------------------

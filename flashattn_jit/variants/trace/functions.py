@@ -1,7 +1,6 @@
 """torch functions that are compositions of IR operations: activations, special values, norms.
 
-They are written with the operators and methods that values have (`trace_values.attach`), as a hook
-would write them.
+They are written as in a hook, with the operators and methods of values (`values.attach`).
 """
 
 from __future__ import annotations
@@ -28,23 +27,6 @@ from flashattn_jit.variants.trace.operations import (
 from flashattn_jit.variants.trace.values import Value, tracer
 
 _FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
-
-
-@op("relu")
-def _relu(input: Any, inplace: bool = False) -> Any:
-    x: Any = val(input)
-    return x.clamp(min=0)
-
-
-@op("relu6")
-def _relu6(input: Any, inplace: bool = False) -> Any:
-    x: Any = val(input)
-    return x.clamp(min=0, max=6)
-
-
-@op("square")
-def _square(input: Any) -> Any:
-    return binary("mul", input, input)
 
 
 @op("leaky_relu")
@@ -77,6 +59,17 @@ def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Any:
     return where(scaled > threshold, x, soft if scaled is x else soft / beta)
 
 
+_OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
+    "relu": lambda x: x.clamp(min=0),
+    "relu6": lambda x: x.clamp(min=0, max=6),
+    "square": lambda x: x * x,
+    "frac": lambda x: x - x.trunc(),
+    "isfinite": lambda x: ~(x.isnan() | x.isinf()),
+    "isposinf": lambda x: x == math.inf,
+    "isneginf": lambda x: x == -math.inf,
+}
+"""Functions of one value of any dtype."""
+
 _OF_FLOAT: Mapping[str, Callable[[Any], Any]] = {
     "silu": lambda x: x * x.sigmoid(),
     "hardsigmoid": lambda x: (x + 3).clamp(min=0, max=6) / 6,
@@ -90,17 +83,18 @@ _OF_FLOAT: Mapping[str, Callable[[Any], Any]] = {
     "deg2rad": lambda x: x * (math.pi / 180),
     "rad2deg": lambda x: x * (180 / math.pi),
 }
-"""Functions of one value, which integers enter as float32."""
+"""Functions of one value, with integers converted to float32."""
 
 _ALIASES = {"silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"]}
 
 
-def _of_float(formula: Callable[[Any], Any], input: Any, inplace: bool = False) -> Any:
-    return formula(as_float(input))
+def _of_one(convert: Any, formula: Any, input: Any, inplace: bool = False) -> Any:
+    return formula(convert(input))
 
 
-for _name, _formula in _OF_FLOAT.items():
-    op(_name, *_ALIASES.get(_name, ()))(partial(_of_float, _formula))
+for _convert, _formulas in ((val, _OF_VALUE), (as_float, _OF_FLOAT)):
+    for _name, _formula in _formulas.items():
+        op(_name, *_ALIASES.get(_name, ()))(partial(_of_one, _convert, _formula))
 
 
 @op("logit", "special_logit")
@@ -116,7 +110,7 @@ def _logaddexp(input: Any, other: Any) -> Any:
     a: Any = as_float(input)
     b = as_float(other)
     total = binary("maximum", a, b) + (-(a - b).abs()).exp().log1p()
-    # inf - inf: both are the same infinity, which is the answer.
+    # For two equal infinities a - b is NaN; the result is the infinity.
     return where((a == b) & a.isinf(), a, total)
 
 
@@ -138,7 +132,7 @@ def _hypot(input: Any, other: Any) -> Any:
 def _copysign(input: Any, other: Any) -> Any:
     x: Any = as_float(input)
     size, sign = x.abs(), as_float(other)
-    # 1 / -0.0 is -inf: the sign of a zero counts.
+    # 1 / -0.0 is -inf, which tells -0.0 from 0.0.
     negative = compare("lt", where(compare("eq", sign, 0), div(1, sign), sign), 0)
     return where(negative, -size, size)
 
@@ -165,22 +159,6 @@ def _addcdiv(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Value
     return binary("add", input, binary("mul", value, div(tensor1, tensor2)))
 
 
-@op("isfinite")
-def _isfinite(input: Any) -> Any:
-    x: Any = val(input)
-    return ~(x.isnan() | x.isinf())
-
-
-@op("isposinf")
-def _isposinf(input: Any) -> Any:
-    return compare("eq", input, math.inf)
-
-
-@op("isneginf")
-def _isneginf(input: Any) -> Any:
-    return compare("eq", input, -math.inf)
-
-
 @op("nan_to_num")
 def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
     x: Any = val(input)
@@ -194,12 +172,6 @@ def _nan_to_num(input: Any, nan: Any = None, posinf: Any = None, neginf: Any = N
     finite = emit("where", (x.isnan(), chosen(nan, 0.0), x), x.name)
     finite = emit("where", (compare("eq", x, math.inf), chosen(posinf, top), finite), x.name)
     return emit("where", (compare("eq", x, -math.inf), chosen(neginf, -top), finite), x.name)
-
-
-@op("frac")
-def _frac(input: Any) -> Any:
-    x: Any = val(input)
-    return x - x.trunc()
 
 
 @op("isin", elementwise=False)

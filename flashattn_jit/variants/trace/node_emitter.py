@@ -1,9 +1,9 @@
-"""Nodes of a traced graph: arithmetic that stays canonical, loads from captured tensors.
+"""Adds nodes to a traced graph: canonical arithmetic, and loads from captured tensors.
 
-First `Emitter`, which folds constants and applies the simple identities. Folding computes in the
-node's dtype, as the kernel would; identities on floats are applied only where they hold for every
-value, infinities, NaN and signed zeros included. Then captured tensors: how they are indexed, what
-becomes a load, and what is left to the prelude.
+First `Emitter`, which folds constants and applies simple identities. Folding computes in the node's
+dtype, as the kernel does; identities on floats are applied only where they hold for all values,
+infinities, NaN and signed zeros included. Then the indexing of captured tensors, which becomes
+loads in the graph or calls of the prelude.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Emitter:
                 value = math.trunc(value)
             return self.const(value, dtype)
         if node.op == "cast":
-            # int16 -> int64 -> float64 equals int16 -> float64: the middle dtype lost nothing.
+            # int16 -> int64 -> float64 equals int16 -> float64: the first cast is exact.
             inner = self.node(node.args[0])
             if category(inner.dtype) <= category(node.dtype) and (
                 _EXACT_IN[inner.dtype] <= _EXACT_IN[node.dtype]
@@ -123,7 +123,7 @@ class Emitter:
             folded = self._fold(op, args, values, dtype)
             if folded is not None:
                 return folded
-        # Constants to the right; else the older node to the left: `k <= q` is `q >= k`.
+        # Constants on the right; else the older node on the left: `k <= q` is `q >= k`.
         ordered = values[1:] != [None] or values[0] is None and args[0] <= args[1]
         if op in _COMMUTATIVE and not ordered:
             args, values = (args[1], args[0]), [values[1], values[0]]
@@ -166,13 +166,7 @@ class Emitter:
                 return self.const(0, dtype)
         if c is None or isinstance(c, float) and math.isnan(c):
             return None
-        if (
-            op == "mul"
-            and c == 1
-            or op in ("div", "floordiv", "truncdiv")
-            and c == 1
-            and (integer or op == "div")
-        ):
+        if c == 1 and (op in ("mul", "div") or integer and op in ("floordiv", "truncdiv")):
             return first
         if op == "sub" and c == 0 and not (is_float(dtype) and math.copysign(1, c) < 0):
             return first
@@ -207,7 +201,7 @@ class Emitter:
         if inner.op == op:
             return inner.args[0]
         if op == "not" and dtype == "bool":
-            # Not of a comparison of floats is not the opposite comparison: NaN.
+            # With NaN, the negation of a float comparison is not the opposite comparison.
             integers = all(not is_float(self.node(a).dtype) for a in inner.args)
             opposite = (_NEGATED_INT if integers else _NEGATED).get(inner.op)
             if opposite is not None:
@@ -221,7 +215,7 @@ _WHOLE = slice(None)
 
 
 def materialise(t: Tracer, c: Captured) -> HostTensor:
-    """A captured tensor whose indices are known at bind time, as one tensor of the prelude."""
+    """The prelude tensor of a captured tensor whose indices are all known at bind time."""
     if all(i is None for i in c.index):
         return c.host
     where = tuple(_WHOLE if i is None else i for i in c.index)
@@ -229,7 +223,7 @@ def materialise(t: Tracer, c: Captured) -> HostTensor:
 
 
 def index(t: Tracer, c: Captured, items: Any) -> Captured:
-    """``c[items]``: tensors of the hook index lazily, anything else is a view of the prelude."""
+    """``c[items]``: indexed lazily by values of the hook, else a view that the prelude makes."""
     parts = list(items) if isinstance(items, tuple) else [items]
     parts = [_scalar_index(t, p) for p in parts]
     if not any(isinstance(p, Value) for p in parts):
@@ -266,7 +260,7 @@ def _scalar_index(t: Tracer, part: Any) -> Any:
 
 
 def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
-    """Give the free dims of `c` their indices, narrowing or adding dims of the host first."""
+    """`c` with indices for its free dims; slices narrow the host tensor."""
     free = list(c.free)
     given = sum(1 for p in parts if p is not None and p is not Ellipsis)
     if given > len(free):
@@ -274,8 +268,8 @@ def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
             f"{given} indices for {c.host.name!r}, which has {len(free)} dims left",
             "give at most one index per dim",
         )
-    if Ellipsis in [p for p in parts if p is Ellipsis]:
-        at = next(i for i, p in enumerate(parts) if p is Ellipsis)
+    at = next((i for i, p in enumerate(parts) if p is Ellipsis), None)
+    if at is not None:
         parts = [*parts[:at], *[_WHOLE] * (len(free) - given), *parts[at + 1 :]]
     host, where = c.host, list(c.index)
     for part in parts:
@@ -299,7 +293,7 @@ def _assign(t: Tracer, c: Captured, parts: list[Any]) -> Captured:
 
 
 def load(t: Tracer, c: Captured) -> Value:
-    """The element, or the last dims as a short vector, as a value of the hook."""
+    """The indexed element, or the free dims as a short vector, as a value of the hook."""
     dtype = VALUE_DTYPES.get(c.host.dtype)
     if dtype is None:
         t.refuse(

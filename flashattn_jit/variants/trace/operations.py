@@ -1,8 +1,8 @@
-"""Elementwise operations of hooks: what each torch function means in the IR.
+"""Elementwise operations: how torch functions in hooks become IR.
 
-`op` registers what a torch function or Tensor method does while tracing. The rules for dtypes are
-torch's: `ir.result_dtype` for arithmetic, float32 for the transcendental functions of integers. In
-order: operands, arithmetic, comparisons and logic, functions of one argument, conversions.
+`op` registers the handler of a torch function or Tensor method. The rules for dtypes are torch's:
+`ir.result_dtype` for arithmetic, float32 for the transcendental functions of integers. In order:
+operands, arithmetic, comparisons and logic, functions of one argument, conversions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flashattn_jit.variants.ir.ir import FLOAT_FUNCTIONS, category, is_float, re
 from flashattn_jit.variants.trace.values import HANDLERS, Handler, Number, Shape, Value, tracer
 
 ELEMENTWISE: set[str] = set()
-"""Handlers whose result has the strides of its operands whatever the numbers among them are."""
+"""Handlers whose result has the strides of its tensor operands, whatever numbers they take."""
 
 _F = TypeVar("_F", bound=Handler)
 
 
 def op(*names: str, elementwise: bool = True) -> Callable[[_F], _F]:
-    """Register a handler under the names of the torch functions that it stands for."""
+    """Register a handler for the torch functions of these names."""
 
     def register(fn: _F) -> _F:
         for name in names:
@@ -93,7 +93,7 @@ def _check_range(x: Value, dtype: str) -> None:
     value = tracer().emitter.value(x.node)
     if value is not None:
         info = torch.iinfo(getattr(torch, dtype))
-        # As torch: unsigned ones wrap negative numbers.
+        # As in torch, negative numbers wrap in unsigned dtypes.
         if not (info.min or -info.max) <= value <= info.max:
             tracer().refuse(
                 f"the number {value} with a tensor of {dtype}",
@@ -130,7 +130,7 @@ def binary(name: str, input: Any, other: Any) -> Value:
 
 
 def _scaled(name: str, input: Any, other: Any, alpha: Any = 1) -> Value:
-    one = type(alpha) is int and alpha == 1  # a Number would specialise on the answer
+    one = type(alpha) is int and alpha == 1  # comparing a Number would specialise on it
     return binary(name, input, other if one else binary("mul", other, alpha))
 
 
@@ -139,10 +139,13 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     """torch.div: a true division gives a float."""
     if rounding_mode in ("floor", "trunc"):
         return _integer_division(f"{rounding_mode}div", input, other)
+    return _of_floats("div", input, other)
+
+
+def _of_floats(name: str, input: Any, other: Any) -> Value:
     dtype, (x, y) = aligned(input, other)
-    if not is_float(dtype):
-        dtype = "float32"
-    return emit("div", (cast(x, dtype), cast(y, dtype)), dtype)
+    dtype = dtype if is_float(dtype) else "float32"
+    return emit(name, (cast(x, dtype), cast(y, dtype)), dtype)
 
 
 def _integer_division(name: str, input: Any, other: Any) -> Value:
@@ -278,7 +281,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 
 
 def _reflected(handler: Handler) -> Handler:
-    """What ``other.__rsub__(input)`` does, of the handler of ``input - other``."""
+    """The handler of ``input.__rsub__(other)``, made from that of ``input - other``."""
 
     def reflected(input: Any, other: Any) -> Any:
         return handler(other, input)
@@ -295,6 +298,7 @@ _PAIRS: Mapping[tuple[str, ...], Handler] = {
     ("floor_divide",): partial(_integer_division, "floordiv"),
     ("remainder",): partial(_integer_division, "remainder"),
     ("fmod",): partial(_integer_division, "fmod"),
+    ("atan2", "arctan2"): partial(_of_floats, "atan2"),
     ("ge", "greater_equal"): partial(compare, "ge"),
     ("gt", "greater"): partial(compare, "gt"),
     ("le", "less_equal"): partial(compare, "le"),
@@ -317,17 +321,13 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def _register_pairs() -> None:
-    for names, handler in _PAIRS.items():
-        op(*names)(handler)
-    for name in ("ge", "gt", "le", "lt", "eq", "ne"):
-        op(f"__{name}__")(HANDLERS[name])
-    for symbol, name in _OPERATORS.items():
-        op(f"__{symbol}__", f"__i{symbol}__")(HANDLERS[name])
-        op(f"__r{symbol}__")(_reflected(HANDLERS[name]))
-
-
-_register_pairs()
+for _names, _handler in _PAIRS.items():
+    op(*_names)(_handler)
+for _name in ("ge", "gt", "le", "lt", "eq", "ne"):
+    op(f"__{_name}__")(HANDLERS[_name])
+for _symbol, _name in _OPERATORS.items():
+    op(f"__{_symbol}__", f"__i{_symbol}__")(HANDLERS[_name])
+    op(f"__r{_symbol}__")(_reflected(HANDLERS[_name]))
 
 
 @op("rsub")
@@ -397,18 +397,11 @@ def _sign(input: Any) -> Value:
     return x if x.name == "bool" else emit("sign", (x,), x.name)
 
 
-@op("atan2", "arctan2")
-def _atan2(input: Any, other: Any) -> Value:
-    dtype, (x, y) = aligned(input, other)
-    dtype = dtype if is_float(dtype) else "float32"
-    return emit("atan2", (cast(x, dtype), cast(y, dtype)), dtype)
-
-
 # --- conversions -----------------------------------------------------------------------------
 
 
 def to_dtype(x: Value, dtype: torch.dtype) -> Value:
-    """A conversion the user asked for; half precision is read as float32 inside hooks."""
+    """A conversion that the hook asks for; half precision becomes float32."""
     name = VALUE_DTYPES.get(dtype)
     if name is None:
         tracer().refuse(f"conversion to {dtype}", "use bool, int8-64, uint8, float32 or float64")

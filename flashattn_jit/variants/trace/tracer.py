@@ -1,10 +1,9 @@
 """Tracing: a hook runs once on proxies and becomes a `Graph` of the IR.
 
-No make_fx, FakeTensor or sympy: the proxies of values.py are called with the user's function,
-operators and ``torch.*`` calls arrive at `Tracer.dispatch`, and the handlers of operations.py,
-functions.py, vectors.py, node_emitter.py and factories.py emit nodes. About 0.1-0.3
-ms a hook. Then `trace_variant` puts all hooks of a variant together as one `VariantIR` with
-canonical slots.
+No make_fx, FakeTensor or sympy: the user's function is called with the proxies of values.py, whose
+operators and ``torch.*`` calls reach `Tracer.dispatch`, and the handlers of operations.py,
+functions.py, vectors.py, node_emitter.py and factories.py emit nodes. A hook takes 0.1 to 0.3 ms.
+`trace_variant` joins all hooks of a variant to one `VariantIR` with canonical slots.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ _RANDOM = frozenset({"rand", "randn", "randint", "rand_like", "randn_like", "ran
 
 
 class _Mode(TorchFunctionMode):
-    """Sends calls without proxies (factories, tensors reached past the captures) to the tracer."""
+    """Sends calls without proxies (factories, tensors that are no captures) to the tracer."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ class Tracer:
         finally:
             ACTIVE.reset(active)
             CONTEXT.reset(context)
-            self._running = None  # lets frames go
+            self._running = None  # so that no frame stays alive
 
     def _input(self, name: str, row_length: int) -> Value:
         if name == "row":
@@ -242,7 +241,7 @@ class Tracer:
         return slot
 
     def size_of(self, host: HostTensor, dim: int) -> Any:
-        """A size of a captured tensor: a runtime number, or pinned for what the prelude made."""
+        """A size of a captured tensor, as a `Number`; specialised on for results of the prelude."""
         if host.raw < 0:
             self.specialise(host.sources)
             return host.shape[dim]
@@ -257,7 +256,7 @@ class Tracer:
             self.specialise(("size", host.raw, d) for d in dims)
 
     def specialise(self, sources: Iterable[Source]) -> None:
-        """Make the values of `sources` part of the structural key."""
+        """Add the values of `sources` to the structural key."""
         for source in sorted(sources, key=repr):
             self.pins.setdefault(source)
 
@@ -277,7 +276,7 @@ class Tracer:
         return vectors.expand(x, tuple(shape))
 
     def builtin(self, name: str, args: tuple[Any, ...]) -> Value:
-        """fa.q_len and its siblings."""
+        """The node of a built-in such as `fa.q_len`."""
         nodes = [cast(self.as_value(a), "int32").node for a in args]
         dtype = ir.BUILTINS[name]
         return Value(self.emitter.emit(name, nodes, dtype), dtype)
@@ -334,7 +333,7 @@ class Tracer:
             return self.program.run(func, map_tree(args, leaf), map_tree(kwargs, leaf))
 
     def captured_attribute(self, c: Captured, name: str) -> Any:
-        """``captured.name`` for what `Captured` does not define: a method, or a property."""
+        """``captured.name`` for a method or property of tensors that `Captured` does not define."""
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         attribute = getattr(torch.Tensor, name, None)
@@ -357,11 +356,11 @@ class Tracer:
         raise self._where().error(what, remedy, user_frame=user_frame)
 
     def refuse_value(self, what: str) -> NoReturn:
-        """The hook asked for a value that is only known in the kernel."""
+        """Refuse to read a value that is known in the kernel alone."""
         raise self._where().value_error(what)
 
     def refuse_op(self, name: str) -> NoReturn:
-        """The hook called something that has no meaning in a kernel."""
+        """Refuse a function that has no handler."""
         self.refuse(
             f"`{name}`",
             "it has no form inside a kernel; use elementwise operations, or compute the tensor "
@@ -369,7 +368,7 @@ class Tracer:
         )
 
     def refuse_mutation(self, name: str) -> NoReturn:
-        """The hook writes to a captured tensor."""
+        """Refuse to write to a captured tensor."""
         self.refuse(f"`{name}` on a captured tensor", "hooks must not write; use a new value")
 
     def _refuse_unknown(self, x: torch.Tensor) -> NoReturn:
@@ -383,9 +382,11 @@ class Tracer:
 
 
 class Traced(NamedTuple):
-    """The IR, how captures become slots, and what the trace depended on besides its key.
+    """The result of tracing a variant.
 
-    mask_params: declared params that `mask_mod` depends on.
+    finish: computes the values of the slots from captures; None where they are the captures. pins:
+    the values that the trace specialised on. mask_params: declared params that `mask_mod` depends
+    on.
     """
 
     ir: ir.VariantIR
@@ -395,13 +396,13 @@ class Traced(NamedTuple):
 
 
 def trace_variant(variant: Variant, walk: Walk, dims: Dims) -> Traced:
-    """Trace every hook; numbers are runtime params unless the hooks cannot work that way."""
+    """Trace every hook, with numbers as runtime params unless a hook needs their values."""
     try:
         return _trace(variant, walk, dims, numbers=True)
     except TraceError as error:
         if not walk.numbers or not isinstance(error.__cause__, TypeError):
             raise
-    # Something in the hook takes nothing but a real number: all of them are specialised.
+    # A function in the hook takes Python numbers alone: the trace specialises on all of them.
     return _trace(variant, walk, dims, numbers=False)
 
 
@@ -444,7 +445,7 @@ def _mask_params(
     graphs: Mapping[str, ir.Graph],
     texts: Mapping[str, str],
 ) -> frozenset[str]:
-    """The declared params that decide what the mask keeps, or which code there is at all."""
+    """The declared params that the mask, or the structure, depends on."""
     tensors, numbers = set[int](), set[int]()
     sources: set[Source] = {pin for pin in tracer.pins if pin[0] == "number"}
     scalars = list(tracer.scalar_slots.values())
@@ -469,7 +470,7 @@ def _mask_params(
 def _named_in_texts(
     variant: Variant, texts: Sequence[tuple[str, str]], view: Any, tracer: Tracer
 ) -> list[tuple[str, Captured | Number]]:
-    """The declared params that C++ texts name: they get slots too."""
+    """The declared params that C++ texts name, which need slots."""
     words = {w for _, text in texts for w in re.findall(r"[A-Za-z_]\w*", text)}
     if not words:
         return []

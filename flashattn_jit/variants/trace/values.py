@@ -1,7 +1,7 @@
-"""What a hook sees while it is traced: `Value`, `Number` and `Captured` in place of tensors.
+"""The proxies that a hook gets while it is traced: `Value`, `Number` and `Captured`.
 
-All three carry ``__torch_function__``, so that ``torch.*`` calls reach the tracer; operators and
-methods are attached from the handlers of operations.py and others, which hold what each means.
+All three have ``__torch_function__``, so that ``torch.*`` calls reach the tracer. `attach` gives
+them operators and methods, which call the handlers of operations.py and other modules.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Shape = tuple[int, ...]
 Handler = Callable[..., Any]
 
 HANDLERS: dict[str, Handler] = {}
-"""What a torch function or Tensor method does while tracing, by its name; see `trace_ops.op`."""
+"""Handlers of torch functions and Tensor methods by name, which `operations.op` registers."""
 
 READS = {"item": ".item()", "tolist": ".tolist()", "numpy": ".numpy()", "__bool__": "bool",
          "__float__": "float()", "__int__": "int()", "__index__": "index"}  # fmt: skip
-"""Methods that ask a tensor for its values, by the name that errors give them."""
+"""Methods that read a tensor's values, with their names in error messages."""
 
 _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv,
@@ -66,8 +66,8 @@ def tracer() -> Tracer:
 
 
 def updated_by(name: str) -> str:
-    """The operation whose result `name` writes to its first argument: ``__add__`` for ``__iadd__``,
-    ``add`` for ``add_``; empty for what writes nothing."""
+    """The operation that `name` does in place: ``__add__`` for ``__iadd__``, ``add`` for ``add_``;
+    empty where `name` is not an in-place operation."""
     if name.startswith("__"):
         base = f"__{name[3:]}"
         return base if name.startswith("__i") and base in HANDLERS else ""
@@ -81,10 +81,10 @@ def _dispatch(
 
 
 class _Proxy:
-    """What passes for a tensor while a hook is traced, with a dtype, a device, a shape and an ndim.
+    """A stand-in for a tensor while a hook is traced, with a dtype, a device, a shape and an ndim.
 
-    Reading its values is refused: they are not known then, and a captured tensor on a device would
-    be waited for at each call.
+    Reading its values raises TraceError: they are not known while tracing, and reading a captured
+    tensor on a device would synchronise with it in each call.
     """
 
     __slots__ = ()
@@ -132,7 +132,7 @@ class Value(_Proxy):
     """A value that depends on the hook's arguments: logical `shape` over a flat IR node.
 
     A value of one element is a scalar node whatever its shape; others are vectors, row-major.
-    weak: a Python number on its way into an operation.
+    weak: it is a Python number, which promotes as such.
     """
 
     __slots__ = ("name", "node", "shape", "weak")
@@ -219,10 +219,11 @@ class Captured(_Proxy):
 
 
 class Number:
-    """A captured Python number: its value now, and the node that gives it on later calls.
+    """A captured Python number: its value now, and the node that computes it for later calls.
 
-    Arithmetic with other numbers stays a number. Anything that needs the value (a comparison, a
-    shape, ``math.sqrt``) specialises: the numbers it came from join the structural key.
+    Arithmetic with other numbers gives a `Number`. Operations that need the value (a comparison, a
+    shape, ``math.sqrt``) specialise: the captured numbers that it depends on join the structural
+    key.
     """
 
     __slots__ = ("node", "sources", "value")
@@ -234,7 +235,7 @@ class Number:
         self.sources = sources
 
     def pin(self) -> Any:
-        """The value, specialised on."""
+        """The value, on which the trace specialises."""
         tracer().specialise(self.sources)
         return self.value
 
@@ -251,12 +252,12 @@ class Number:
 
 
 def _is_instance(x: Any, kinds: Any) -> bool:
-    """`isinstance` as a hook means it: proxies are tensors."""
+    """`isinstance` for hooks: proxies are tensors."""
     return isinstance(_EXAMPLE if isinstance(x, Value | Captured) else x, kinds)
 
 
 def _type_of(x: Any, *more: Any) -> Any:
-    """`type` as a hook means it."""
+    """`type` for hooks: that of a proxy is `torch.Tensor`."""
     return (
         type(x, *more) if more else torch.Tensor if isinstance(x, Value | Captured) else x.__class__
     )
@@ -265,11 +266,11 @@ def _type_of(x: Any, *more: Any) -> Any:
 with outside_modes():
     _EXAMPLE = torch.empty(0, device="cpu")
 STAND_INS: dict[str, Any] = {"isinstance": _is_instance, "type": _type_of}
-"""Builtins of rebuilt hooks that ask for types: a proxy cannot pass for a tensor by itself."""
+"""Replacements for builtins in rebuilt hooks, for which a proxy would not be a tensor."""
 
 
 def pinned(x: Any) -> Any:
-    """A captured number as its value, specialised on; anything else as it is."""
+    """The value of a captured number (see `Number.pin`); anything else unchanged."""
     return x.pin() if type(x) is Number else x
 
 
@@ -296,9 +297,9 @@ def _number_op(symbol: str, a: Any, b: Any) -> Any:
 
 
 def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
-    def calculate(a: Any, b: Any) -> Any:
+    def forward(a: Any, b: Any) -> Any:
         if not all(type(x) in (Number, int, float, bool) for x in (a, b)):
-            return NotImplemented
+            return _number_op(symbol, a, b)
         if symbol == "**" and type(b) is Number and type(b.value) is int:
             b = b.pin()  # its sign decides whether the result is an int
         try:
@@ -307,13 +308,8 @@ def _arithmetic(symbol: str, operate: Callable[[Any, Any], Any]) -> None:
             raise type(error)(f"{error} (in {_plain(a)!r} {symbol} {_plain(b)!r})") from None
         return Number(value, (symbol, _node(a), _node(b)), _sources(a, b))
 
-    def forward(self: Any, other: Any) -> Any:
-        result = calculate(self, other)
-        return _number_op(symbol, self, other) if result is NotImplemented else result
-
     def backward(self: Any, other: Any) -> Any:
-        result = calculate(other, self)
-        return _number_op(symbol, other, self) if result is NotImplemented else result
+        return forward(other, self)
 
     name = operate.__name__.strip("_")
     setattr(Number, f"__{name}__", forward)
@@ -358,7 +354,7 @@ for _name in UNARY:
 
 # --- operators and methods of values and captured tensors ----------------------------------------
 
-# `Number` answers isinstance as the int or float that it stands for.
+# For isinstance, a `Number` is the int or float that it stands for.
 _OPERANDS = (Value, Captured, int, float, torch.Tensor, np.generic, type(None))
 
 
@@ -411,7 +407,7 @@ def _missing(self: Value, name: str) -> Any:
 
 
 def attach() -> None:
-    """Give `Value` and `Captured` every operator and method that has a handler, once all have."""
+    """Give `Value` and `Captured` all operators and methods that have a handler."""
     for name, handler in HANDLERS.items():
         dunder = name.startswith("__")
         if dunder and updated_by(name):
@@ -423,5 +419,5 @@ def attach() -> None:
     Value.__getattr__ = _missing  # type: ignore[attr-defined]
     Value.where = lambda self, condition, other: HANDLERS["where"](condition, self, other)  # type: ignore[attr-defined]
     for cls in (Value, Captured):
-        # numpy scalars on the left then return NotImplemented, and our operators are asked.
+        # The operators of numpy scalars on the left then return NotImplemented.
         cls.__array_ufunc__ = None  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
 """Small static vectors and rows: rearrangement, indexing, reductions.
 
-A `Value` of logical shape (n, m, ...) is one flat vector node. Everything that only moves elements
-(slices, flips, transposes, stacks, rolls, views) is computed on an array of element numbers, by
-torch's own methods, and lowered once, by `take`, to the fewest slices, interleaves and
+A `Value` of logical shape (n, m, ...) is one flat vector node. Operations that only move elements
+(slices, flips, transposes, stacks, rolls, views) are applied to an array of element numbers by the
+torch method itself; `take` then turns the result into the fewest slices, interleaves and
 concatenations.
 """
 
@@ -34,7 +34,7 @@ from flashattn_jit.variants.trace.values import Captured, Shape, Value, tracer
 
 Numbers = npt.NDArray[np.int64]
 MAX_PIECES = 64
-"""How many slices one rearrangement may need before it is refused."""
+"""The most slices of one rearrangement."""
 
 
 def element_numbers(x: Value) -> Numbers:
@@ -62,7 +62,7 @@ def _take(node: int, ns: Numbers, dtype: str) -> int:
     emitter = tracer().emitter
     source = emitter.node(node)
     count = len(ns)
-    if not source.shape:  # every element of a scalar is that scalar
+    if not source.shape:
         if count == 1:
             return node
         return emitter.emit("broadcast", [node], dtype, (count,), length=count)
@@ -95,7 +95,7 @@ def _pieces(ns: Numbers) -> tuple[list[Numbers], bool]:
         step = int(ns[stop - 1] - ns[start])
         while stop < len(ns) and int(ns[stop] - ns[stop - 1]) == step:
             stop += 1
-        # A lone pair with a jump is better left to the next run.
+        # Two elements with another difference than 1 may be the start of the next run.
         if stop - start == 2 and abs(step) != 1 and stop < len(ns):
             stop = start + 1
         runs.append(ns[start:stop])
@@ -123,7 +123,7 @@ def _slice(node: int, start: int, step: int, count: int, dtype: str) -> int:
         new_start = inner_start + start * inner_step
         return _slice(source.args[0], new_start, step * inner_step, count, dtype)
     if source.op == "cat":
-        # Inside one part of a concatenation the others do not matter.
+        # A slice inside one part of a concatenation is a slice of that part.
         offset = 0
         for part in source.args:
             size = emitter.node(part).shape[0] if emitter.node(part).shape else 1
@@ -167,14 +167,14 @@ def expand(x: Value, shape: Shape) -> Value:
 
 
 def full(x: Value) -> Value:
-    """`x` with a vector node for more than one element (arithmetic leaves scalars unexpanded)."""
+    """`x` with a vector node if it has several elements (arithmetic does not expand scalars)."""
     count = math.prod(x.shape)
     if count > 1 and not tracer().emitter.node(x.node).shape:
         return Value(_take(x.node, np.zeros(count, np.int64), x.name), x.name, x.shape)
     return x
 
 
-# --- what only moves elements ------------------------------------------------------------------
+# --- operations that only move elements ----------------------------------------------------------
 
 
 def ints(*args: Any) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def ints(*args: Any) -> tuple[int, ...]:
 
 
 def _moved(name: str, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the method `name` makes: torch's own says, of the numbers of the elements."""
+    """The result of the Tensor method `name`, which torch applies to the element numbers."""
     v = val(input)
     args, kwargs = map_tree((args, kwargs), lambda x: x if x is None else int(x))
     with torch._C.DisableTorchFunction():
@@ -336,13 +336,9 @@ def _mean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = No
         tracer().refuse("mean of integers", "convert with `.float()` first")
     total = reduce("sum", v, dim, keepdim)
     count = math.prod(v.shape) // max(math.prod(total.shape), 1)
-    return binary("mul", total, 1.0 / count) if _is_power_of_two(count) else emit(
-        "div", (total, cast(val(float(count)), total.name)), total.name
-    )  # fmt: skip
-
-
-def _is_power_of_two(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
+    if count.bit_count() == 1:  # a power of two: the product is exact
+        return binary("mul", total, 1.0 / count)
+    return emit("div", (total, cast(val(float(count)), total.name)), total.name)
 
 
 def _extremum(name: str, pair: str, input: Any, *args: Any, **kw: Any) -> Any:
@@ -373,17 +369,12 @@ def _dot(input: Any, other: Any, dim: int = -1) -> Value:
 
 @op("matmul", "__matmul__", "mm", "mv", "bmm", "einsum", "linear", elementwise=False)
 def _matmul(input: Any, other: Any = None, *args: Any) -> Value:
-    a, b = (val(x) if isinstance(x, Value) or _is_row(x) else None for x in (input, other))
-    if a is not None and b is not None and len(a.shape) == len(b.shape) == 1:
-        return _dot(a, b)
+    if all(isinstance(x, Value | Captured) and x.ndim == 1 for x in (input, other)):
+        return _dot(input, other)
     return tracer().refuse(
         "a matrix product", "only dot products of small vectors exist inside a hook; "
         "multiply before the call and capture the result"
     )  # fmt: skip
-
-
-def _is_row(x: Any) -> bool:
-    return isinstance(x, Captured) and x.ndim == 1
 
 
 @op("norm", "linalg_norm", "linalg_vector_norm", elementwise=False)

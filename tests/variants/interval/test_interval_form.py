@@ -44,7 +44,7 @@ def statements(code: Code) -> Iterator[Statement]:
 
 def code(graph: Graph, tensors: Sequence[torch.Tensor]) -> Code:
     params = [(t.dtype, t.rank) for t in described(tensors)]
-    return code_of(graph, params, len(params))
+    return code_of(graph, params)
 
 
 # --- names ----------------------------------------------------------------------------------------
