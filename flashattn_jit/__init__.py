@@ -56,13 +56,15 @@ if TYPE_CHECKING:
     from .ops.append import append_paged_kv
     from .ops.arguments.limits import Limits
     from .ops.attention import attention
-    from .ops.batch import BatchAttention, Plan
-    from .ops.cascade import CascadeAttention, CascadeLevel, cascade_levels
+    from .ops.batch import BatchAttention
+    from .ops.cascade import CascadeAttention, cascade_levels
     from .ops.flex import flex_attention
+    from .ops.keys.level_pages import CascadeLevel
     from .ops.keys.paged import Paged
     from .ops.keys.sparsity import BlockSparse, TokenSparse, Tree
     from .ops.keys.storage import Ragged
     from .ops.merge import merge_states
+    from .ops.plan import Plan
     from .ops.sdpa import scaled_dot_product_attention
     from .ops.varlen import varlen_attention
     from .variants.builtins import kv_len, kv_slot, q_len, q_row
@@ -92,10 +94,10 @@ _LAZY = {
     "BatchAttention": "ops.batch",
     "BlockSparse": "ops.keys.sparsity",
     "CascadeAttention": "ops.cascade",
-    "CascadeLevel": "ops.cascade",
+    "CascadeLevel": "ops.keys.level_pages",
     "Limits": "ops.arguments.limits",
     "Paged": "ops.keys.paged",
-    "Plan": "ops.batch",
+    "Plan": "ops.plan",
     "Ragged": "ops.keys.storage",
     "TokenSparse": "ops.keys.sparsity",
     "Tree": "ops.keys.sparsity",
