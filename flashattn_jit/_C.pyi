@@ -1,11 +1,12 @@
 """Types of the runtime extension: loading and launching artifacts, hardware facts, merging states.
 
-Addresses are ints as `Tensor.data_ptr()` gives them; 0 is null. Strides are in elements. What could
-make a kernel read or write outside its tensors raises `ValueError` (`TypeError` for a wrong type).
+Addresses are ints from `Tensor.data_ptr()`; 0 is null. Strides are in elements. Arguments with
+which a kernel could access memory outside its tensors raise `ValueError` (`TypeError` for a wrong
+type).
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from typing_extensions import Buffer
 
@@ -21,17 +22,17 @@ Launch = tuple[str, tuple[int, int, int], tuple[int, int, int], int, bytes]
 """Kernel, grid, block, dynamic shared bytes, parameter bytes."""
 
 def cpu_features() -> list[str]:
-    """What this CPU and its system have beyond the baseline, as `codegen.targets` names it."""
+    """Features of this CPU and system beyond the baseline, by the names of `codegen.targets`."""
 
 def refuse_stranded() -> None: ...
 def target_variable() -> str | None:
     """FLASHATTN_JIT_TARGET of the process environment, which `os.environ` writes through to."""
 
 def begin_run_epoch() -> int:
-    """Begins a new epoch and returns its number: what runs from now on has at least this one."""
+    """Begins a new epoch and returns its number. Later runs have at least this epoch."""
 
 def cache_sizes() -> tuple[int, int, int]:
-    """Bytes of one core's L1 data, L2 and L3 cache; 0 where unknown."""
+    """Bytes of one core's L1 data, L2 and L3 cache; 0 if unknown."""
 
 def merge_states(
     outs: Sequence[int],
@@ -54,7 +55,7 @@ def merge_states(
 class Module:
     """An artifact, loaded with RTLD_NOW | RTLD_LOCAL and never closed.
 
-    Raises `OSError` where it cannot be loaded, `AbiError` where it speaks another interface.
+    Raises `OSError` if it cannot be loaded, `AbiError` if it has another ABI version.
     """
 
     def __init__(self, path: str) -> None: ...
@@ -70,9 +71,9 @@ class Module:
 
     @property
     def last_run(self) -> int:
-        """The epoch (`begin_run_epoch`) in which it last ran, or was launched as data; 0 before.
+        """The epoch (`begin_run_epoch`) of its last run, or launch as data; 0 before the first.
 
-        Planning with it counts as well, by `note_run`.
+        `note_run` counts as a run; planning calls it.
         """
 
     def note_run(self) -> None:
@@ -84,14 +85,15 @@ class Module:
 _Array = tuple[int, int, int]
 """A contiguous CPU integer array: address, entries, bytes of an entry (4 or 8)."""
 _Storage = tuple[_Array | None, _Array | None, _Array | None, int, int]
-"""kv_indptr (ragged), page_indptr, last_page_len (paged), page_size (0: ragged), page indices."""
+"""kv_indptr (ragged), page_indptr, last_page_len (paged), page_size (0: ragged), number of page
+indices."""
 _Level = tuple[_Array, _Array | None, _Storage]
 """q_indptr of groups, tokens of their entries, storage of the groups' keys."""
 
 class BatchLengths:
     """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
 
-    Raises ValueError that names the array and the request.
+    Raises ValueError, which names the array and the request.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class BatchLengths:
         kv_len: tuple[int, ...] | None = None,
         q_offset: int | tuple[int, ...] = 0,
     ) -> BatchLengths:
-        """Requests that are a dim of their tensors, with kv_len of kv_rows keys each."""
+        """Requests that are a dim of dense tensors; request b has kv_len[b] of kv_rows keys."""
 
     @property
     def num_requests(self) -> int: ...
@@ -139,8 +141,8 @@ class BatchLengths:
         """(prefill requests, few-row requests, most packed rows of one), groups included."""
 
 class Kind:
-    """A kernel as the planner sees it: its tile and what its work costs (`Kind` of
-    csrc/scheduler/batch_plan.h). module may be None where masks are not classified."""
+    """A kernel for the planner: its tile and the costs of its work (`Kind` of
+    csrc/scheduler/batch_plan.h). module may be None if masks are not classified."""
 
     def __init__(
         self,
@@ -162,14 +164,15 @@ class Kind:
     def min_chunk(self) -> int: ...
 
 class BatchPlan:
-    """Who computes what: see csrc/scheduler/batch_plan.h. Immutable.
+    """The distribution of a batch's work: see csrc/scheduler/batch_plan.h. Immutable.
 
-    kinds: prefill and few-row, None where a batch has no such work. split_keys of 0 are never cut.
-    merge_ns: what a merge's launch costs. num_levels: levels of shared keys that plans within the
-    limits may have. lists: (q_block, key_block, per_head, begin, count, num_key_blocks) or None.
-    tensors, scalars: of the mask, with their layouts, for its interval form. limits: (max_requests,
-    max_q_tokens, max_kv_len, max_pages) or None. row_block: no item has query rows of two blocks of
-    so many. Raises ValueError for a batch beyond the limits.
+    kinds: prefill and few-row, None if a batch has no such work. split_keys: keys per split in
+    batch-invariant plans; 0: no splits. merge_ns: cost of a merge's launch. num_levels: levels of
+    shared keys that plans within the limits may have. lists: (q_block, key_block, per_head, begin,
+    count, num_key_blocks) or None. tensors, scalars: of the mask, with their layouts, for its
+    interval form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None. row_block:
+    items do not cross multiples of this many query rows. Raises ValueError for a batch beyond the
+    limits.
     """
 
     def __init__(
@@ -207,12 +210,12 @@ class BatchPlan:
         merge_sources: Sequence[int] = (),
         partial_rows: int = 0,
     ) -> BatchPlan:
-        """A plan of work that somebody else made, as buffers of packed `fajit_work` and
-        `fajit_merge_work`, 8 int32 each. `BatchCall` checks it."""
+        """A plan of given work: buffers of packed `fajit_work` and `fajit_merge_work`, 8 int32
+        each. `BatchCall` checks it."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that runs need for partial states; under limits, for any batch within them."""
+        """Bytes that runs need for partial states; with limits, for any batch within them."""
 
     @property
     def partial_rows(self) -> int: ...
@@ -231,10 +234,10 @@ class BatchPlan:
 
     def worker_indptr(self, kind: int) -> list[int]: ...
     def cost_ns(self, kind: int) -> list[float]:
-        """Predicted, of every item of a kind."""
+        """Predicted cost of every item of a kind."""
 
     def load_ns(self, kind: int) -> list[float]:
-        """Predicted, of every worker of a kind."""
+        """Predicted time of every worker of a kind."""
 
     @property
     def merge_work(self) -> bytes:
@@ -244,7 +247,7 @@ class BatchPlan:
     def merge_sources(self) -> list[int]: ...
     @property
     def capacity(self) -> dict[str, int | tuple[int, int]]:
-        """Entries that every plan within the limits has room for; without limits, what this has."""
+        """Capacity of every plan within the limits; without limits, the size of this plan."""
 
     @staticmethod
     def workspace_bound(
@@ -268,11 +271,11 @@ class BatchPlan:
 class BatchCall:
     """A plan with the modules that run it. Immutable: threads may share it.
 
-    modules: of prefill and few-row work, None where the plan has no such work. With limits, what a
-    module is given for is launched whether or not this plan has work for it. The plan is checked
-    against the lengths. `bind` gives the call that launches. Addresses that are not used are 0. On
-    CPUs one team of threads works through the lists of both kinds; a thread that is done with its
-    own takes from the others'.
+    modules: of prefill and few-row work, None if the plan has no such work. With limits, all given
+    modules are launched, even if this plan has no work for them. The plan is checked against the
+    lengths. `bind` returns the call that launches. Unused addresses are 0. On CPUs one team of
+    threads processes the lists of both kinds; a thread that has finished its list takes items from
+    the others' (work stealing).
     """
 
     def __init__(
@@ -306,17 +309,17 @@ class BatchCall:
     def is_cuda(self) -> bool: ...
     @property
     def block_bytes(self) -> int:
-        """Bytes of the device block, the plan as `launch(device_block=)` must find it at a multiple
-        of 16 bytes. Under limits, these and the places of its sections are the same for every
-        plan."""
+        """Bytes of the device block: the plan in the layout of `launch(device_block=)`, whose
+        address must be a multiple of 16. With limits, the size and the offsets of its sections are
+        the same for every plan."""
 
     def write_block(self, address: int, bytes: int) -> None:
         """Writes the device block to host memory of at least `block_bytes` bytes."""
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that `launch(workspace=)` must point to; 0 when no row is split. Under limits, for
-        any plan within them."""
+        """Bytes that `launch(workspace=)` must point to; 0 if no row is split. With limits, for any
+        plan within them."""
 
     def launch(
         self,
@@ -340,32 +343,15 @@ class BatchCall:
         """Runs the kernels, then their merge, without the GIL.
 
         CUDA artifacts are enqueued on `stream` of `device`; their addresses are the device's.
-        Raises `AbiError` or `ValueError` where the artifact refuses, `MemoryError` where its
-        scratch cannot be allocated, `LaunchError` where CUDA refuses; then nothing useful is in
-        `out`.
+        Raises `AbiError` or `ValueError` if the artifact refuses, `MemoryError` if its scratch
+        cannot be allocated, `LaunchError` if CUDA refuses; `out` is then undefined.
         """
 
-    def plan_launches(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        scale: float,
-        num_threads: int,
-        tensors: Sequence[int] = (),
-        scalars: Sequence[int | float] = (),
-        workspace: int = 0,
-        states: int = 0,
-        page_indices: int = 0,
-        key_blocks: int = 0,
-        device_block: int = 0,
-        stream: int = 0,
-        device: int = 0,
-    ) -> list[tuple[Module, Launch]]:
-        """What `launch` would launch, as data, each with its module; needs no driver. CUDA
-        artifacts only."""
+    def plan_launches(self, *args: Any, **kwargs: Any) -> list[tuple[Module, Launch]]:
+        """The launches of `launch` with these arguments as data, each with its module.
+
+        CUDA artifacts only; needs no driver.
+        """
 
 # --- interval forms of masks ----------------------------------------------------------------------
 
@@ -373,16 +359,16 @@ def interval_functions() -> list[str]:
     """The functions of fajit/interval*.h that statements of an `IntervalForm` may call."""
 
 class IntervalForm:
-    """The interval form of a mask, as kernels have it compiled in: see csrc/interval/program.h.
+    """The interval form of a mask, the same as in compiled kernels: see csrc/interval/program.h.
 
     code: a `Code` of variants/interval/statements.py. tensors: dtype and rank of the variant's
-    params, which `num_tables` pairs of lo and hi tables follow. scalar_kinds: one "i" (int64) or
-    "f" (float64) a scalar. Immutable: threads may share it. Raises ValueError or TypeError for any
-    other object.
+    params; calls pass `num_tables` pairs of lo and hi tables after them. scalar_kinds: "i" (int64)
+    or "f" (float64) for each scalar. Immutable: threads may share it. Raises ValueError or
+    TypeError for any other object.
 
-    The methods take what the mask reads: addresses and layouts of host tensors with their tables,
+    The methods take the mask's inputs: addresses and layouts of host tensors with their tables,
     scalars, and the lists q_len, kv_len, q_offset, q_token0 and kv_token0 of all requests. They run
-    without the GIL, and raise ValueError where counts, or sizes of tables, do not fit.
+    without the GIL, and raise ValueError for wrong counts or table sizes.
     """
 
     def __init__(

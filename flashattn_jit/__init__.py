@@ -55,13 +55,15 @@ if TYPE_CHECKING:
     from .ops.append import append_paged_kv
     from .ops.arguments.limits import Limits
     from .ops.attention import attention
-    from .ops.batch import BatchAttention, Plan
-    from .ops.cascade import CascadeAttention, CascadeLevel, cascade_levels
+    from .ops.batch import BatchAttention
+    from .ops.cascade import CascadeAttention, cascade_levels
     from .ops.flex import flex_attention
+    from .ops.keys.level_pages import CascadeLevel
     from .ops.keys.paged import Paged
     from .ops.keys.sparsity import BlockSparse, TokenSparse, Tree
     from .ops.keys.storage import Ragged
     from .ops.merge import merge_states
+    from .ops.plan import Plan
     from .ops.sdpa import scaled_dot_product_attention
     from .ops.varlen import varlen_attention
     from .variants.builtins import kv_len, kv_slot, q_len, q_row
@@ -85,12 +87,14 @@ _LAZY = {
     "inspect.doctor.report": ("doctor",),
     "ops.append": ("append_paged_kv",),
     "ops.arguments.limits": ("Limits",),
-    "ops.batch": ("BatchAttention", "Plan"),
-    "ops.cascade": ("CascadeAttention", "CascadeLevel", "cascade_levels"),
+    "ops.batch": ("BatchAttention",),
+    "ops.cascade": ("CascadeAttention", "cascade_levels"),
     "ops.flex": ("flex_attention",),
+    "ops.keys.level_pages": ("CascadeLevel",),
     "ops.keys.paged": ("Paged",),
     "ops.keys.sparsity": ("BlockSparse", "TokenSparse", "Tree"),
     "ops.keys.storage": ("Ragged",),
+    "ops.plan": ("Plan",),
     "ops.sdpa": ("scaled_dot_product_attention",),
 }
 """Names that are imported when they are first used."""

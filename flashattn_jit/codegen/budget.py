@@ -1,9 +1,9 @@
-"""What a CUDA kernel may use: limits of each target, and the budget that a tile declares.
+"""Resources of CUDA kernels: the limits of each target, and the budget that a tile declares.
 
-A tile declares its shared memory, how many thread blocks of it a multiprocessor is meant to hold,
-and, following from both, its registers a thread. The template passes them to the compiler
-(``__launch_bounds__``), the build gate compares them with the resource report, and the planner
-counts slots with them.
+A tile declares its shared memory, the number of its thread blocks per multiprocessor (occupancy)
+and, following from both, its registers per thread. The template passes them to the compiler
+(``__launch_bounds__``), the build compares them with ptxas' resource report, and the planner counts
+slots with them.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from .targets import architecture
 
 WARP = 32
 MAX_REGISTERS = 255
-"""Most registers of one thread, on every target."""
+"""Most registers per thread, on every target."""
 
 MAX_WARPS = {"prefill": 8, "few_row": 12}
-"""Most warps per multiprocessor that a tile declares. Two a scheduler overlap softmax with matrix
-products, and the registers of more are better spent on larger tiles and on hooks; kernels that wait
-for memory gain from three. A kernel that needs fewer registers than its budget still gets more."""
+"""Most warps per multiprocessor that a tile declares. Two per scheduler overlap softmax with matrix
+products; the registers of more warps are better used for larger tiles and hooks. Kernels that wait
+for memory gain from three. A kernel that uses fewer registers than its budget can still have more
+resident warps."""
 
-_ITEM_BYTES = 40  # the work item that a block is at, and its place in a worker's list
+_ITEM_BYTES = 40  # a block's current work item, and its position in the worker's list
 _WORKING_REGISTERS = 56  # addresses, operand fragments, row maxima and sums, loop state
 
 
 @dataclass(frozen=True, slots=True)
 class ArchLimits:
-    """What one multiprocessor of a target has. Bytes and counts from the CUDA programming guide.
+    """Resources of one multiprocessor of a target, from the CUDA programming guide.
 
-    shared_per_block: the most that one block may ask for (opt-in). shared_reserved: what the system
-    takes for itself in each block. Where the devices of a target differ, the least (sm_87 has more
-    shared memory than sm_86). matrix_flops_per_clock: fp16 or bf16 products with fp32 sums, dense;
-    GeForce parts before sm_120 have half. in_flight_bytes: of K and V, that should be on their way
-    to it: twice its share of the bandwidth of the target's fastest device over 800 ns (Little's
-    law; an H200's is 36 GB/s).
+    shared_per_block: the most bytes that one block may request (opt-in). shared_reserved: bytes per
+    block that the system reserves. If the devices of a target differ, the minimum (sm_87 has more
+    shared memory than sm_86). matrix_flops_per_clock: fp16 or bf16 products with fp32 accumulation,
+    dense; GeForce parts before sm_120 have half. in_flight_bytes: bytes of K and V that should be in
+    flight to one multiprocessor: twice its share of the bandwidth of the target's fastest device
+    times 800 ns (Little's law; the share is 36 GB/s on an H200).
     """
 
     shared_per_block: int
@@ -70,7 +71,7 @@ def limits(target: str) -> ArchLimits:
 
 
 def padded(head_dim: int) -> int:
-    """The columns that a row has in shared memory: matrix instructions take 16 at a time."""
+    """Columns of a row in shared memory: a multiple of 16, for matrix instructions."""
     return _up(head_dim, 16)
 
 
@@ -86,10 +87,10 @@ def row_bytes(head_dim: int) -> int:
 def shared_bytes(spec: KernelSpec) -> int:
     """Dynamic shared memory of the attention kernel, as its headers lay it out.
 
-    Q's tile and `num_stages` buffers of K and V; then 32 bytes a warp for its walk over the keys,
-    48 where their places are looked up, the logical positions of the keys of the buffers where they
-    come from key lists, the scratch of row hooks, and 40 bytes for the work item. States leave
-    through the space of the buffers, as fp32 rows, which counts where that is larger.
+    Q's tile and `num_stages` buffers of K and V; then 32 bytes per warp for its loop over the keys
+    (48 if page tables or key lists are looked up), with key lists the logical positions of the
+    buffers' keys, the scratch of row hooks, and 40 bytes for the work item. The fp32 output rows
+    are staged in the space of the buffers, which is enlarged if they need more.
     """
     out_row = 4 * (_up(padded(spec.head_dim_v), 32) + 8)
     queries = spec.tile_q * row_bytes(spec.head_dim)
@@ -127,7 +128,7 @@ def _up(n: int, multiple: int) -> int:
 
 
 def accumulator_registers(spec: KernelSpec) -> int:
-    """fp32 values that a thread holds: its share of the output and of the scores of a tile."""
+    """fp32 accumulators of a thread: its share of the output and of the scores of a tile."""
     dv = padded(spec.head_dim_v)
     if spec.tile_kind == "few_row":  # each warp holds all rows, and its own part of the keys
         return (dv + spec.tile_kv // spec.num_warps) // 2
@@ -136,16 +137,16 @@ def accumulator_registers(spec: KernelSpec) -> int:
 
 
 def register_limit(target: str, num_warps: int, ctas: int) -> int:
-    """The most registers a thread with which `ctas` blocks of `num_warps` warps fit."""
+    """The most registers per thread with which `ctas` blocks of `num_warps` warps fit."""
     threads = WARP * num_warps * ctas
     return min(MAX_REGISTERS, limits(target).registers_per_sm // threads // 8 * 8)
 
 
 def ctas_per_sm(spec: KernelSpec) -> int:
-    """Thread blocks that a multiprocessor is meant to hold, for ``__launch_bounds__``.
+    """Thread blocks per multiprocessor, for ``__launch_bounds__``.
 
-    As many, up to `MAX_WARPS`, as shared memory holds and as leave a thread room for its
-    accumulators and a working set.
+    The largest number, up to `MAX_WARPS` warps, that fits shared memory and leaves each thread
+    enough registers for its accumulators and a working set.
     """
     needed = accumulator_registers(spec) + _WORKING_REGISTERS
     for ctas in range(MAX_WARPS[spec.tile_kind] // spec.num_warps, 1, -1):
@@ -158,12 +159,12 @@ def ctas_per_sm(spec: KernelSpec) -> int:
 
 
 def register_budget(spec: KernelSpec) -> int:
-    """Registers a thread may use so that `ctas_per_sm` holds; beyond it the kernel would spill."""
+    """Most registers per thread with which `ctas_per_sm` blocks fit; beyond it a kernel spills."""
     return register_limit(spec.target, spec.num_warps, ctas_per_sm(spec))
 
 
 def resident_by_shared(target: str, bytes_per_block: int) -> int:
-    """Blocks that fit a multiprocessor's shared memory; 0 where one block may not have so much."""
+    """Blocks that fit a multiprocessor's shared memory; 0 if one block exceeds its limit."""
     arch = limits(target)
     if bytes_per_block > arch.shared_per_block:
         return 0
@@ -171,5 +172,5 @@ def resident_by_shared(target: str, bytes_per_block: int) -> int:
 
 
 def fits(spec: KernelSpec) -> bool:
-    """Whether a block of the spec may have the shared memory that it needs."""
+    """Whether the spec's shared memory is within the limit of a block."""
     return resident_by_shared(spec.target, shared_bytes(spec)) > 0

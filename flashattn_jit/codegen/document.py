@@ -1,9 +1,9 @@
-"""From a spec's document back to the spec, and the lines of manifests around documents.
+"""Parsing of a spec's document to the spec, and the lines of manifests that contain documents.
 
-Documents come from files: nothing in them is trusted. One that is accepted renders to text of our
-own: every name, dtype, operation, number and stride is checked against what specs can say. The one
-exception are hooks that were given as C++ text, below ``variant.cpp``: they are code, whatever is
-checked. `has_cpp` tells; `parse_line` refuses them unless it is told to trust the file.
+Documents come from files and are not trusted. An accepted document renders only to code of this
+project: every name, dtype, operation, number and stride is checked against the values that specs
+can have. The exception is hooks given as C++ text, below ``variant.cpp``, which are arbitrary code.
+`has_cpp` detects them; `parse_line` refuses them without `allow_cpp`.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _UTILITY_FIELDS = ("utility_schema", "kernel", "target", "unit_bytes")
 
 
 def spec_from_document(text: str | Mapping[str, object], name: str = "variant") -> AnySpec:
-    """The spec that a document names: ``spec_from_document(s.document()).document()`` is the same.
+    """The spec of a document: the inverse of ``spec.document()``.
 
     Args:
-        text: JSON, or what was parsed from it.
-        name: what people call the variant. A document with C++ texts has its own, which wins.
+        text: JSON, or the parsed object.
+        name: the variant's display name. A name in the document (with C++ texts) takes precedence.
 
     Raises:
-        ManifestError: the document says what no spec can say, or not as specs say it. Names the
+        ManifestError: a field has a value that no spec has, or the JSON is not canonical. Names the
             field.
     """
     doc = parse_json("spec", text) if isinstance(text, str) else _plain(text)
@@ -86,7 +86,7 @@ def has_cpp(spec: AnySpec) -> bool:
 
 
 def parse_json(where: str, text: str) -> object:
-    """JSON from outside: bounded, without repeated fields and without numbers that JSON lacks.
+    """Parsed untrusted JSON, of limited size, without repeated fields, NaN or infinities.
 
     Raises ManifestError.
     """
@@ -105,30 +105,30 @@ def parse_json(where: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A kernel that is wanted. name: what people call it; no key depends on it."""
+    """A kernel to be built. name: for display; no key depends on it."""
 
     name: str
     spec: AnySpec
 
     @property
     def document(self) -> str:
-        """The spec's, which tells lines apart."""
+        """The spec's document, which identifies the line."""
         return self.spec.document()
 
 
 def line_of(spec: AnySpec) -> Line:
-    """The line of a spec; a name that lines may not have is spelled with underscores."""
+    """The line of a spec; characters that a name must not have are replaced by underscores."""
     return Line(name_of(spec), spec)
 
 
 def line_text(line: Line) -> str:
-    """The line as a manifest has it, without the newline."""
+    """The line's text in a manifest, without the newline."""
     head = canonical_json({"manifest_schema": MANIFEST_SCHEMA, "name": line.name})
     return f'{head[:-1]},"spec":{line.document}}}'
 
 
 def parse_line(text: str, *, allow_cpp: bool = False) -> Line:
-    """The line that a text of a manifest says.
+    """The parsed line of a manifest.
 
     Raises:
         ManifestError: the text is no line of this version, or holds C++ text without `allow_cpp`.
@@ -151,7 +151,7 @@ def parse_line(text: str, *, allow_cpp: bool = False) -> Line:
             f"{name} has hooks given as C++ text, which is code; where the manifest is trusted, "
             "read it with allow_cpp=True",
         )
-    # Names that C++ texts carry in the spec itself stay theirs.
+    # A spec with C++ texts keeps the name in its document.
     return Line(name, spec)
 
 
@@ -170,7 +170,7 @@ def _refuse(constant: str) -> object:
 
 
 def _plain(doc: Mapping[str, object]) -> object:
-    """A parsed document as JSON has it: dicts, lists, str, int, bool."""
+    """A parsed document with JSON types only: dict, list, str, int, bool."""
     try:
         text = json.dumps(dict(doc), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -267,7 +267,7 @@ def _features(value: object, cuda: bool) -> tuple[str, ...]:
 
 
 def _check_rows(variant: VariantIR, head_dim: int, head_dim_v: int) -> None:
-    """Row hooks take and give rows of the head dims."""
+    """Raises ManifestError unless rows of row hooks have the length of a head dim."""
     for hook, graph in variant.hooks:
         if hook in ROW_HOOKS:
             length = head_dim if ROW_HOOKS[hook] == "head_dim" else head_dim_v

@@ -22,7 +22,7 @@ _NOT_WITH_SPARSE = {
 
 @cache
 def environment() -> Environment:
-    """Jinja over templates/, where every undefined name is an error."""
+    """The Jinja environment of templates/; undefined names are errors."""
     return Environment(
         loader=FileSystemLoader(str(templates_dir())),
         undefined=StrictUndefined,

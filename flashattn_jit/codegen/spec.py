@@ -1,11 +1,11 @@
-"""Which target a call runs on, and kernel specs: what decides the code of one artifact.
+"""The target of a call, and kernel specs: everything that determines the code of one artifact.
 
 A target is a name such as ``cpu:avx512_bf16`` or ``sm_80`` (`targets`). Code is compiled for
 exactly one. ``emulated:sm_80`` runs the PTX of sm_80 on the CPU.
 
-First the dtypes that targets take, and which target a call's tensors run on. Then the spec
-of an attention kernel, that of the CUDA kernels that are no attention (merging states, writing to
-pages), what people call either, and what the cache is asked for.
+In order: dtypes that targets support; the target of a call's tensors; the spec of an attention
+kernel; that of CUDA utility kernels (merging states, appending to pages); display names; kernel
+requests.
 """
 
 from __future__ import annotations
@@ -169,10 +169,9 @@ def resolve_target(target: str | None) -> str:
 def cuda_dtypes(target: str) -> tuple[str, ...]:
     """The dtypes of q, k and v on a CUDA target, which multiplies them on matrix units.
 
-    All three have one dtype, and sums are fp32. float32 is not among them: it could be computed as
-    three tf32 products, which takes a third of the rate, doubles the shared memory of every tile
-    and holds 21 bits of each operand. Whoever needs fp32's accuracy gets it on the CPU, whoever
-    needs speed has bfloat16.
+    All three have one dtype, with fp32 accumulate. float32 is not supported: three tf32 products
+    would run at a third of the rate, double the shared memory of every tile and keep 21 bits of
+    each operand. CPU targets have fp32's accuracy, bfloat16 has the speed.
     """
     return ("bfloat16", "float16") if sm_version(target) >= 80 else ("float16",)
 
@@ -218,7 +217,7 @@ def device_target(index: int) -> str:
 
 
 def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None) -> str:
-    """The target that a call on these tensors runs on, `target` where it is given.
+    """The target of a call on these tensors: `target` if it is given.
 
     Raises:
         TargetError: `target` is unknown, or does not run on the tensors' device.
@@ -263,11 +262,11 @@ def _checked(target: str | None, device: torch.device) -> str:
             f"target {target!r} runs on CPU tensors, but the tensors are on {device}; move them "
             "with .cpu(), or leave target out"
         )
-    return resolve_target(target)  # says that it is unknown
+    return resolve_target(target)  # raises the error for unknown names
 
 
 def check_matrix_dtypes(tensors: Sequence[torch.Tensor], target: str) -> None:
-    """q, k and v have one dtype that the matrix units of a CUDA target take."""
+    """Raises InputError unless q, k and v have one dtype that a CUDA target supports."""
     q, k, v = (str(t.dtype).removeprefix("torch.") for t in tensors)
     if takes_dtypes(target, (q, k, v)):
         return
@@ -291,9 +290,9 @@ UTILITY_SCHEMA = 1
 TileKind = Literal["prefill", "few_row"]
 FEATURES = ("block_mask", "paged", "mixed_rows", "sparse", "unaligned", "indirect")
 """block_mask: a byte map decides which tiles are visited. paged: key rows are found through a page
-table. mixed_rows: rows of several requests share an item's keys. sparse: items go through lists of
-key blocks. unaligned: rows of q, k, v or out do not all start at multiples of 16 bytes (CUDA).
-indirect: paged, mixed_rows and sparse in one kernel, told apart at run time (CPU)."""
+table. mixed_rows: rows of several requests share an item's keys. sparse: items visit lists of key
+blocks. unaligned: rows of q, k, v or out do not all start at multiples of 16 bytes (CUDA).
+indirect: paged, mixed_rows and sparse in one kernel, distinguished at run time (CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,9 +339,9 @@ class KernelSpec:
         )
 
     def _variant_document(self) -> dict[str, object]:
-        """The variant without its params' names, which do not reach the code."""
+        """The variant without its params' names, which are not part of the code."""
         if self.variant.cpp:
-            # Hooks given as text name their params, and their compiler messages the variant.
+            # C++ texts refer to params by name, and compiler messages contain the variant's name.
             return {**variant_to_json(self.variant), "name": self.name}
         nameless = replace(
             self.variant,
@@ -354,9 +353,9 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class UtilitySpec:
-    """Names one artifact with one kernel that is no attention.
+    """Names one artifact with one utility kernel (no attention).
 
-    append_paged_kv copies rows in units of `unit_bytes`: 1, 2, 4, 8 or 16. merge_states has none.
+    append_paged_kv copies rows in units of `unit_bytes`: 1, 2, 4, 8 or 16; 0 for merge_states.
     """
 
     kernel: Literal["merge_states", "append_paged_kv"]
@@ -381,11 +380,11 @@ class UtilitySpec:
 
 
 AnySpec = KernelSpec | UtilitySpec
-"""Whatever names one artifact."""
+"""The spec of any artifact."""
 
 
 def name_of(spec: AnySpec) -> str:
-    """What people call the spec: its variant's name as manifests spell it, a utility's kernel."""
+    """The display name of a spec: its variant's name as in manifests, or a utility's kernel."""
     return spec.kernel if isinstance(spec, UtilitySpec) else fitting_name(spec.name)
 
 
@@ -407,11 +406,11 @@ def tile_words(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One kernel that is wanted.
+    """One kernel request.
 
     spec: the canonical JSON of its spec, target included. template: its root template's name below
-    templates/. render: makes the source, on a miss. name: of the variant, for people; no key
-    depends on it. A request may go to another process: its renderer is picklable.
+    templates/. render: returns the source, called on a miss; picklable, as a request may be sent to
+    another process. name: of the variant, for display; no key depends on it.
     """
 
     spec: str

@@ -36,11 +36,11 @@ def append_paged_kv(
 ) -> None:
     """Write the newest keys and values of each request to the ends of their pages.
 
-    `paged` says how the requests are after it: the q_len new tokens of a request become its keys
-    kv_len - q_len to kv_len - 1, as `q_offset="end"` counts them.
+    `paged` describes the requests after the append: the q_len new tokens of a request become its
+    keys kv_len - q_len to kv_len - 1, the positions of `q_offset="end"`.
 
     Args:
-        k: [num_tokens, num_kv_heads, head_dim], of k_pages' dtype, which may be any.
+        k: [num_tokens, num_kv_heads, head_dim], of k_pages' dtype; any dtype.
         v: [num_tokens, num_kv_heads, head_dim_v], of v_pages' dtype.
         k_pages: [num_pages, page_size, num_kv_heads, head_dim], written to. Any strides with a
             contiguous last dim, so that another layout is a transposed view.
@@ -53,12 +53,12 @@ def append_paged_kv(
 
     Raises:
         InputError: a shape, dtype, device or value is wrong, or a request has more new tokens than
-            its pages hold. Then nothing was written.
+            its pages hold. Nothing was written then.
         GradError: a tensor requires grad while grad mode is on.
         TargetError: `target` is unknown, or does not run on that device.
         LaunchError: CUDA refused the launch.
 
-    Two tokens that are sent to one slot, as when requests share a page, leave either of them there.
+    If two tokens go to one slot, as when requests share a page, either of them is stored.
 
     Example:
         >>> fa.append_paged_kv(k, v, k_pages, v_pages, q_indptr, paged)
@@ -227,7 +227,7 @@ def _on_device(
 
 
 def _items(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
-    """Work items of a few new tokens each, with the keys that they become."""
+    """Work items of up to 16 new tokens, with the key positions that they get."""
     items = []
     for b, (new_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         first = kv_len - new_len
@@ -238,7 +238,7 @@ def _items(q_lens: Sequence[int], kv_lens: Sequence[int]) -> torch.Tensor:
 
 
 def _unit_bytes(views: Sequence[torch.Tensor]) -> int:
-    """The most bytes, up to 16, that divide every address, stride and length of a row."""
+    """The largest unit, up to 16 bytes, that divides all addresses, strides and row lengths."""
     bits = _UNIT_BYTES
     for view in views:
         bits |= view.data_ptr() | view.shape[-1]

@@ -34,10 +34,10 @@ def attention(
     Args:
         q: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16 on the CPU, bfloat16
             or float16 (sm_75: float16) on CUDA. Any strides with a contiguous last dim, as for k
-            and v. All tensors of a call are on one device.
+            and v. All tensors of a call must be on one device.
         k: [batch, num_kv_heads, kv_len, head_dim]; q's dtype on CUDA; on the CPU any of q's, int8
-            or float8_e4m3fn. `key_mod` and `value_mod` apply their scales; int8 needs them, and is
-            an error without. num_kv_heads divides num_q_heads.
+            or float8_e4m3fn. `key_mod` and `value_mod` apply their scales; int8 without them is an
+            error. num_kv_heads divides num_q_heads.
         v: [batch, num_kv_heads, kv_len, head_dim_v]; dtypes as for k.
         variant: a `Variant`, a bare FlexAttention ``score_mod`` or ``mask_mod`` (told apart by its
             number of arguments), or None for plain attention.
@@ -51,8 +51,9 @@ def attention(
             `merge_states`. Implies `return_lse` for softmax variants.
         out: result tensor to write to.
         target: a target such as ``"cpu:avx2"``; by default the best of the tensors' device, on the
-            CPU what FLASHATTN_JIT_TARGET names. ``"emulated:sm_80"`` on CPU tensors runs the CUDA
-            kernel of sm_80 in an emulator, which checks every access: slow, and needs no GPU.
+            CPU the value of FLASHATTN_JIT_TARGET if it is set. ``"emulated:sm_80"`` on CPU tensors
+            runs the CUDA kernel of sm_80 in an emulator, which checks every access: slow, but it
+            needs no GPU.
         **params: the variant's params by name.
 
     Returns:
@@ -66,11 +67,11 @@ def attention(
         TargetError: `target` is unknown, or does not run on the tensors' device.
         EnvironmentVariableError: FLASHATTN_JIT_TARGET names no CPU target of this machine.
         LaunchError: CUDA refused the kernel; or it was not planned before a CUDA graph's capture.
-        EmulatorFault: on an emulated target, the kernel did what it must not.
+        EmulatorFault: on an emulated target, the kernel made an illegal access or another error.
         GradError: an input requires grad while grad mode is on.
 
-    On CUDA the kernel runs on torch's current stream and nothing waits for it. A call that was made
-    once before can be captured in a CUDA graph; its lengths are then those of the capture.
+    On CUDA the kernel is enqueued on torch's current stream, without synchronisation. A call that
+    was made before can be captured in a CUDA graph; replays use the lengths of the capture.
 
     Example:
         >>> out = fa.attention(q, k, v, fa.Causal())
@@ -111,11 +112,11 @@ def run_dense(
     swap: Swap | None = None,
     direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Checks and computes (out, lse) of a dense call; lse is None unless asked for.
+    """Checks and computes (out, lse) of a dense call; lse is None unless requested.
 
     block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of `BlockMask` states, with
-    block_size (q_block, kv_block). swap: see `bind`. direct: what `is_direct` says of q, k and v,
-    where that is known. The rest is as for `attention`, which see for what it raises.
+    block_size (q_block, kv_block). swap: see `bind`. direct: the result of `is_direct` for q, k and
+    v, if known. The other arguments and the errors are those of `attention`.
     """
     if direct is None:
         direct = is_direct(q, k, v)
@@ -125,6 +126,3 @@ def run_dense(
         return_lse=return_lse, partial=partial, out=out, target=target, swap=swap, direct=direct,
         block_states=block_states, block_size=block_size,
     )  # fmt: skip
-
-
-__all__ = ["Offset", "attention", "run_dense"]

@@ -1,11 +1,11 @@
-"""`fa.BatchAttention`: plan() once a step, run() for every layer."""
+"""`fa.BatchAttention`: plan() once per step, run() for every layer."""
 
 from __future__ import annotations
 
 import torch
 
 from ..torch_modes import on_host
-from .attention import Offset
+from .arguments.calls import Offset
 from .batch_base import BatchBase
 from .keys.sparsity import Sparsity
 from .keys.storage import Storage
@@ -13,11 +13,11 @@ from .plan import Plan
 
 
 class BatchAttention(BatchBase):
-    """Attention over batches of requests, planned once a step and run for every layer.
+    """Attention over batches of requests, planned once per step and run for every layer.
 
     Args:
         variant: a `Variant`, a bare ``score_mod`` or ``mask_mod``, or None for plain attention.
-        num_q_heads, num_kv_heads: the second divides the first.
+        num_q_heads, num_kv_heads: num_kv_heads divides num_q_heads.
         head_dim, head_dim_v: of q and k, and of v (head_dim by default).
         q_dtype: float32, bfloat16 or float16 on the CPU, bfloat16 or float16 on CUDA.
         kv_dtype: q_dtype by default; on the CPU also float8_e4m3fn, and int8 where the variant has
@@ -25,16 +25,16 @@ class BatchAttention(BatchBase):
         device: of the tensors of runs.
         workspace: uint8 tensor on the device for partial states, at least `Plan.workspace_bytes`
             long; several objects may share one on one stream. Torch's allocator by default.
-        limits: the largest batch to come; see `Limits`.
-        cuda_graph: keep the plan at a fixed place, so that a captured run() replays every later
+        limits: bounds of later batches; see `Limits`.
+        cuda_graph: keep the plan at a fixed address, so that a captured run() replays every later
             plan; needs limits. The first plan fixes the page size, the kind and block size of a
-            sparsity, the most levels of a cascade, how large a sparsity's bits may become, and the
-            numbers and sizes of the mask's params. q (and ragged k and v) may then be longer than
-            the plan's tokens; rows past these are not written. The object and a workspace of yours
-            must outlive the graph.
-        batch_invariant: tiles and cuts follow from each request alone, so that its bits do not
-            depend on the rest of the batch.
-        target: as for `fa.attention`; the default is that of the time when the object is made.
+            sparsity, the number of levels of a cascade, the largest size of a sparsity's bits, and
+            the scalar values and tensor sizes of the mask's params. q (and ragged k and v) may then
+            be longer than the plan's tokens; rows past these are not written. The object, and a
+            workspace passed to it, must outlive the graph.
+        batch_invariant: tiles and splits depend on each request alone, so that its result is
+            bitwise independent of the rest of the batch.
+        target: as for `fa.attention`; the default is resolved when the object is made.
 
     Raises:
         InputError, TargetError, VariantError: an argument is out of range or unknown.
@@ -58,27 +58,27 @@ class BatchAttention(BatchBase):
         q_offset: Offset = "end",
         **mask_params: object,
     ) -> Plan:
-        """Decide who computes what of a batch. Host code: nothing of a device is waited for.
+        """Distribute the work of a batch over workers, on the host, without waiting for a device.
 
         Args:
             q_indptr: int32 or int64 cpu tensor [num_requests + 1]: request b has the query tokens
                 q_indptr[b] to q_indptr[b + 1], from 0 on.
-            storage: `fa.Ragged` or `fa.Paged`, with kv_len keys a request.
+            storage: `fa.Ragged` or `fa.Paged`, with kv_len keys per request.
             sparsity: `fa.BlockSparse`, `fa.TokenSparse` or `fa.Tree`; every key by default.
             q_offset: position of a request's first query token: "end" for kv_len - q_len, an int,
                 or an int tensor [num_requests].
             **mask_params: the variant's params that its mask reads, by name; runs use these.
 
-        Tensors are kept, not copied: page_indices, the indices and bits of a sparsity and those of
-        mask_params must keep their values until the last run, because work is shared out by them.
-        (With cuda_graph=True they are copied to fixed places.)
+        Tensors are referenced, not copied: page_indices, the indices and bits of a sparsity and
+        the tensors of mask_params must keep their values until the last run, as the plan depends on
+        them. (With cuda_graph=True they are copied to fixed memory.)
 
         Returns:
             The plan, which is in force for the runs that follow.
 
         Raises:
             InputError: an array is wrong (the message names the request), the batch is beyond the
-                limits, or the workspace is too small. The plan before it stays in force.
+                limits, or the workspace is too small. The previous plan stays in force.
             ParamError: a param of the mask is missing, or one is not the mask's.
             CompileError: a kernel was needed that no cache has, and the compiler failed.
             LaunchError: the stream is being captured in a CUDA graph.
@@ -87,6 +87,3 @@ class BatchAttention(BatchBase):
             >>> plan = batch.plan(q_indptr, paged)
         """
         return self._plan(q_indptr, storage, (), sparsity, q_offset, mask_params)
-
-
-__all__ = ["BatchAttention", "Plan"]

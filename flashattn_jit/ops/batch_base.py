@@ -1,4 +1,4 @@
-"""What `BatchAttention` and `CascadeAttention` share: options, run(), and planning itself."""
+"""The base of `BatchAttention` and `CascadeAttention`: options, run(), and planning."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .arguments.limits import Limits
 from .keys.key_lists import KeyLists, Lengths, key_lists
 from .keys.mask_bits import BlockBits, TreeBits, tree_words
 from .keys.sparsity import BlockSparse, Sparsity, TokenSparse, Tree
-from .keys.storage import NativeStorage, Storage, Stored, read_storage
+from .keys.storage import Storage, Stored, read_storage
 from .launching import batch_run
-from .launching.batch_run import Habits, Planned
+from .launching.batch_run import Observed, Planned
 from .launching.launches import Workspace
 from .plan import Plan
 from .planning import batch_plan
@@ -45,20 +45,16 @@ _MOST = 10**30
 
 
 class Level(NamedTuple):
-    """Shared keys as the planner takes them: q_indptr of groups, tokens, storage."""
+    """Shared keys for the planner: q_indptr of groups, tokens, storage. held: owners of memory."""
 
     q_indptr: Array
     tokens: Array | None
     stored: Stored
     held: tuple[torch.Tensor, ...]
 
-    def native(self) -> tuple[Array, Array | None, NativeStorage]:
-        """As `_C.BatchLengths` takes it."""
-        return self.q_indptr, self.tokens, self.stored.native
-
 
 class BatchBase:
-    """What `BatchAttention` and `CascadeAttention` share: all but plan()."""
+    """The base of `BatchAttention` and `CascadeAttention`: everything except plan()."""
 
     def __init__(
         self,
@@ -101,15 +97,15 @@ class BatchBase:
             raise InputError(f"limits must be an fa.Limits, got {type(limits).__name__}")
         if cuda_graph and limits is None:
             raise InputError(
-                "cuda_graph=True needs limits=fa.Limits(...): a captured run keeps its grid and "
-                "the places of its buffers, which follow from the largest batch"
+                "cuda_graph=True needs limits=fa.Limits(...): a captured run has a fixed grid and "
+                "fixed buffers, whose sizes follow from the largest batch"
             )
-        where = place_on(own, target)
-        if not on_cpu(where):
+        resolved = place_on(own, target)
+        if not on_cpu(resolved):
             stand_ins = [
                 torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
             ]
-            check_matrix_dtypes(stand_ins, where)
+            check_matrix_dtypes(stand_ins, resolved)
         if wrong := unscaled_integers(
             present_hooks(self._variant).__contains__, kv_dtype, kv_dtype
         ):
@@ -117,13 +113,13 @@ class BatchBase:
         self._kernels = Kernels(
             Options(
                 num_q_heads, num_kv_heads, head_dim, head_dim_v, q_dtype, kv_dtype, kv_dtype, own,
-                where, limits, cuda_graph, batch_invariant,
+                resolved, limits, cuda_graph, batch_invariant,
             )
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)
-        self._target = target  # as given: a copy may be unpickled on another machine
+        self._target = target  # not resolved: a copy may be unpickled on another machine
         self._state: Any = None
-        self._habits = Habits(
+        self._observed = Observed(
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
         )
         self._planned: Planned | None = None
@@ -131,7 +127,7 @@ class BatchBase:
         _objects[self._number] = self
 
     def __reduce__(self) -> Any:
-        # A copy has the same options and a number of its own, and nothing planned.
+        # A copy has the same options, another number, and no plan.
         options = self._kernels.options
         made = {
             "num_q_heads": options.num_q_heads, "num_kv_heads": options.num_kv_heads,
@@ -197,13 +193,13 @@ class BatchBase:
         return result if lse is None else (result, lse)
 
     def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
-        """Raises InputError for what is no tensor on the object's device."""
+        """Raises InputError for arguments that are no tensors on the object's device."""
         for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
             if name != "out" or out is not None:
                 batch_run.check_place(name, tensor, self._kernels.options.device)
 
     def in_force(self) -> Planned:
-        """The plan that runs follow. Raises InputError where there is none."""
+        """The plan that runs use. Raises InputError if there is none."""
         planned = self._planned
         if planned is None:
             raise InputError(
@@ -217,11 +213,11 @@ class BatchBase:
     def workspace_bytes(
         self, limits: Limits | None = None, *, q_block: int = 0, num_levels: int = 0
     ) -> int:
-        """The most bytes that a plan within `limits` needs; the object's own limits by default.
+        """The largest workspace, in bytes, that a plan within `limits` needs.
 
-        q_block: Br of plans with `fa.BlockSparse`, 1 with `fa.TokenSparse`. num_levels: levels of
-        shared keys of a cascade. On CPUs nothing is compiled for it; on CUDA the kernels are, which
-        say how many run at once.
+        limits: the object's own by default. q_block: Br of plans with `fa.BlockSparse`, 1 with
+        `fa.TokenSparse`. num_levels: levels of shared keys of a cascade. On CUDA this compiles the
+        kernels, whose registers decide how many blocks run at once; on CPUs it compiles nothing.
 
         Raises:
             InputError: there are no limits.
@@ -236,14 +232,14 @@ class BatchBase:
             limits.max_requests, options.num_q_heads, options.num_kv_heads, limits.max_q_tokens,
             limits.max_kv_len, options.head_dim, options.head_dim_v, options.device,
         )  # fmt: skip
-        kernels = Kernels(_with_limits(options, limits))
+        kernels = Kernels(replace(options, limits=limits))
         pair = bound_kernels(
             kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
         )
-        told = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
+        options_of_plan = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
         return _C.BatchPlan.workspace_bound(
             native_kinds(pair), limits.native(), num_kv_heads=options.num_kv_heads,
-            num_levels=num_levels, q_block=q_block, **told,
+            num_levels=num_levels, q_block=q_block, **options_of_plan,
         )  # fmt: skip
 
     # --- planning ---------------------------------------------------------------------------------
@@ -268,7 +264,10 @@ class BatchBase:
         offset, _offset_held = offset_array(q_offset, rows[1] - 1)
         try:
             lengths = _C.BatchLengths(
-                rows, stored.native, offset, tuple(level.native() for level in levels)
+                rows,
+                stored.native,
+                offset,
+                tuple((x.q_indptr, x.tokens, x.stored.native) for x in levels),
             )
         except ValueError as error:
             raise InputError(str(error)) from None
@@ -290,10 +289,10 @@ class BatchBase:
                 num_levels = max(num_levels, before.batch.num_levels)
         given = {**params, **bits}
         keys = _keys(stored, levels)
-        bound = bind_plan(variant, dims, given, self._habits.dtypes)
+        bound = bind_plan(variant, dims, given, self._observed.dtypes)
         batch = Batch(self._kernels, variant.name, lengths, dims, keys, lists, num_levels)
         self._check_variant(batch, bound)
-        unaligned = self._habits.unaligned
+        unaligned = self._observed.unaligned
         first = batch_plan.vary(batch, bound, unaligned)
         self._workspace.check(first.native.workspace_bytes)
         if options.cuda_graph and self._planned is not None:
@@ -304,12 +303,12 @@ class BatchBase:
             self._state = DeviceState(options.device, options.target, options.cuda_graph)
         first.commit(self._state)
         self._planned = Planned(
-            batch, variant, given, first, unaligned, self._state, self._workspace, self._habits
+            batch, variant, given, first, unaligned, self._state, self._workspace, self._observed
         )
         return Plan(self._planned)
 
     def _check_variant(self, batch: Batch, bound: Bound) -> None:
-        """Raises for what the kind of plan cannot compute, before anything is compiled for it."""
+        """Raises VariantError for a variant that this kind of plan does not support."""
 
     def _sparse(
         self, sparsity: Sparsity, lengths: _C.BatchLengths, q_offset: Offset
@@ -354,7 +353,7 @@ class BatchBase:
 
 
 def _check_values(sparsity: Sparsity | None, params: Params) -> None:
-    """The tensors that work is planned by have values; those of storage are checked as read."""
+    """Raises unless the tensors of a sparsity and of mask params have values to plan with."""
     parts = [(n, getattr(sparsity, n, None)) for n in getattr(type(sparsity), "__slots__", ())]
     for name, value in [*parts, *params.items()]:
         tensors = value if isinstance(value, (tuple, list)) else (value,)
@@ -362,7 +361,7 @@ def _check_values(sparsity: Sparsity | None, params: Params) -> None:
 
 
 def by_number(number: int) -> BatchBase:
-    """The object of a number. Raises InputError where it is gone."""
+    """The object of a number. Raises InputError if it no longer exists."""
     found = _objects.get(sites.local_number(number))
     if found is None:
         raise InputError(
@@ -376,6 +375,7 @@ def _made_again(kind: type[BatchBase], variant: Variant, options: Mapping[str, A
 
 
 def _device(device: str | torch.device) -> torch.device:
+    """The device, with its index on CUDA. Raises InputError."""
     if not isinstance(device, str | int | torch.device):
         raise InputError(
             f'device must be a torch.device or a name such as "cpu", got {type(device).__name__}'
@@ -386,33 +386,24 @@ def _device(device: str | torch.device) -> torch.device:
         raise InputError(f"device={device!r} is unknown: {error}") from None
     if own.type not in ("cpu", "cuda"):
         raise InputError(f"device={device!r}: kernels run on cpu and cuda")
-    if own.type == "cuda":
-        return _cuda_device(own)
-    return own
-
-
-def _cuda_device(device: torch.device) -> torch.device:
-    """The device with its index."""
+    if own.type == "cpu":
+        return own
     count = torch.cuda.device_count()
-    index = device.index
+    index = own.index
     if torch.version.cuda is None or not count or (index is not None and index >= count):
         found = (
             "this torch is built without CUDA" if torch.version.cuda is None else
             f"torch finds {count} CUDA devices"
         )  # fmt: skip
         raise InputError(
-            f'device="{device}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
+            f'device="{own}", but {found}; pass device="cpu", with target="emulated:sm_80" to '
             "run CUDA kernels in the emulator"
         )
-    return torch.device("cuda", torch.cuda.current_device()) if index is None else device
-
-
-def _with_limits(options: Options, limits: Limits) -> Options:
-    return replace(options, limits=limits)
+    return torch.device("cuda", torch.cuda.current_device()) if index is None else own
 
 
 def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
-    """Where the keys lie: the requests' own pages, then those of each level."""
+    """The storage of all keys: the requests' own pages, then those of each level."""
     parts = [stored, *(level.stored for level in levels)]
     if not stored.page_size:
         return Keys(0, None, None)
@@ -425,6 +416,3 @@ def _keys(stored: Stored, levels: Sequence[Level]) -> Keys:
     if all(p.pages is not None for p in parts):
         pages = (min((p[0] for p in known), default=0), max((p[1] for p in known), default=-1))
     return Keys(stored.page_size, torch.cat(used), pages, indptrs)
-
-
-__all__ = ["BatchBase", "Level", "by_number"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,49 +11,24 @@ from ..errors import InputError, VariantError
 from ..torch_modes import on_host
 from ..variants.binding import Bound
 from ..variants.ir.ir import keys_read_request
-from .arguments.calls import host_array
-from .attention import Offset
+from .arguments.calls import Offset, host_array
 from .batch_base import BatchBase, Level
-from .keys.level_pages import in_cache_pages
+from .keys.level_pages import CascadeLevel, in_cache_pages
 from .keys.paged import Paged
 from .keys.prefixes import shared_prefixes
-from .keys.storage import Storage, read_storage
+from .keys.storage import read_storage
 from .plan import Plan
 from .planning.batch_plan import Batch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CascadeLevel:
-    """Keys of groups of requests, or in the last level the requests' own keys.
-
-    Args:
-        q_indptr: int32 or int64 cpu tensor [groups + 1]: group g has the entries q_indptr[g] to
-            q_indptr[g + 1] of `tokens`. In the last level a group is a request.
-        storage: the keys of each group, `fa.Ragged` or `fa.Paged`, the same kind in all levels.
-            Ragged k and v hold the keys of the outermost level first, then those of the next one,
-            the requests' own last, and each kv_indptr starts at 0. Pages may be larger in some
-            levels: the smallest page_size is that of k and v, and page p of a level with m times
-            that is the pages p * m to p * m + m - 1 of k and v.
-        tokens: int32 or int64 cpu tensor of packed query tokens, each at most once a level, those
-            of a request one after another; by default entry e is token e. None in the last level.
-
-    The keys of a request are those of its groups, from the outermost level on, then its own. All
-    tokens of a group have equally many keys in the levels before it.
-    """
-
-    q_indptr: torch.Tensor
-    storage: Storage
-    tokens: torch.Tensor | None = None
 
 
 class CascadeAttention(BatchBase):
     """Attention over requests that share prefixes, each prefix read once for its whole group.
 
-    Takes what `BatchAttention` takes. The tokens of a group pass over the group's keys together;
-    their partial states merge with those of the requests' own keys. Hooks see each token's own
-    request and logical positions, so any variant works whose keys do not depend on the request:
-    `key_mod` and `value_mod` may read b for ``fa.kv_slot(b, kv_idx)`` alone, the slot of the key,
-    such as that of its scale in a quantised cache.
+    Takes the arguments of `BatchAttention`. All tokens of a group are computed with the group's
+    keys in one pass; the partial states are merged with those of the requests' own keys. Hooks get
+    each token's own request and logical positions, so any variant works whose keys do not depend on
+    the request: `key_mod` and `value_mod` may use b only in ``fa.kv_slot(b, kv_idx)``, the slot of
+    the key, for example to find its scale in a quantised cache.
 
     Source: composable formats, Ye et al. 2025, arXiv 2501.01005, section 3.1.2; Hydragen, Juravsky
     et al. 2024, arXiv 2402.05099.
@@ -69,11 +44,11 @@ class CascadeAttention(BatchBase):
     def plan(
         self, levels: Sequence[CascadeLevel], *, q_offset: Offset = "end", **mask_params: object
     ) -> Plan:
-        """Decide who computes what of a batch with shared keys.
+        """Distribute the work of a batch with shared keys over workers.
 
         Args:
             levels: outermost (shared by most) first; the last one holds the requests' own keys, and
-                is all there is where nothing is shared.
+                is the only one if nothing is shared.
             q_offset: as for `BatchAttention.plan`; kv_len counts the keys of all levels.
             **mask_params: the variant's params that its mask reads, by name.
 
@@ -81,9 +56,9 @@ class CascadeAttention(BatchBase):
             The plan, which is in force for the runs that follow.
 
         Raises:
-            InputError: a level is wrong; the message names level and group. The plan before it
+            InputError: a level is wrong; the message names level and group. The previous plan
                 stays in force.
-            VariantError: a hook needs what shared keys do not have: the request they are of.
+            VariantError: key_mod or value_mod reads the request, which shared keys do not have.
             ParamError, CompileError, LaunchError: as for `BatchAttention.plan`.
         """
         if isinstance(levels, torch.Tensor) or not isinstance(levels, Iterable):
@@ -136,16 +111,16 @@ def cascade_levels(
 ) -> list[CascadeLevel]:
     """The levels of a batch whose page tables begin alike, for `CascadeAttention.plan`.
 
-    Requests in any order whose page_indices begin with the same pages form a group; groups nest as
-    their heads do. Only whole pages are shared, and each request keeps the page of its last key to
-    itself. Where nothing is shared there is one level, the batch as it is.
+    Requests, in any order, whose page_indices begin with the same pages form a group; a group whose
+    prefix continues that of another one is nested in it. Only whole pages are shared, and the page
+    of a request's last key stays its own. If nothing is shared there is one level, the batch.
 
     Args:
         q_indptr: int32 or int64 cpu tensor [num_requests + 1].
         paged: the batch's pages. page_indices on a device are copied to the host, which waits for
-            it; keep a copy there where that matters.
-        min_shared_pages: pages that a group must have beyond those of the group around it; others
-            stay with the groups inside it, or with the requests.
+            it; pass host tensors to avoid the wait.
+        min_shared_pages: pages that a group must have beyond those of the group around it; the
+            pages of smaller groups stay with the groups inside them, or with the requests.
 
     Returns:
         Levels, the outermost first. Their page_indices are on the device of `paged`'s.
@@ -156,10 +131,4 @@ def cascade_levels(
     Example:
         >>> cascade.plan(fa.cascade_levels(q_indptr, paged, min_shared_pages=4))
     """
-    return [
-        CascadeLevel(level.q_indptr, level.paged, level.tokens)
-        for level in shared_prefixes(q_indptr, paged, min_shared_pages)
-    ]
-
-
-__all__ = ["CascadeAttention", "CascadeLevel", "cascade_levels"]
+    return shared_prefixes(q_indptr, paged, min_shared_pages)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Mod = Callable[..., Any]
 
-_SHARPNESS = 2.0**64  # a power of two scales exactly; fp32 has room for scores up to 1e19
+_SHARPNESS = 2.0**64  # a power of two scales exactly; fp32 can hold scaled scores up to 1e19
 
 
 def flex_attention(
@@ -42,22 +42,22 @@ def flex_attention(
     """``torch.nn.attention.flex_attention.flex_attention`` as one fused kernel, without compiling.
 
     Same arguments, same results; lse and max_scores work on CPU too. Hooks get the scaled fp32
-    score, ``h`` of the query, and ``q_idx`` from 0. A `BlockMask` is honoured as compiled
-    FlexAttention does: only listed blocks are visited, mask_mod is evaluated on partial ones only.
+    score, ``h`` of the query, and ``q_idx`` from 0. A `BlockMask` is used as in compiled
+    FlexAttention: only listed blocks are visited, mask_mod is evaluated on partial ones only.
 
     Args:
         query: [batch, num_q_heads, q_len, head_dim]; float32, bfloat16 or float16, any strides.
-        key: [batch or 1, num_kv_heads, kv_len, head_dim]; batch 1 is shared, which takes a
+        key: [batch or 1, num_kv_heads, kv_len, head_dim]; batch 1 is shared, which needs a
             block_mask of query's batch, as in torch.
         value: [batch or 1, num_kv_heads, kv_len, head_dim_v].
         score_mod: ``(score, b, h, q_idx, kv_idx) -> score`` on 0-dim tensors.
-        block_mask: a torch `BlockMask` made for exactly these lengths. Its block map is made once.
+        block_mask: a torch `BlockMask` made for exactly these lengths. Its block map is cached.
         scale: multiplies q . k; 1/sqrt(head_dim) by default.
         enable_gqa: allow num_kv_heads to divide num_q_heads; without it they must be equal.
         return_lse: also return lse [batch, num_q_heads, q_len], fp32.
         kernel_options: accepted and ignored: they tune other kernels.
-        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). max_scores costs
-            a second pass over the keys, and holds scores up to 1e19 in size.
+        return_aux: ``AuxRequest(lse=, max_scores=)``: return (out, AuxOutput). max_scores needs
+            a second pass over the keys, and supports scores of magnitude up to 1e19.
 
     Returns:
         out [batch, num_q_heads, q_len, head_dim_v] in query's dtype and stride order; with
@@ -129,7 +129,7 @@ def run_flex(
 def _check_flex(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, enable_gqa: bool
 ) -> Dims:
-    """FlexAttention's own rules, in its order and words, then those of the kernel."""
+    """FlexAttention's checks, in its order and with its messages, then those of the kernel."""
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise InputError(
             "query, key, and value must be 4D tensors [batch, heads, length, head_dim], got "
@@ -215,10 +215,10 @@ def _max_scores(
 
 
 def sharpened(score_mod: Mod) -> Mod:
-    """The score_mod of the pass that finds row maxima."""
+    """The score_mod of the pass that computes row maxima."""
 
     def sharp(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        # A literal, so that the hook captures what score_mod does and nothing more.
+        # A literal, so that the hook has the same captures as score_mod.
         return score_mod(score, b, h, q_idx, kv_idx) * 18446744073709551616.0
 
     return sharp

@@ -23,7 +23,7 @@ def merge_states(
     """The state of the union of disjoint key sets, from the state of each.
 
     out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i): FlashInfer (arXiv
-    2501.01005), section 2.2. States without keys (lse = -inf) do not count, even where out is NaN.
+    2501.01005), section 2.2. States without keys (lse = -inf) are ignored, even if out is NaN.
 
     Args:
         outs: fp32 tensors of one shape [..., head_dim_v], 3-D or 4-D, as ``partial=True`` returns,
@@ -75,7 +75,7 @@ def merge_states(
 
 
 def _states(name: str, states: object) -> list[torch.Tensor]:
-    if isinstance(states, torch.Tensor):  # states along its first dim
+    if isinstance(states, torch.Tensor):  # its first dim is that of the states
         checks.check_readable(name, states)
         if states.dim() == 0:
             raise InputError(f"{name} must be a sequence of tensors, got a tensor without dims")
@@ -96,7 +96,7 @@ def _check_state(name: str, tensor: torch.Tensor) -> None:
 def merge(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, target: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op's implementation; shapes are checked by `merge_states`."""
+    """The op's implementation; `merge_states` has checked the states."""
     target = place_utility(outs[0], target)
     if not on_cpu(target):
         from .launching import merge_device
@@ -122,6 +122,6 @@ def merge(
 
 
 def _three(dims: Sequence[int], fill: int = 0) -> tuple[int, int, int]:
-    """Two or three numbers as three."""
+    """Two or three numbers as three, `fill` first."""
     a, b, c = (fill,) * (3 - len(dims)) + tuple(dims)
     return a, b, c

@@ -1,13 +1,14 @@
-"""What the torch ops do: the ordinary call, and for tracers the shapes of its results.
+"""Implementations of the torch ops: the ordinary call, and for tracers the shapes of its results.
 
-Fake implementations give shapes only and refuse nothing: a wrong shape is an error of the run, with
-the message of the ordinary call. They read nothing but the arguments, not the site: a graph that
-the compiler kept on disk may meet another site of the same number.
+Fake implementations compute shapes only and raise no errors: a wrong shape is an error of the run,
+with the message of the ordinary call. They read the op's arguments but not its site: a graph from
+the compiler's disk cache may run with another site of the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,36 +16,33 @@ import torch
 from ..errors import InputError
 from ..variants.variant import as_variant
 from . import merge
-from .arguments.calls import filled, like_q_strides, result_dtype
+from .arguments.calls import filled, in_order_of, result_dtype
 from .attention import run_dense
 from .keys.block_mask import keep_states
 from .keys.paged import Paged
 from .torch_ops.definitions import Op, Results, define, define_call
-from .torch_ops.sites import Call, Hooks
+from .torch_ops.sites import Hooks, UserCall
 from .varlen import run_packed
 
 Tensor = torch.Tensor
 
 
-# --- implementations: q, k, v and the rest of the call to its results ----------------------------
+# --- implementations: from q, k, v and the rest of the call to its results -----------------------
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
-    result, lse = run_dense(
-        q, k, v, as_variant(call.variant), call.params, out=out, swap=call.swap, **call.arguments
-    )
-    return result, filled(lse, q)
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
-    result, lse = run_packed(
+def _states(
+    run: Callable[..., tuple[Tensor, Tensor | None]],
+    q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None,
+) -> Results:  # fmt: skip
+    """The results of `run`, which is `run_dense` or `run_packed`."""
+    result, lse = run(
         q, k, v, chosen=as_variant(call.variant), params=call.params, out=out, swap=call.swap,
         **call.arguments,
     )  # fmt: skip
     return result, filled(lse, q)
 
 
-def _batch(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+def _batch(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
     from .batch_base import by_number
 
     given = call.arguments
@@ -55,7 +53,7 @@ def _batch(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> R
 
 
 class _GraphMask:
-    """A `BlockMask` put together from the inputs of a graph; its map may be one made before."""
+    """A `BlockMask` made from the inputs of a graph; it may reuse the map of an earlier run."""
 
     def __init__(
         self, mask_mod: Any, lists: Sequence[Any], size: Sequence[int], shape: Sequence[int]
@@ -65,7 +63,7 @@ class _GraphMask:
         self.BLOCK_SIZE, self.shape, self.mask_mod = tuple(size), tuple(shape), mask_mod
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+def _flex(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
     from .flex import run_flex
 
     hooks, given = call.variant, dict(call.arguments)
@@ -73,7 +71,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Re
     if not isinstance(hooks, Hooks):
         hooks = Hooks(*map(hooks.hooks().get, Hooks._fields))
         if mask is not None:
-            # The last map of the site serves the next call, if that call has the same lists.
+            # The site's last map is reused if this call has the same lists.
             mask = given["block_mask"] = _GraphMask(hooks.mask_mod, *mask)
             keep_states(mask, call.kept.get("mask"))
             call.kept["mask"] = mask
@@ -81,7 +79,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Re
     return result, filled(lse, q), filled(max_scores, q)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call, out: Tensor | None) -> Results:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, call: UserCall, out: Tensor | None) -> Results:
     from .sdpa import run_sdpa
 
     return (run_sdpa(q, k, v, **call.arguments),)
@@ -95,21 +93,21 @@ def _append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) 
     run_append(k, v, k_pages, v_pages, q_indptr, paged, target)
 
 
-# --- shapes: q, k, v and the op's flags to empty results -----------------------------------------
+# --- shapes: from q, k, v and the op's flags to empty results ------------------------------------
 
 
 def _dense_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
-    partial, with_lse = flags
+    is_partial, with_lse = flags
     if q.dim() != 4 or v.dim() != 4:
         return _plain(q, v), _rows(q, True)
-    shape, strides = (*q.shape[:3], v.shape[3]), like_q_strides(q, v.shape[3])
-    out = q.new_empty_strided(shape, strides, dtype=result_dtype(q.dtype, partial))
+    shape, strides = (*q.shape[:3], v.shape[3]), in_order_of(q.shape, q.stride(), v.shape[3])
+    out = q.new_empty_strided(shape, strides, dtype=result_dtype(q.dtype, is_partial))
     return out, _rows(q, with_lse)
 
 
 def _packed_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
-    partial, with_lse = flags
-    return _plain(q, v).to(result_dtype(q.dtype, partial)), _rows(q, with_lse)
+    is_partial, with_lse = flags
+    return _plain(q, v).to(result_dtype(q.dtype, is_partial)), _rows(q, with_lse)
 
 
 def _flex_shapes(q: Tensor, k: Tensor, v: Tensor, flags: Sequence[bool]) -> Results:
@@ -135,25 +133,23 @@ def _merge_shapes(
     return out, outs[0].new_empty(outs[0].shape[:-1] if lses else (0,))
 
 
-def _no_shapes(*args: object) -> None:
-    """Of an op that returns nothing."""
-
-
 def _plain(q: Tensor, v: Tensor) -> Tensor:
-    """q's rows with v's last dim: of packed calls, and a guess for what the run will refuse."""
+    """q's rows with v's last dim: for packed calls, and for inputs that the run will refuse."""
     return q.new_empty((*q.shape[:-1], *v.shape[-1:]))
 
 
 def _rows(q: Tensor, wanted: bool) -> Tensor:
-    """A number for each row of q, or nothing."""
+    """An fp32 number per row of q, or an empty tensor."""
     return q.new_empty(q.shape[:-1] if wanted else (0,), dtype=torch.float32)
 
 
 # --- the ops -------------------------------------------------------------------------------------
 
 _OPS = {
-    "attention": Op(_attention, _dense_shapes, "(Tensor, Tensor)", has_out=True),
-    "varlen_attention": Op(_varlen, _packed_shapes, "(Tensor, Tensor)", has_out=True),
+    "attention": Op(partial(_states, run_dense), _dense_shapes, "(Tensor, Tensor)", has_out=True),
+    "varlen_attention": Op(
+        partial(_states, run_packed), _packed_shapes, "(Tensor, Tensor)", has_out=True
+    ),
     "batch_attention": Op(_batch, _packed_shapes, "(Tensor, Tensor)", has_out=True),
     "flex_attention": Op(_flex, _flex_shapes, "(Tensor, Tensor, Tensor)"),
     "scaled_dot_product_attention": Op(_sdpa, _sdpa_shapes, "Tensor"),
@@ -165,7 +161,7 @@ define(
     "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor q_indptr, "
     "Tensor page_indptr, Tensor page_indices, Tensor last_page_len, SymInt page_size, "
     "str? target)",
-    _append, _no_shapes, "()",
+    _append, lambda *args: None, "()",
 )  # fmt: skip
 define(
     "merge_states(Tensor[] outs, Tensor[] lses, *, str? target=None)",

@@ -1,4 +1,4 @@
-"""`Plan`: who computes what of one batch, for people to look at."""
+"""`Plan`: the distribution of one batch's work, for inspection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .launching.batch_run import Planned
 
 
 class Plan:
-    """Who computes what of one batch; what `plan()` returns and the next run() follows.
+    """The distribution of one batch's work; `plan()` returns it, and later runs use it.
 
     Example:
         >>> print(batch.plan(q_indptr, paged).explain())
@@ -22,17 +22,17 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes that its runs need for partial states."""
+        """Bytes of workspace that runs need for partial states."""
         return self._planned.first.native.workspace_bytes
 
     def explain(self) -> str:
-        """What was chosen, why, and how the work is balanced, as a text of tables."""
+        """Tables, as text, of the kernels chosen, the reasons, and the balance of the work."""
         return upper("explain_plan")(self._planned)  # type: ignore[no-any-return]
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the timeline of the workers to an image; its format follows the name's ending.
+        """Draw the timeline of the workers to an image; the name's suffix decides its format.
 
-        Raises InputError where matplotlib is missing or cannot write this format.
+        Raises InputError if matplotlib is missing or cannot write this format.
         """
         upper("plot_plan")(self._planned, path)
 
@@ -48,6 +48,3 @@ class Plan:
             f"<Plan of {lengths.num_requests} requests, {lengths.num_q_tokens} query tokens, "
             f"workspace {self.workspace_bytes} bytes>"
         )
-
-
-__all__ = ["Plan"]

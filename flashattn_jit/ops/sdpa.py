@@ -17,7 +17,7 @@ _SHAPE = ("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
 
 
 class _Keep(Variant):
-    """Keep the pairs that a boolean mask has True for; its dims of size 1 are broadcast."""
+    """Keep the pairs for which a boolean mask is True; its dims of size 1 are broadcast."""
 
     attn_mask: torch.Tensor = tensor(*_SHAPE, dtype=torch.bool)
 
@@ -58,9 +58,9 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` as one fused kernel.
 
-    Same arguments and results, head_dim_v != head_dim and any group size included; a row that
-    attn_mask empties is 0. Batch dims and heads of size 1 are broadcast. num_q_heads may be 0,
-    which gives torch's empty result; num_kv_heads must be at least 1 for other num_q_heads.
+    Same arguments and results, head_dim_v != head_dim and any group size included; a row whose keys
+    are all masked is 0. Batch dims and heads of size 1 are broadcast. num_q_heads may be 0, for an
+    empty result as in torch; otherwise num_kv_heads must be at least 1.
 
     Args:
         query: [..., num_q_heads, q_len, head_dim] with any number of leading dims, or none;
@@ -134,10 +134,9 @@ def as_dense_problem(
     enable_gqa: bool,
     direct: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """q, k, v [batch, heads, length, dim], and the leading dims that batch stands for.
+    """q, k, v [batch, heads, length, dim], and the leading dims that are flattened to batch.
 
-    Raises:
-        InputError: dims cannot be broadcast, or dtypes or devices differ.
+    Raises InputError if dims cannot be broadcast, or dtypes or devices differ.
     """
     q, k, v = torch_inputs.prepare(query, key, value, direct)
     _check_ranks(q, k, v)
@@ -163,7 +162,7 @@ def with_leading_dims(out: torch.Tensor, lead: tuple[int, ...], rank: int) -> to
 def _without_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """The output of no query heads, which has no entries, after the checks of a call with one."""
+    """The empty output of zero query heads, after the checks of a call with one head."""
     one, keys, values = (t[:0].reshape(0, 1, *t.shape[2:]) for t in (q, k, v))
     out, _ = run_dense(one, keys, values, _FULL, {}, scale=scale)
     return out.reshape(*q.shape[:3], v.shape[3])
@@ -202,7 +201,7 @@ def _broadcast_lead(
             f"{list(v.shape)} cannot be broadcast to each other"
         )
     heads = [t.shape[-3] if t.dim() > 2 else 1 for t in (q, k, v)]
-    most = max(heads) if heads[0] else 0  # as torch, which broadcasts 1 to 0 too
+    most = max(heads) if heads[0] else 0  # torch also broadcasts 1 to 0
     if not enable_gqa and any(n not in (1, most) for n in heads):
         raise InputError(
             f"query has num_q_heads={heads[0]}, key {heads[1]} and value {heads[2]} heads; they "
@@ -213,8 +212,7 @@ def _broadcast_lead(
 
 def _as_dense(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
     """[..., heads, length, dim] as [batch, heads, length, dim]; a view where strides allow."""
-    while t.dim() < 3:
-        t = t.unsqueeze(0)
+    t = t[(None,) * (3 - t.dim())]
     t = t.expand(*lead, *t.shape[-3:])
     return t if len(lead) == 1 else _one_lead(t)
 
@@ -222,7 +220,7 @@ def _as_dense(t: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
 def _one_lead(t: torch.Tensor) -> torch.Tensor:
     """[..., heads, length, dim] with any number of leading dims as [batch, heads, length, dim].
 
-    Not reshape(-1, ...), which is ambiguous where a length is 0.
+    Not with reshape(-1, ...), which is ambiguous if a length is 0.
     """
     return t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4)
 
@@ -230,7 +228,7 @@ def _one_lead(t: torch.Tensor) -> torch.Tensor:
 def _broadcast_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One head of q serves all of k; k and v get the same count. One kv head may stay shared."""
+    """Broadcast q from one head to those of k, and k and v to the same number of heads."""
     heads = max(k.shape[1], v.shape[1])
     if q.shape[1] == 1 != heads:
         q = q.expand(-1, heads, -1, -1)
@@ -252,8 +250,7 @@ def _dense_mask(mask: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
             f"attn_mask is {list(mask.shape)}, which cannot be broadcast to [..., num_q_heads, "
             f"q_len, kv_len] = {list(wanted)}"
         )
-    while mask.dim() < max(4, len(wanted)):
-        mask = mask.unsqueeze(0)
+    mask = mask[(None,) * (max(4, len(wanted)) - mask.dim())]
     lead = mask.shape[:-3]
     if all(size == 1 for size in lead):
         return mask.reshape(1, *mask.shape[-3:])

@@ -35,7 +35,7 @@ def varlen_attention(
     target: str | None = None,
     **params: object,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `variant` over packed requests; request i owns rows indptr[i] to indptr[i + 1].
+    """Attention of `variant` over packed requests; request i has rows indptr[i] to indptr[i + 1].
 
     Args:
         q: [num_q_tokens, num_q_heads, head_dim]; dtypes and strides as for `attention`.
@@ -44,7 +44,7 @@ def varlen_attention(
         q_indptr: int32 or int64 cpu tensor [num_requests + 1], ascending from 0 to num_q_tokens.
         kv_indptr: likewise for keys.
         variant: as for `attention`.
-        max_q_len: when given, checked to be at least the longest request's q_len.
+        max_q_len: if given, checked to be at least the longest request's q_len.
         max_kv_len: likewise for kv_len.
         scale, return_lse, partial, out, target, params: as for `attention`.
         q_offset: ``q_idx = q_offset + row``: ``"end"`` (kv_len - q_len, the default), an int or an
@@ -98,10 +98,10 @@ def run_packed(
     swap: Swap | None = None,
     direct: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Checks and computes (out, lse) of a packed call; lse is None unless asked for.
+    """Checks and computes (out, lse) of a packed call; lse is None unless requested.
 
-    swap: see `bind`. direct: what `is_direct` says of q, k and v, where that is known. The rest is
-    as for `varlen_attention`, which see for what it raises.
+    swap: see `bind`. direct: the result of `is_direct` for q, k and v, if known. The other
+    arguments and the errors are those of `varlen_attention`.
     """
     if direct is None:
         direct = is_direct(q, k, v)

@@ -1,10 +1,10 @@
-"""Tiles of the CUDA kernels: what is tried for a class of rows, head dims and target, in order.
+"""Tiles of the CUDA kernels: the candidates for a class of rows, head dims and target, in order.
 
-Three classes of packed rows. Up to 16 rows get the few-row kernel, whose warps share one block of
-rows and split the keys. Up to 64 rows get a prefill tile of 64, more get one of 128 where registers
-and shared memory hold it. The lists are those of FlashAttention 2 and of FlashInfer, read as
-preferences; the first entry that keeps a multiprocessor busy is the choice, and what follows it is
-where a kernel steps down to when its hooks need more registers than the tile leaves.
+There are three classes of packed rows. Up to 16 rows get the few-row kernel, whose warps share one
+block of rows and split the keys. Up to 64 rows get a prefill tile of 64; more get one of 128 if it
+fits registers and shared memory. The lists are those of FlashAttention 2 and of FlashInfer, in
+order of preference. The first tile with enough resident warps is chosen; the tiles after it are
+fallbacks for hooks that need more registers than the tile leaves.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..codegen.spec import KernelSpec, TileKind
 from ..codegen.targets import architecture
 
 ROW_CLASSES = (16, 64, 128)
-"""Packed rows up to which each class goes; the last one has no end. Also the classes' tile_q, where
-the tile is not smaller for want of registers."""
+"""The largest number of packed rows of each class; the last class has no upper bound. Also the
+tile_q of each class, unless registers allow only a smaller tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows, keys and warps of a thread block; the stages follow from shared memory."""
+    """Rows, keys and warps of a thread block; shared memory decides the number of stages."""
 
     tile_q: int
     tile_kv: int
@@ -47,7 +47,7 @@ _PREFILL: tuple[tuple[int, tuple[Tile, ...]], ...] = (
 head_dim 64 and 128; with them these kernels spill registers (nvcc 13.0)."""
 
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
-_LAST_RESORT_KV = 16  # so few keys between two barriers that only a lack of registers excuses it
+_LAST_RESORT_KV = 16  # few keys between two barriers: only if registers allow no larger tile
 
 
 def row_class(packed_rows: int) -> int:
@@ -56,19 +56,19 @@ def row_class(packed_rows: int) -> int:
 
 
 def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:
-    """The tiles of a row class in order of preference, whether or not they fit.
+    """The tiles of a row class in order of preference, including those that do not fit.
 
     widest: the larger of the padded head dims.
     """
     if rows == ROW_CLASSES[0]:
         return _FEW_ROW
     tiles = next(tiles for bound, tiles in _PREFILL if widest <= bound)
-    # Without cp.async, registers carry the next tile, so a warp owns one block of 16 rows.
+    # Without cp.async the next tile is held in registers, so a warp has one block of 16 rows.
     if architecture(target) == "sm_75":
         rows = 64
         if widest > 64:
             tiles = (*(t for t in tiles if t.tile_kv > _LAST_RESORT_KV), Tile(64, 16, 4))
-    # Two blocks of 64 rows share a multiprocessor where one of 128 would have it alone.
+    # Two blocks of 64 rows fit a multiprocessor on which one of 128 would be alone.
     if widest > 192 and architecture(target) != "sm_80":
         tiles = tuple(t for t in tiles if t.num_warps == 4)
     return tuple(t for t in tiles if t.tile_q <= rows)
@@ -89,11 +89,12 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
 
 
 def with_stages(spec: KernelSpec) -> KernelSpec:
-    """`spec` with as many buffers of keys and values as serve it.
+    """`spec` with its number of stages: buffers of keys and values.
 
-    Prefill: two where that costs no thread block its place on the multiprocessor, else one. Few
-    rows: the fewest, from two on, that keep enough in flight while one buffer is computed with;
-    else those that keep the most. On sm_75 loads pass through registers and none are in flight.
+    Prefill: two if as many thread blocks fit a multiprocessor as with one, else one. Few rows: the
+    smallest number, from two on, with which enough bytes are in flight while one buffer is
+    computed with; else the number with the most bytes in flight. On sm_75 loads go through
+    registers and none are in flight.
     """
     if spec.tile_kind == "prefill":
         ring = replace(spec, num_stages=2)
@@ -106,22 +107,23 @@ def with_stages(spec: KernelSpec) -> KernelSpec:
 
 
 def in_flight_bytes(spec: KernelSpec) -> int:
-    """Bytes of K and V on their way to one multiprocessor while its blocks compute."""
+    """Bytes of K and V in flight to one multiprocessor while its blocks compute."""
     stage = spec.tile_kv * (padded(spec.head_dim) + padded(spec.head_dim_v)) * 2
     return (spec.num_stages - 1) * stage * ctas_per_sm(spec) if fits(spec) else 0
 
 
 def place(spec: KernelSpec, rows: int) -> KernelSpec:
-    """`spec` with the tile of a row class: the first of the ladder that shares its multiprocessor
-    well, else the first."""
+    """`spec` with the tile of a row class: the first of `ladder` with enough resident warps
+    (`shares_well`), else the first."""
     tiles = ladder(spec, rows)
     return next((t for t in tiles if shares_well(t)), tiles[0])
 
 
 def shares_well(spec: KernelSpec) -> bool:
-    """Whether a multiprocessor has other warps to run while one waits for its tile.
+    """Whether a multiprocessor has enough warps to hide the latency of a tile's loads.
 
-    Few rows: two blocks, whose starts and ends overlap. Prefill: two warps a scheduler.
+    Few rows: two blocks, so that the start of one overlaps with the end of another. Prefill: two
+    warps per scheduler.
     """
     if spec.tile_kind == "few_row":
         return ctas_per_sm(spec) >= 2
@@ -132,10 +134,10 @@ def shares_well(spec: KernelSpec) -> bool:
 
 
 def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
-    """The tiles that take the place of `spec`, in order, where its hooks make it spill.
+    """The tiles that replace `spec`, in order, if its hooks make it spill.
 
-    They have its tile kind and at most its rows, so a plan is made for them as for `spec`. Each
-    leaves hooks more registers than the one before.
+    They have its tile kind and at most its rows, so plans need no other change. Each leaves hooks
+    more registers than the previous one.
     """
     tiles = ladder(spec, row_class(spec.tile_q))
     shapes = [(t.tile_q, t.tile_kv, t.num_warps) for t in tiles]
@@ -148,12 +150,12 @@ def step_down(spec: KernelSpec) -> tuple[KernelSpec, ...]:
 
 
 def spare_registers(spec: KernelSpec) -> int:
-    """Registers of the budget that do not accumulate."""
+    """Registers of the budget that are no accumulators."""
     return register_budget(spec) - accumulator_registers(spec)
 
 
 def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
-    """(spec, shared bytes, chosen, reason) of the choice and of what it was chosen over."""
+    """(spec, shared bytes, chosen, reason) of the choice and of the other candidates."""
     rows = row_class(packed_rows)
     why = {place(chosen, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
     why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows)}
@@ -168,7 +170,7 @@ def _against_class(rows: int, packed_rows: int) -> str:
 
 
 def for_or_against(spec: KernelSpec, chosen: KernelSpec, packed_rows: int) -> str:
-    """Why a tile of the problem's row class is the choice, or is not."""
+    """The reason for or against a tile of the problem's row class."""
     ctas = ctas_per_sm(spec)
     holds = f"{ctas} x {spec.num_warps} warps a multiprocessor"
     if spec != chosen:

@@ -1,8 +1,8 @@
-"""NVIDIA GPUs as data: what the planner and `explain` know of a device without having it.
+"""NVIDIA GPUs as data, for the planner and `explain`, also on machines without the device.
 
-Figures are the vendor's data sheets' (SXM parts where there are several); matrix rates are dense,
-with fp32 sums. They place a problem on the roofline and count slots. No kernel depends on them:
-its target alone decides it.
+Figures are from the vendor's data sheets (of the SXM part if there are several); matrix rates are
+dense, with fp32 accumulate. They place a problem on the roofline and count slots. Kernels depend
+on the target alone, not on these figures.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ _MMA_SYNC_SHARE = {"sm_90": 0.63}  # arXiv 2501.12084: what mma.sync reaches of 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU. Bytes and bytes/s, FLOP/s; per multiprocessor (sm) where the name says so.
+    """One GPU. Units are bytes, bytes/s and FLOP/s; names with `_per_sm` are per multiprocessor.
 
-    shared_per_block: the most that one block may ask for. matrix_flops: dense fp16 or bf16 products
-    with fp32 sums. read_bytes_per_s: of device memory.
+    shared_per_block: the most that one block may request. matrix_flops: dense fp16 or bf16 products
+    with fp32 accumulate. read_bytes_per_s: of device memory.
     """
 
     name: str
     target: str
     num_sms: int
     l2_bytes: int
-    memory_bytes: int
     read_bytes_per_s: float
     matrix_flops: float
     shared_per_sm: int
@@ -40,7 +39,7 @@ class Device:
     threads_per_sm: int
 
     def flops(self, matrix_dtype: str) -> float:
-        """Peak arithmetic rate (FLOP/s) of the matrix units, which take fp16 and bf16 alike."""
+        """Peak rate (FLOP/s) of the matrix units, which is the same for fp16 and bf16."""
         return self.matrix_flops
 
     @property
@@ -50,44 +49,42 @@ class Device:
 
     @property
     def note(self) -> str:
-        """What the rates do not say, in words; empty where they say it all."""
+        """A caveat about the rates, in words; may be empty."""
         share = _MMA_SYNC_SHARE.get(self.target)
         if share is None:
             return ""
         return f"mma.sync instructions, which the kernels use, reach about {share:.0%} of that rate"
 
 
-def _device(
-    name: str, target: str, sms: int, l2_mib: float, memory_gib: int, gb_s: float, tflops: float
-) -> Device:
+def _device(name: str, target: str, sms: int, l2_mib: float, gb_s: float, tflops: float) -> Device:
     arch = LIMITS[target]
     return Device(
-        name, target, sms, int(l2_mib * 2**20), memory_gib << 30, gb_s * 1e9, tflops * 1e12,
+        name, target, sms, int(l2_mib * 2**20), gb_s * 1e9, tflops * 1e12,
         arch.shared_per_sm, arch.shared_per_block, arch.registers_per_sm, arch.threads_per_sm,
     )  # fmt: skip
 
 
 DEVICES = (
-    #       name        target    SMs  L2    memory  GB/s  TFLOP/s
-    _device("T4",       "sm_75",  40,  4,    16,     320,  65),
-    _device("A100",     "sm_80",  108, 40,   80,     2039, 312),
-    _device("A10",      "sm_86",  72,  6,    24,     600,  125),
-    _device("L40S",     "sm_89",  142, 96,   48,     864,  362),
-    _device("L4",       "sm_89",  58,  48,   24,     300,  121),
-    _device("RTX 4090", "sm_89",  128, 72,   24,     1008, 165),
-    _device("H100",     "sm_90",  132, 50,   80,     3350, 989.5),
-    _device("H200",     "sm_90",  132, 60,   141,    4800, 989.5),
-    _device("B200",     "sm_100", 148, 126,  180,    8000, 2250),
-    _device("RTX 5090", "sm_120", 170, 96,   32,     1792, 209.5),
+    #       name        target    SMs  L2    GB/s  TFLOP/s
+    _device("T4",       "sm_75",  40,  4,    320,  65),
+    _device("A100",     "sm_80",  108, 40,   2039, 312),
+    _device("A10",      "sm_86",  72,  6,    600,  125),
+    _device("L40S",     "sm_89",  142, 96,   864,  362),
+    _device("L4",       "sm_89",  58,  48,   300,  121),
+    _device("RTX 4090", "sm_89",  128, 72,   1008, 165),
+    _device("H100",     "sm_90",  132, 50,   3350, 989.5),
+    _device("H200",     "sm_90",  132, 60,   4800, 989.5),
+    _device("B200",     "sm_100", 148, 126,  8000, 2250),
+    _device("RTX 5090", "sm_120", 170, 96,   1792, 209.5),
 )  # fmt: skip
 """Ascending by target, the one that stands for it first."""
 
 
 def named_hardware(name: str) -> Device:
-    """A device of the list by its name: ``"H100"``, ``"rtx 4090"``, ``"NVIDIA A100-SXM4-80GB"``.
+    """The listed device of a name such as ``"H100"``, ``"rtx 4090"``, ``"NVIDIA A100-SXM4-80GB"``.
 
     Raises:
-        InputError: no device of the list has that name.
+        InputError: no listed device has that name.
     """
     words = [w for w in _words(name) if w not in _MAKERS]
     found = [d for d in DEVICES if _fits(words, _words(d.name))]
@@ -99,7 +96,7 @@ def named_hardware(name: str) -> Device:
 
 _MAKERS = ("nvidia", "geforce", "tesla")
 _OTHER_PARTS = frozenset(("pcie", "nvl", "40gb", "ti", "super", "laptop", "max", "d"))
-"""Words that make another device of a listed name, with rates of its own."""
+"""Words in a name that make it another device than the listed one, with other rates."""
 
 
 def _words(name: str) -> list[str]:
@@ -107,8 +104,8 @@ def _words(name: str) -> list[str]:
 
 
 def _fits(words: list[str], listed: list[str]) -> bool:
-    """Whether `words` name the listed device, with or without "RTX", and with words that change
-    nothing ("SXM4", "80GB")."""
+    """Whether `words` name the listed device, with or without "RTX"; words such as "SXM4" or "80GB"
+    may follow."""
     name, short = "".join(listed), "".join(w for w in listed if w != "rtx")
     for n in range(1, len(words) + 1):
         if "".join(words[:n]) in (name, short):
@@ -117,14 +114,14 @@ def _fits(words: list[str], listed: list[str]) -> bool:
 
 
 def typical_hardware(target: str) -> Device:
-    """The device that stands for a CUDA target where none is named."""
+    """The device that is assumed for a CUDA target if none is named."""
     return next(d for d in DEVICES if d.target == architecture(target))
 
 
 def device_hardware(index: int = 0) -> Device:
-    """The CUDA device of that ordinal, as torch sees it.
+    """The CUDA device of that ordinal, from torch's properties.
 
-    Rates come from the clocks that it reports, or from the list where torch does not give them.
+    Rates are those of the listed device, or computed from the clocks if torch reports them.
 
     Raises:
         InputError: torch has no such device.
@@ -138,7 +135,7 @@ def device_hardware(index: int = 0) -> Device:
 
 
 def described(properties: Any) -> Device:
-    """A device from torch's properties of it."""
+    """A device, from torch's properties of it."""
     target = cuda_target(properties.major, properties.minor)
     arch = LIMITS[target]
     try:
@@ -150,30 +147,29 @@ def described(properties: Any) -> Device:
     sms = int(properties.multi_processor_count)
     like = listed or typical_hardware(target)
 
-    def said(name: str, otherwise: int) -> int:
+    def reported(name: str, otherwise: int) -> int:
         return int(getattr(properties, name, 0) or otherwise)
 
     return Device(
         name=properties.name,
         target=target,
         num_sms=sms,
-        l2_bytes=said("L2_cache_size", like.l2_bytes),
-        memory_bytes=int(properties.total_memory),
+        l2_bytes=reported("L2_cache_size", like.l2_bytes),
         read_bytes_per_s=_bandwidth(properties) or like.read_bytes_per_s,
         matrix_flops=(
             listed.matrix_flops * sms / listed.num_sms
             if listed is not None
             else _matrix_rate(properties, target, sms) or like.matrix_flops * sms / like.num_sms
         ),
-        shared_per_sm=said("shared_memory_per_multiprocessor", arch.shared_per_sm),
-        shared_per_block=said("shared_memory_per_block_optin", arch.shared_per_block),
-        registers_per_sm=said("regs_per_multiprocessor", arch.registers_per_sm),
-        threads_per_sm=said("max_threads_per_multi_processor", arch.threads_per_sm),
+        shared_per_sm=reported("shared_memory_per_multiprocessor", arch.shared_per_sm),
+        shared_per_block=reported("shared_memory_per_block_optin", arch.shared_per_block),
+        registers_per_sm=reported("regs_per_multiprocessor", arch.registers_per_sm),
+        threads_per_sm=reported("max_threads_per_multi_processor", arch.threads_per_sm),
     )
 
 
 def _bandwidth(properties: Any) -> float:
-    """Two transfers a clock over the bus; 0 where torch does not report both (clocks in kHz)."""
+    """Two transfers per clock (in kHz) on the bus; 0 if torch does not report clock and width."""
     clock = getattr(properties, "memory_clock_rate", 0) or 0
     width = getattr(properties, "memory_bus_width", 0) or 0
     return 2.0 * clock * 1e3 * width / 8

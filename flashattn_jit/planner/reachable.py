@@ -1,13 +1,13 @@
-"""All kernels that calls of a variant can ask for: what warming builds, so that nothing is missed.
+"""All kernels that calls of a variant can request, which warming builds.
 
-A kernel follows from the variant, dtypes, head dims and target; from its class of packed rows, of
-which there are two on CPUs and three on CUDA; and from its features, which follow from the kind of
-the call. Lengths, head counts, strides of q, k and v beyond their alignment and the machine decide
-nothing. The dtypes of a variant's tensor params, and where their strides are 0 or 1, are part of
-the variant: ``bias`` and ``bias.expand(...)`` have kernels of their own, to be recorded or warmed
-each.
+A kernel depends on the variant, dtypes, head dims and target; on its class of packed rows, of which
+there are two on CPUs and three on CUDA; and on its features, which follow from the kind of the
+call. It does not depend on lengths, head counts, the machine, or strides of q, k and v beyond their
+alignment. The dtypes of a variant's tensor params, and which of their strides are 0 or 1, are part
+of the variant: ``bias`` and ``bias.expand(...)`` have different kernels, each to be recorded or
+warmed.
 
-| format     | what asks for it                          | CPU        | CUDA                     |
+| format     | calls                                     | CPU        | CUDA                     |
 | ---------- | ----------------------------------------- | ---------- | ------------------------ |
 | dense      | fa.attention, varlen_attention, flex      | -          | -                        |
 | block_mask | flex_attention with a BlockMask           | block_mask | block_mask               |
@@ -19,13 +19,14 @@ each.
 | block_bits | fa.BlockSparse with bits, likewise        | as sparse                             |
 | max_scores | flex_attention's second pass for them     | as dense and block_mask, head_dim_v 1 |
 
-On CUDA each also comes `unaligned`, for tensors whose rows do not all start at multiples of 16
-bytes; where a head dim is no multiple of 8 there is only that. So all formats of a variant are 6
-kernels on a CPU target and 42 on a CUDA one (21 where a head dim is no multiple of 8), dense alone
-2 and 6. The last three formats are of variants of their own: `deploy/wanted/compositions.py`.
-`BatchAttention.workspace_bytes` asks a CUDA target for the kernels of ragged or of paged keys,
-whatever the sparsity. A cascade of one level, in a step that shares nothing, asks for them too:
-they are listed with `cascade`, and come with a recorded kernel of lists or cascades.
+On CUDA each kernel also exists with `unaligned`, for tensors whose rows do not all start at
+multiples of 16 bytes; if a head dim is no multiple of 8 there is only that one. So all formats of a
+variant are 6 kernels on a CPU target and 42 on a CUDA one (21 if a head dim is no multiple of 8),
+dense alone 2 and 6. The last three formats have variants composed from the user's:
+`deploy/wanted/compositions.py`. `BatchAttention.workspace_bytes` requests the kernels of ragged or
+of paged keys on a CUDA target, whatever the sparsity. So does a cascade of one level, in a step
+that shares nothing: those kernels are listed with `cascade`, and added to recorded kernels of lists
+and cascades.
 """
 
 from __future__ import annotations
@@ -42,23 +43,12 @@ FORMATS = (
     "dense", "block_mask", "ragged", "paged", "sparse", "cascade", "tree", "block_bits",
     "max_scores",
 )  # fmt: skip
-"""Kinds of calls, in the words of the table above."""
+"""Kinds of calls: the first column of the table above."""
 
 COMPOSED = ("tree", "block_bits", "max_scores")
-"""Formats whose calls have a variant of their own, made of the user's."""
+"""Formats whose calls have a variant that is composed from the user's."""
 
-_CPU: dict[str, tuple[tuple[str, ...], ...]] = {
-    "dense": ((),),
-    "block_mask": (("block_mask",),),
-    "ragged": ((),),
-    "paged": (("indirect",),),
-    "sparse": (("indirect",),),
-    "cascade": (("indirect",),),
-    "tree": ((), ("indirect",)),
-    "block_bits": (("indirect",),),
-    "max_scores": ((), ("block_mask",)),
-}
-_CUDA: dict[str, tuple[tuple[str, ...], ...]] = {
+_CUDA_FEATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "dense": ((),),
     "block_mask": (("block_mask",),),
     "ragged": ((),),
@@ -71,6 +61,13 @@ _CUDA: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+_CPU_FEATURES = {
+    name: tuple(dict.fromkeys(f if f in ((), ("block_mask",)) else ("indirect",) for f in features))
+    for name, features in _CUDA_FEATURES.items()
+}
+"""Keys in pages, lists and mixed rows are one feature of CPU kernels, `indirect`."""
+
+
 def reachable(
     variant: VariantIR,
     head_dims: tuple[int, int],
@@ -78,48 +75,55 @@ def reachable(
     target: str,
     formats: Sequence[str] = FORMATS,
 ) -> tuple[KernelSpec, ...]:
-    """Every kernel that calls of the variant in these formats can ask for, most rows first.
+    """Every kernel that calls of the variant in these formats can request, most rows first.
 
-    What takes their place where they spill registers is not among them: `requests_of` adds it.
+    Fallbacks for kernels that spill registers are not included: `requests_of` adds them.
 
     Args:
         variant: the variant's IR.
         head_dims: (head_dim, head_dim_v).
         dtypes: of q, k and v.
-        target: any target; where it does not take the dtypes there are no kernels. Nor are there
-            where keys or values are int8 and the variant has no hook that scales them.
+        target: any target. The result is empty if it does not support the dtypes, or if keys or
+            values are int8 and the variant has no hook that scales them.
         formats: of `FORMATS`, all by default.
 
     Raises:
         InputError: a format is unknown.
     """
+    alone = ("ragged", "paged") if "cascade" in formats else ()  # of steps that share nothing
+    return _kernels(variant, head_dims, dtypes, target, (*formats, *alone))
+
+
+def _kernels(
+    variant: VariantIR,
+    head_dims: tuple[int, int],
+    dtypes: tuple[str, str, str],
+    target: str,
+    formats: Sequence[str],
+    name: str = "variant",
+) -> tuple[KernelSpec, ...]:
     if not takes_dtypes(target, dtypes) or unscaled_integers(variant.has, *dtypes[1:]):
         return ()
-    alone = ("ragged", "paged") if "cascade" in formats else ()  # of steps that share nothing
-    features = [f for wanted in (*formats, *alone) for f in _features(wanted, target, head_dims)]
-    return placed(variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)))
+    features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
+    return placed(variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name)
 
 
 def _features(wanted: str, target: str, head_dims: tuple[int, int]) -> Iterator[tuple[str, ...]]:
     if wanted not in FORMATS:
         raise InputError(f"unknown format {wanted!r}; formats are {', '.join(FORMATS)}")
     if not is_cuda(compiled_target(target)):
-        yield from _CPU[wanted]
+        yield from _CPU_FEATURES[wanted]
         return
-    for features in _CUDA[wanted]:
+    for features in _CUDA_FEATURES[wanted]:
         if not any(n % 8 for n in head_dims):
             yield features
-        yield _sorted({*features, "unaligned"})
-
-
-def _sorted(features: set[str]) -> tuple[str, ...]:
-    return tuple(f for f in FEATURES if f in features)
+        yield tuple(f for f in FEATURES if f in features or f == "unaligned")
 
 
 def utilities(dtypes: Sequence[str], target: str) -> tuple[UtilitySpec, ...]:
-    """The kernels that `merge_states` and `append_paged_kv` can ask for on a target.
+    """The kernels that `merge_states` and `append_paged_kv` can request on a target.
 
-    dtypes: those of keys and values, which say how narrow the copies of appending may be. There
+    dtypes: those of keys and values, whose sizes bound the copy unit of appending from below. There
     are none on CPU targets, and up to six on CUDA.
     """
     target = compiled_target(target)
@@ -134,13 +138,13 @@ def utilities(dtypes: Sequence[str], target: str) -> tuple[UtilitySpec, ...]:
 
 
 def formats_of(spec: KernelSpec) -> tuple[str, ...]:
-    """The formats whose calls ask for kernels with the spec's features, on the spec's target.
+    """The formats whose calls request kernels with the spec's features, on the spec's target.
 
-    Where they are of lists or cascades, keys alone are among them: a cascade in a step that shares
-    nothing asks for those, and `workspace_bytes`.
+    "sparse" and "cascade" add "ragged" or "paged": a cascade in a step that shares nothing requests
+    those kernels, and so does `workspace_bytes`.
     """
     features = set(spec.features) - {"unaligned"}
-    table = _CUDA if is_cuda(spec.target) else _CPU
+    table = _CUDA_FEATURES if is_cuda(spec.target) else _CPU_FEATURES
     found = tuple(
         name
         for name in FORMATS
@@ -152,23 +156,22 @@ def formats_of(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def retarget(spec: AnySpec, target: str) -> tuple[AnySpec, ...]:
-    """What a kernel that was recorded means for a target, its own or another one.
+    """The kernels on a target, its own or another one, that stand for a recorded kernel.
 
-    All kernels of its variant, dims and dtypes that calls in its formats can ask for there, so that
-    other lengths are no misses. A CPU kernel with `indirect` serves pages, lists and cascades,
-    which have kernels of their own on CUDA: all of them. CPUs merge states and append to pages
-    without kernels, so that CUDA's come with every CPU kernel.
+    They are all kernels of its variant, dims and dtypes that calls in its formats can request
+    there, so that other lengths are no misses. A CPU kernel with `indirect` serves pages, lists and
+    cascades, which have separate kernels on CUDA: all of them are included. CPUs merge states and
+    append to pages without kernels, so every CPU kernel includes CUDA's utilities.
 
-    Empty where the target does not take the dtypes, or has no such utility, and where no call is
-    let have int8 keys or values, as for `reachable`. The name stays.
+    The result is empty if the target does not support the dtypes or has no such utility, and for
+    int8 keys or values that calls refuse, as for `reachable`. The name is kept.
     """
     if isinstance(spec, UtilitySpec):
         kind = (spec.kernel, spec.unit_bytes)
         return tuple(u for u in utilities((), target) if (u.kernel, u.unit_bytes) == kind)
     dims = (spec.head_dim, spec.head_dim_v)
     dtypes = (spec.q_dtype, spec.k_dtype, spec.v_dtype)
-    if not takes_dtypes(target, dtypes) or unscaled_integers(spec.variant.has, *dtypes[1:]):
-        return ()
-    features = [f for name in formats_of(spec) for f in _features(name, target, dims)]
-    kernels = placed(spec.variant, dims, dtypes, target, tuple(dict.fromkeys(features)), spec.name)
-    return kernels if is_cuda(spec.target) else (*kernels, *utilities(dtypes[1:], target))
+    kernels = _kernels(spec.variant, dims, dtypes, target, formats_of(spec), spec.name)
+    if is_cuda(spec.target) or not kernels:
+        return kernels
+    return (*kernels, *utilities(dtypes[1:], target))

@@ -1,15 +1,15 @@
-"""Which kernel serves a problem: tile kind and tile, from a class of packed rows; what it costs.
+"""The kernel for a problem: tile kind and tile, from a class of packed rows; the costs of its work.
 
 A choice depends on the variant, dtypes, head dims, target and class of packed rows alone, never on
 lengths, head counts or the machine, so the kernels that a variant can ever need are a short list.
 
-On CPUs few packed rows per key-value head mean that each loaded key serves little arithmetic: the
-problem is bound by memory and gets the few-row kernel, which streams K and V without packing. Many
-rows mean that arithmetic is the bound: the prefill kernel with the largest tile that its registers
-and a core's L2 hold.
+On CPUs a problem with few packed rows per key-value head does little arithmetic per loaded key: it
+is bound by memory and gets the few-row kernel, which streams K and V without packing. A problem
+with many rows is bound by arithmetic and gets the prefill kernel, with the largest tile that fits
+registers and a core's L2.
 
 In order: the problem; tiles of CPU kernels (those of CUDA are in `cuda_tiles`); the choice; slots
-and the costs of a chosen kernel's work; what the cache is asked for.
+and costs of a chosen kernel; kernel requests.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class Problem:
         return max(self.q_len, default=0) * self.group_size
 
     def flops(self, density: float = 1.0) -> float:
-        """Multiply-adds of both products, counted as two, over the share of pairs kept."""
+        """FLOPs of both products (2 per multiply-add). density: the share of pairs kept."""
         pairs = sum(q * k for q, k in zip(self.q_len, self.kv_len, strict=True))
         return 2.0 * pairs * self.num_q_heads * (self.head_dim + self.head_dim_v) * density
 
     def bytes(self, density: float = 1.0) -> float:
-        """Bytes that must move at least once: q, out, and the keys and values that are read."""
+        """Bytes that must move at least once: q, out, and the `density` of keys and values."""
         q_rows, kv_rows = sum(self.q_len), sum(self.kv_len)
         q_item = DTYPE_BYTES[self.q_dtype]
         ends = q_rows * self.num_q_heads * (self.head_dim + self.head_dim_v) * q_item
@@ -79,18 +79,18 @@ class Problem:
         return ends + kv_rows * self.num_kv_heads * row * density
 
     def intensity(self) -> float:
-        """Operational intensity in FLOP per byte; the mask's density cancels but for q and out."""
+        """Operational intensity in FLOP per byte, without a mask."""
         return self.flops() / max(1.0, self.bytes())
 
 
 # --- tiles of CPU kernels ------------------------------------------------------------------------
 
 FEW_ROWS = 8
-"""Most packed rows of the few-row kernel. See benchmarks/cpu_tiles.py for the crossover."""
+"""Most packed rows of the few-row kernel: the crossover of benchmarks/cpu_tiles.py."""
 
 FEW_ROWS_OF_TILES = 32
-"""The same where products run on AMX tiles, whose time hardly depends on the rows: two blocks of
-them. The prefill tile takes 1.06 of its time at 32 rows (benchmarks/cpu_tiles.py)."""
+"""The same for products on AMX tiles, whose time hardly depends on the rows: two blocks of 16.
+The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."""
 
 _FEW_ROW_TILE_KV = 64
 _L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among AVX-512 servers
@@ -99,8 +99,8 @@ _L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among 
 def prefill_tile(target: str, head_dim: int, head_dim_v: int, matrix: str) -> tuple[int, int]:
     """(tile_q, tile_kv) of the prefill kernel: a function of target and head dims alone.
 
-    On AMX a tile packs V once for all its rows, and the more rows the better: 256 x 128 takes 0.94
-    of the time of 128 x 128 and 0.83 of that of 96 x 96 (head_dim 128, benchmarks/cpu_tiles.py).
+    On AMX a tile packs V once for all its rows, so more rows are faster: 256 x 128 takes 0.94 of
+    the time of 128 x 128 and 0.83 of that of 96 x 96 (head_dim 128, benchmarks/cpu_tiles.py).
     """
     if on_tiles(target, matrix):
         for tile_q in (256, 128, 64):
@@ -116,7 +116,7 @@ def prefill_tile(target: str, head_dim: int, head_dim_v: int, matrix: str) -> tu
 
 
 def scratch_bytes(tile_q: int, tile_kv: int, head_dim: int, head_dim_v: int, matrix: str) -> int:
-    """Bytes that one thread touches per tile: Q, scores, weights, K, V and the accumulator."""
+    """Bytes that one thread accesses per tile: Q, scores, weights, K, V and the accumulator."""
     item = 2 if matrix == "bfloat16" else 4
     q_and_k = (tile_q + tile_kv) * head_dim * item
     values = tile_kv * head_dim_v * item
@@ -125,10 +125,10 @@ def scratch_bytes(tile_q: int, tile_kv: int, head_dim: int, head_dim_v: int, mat
 
 
 def item_rows(spec: KernelSpec, l2_bytes: int) -> int:
-    """Most packed rows of a work item: the spec's tile, or fewer where this machine's L2 is small.
+    """Most packed rows of a work item: the spec's tile, or fewer if this machine's L2 is small.
 
-    A run-time choice, so it does not reach the key. Three quarters of the L2 are for the tile; 0
-    bytes mean that the size is not known.
+    The choice is made at run time and is no part of the key. The tile may take three quarters of
+    the L2; l2_bytes is 0 if unknown.
     """
     if spec.tile_kind == "few_row" or l2_bytes <= 0:
         return spec.tile_q
@@ -142,12 +142,12 @@ def item_rows(spec: KernelSpec, l2_bytes: int) -> int:
 
 
 def on_tiles(target: str, matrix: str) -> bool:
-    """Whether products of a matrix dtype run on AMX tiles."""
+    """Whether matrix products in this dtype run on AMX tiles."""
     return has_amx(target) and matrix == "bfloat16"
 
 
 def place_on_cpu(spec: KernelSpec, kind: TileKind) -> KernelSpec:
-    """`spec` with the tile of a tile kind."""
+    """`spec` with the CPU tile of a tile kind."""
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
         return replace(spec, tile_kind=kind, tile_q=tile_q, tile_kv=_FEW_ROW_TILE_KV)
@@ -165,7 +165,7 @@ def _touched_bytes(spec: KernelSpec) -> int:
 def _considered_on_cpu(
     choice: KernelSpec, packed_rows: int
 ) -> list[tuple[KernelSpec, int, bool, str]]:
-    """(spec, bytes touched, chosen, reason) of each tile kind."""
+    """(spec, bytes accessed, chosen, reason) of each tile kind."""
     prefill, few = place_on_cpu(choice, "prefill"), place_on_cpu(choice, "few_row")
     chosen = choice.tile_kind
     filled = min(1.0, packed_rows / prefill.tile_q) * 100
@@ -182,9 +182,9 @@ def _considered_on_cpu(
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """A kernel that could serve a problem, with what speaks for or against it.
+    """A candidate kernel for a problem, with the reason for or against it.
 
-    scratch_bytes: what its tile takes of the L2 (CPU) or of shared memory (CUDA).
+    scratch_bytes: of its tile, in L2 (CPU) or shared memory (CUDA).
     """
 
     spec: KernelSpec
@@ -194,19 +194,19 @@ class TileChoice:
 
 
 def tile_kind(packed_rows: int, target: str, q_dtype: str) -> TileKind:
-    """The tile kind that a number of packed rows of a dtype gets on a target."""
+    """The tile kind for a number of packed rows of queries of a dtype on a target."""
     return "few_row" if packed_rows <= few_rows(target, q_dtype) else "prefill"
 
 
 def few_rows(target: str, q_dtype: str) -> int:
-    """Most packed rows of a request that the few-row kernels of a target serve."""
+    """Most packed rows of a request that gets a few-row kernel of a target."""
     if is_cuda(compiled_target(target)):
         return cuda_tiles.ROW_CLASSES[0]
     return FEW_ROWS_OF_TILES if on_tiles(target, matrix_dtype(target, q_dtype)) else FEW_ROWS
 
 
 ALL_ROWS = 2**30
-"""Packed rows that get the prefill tile of the largest class."""
+"""A number of packed rows in the largest class."""
 
 
 def choose_rows(
@@ -253,7 +253,7 @@ def placed(
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that `choose` and `choose_rows` can return for these sets of features.
 
-    Most rows first. `reachable` knows which features there are.
+    Most rows first. `reachable` lists the sets of features.
     """
     cuda = is_cuda(compiled_target(target))
     few = few_rows(target, dtypes[0])
@@ -267,7 +267,7 @@ def placed(
 
 
 def fallbacks(spec: KernelSpec) -> tuple[KernelSpec, ...]:
-    """The kernels that replace `spec`, in order, when it spills. Only CUDA kernels have any."""
+    """The kernels that replace `spec`, in order, if it spills. Only CUDA kernels have any."""
     return cuda_tiles.step_down(spec) if is_cuda(spec.target) else ()
 
 
@@ -288,16 +288,12 @@ def candidates(
 _PARTITIONS = 4  # of a multiprocessor, each with a quarter of the registers
 _REGISTER_UNIT = 8  # registers a thread come in multiples of this
 
-_MIN_CHUNK = {"prefill": 256, "few_row": 128}
-"""Keys. FlashInfer's and FlashAttention 3's least chunks, below which a partial state costs more to
-write and merge than its keys cost to read."""
-
 
 @dataclass(frozen=True, slots=True)
 class Slots:
     """per_sm: blocks on one multiprocessor; total: on all, the number of workers to plan for.
 
-    limit: what keeps it from holding more: "shared memory", "registers", "threads" or "blocks".
+    limit: the resource that limits per_sm: "shared memory", "registers", "threads" or "blocks".
     """
 
     per_sm: int
@@ -306,13 +302,13 @@ class Slots:
 
 
 def slots(spec: KernelSpec, device: Device, registers: int | None = None) -> Slots:
-    """The slots of a kernel on a device: how many of its thread blocks that runs at once.
+    """The slots of a kernel on a device: how many of its thread blocks run concurrently.
 
-    Work is split for slots, not for multiprocessors: a device of 132 of them that holds three
-    blocks each is filled by 396 blocks, and 133 blocks of a kernel that fits once leave it idle
-    half the time.
+    Work is split for slots, not for multiprocessors: 132 multiprocessors with three blocks each run
+    396 blocks at once; with one block each, 133 blocks need two waves, of which the second is
+    almost empty.
 
-    registers: a thread's, from the kernel's resource report; its tile's budget when None.
+    registers: per thread, from the kernel's resource report; by default the tile's budget.
     """
     threads = WARP * spec.num_warps
     taken = register_budget(spec) if registers is None else max(1, registers)
@@ -330,36 +326,35 @@ def slots(spec: KernelSpec, device: Device, registers: int | None = None) -> Slo
     return Slots(by[limit], by[limit] * device.num_sms, limit)
 
 
-def min_chunk(spec: KernelSpec) -> int:
-    """The fewest keys that a split of a CUDA kernel's work gets."""
-    return max(_MIN_CHUNK[spec.tile_kind], spec.tile_kv)
-
-
 # --- costs of work -------------------------------------------------------------------------------
 
 _CUDA_ITEM_NS = 2000.0
-"""From the start of a thread block's item to its first product, and from its last one to the stored
-rows: three dependent trips to device memory (work item, then q and page table, then keys) of 500 to
-800 ns under load, and the warps' reduction."""
+"""Latency from the start of a thread block's item to its first product, and from its last one to
+the stored rows: three dependent loads from device memory (work item, then q and page table, then
+keys) of 500 to 800 ns under load, and the reduction over warps."""
 
 _CUDA_MERGE_NS = 3000.0
-"""One more kernel in a stream or graph: from the end of the last one to that of a short one."""
+"""A short kernel more in a stream or graph: from the end of the previous kernel to its end."""
 
 _MEMORY_SHARE, _MATRIX_SHARE = 0.85, 0.5
-"""Of the rated figures: what streaming reaches of device memory's, and kernels on `mma.sync` with a
-softmax of the device's own of the matrix units' (FlashAttention 2 on an A100: 0.5 to 0.73)."""
+"""Attained shares of rated figures: of memory bandwidth by streaming, and of the matrix units' rate
+by `mma.sync` kernels that also compute a softmax (FlashAttention 2 on an A100: 0.5 to 0.73)."""
 
 _CPU_ITEM_NS = 1000.0
-_CPU_MERGE_NS = 2000.0  # a barrier of the team and a second entry into the artifact
-_CPU_LEAST_PART = 256  # keys; a shorter one costs more in merging than it gains
+_CPU_MERGE_NS = 2000.0  # a barrier of the thread team and a second call into the artifact
+_CUDA_LEAST_PART = 256
+"""Keys of prefill. The smallest chunk of FlashInfer and FlashAttention 3: with fewer keys a partial
+state costs more to write and merge than its keys cost to read."""
+
+_CPU_LEAST_PART = 256  # keys; a shorter part costs more to merge than it saves
 _CPU_FMAS_PER_CLOCK = {"prefill": 1.2, "few_row": 0.6}
-"""Vector multiply-adds a clock, of the two that a core can start; the softmax takes the rest."""
+"""Vector multiply-adds per clock, of the two that a core can issue; the softmax takes the rest."""
 _AMX_LANES = 7
-"""Times those rates, of kernels on AMX tiles: 600 GFLOP/s a core in prefill and 370 with 32 packed
-rows (a clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
+"""Factor on these rates for kernels on AMX tiles: 600 GFLOP/s per core in prefill and 370 with 32
+packed rows (a clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
 
 READ_BYTES_PER_S_PER_CORE = 20e9
-"""Bytes that one core reads a second while the others do: an estimate."""
+"""Read bandwidth of one core while all cores read: an estimate."""
 
 _DEFAULT_HZ = 3.0e9
 
@@ -367,15 +362,14 @@ _DEFAULT_HZ = 3.0e9
 class Costs(NamedTuple):
     """Coefficients of one kernel on one worker, in nanoseconds.
 
-    A work item of R packed rows over K keys costs ``item + K * max(load, R * pair)``, and ``state``
-    a row more where it writes a partial state: the larger of the time that its keys take to arrive
-    and that its arithmetic takes, for one worker while all others are busy (the roofline model,
-    Williams et al. 2009). FlashInfer's scheduler has two such coefficients, of rows and keys (arXiv
-    2501.01005, algorithm 1); with both bounds one set serves decode and prefill.
+    A work item of R packed rows over K keys costs ``item + K * max(load, R * pair)``, plus
+    ``state`` per row if it writes a partial state: the larger of the times to load its keys and to
+    do its arithmetic, on one worker while all others are busy (the roofline model, Williams et al.
+    2009). FlashInfer's scheduler has two such coefficients, of rows and keys (arXiv 2501.01005,
+    algorithm 1); with both bounds one set fits decode and prefill.
 
-    Only ratios matter to a schedule, and a coefficient that is wrong by half moves a cut by little:
-    a device's rates are those of its target's typical device, an emulated target's those of the
-    device that it stands for.
+    Only ratios matter to a schedule, and a coefficient that is wrong by half moves a split by
+    little. So the rates of a CUDA target, emulated or not, are those of its typical device.
     """
 
     item_ns: float
@@ -386,7 +380,7 @@ class Costs(NamedTuple):
 
 @cache
 def clock_hz() -> float:
-    """The highest clock that the kernel reports, or 3 GHz."""
+    """The highest clock that the operating system reports, or 3 GHz."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             speeds = [float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz")]
@@ -396,10 +390,10 @@ def clock_hz() -> float:
 
 
 def coefficients(spec: KernelSpec, target: str) -> Costs:
-    """The costs of a placed spec's work on a worker of `target`: a thread, or a slot of a device.
+    """The costs of a spec's work on a worker of `target`: a thread, or a slot of a device.
 
     Args:
-        spec: a spec with its tile, as `choose` gives it.
+        spec: a spec with its tile, as `choose` returns it.
         target: any target, emulated ones included.
 
     Example:
@@ -423,7 +417,7 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
         if on_tiles(compiled, matrix):
             lanes *= _AMX_LANES
         elif spec.tile_kind == "prefill" and matrix == "bfloat16":
-            lanes *= 2  # two products a lane
+            lanes *= 2  # two products per lane
         bytes_per_ns = READ_BYTES_PER_S_PER_CORE * 1e-9
         flops_per_ns = 2 * lanes * _CPU_FMAS_PER_CLOCK[spec.tile_kind] * clock_hz() * 1e-9
         item_ns = _CPU_ITEM_NS
@@ -433,27 +427,27 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
 
 
 def merge_cost(target: str) -> float:
-    """Nanoseconds that merging costs apart from reading states: its launch, or its barrier."""
+    """The cost of merging in nanoseconds, besides reading states: a launch, or a barrier."""
     return _CUDA_MERGE_NS if is_cuda(compiled_target(target)) else _CPU_MERGE_NS
 
 
 def least_part(spec: KernelSpec) -> int:
-    """The fewest keys of a part where a request is cut.
+    """The fewest keys of a part when a request's keys are split.
 
-    A tile for few-row kernels on CUDA: what a part costs besides its keys is counted already, and
-    parts so short even out what nothing else does.
+    One tile for few-row kernels on CUDA: the fixed cost of a part is in `Costs`, and only such
+    short parts can even out the workers' loads.
     """
     if not is_cuda(spec.target):
         return _CPU_LEAST_PART
-    return spec.tile_kv if spec.tile_kind == "few_row" else min_chunk(spec)
+    return spec.tile_kv if spec.tile_kind == "few_row" else max(_CUDA_LEAST_PART, spec.tile_kv)
 
 
-# --- requests ------------------------------------------------------------------------------------
+# --- kernel requests -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Render:
-    """Makes a spec's source when it is called."""
+    """Renders a spec's source when it is called; picklable."""
 
     spec: AnySpec
 
@@ -464,14 +458,14 @@ class _Render:
 
 
 def request_of(spec: AnySpec) -> Request:
-    """The request for one spec, without what may take its place."""
+    """The kernel request for one spec, without fallbacks."""
     return Request(spec.document(), spec.template, spec.target, _Render(spec), name_of(spec))
 
 
 def requests_of(spec: AnySpec) -> tuple[Request, ...]:
-    """What `load_stepping` is asked for: `spec`, then the same kernel on smaller tiles.
+    """The kernel requests for `load_stepping`: `spec`, then its fallbacks on smaller tiles.
 
-    They take its place where it spills. Only attention kernels of CUDA targets have others.
+    Fallbacks replace a kernel that spills. Only attention kernels of CUDA targets have any.
     """
     others = fallbacks(spec) if isinstance(spec, KernelSpec) else ()
     return tuple(request_of(s) for s in (spec, *others))

@@ -18,7 +18,7 @@ from flashattn_jit.planner.devices import (
     typical_hardware,
 )
 from flashattn_jit.planner.roofline import roofline
-from flashattn_jit.planner.tiles import Problem, choose, min_chunk, slots
+from flashattn_jit.planner.tiles import Problem, choose, least_part, slots
 from flashattn_jit.variants.ir.ir import VariantIR
 
 PLAIN = VariantIR(())
@@ -146,7 +146,8 @@ def test_the_least_chunk_holds_whole_tiles():
     for device in DEVICES:
         for rows in (1, 50, 5000):
             spec = spec_for(rows, device)
-            assert min_chunk(spec) >= 128 and min_chunk(spec) % spec.tile_kv == 0
+            least = spec.tile_kv if spec.tile_kind == "few_row" else 256
+            assert least_part(spec) >= least and least_part(spec) % spec.tile_kv == 0
 
 
 def test_the_roofline_knows_decode_from_prefill_on_every_device():

@@ -20,7 +20,7 @@ from flashattn_jit.planner.tiles import (
 from flashattn_jit.variants.ir.ir import VariantIR
 
 PLAIN = VariantIR(())
-MACHINE = Hardware("test", "cpu:avx512_bf16", 2, 48 << 10, 1 << 20, 32 << 20, 5e11, 1e12, 4e10)
+MACHINE = Hardware("test", "cpu:avx512_bf16", 2, 5e11, 1e12, 4e10)
 
 
 def problem(q_len, kv_len, q_heads=8, kv_heads=8, head_dim=128, dtype="bfloat16"):

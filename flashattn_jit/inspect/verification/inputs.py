@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...ops.attention import Offset
+from ...ops.arguments.calls import Offset
 from ..dims import shapes
 from .cases import Case, Layout
 

@@ -1,9 +1,10 @@
-"""A call, as planning and launching see it: read and checked once, for every kind of call.
+"""Calls as planning and launching see them: arguments checked once, for every kind of call.
 
-A `Form` is what q, k and v look like, `Requests` say which of their rows belong together, and a
-`Call` is all that a launch depends on but for addresses and values. Equal tensors have one form and
-equal lengths one `Requests`, found by what they are made of, so that a repeated call pays for
-look-ups alone and a `Call` is hashed by identities.
+A `Form` holds the checked shapes, strides, dtypes and device of q, k and v, `Requests` the lengths
+and positions of the requests, and a `Call` every value that a launch depends on, except addresses
+and the values of tensors and scalars. Forms and requests are remembered by their content: equal
+arguments give the same object, so a repeated call costs look-ups alone and a `Call` is hashed by
+identities.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """A dict in which `keep` leaves the newest entries, whose sizes sum to `most` at most.
+    """A dict that keeps the newest entries: `keep` evicts the oldest until sizes sum to `most`.
 
     Threads may share it.
     """
@@ -41,7 +42,7 @@ class Recent(dict[_Key, _Value]):
         self._lock = Lock()
 
     def keep(self, key: _Key, value: _Value, size: int = 1) -> _Value:
-        """Remembers a value, and returns it."""
+        """Adds a value, and returns it."""
         with self._lock:
             self[key] = value
             self._total += size - self._sizes.get(key, 0)
@@ -53,7 +54,7 @@ class Recent(dict[_Key, _Value]):
         return value
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Removes all entries."""
         with self._lock:
             super().clear()
             self._sizes.clear()
@@ -61,7 +62,7 @@ class Recent(dict[_Key, _Value]):
 
 
 Offset = int | torch.Tensor | Literal["end"]
-"""Of ``q_idx``: an int, a tensor with one entry a request, or "end" for kv_len - q_len."""
+"""First ``q_idx``: an int, a tensor with an entry per request, or "end" for kv_len - q_len."""
 
 _LARGEST_OFFSET = 2**30
 Strides = tuple[int, ...]
@@ -70,7 +71,7 @@ Layouts = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class BlockMaskLayout(NamedTuple):
-    """A map of blocks: its sizes and strides (request, head, q block, kv block) and a block's."""
+    """The layout of a block map (request, head, q block, kv block), and the size of its blocks."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -79,23 +80,23 @@ class BlockMaskLayout(NamedTuple):
 
     @property
     def head_stride(self) -> int:
-        """0 where all heads visit the same blocks."""
+        """0 if all heads visit the same blocks."""
         return self.strides[1]
 
 
 _NO_PARAMS = ((), (), ())
 _KEPT_FORMS = 4096
 KEPT_SIZE = 1 << 16
-"""Sizes, as of `Requests.size`, of the lengths and of the launches that are remembered."""
+"""Limit of the sum of `Requests.size`, of remembered lengths and of remembered launches."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What q, k and v of a call look like, checked: all but where they lie.
+    """The checked layout of q, k and v of a call: everything except their addresses.
 
     kind: "dense" ([B, H, S, D] all), "packed" ([N, H, D] all) or "paged" (q packed, k and v
-    [pages, page_size, H, D]). rows_aligned: every row starts at a multiple of 16 bytes from the
-    first one and ends at one.
+    [pages, page_size, H, D]). rows_aligned: every row's start and end are multiples of 16 bytes
+    from the first row's start.
     """
 
     kind: str
@@ -120,39 +121,38 @@ class Form:
 
     @property
     def head_dim(self) -> int:
-        """Of q and k."""
+        """Head dim of q and k."""
         return self.q_shape[-1]
 
     @property
     def head_dim_v(self) -> int:
-        """Of v."""
+        """Head dim of v and out."""
         return self.v_shape[-1]
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Of out: q's rows with v's last dim."""
+        """Shape of out: q's with v's last dim."""
         return (*self.q_shape[:-1], self.head_dim_v)
 
 
 class Requests(NamedTuple):
-    """The requests of a call: their lengths as the scheduler takes them, and the call's dims."""
+    """The requests of a call: their lengths for the scheduler, and the call's dims."""
 
     lengths: _C.BatchLengths
     dims: Dims
 
     @property
     def size(self) -> int:
-        """What they and a plan of them take in memory: 64 and one a request, of 100 bytes each."""
+        """Memory of them and of a plan for them, in units of 100 bytes: 64, and 1 per request."""
         return 64 + self.lengths.num_requests
 
 
 class Call(NamedTuple):
-    """All that a launch depends on but for addresses and values. Equal calls have one launch.
+    """Everything that a launch depends on except addresses and values. Equal calls have one launch.
 
-    structure: the variant's. layouts: of its param tensors. out: shape,
-    strides, dtype and device of a given one. num_threads: 0 on devices. aligned: rows of q, k, v
-    and out start and end at multiples of 16 bytes (devices). scalars: the variant's, where its
-    schedule depends on them.
+    structure: the variant's. layouts: of its param tensors. out: shape, strides, dtype and device
+    of a given one. num_threads: 0 on devices. aligned: rows of q, k, v and out start and end at
+    multiples of 16 bytes (devices). scalars: the variant's, if its schedule depends on them.
     """
 
     form: Form
@@ -181,12 +181,10 @@ def _form(
     v: torch.Tensor,
     direct: bool = False,
 ) -> Form:
-    """The form of q, k and v, from memory where equal ones were checked before.
+    """The form of q, k and v, remembered from an earlier call with equal layouts.
 
-    direct: `is_direct` says that they are plain tensors; others are checked at each call.
-
-    Raises:
-        InputError: a shape, dtype, device or stride is wrong.
+    direct: whether they are plain tensors (`is_direct`); others are checked at each call. Raises
+    InputError.
     """
     if not direct:
         check(q, k, v)
@@ -224,7 +222,7 @@ def is_aligned(
 ) -> bool:
     """Whether every row of q, k, v and a given out starts and ends at a multiple of 16 bytes.
 
-    A result that is allocated does so where the head dims are multiples of 8.
+    An allocated result does if the head dims are multiples of 8.
     """
     if not form.rows_aligned or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         return False
@@ -244,13 +242,11 @@ def result_dtype(q_dtype: torch.dtype, partial: bool) -> torch.dtype:
     return torch.float32 if partial else q_dtype
 
 
-def like_q_strides(q: torch.Tensor, head_dim_v: int) -> Strides:
-    """Strides of a dense output in q's stride order, last dim contiguous, without gaps."""
-    return in_order_of(q.shape, q.stride(), head_dim_v)
-
-
 def in_order_of(shape: Sequence[int], strides: Sequence[int], head_dim_v: int) -> Strides:
-    """Strides without gaps of a result of this `shape` of q, in the order of these strides."""
+    """Strides of a dense result, without gaps and with a contiguous last dim [head_dim_v].
+
+    shape, strides: of q, whose stride order the result gets.
+    """
     order = sorted(range(3), key=lambda d: (strides[d], -d))
     out, reach = [0, 0, 0, 1], max(1, head_dim_v)
     for d in order:
@@ -269,7 +265,7 @@ def contiguous(shape: Sequence[int]) -> Strides:
 
 
 def filled(lse: torch.Tensor | None, like: Any) -> torch.Tensor:
-    """An op's lse: empty, on the device of `like`, where there is none."""
+    """An op's lse: an empty tensor on the device of `like` if there is none."""
     return like.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 
@@ -281,15 +277,15 @@ def bind_tensors(
 ) -> tuple[tuple[int, ...], Layouts, Sequence[torch.Tensor]]:
     """Addresses and layouts of the params and of the min/max tables that their mask needs.
 
-    The tensors themselves come third: whoever launches must hold them, a table may have no other
-    owner.
+    The third result is the tensors, which the caller must keep alive until the launch: the tables
+    have no other owner.
     """
     expected = len(known.ir.tensors)
     if len(tensors) != expected:
         raise InputError(f"the variant reads {expected} tensors, got {len(tensors)}")
     if not tensors:
         return _NO_PARAMS
-    if any(t.is_neg() for t in tensors):  # lazy views, whose memory holds the other sign
+    if any(t.is_neg() for t in tensors):  # lazy views: their memory holds the negated values
         tensors = [t.resolve_neg() for t in tensors]
     if known.tables:
         from ...variants.interval.range_tables import (  # imports numpy's typing: only when needed
@@ -313,11 +309,7 @@ _requests: Recent[tuple[Any, ...], Requests] = Recent(KEPT_SIZE)
 
 
 def dense_requests(form: Form, kv_len: torch.Tensor | None, q_offset: Offset) -> Requests:
-    """The requests of a dense call: one a batch entry.
-
-    Raises:
-        InputError: kv_len or q_offset is wrong.
-    """
+    """The requests of a dense call: one per batch entry. Raises InputError."""
     batch, q_len, rows = form.q_shape[0], form.q_shape[2], form.k_shape[2]
     lengths, offset = read_lengths(batch, q_len, rows, kv_len, q_offset)
     key = (form, lengths, offset)
@@ -340,10 +332,9 @@ def read_lengths(
     kv_len: torch.Tensor | None,
     q_offset: int | torch.Tensor | str,
 ) -> tuple[tuple[int, ...] | None, int | tuple[int, ...]]:
-    """kv_len and q_offset of a dense call as numbers: one for all requests, or one for each.
+    """kv_len and q_offset of a dense call as numbers: one for all requests, or one per request.
 
-    Raises:
-        InputError: kv_len or q_offset is wrong.
+    kv_len is None if every request has all `kv_rows` keys. Raises InputError.
     """
     lengths = None
     if kv_len is not None:
@@ -365,7 +356,7 @@ def dense_lengths(
     kv_len: tuple[int, ...] | None,
     q_offset: int | tuple[int, ...],
 ) -> _C.BatchLengths:
-    """The lengths of a dense call as the scheduler takes them. Raises InputError."""
+    """The lengths of a dense call for the scheduler. Raises InputError."""
     try:
         return _C.BatchLengths.dense(batch, q_len, kv_rows, kv_len, q_offset)
     except ValueError as error:
@@ -375,11 +366,7 @@ def dense_lengths(
 def packed_requests(
     form: Form, q_indptr: torch.Tensor, kv_indptr: torch.Tensor, q_offset: Offset
 ) -> Requests:
-    """The requests of packed rows.
-
-    Raises:
-        InputError: an array is wrong; the message names the request.
-    """
+    """The requests of packed rows. Raises InputError, which names the request."""
     q_array, q_held = host_array("q_indptr", q_indptr, "[num_requests + 1]")
     kv_array, kv_held = host_array("kv_indptr", kv_indptr, "[num_requests + 1]")
     array, held = offset_array(q_offset, q_array[1] - 1)
@@ -416,13 +403,13 @@ def _content(tensor: torch.Tensor) -> tuple[torch.dtype, bytes]:
 # --- arrays of lengths and offsets ----------------------------------------------------------------
 
 Array = tuple[int, int, int]
-"""A contiguous integer array of the host: address, entries, bytes of an entry."""
+"""A contiguous integer array in host memory: address, entries, bytes per entry."""
 
 
 def host_array(name: str, value: object, shape: str = "[n]") -> tuple[Array, torch.Tensor]:
-    """The address of an int32 or int64 cpu tensor [n], and the tensor that keeps it valid.
+    """An int32 or int64 cpu tensor [n] as an `Array`, and the tensor that owns the memory.
 
-    shape: what messages say of it.
+    shape: the expected shape, for messages.
     """
     tensor = checks.check_host_integers(name, value, "batches")
     if tensor.dim() != 1:
@@ -433,10 +420,9 @@ def host_array(name: str, value: object, shape: str = "[n]") -> tuple[Array, tor
 
 
 def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor | None]:
-    """The positions of first tokens as an array, and what keeps it valid; None for "end".
+    """The positions of first tokens as an `Array`, and the owner of its memory; None for "end".
 
-    Raises:
-        InputError: it is no offset, or one is out of range.
+    Raises InputError.
     """
     if isinstance(q_offset, torch.Tensor):
         array, held = host_array("q_offset", q_offset)
@@ -453,7 +439,7 @@ def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tens
 
 
 def is_end(q_offset: object, requests: str) -> bool:
-    """Whether an offset is "end". Raises InputError for any other text."""
+    """Whether an offset is "end". Raises InputError for any other string."""
     if not isinstance(q_offset, str):
         return False
     if q_offset != "end":
@@ -464,7 +450,7 @@ def is_end(q_offset: object, requests: str) -> bool:
 
 
 def check_offset(q_offset: object, requests: str) -> int:
-    """An offset that is one number. Raises InputError; requests: the dim of a tensor of them."""
+    """An offset that is one number. Raises InputError; requests: the tensor's dim, for messages."""
     if type(q_offset) is not int and (
         isinstance(q_offset, bool) or not hasattr(q_offset, "__index__")
     ):

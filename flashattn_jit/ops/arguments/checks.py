@@ -1,4 +1,4 @@
-"""Checks at the boundary: named dims, dtypes, devices, strides, grad mode. Nothing runs before."""
+"""Checks of a call's arguments, before anything runs: dims, dtypes, devices, strides, grad mode."""
 
 from __future__ import annotations
 
@@ -17,15 +17,27 @@ from ...variants.ir.dtypes import DTYPE_NAMES
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
 
+PACKED = (
+    "[num_q_tokens, num_q_heads, head_dim]",
+    "[num_kv_tokens, num_kv_heads, head_dim]",
+    "[num_kv_tokens, num_kv_heads, head_dim_v]",
+)
+"""Layouts of q, k and v with packed requests."""
+
+PAGED = (
+    PACKED[0],
+    "[num_pages, page_size, num_kv_heads, head_dim]",
+    "[num_pages, page_size, num_kv_heads, head_dim_v]",
+)
+"""Layouts of q, k and v with keys in pages."""
+
 
 def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> None:
-    """q, k, v are tensors of one device, of the ranks and dtypes that kernels take, with a
-    contiguous last dim. What the call's target does not take of these is refused later.
+    """Raises InputError unless q, k, v are tensors on one device, of ranks and dtypes that kernels
+    take, with a contiguous last dim. Dtypes that only the call's target refuses pass.
     """
-    for name, tensor, layout in zip("qkv", (q, k, v), layouts, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        check_readable(name, tensor)
+    for name, value, layout in zip("qkv", (q, k, v), layouts, strict=True):
+        tensor = check_readable(name, value)
         rank = layout.count(",") + 1
         if tensor.dim() != rank:
             raise InputError(
@@ -51,28 +63,25 @@ def check_tensors(q: object, k: object, v: object, layouts: Sequence[str]) -> No
     check_devices({"q": q, "k": k, "v": v})  # type: ignore[dict-item]  # tensors by now
 
 
-def check_readable(name: str, tensor: torch.Tensor) -> None:
-    """Raises InputError for a tensor whose entries are not dense at an address of its own, and for
-    what is no tensor."""
+def check_readable(name: str, tensor: object) -> torch.Tensor:
+    """The value, a tensor whose entries are strided memory. Raises InputError for anything else."""
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if problem := unreadable(tensor):
         raise InputError(f"{name} {problem}")
+    return tensor
 
 
 def check_not_lazy(name: str, tensor: torch.Tensor) -> None:
-    """Raises InputError for a view whose memory holds other values than it shows."""
+    """Raises InputError for a lazy view: its memory holds other values than the tensor has."""
     if tensor.is_conj() or tensor.is_neg():
         raise InputError(f"{name} is a lazy conj/neg view; pass {name}.resolve_neg()")
 
 
 def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: str = "") -> int:
-    """The value as an int in [low, high]: an int, a numpy integer or the like, no bool or tensor.
+    """The value as an int in [low, high]. It may be a numpy integer, but no bool and no tensor.
 
-    rule: what it must be, in words, where the range alone does not say it.
-
-    Raises:
-        InputError: it is something else, or out of range.
+    rule: the requirement in words, for messages; by default the range. Raises InputError.
     """
     if type(value) is not int:
         if isinstance(value, bool | torch.Tensor) or not hasattr(value, "__index__"):
@@ -88,7 +97,7 @@ def check_int(name: str, value: object, low: int, high: int = INT32_MAX, rule: s
 
 
 def shown(value: object) -> str:
-    """A wrong value in a message: itself where that is short and safe, else its type."""
+    """A wrong value for a message: its text, cut to 60 characters, or its type."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return f"{value!r:.60}" if isinstance(value, str) else f"{value}"[:60]
     return f"<{type(value).__name__}>"
@@ -101,21 +110,21 @@ def _no_int(name: str, value: object, rule: str) -> InputError:
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor]) -> None:
-    """All tensors are on one device."""
+    """Raises InputError unless all tensors are on one device."""
     device: torch.device | None = None
     for name, tensor in tensors.items():
         if device is None:
             device = tensor.device
         elif tensor.device != device:
-            places = ", ".join(f"{n} on {t.device}" for n, t in tensors.items())
+            found = ", ".join(f"{n} on {t.device}" for n, t in tensors.items())
             raise InputError(
-                f"all tensors of a call must be on one device, got {places}; move them, such as "
+                f"all tensors of a call must be on one device, got {found}; move them, such as "
                 f"{name}.to({str(device)!r})"
             )
 
 
 def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
-    """q and k share head_dim; both head dims are in range."""
+    """Raises InputError unless q and k have one head_dim and both head dims are in range."""
     if head_dim != k_head_dim:
         raise InputError(f"k has head_dim={k_head_dim}, but q has head_dim={head_dim}")
     for name, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
@@ -124,7 +133,7 @@ def check_head_dims(head_dim: int, k_head_dim: int, head_dim_v: int) -> None:
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
-    """num_kv_heads divides num_q_heads, and k and v agree."""
+    """Raises InputError unless num_kv_heads divides num_q_heads and is the same in k and v."""
     if num_kv_heads != v_heads:
         raise InputError(f"v has num_kv_heads={v_heads}, but k has num_kv_heads={num_kv_heads}")
     if num_q_heads < 1 or num_kv_heads < 1:
@@ -138,7 +147,7 @@ def check_heads(num_q_heads: int, num_kv_heads: int, v_heads: int) -> None:
 
 
 def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv] are what kernels take."""
+    """Checks q [B, Hq, Sq, D], k [B, Hkv, Skv, D] and v [B, Hkv, Skv, Dv]. Raises InputError."""
     check_tensors(
         q, k, v,
         ("[batch, num_q_heads, q_len, head_dim]", "[batch, num_kv_heads, kv_len, head_dim]",
@@ -167,12 +176,8 @@ def check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q [Nq, Hq, D], k [Nk, Hkv, D] and v [Nk, Hkv, Dv] are what kernels take."""
-    check_tensors(
-        q, k, v,
-        ("[num_q_tokens, num_q_heads, head_dim]", "[num_kv_tokens, num_kv_heads, head_dim]",
-         "[num_kv_tokens, num_kv_heads, head_dim_v]"),
-    )  # fmt: skip
+    """Checks q [Nq, Hq, D], k [Nk, Hkv, D] and v [Nk, Hkv, Dv]. Raises InputError."""
+    check_tensors(q, k, v, PACKED)
     check_heads(q.shape[1], k.shape[1], v.shape[1])
     check_head_dims(q.shape[2], k.shape[2], v.shape[2])
     if k.shape[0] != v.shape[0]:
@@ -180,24 +185,19 @@ def check_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def check_paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv] are what kernels take."""
-    check_tensors(
-        q, k, v,
-        ("[num_q_tokens, num_q_heads, head_dim]", "[num_pages, page_size, num_kv_heads, head_dim]",
-         "[num_pages, page_size, num_kv_heads, head_dim_v]"),
-    )  # fmt: skip
+    """Checks q [Nq, Hq, D], k and v [pages, page_size, Hkv, D or Dv]. Raises InputError."""
+    check_tensors(q, k, v, PAGED)
     check_heads(q.shape[1], k.shape[2], v.shape[2])
     check_head_dims(q.shape[2], k.shape[3], v.shape[3])
-    if k.shape[0] != v.shape[0]:
-        raise InputError(f"v has num_pages={v.shape[0]}, but k has num_pages={k.shape[0]}")
-    if k.shape[1] != v.shape[1]:
-        raise InputError(f"v has page_size={v.shape[1]}, but k has page_size={k.shape[1]}")
+    for dim, what in enumerate(("num_pages", "page_size")):
+        if k.shape[dim] != v.shape[dim]:
+            raise InputError(f"v has {what}={v.shape[dim]}, but k has {what}={k.shape[dim]}")
     if k.shape[0] > INT32_MAX:
         raise InputError(f"num_pages={k.shape[0]} does not fit 32 bits")
 
 
 def check_grad(tensors: Sequence[torch.Tensor]) -> None:
-    """No input carries derivatives: this engine has no backward and no forward-mode rule."""
+    """Raises GradError for an input with derivatives: ops have no backward or forward-mode rule."""
     if forward_ad._current_level >= 0:
         for tensor in tensors:
             if forward_ad.unpack_dual(tensor).tangent is not None:
@@ -224,7 +224,7 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 
 
 def check_lse(return_lse: bool, pointwise: bool) -> None:
-    """Raises InputError where a log-sum-exp is asked of a variant that has none."""
+    """Raises InputError if a log-sum-exp is requested of a variant that has none."""
     if return_lse and pointwise:
         raise InputError(
             "return_lse: a pointwise normaliser has no log-sum-exp; only softmax variants do"
@@ -232,7 +232,7 @@ def check_lse(return_lse: bool, pointwise: bool) -> None:
 
 
 def check_host_integers(name: str, value: object, planned: str = "lengths") -> torch.Tensor:
-    """The value, an int32 or int64 CPU tensor. planned: what it is a part of, for messages."""
+    """The value, an int32 or int64 CPU tensor. planned: what is planned from it, for messages."""
     if not isinstance(value, torch.Tensor):
         raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
@@ -240,7 +240,7 @@ def check_host_integers(name: str, value: object, planned: str = "lengths") -> t
     if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
         raise InputError(
             f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
-            f"{planned} are planned on the host, which waits for no device"
+            f"{planned} are planned on the host, without waiting for a device"
         )
     if type(value) is not torch.Tensor:
         need_values(name, f"{planned} are planned from them", (value,))
@@ -264,8 +264,8 @@ def check_lengths(
 def check_out_layout(
     out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """`out` has the result's shape and dtype and a contiguous last dim: what does not depend on
-    where tensors lie."""
+    """Raises InputError unless `out` has the result's shape, dtype and device and a contiguous last
+    dim, and no two of its entries share an address."""
     check_readable("out", out)
     check_not_lazy("out", out)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
@@ -284,7 +284,7 @@ def check_out_layout(
 
 
 def check_out_grad(out: torch.Tensor) -> None:
-    """Raises GradError for an `out` that would lose its place in a graph of derivatives."""
+    """Raises GradError for an `out` that autograd tracks: the write would not be recorded."""
     if out.requires_grad and torch.is_grad_enabled():
         raise GradError(
             "out requires grad while grad mode is on, but this engine is inference only: the "
@@ -294,7 +294,7 @@ def check_out_grad(out: torch.Tensor) -> None:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first to past its last, by shape, strides and dtype; 0 if empty."""
+    """Bytes from the first entry of a tensor to the end of its last one; 0 if it is empty."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -304,7 +304,7 @@ def extent(tensor: torch.Tensor) -> int:
 def check_apart(
     out: torch.Tensor, size: int, inputs: Sequence[torch.Tensor], sizes: Sequence[int]
 ) -> None:
-    """Raises InputError where out and an input, of these extents, may share an address."""
+    """Raises InputError if the address ranges of out and an input, of these sizes, overlap."""
     begin = out.data_ptr()
     end = begin + size
     for tensor, bytes_ in zip(inputs, sizes, strict=True):

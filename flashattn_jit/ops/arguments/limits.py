@@ -1,4 +1,4 @@
-"""`fa.Limits`: the most that any batch to come may have."""
+"""`fa.Limits`: bounds of the batches that an object will plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .checks import check_int
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of every later `plan()`, from which sizes of buffers and grids follow.
+    """Bounds of every later `plan()`, which determine the sizes of buffers and grids.
 
     Args:
         max_requests: requests of a batch, and groups of shared keys on each level.
@@ -37,8 +37,5 @@ class Limits:
             object.__setattr__(self, field.name, check_int(field.name, value, least))
 
     def native(self) -> tuple[int, int, int, int]:
-        """As the scheduler takes them."""
+        """The bounds as a tuple, for the scheduler."""
         return self.max_requests, self.max_q_tokens, self.max_kv_len, self.max_pages
-
-
-__all__ = ["Limits"]

@@ -1,11 +1,12 @@
 """Kernels on devices: loading them, and one launch of them on torch's current stream.
 
-Calls, batches and utilities launch alike: nothing is read back or waited for, so a launch can be
-captured in a CUDA graph.
+Calls, batches and utilities launch in the same way: without a device-to-host copy or a
+synchronisation, so a launch can be captured in a CUDA graph.
 
-Memory of ours that a kernel reads must not be reused too early. It is made on one stream: another
-one waits for it once and is recorded as a user. What a captured launch reads is kept for good, also
-params, which may be defaults that nobody else holds: the graph may be replayed at any time.
+A plan's memory must not be reused while a kernel reads it. It is written on one stream; another
+stream that uses it waits for the write once and is recorded as a user. Everything that a captured
+launch reads is kept alive for the life of the process, as the graph may be replayed at any time;
+that includes params, which may be defaults without another owner.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from ...errors import InputError, LaunchError
 from ...jit.cache.layers import too_old
 from ...jit.compilation import toolchain
 from ...jit.module import load_stepping, min_driver
-from ...planner.devices import Device, device_hardware
+from ...planner.devices import device_hardware
 from ...planner.tiles import fallbacks, requests_of, slots
 from ...torch_modes import is_capturing
 from ...variants.binding import Structure
 
 EMULATED_SLOTS = 8
-"""Workers that emulated work is planned for: enough that long keys are split."""
+"""Workers that emulated launches are planned for: enough that long keys are split."""
 
 _KERNEL = "fajit_attention_kernel"
-# A kernel's parameters hold 4096 bytes, of which the argument block takes 480.
+# A kernel has 4096 bytes of parameters, of which the argument block takes 480.
 _PARAM_BYTES = 3456
 _TENSOR_BYTES = 136
-_SCALAR_BYTES = 32  # with what the host works out of it
+_SCALAR_BYTES = 32  # with the values that the host derives from it
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -54,20 +55,20 @@ def check_params(known: Structure) -> None:
 
 
 def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
-    """A spec's module; the spec is that of a smaller tile where its kernel would spill."""
-    place, module = load_stepping(requests_of(spec))
-    return (spec, *fallbacks(spec))[place], module
+    """A spec's module; of a smaller tile, with its spec, if the kernel of `spec` would spill."""
+    index, module = load_stepping(requests_of(spec))
+    return (spec, *fallbacks(spec))[index], module
 
 
 def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:
-    """Thread blocks of a kernel that a device runs at once."""
+    """Thread blocks of a kernel that a device runs concurrently."""
     if device.type != "cuda":
         return EMULATED_SLOTS
     return max(1, slots(spec, _hardware(ordinal(device)), _registers(module)).total)
 
 
 def _registers(module: _C.Module) -> int | None:
-    """Registers of a thread, from the artifact's resource report; None where none is kept."""
+    """Registers per thread, from the artifact's resource report; None if it has none."""
     from ...jit.compilation import ptxas_report
 
     try:
@@ -77,16 +78,12 @@ def _registers(module: _C.Module) -> int | None:
         return None
 
 
-@cache
-def _hardware(index: int) -> Device:
-    return device_hardware(index)
-
-
+_hardware = cache(device_hardware)
 _driver_runs: set[str] = set()
 
 
 def check_driver(module: _C.Module) -> None:
-    """Raises LaunchError where the driver is older than the artifact's compiler needs."""
+    """Raises LaunchError if the driver is older than the artifact's toolkit requires."""
     if module.path in _driver_runs:
         return
     needed = min_driver(module)
@@ -106,10 +103,10 @@ def check_driver(module: _C.Module) -> None:
 class LaunchTensors(NamedTuple):
     """The tensors of one launch.
 
-    params: the variant's (num_params), then its range tables, named by `names`. workspace: uint8,
-    at least the call's workspace_bytes, at a multiple of 16 bytes. states: of a block mask.
-    allocations: what the emulator lets the kernels touch, as (name, tensor, writable); by default
-    what the other fields say.
+    params: the variant's (num_params), then its range tables; `names` are their names. workspace:
+    uint8, at least the call's workspace_bytes, at a multiple of 16 bytes. states: of a block mask.
+    allocations: the memory that the emulator lets kernels access, as (name, tensor, writable); by
+    default that of the other fields.
     """
 
     q: torch.Tensor
@@ -130,19 +127,21 @@ class LaunchTensors(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class DeviceMemory:
-    """A plan's arrays where its kernels run, uint8.
+class DeviceBlock:
+    """A plan's arrays in the memory of the device that runs its kernels, uint8.
 
-    ready: event after their copy, None on emulated targets. streams: those that are ordered after
-    it.
+    state: the `DeviceState` that owns it. ready: event after the copy, None on emulated targets.
+    streams: the streams that are ordered after the copy. used: events after the runs, by stream.
     """
 
     memory: torch.Tensor
+    state: Any
     ready: Any = None
     streams: set[int] = field(default_factory=set)
+    used: dict[int, Any] = field(default_factory=dict)
 
     def copied(self, index: int) -> None:
-        """Called once the copy is on its way, on the current stream of device `index`."""
+        """Record that the copy was enqueued on the current stream of device `index`."""
         stream = torch.cuda.current_stream(index)
         self.ready = torch.cuda.Event()
         self.ready.record(stream)
@@ -157,12 +156,7 @@ class DeviceMemory:
             self.streams.add(stream)
 
 
-_captured: dict[int, object] = {}  # what graphs use, by identity
-
-
-def keep_for_graphs(used: object) -> None:
-    """Holds for good what a captured launch reads."""
-    _captured[id(used)] = used
+_captured: dict[int, object] = {}  # objects that captured launches read, by identity
 
 
 def ordinal(device: torch.device) -> int:
@@ -172,26 +166,23 @@ def ordinal(device: torch.device) -> int:
 
 def enqueue(
     call: _C.BatchCall,
-    block: DeviceMemory,
+    block: DeviceBlock,
     t: LaunchTensors,
     scale: float,
     device: torch.device,
     used: Sequence[object],
 ) -> int | None:
-    """Launch a call; returns the stream, None where it is being captured.
+    """Launch a call; returns the stream, None if it is being captured.
 
-    used: what the launch reads, to be kept where it is captured; params are kept as well. (Range
-    tables and the workspace belong to the graph itself, or to the caller.)
-
-    Raises:
-        LaunchError: CUDA refused the launch.
+    used: objects that the launch reads, kept alive if it is captured; params are kept as well.
+    (Range tables and the workspace belong to the graph's memory pool, or to the caller.) Raises
+    LaunchError.
     """
     index = ordinal(device)
     stream: int = torch._C._cuda_getCurrentRawStream(index)
     capturing = is_capturing(device)
     if capturing:
-        for kept in (*used, *t.params[: t.num_params]):
-            keep_for_graphs(kept)
+        _captured.update((id(kept), kept) for kept in (*used, *t.params[: t.num_params]))
     else:
         block.join(stream, index)
     call.launch(*launch_values(block.memory, t, scale), stream=stream, device=index)
@@ -205,8 +196,8 @@ LaunchValues = tuple[
 
 
 def launch_values(block: torch.Tensor, t: LaunchTensors, scale: float) -> LaunchValues:
-    """What a native launch takes, in order, up to the stream."""
-    # Tensors without entries have the address 0, which kernels refuse; they will not use this one.
+    """The arguments of a native launch, in order, up to the stream."""
+    # Tensors without entries have address 0, which kernels refuse; this address is never read.
     address = t.q.data_ptr() or block.data_ptr()
     return (
         address,

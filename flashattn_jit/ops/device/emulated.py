@@ -1,4 +1,4 @@
-"""Launches as data, run by the emulator on CPU tensors: what a captured graph is on a device."""
+"""Launches recorded as data and run by the emulator on CPU tensors, as a CUDA graph's are."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ import torch
 
 from ... import _C, env
 from ...jit.module import kernel_ptx
-from .cuda import DeviceMemory, LaunchTensors, launch_values
+from ..arguments import checks
+from .cuda import DeviceBlock, LaunchTensors, launch_values
 
 if TYPE_CHECKING:
     from ...jit.emulator.programs import Allocation, Program
 
-_ALIGNMENT = 128  # torch's allocations on devices are aligned to more
+_ALIGNMENT = 128  # torch's allocations on devices have a larger alignment
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The launches of one call as data, with the memory that they may touch.
+    """The launches of one call as data, with the memory that they may access.
 
-    tensors: (name, tensor, writable). Results and the workspace hold nothing before they are
-    written; merges read the workspace that the kernels before them wrote.
+    tensors: (name, tensor, writable). Results and the workspace are uninitialised before the first
+    kernel; merge kernels read the workspace that the kernels before them wrote.
     """
 
     launches: tuple[tuple[_C.Module, _C.Launch], ...]
     tensors: tuple[tuple[str, torch.Tensor, bool], ...]
 
     def replay(self) -> None:
-        """Runs the launches unchanged, on what memory holds now.
+        """Runs the launches unchanged, on the current contents of memory.
 
         Raises:
-            EmulatorFault: a kernel did what it must not.
+            EmulatorFault: a kernel made an illegal access or another error.
         """
         for module, (kernel, grid, block, shared_bytes, params) in self.launches:
             if 0 in grid:
@@ -53,10 +54,10 @@ class Recording:
             )  # fmt: skip
 
 
-_RESULTS = ("out", "lse")  # kernels read of them what they wrote themselves at most
+_RESULTS = ("out", "lse")  # kernels read only entries that they wrote before
 
 
-def record(block: DeviceMemory, call: _C.BatchCall, t: LaunchTensors, scale: float) -> Recording:
+def record(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: float) -> Recording:
     """The launches of a call on an emulated target, as a CUDA graph would capture them."""
     launches = call.plan_launches(*launch_values(block.memory, t, scale))
     own = [("plan", block.memory, False)]
@@ -79,7 +80,7 @@ def _allocations(t: LaunchTensors) -> list[tuple[str, torch.Tensor, bool]]:
 @lru_cache(maxsize=64)
 def program(module: _C.Module) -> Program:
     """The emulator's program of a module's kernels."""
-    from ...jit.emulator.programs import Program  # needed by nobody who has a device
+    from ...jit.emulator.programs import Program  # not needed on machines with a device
 
     return Program(kernel_ptx(module))
 
@@ -87,13 +88,11 @@ def program(module: _C.Module) -> Program:
 def extent(
     name: str, tensor: torch.Tensor, writable: bool, initialised: bool
 ) -> tuple[str, int, int, bool, bool]:
-    """An allocation of the emulator: the bytes from a view's first entry to its last one."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (last + 1) * tensor.element_size()
-    return name, tensor.data_ptr(), end, writable, initialised
+    """An allocation of the emulator: name, address, bytes, writable, initialised."""
+    return name, tensor.data_ptr(), checks.extent(tensor), writable, initialised
 
 
 def aligned_empty(size: int) -> torch.Tensor:
-    """uint8 memory, aligned as allocations of a device are."""
+    """uint8 memory with the alignment of a device's allocations."""
     raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
     return raw[-raw.data_ptr() % _ALIGNMENT :][:size]

@@ -1,26 +1,25 @@
-"""What a batch needs on devices: its plan's block, fixed memory under graphs, launches, replays.
+"""Plans in device memory: uploads, memory at fixed addresses for CUDA graphs, launches.
 
 plan() writes the plan's arrays into a pinned host buffer and copies them to the device, on torch's
-current stream. Buffers form a ring: one is used again only when the event after its copy has
-passed, so nothing waits and nothing is read back; where all are on their way, a new one is made.
+current stream. Buffers form a ring: a buffer is reused only when the event after its copy has
+completed, so the host never waits; if all copies are pending, a new buffer is allocated.
 
-Without limits every plan has a block of its own. With them (`fixed`) a batch has one block for
-good, and copies of whatever else plans give by address (page indices, key lists, mask params): a
-launch captured in a CUDA graph finds the arrays of the latest plan there. Copies come after the
-runs that read the previous plan, on whichever stream those were; replays of a graph are known to
-nobody, so they belong on the stream that plans, or are ordered by the caller.
+Without `fixed` every plan has a block of its own. With it (for CUDA graphs) a batch keeps one
+block, and fixed copies of the other arrays that plans pass by address (page indices, key lists,
+mask params), so that a captured launch reads the arrays of the latest plan. A copy is ordered after
+the runs that read the previous plan, on all of their streams. Replays of a graph cannot be tracked:
+the caller replays on the stream that plans, or orders them.
 
 Emulated targets do the same on CPU tensors. `record` is their capture: launches as data, which
-`Recording.replay` runs unchanged, on what memory holds by then.
+`Recording.replay` runs unchanged, on the contents of memory at that time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,31 +27,25 @@ from ... import _C
 from ...codegen.targets import is_emulated
 from ...errors import InputError
 from ...torch_modes import PLAN_FIRST, refuse_capture
-from .cuda import DeviceMemory, LaunchTensors, check_driver, enqueue, ordinal
+from .cuda import DeviceBlock, LaunchTensors, check_driver, enqueue, ordinal
 from .emulated import aligned_empty, record
-
-
-class Event(Protocol):
-    """As much of `torch.cuda.Event` as is used here."""
-
-    def query(self) -> bool: ...
 
 
 class _Slot(NamedTuple):
     memory: torch.Tensor
-    sent: Event
+    sent: Any  # a torch.cuda.Event after the copy
 
 
 class Ring:
-    """Pinned host buffers that are used again when their copies are done.
+    """Pinned host buffers that are reused when their copies have completed.
 
     Args:
-        allocate: a host buffer of so many bytes, uint8.
-        recorded: an event, recorded on the stream that the last copy was put on.
+        allocate: returns a uint8 host buffer of the given size in bytes.
+        recorded: returns an event, recorded on the current stream, where copies are enqueued.
     """
 
     def __init__(
-        self, allocate: Callable[[int], torch.Tensor], recorded: Callable[[], Event]
+        self, allocate: Callable[[int], torch.Tensor], recorded: Callable[[], Any]
     ) -> None:
         self._allocate = allocate
         self._recorded = recorded
@@ -61,8 +54,8 @@ class Ring:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def send(self, fill: Callable[[torch.Tensor], None], target: torch.Tensor) -> None:
-        """Fills a buffer of the size of `target` (uint8 [bytes]) and copies it there."""
+    def send(self, fill: Callable[[torch.Tensor], object], target: torch.Tensor) -> None:
+        """Fills a buffer of the size of `target` (uint8 [bytes]) and copies it to `target`."""
         size = target.numel()
         memory = self._take(size)
         fill(memory[:size])
@@ -73,7 +66,7 @@ class Ring:
         for i, slot in enumerate(self._slots):
             if slot.memory.numel() >= size and slot.sent.query():
                 return self._slots.pop(i).memory
-        # Twice as large as needed now: batches grow, and pinning memory is slow.
+        # Twice the size needed now: batches grow, and pinning memory is slow.
         return self._allocate(max(4096, 2 * size))
 
 
@@ -81,26 +74,20 @@ def _pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _recorded() -> Event:
+def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event()
     event.record()
     return event
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class DeviceBlock(DeviceMemory):
-    """The memory of a batch's plan. used: events after the runs of each stream."""
-
-    state: DeviceState
-    used: dict[int, Any] = field(default_factory=dict)
-
-
 class DeviceState:
-    """The memory of one batch on a device, over all its plans.
+    """The device memory of one batch, over all its plans.
 
     Args:
         device: a CUDA device; the CPU for emulated targets.
-        fixed: whether memory stays where it is from the first plan on, as graphs need it.
+        fixed: whether later plans reuse the addresses of the first plan, which graphs need.
+
+    latest: the block of the latest plan.
     """
 
     def __init__(self, device: torch.device, target: str, fixed: bool) -> None:
@@ -110,25 +97,21 @@ class DeviceState:
         self._ring = Ring(_pinned, _recorded)
         self._memory: torch.Tensor | None = None
         self._staged: dict[str, torch.Tensor] = {}
-        self._latest: DeviceBlock | None = None
+        self.latest: DeviceBlock | None = None
         self._lock = Lock()
 
     def prepare(self, module: _C.Module) -> None:
-        """Loads a module's kernels, once; runs under graph capture load nothing.
-
-        Raises:
-            LaunchError: the driver is too old, or the kernels cannot be loaded.
-        """
+        """Loads a module's kernels, once, so that captured runs need not. Raises LaunchError."""
         if not self.emulated:
             check_driver(module)
             module.load(ordinal(self.device))
 
     def upload(self, core: _C.BatchCall) -> DeviceBlock:
-        """A plan's block. Under `fixed` it takes the place of the previous plan's.
+        """A plan's block. If `fixed`, it overwrites the previous plan's.
 
         Raises:
             LaunchError: the current stream is being captured in a graph.
-            InputError: under `fixed`, a plan of other limits.
+            InputError: `fixed`, and the block has another size than the first plan's.
         """
         refuse_capture(self.device, "a plan was made", PLAN_FIRST)
         size = core.block_bytes
@@ -150,18 +133,16 @@ class DeviceState:
             else:
                 self._send(lambda host: core.write_block(host.data_ptr(), size), memory[:size])
                 block.copied(ordinal(self.device))
-            self._latest = block
+            self.latest = block
             return block
 
     def stage(self, name: str, tensor: torch.Tensor, entries: int | None = None) -> torch.Tensor:
-        """A tensor that plans give by address, as runs shall have it: contiguous, on the device.
+        """A contiguous copy on the device of a tensor that plans pass by address.
 
-        Under `fixed` it is copied to memory of `name` with a fixed address and room for `entries`
-        (by default as many as the first tensor has). One dim: all of that memory is returned, so
-        that it has an address whatever this plan needs of it. Call it before `upload`, in plan().
-
-        Raises:
-            InputError: the tensor has more entries than there is room for, or another dtype.
+        If `fixed`, it is copied to the memory of `name`, which has a fixed address and room for
+        `entries` (by default those of the first tensor). For a tensor of one dim, all of that
+        memory is returned, so that it has an address even if the tensor is empty. plan() calls this
+        before `upload`. Raises InputError for a tensor of another dtype or with too many entries.
         """
         refuse_capture(self.device, "a plan was made", PLAN_FIRST)
         if not self.fixed:
@@ -182,8 +163,7 @@ class DeviceState:
             fixed = room[: tensor.numel()].view(tensor.shape)
             if tensor.numel():
                 if tensor.device.type == "cpu" and not self.emulated:
-                    flat = tensor.contiguous().view(-1).view(torch.uint8)
-                    self._send(lambda host: _copy(host, flat), fixed.view(-1).view(torch.uint8))
+                    self._copy(tensor, fixed)
                 else:
                     fixed.copy_(tensor, non_blocking=True)
             return room if tensor.dim() == 1 else fixed
@@ -193,12 +173,16 @@ class DeviceState:
         if self.emulated or tensor.device.type != "cpu" or not tensor.numel():
             return tensor.to(self.device)
         moved = torch.empty_like(tensor, device=self.device)
-        flat = tensor.view(-1).view(torch.uint8)
         with self._lock:
-            self._send(lambda host: _copy(host, flat), moved.view(-1).view(torch.uint8))
+            self._copy(tensor, moved)
         return moved
 
-    def _send(self, fill: Callable[[torch.Tensor], None], target: torch.Tensor) -> None:
+    def _copy(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies a host tensor to contiguous device memory, through the ring."""
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        self._send(lambda host: host.copy_(flat), target.view(-1).view(torch.uint8))
+
+    def _send(self, fill: Callable[[torch.Tensor], object], target: torch.Tensor) -> None:
         with torch.cuda.device(ordinal(self.device)):
             self._ring.send(fill, target)
 
@@ -208,8 +192,8 @@ class DeviceState:
         return aligned_empty(size)
 
     def _wait_for_uses(self) -> None:
-        """Orders the current stream after the runs that read what is about to be overwritten."""
-        latest = self._latest
+        """Orders the current stream after the runs that read the memory about to be written."""
+        latest = self.latest
         if self.emulated or latest is None:
             return
         current = torch.cuda.current_stream(ordinal(self.device))
@@ -218,18 +202,10 @@ class DeviceState:
         for event in latest.used.values():
             event.wait(current)
 
-    def is_stale(self, block: DeviceBlock) -> bool:
-        """Whether a later plan has taken a block's place."""
-        return self.fixed and block is not self._latest
-
-
-def _copy(host: torch.Tensor, source: torch.Tensor) -> None:
-    host.copy_(source)
-
 
 @lru_cache(maxsize=64)
 def state_of(device: torch.device, target: str) -> DeviceState:
-    """The memory of all plans of dense and packed calls on a device, one block a plan."""
+    """The memory of all plans of dense and packed calls on a device, one block per plan."""
     return DeviceState(device, target, fixed=False)
 
 
@@ -237,12 +213,12 @@ def launch(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: floa
     """Run a plan: on torch's current stream, or emulated.
 
     Raises:
-        InputError: a later plan has taken the block's place.
+        InputError: a later plan has overwritten the block.
         LaunchError: CUDA refused a launch.
-        EmulatorFault: a kernel did what it must not.
+        EmulatorFault: a kernel made an illegal access or another error.
     """
-    state = block.state
-    if state.is_stale(block):
+    state: DeviceState = block.state
+    if state.fixed and block is not state.latest:
         raise InputError("a later plan() has replaced this plan: run with the latest one")
     if state.emulated:
         record(block, call, t, scale).replay()
@@ -250,11 +226,6 @@ def launch(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: floa
     used = (block, t.page_indices, t.key_blocks)
     stream = enqueue(call, block, t, scale, state.device, used)
     if state.fixed and stream is not None:
-        _note_use(block, stream, ordinal(state.device))
-
-
-def _note_use(block: DeviceBlock, stream: int, index: int) -> None:
-    event = block.used.get(stream)
-    if event is None:
-        event = block.used[stream] = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(index))
+        if stream not in block.used:
+            block.used[stream] = torch.cuda.Event()
+        block.used[stream].record(torch.cuda.current_stream(ordinal(state.device)))

@@ -1,4 +1,4 @@
-"""FlexAttention's `BlockMask` as the byte map that kernels walk. Imports nothing of FlexAttention.
+"""FlexAttention's `BlockMask` as the byte map that kernels read. FlexAttention is not imported.
 
 A `BlockMask` lists, for each query block, the key blocks to visit: partial ones, where its
 ``mask_mod`` is evaluated, and full ones, where it is not. Blocks that are not listed are not
@@ -19,7 +19,7 @@ from ..arguments.checks import check_readable
 EMPTY, PARTIAL, FULL = 0, 1, 2
 """States of a block: not visited, visited with the mask, visited without it."""
 
-_WHOLE = 1 << 30  # FlexAttention's size of a block that covers any length
+_WHOLE = 1 << 30  # FlexAttention's block size of a mask that is one block for any length
 _ATTRIBUTE = "_flashattn_jit_states"
 _FLEX_MODULE = "torch.nn.attention.flex_attention"
 
@@ -28,11 +28,11 @@ Lists = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | No
 
 
 class Blocks(NamedTuple):
-    """What a BlockMask asks for.
+    """The content of a BlockMask.
 
     states: uint8 [batch, num_q_heads, q blocks, kv blocks], stride 0 in dims that it does not vary
-    over, or None where every block is visited with the mask. size: (q_block, kv_block).
-    mask_mod: None where it is always True.
+    over, or None if every block is visited with the mask. size: (q_block, kv_block). mask_mod: None
+    if it is always True.
     """
 
     states: torch.Tensor | None
@@ -41,12 +41,12 @@ class Blocks(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The map of a mask, and what it was made of."""
+    """The map of a mask, and the lists that it was made from."""
 
     lists: Lists
     versions: tuple[int | None, ...]
     num_blocks: tuple[int, int]
-    stream: int  # on which it was made, of a CUDA map: others are not ordered after that
+    stream: int  # CUDA: the stream that made it; other streams are not ordered after it
     states: torch.Tensor | None
 
 
@@ -58,26 +58,22 @@ def read_block_mask(mask: Any, batch: int, num_q_heads: int, q_len: int, kv_len:
             exist or one twice.
         TorchInputError: it is a slice whose mask_mod was not set again.
     """
-    size, mask_mod = check_block_mask(mask, batch, num_q_heads, q_len, kv_len)
+    size, mask_mod = _check_block_mask(mask, batch, num_q_heads, q_len, kv_len)
     states = _states(mask, (-(-q_len // size[0]), -(-kv_len // size[1])))
     if states is not None:
         states = states.expand(batch, num_q_heads, -1, -1)
     return Blocks(states, size, mask_mod)
 
 
-def check_block_mask(
+def _check_block_mask(
     mask: Any, batch: int, num_q_heads: int, q_len: int, kv_len: int
 ) -> tuple[tuple[int, int], Callable[..., Any] | None]:
-    """Block size and mask_mod of a BlockMask, whose dims must be the call's.
-
-    Raises:
-        InputError, TorchInputError: as for `read_block_mask`, except for the lists.
-    """
+    """Block size and mask_mod of a BlockMask, whose dims must be the call's."""
     for name in ("kv_num_blocks", "kv_indices", "BLOCK_SIZE", "shape", "mask_mod"):
         if not hasattr(mask, name):
             raise InputError(
                 f"block_mask must be a {_FLEX_MODULE}.BlockMask, got {type(mask).__name__}; "
-                "create_block_mask makes one of a mask_mod"
+                "create_block_mask makes one from a mask_mod"
             )
     mask_mod = own_mask_mod(mask.mask_mod)
     q_block, kv_block = mask.BLOCK_SIZE
@@ -90,13 +86,13 @@ def check_block_mask(
         if len(shape) >= -d and shape[d] not in (1, wanted):
             raise InputError(
                 f"block_mask has {name}={shape[d]}, but q has {name}={wanted}; create it for that "
-                "number, or with None for one mask that serves all"
+                "number, or with None for one mask that all share"
             )
     return (q_block, kv_block), mask_mod
 
 
 def check_mask_device(mask: Any, device: torch.device) -> None:
-    """The lists of a BlockMask are on the call's device. Raises InputError."""
+    """Raises InputError if a list of a BlockMask is not on the call's device."""
     for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
         tensor = getattr(mask, name, None)
         if isinstance(tensor, torch.Tensor) and tensor.device != device:
@@ -107,7 +103,7 @@ def check_mask_device(mask: Any, device: torch.device) -> None:
 
 
 def own_mask_mod(mask_mod: Any) -> Callable[..., Any] | None:
-    """The mask_mod; None for FlexAttention's own "everything". Slices have a stub that raises."""
+    """The mask_mod; None for FlexAttention's `noop_mask`. Raises for the stub that slices have."""
     if mask_mod is None:
         return None
     if not callable(mask_mod):
@@ -125,7 +121,7 @@ def own_mask_mod(mask_mod: Any) -> Callable[..., Any] | None:
 
 
 def _check_lengths(shape: tuple[int, ...], q_len: int, kv_len: int) -> None:
-    """FlexAttention's rule in its words: the mask's lengths must equal the call's."""
+    """FlexAttention's rule, with its messages: the mask's lengths must equal the call's."""
     if (q_len, kv_len) == shape[-2:]:
         return
     message = (
@@ -158,16 +154,16 @@ def lists_of(mask: Any) -> Lists:
 
 @on_host
 def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
-    """The map of a mask, made once for the same lists, unchanged; None where all is partial.
+    """The map of a mask, made again only if its lists have changed; None if all is partial.
 
-    A map on a device is made without reading anything back.
+    A map on a device is made without a device-to-host copy.
     """
     lists = lists_of(mask)
     present = [x for x in lists if isinstance(x, torch.Tensor)]
-    # Tensors made under inference_mode have no version, so a change of them would go unseen.
+    # Tensors made under inference_mode have no version counter: changes would not be detected.
     on_device = any(x.is_cuda for x in present)
     keep = not any(x.is_inference() for x in present)
-    # A map that is made while a graph is captured lives in that graph alone.
+    # A map that is made during a graph's capture lives in that graph's memory.
     keep = keep and not (on_device and is_capturing(present[0].device))
     stream = torch.cuda.current_stream(present[0].device).cuda_stream if on_device else 0
     versions = tuple(x._version for x in present) if keep else ()
@@ -190,7 +186,7 @@ def _states(mask: Any, num_blocks: tuple[int, int]) -> torch.Tensor | None:
 
 
 def keep_states(mask: Any, before: Any) -> None:
-    """Let `mask` start with the map that was made for another; it is checked before it is used."""
+    """Give `mask` the map that was made for the mask `before`; `_states` checks it before use."""
     kept = getattr(before, _ATTRIBUTE, None)
     if kept is not None:
         setattr(mask, _ATTRIBUTE, kept)
@@ -207,12 +203,12 @@ def block_states(
     """The byte map [batch or 1, heads or 1, q_blocks, kv_blocks] of a BlockMask's lists.
 
     A batch or head dim over which the map does not vary becomes 1: heads then share key tiles.
-    Lists on a CUDA device are not read by the host: there that holds for dims of size 1 only,
-    blocks that do not exist are left out, and one that is listed as partial and full is full.
+    Lists on a CUDA device are not read by the host: there a dim becomes 1 only if the lists have
+    size 1, blocks that do not exist are ignored, and a block listed as partial and full is full.
 
     Raises:
-        InputError: a list is too short, or (on the CPU) names a block that does not exist or one
-            twice.
+        InputError: a list is too short, or (on the CPU) contains a block that does not exist, or a
+            block twice.
     """
     states, listed = _one_list(kv_num_blocks, kv_indices, PARTIAL, "kv", q_blocks, kv_blocks)
     if full_kv_num_blocks is not None and full_kv_indices is not None:
@@ -255,7 +251,7 @@ def _one_list(
     if indices.shape[2] < q_blocks:
         raise InputError(
             f"block_mask lists {indices.shape[2]} query blocks, but q_len takes {q_blocks}; create "
-            "it for this length, or slice as many query blocks as q takes"
+            "it for this length, or slice as many query blocks as q has"
         )
     counts, indices = counts[:, :, :q_blocks].to(torch.int64), indices[:, :, :q_blocks]
     room = indices.shape[-1]
@@ -269,10 +265,10 @@ def _one_list(
             f"block_mask.{name}_indices lists key block {int(indices[wrong][0])}, but kv_len takes "
             f"{kv_blocks} blocks"
         )
-    # Entries past a list's count hold anything: they go to a column that is cut off.
-    places = torch.where(used & ~wrong, indices.to(torch.int64), kv_blocks)
+    # Entries past a list's count are undefined: they go to a last column, which is cut off.
+    columns = torch.where(used & ~wrong, indices.to(torch.int64), kv_blocks)
     states = torch.zeros(
-        (*places.shape[:-1], kv_blocks + 1), dtype=torch.uint8, device=places.device
+        (*columns.shape[:-1], kv_blocks + 1), dtype=torch.uint8, device=columns.device
     )
-    states.scatter_(-1, places, state)
+    states.scatter_(-1, columns, state)
     return states[..., :kv_blocks], counts

@@ -1,8 +1,9 @@
-"""Every sparsity as key lists: which key blocks each block row of queries visits.
+"""Key lists: which key blocks each block row of queries visits, for every list sparsity.
 
-The list of row i (request after request) and list head s, number ``s * rows + i``, is ``counts``
-entries of ``key_blocks`` from ``begins`` on. Token lists are blocks of one key; blocks of several
-sizes become blocks of their greatest common divisor.
+A list head is a kv head with lists of its own, or 0 if all kv heads share them. List number
+``s * rows + i``, of list head s and block row i (rows of all requests, in order), is the
+``counts[s * rows + i]`` entries of ``key_blocks`` from ``begins[s * rows + i]`` on. Token lists are
+blocks of one key; blocks of several sizes become blocks of their greatest common divisor.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ... import env
 from ...errors import InputError
 from ..arguments.calls import Array, host_array
-from ..arguments.checks import INT32_MAX, check_int, check_readable, shown
+from ..arguments.checks import check_host_integers, check_int, shown
 from .mask_bits import MAX_MAP_ENTRIES, block_words
 from .sparsity import BlockSparse, TokenSparse
+from .storage import check_indices, checks_values
 
 Ints = NDArray[Any]
 
 
 class Lengths(NamedTuple):
-    """What lists must fit. Lengths are one a request; longest: kv_len, of later plans as well."""
+    """The lengths and heads of a batch. q_len, kv_len: one entry per request. longest: the largest
+    kv_len of this plan, or of any plan within the limits."""
 
     q_len: Sequence[int]
     kv_len: Sequence[int]
@@ -37,10 +39,10 @@ class Lengths(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """Lists as the planner and the kernels take them; see the module.
+    """Lists as the planner and the kernels take them; see the module's docstring.
 
-    key_blocks: int32 on the device of the keys. params: what `BlockBits` reads, where there are
-    bits. room: entries that kernels are told of, where lists of later plans take the same place.
+    key_blocks: int32 on the device of the keys. params: the params of `BlockBits`, empty without
+    bits. room: the capacity of key_blocks that kernels get, if later plans reuse its memory.
     """
 
     q_block: int
@@ -54,22 +56,18 @@ class KeyLists(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Of key_blocks, and those that there is room for."""
+        """Entries of key_blocks, the reserved ones included."""
         return max(self.room, self.key_blocks.shape[0])
 
     def native(self) -> tuple[int, int, bool, Array, Array, int]:
-        """As `_C.BatchPlan` takes them; the tensors must be kept meanwhile."""
+        """As `_C.BatchPlan` takes them; the tensors must outlive its use of their addresses."""
         begin = host_array("begins", self.begins)[0]
         count = host_array("counts", self.counts)[0]
         return self.q_block, self.key_block, self.per_head, begin, count, self.entries
 
 
 def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:
-    """The lists of a batch.
-
-    Raises:
-        InputError: a tensor has a wrong shape, dtype or device, or an entry is out of range.
-    """
+    """The lists of a batch. Raises InputError."""
     if isinstance(sparsity, TokenSparse):
         return _token_lists(sparsity, batch)
     if not isinstance(sparsity.block_size, tuple) or len(sparsity.block_size) != 2:
@@ -79,23 +77,11 @@ def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:
     return _block_lists(sparsity, batch)
 
 
-def _checks_entries(indices: torch.Tensor) -> bool:
-    wanted = env.check_pages()
-    return indices.device.type == "cpu" if wanted is None else wanted
-
-
 def _indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
         got = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InputError(f"{name} must be an int32 or int64 tensor, got {got}")
-    check_readable(name, indices)
-    if indices.device.type != device.type:
-        raise InputError(
-            f"{name} are on {indices.device}, the batch on {device}; move them with "
-            f".to({str(device)!r})"
-        )
-    if indices.numel() > INT32_MAX:
-        raise InputError(f"{name} has more entries than 32 bits count")
+    check_indices(name, indices, device)
     return indices.resolve_neg()
 
 
@@ -113,7 +99,7 @@ def _token_lists(sparsity: TokenSparse, batch: Lengths) -> KeyLists:
             f"[num_q_tokens, num_kv_heads={batch.num_kv_heads}, topk], got {list(indices.shape)}"
         )
     topk, heads = indices.shape[-1], indices.shape[1] if per_head else 1
-    if indices.numel() and _checks_entries(indices):
+    if indices.numel() and checks_values(indices):
         _check_tokens(indices, batch)
     rows = batch.num_q_tokens
     begin = torch.arange(rows * heads, dtype=torch.int32, device="cpu").mul_(topk)
@@ -149,14 +135,14 @@ def _owner(item: int, ends: Ints) -> int:
 def _block_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
     q_block, key_block = (_size(n, x) for n, x in zip("rc", sparsity.block_size, strict=True))
     if sparsity.bits is None:
-        # Positions of lists are counted by blocks: those past every key would be work as well.
+        # Work is counted in whole blocks: positions past the last key would count as work.
         key_block = min(key_block, max(1, batch.longest))
     rows = -(-np.asarray(batch.q_len, np.int64) // q_block)
     indices = _indices("BlockSparse.indices", sparsity.indices, batch.device)
     if indices.dim() != 1:
         raise InputError(f"BlockSparse.indices must be [nnz], got {list(indices.shape)}")
     starts = _read_indptr(sparsity.indptr, int(rows.sum()), indices.shape[0], batch, rows)
-    if _checks_entries(indices):
+    if checks_values(indices):
         limits = -(-np.asarray(batch.kv_len, np.int64) // key_block)
         _check_blocks(indices, starts, np.repeat(limits, rows), rows)
     params = {}
@@ -170,7 +156,7 @@ def _block_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
 
 
 def _begin_and_count(starts: Ints) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of lists [list heads, rows + 1] of starts, flat int32 [list heads * rows]."""
+    """`begins` and `counts` (flat int32) of starts [list heads, rows + 1]."""
     begin = np.ascontiguousarray(starts[:, :-1], np.int32).reshape(-1)
     count = np.diff(starts, axis=1).astype(np.int32).reshape(-1)
     return torch.from_numpy(begin), torch.from_numpy(count)
@@ -184,15 +170,7 @@ def _size(side: str, value: object) -> int:
 
 def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_request: Ints) -> Ints:
     """The starts as int64 [list heads, rows + 1], checked."""
-    if not isinstance(indptr, torch.Tensor) or indptr.dtype not in (torch.int32, torch.int64):
-        got = indptr.dtype if isinstance(indptr, torch.Tensor) else type(indptr).__name__
-        raise InputError(f"BlockSparse.indptr must be an int32 or int64 cpu tensor, got {got}")
-    check_readable("BlockSparse.indptr", indptr)
-    if indptr.device.type != "cpu":
-        raise InputError(
-            f"BlockSparse.indptr is on {indptr.device}; it must be a cpu tensor: batches are "
-            "planned on the host, which waits for no device"
-        )
+    indptr = check_host_integers("BlockSparse.indptr", indptr, "batches")
     heads = batch.num_kv_heads
     if indptr.dim() not in (1, 2) or indptr.shape[-1] != rows + 1 or (
         indptr.dim() == 2 and indptr.shape[0] != heads
@@ -219,7 +197,10 @@ def _read_indptr(indptr: object, rows: int, nnz: int, batch: Lengths, per_reques
 
 
 def _check_blocks(indices: torch.Tensor, starts: Ints, limits: Ints, rows: Ints) -> None:
-    """Every entry is a key block of its row's request; `limits` counts those, one a row."""
+    """Raises InputError for an entry that is no key block of its row's request.
+
+    limits: the number of key blocks, for each row. rows: the number of rows of each request.
+    """
     values = indices.cpu().numpy()
     for head in range(starts.shape[0]):
         used = values[starts[head, 0] : starts[head, -1]]
@@ -244,7 +225,7 @@ def _bits_params(
     size: tuple[int, int],
     batch: Lengths,
 ) -> dict[str, Any]:
-    """What `BlockBits` reads: where a pair's bit lies, and the bits."""
+    """The params of `BlockBits`."""
     q_block, key_block = size
     words = block_words(bits, indices.shape[0], q_block, key_block)
     blocks = max(1, -(-max(batch.kv_len, default=0) // key_block))
@@ -252,9 +233,9 @@ def _bits_params(
     if np.prod(shape, dtype=np.int64) > MAX_MAP_ENTRIES:
         raise InputError(
             f"BlockSparse.bits: {shape[1]} block rows x {shape[2]} key blocks are more than "
-            f"{MAX_MAP_ENTRIES}, which is what bits are found by; use larger blocks, or no bits"
+            f"{MAX_MAP_ENTRIES}, the limit of the map to bits; use larger blocks, or no bits"
         )
-    # Where lists share entries, each list has its own rows of the map.
+    # Lists may share entries of `indices`; each list has a row of the map for itself.
     lists = [np.repeat(np.arange(s.size - 1), np.diff(s)) + i * shape[1]
              for i, s in enumerate(starts)]  # fmt: skip
     entries = np.concatenate([np.arange(s[0], s[-1]) for s in starts])
@@ -286,7 +267,7 @@ def _variable_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
     if len(batch.q_len) != 1:
         raise InputError(
             f"BlockSparse with sizes of single blocks takes one request, the batch has "
-            f"{len(batch.q_len)}; use one block size, or plan each request for itself"
+            f"{len(batch.q_len)}; use one block size, or plan each request separately"
         )
     if sparsity.bits is not None:
         raise InputError("BlockSparse.bits need one block size (Br, Bc), these blocks have several")
@@ -313,7 +294,8 @@ def _variable_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
         first, last = edges[used] // key_block, -(-edges[used + 1] // key_block)
         ends = np.cumsum(last - first)
         fine.append(np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - last, last - first))
-        # Where each coarse row's fine entries begin, then the coarse row of each fine one.
+        # `begins`: of each given row, its first entry in `fine`. `row`: the given row that each
+        # row of q_block queries is in.
         begins = np.concatenate([[0], ends])[own - own[0]] + base
         q_edge = q_edges[head % q_edges.shape[0]]
         row = np.searchsorted(q_edge[1:], np.arange(0, batch.q_len[0], q_block), side="right")
@@ -327,17 +309,12 @@ def _variable_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
 
 
 def _edges(side: str, sizes: object, length: int, name: str, batch: Lengths) -> Ints:
-    """Where blocks begin and end, int64 [1 or num_kv_heads, blocks + 1]."""
+    """The positions at which blocks begin and end, int64 [1 or num_kv_heads, blocks + 1]."""
     if not isinstance(sizes, torch.Tensor):
         size = _size(side, sizes)
         edges = np.append(np.arange(0, length, size), length)
         return edges[None]
-    if sizes.dtype not in (torch.int32, torch.int64) or sizes.device.type != "cpu":
-        raise InputError(
-            f"block_size: B{side} must be an int32 or int64 cpu tensor, got {sizes.dtype} on "
-            f"{sizes.device}"
-        )
-    check_readable(f"block_size: B{side}", sizes)
+    check_host_integers(f"block_size: B{side}", sizes, "batches")
     if sizes.dim() not in (1, 2) or sizes.dim() == 2 and sizes.shape[0] != batch.num_kv_heads:
         raise InputError(
             f"block_size: B{side} must be [blocks] or [num_kv_heads={batch.num_kv_heads}, blocks], "
@@ -353,10 +330,7 @@ def _edges(side: str, sizes: object, length: int, name: str, batch: Lengths) -> 
 
 
 def _common(edges: Ints) -> int:
-    """The largest block size whose multiples hold every edge but the last."""
+    """The largest block size of which every edge but the last is a multiple."""
     inner = edges[:, :-1]
     found = int(np.gcd.reduce(inner, axis=None))
     return found or max(1, int(edges[:, -1].max()))
-
-
-__all__ = ["KeyLists", "Lengths", "key_lists"]

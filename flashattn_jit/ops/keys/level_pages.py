@@ -1,13 +1,13 @@
-"""Levels of a cascade whose pages have sizes of their own, as pages of the one cache.
+"""Levels of a cascade, and their page tables in pages of the cache's size.
 
-The smallest pages are the cache's. Page p of a level whose pages are m times as large is the m
-pages of the cache from p * m on.
+The smallest page_size of all levels is the cache's. Page p of a level whose pages are m times as
+large is the m pages of the cache from p * m on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,40 +21,56 @@ from .paged import PAGE_SIZE_RULE, Paged
 from .storage import Storage, Stored, read_storage
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CascadeLevel:
+    """Keys of groups of requests, or in the last level the requests' own keys.
+
+    Args:
+        q_indptr: int32 or int64 cpu tensor [groups + 1]: group g has the entries q_indptr[g] to
+            q_indptr[g + 1] of `tokens`. In the last level a group is a request.
+        storage: the keys of each group, `fa.Ragged` or `fa.Paged`, the same kind in all levels.
+            Ragged k and v hold the keys of the outermost level first, then those of the next one,
+            the requests' own last, and each kv_indptr starts at 0. Pages may be larger in some
+            levels: the smallest page_size is that of k and v, and page p of a level whose page_size
+            is m times that is pages p * m to p * m + m - 1 of k and v.
+        tokens: int32 or int64 cpu tensor of packed query tokens, each at most once per level, those
+            of a request contiguous; by default entry e is token e. None in the last level.
+
+    The keys of a request are those of its groups, from the outermost level on, then its own. All
+    tokens of a group must have the same number of keys in the levels before it.
+    """
+
+    q_indptr: torch.Tensor
+    storage: Storage
+    tokens: torch.Tensor | None = None
+
+
 def in_cache_pages(storages: Sequence[Storage], device: torch.device) -> Sequence[Storage]:
     """The storages of all levels, the requests' own last, in pages of one size.
 
-    Those that already are, and what is no storage of pages, are left as they are.
-
-    Raises:
-        InputError: a page size is no multiple of the smallest, or such a level's pages are wrong.
+    Returns `storages` unchanged if all page sizes are equal, or if one is not paged. Raises
+    InputError if a page size is no multiple of the smallest, or the pages of its level are wrong.
     """
-    if not all(isinstance(s, Paged) for s in storages):
+    paged = [s for s in storages if isinstance(s, Paged)]
+    if len(paged) < len(storages):
         return storages
-    last = len(storages) - 1
+    levels = [*range(len(paged) - 1), None]
     sizes = [
-        check_int(
-            f"level {i}: page_size" if i < last else "page_size",
-            s.page_size,
-            1,
-            rule=PAGE_SIZE_RULE,
-        )
-        for i, s in enumerate(storages)
-        if isinstance(s, Paged)
+        check_int(f"{_where(level)}page_size", s.page_size, 1, rule=PAGE_SIZE_RULE)
+        for level, s in zip(levels, paged, strict=True)
     ]
-    least, largest = min(sizes), max(sizes)
-    if least == largest or is_capturing(device):
+    if min(sizes) == max(sizes) or is_capturing(device):
         return storages
-    return [
-        _divided(s, i if i + 1 < len(storages) else None, least, device)
-        for i, s in enumerate(storages)
-        if isinstance(s, Paged)
-    ]
+    return [_divided(s, i, min(sizes), device) for i, s in zip(levels, paged, strict=True)]
+
+
+def _where(level: int | None) -> str:
+    return "" if level is None else f"level {level}: "
 
 
 def _divided(paged: Paged, level: int | None, size: int, device: torch.device) -> Paged:
     """Pages of a level (None: of the requests) as pages of `size` keys."""
-    where = "" if level is None else f"level {level}: "
+    where = _where(level)
     factor, rest = divmod(paged.page_size, size)
     if rest:
         raise InputError(
@@ -83,7 +99,7 @@ def _divided(paged: Paged, level: int | None, size: int, device: torch.device) -
 
 
 def _check_lengths(stored: Stored, level: int | None) -> None:
-    """As all lengths are checked, by planning them without queries."""
+    """Raises InputError for wrong lengths, which `_C.BatchLengths` checks, without queries."""
     empty = [torch.zeros(n, dtype=torch.int64, device="cpu") for n in (0, 1, len(stored.held[0]))]
     none, zero, rows = (host_array("zeros", t)[0] for t in empty)
     nothing = (None, zero, none, stored.page_size, 0)
@@ -98,10 +114,7 @@ def _check_lengths(stored: Stored, level: int | None) -> None:
 
 
 def _on(index: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, which is not waited for."""
+    """A host tensor copied to the device without waiting for it."""
     if device.type == "cpu":
         return index
     return index.pin_memory().to(device, non_blocking=True)
-
-
-__all__ = ["in_cache_pages"]

@@ -1,7 +1,7 @@
 """Bits of blocks and trees as masks: variants that the planner composes with the user's.
 
-Their tensors are ordinary params; names, of free dims as well, start with `sparsity_`, so that they
-meet no other.
+Their tensors are ordinary params. Names of params and of free dims start with `sparsity_`, so that
+they do not collide with the user's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ...variants.variant import Variant, scalar, tensor
 from ..arguments.checks import check_not_lazy, check_readable
 
 MAX_MAP_ENTRIES = 2**28
-"""Of the map from block rows and key blocks to bits: 1 GiB of int32."""
+"""Limit of the map from block rows and key blocks to bits: 1 GiB of int32."""
 
 
 class BlockBits(Variant):
     """Keep the pairs of a block whose bit is set.
 
-    sparsity_row: for each packed query token its block row, and its row in that.
-    sparsity_map: the place among the lists of each (list head, block row, key block).
-    sparsity_bits: the bits of each place, rows one after another.
+    sparsity_row: for each packed query token its block row, and its row inside the block.
+    sparsity_map: the index into sparsity_bits of each (list head, block row, key block).
+    sparsity_bits: the bits of each listed block, row by row.
     """
 
     sparsity_row: Tensor = tensor("sparsity_tokens", 2, dtype=torch.int32)
@@ -36,7 +36,7 @@ class BlockBits(Variant):
         "sparsity_places", "sparsity_q_block", "sparsity_words", dtype=torch.int64
     )
     sparsity_key_block: int = scalar(1)
-    sparsity_heads: int = scalar(1)  # query heads of a list
+    sparsity_heads: int = scalar(1)  # query heads that share a list
 
     def mask_mod(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         """The bit of the pair."""
@@ -50,7 +50,7 @@ class BlockBits(Variant):
 
 
 class TreeBits(Variant):
-    """Keep what comes before the last q_len keys, and of those the ones whose bit is set."""
+    """Keep all keys before the last q_len ones, and of the last q_len those whose bit is set."""
 
     sparsity_bits: Tensor = tensor(
         "sparsity_requests", "sparsity_rows", "sparsity_words", dtype=torch.int64
@@ -69,11 +69,7 @@ class TreeBits(Variant):
 def tree_words(
     bits: Tensor | Sequence[Tensor], q_lens: Sequence[int], device: torch.device
 ) -> Tensor:
-    """The bits of every request as int64 [num_requests, rows, words].
-
-    Raises:
-        InputError: bits have another shape or dtype, or too few rows or columns for a request.
-    """
+    """The bits of every request as int64 [num_requests, rows, words]. Raises InputError."""
     count, longest = len(q_lens), max(q_lens, default=0)
     if not isinstance(bits, Tensor):
         return _stacked(bits, q_lens, device)
@@ -97,7 +93,7 @@ def tree_words(
             f"Tree.bits has {bits.shape[1]} rows and {columns} columns, but request "
             f"{list(q_lens).index(longest)} has q_len={longest} draft tokens"
         )
-    return bits.contiguous()  # bits expanded over requests would be another kernel's
+    return bits.contiguous()  # stride 0 over requests would be another variant structure
 
 
 def _stacked(bits: Sequence[Tensor], q_lens: Sequence[int], device: torch.device) -> Tensor:
@@ -127,7 +123,7 @@ def _stacked(bits: Sequence[Tensor], q_lens: Sequence[int], device: torch.device
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """Rows of bits as int64 words; at least one row and word, which masks read when clamped."""
+    """Rows of bits as int64 words; at least one row and word, as masks read clamped indices."""
     from ...variants.library.tree import pack_bits
 
     words = pack_bits(bits)
@@ -135,11 +131,7 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 def block_words(bits: object, entries: int, q_block: int, key_block: int) -> Tensor:
-    """BlockSparse.bits as int64 [nnz, Br, words].
-
-    Raises:
-        InputError: they are not bool [nnz, Br, Bc].
-    """
+    """BlockSparse.bits, bool [nnz, Br, Bc], as int64 [nnz, Br, words]. Raises InputError."""
     if not isinstance(bits, Tensor) or bits.dtype != torch.bool:
         got = bits.dtype if isinstance(bits, Tensor) else type(bits).__name__
         raise InputError(f"BlockSparse.bits must be a bool tensor [nnz, Br, Bc], got {got}")
@@ -151,6 +143,3 @@ def block_words(bits: object, entries: int, q_block: int, key_block: int) -> Ten
         )
     words = _packed(bits)
     return words if entries else words.new_zeros(1, q_block, words.shape[-1])
-
-
-__all__ = ["MAX_MAP_ENTRIES", "BlockBits", "TreeBits", "block_words", "tree_words"]

@@ -1,8 +1,8 @@
-"""Shared heads of page tables, as a trie over requests sorted by their pages.
+"""Shared prefixes of page tables, as a trie over requests sorted by their pages.
 
-Sorted like words in a dictionary, requests with a common head are neighbours. The heads that two
-neighbours share make the trie: a node is a run of requests with a common head, its children are
-runs inside it with longer ones.
+In lexicographic order, requests with a common prefix are neighbours. The lengths of the prefixes
+that neighbours share define the trie: a node is a run of requests with a common prefix, its
+children are the runs inside it with longer prefixes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...errors import InputError
 from ..arguments.calls import host_array
 from ..arguments.checks import check_int, check_readable
+from .level_pages import CascadeLevel
 from .paged import Paged
 from .storage import read_storage
 
@@ -26,35 +27,29 @@ _CPU = torch.device("cpu")
 _MOST = 10**30
 
 
-class Shared(NamedTuple):
-    """One level. tokens: None in the last one, which is the requests' own."""
-
-    q_indptr: torch.Tensor
-    paged: Paged
-    tokens: torch.Tensor | None
-
-
 class Node(NamedTuple):
-    """Places [first, last) in sorted order that share pages [begin, end) of theirs."""
+    """Requests [first, last) in sorted order, which share pages [begin, end) of their tables."""
 
-    depth: int  # nodes around it
+    depth: int  # number of enclosing nodes
     first: int
     last: int
     begin: int
     end: int
 
 
-def shared_prefixes(q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int) -> list[Shared]:
+def shared_prefixes(
+    q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int
+) -> list[CascadeLevel]:
     """See `cascade_levels`."""
     min_shared_pages = check_int("min_shared_pages", min_shared_pages, -_MOST, _MOST)
     if min_shared_pages < 1:
         raise InputError(f"min_shared_pages={min_shared_pages} must be at least 1")
     indices, starts, rows = _read(q_indptr, paged)
-    # The page of the last key stays the request's own, so that no request is without keys; so does
-    # everything of requests without query tokens.
+    # The page of the last key stays the request's own, so that no request is without keys. Requests
+    # without query tokens share nothing.
     whole = np.maximum(np.diff(starts) - 1, 0) * (np.diff(rows) > 0)
-    order, heads = _sorted_heads(indices, starts, whole)
-    nodes = _nodes(heads, min_shared_pages)
+    order, prefixes = _sorted_prefixes(indices, starts, whole)
+    nodes = _nodes(prefixes, min_shared_pages)
     shared = np.zeros(len(whole), np.int64)
     for node in nodes:
         members = order[node.first : node.last]
@@ -71,15 +66,15 @@ def shared_prefixes(q_indptr: torch.Tensor, paged: Paged, min_shared_pages: int)
         paged.last_page_len,
         paged.page_size,
     )
-    return [*levels, Shared(q_indptr, own, None)]
+    return [*levels, CascadeLevel(q_indptr, own)]
 
 
 def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints, Ints]:
-    """page_indices, page_indptr and q_indptr on the host, as far as they are needed here."""
+    """page_indices in use, page_indptr and q_indptr, checked and on the host."""
     _, q_starts = host_array("q_indptr", q_indptr)
     if not isinstance(paged, Paged):
         raise InputError(f"paged must be an fa.Paged, got {type(paged).__name__}")
-    if isinstance(paged.page_indices, torch.Tensor):  # what else it may be, read_storage says
+    if isinstance(paged.page_indices, torch.Tensor):  # read_storage refuses other types
         check_readable("page_indices", paged.page_indices)
         if paged.page_indices.is_meta:
             raise InputError("page_indices is on meta, which has no entries; pass the pages")
@@ -105,41 +100,41 @@ def _read(q_indptr: torch.Tensor, paged: Paged) -> tuple[NDArray[np.int32], Ints
     return indices[: starts[-1]], starts, rows
 
 
-def _sorted_heads(indices: NDArray[np.int32], starts: Ints, whole: Ints) -> tuple[Ints, Ints]:
-    """Requests sorted by their first `whole` pages, and the pages each shares with the one before.
+def _sorted_prefixes(indices: NDArray[np.int32], starts: Ints, whole: Ints) -> tuple[Ints, Ints]:
+    """Requests sorted by their first `whole` pages, and how many each shares with the one before.
 
-    The second has one entry more than there are requests; its ends are 0.
+    The second array has one entry more than there are requests; its first and last entries are 0.
     """
-    heads = np.zeros(len(whole) + 1, np.int64)
-    # As big-endian bytes, whose order as texts is that of the pages.
+    prefixes = np.zeros(len(whole) + 1, np.int64)
+    # Big-endian bytes compare as the pages do.
     text = indices.astype(">i4").tobytes()
     begins, ends = starts[:-1].tolist(), (starts[:-1] + whole).tolist()
     words = [text[4 * begin : 4 * end] for begin, end in zip(begins, ends, strict=True)]
     order = sorted(range(len(words)), key=words.__getitem__)
-    for place, (one, other) in enumerate(itertools.pairwise(order), 1):
+    for position, (one, other) in enumerate(itertools.pairwise(order), 1):
         least = min(ends[one] - begins[one], ends[other] - begins[other])
         differs = (
             indices[begins[one] : begins[one] + least]
             != indices[begins[other] : begins[other] + least]
         )
         first = int(differs.argmax()) if least else 0
-        heads[place] = first if least and differs[first] else least
-    return np.asarray(order, np.int64), heads
+        prefixes[position] = first if least and differs[first] else least
+    return np.asarray(order, np.int64), prefixes
 
 
-def _nodes(heads: Ints, least: int) -> list[Node]:
+def _nodes(prefixes: Ints, least: int) -> list[Node]:
     """The nodes of the trie with at least `least` pages of their own, outer ones first."""
-    # A node is a maximal run of neighbours that share at least `end` pages: found with a stack of
-    # open runs (begin, pages), closed where the shared head gets shorter.
+    # A node is a maximal run of neighbours that share at least `end` pages. A stack holds the open
+    # runs (begin, pages); a run is closed at the first shorter shared prefix.
     runs: list[tuple[int, int, int]] = []
     stack: list[tuple[int, int]] = []
-    for place, head in enumerate(heads.tolist()):
-        first = place - 1
-        while stack and stack[-1][1] > head:
+    for position, prefix in enumerate(prefixes.tolist()):
+        first = position - 1
+        while stack and stack[-1][1] > prefix:
             first, pages = stack.pop()
-            runs.append((first, place, pages))
-        if head and (not stack or stack[-1][1] < head):
-            stack.append((first, head))
+            runs.append((first, position, pages))
+        if prefix and (not stack or stack[-1][1] < prefix):
+            stack.append((first, prefix))
     runs.sort(key=lambda r: (r[0], -r[1], r[2]))
     nodes: list[Node] = []
     around: list[Node] = []
@@ -160,7 +155,8 @@ def _level(
     starts: Ints,
     rows: Ints,
     paged: Paged,
-) -> Shared:
+) -> CascadeLevel:
+    """The level of the trie's nodes of one depth."""
     size = paged.page_size
     tokens, pages, counts = [], [], []
     for node in nodes:
@@ -179,13 +175,12 @@ def _level(
         size,
     )
     q_indptr = torch.from_numpy(_indptr([len(t) for t in tokens]))
-    return Shared(q_indptr, storage, torch.from_numpy(np.concatenate(tokens).astype(np.int32)))
+    return CascadeLevel(
+        q_indptr, storage, torch.from_numpy(np.concatenate(tokens).astype(np.int32))
+    )
 
 
 def _indptr(lengths: Any) -> NDArray[np.int32]:
     out = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=out[1:])
     return out
-
-
-__all__ = ["Shared", "shared_prefixes"]

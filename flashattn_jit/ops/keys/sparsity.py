@@ -1,7 +1,7 @@
 """Which keys a query token visits: `fa.BlockSparse`, `fa.TokenSparse` and `fa.Tree`.
 
-Sparsity is independent of storage: indices are logical positions, which hooks see as well. What a
-token visits is what its sparsity names and the variant's mask keeps.
+Sparsity is independent of storage: indices are logical positions, as hooks see them. A token
+visits the keys that its sparsity lists and that the variant's mask keeps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ class BlockSparse:
         indptr: int32 or int64 cpu tensor [block rows + 1], or [num_kv_heads, block rows + 1] where
             kv heads visit different blocks: row r visits ``indices[indptr[r] : indptr[r + 1]]``.
         indices: int32 or int64 tensor [nnz] of key block numbers, counted from each request's first
-            key, on the device of the keys. In any order, each once in a row: a block that is named
+            key, on the device of the keys. In any order, each once in a row: a block that is listed
             twice counts twice.
-        block_size: (Br, Bc), any sizes from 1 on. A tensor in the place of one holds the size of
-            each block row [block rows] or of each key block [key blocks], one row a kv head where
-            they differ; then the batch is one request, and both tensors are on the CPU.
+        block_size: (Br, Bc), each at least 1. A tensor instead of an int holds the size of each
+            block row [block rows] or of each key block [key blocks], with a leading dim
+            num_kv_heads if sizes differ between kv heads; then the batch must be one request, and
+            both tensors are on the CPU.
         bits: bool tensor [nnz, Br, Bc] on the device of the keys: which pairs of a block are kept;
             all of them by default. Not with variable blocks.
 
-    `plan()` raises InputError for what is out of range; indices are checked where they are on the
-    CPU.
+    `plan()` raises InputError for values that are out of range; indices are checked if they are on
+    the CPU.
 
     Source: Ye et al. 2025, arXiv 2501.01005, section 3.1.
 
@@ -49,16 +50,16 @@ class BlockSparse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSparse:
-    """The keys of each query token as a list of positions, as top-k indexers yield them.
+    """The keys of each query token as a list of positions, as top-k indexers return them.
 
     Args:
         indices: int32 or int64 tensor [num_q_tokens, topk], or [num_q_tokens, num_kv_heads, topk]
             where kv heads visit different keys, on the device of the keys: logical positions from
             0 to kv_len - 1 of the token's request, or -1 for none, in any order, each once: a key
-            that is named twice counts twice.
+            that is listed twice counts twice.
 
-    `plan()` raises InputError for what is out of range; indices are checked where they are on the
-    CPU.
+    `plan()` raises InputError for values that are out of range; indices are checked if they are on
+    the CPU.
 
     Source: the lists of Quest (arXiv 2406.10774), NSA (arXiv 2502.11089) and DeepSeek's lightning
     indexer.
@@ -72,14 +73,14 @@ class TokenSparse:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tree:
-    """Draft tokens that see all keys before them and, among themselves, what their tree says.
+    """Draft tokens that see all keys before them, and those draft tokens that the bits select.
 
     The last q_len keys of each request are its draft tokens; token r sees draft token c where bit
     (r, c) is set.
 
     Args:
         bits: bool tensor [num_requests, rows, columns], or a sequence of bool tensors
-            [q_len, q_len], one a request; or int64 [num_requests, rows, words] as `fa.tree_bits`
+            [q_len, q_len], one per request; or int64 [num_requests, rows, words] as `fa.tree_bits`
             and `fa.pack_bits` make them. Rows and columns past a request's q_len are not read.
 
     Raises InputError in `plan()` for another shape or dtype, and for a q_offset other than "end".
@@ -94,5 +95,3 @@ class Tree:
 
 
 Sparsity = BlockSparse | TokenSparse | Tree
-
-__all__ = ["BlockSparse", "Sparsity", "TokenSparse", "Tree"]

@@ -1,7 +1,7 @@
-"""Where the keys of a batch lie: `fa.Ragged` and `fa.Paged`, read for the planner.
+"""Storage of a batch's keys: `fa.Ragged` and `fa.Paged`, read for the planner.
 
-Lengths stay where they are: the planner reads host arrays through their addresses, so that no
-entry becomes a Python object.
+Lengths are not copied: the planner reads host arrays through their addresses, so that no entry
+becomes a Python object.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from .paged import PAGE_SIZE_RULE, Paged
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
 """kv_indptr; page_indptr, last_page_len; page_size (0: ragged); page indices."""
 
-_INTEGERS = (torch.int32, torch.int64)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
@@ -33,9 +31,9 @@ class Ragged:
     Args:
         kv_indptr: int32 or int64 cpu tensor [num_requests + 1], ascending from 0 to the number of
             rows of k and v, which are [num_kv_tokens, num_kv_heads, head_dim]. On the CPU because
-            batches are planned on the host, which waits for no device.
+            batches are planned on the host, without waiting for a device.
 
-    `plan()` raises InputError for what is out of range.
+    `plan()` raises InputError for values that are out of range.
 
     Example:
         >>> batch.plan(q_indptr, fa.Ragged(kv_indptr))
@@ -50,9 +48,9 @@ Storage = Ragged | Paged
 class Stored(NamedTuple):
     """A storage as the planner reads it.
 
-    page_indices: contiguous int32 on the device of the keys. pages: (0 or a negative
-    entry, the greatest) of its entries in use, (0, -1) where there are none, None where they were
-    not looked at. held: tensors whose addresses `native` has.
+    page_indices: contiguous int32 on the device of the keys. pages: (0 or a negative entry, the
+    largest entry) of the entries in use, (0, -1) if there are none, None if they were not read.
+    held: tensors whose addresses are in `native`.
     """
 
     native: NativeStorage
@@ -63,17 +61,14 @@ class Stored(NamedTuple):
 
     @property
     def used_pages(self) -> int:
-        """Entries of page_indices that are somebody's."""
+        """Entries of page_indices that belong to a request or group."""
         return int(self.held[0][-1]) if self.page_size and len(self.held[0]) else 0
 
 
 def read_storage(storage: Storage, device: torch.device, where: str = "") -> Stored:
-    """Checks the tensors' kinds; the planner checks what they hold.
+    """The storage with dtypes, devices and shapes checked; the planner checks lengths.
 
-    where: of shared keys, put before the names of tensors in messages.
-
-    Raises:
-        InputError: a tensor has a wrong shape, dtype or device, or a page index is negative.
+    where: the level of shared keys, a prefix of tensor names in messages. Raises InputError.
     """
     if isinstance(storage, Ragged):
         array, tensor = host_array(f"{where}kv_indptr", storage.kv_indptr)
@@ -107,36 +102,46 @@ def _page_indices(indices: object, device: torch.device, where: str) -> torch.Te
             f"{where}page_indices must be a tensor [number of pages in use], got "
             f"{type(indices).__name__}"
         )
-    check_readable(f"{where}page_indices", indices)
+    check_indices(f"{where}page_indices", indices, device)
     if indices.dim() != 1:
         raise InputError(
             f"{where}page_indices must be a tensor [number of pages in use], got "
             f"{list(indices.shape)}"
         )
-    if indices.dtype not in _INTEGERS:
+    if indices.dtype not in (torch.int32, torch.int64):
         raise InputError(f"{where}page_indices must be int32 or int64, got {indices.dtype}")
-    if indices.device.type != device.type:
-        raise InputError(
-            f"{where}page_indices are on {indices.device}, the batch on {device}; move them with "
-            f".to({str(device)!r})"
-        )
-    if indices.shape[0] > INT32_MAX:
-        raise InputError(f"{where}page_indices has more entries than 32 bits count")
     return indices
 
 
-def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int] | None:
-    """The least and the greatest page, where they are looked at; what nobody owns is not."""
+def check_indices(name: str, indices: torch.Tensor, device: torch.device) -> None:
+    """Raises InputError for indices that are unreadable, too many, or not on the keys' device."""
+    check_readable(name, indices)
+    if indices.device.type != device.type:
+        raise InputError(
+            f"{name} are on {indices.device}, the batch on {device}; move them with "
+            f".to({str(device)!r})"
+        )
+    if indices.numel() > INT32_MAX:
+        raise InputError(f"{name} has more entries than 32 bits count")
+
+
+def checks_values(indices: torch.Tensor) -> bool:
+    """Whether the values of indices are checked: on the CPU, unless the environment says."""
     wanted = env.check_pages()
-    if not (indices.device.type == "cpu" if wanted is None else wanted):
+    return indices.device.type == "cpu" if wanted is None else wanted
+
+
+def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int] | None:
+    """`Stored.pages`, of the entries that page_indptr covers; None if values are not checked."""
+    if not checks_values(indices):
         return None
-    # Through numpy, whose slices take a tenth of the time of torch's.
+    # numpy slices take a tenth of the time of torch's.
     end = max(0, int(indptr.numpy()[-1])) if indptr.shape[0] else 0
     if not end or not indices.shape[0]:
         return 0, -1
     if indices.is_cpu and indices.dtype == torch.int32 and not indices.is_neg():
-        # One thread's vectors: torch would wake all of them, which takes longer than the reading.
-        # Negative entries are the largest when read without their sign.
+        # numpy uses one thread; torch would wake its thread pool, which takes longer than the read.
+        # As uint32, negative entries are the largest.
         values = indices.numpy()[:end]
         high = int(values.view(np.uint32).max())
         return (0, high) if high <= INT32_MAX else (int(values.min()), int(values.max()))
@@ -146,7 +151,7 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
 
 
 def owner_of(entry: int, page_indptr: torch.Tensor) -> int:
-    """The request (or group) that owns an entry of page_indices; for messages."""
+    """The request (or group) that owns an entry of page_indices, for messages."""
     ends = page_indptr[1:].long()
     return int(torch.searchsorted(ends, entry, right=True))
 
@@ -158,10 +163,10 @@ def check_pages(
     page_indptrs: Sequence[torch.Tensor],
     where: str = "k and v; plan with the pages of this cache",
 ) -> None:
-    """Raises InputError where the greatest page in use, if it is known, is none of a cache.
+    """Raises InputError if the largest page in use is known and is not below `num_pages`.
 
-    page_indices: of the requests, then of each level of shared keys; page_indptrs: likewise. where:
-    which tensors the pages are in, and the remedy.
+    page_indices: those of the requests, then of each level of shared keys; page_indptrs: likewise.
+    where: the tensors that hold the pages, and a remedy, for the message.
     """
     if pages is None or pages[1] < num_pages or page_indices is None:
         return
@@ -173,13 +178,10 @@ def check_pages(
 
 
 def _named_entry(at: int, page: int, page_indptrs: Sequence[torch.Tensor]) -> str:
-    """An entry of the page tables of requests and levels, which follow one another."""
+    """An entry of the concatenated page tables of requests and levels, in words."""
     for level, indptr in enumerate(page_indptrs, -1):
         if at < int(indptr[-1]):
             where, owner = (f"level {level}: ", "group") if level >= 0 else ("", "request")
             return f"{where}page_indices[{at}]={page}, a page of {owner} {owner_of(at, indptr)},"
         at -= int(indptr[-1])
     return f"page_indices[{at}]={page}"
-
-
-__all__ = ["Ragged", "Storage", "Stored", "check_pages", "read_storage"]

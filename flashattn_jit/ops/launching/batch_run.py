@@ -1,4 +1,4 @@
-"""What `BatchAttention.run` does: checks once a call of its kind, then a look-up and a launch."""
+"""`BatchAttention.run`: checks at the first call of a kind, then a look-up and a launch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
 from .launches import Workspace, check_out, launch, make_launch
 
-_RAGGED = "[num_kv_tokens, num_kv_heads, {}]"
-_PAGED = "[num_pages, page_size, num_kv_heads, {}]"
-
 
 @dataclass(slots=True)
-class Habits:
-    """How the runs of an object turned out to be, for its next plan.
+class Observed:
+    """Properties of an object's previous runs, which its next plan assumes.
 
-    unaligned: rows do not all start at multiples of 16 bytes. dtypes: of params that runs give.
+    unaligned: rows do not all start at multiples of 16 bytes. dtypes: of params given to runs.
     """
 
     unaligned: bool
@@ -35,16 +32,16 @@ class Habits:
 
 
 class Planned:
-    """A plan in force: the first variation of a batch, and those that runs needed since.
+    """A plan in force: the first variation of a batch, and those that later runs needed.
 
-    variant, params: what was planned, and the params of its mask.
+    variant: the planned variant; params: those of its mask.
 
-    Immutable but for `variations`, which only grow: runs of several threads may share it. With a
-    CUDA graph there is one at a time, as there is one place for it.
+    Immutable except for `variations`, which only grows: threads may share it. With a CUDA graph
+    there is one variation at a time, as there is one block of device memory for it.
     """
 
     __slots__ = (
-        "batch", "cpu", "first", "form", "habits", "params", "pointwise", "scale", "state",
+        "batch", "cpu", "first", "form", "observed", "params", "pointwise", "scale", "state",
         "variant", "variations", "workspace",
     )  # fmt: skip
 
@@ -57,12 +54,12 @@ class Planned:
         unaligned: bool,
         state: Any,
         workspace: Workspace,
-        habits: Habits,
+        observed: Observed,
     ) -> None:
         self.batch, self.first, self.state, self.workspace = batch, first, state, workspace
         self.variant, self.params = variant, params
         self.cpu = batch.options.cpu
-        self.habits = habits
+        self.observed = observed
         self.form = paged_form if batch.keys.page_size else packed_form
         self.pointwise = first.known.pointwise
         self.scale = checks.check_scale(None, batch.options.head_dim)
@@ -84,7 +81,7 @@ class Planned:
         partial: bool,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out, lse) of a batch; lse is None unless asked for."""
+        """(out, lse) of a batch; lse is None unless requested."""
         batch = self.batch
         if params:
             refuse_mask_params(self.variant, params, self.first.mask_params)
@@ -92,7 +89,7 @@ class Planned:
         try:
             form = self.form(q, k, v, True)
         except InputError:
-            _check_call(self, q, k, v)  # says what the batch was made for, where it is that
+            _check_call(self, q, k, v)  # its messages also name what the batch was made for
             raise
         unaligned = not self.cpu and not is_aligned(form, q, k, v, out)
         variation = self.variations.get((bound.structure, unaligned))
@@ -126,7 +123,7 @@ class Planned:
         )
 
     def check_transforms(self, params: Params) -> None:
-        """Raises GradError or InputError where the variant holds a tensor of a transform."""
+        """Raises GradError or InputError if the variant holds a tensor of a transform."""
         if torch._C._functorch.peek_interpreter_stack() is not None:
             batch = self.batch
             bind_outside_modes(self.variant, batch.dims, {**self.params, **params})
@@ -142,8 +139,8 @@ class Planned:
         made = vary(self.batch, bound, unaligned, mask_values(self.first))
         self.workspace.check(made.native.workspace_bytes)
         made.commit(self.state)
-        self.habits.unaligned = unaligned
-        self.habits.dtypes.update(
+        self.observed.unaligned = unaligned
+        self.observed.dtypes.update(
             (n, x.dtype) for n, x in params.items() if isinstance(x, torch.Tensor)
         )
         if self.batch.options.cuda_graph:
@@ -158,16 +155,11 @@ _KEPT_LAUNCHES = 256
 
 
 def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """q, k and v are what the object was made for and what the batch needs."""
+    """Raises InputError if q, k and v do not fit the object's options or the planned batch."""
     batch = planned.batch
     options, paged = batch.options, batch.keys.page_size > 0
     _check_kind(planned, k, v)
-    keys = _PAGED if paged else _RAGGED
-    checks.check_tensors(
-        q, k, v,
-        ("[num_q_tokens, num_q_heads, head_dim]", keys.format("head_dim"),
-         keys.format("head_dim_v")),
-    )  # fmt: skip
+    checks.check_tensors(q, k, v, checks.PAGED if paged else checks.PACKED)
     check_place("q", q, options.device)
     for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.k_dtype),
                                 ("v", v, options.v_dtype)):  # fmt: skip
@@ -200,10 +192,8 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 def check_place(name: str, tensor: object, device: torch.device) -> None:
-    """Raises InputError where something is no dense tensor on the device of its batch."""
-    if not isinstance(tensor, torch.Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    checks.check_readable(name, tensor)
+    """Raises InputError for an object that is no readable tensor on the batch's device."""
+    tensor = checks.check_readable(name, tensor)
     checks.check_not_lazy(name, tensor)
     if tensor.device != device:
         raise InputError(
@@ -213,22 +203,21 @@ def check_place(name: str, tensor: object, device: torch.device) -> None:
 
 
 def _check_kind(planned: Planned, k: object, v: object) -> None:
-    """A paged cache to a batch over ragged keys, or the other way round."""
+    """Raises InputError for a paged cache in a batch over ragged keys, or the reverse."""
     paged = planned.batch.keys.page_size > 0
-    for name, tensor in (("k", k), ("v", v)):
+    layouts = checks.PAGED if paged else checks.PACKED
+    for name, tensor, layout in zip("kv", (k, v), layouts[1:], strict=True):
         if isinstance(tensor, torch.Tensor) and tensor.dim() == (3 if paged else 4):
-            planned_as = "pages" if paged else "ragged keys"
-            layout = _PAGED if paged else _RAGGED
             raise InputError(
-                f"{name} is {list(tensor.shape)}, but the batch is planned over {planned_as}, "
-                f"where {name} is {layout.format('head_dim' if name == 'k' else 'head_dim_v')}"
+                f"{name} is {list(tensor.shape)}, but the batch is planned over "
+                f"{'pages' if paged else 'ragged keys'}, where {name} is {layout}"
             )
 
 
 def _check_rows(
     name: str, what: str, rows: int, planned: int, indptr: str, options: Options
 ) -> None:
-    # A captured graph keeps its tensors, which are as long as the largest batch.
+    # The tensors of a captured graph have the size of the largest batch.
     if rows == planned or options.cuda_graph and rows > planned:
         return
     raise InputError(
@@ -246,6 +235,3 @@ def _check_pages(planned: Planned, k: torch.Tensor, v: torch.Tensor) -> None:
                 f"page_size={keys.page_size}"
             )
     check_pages(keys.pages, keys.page_indices, k.shape[0], keys.page_indptrs)
-
-
-__all__ = ["Habits", "Planned", "check_place"]

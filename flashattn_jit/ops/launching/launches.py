@@ -1,7 +1,8 @@
 """Launching: a planned batch on tensors of given strides, on the host, a device or the emulator.
 
-A `Launch` is a plan bound to the strides of a `Call`. Dense and packed calls come here by `attend`,
-which plans the first call of a kind and remembers its launch; runs of batches come with a plan.
+A `Launch` is a plan bound to the strides of a `Call`. `attend` runs dense and packed calls: it
+plans the first call of a kind and remembers its launch. Runs of batches pass their plan to
+`make_launch` and `launch`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _EXACT = 2**53  # float64 holds every integer up to here
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """What follows from a `Call`: worked out at the first of its kind.
+    """The values that follow from a `Call`, computed at the first one of its kind.
 
     call: bound to strides. shape, strides, dtype: of the result. out_bytes, input_bytes: extents of
-    a given out and of q, k, v and params, which tell whether they overlap. Working these out at
+    a given out and of q, k, v and params, which tell whether they overlap. Computing these at
     every run was half of its time: 17.9 us a run before, 10.4 after (one token, one head, given
     out).
     """
@@ -60,11 +61,7 @@ class Launch:
 
 
 def check_out(out: torch.Tensor, form: Form, partial: bool, inputs: Sequence[torch.Tensor]) -> None:
-    """A given result fits the call, and overlaps none of its inputs: q, k, v and params.
-
-    Raises:
-        InputError, GradError: it does not.
-    """
+    """Raises InputError or GradError unless a given result fits the call and overlaps no input."""
     dtype = result_dtype(form.dtypes[0], partial)
     checks.check_out_layout(out, form.result_shape, dtype, form.device)
     checks.check_out_grad(out)
@@ -76,12 +73,16 @@ def make_launch(
 ) -> Launch:
     """The launch of a planned call, whose `out` was checked.
 
-    Raises:
-        InputError: a stride or size is more than a kernel takes.
+    Raises InputError for a stride or size that is too large for a kernel.
     """
     form = call.form
     shape, dtype = form.result_shape, result_dtype(form.dtypes[0], call.partial)
-    strides = result_strides(form) if out is None else out.stride()
+    if out is not None:
+        strides = out.stride()
+    elif form.kind == "dense":
+        strides = in_order_of(form.q_shape, form.strides[0], form.head_dim_v)
+    else:
+        strides = contiguous(shape)
     rows = contiguous(shape[:-1])
     try:
         bound = plan.core.bind(
@@ -108,7 +109,7 @@ def make_launch(
 
 
 def _by_request(strides: Strides, pages: bool = False) -> tuple[int, int, int]:
-    """Strides as kernels take them: of (request, head, row), of pages of (page, head, slot)."""
+    """Strides in the kernels' order: (request, head, row), or (page, head, slot) for pages."""
     if len(strides) == 3:
         return 0, strides[1], strides[0]
     return (strides[0], strides[2], strides[1]) if pages else (strides[0], strides[1], strides[2])
@@ -130,18 +131,18 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a launch on tensors of its call; returns (out, lse), lse None unless it is written.
 
-    params, addresses: of the variant's tensors and their tables. states: of a block mask. On CUDA
-    the launch goes to torch's current stream, and nothing waits for it.
+    params: the variant's tensors and their tables; addresses: theirs. states: of a block mask. On
+    CUDA the launch is enqueued on torch's current stream, without synchronisation.
 
     Raises:
         InputError: `out` shares memory with an input.
         LaunchError: CUDA refused the launch.
-        EmulatorFault: on an emulated target, a kernel did what it must not.
+        EmulatorFault: on an emulated target, a kernel made an illegal access or another error.
     """
     call = ready.call
     if scalars:
         _check_exact(scalars)
-    # A constant takes 0.2 us less than asking a CPU tensor for its device.
+    # The constant takes 0.2 us less than reading the device of a CPU tensor.
     device = _CPU if ready.cpu else q.device
     if out is None:
         result = torch.empty_strided(ready.shape, ready.strides, dtype=ready.dtype, device=device)
@@ -153,12 +154,12 @@ def launch(
     lse = None
     if ready.return_lse:
         lse = torch.empty(ready.shape[:-1], dtype=torch.float32, device=device)
-    space, place = workspace.take(plan.native.workspace_bytes)
+    space, space_address = workspace.take(plan.native.workspace_bytes)
     if ready.cpu:
         address = q.data_ptr()
         call.launch(
             address,
-            # Without keys their address is 0, which kernels refuse; they will not read this one.
+            # Without keys their address is 0, which kernels refuse; this address is never read.
             k.data_ptr() or address,
             v.data_ptr() or address,
             result.data_ptr(),
@@ -167,12 +168,12 @@ def launch(
             torch.get_num_threads(),
             addresses,
             scalars,
-            place,
+            space_address,
             0 if states is None else states.data_ptr(),
             *plan.pointers,
         )
     else:
-        from ..device import cuda, plan_memory  # a process without a device need not have it
+        from ..device import cuda, plan_memory  # only processes that use a device import it
 
         known = plan.known
         launched = cuda.LaunchTensors(
@@ -185,7 +186,7 @@ def launch(
 
 
 def _check_exact(scalars: Sequence[int | float]) -> None:
-    """Raises ParamError for an integer that float64 does not hold, as graphs carry scalars."""
+    """Raises ParamError for an integer that float64 cannot represent: graphs pass scalars as it."""
     for value in scalars:
         if type(value) is int and not -_EXACT <= value <= _EXACT:
             raise ParamError(
@@ -220,11 +221,11 @@ def attend(
     block_states: torch.Tensor | None = None,
     block_size: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of a dense or packed call whose lengths were read; lse is None unless asked for.
+    """(out, lse) of a dense or packed call with known `requests`; lse is None unless requested.
 
-    scale, return_lse, partial, out, target: as for `fa.attention`. swap: see `bind`. direct: what
-    `is_direct` says of q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv blocks] of
-    `BlockMask` states, with block_size (q_block, kv_block).
+    scale, return_lse, partial, out, target: as for `fa.attention`. swap: see `bind`. direct: the
+    result of `is_direct` for q, k and v. block_states: uint8 [batch, num_q_heads, q blocks, kv
+    blocks] of `BlockMask` states, with block_size (q_block, kv_block).
 
     Raises:
         InputError, ParamError, TraceError, CompileError, TargetError, LaunchError, EmulatorFault,
@@ -275,7 +276,7 @@ def attend(
 
 
 def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
-    """The plan of a call, where its kernels run."""
+    """The plan of a call, in the memory that its kernels read."""
     device = call.form.device
     refuse_capture(
         device,
@@ -285,9 +286,12 @@ def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
     )
     if device.type == "cuda":
         learn_device(device)
-    plan = plan_call(
-        options_of(call.form, call.target), requests, bound, name, not call.aligned, call.block_mask
-    )
+    form = call.form
+    options = Options(
+        form.num_q_heads, form.num_kv_heads, form.head_dim, form.head_dim_v, *form.dtypes, device,
+        call.target,
+    )  # fmt: skip
+    plan = plan_call(options, requests, bound, name, not call.aligned, call.block_mask)
     state = None
     if not call.num_threads:
         from ..device.plan_memory import state_of
@@ -295,14 +299,6 @@ def _plan(call: Call, requests: Requests, bound: Bound, name: str) -> Variation:
         state = state_of(device, call.target)
     plan.commit(state)
     return plan
-
-
-def options_of(form: Form, target: str) -> Options:
-    """What the kernels of a call are chosen for."""
-    return Options(
-        form.num_q_heads, form.num_kv_heads, form.head_dim, form.head_dim_v, *form.dtypes,
-        form.device, target,
-    )  # fmt: skip
 
 
 def plan_call(
@@ -313,10 +309,10 @@ def plan_call(
     unaligned: bool = False,
     block_mask: BlockMaskLayout | None = None,
 ) -> Variation:
-    """A dense or packed call, planned; its kernels are compiled where no cache has them.
+    """The plan of a dense or packed call; kernels that no cache has are compiled.
 
     Raises:
-        InputError: int8 keys or values, which no hook of the variant scales.
+        InputError: int8 keys or values that no hook of the variant scales.
         CompileError: a new kernel was needed and the compiler failed.
     """
     if wrong := unscaled_integers(bound.ir.has, options.k_dtype, options.v_dtype):
@@ -330,26 +326,16 @@ def plan_call(
     return vary(batch, bound, unaligned and not options.cpu)
 
 
-# --- results --------------------------------------------------------------------------------------
-
-
-def result_strides(form: Form) -> Strides:
-    """Strides of a result: without gaps, of a dense call in q's order."""
-    if form.kind != "dense":
-        return contiguous(form.result_shape)
-    return in_order_of(form.q_shape, form.strides[0], form.head_dim_v)
-
-
 # --- workspaces -----------------------------------------------------------------------------------
 
-ALIGNMENT = 128  # bytes, of a workspace's begin
+ALIGNMENT = 128  # bytes, of a workspace's first address
 
 
 class Workspace:
-    """Memory for the partial states of an object's runs: the user's, or torch's allocator for each.
+    """Memory for the partial states of runs: the user's, or allocated by torch for each run.
 
-    Torch's allocator orders memory by stream, so that runs of several threads and streams do not
-    meet. Memory of the user's is one place for all: it serves one stream at a time, in order.
+    Torch's allocator orders memory by stream, so runs on several threads and streams do not share
+    it. The user's memory is shared by all runs, so it serves one stream, in order.
 
     given: uint8 tensor [bytes] on the device, or None.
     """
@@ -357,7 +343,7 @@ class Workspace:
     __slots__ = ("_device", "_given", "given")
 
     def __init__(self, given: object, device: torch.device) -> None:
-        """Raises InputError where `given` is no such tensor."""
+        """Raises InputError if `given` is another object or tensor."""
         self._device = device
         self.given: torch.Tensor | None = None
         self._given: torch.Tensor | None = None
@@ -378,7 +364,7 @@ class Workspace:
         self._given = given[-given.data_ptr() % ALIGNMENT :]
 
     def check(self, wanted: int) -> None:
-        """Raises InputError where the user's memory holds less than `wanted` bytes."""
+        """Raises InputError if the user's memory has less than `wanted` bytes."""
         given = self._given
         if given is not None and given.numel() < wanted:
             raise InputError(
@@ -388,7 +374,7 @@ class Workspace:
             )
 
     def take(self, wanted: int) -> tuple[torch.Tensor | None, int]:
-        """Memory for one run and its aligned address; (None, 0) where it needs none."""
+        """Memory for one run and its aligned address; (None, 0) if it needs none."""
         if not wanted:
             return None, 0
         if self._given is not None:

@@ -13,13 +13,13 @@ from ..device.cuda import LaunchTensors
 from .utility import UtilityWork, addresses, layouts, run_utility
 
 MAX_STATES = 32
-"""States that one launch merges; they are part of the kernel's parameters. More take several."""
+"""States that one launch merges, as they are kernel parameters; more need several launches."""
 
 
 def merge(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], target: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of states of one shape; lse is empty for sums. States merge in order."""
+    """(out, lse) of states of one shape, merged in order; lse is empty for pointwise states."""
     outs = [o if o.stride(-1) == 1 or o.shape[-1] == 1 else o.contiguous() for o in outs]
     out, lse = _merge_some(outs[:MAX_STATES], lses[:MAX_STATES], target)
     for begin in range(MAX_STATES, len(outs), MAX_STATES - 1):
@@ -73,6 +73,4 @@ def _three(t: torch.Tensor) -> tuple[int, int, int]:
 
 def _three_dims(t: torch.Tensor, rank: int) -> torch.Tensor:
     """The tensor with leading dims of size 1, so that it has `rank` dims."""
-    while t.dim() < rank:
-        t = t.unsqueeze(0)
-    return t
+    return t[(None,) * (rank - t.dim())]

@@ -1,6 +1,7 @@
-"""Kernels that are no attention, planned like calls: the bound of their work is known to the host.
+"""Utility kernels (merging states, appending to pages), planned and launched as calls are.
 
-Their tensors are param tensors of a call without hooks, and their work is a list of rows.
+Their tensors are passed as the param tensors of a call without hooks; their work is a list of rows
+that the host computes.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from ...jit.module import load_stepping
 from ...planner.tiles import requests_of
 from ...torch_modes import refuse_capture
 from ..arguments.calls import Layouts, Recent
-from ..device.cuda import LaunchTensors
-from ..device.plan_memory import DeviceBlock, launch, state_of
+from ..device.cuda import DeviceBlock, LaunchTensors
+from ..device.plan_memory import launch, state_of
 
 Strides3 = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class UtilityWork:
-    """What a utility does: its kernel, its requests, and items as `fajit_work` has them [n, 8].
+    """The work of a utility kernel: its spec, its requests and its `fajit_work` items [n, 8].
 
-    out_strides, lse_strides: of what it writes by rows, where it does.
+    out_strides, lse_strides: of results that are written row by row.
     """
 
     spec: UtilitySpec
@@ -49,9 +50,9 @@ def run_utility(
     make: Callable[[], UtilityWork],
     tensors: LaunchTensors,
 ) -> None:
-    """Plan a utility, or find the plan of a signature, and launch it.
+    """Launch a utility kernel, planned at the first call with an equal signature.
 
-    signature: all that `make` depends on.
+    signature: every value that the result of `make` depends on.
 
     Raises:
         CompileError: a new kernel was needed and the compiler failed.
@@ -99,5 +100,5 @@ def layouts(tensors: Sequence[torch.Tensor]) -> Layouts:
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Where tensors with entries begin, else 0."""
+    """Addresses of the tensors' first entries; 0 for tensors without entries."""
     return tuple(t.data_ptr() if t.numel() else 0 for t in tensors)

@@ -1,8 +1,9 @@
-"""The params of a batch: those of its mask, which plan() is given, and those that run() is."""
+"""The params of a batch: plan() takes those that the mask reads, run() the others."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,16 +20,14 @@ Params = Mapping[str, object]
 def bind_plan(
     variant: Variant, dims: Dims, given: Params, dtypes: Mapping[str, torch.dtype]
 ) -> Bound:
-    """The variant with the params of its mask; those that come with a run are stood in for.
+    """The variant bound to the params of its mask, with stand-ins for those that runs will give.
 
-    dtypes: of params that runs gave before.
-
-    Raises:
-        ParamError: the mask reads a param that is missing, or a given one is not the mask's.
+    dtypes: of params given to previous runs. Raises ParamError if a param of the mask is missing,
+    or a given one is not the mask's.
     """
     params, missing = dict(given), []
-    for d in variant._declared:
-        if d.name in params or d.param.default is not MISSING or d.param.name in d.owner.__dict__:
+    for d in _without_value(variant):
+        if d.name in params:
             continue
         if d.param.kind == "static":
             raise ParamError(
@@ -62,8 +61,17 @@ def bind_plan(
     return bound
 
 
+def _without_value(variant: Variant) -> list[Any]:
+    """The declared params that have neither a default nor a value of the variant's."""
+    return [
+        d
+        for d in variant._declared
+        if d.param.default is MISSING and d.param.name not in d.owner.__dict__
+    ]
+
+
 def stand_in(param: Param, dims: Dims, dtype: torch.dtype | None = None) -> object:
-    """A value of a param's kind for a plan, which decides kernels and reads nothing of it."""
+    """A value of a param's kind: plans choose kernels by its kind and never read the value."""
     if param.kind == "scalar":
         return param.type(1)
     sizes = []
@@ -75,7 +83,7 @@ def stand_in(param: Param, dims: Dims, dtype: torch.dtype | None = None) -> obje
 
 
 def refuse_mask_params(variant: Variant, given: Params, mask_params: frozenset[str]) -> None:
-    """Raises ParamError where a run is given what a plan must know."""
+    """Raises ParamError for params given to a run that belong to the plan."""
     for name in given:
         if name in mask_params:
             raise ParamError(
@@ -88,11 +96,7 @@ def bound_kernels(
     kernels: Kernels, variant: Variant, dims: Dims, paged: bool, sparse: bool, mixed: bool
 ) -> Pair:
     """The kernels of every batch within the limits; on CPUs without their modules."""
-    params = {
-        d.name: stand_in(d.param, dims)
-        for d in variant._declared
-        if d.param.default is MISSING and d.param.name not in d.owner.__dict__
-    }
+    params = {d.name: stand_in(d.param, dims) for d in _without_value(variant)}
     bound = bind_on_host(variant, dims, params)
     unaligned = bool(dims.head_dim % 8 or dims.head_dim_v % 8)
     needs = Needs(ALL_ROWS, True, paged, sparse, mixed, unaligned=unaligned)
@@ -101,6 +105,3 @@ def bound_kernels(
     pair = kernels.pair(bound.structure, needs, variant.name)
     note_planned(pair)
     return pair
-
-
-__all__ = ["Params", "bind_plan", "bound_kernels", "refuse_mask_params", "stand_in"]

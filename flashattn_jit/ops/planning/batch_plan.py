@@ -1,11 +1,10 @@
-"""Planning: which kernels a batch needs, and who computes what of it, for every kind of call.
+"""Planning: the kernels that a batch needs and the distribution of its work, for every call.
 
-`Options` say what kernels are chosen for and `Kernels` choose, load and cost them, by structure. A
-`Batch` is what is planned: requests, where their keys lie, which of them are visited. A `Variation`
-is that batch planned for one structure of its variant and one alignment of its tensors: the first
-is made by plan(), or by the first dense or packed call of its kind; another one by a run whose
-params or tensors turn out to need other kernels. Making one has no effect on a device until
-`commit`.
+`Kernels` chooses, loads and costs kernels for `Options` and a variant's structure. A `Batch` is
+the input of planning: requests, the storage of their keys, which keys are visited. A `Variation` is
+that batch planned for one structure of its variant and one alignment of its tensors: the first one
+is made by plan(), or by the first dense or packed call of its kind; others by runs whose params or
+tensors need other kernels. Making one has no effect on a device before `commit`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _C
-from ...codegen.spec import KernelSpec
-from ...codegen.targets import CPU_ROWS, CPU_TARGETS
+from ...codegen.spec import KernelSpec, on_cpu
+from ...codegen.targets import CPU_ROWS
 from ...errors import InputError
 from ...jit.module import default, load_stepping
 from ...planner.cuda_tiles import row_class
@@ -46,8 +45,8 @@ PREFILL, FEW_ROW = 0, 1
 KINDS = ("prefill", "few_row")
 
 _SPLIT_KEYS = (4096, 2048)
-"""Keys between cuts of batch-invariant plans, by kind: FlashInfer's fixed split, and twice that
-where many rows share a key."""
+"""Keys per split of batch-invariant plans, by kind: FlashInfer's fixed split for few-row kernels,
+and twice that for prefill, where many rows share a key."""
 
 _L2_BYTES = _C.cache_sizes()[1]
 _KEPT_PAIRS = 256
@@ -55,7 +54,7 @@ _KEPT_PAIRS = 256
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What kernels are chosen for: of a `BatchAttention`, or of dense and packed calls alike."""
+    """The properties that kernels are chosen by, of a `BatchAttention` or of a call."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -78,11 +77,11 @@ class Options:
     @property
     def cpu(self) -> bool:
         """Whether kernels are CPU code."""
-        return self.target in CPU_TARGETS
+        return on_cpu(self.target)
 
 
 class Kernel(NamedTuple):
-    """A kernel of one tile kind. native: as the planner sees it. module: None in bounds."""
+    """A kernel of one tile kind. native: its tile and costs. module: None for workspace bounds."""
 
     spec: KernelSpec
     module: _C.Module | None
@@ -91,11 +90,12 @@ class Kernel(NamedTuple):
 
 
 Pair = tuple[Kernel | None, Kernel | None]
-"""Prefill and few-row; None where the batch has no such work."""
+"""Prefill and few-row; None if the batch has no such work."""
 
 
 class Needs(NamedTuple):
-    """What of a batch decides its kernels: storage and rows. `prefill_rows`: of the longest."""
+    """The properties of a batch that decide its kernels. prefill_rows: packed rows of the longest
+    prefill request. few: whether there are few-row requests."""
 
     prefill_rows: int
     few: bool
@@ -106,7 +106,7 @@ class Needs(NamedTuple):
     unaligned: bool = False
 
     def features(self, cpu: bool) -> tuple[str, ...]:
-        """Of the kernels."""
+        """The features of the kernels."""
         if cpu and (self.paged or self.sparse or self.mixed):
             return ("indirect",)
         wanted = {
@@ -118,12 +118,12 @@ class Needs(NamedTuple):
 
 @dataclass(slots=True)
 class Kernels:
-    """The kernels of one object, or of calls of one kind, by structure."""
+    """The kernels of one object, or of all calls with equal options, by variant structure."""
 
     options: Options
     _known: dict[tuple[object, ...], Kernel] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Pair] = field(default_factory=dict)
-    _told: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    _plan_options: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
 
     @property
     def few_rows(self) -> int:
@@ -140,7 +140,7 @@ class Kernels:
         block_mask: bool,
         unaligned: bool,
     ) -> Needs:
-        """The needs of a batch; under limits, of every batch.
+        """The needs of a batch; with limits, of every batch.
 
         group_size: query heads that share a tile.
         """
@@ -158,8 +158,7 @@ class Kernels:
     def pair(self, known: Structure, needs: Needs, name: str) -> Pair:
         """The kernels, from memory or loaded now. name: of the variant, for messages.
 
-        Raises:
-            CompileError: a kernel was needed that no cache has, and the compiler failed.
+        Raises CompileError if no cache has a kernel and the compiler fails.
         """
         found = self._pairs.get((known, needs))
         if found is not None:
@@ -178,7 +177,7 @@ class Kernels:
         return prefill, few
 
     def unloaded(self, known: Structure, needs: Needs, name: str) -> Pair:
-        """The kernels of a CPU target as `_C.BatchPlan.workspace_bound` takes them: no modules."""
+        """The kernels of a CPU target for `_C.BatchPlan.workspace_bound`, without modules."""
         features = needs.features(self.options.cpu)
         specs = (self.spec(known.ir, rows, features, name) for rows in (needs.prefill_rows, 1))
         prefill, few = (Kernel(s, None, native_kind(s, self.options.target), 0) for s in specs)
@@ -187,7 +186,7 @@ class Kernels:
     def spec(
         self, ir: VariantIR, packed_rows: int, features: tuple[str, ...], name: str
     ) -> KernelSpec:
-        """The first choice for some rows."""
+        """The first choice for a number of packed rows."""
         o = self.options
         dtypes = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
         return choose_rows(
@@ -209,29 +208,26 @@ class Kernels:
         if self.options.cpu:
             module = load_stepping(requests_of(spec))[1]
             return Kernel(spec, module, native_kind(spec, self.options.target, module), 0)
-        from ..device import cuda  # a process without a device need not have it
+        from ..device import cuda  # only processes that use a device import it
 
         spec, module = cuda.load_spec(spec)
         workers = cuda.workers(spec, self.options.device, module)
         return Kernel(spec, module, native_kind(spec, self.options.target, module), workers)
 
     def plan_options(self, kernels: Pair) -> dict[str, Any]:
-        """What `_C.BatchPlan` and its `workspace_bound` are told of the machine and the object."""
+        """Arguments of `_C.BatchPlan` and `workspace_bound` that the machine and object decide."""
         threads = torch.get_num_threads()
         key = (threads, *(k and id(k) for k in kernels))
-        found = self._told.get(key)
-        if found is None:
-            found = self._told[key] = self._plan_options(kernels, threads)
-        return found
-
-    def _plan_options(self, kernels: Pair, threads: int) -> dict[str, Any]:
+        found = self._plan_options.get(key)
+        if found is not None:
+            return found
         o = self.options
         workers = tuple(threads if o.cpu else k.workers if k else 1 for k in kernels)
         splits = tuple(
             -(-keys // k.spec.tile_kv) * k.spec.tile_kv if k else keys
             for keys, k in zip(_SPLIT_KEYS, kernels, strict=True)
         )
-        return {
+        found = self._plan_options[key] = {
             "num_q_heads": o.num_q_heads,
             "head_dim_v": o.head_dim_v,
             "few_rows": self.few_rows,
@@ -241,12 +237,13 @@ class Kernels:
             "split_keys": splits if o.batch_invariant else (0, 0),
             "merge_ns": merge_cost(o.target),
         }
+        return found
 
 
 def native_kind(spec: KernelSpec, target: str, module: _C.Module | None = None) -> _C.Kind:
-    """A kernel as the planner sees it: its tile and what its work costs."""
-    rows = granule = spec.tile_q  # on devices a tile that is not full takes as long as a full one
-    if target in CPU_TARGETS:
+    """A kernel for the planner: its tile and the costs of its work."""
+    rows = granule = spec.tile_q  # on devices a partial tile takes as long as a full one
+    if on_cpu(target):
         rows = item_rows(spec, _L2_BYTES)
         granule = CPU_ROWS[spec.target].lanes if spec.tile_kind == "prefill" else 1
     return _C.Kind(
@@ -256,7 +253,7 @@ def native_kind(spec: KernelSpec, target: str, module: _C.Module | None = None) 
 
 
 def native_kinds(kernels: Pair) -> tuple[_C.Kind | None, _C.Kind | None]:
-    """As the planner sees them."""
+    """The kernels for the planner."""
     prefill, few = kernels
     return prefill and prefill.native, few and few.native
 
@@ -265,11 +262,11 @@ def native_kinds(kernels: Pair) -> tuple[_C.Kind | None, _C.Kind | None]:
 
 
 class Keys(NamedTuple):
-    """Where the keys of a batch lie.
+    """The storage of a batch's keys.
 
-    page_size: 0 when ragged. page_indices: of all levels, int32, on the device of the keys. pages:
-    (least, greatest) page in use, None where that is not known. page_indptrs: of the requests, then
-    of each level, for messages.
+    page_size: 0 if ragged. page_indices: of all levels, int32, on the device of the keys. pages:
+    (smallest, largest) page in use, None if unknown. page_indptrs: of the requests, then of each
+    level, for messages.
     """
 
     page_size: int
@@ -283,11 +280,11 @@ _RAGGED = Keys(0, None, None)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What is planned.
+    """The input of planning.
 
-    name: of the variant. num_levels: of shared keys. keeps_mask: the plan is for the params of the
-    mask that it is made with, which stay; else for any, and a mask that reads tensors is costed by
-    length.
+    name: of the variant. num_levels: of shared keys. keeps_mask: every run uses the mask params of
+    the plan; otherwise runs may have others, and the work of a mask that reads tensors is estimated
+    from lengths.
     """
 
     kernels: Kernels
@@ -302,16 +299,16 @@ class Batch:
 
     @property
     def options(self) -> Options:
-        """Of the object that planned it."""
+        """The options of the object that plans it."""
         return self.kernels.options
 
 
 @dataclass(slots=True, eq=False)
 class Variation:
-    """A planned batch for one structure and one alignment.
+    """A batch planned for one structure and one alignment.
 
-    mask_tensors, mask_scalars: (slot, value) of what the mask reads, which a run does not change.
-    block: the plan in device memory. launches: what runs of it launch, a `Launch` each.
+    mask_tensors, mask_scalars: (slot, value) of the mask's params, the same in all runs. block: the
+    plan in device memory. launches: the `Launch` of each kind of run.
     """
 
     batch: Batch
@@ -330,7 +327,7 @@ class Variation:
     pointers: tuple[int, int] = (0, 0)  # of page_indices and key_blocks
 
     def commit(self, state: Any) -> None:
-        """Put the plan where its kernels run. state: the object's `DeviceState`, None on CPUs."""
+        """Copy the plan to its device. state: the object's `DeviceState`, None on CPUs."""
         note_planned(self.kernels)
         if state is not None:
             for kernel in self.kernels:
@@ -348,7 +345,7 @@ class Variation:
             if limits is not None:
                 most = limits.max_pages
             if self.batch.options.cuda_graph:
-                # What follows the batch's own entries is nobody's, and may be beyond the limits.
+                # Entries past the batch's own are unused, and may exceed the limits.
                 indices = indices[: self.batch.lengths.num_page_indices]
             self.page_indices = state.stage("page_indices", indices, most)
         if self.key_blocks is not None:
@@ -363,7 +360,7 @@ class Variation:
             )
 
     def values(self, bound: Bound) -> tuple[Sequence[torch.Tensor], Sequence[int | float]]:
-        """The tensors and numbers of a run: its own, but for those that the mask reads."""
+        """The tensors and numbers of a run: those of `bound`, but the plan's for the mask."""
         tensors: Sequence[torch.Tensor] = bound.tensors
         scalars: Sequence[int | float] = bound.scalars
         if self.mask_tensors:
@@ -378,9 +375,9 @@ class Variation:
 
 
 def note_planned(kernels: Pair) -> None:
-    """What is planned with counts as run, for `fa.record_manifest`.
+    """Marks planned kernels as run, for `fa.record_manifest`.
 
-    A later process plans with these again, whether or not a run then needs others.
+    A later process plans with them again, even if its runs then need others.
     """
     for kernel in kernels:
         if kernel is not None and kernel.module is not None:
@@ -388,7 +385,7 @@ def note_planned(kernels: Pair) -> None:
 
 
 def _with_address(indices: torch.Tensor | None) -> torch.Tensor | None:
-    """Where lists name no key of requests without pages, nothing is read, but from somewhere."""
+    """Page indices with a valid address, which kernels need even if they read no entry."""
     return indices if indices is None or indices.numel() else indices.new_zeros(1)
 
 
@@ -405,9 +402,9 @@ def vary(
     unaligned: bool,
     mask_values: Mapping[str, torch.Tensor | int | float] | None = None,
 ) -> Variation:
-    """Plan a batch for what a variant was bound to.
+    """Plan a batch for a bound variant.
 
-    mask_values: what the mask reads by name, where the batch was planned before.
+    mask_values: values of the mask's params by name, if the batch was planned before.
 
     Raises:
         InputError: the batch is beyond the limits.
@@ -416,7 +413,7 @@ def vary(
     options, kernels, lists = batch.options, batch.kernels, batch.lists
     known = bound.structure
     if not options.cpu:
-        from ..device.cuda import check_params  # a process without a device need not have it
+        from ..device.cuda import check_params  # only processes that use a device import it
 
         check_params(known)
     mask = known.ir.hook("mask_mod")
@@ -431,7 +428,7 @@ def vary(
     blocks = batch.block_mask
     num_kv_heads = options.num_kv_heads
     if blocks is not None and blocks.head_stride != 0:
-        num_kv_heads = options.num_q_heads  # heads that visit different blocks share no tile
+        num_kv_heads = options.num_q_heads  # heads that visit different blocks cannot share a tile
     needs = kernels.needs(
         batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,
         batch.keys.page_size > 0, batch.num_levels > 0, blocks is not None, unaligned,
@@ -482,10 +479,10 @@ def vary(
 
 
 def _can_be_costed(batch: Batch, known: Structure, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the interval form of the mask may say what the work costs.
+    """Whether the interval form of the mask can estimate the work.
 
-    It says nothing of the blocks of a block mask, whose full ones are visited whatever the mask
-    says. Tensors on a device are not read.
+    It cannot with a block mask, whose full blocks are visited whatever the mask is, nor if the mask
+    reads tensors on a device.
     """
     if batch.block_mask is not None:
         return False
@@ -495,16 +492,10 @@ def _can_be_costed(batch: Batch, known: Structure, tensors: Sequence[torch.Tenso
 
 
 def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:
-    """What the mask of a planned batch reads, by the name of its slot."""
+    """Values of the params that the mask of a planned batch reads, by name."""
     ir = planned.known.ir
     found: dict[str, torch.Tensor | int | float] = {
         ir.tensors[slot].name: tensor for slot, tensor in planned.mask_tensors
     }
     found.update((ir.scalars[slot].name, value) for slot, value in planned.mask_scalars)
     return found
-
-
-__all__ = [
-    "FEW_ROW", "KINDS", "PREFILL", "Batch", "Kernel", "Kernels", "Keys", "Needs", "Options", "Pair",
-    "Variation", "mask_values", "native_kind", "native_kinds", "note_planned", "vary",
-]  # fmt: skip

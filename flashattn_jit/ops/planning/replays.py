@@ -1,8 +1,8 @@
-"""What the plans of one captured run share: places as large as any of them needs.
+"""Plans that replay one captured run: shared capacities, and checks that a new plan fits.
 
-A captured launch holds addresses, grids and the sizes of tensors. With ``cuda_graph=True`` lists
-and bits of a sparsity are therefore laid out for more than one plan holds, and a plan that needs
-other kernels, or more room, is refused before anything of it is put where the captured run reads.
+A captured launch has fixed addresses, grids and tensor sizes. With ``cuda_graph=True`` lists and
+bits of a sparsity are therefore padded to a common capacity, and a plan that needs other kernels or
+more room is refused before any of it is copied to memory that the captured run reads.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..keys.sparsity import Sparsity, TokenSparse
 from .batch_plan import Options, Variation
 
 _MOST_ENTRIES = 2**24
-"""Of lists, where the first plan has fewer: 64 MiB."""
+"""Capacity of lists, unless the first plan has more: 64 MiB."""
 
 
 def with_room(
     lists: KeyLists | None, sparsity: Sparsity | None, options: Options, before: KeyLists | None
 ) -> KeyLists | None:
-    """`lists` in the room that the plan before had; the first ones in that of the largest batch.
+    """`lists` with the capacity of the previous plan's, or of the largest batch for the first plan.
 
-    That is a list of every key block, or of `topk` tokens, for each block row within the limits.
+    The latter is a list of every key block, or of `topk` tokens, for each block row within limits.
     """
     if lists is None:
         return None
@@ -45,7 +45,7 @@ def with_room(
 
 
 def padded(bits: dict[str, Any], before: Mapping[str, object]) -> dict[str, Any]:
-    """The params of a sparsity's bits, zeros behind them up to the sizes of the plan before."""
+    """The params of a sparsity's bits, zero-padded to the sizes that the previous plan had."""
     made = dict(bits)
     for name, tensor in bits.items():
         room = before.get(name)
@@ -60,9 +60,9 @@ def padded(bits: dict[str, Any], before: Mapping[str, object]) -> dict[str, Any]
 
 
 def check_replayable(before: Variation, now: Variation) -> None:
-    """Raises InputError where a captured run of one plan cannot replay the next one.
+    """Raises InputError if a captured run of the plan `before` cannot replay the plan `now`.
 
-    Called before anything of the next one is put where the captured run reads.
+    Called before any of `now` is copied to memory that the captured run reads.
     """
     was, new = before.batch, now.batch
     shapes = [[(slot, t.shape, t.stride()) for slot, t in v.mask_tensors] for v in (before, now)]
@@ -98,6 +98,3 @@ def check_replayable(before: Variation, now: Variation) -> None:
             f"{before.core.block_bytes} bytes, this plan has {now.core.block_bytes}; make another "
             "object for it"
         )
-
-
-__all__ = ["check_replayable", "padded", "with_room"]

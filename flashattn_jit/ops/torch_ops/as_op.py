@@ -1,9 +1,9 @@
-"""Calls as one torch op: where torch's dispatcher has a listener, or makes a graph of what it sees.
+"""Calls as one torch op, for dispatch modes, profilers, tensor subclasses and tracers.
 
-A plain call of plain tensors never comes here (`is_direct`). A mode, a profiler or a subclass of
-tensors sees the op of the call, which makes the ordinary call inside. Fake tensors and tracers have
-no values to plan with: there the op's inputs are all that the call depends on (`graphs`), and it
-makes the ordinary call when the graph runs.
+Calls on plain tensors do not use this module (`is_direct`). A mode, a profiler or a tensor subclass
+sees the op of the call, which makes the ordinary call inside. Fake tensors and tracers have no
+values to plan with: there the op's inputs are everything that the call depends on (`graphs`), and
+the op makes the ordinary call when the graph runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .sites import Hooks, Use
 
 Values = Mapping[str, Any]
 Flags = Callable[[bool], list[bool]]
-"""The flags of an op (`torch_ops`); whether the variant is pointwise decides some."""
+"""Returns the flags of an op (`definitions.Op`), given whether the variant is pointwise."""
 
 _KEYS = torch._C._TorchDispatchModeKey
 _active = torch._C._get_dispatch_mode
@@ -50,8 +50,8 @@ def states(
 ) -> Any:
     """A call whose result is out, or (out, lse): of `attention`, `varlen_attention` or a batch.
 
-    arguments: what the ordinary call takes by name beside the variant, its params and `out`.
-    pointwise: whether the variant has no lse, where that is known.
+    arguments: the named arguments of the ordinary call, except the variant, its params and `out`.
+    pointwise: whether the variant has no lse, if known.
     """
     return_lse, partial = arguments["return_lse"], arguments["partial"]
     with_lse = return_lse
@@ -78,7 +78,7 @@ def batch(
     partial: bool,
     out: Any,
 ) -> Any:
-    """`BatchAttention.run` as one op, which meets the object, its variant and its plan only when it
+    """`BatchAttention.run` as one op, which looks up the object, its variant and its plan when it
     runs: a new plan does not change a graph."""
     number = owner._number
     if is_traced((q, k, v, out, *params.values())):
@@ -142,7 +142,7 @@ def append(
     paged: Any,
     target: Any,
 ) -> None:
-    """`append.run_append` as one op; `run`, which is that function, where no op takes these."""
+    """`append.run_append` as one op; calls `run`, that function, if no op takes the arguments."""
     given = (k, v, k_pages, v_pages)
     if not is_traced((*given, q_indptr)) and not (_fit_an_op(given) and isinstance(paged, Paged)):
         run(*given, q_indptr, paged, target)
@@ -175,18 +175,26 @@ def _call(
     flags: Flags,
     out: Any = None,
 ) -> Sequence[torch.Tensor]:
-    """The results of a call; `out`, where it is given, is the first."""
+    """The results of a call; a given `out` is the first."""
     values = (*named.values(), out, *arguments.values(), *params.values())
     if not (is_traced(values) or _is_transformed()):
-        return _listened_to(op, named, variant, params, arguments, flags, out)
+        # The call runs now; its arguments are stored in its site.
+        q, k, v = named.values()
+        if not _fit_an_op([q, k, v] if out is None else [q, k, v, out]):
+            call = sites.UserCall(variant, dict(params), dict(arguments), None, {})
+            return definitions.OPS[op].run(q, k, v, call, out)
+        pointwise = not isinstance(variant, Hooks) and is_pointwise(as_variant(variant))
+        number = sites.once(variant, params, arguments)
+        site_inputs: tuple[Any, ...] = ([], definitions.NO_FLOATS, [], number, flags(pointwise))
+        return _results(op, (q, k, v, *site_inputs), out, number)
     if not torch.compiler.is_dynamo_compiling():
         _refuse_functionalize("out", (out,))
     from . import graphs  # imports Dynamo
 
     use = _use()
-    plan, inputs = graphs.inputs(use, variant, params, arguments)
+    info, inputs = graphs.inputs(use, variant, params, arguments)
     if torch.compiler.is_dynamo_compiling():
-        # The op of a refusal would not run where nothing but derivatives is asked for.
+        # The op of a refusal would not run if only derivatives are used.
         for why in derivatives((*named.values(), out, *inputs.tensors)):
             raise GradError(why)
     problem = _problem(named, inputs.tensors, out)
@@ -194,31 +202,11 @@ def _call(
         problem = problem or _lost_transform((*values, *inputs.tensors))
     if problem is not None:
         if use == "once":
-            sites.release(plan.number)
+            sites.release(info.number)
         inputs = graphs.Inputs([], definitions.NO_FLOATS, [], graphs.refusal(use, *problem))
         named = {name: _placeholder(x) for name, x in named.items()}
         out = out if isinstance(out, torch.Tensor) else None
-    return _results(op, (*named.values(), *inputs, flags(plan.pointwise)), out, inputs.site)
-
-
-def _listened_to(
-    op: str,
-    named: Values,
-    variant: Any,
-    params: Values,
-    arguments: Values,
-    flags: Flags,
-    out: Any,
-) -> Sequence[torch.Tensor]:
-    """The results of a call that runs at once; what it got stays with its site."""
-    if not _fit_an_op([*named.values()] if out is None else [*named.values(), out]):
-        call = sites.Call(variant, dict(params), dict(arguments), None, {})
-        q, k, v = named.values()
-        return definitions.ordinary(op, q, k, v, call, out)
-    pointwise = not isinstance(variant, Hooks) and is_pointwise(as_variant(variant))
-    number = sites.once(variant, params, arguments)
-    given = (*named.values(), [], definitions.NO_FLOATS, [], number, flags(pointwise))
-    return _results(op, given, out, number)
+    return _results(op, (*named.values(), *inputs, flags(info.pointwise)), out, inputs.site)
 
 
 def _results(op: str, given: Sequence[Any], out: Any, number: int) -> Sequence[torch.Tensor]:
@@ -229,7 +217,7 @@ def _results(op: str, given: Sequence[Any], out: Any, number: int) -> Sequence[t
 
 
 def _run(op: Any, given: Sequence[Any], site: int = -1, **more: Any) -> Any:
-    """The op, as a node of the graph where one is made; site: the call's, where it has one."""
+    """Calls the op; under a tracer this adds a node to its graph. site: the call's, or -1."""
     if torch.compiler.is_dynamo_compiling():
         return op(*given, **more)
     try:
@@ -242,8 +230,8 @@ def _run(op: Any, given: Sequence[Any], site: int = -1, **more: Any) -> Any:
 
 
 def _problem(named: Values, tensors: Sequence[torch.Tensor], out: Any) -> tuple[str, str] | None:
-    """What the op's schema cannot carry, and gradients, which only the tracer sees: the class of an
-    error and its message."""
+    """The class and message of the error for inputs that the op's schema cannot represent, and for
+    gradients, which only the tracer sees; None if there is none."""
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             return "InputError", f"{name} must be a torch.Tensor, got {type(tensor).__name__}"
@@ -261,8 +249,8 @@ def _placeholder(x: Any) -> torch.Tensor:
 
 
 def _fit_an_op(values: Sequence[Any]) -> bool:
-    """Whether the dispatcher hands them to an implementation as they are; the ordinary call says
-    what is wrong with others."""
+    """Whether the dispatcher passes them to an implementation unchanged. Others go to the ordinary
+    call, which raises the error for them."""
     return all(
         isinstance(x, torch.Tensor)
         and x.device.type in ("cpu", "cuda")
@@ -272,14 +260,14 @@ def _fit_an_op(values: Sequence[Any]) -> bool:
 
 
 def _is_transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is on in this thread."""
+    """Whether a `torch.func` transform or forward-mode AD is active in this thread."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     )
 
 
 def _lost_transform(values: Iterable[object]) -> tuple[str, str] | None:
-    """The error, as of `_problem`, of a tensor whose transform an op would lose."""
+    """The error, as `_problem` returns it, for a tensor whose transform an op would drop."""
     tensors = [x for x in values if isinstance(x, torch.Tensor)]
     try:
         checks.check_grad(tensors)
@@ -299,7 +287,7 @@ def _refuse_functionalize(what: str, values: Iterable[object]) -> None:
 
 
 def _autocast(named: Values) -> Values:
-    """The inputs in autocast's dtype, where all are tensors."""
+    """The inputs in autocast's dtype, if all are tensors."""
     if not all(isinstance(x, torch.Tensor) for x in named.values()):
         return named
     return dict(zip(named, autocast(*named.values()), strict=True))
@@ -309,10 +297,9 @@ def _autocast(named: Values) -> Values:
 
 
 def is_traced(values: Iterable[object]) -> bool:
-    """Whether a tracer or FakeTensorMode is on, or one of the values is a tensor of theirs.
+    """Whether a tracer or FakeTensorMode is active, or one of the values is a tensor of theirs.
 
-    Raises:
-        InputError: one of the values is a tensor of `torch.vmap`, or torch.jit.trace is on.
+    Raises InputError for tensors of `torch.vmap`, and under torch.jit.trace.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -335,21 +322,23 @@ def _use() -> Use:
 
 
 def _makes_graph() -> bool:
-    """Whether what is called now becomes part of a graph that may run later."""
+    """Whether calls are being recorded in a graph that may run later."""
     if torch.compiler.is_exporting() or _active(_KEYS.PROXY) is not None:
         return True
     return bool(torch._ops._len_torch_dispatch_stack_pre_dispatch())
 
 
 def _as_inputs(values: Sequence[Any]) -> list[Any]:
-    """The values with ordinary tensors as tensors of the fake mode in force, if there is one.
+    """The values with ordinary tensors converted to the active fake mode, if there is one.
 
-    What a variant holds is such a tensor. A graph gets it as a constant.
+    Tensors that a variant holds are ordinary tensors. A graph gets them as constants.
     """
     mode = _fake_mode(values)
     if mode is None or mode.allow_non_fake_inputs:
         return list(values)
-    from torch._subclasses.fake_tensor import FakeTensor  # imported by whoever made the mode
+    from torch._subclasses.fake_tensor import (
+        FakeTensor,
+    )  # already imported, by the creator of the mode
 
     graph = _makes_graph()
 

@@ -1,14 +1,14 @@
-"""Calls that become part of a graph, or of which shapes alone are asked: made of one op.
+"""The inputs of a call's op while a graph is traced, or under fake tensors.
 
 A call inside of ``torch.compile``, torch.export or make_fx, or on fake tensors, reads the tensors
-and numbers that its variant captures by the paths of its site (`sites`), and emits the op that
-takes them as inputs. When the graph runs, the op makes the ordinary call: the same checks, the same
-errors, the same kernels. So a new value of a scalar, a new captured tensor or a new length changes
-an input of the graph, not the graph.
+and numbers that its variant captures by the paths of its site (`sites`), and emits the op with them
+as inputs. When the graph runs, the op makes the ordinary call: the same checks, the same errors,
+the same kernels. So a new value of a scalar, a new captured tensor or a new length changes an input
+of the graph, not the graph.
 
-The numbers of a Variant object that was there before are read when the graph runs. A traced
-function that assigns one itself (``variant.window = 9``) is not followed: Python side effects come
-after the graph. Such a number is given by keyword.
+The numbers of a Variant object that was made before tracing are read when the graph runs. If the
+traced function itself assigns one (``variant.window = 9``), the graph does not see it, as Python
+side effects are applied after the graph: pass such a number by keyword.
 
 Importing this file imports Dynamo.
 """
@@ -24,10 +24,10 @@ from ...variants.capture.extract import ROOT
 from ...variants.variant import FULL, Variant
 from . import sites
 from .outline import Found, made_inside, outline
-from .sites import CELL, CELLS, ITEM, Plan, Use
+from .sites import CELL, CELLS, ITEM, SiteInfo, Use
 
-# Dynamo runs these as they are and takes their results for constants. It guards on the identity of
-# objects and on the code of functions.
+# Dynamo runs these functions untraced and treats their results as constants. It guards on the
+# identity of argument objects and on the code of argument functions.
 _call_site = torch.compiler.assume_constant_result(sites.call_site)
 refusal = torch.compiler.assume_constant_result(sites.refusal)
 exported_number = torch.compiler.assume_constant_result(sites.exported_number)
@@ -40,7 +40,7 @@ def _look(value: Any) -> int:
 
 
 class Inputs(NamedTuple):
-    """What an op is given beside q, k and v."""
+    """The inputs of an op besides q, k and v."""
 
     tensors: list[torch.Tensor]
     floats: torch.Tensor
@@ -50,8 +50,8 @@ class Inputs(NamedTuple):
 
 def inputs(
     use: Use, variant: Any, params: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> tuple[Plan, Inputs]:
-    """The plan of a call's site and what its op is given."""
+) -> tuple[SiteInfo, Inputs]:
+    """The description of a call's site, and the inputs of its op."""
     found = Found()
     if variant is None:
         variant = FULL
@@ -64,19 +64,19 @@ def inputs(
     of_call = outline((variant, dict(params), dict(arguments)), found)
     counts = (len(found.tensors), len(found.floats), len(found.ints))
     if found.problem:
-        plan = Plan(refusal(use, "VariantError", found.problem))
+        info = SiteInfo(refusal(use, "VariantError", found.problem))
     else:
-        plan = _call_site(use, of_call, counts, tuple(found.names), is_live, *found.outside)
-    tensors, numbers = _read(tuple(found.outside), plan)
+        info = _call_site(use, of_call, counts, tuple(found.names), is_live, *found.outside)
+    tensors, numbers = _read(tuple(found.outside), info)
     floats = found.floats + [x for x in numbers if isinstance(x, (float, torch.SymFloat))]
     ints = found.ints + [x for x in numbers if not isinstance(x, (float, torch.SymFloat))]
-    return plan, Inputs(found.tensors + tensors, _packed(floats), ints, plan.number)
+    return info, Inputs(found.tensors + tensors, _packed(floats), ints, info.number)
 
 
-def _read(outside: Any, plan: Plan) -> tuple[list[torch.Tensor], list[float]]:
-    """The captured tensors and numbers, read where the tracer sees it."""
+def _read(outside: Any, info: SiteInfo) -> tuple[list[torch.Tensor], list[float]]:
+    """The captured tensors and numbers, read by traced code."""
     values: list[Any] = []
-    for base, steps in plan.paths:
+    for base, steps in info.paths:
         if base == CELL:
             values.append(getattr(CELLS, steps[0][1])())
             continue
@@ -84,16 +84,16 @@ def _read(outside: Any, plan: Plan) -> tuple[list[torch.Tensor], list[float]]:
         for kind, key in steps:
             value = value[key] if kind == ITEM else getattr(value, key)
         values.append(value)
-    for i in plan.fixed:
+    for i in info.fixed:
         _look(values[i])
-    for i in plan.functions:
+    for i in info.functions:
         _look(id(values[i]))
-    return [values[i] for i in plan.tensors], [values[i] for i in plan.numbers]
+    return [values[i] for i in info.tensors], [values[i] for i in info.numbers]
 
 
 def _packed(floats: list[Any]) -> torch.Tensor:
     """Floats as one tensor, an input of the op: new values do not change the graph."""
     one = torch.ones((), dtype=torch.float64, device="cpu")
-    # A product is what the compiler can make of a float without specialising on its value.
+    # A product with a tensor keeps the float symbolic: the compiler does not specialise on it.
     values = [one * x for x in floats]
     return torch.stack(values) if values else torch.empty(0, dtype=torch.float64, device="cpu")

@@ -1,9 +1,9 @@
-"""The outline of a call: its tensors and numbers in lists, and how they lie in what the call got.
+"""The outline of a call's arguments: lists of their tensors and numbers, and their structure.
 
-``torch.compile`` runs this code symbolically. A value that was there before it is taken as it is,
-by the index in `Found.outside`; its own tensors and numbers are found by the paths of a site
-(`sites`). What the compiled function makes itself, a closure or a variant, exists only in the
-compiler: its parts are read here, and `sites` puts the same thing together when the graph runs.
+``torch.compile`` runs this code symbolically. An object that existed before tracing is referred to
+by its index in `Found.outside`; the paths of a site (`sites`) lead to its tensors and numbers. An
+object that the compiled function creates, a closure or a variant, exists only in the compiler: its
+parts are read here, and `sites` builds an equal object when the graph runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...variants.variant import Variant
 from ..arguments.checks import check_grad
 
 Outline = tuple[Any, ...]
-"""A kind, and what it needs: ("tensor" | "float" | "int" | "outside", index), ("constant", x),
+"""A kind and its content: ("tensor" | "float" | "int" | "outside", index), ("constant", x),
 ("tuple" | "list", outlines), ("named", class, outlines), ("dict", keys, outlines), ("partial",
 function, arguments, keywords), ("method", owner, name), ("function", index of its template, cells,
 defaults, keyword defaults), ("object", index of its template, names, outlines), ("seen", index of a
@@ -32,11 +32,11 @@ function or object in the order of their outlines)."""
 _CONSTANTS = (str, bytes, type(None), type(Ellipsis), enum.Enum, torch.dtype, torch.device,
               torch.layout)  # fmt: skip
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
-"""What a dict stands for: a hook reads the same of it, or there is a KeyError."""
+"""Types that become a plain dict: a hook reads the same entries from it, or gets a KeyError."""
 
 
 class Found:
-    """What outlines refer to, and the names of methods that they mention."""
+    """Values that outlines refer to by index, and the names of methods in them."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -49,17 +49,17 @@ class Found:
 
 
 class _Templates:
-    """Functions without the contents of their cells and objects without attributes, by name.
+    """Functions with empty cells and objects without attributes, by name.
 
-    Traced code reads them like any object: what a closure reaches through globals, or an object
-    through its class, is found from there.
+    Traced code reads them as attributes, and reaches a closure's globals or an object's class
+    through them.
     """
 
     def __init__(self) -> None:
         self._names: dict[tuple[object, int], str] = {}
 
     def of_function(self, code: types.CodeType, scope: dict[str, Any]) -> str:
-        """The name of the template of the functions of some code."""
+        """The name of the template of functions with this code."""
         key = (code, id(scope))
         if key not in self._names:
             cells = tuple(types.CellType() for _ in code.co_freevars)
@@ -68,7 +68,7 @@ class _Templates:
         return self._names[key]
 
     def of_object(self, kind: type) -> str:
-        """The name of the template of the objects of a class."""
+        """The name of the template of instances of a class."""
         key = (kind, 0)
         if key not in self._names:
             make: Any = kind.__new__ if issubclass(kind, Variant) else object.__new__
@@ -76,7 +76,7 @@ class _Templates:
         return self._names[key]
 
     def hold(self, kind: str, held: object) -> str:
-        """Keep an object; returns the attribute that it is read by."""
+        """Store an object; returns the name of its attribute."""
         name = f"{kind}_{len(self.__dict__)}"
         setattr(self, name, held)
         return name
@@ -86,7 +86,7 @@ TEMPLATES = _Templates()
 
 
 def outline(x: Any, found: Found) -> Outline:
-    """The outline of a value; its tensors and numbers are added to what was found."""
+    """The outline of a value; its tensors and numbers are added to `found`."""
     if isinstance(x, np.ndarray):
         x = torch.from_numpy(x)
     if isinstance(x, torch.Tensor):
@@ -95,7 +95,7 @@ def outline(x: Any, found: Found) -> Outline:
     if isinstance(x, np.number):
         x = x.item()
     if isinstance(x, (bool, torch.SymBool)):
-        # Of a flag that depends on a shape, the branch makes a constant, with a guard.
+        # The branch turns a flag that depends on a shape into a constant, with a guard.
         return ("constant", True) if x else ("constant", False)
     if isinstance(x, _CONSTANTS):
         return "constant", x
@@ -146,18 +146,18 @@ def _compiled_outline(x: Any, found: Found) -> Outline:
         return "function", index, *[outline(part, found) for part in (tuple(cells), *defaults)]
     state: dict[str, Any] = dict(x.__dict__) if "__dict__" in slots else {}
     state.update({n: getattr(x, n) for n in slots if n != "__dict__" and hasattr(x, n)})
-    for name in ("_shape", "_declared"):  # which a variant makes anew
+    for name in ("_shape", "_declared"):  # a variant computes these again
         state.pop(name, None)
     return "object", index, tuple(state), tuple([outline(v, found) for v in state.values()])
 
 
 def made_inside(x: Any, seen: list[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """What Dynamo knows of a function or an object that the compiled function itself has made.
+    """Dynamo's description of a function or an object that the compiled function creates.
 
-    Returns the facts, ("seen", index), ("function" | "object", name of its template) or ("unknown",
-    why), and none for what was there before; of a function the contents of its cells, and its
-    defaults and keyword defaults; of an object the names of its slots, ``__dict__`` among them.
-    seen: what had facts before.
+    Returns facts, cells, defaults, slots. facts: ("seen", index), ("function" | "object", name of
+    its template) or ("unknown", reason); empty for an object that existed before tracing. cells,
+    defaults: a function's cell contents, and its defaults and keyword defaults. slots: names of an
+    object's slots, ``__dict__`` included. seen: objects that have been described before.
     """
     facts: list[Any] = []
     cells: list[Any] = []
@@ -170,9 +170,9 @@ def made_inside(x: Any, seen: list[Any]) -> tuple[list[Any], list[Any], list[Any
 
 
 def derivatives(tensors: Sequence[Any]) -> list[str]:
-    """Why a call inside of a transform of `torch.func` would lose derivatives of the tensors.
+    """The error messages of a call inside of a `torch.func` transform that would drop derivatives.
 
-    Traced code does not see that a tensor is a transform's; Dynamo's own tensors are.
+    Traced code cannot see that a tensor belongs to a transform; Dynamo's example tensors do.
     """
     found: list[str] = []
     from torch._dynamo.comptime import comptime
@@ -201,8 +201,8 @@ def _look_inside(context: Any) -> None:
     """Fills the lists of `made_inside`. Dynamo runs it, with access to its own variables.
 
     Traced code cannot read the closure of a function that does not exist yet. Dynamo's `comptime`
-    is there to look at its variables, but what they are may change: what is not as expected is a
-    fact of its own, and becomes an error that says so.
+    gives access to its variables, which may differ between versions of torch: anything unexpected
+    becomes the fact "unknown", and then an error.
     """
     from torch._dynamo import variables
 
@@ -212,9 +212,9 @@ def _look_inside(context: Any) -> None:
     try:
         tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
         is_object = isinstance(x, variables.UserDefinedObjectVariable)
-        places = [i for i, other in enumerate(seen) if other is x]
-        if places:
-            facts += [constant("seen"), constant(places[0])]
+        before = [i for i, other in enumerate(seen) if other is x]
+        if before:
+            facts += [constant("seen"), constant(before[0])]
         elif isinstance(x, variables.NestedUserFunctionVariable):
             closure: Any = x.closure
             for cell in () if closure is None else closure.items:
@@ -226,7 +226,7 @@ def _look_inside(context: Any) -> None:
             seen.append(x)
         elif is_object and issubclass(x.python_type(), (tuple, list, dict)):
             if x.source is None or tracer.output.side_effects.is_modified(x):
-                raise TypeError("a container of a class of its own")
+                raise TypeError("a subclass of a container")
         elif is_object and x.source is None:
             cls = x.python_type()
             _local(context, "slots").items.extend(constant(slot) for slot in _slots(cls))
@@ -236,7 +236,7 @@ def _look_inside(context: Any) -> None:
     except Exception as error:
         name = getattr(x, "get_name", x.python_type)()
         problem = (
-            f"{name} is made or changed inside of the compiled function, where what it holds "
+            f"{name} is made or changed inside of the compiled function, where its contents "
             f"cannot be read with this version of torch ({torch.__version__}; "
             f"{type(error).__name__}: {error}); make it outside"
         )
@@ -252,7 +252,7 @@ def _slots(cls: type) -> list[str]:
 
 
 class Maker:
-    """Puts together what outlines describe."""
+    """Builds values from outlines."""
 
     def __init__(
         self,
@@ -267,7 +267,7 @@ class Maker:
         }  # fmt: skip
 
     def make(self, outline: Outline) -> Any:
-        """What an outline describes."""
+        """The value of an outline."""
         kind, *rest = outline
         if kind in self._values:
             return self._values[kind][rest[0]]
@@ -289,7 +289,7 @@ class Maker:
         return tuple(self.all(rest[0])) if kind == "tuple" else self.all(rest[0])
 
     def all(self, outlines: Sequence[Outline]) -> list[Any]:
-        """What outlines describe, in their order."""
+        """The values of outlines, in order."""
         return [self.make(x) for x in outlines]
 
     def _function(self, index: int, *parts: Outline) -> Any:
@@ -316,5 +316,5 @@ class Maker:
             new.__setstate__(state)
         else:
             for name, x in state.items():
-                object.__setattr__(new, name, x)  # past any of the user's: a frozen dataclass'
+                object.__setattr__(new, name, x)  # a class may forbid setattr: frozen dataclasses
         return new

@@ -1,10 +1,10 @@
-"""Calls that are one torch op: what is constant in them, and how a run makes the call again.
+"""Sites: the constant part of calls that are one torch op, from which a run makes the call again.
 
-The op's inputs are tensors and numbers. All else of the call is its *site*, which the op names by
-an int. While a graph is made, the site learns which tensors and numbers the variant captures and
-the paths that lead to them, so that the graph takes them as inputs; when the graph runs, the site
-puts variant, params and arguments together again, with the graph's values in their places. Nothing
-but this file resolves the int.
+The op's inputs are tensors and numbers. Everything else of the call is its *site*, which an int
+identifies. While a graph is traced, the site determines which tensors and numbers the variant
+captures, and the paths to them, so that the graph takes them as inputs. When the graph runs, the
+site rebuilds variant, params and arguments with the values of the graph's inputs. Only this file
+resolves the int.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from ..keys.block_mask import own_mask_mod
 from .outline import Maker, Outline
 
 ATTRIBUTE, ITEM = 0, 1
-CELL = -4  # beside where a location may start
+CELL = -4  # differs from all values of `Location.base`
 Path = tuple[int, tuple[tuple[int, Any], ...]]
-"""How to reach a value: from that of an earlier path (or ROOT), by attributes and items.
-CELL: what the function of that name in `CELLS` returns."""
+"""The access path to a value: attributes and items from the value of an earlier path (or ROOT).
+CELL: the result of the function of that name in `CELLS`."""
 
 Tensors = Sequence[torch.Tensor]
 
-# What a hook's structure depends on by value; the tracer guards on them when it looks at them.
+# Values that a hook's structure depends on; the tracer guards on them when it reads them.
 _FIXED = (types.FunctionType, bool, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 _STAND_IN = 1 << 40
-"""Numbers from here on stand for numbers that are inputs of an op."""
+"""Numbers from here on are placeholders for numbers that are inputs of an op."""
 
 
-class Plan(NamedTuple):
-    """What the code that is traced needs of a site: tuples, strings and numbers alone.
+class SiteInfo(NamedTuple):
+    """A site for traced code, which reads only tuples, strings and numbers.
 
-    number: the site's, for when the graph runs. paths: what to read, in order, of the objects
-    outside. The others say what paths end at: captured tensors, Python numbers, fixed things
-    (functions and constants), functions that must stay the same objects. pointwise: there is no
-    lse.
+    number: identifies the site when the graph runs. paths: values to read, in order, from the
+    objects outside. tensors, numbers, fixed, functions: indices of the paths to captured tensors,
+    to Python numbers, to functions and constants whose value is guarded, and to functions whose
+    identity is guarded. pointwise: there is no lse.
     """
 
     number: int
@@ -74,14 +74,14 @@ class Plan(NamedTuple):
 
 
 class Hooks(NamedTuple):
-    """What FlexAttention has for a variant."""
+    """The hooks of a FlexAttention call, in place of a variant."""
 
     score_mod: Any
     mask_mod: Any
 
 
-class Call(NamedTuple):
-    """A call as its user made it. swap: see `bind`. kept: a place for the site's own use."""
+class UserCall(NamedTuple):
+    """The arguments of a call. swap: see `bind`. kept: a dict that lives as long as the site."""
 
     variant: Any
     params: dict[str, Any]
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
 # --- sites by number -----------------------------------------------------------------------------
 
-_Site = Callable[[Tensors, torch.Tensor, Sequence[int]], Call]
+_Site = Callable[[Tensors, torch.Tensor, Sequence[int]], UserCall]
 _sites: dict[int, _Site] = {}
 _numbers = itertools.count()
 _once: set[int] = set()
@@ -100,21 +100,17 @@ _exported: dict[int, Any] = {}
 _lock = threading.Lock()
 
 Use = Literal["compiled", "exported", "once"]
-"""What becomes of a call that is one op. compiled: a graph of ``torch.compile``, which guards on
-the variant. exported: a graph on its own, of torch.export or make_fx, which keeps its site for the
-life of the process. once: it runs now and never again."""
+"""The use of an op. compiled: in a graph of ``torch.compile``, which guards on the variant.
+exported: in a standalone graph of torch.export or make_fx, which keeps its site for the life of the
+process. once: the op runs now and never again."""
 
-# An exported graph can be saved, and loaded by another process whose sites and batches have the
-# same numbers: its numbers are counted from here on, which is another number in each process.
+# An exported graph can be saved and loaded by another process, in which the same numbers identify
+# other sites and batches. Its numbers therefore start at a base that is random in each process.
 FIRST_EXPORTED = secrets.randbits(30) + 1 << 32
 
 
 def local_number(number: int) -> int:
-    """A number of a graph as this process counts.
-
-    Raises:
-        InputError: the graph is of another process.
-    """
+    """A graph's number without the base. Raises InputError for a graph of another process."""
     if 0 <= number < 1 << 32:
         return number
     if number >> 32 != FIRST_EXPORTED >> 32:
@@ -126,13 +122,13 @@ def local_number(number: int) -> int:
 
 
 def exported_number(owner: Any) -> int:
-    """The number of a batch in an exported graph, which keeps the batch alive."""
+    """The number of a batch for an exported graph; keeps the batch alive."""
     with _lock:
         _exported[owner._number] = owner
     return int(owner._number) + FIRST_EXPORTED
 
 
-def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[int]) -> Call:
+def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[int]) -> UserCall:
     """The call of a site with the values of a run. Raises InputError as `local_number` does."""
     site = _sites.get(local_number(number))
     if site is None:
@@ -144,15 +140,15 @@ def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[
 
 
 def once(variant: Any, params: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
-    """The number of a site for one call that runs now, with what it got; see `release`."""
-    call = Call(variant, dict(params), dict(arguments), None, {})
+    """The number of a site for a call that runs once, now, with these arguments; see `release`."""
+    call = UserCall(variant, dict(params), dict(arguments), None, {})
     return _number(lambda tensors, floats, ints: call, "once")
 
 
 def refusal(use: Use, kind: str, message: str) -> int:
-    """The number of a site that raises an error, of the class of that name, when the graph runs."""
+    """The number of a site that raises an error when the graph runs. kind: the error's class."""
 
-    def refuse(*_: object) -> Call:
+    def refuse(*_: object) -> UserCall:
         raise getattr(errors, kind, FlashAttnJitError)(message)
 
     return _number(refuse, use)
@@ -168,7 +164,7 @@ def _number(made: _Site, use: Use) -> int:
 
 
 def release(number: int) -> None:
-    """Let go of the site of a call that has run and will not run again."""
+    """Delete the site of a call that has run and will not run again."""
     with _lock:
         if number in _once:
             _once.remove(number)
@@ -185,13 +181,13 @@ def call_site(
     names: tuple[str, ...],
     is_live: bool,
     *outside: Any,
-) -> Plan:
-    """The plan of a call, and its site.
+) -> SiteInfo:
+    """Makes the site of a call, and returns its description.
 
-    outline: of (variant, params, arguments). counts: how many tensors, floats and ints it has.
-    names: of methods that it mentions. outside: what it takes as it is. is_live: the variant is the
-    first of these, one that was made before the traced function: its numbers are read when the
-    graph runs, so that a new one changes no input of the graph.
+    outline: of (variant, params, arguments). counts: its numbers of tensors, floats and ints.
+    names: of methods in it. outside: the objects that it refers to. is_live: the first of these is
+    the variant, made before the traced function: its numbers are read when the graph runs, and are
+    no inputs of the graph.
     """
     try:
         if is_live:
@@ -210,22 +206,24 @@ def call_site(
         if use == "compiled":  # the site may outlive what the function captured
             walk = walk.without_tensors([_shell(t) for t in walk.tensors])
         site = _MadeSite(outline, counts, walk)
-        return Plan(
+        return SiteInfo(
             _number(site, use), tuple(paths.made), tuple(found[:count]), tuple(found[count:]),
             fixed, (), site.is_pointwise(outside),
         )  # fmt: skip
     except FlashAttnJitError as error:
-        return Plan(refusal(use, type(error).__name__, str(error)))
+        return SiteInfo(refusal(use, type(error).__name__, str(error)))
     except Exception as error:
-        return Plan(refusal(use, "VariantError", f"{type(error).__name__} in a variant: {error}"))
+        return SiteInfo(
+            refusal(use, "VariantError", f"{type(error).__name__} in a variant: {error}")
+        )
 
 
 class _Prototype(NamedTuple):
-    """The variant of a site for tensors of some layout, with stand-ins for all of its values.
+    """The variant of a site for one layout of its tensors, with placeholders for all values.
 
-    outside: the objects that it is made of. declared: its params whose values are inputs of the op,
-    by the indices of these. tensors, numbers: for each that the variant captures, in the order of
-    `bind`, the index of the input that takes its place, None for its own.
+    outside: the objects that it is made of. declared: its params whose values are inputs of the op:
+    name, kind, index of the input. tensors, numbers: for each captured value, in the order of
+    `bind`, the index of the input that replaces it, or None.
     """
 
     variant: Variant
@@ -236,11 +234,11 @@ class _Prototype(NamedTuple):
 
 
 class _MadeSite:
-    """Makes a variant of what hooks captured.
+    """The site of a call whose variant is rebuilt from what its hooks captured.
 
     The op's inputs are the outline's own tensors and numbers, then those that the objects outside
-    captured. Another closure of the same code runs the same graph, so nothing is read of the
-    objects themselves: prototypes are copies, and `bind` swaps the graph's values in.
+    captured. Another closure of the same code runs the same graph, so the objects themselves are
+    not read: prototypes are copies, and `bind` swaps the graph's values in.
     """
 
     def __init__(self, outline: Outline, counts: tuple[int, int, int], walk: Walk) -> None:
@@ -251,7 +249,7 @@ class _MadeSite:
         self._prototypes: dict[object, _Prototype] = {}
         self._kept: dict[str, Any] = {}
 
-    def __call__(self, tensors: Tensors, packed: torch.Tensor, ints: Sequence[int]) -> Call:
+    def __call__(self, tensors: Tensors, packed: torch.Tensor, ints: Sequence[int]) -> UserCall:
         floats = packed.tolist()
         values = {"tensor": tensors, "number": (*floats, *ints)}
         layout = tuple((t.dtype, stride_pattern(t), t.is_contiguous()) for t in tensors)
@@ -270,11 +268,11 @@ class _MadeSite:
                 tuple([x if i is None else type(x)(values["number"][i]) for x, i in known]),
             )
 
-        return Call(made.variant, params, arguments, put, self._kept)
+        return UserCall(made.variant, params, arguments, put, self._kept)
 
     def _prototype(self, tensors: Tensors, num_floats: int, num_ints: int) -> _Prototype:
         shells = [_shell(t) for t in tensors]
-        # Each number is another one, by which it is found again.
+        # All placeholder numbers differ: a number identifies its input.
         floats = [_STAND_IN + i + 0.5 for i in range(num_floats)]
         ints = [_STAND_IN + num_floats + i for i in range(num_ints)]
         others = {float: iter(floats[self._counts[1] :]), int: iter(ints[self._counts[2] :])}
@@ -282,13 +280,13 @@ class _MadeSite:
             shells[self._counts[0] :], [next(others[kind]) for kind in self._kinds]
         )
         variant = self._made_variant(Maker(shells, floats, ints, outside))
-        place = {id(x): i for i, x in enumerate(shells)}
+        tensor_index = {id(x): i for i, x in enumerate(shells)}
         number = {x: i for i, x in enumerate((*floats, *ints))}
         declared: list[tuple[str, Literal["tensor", "number"], int]] = []
         for d in variant._declared:
             value = d.owner.__dict__.get(d.param.name)
-            if id(value) in place:
-                declared.append((d.name, "tensor", place[id(value)]))
+            if id(value) in tensor_index:
+                declared.append((d.name, "tensor", tensor_index[id(value)]))
             elif type(value) in (int, float) and value in number:
                 declared.append((d.name, "number", number[value]))
         walk = _walk(variant, {name for name, _, _ in declared})
@@ -296,7 +294,7 @@ class _MadeSite:
             variant,
             outside,
             tuple(declared),
-            tuple([place.get(id(t)) for t in walk.tensors]),
+            tuple([tensor_index.get(id(t)) for t in walk.tensors]),
             tuple([number.get(x) for x in walk.numbers]),
         )
 
@@ -307,13 +305,13 @@ class _MadeSite:
         return function_variant(score_mod=made.score_mod, mask_mod=own_mask_mod(made.mask_mod))
 
     def is_pointwise(self, outside: Sequence[Any]) -> bool:
-        """Whether the variant has no lse, as far as that can be told without its values."""
+        """Whether the variant has no lse; False if that depends on its values."""
         tensors = [torch.empty(0, device="cpu")] * self._counts[0]
         maker = Maker(tensors, [0.0] * self._counts[1], [0] * self._counts[2], outside)
         try:
             return is_pointwise(self._made_variant(maker))
         except Exception:
-            return False  # the run says what is wrong
+            return False  # the run raises the error
 
 
 def _shell(t: torch.Tensor) -> torch.Tensor:
@@ -323,16 +321,16 @@ def _shell(t: torch.Tensor) -> torch.Tensor:
 # --- variants that were made before: read anew in every run --------------------------------------
 
 
-def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -> Plan:
+def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -> SiteInfo:
     chosen: Variant = outside[0]
     given = set(outline[1][1][1])
     walk = _walk(chosen, given)
     paths = _Paths(walk, params=_param_paths(chosen, given), cell_readers=use == "compiled")
     reached = [paths.index(at) for at in walk.yielding("tensor")]
     frozen = _Frozen(chosen, walk, given) if use == "exported" else None
-    places = [i for i, index in enumerate(reached) if index is not None]
-    site = _LiveSite(outline, count, outside, len(reached), places, frozen)
-    return Plan(
+    replaced = [i for i, index in enumerate(reached) if index is not None]
+    site = _LiveSite(outline, count, outside, len(reached), replaced, frozen)
+    return SiteInfo(
         _number(site, use),
         tuple(paths.made),
         tuple([i for i in reached if i is not None]),
@@ -342,12 +340,12 @@ def _live_site(use: Use, outline: Outline, count: int, outside: Sequence[Any]) -
 
 
 class _LiveSite:
-    """Calls with a `Variant` object: its numbers are read in each run, its tensors are inputs.
+    """The site of a call with a `Variant` object: its numbers are read in each run.
 
-    The op's inputs are the outline's own tensors and numbers, then the variant's tensors, which
-    take the `places` among those that it captures. frozen: of an exported graph, whose variant is
-    kept alive and must stay what it was: only its numbers and the values of its tensors may change,
-    which the graph does not follow.
+    The op's inputs are the outline's own tensors and numbers, then tensors of the variant, which
+    replace the captured tensors at indices `replaced`. frozen: of an exported graph, which keeps
+    the variant alive. The variant's structure must not change; changes of its numbers and of the
+    values of its tensors are ignored.
     """
 
     def __init__(
@@ -356,17 +354,17 @@ class _LiveSite:
         count: int,
         outside: Sequence[Any],
         num_captured: int,
-        places: Sequence[int],
+        replaced: Sequence[int],
         frozen: _Frozen | None,
     ) -> None:
         self._rest = outline[1][1:]
         self._count = count
         self._variant = weakref.ref(outside[0])
         self._outside = outside if frozen is not None else (None, *outside[1:])
-        self._num_captured, self._places, self._frozen = num_captured, places, frozen
+        self._num_captured, self._replaced, self._frozen = num_captured, replaced, frozen
         self._kept: dict[str, Any] = {}
 
-    def __call__(self, tensors: Tensors, packed: torch.Tensor, ints: Sequence[int]) -> Call:
+    def __call__(self, tensors: Tensors, packed: torch.Tensor, ints: Sequence[int]) -> UserCall:
         chosen = self._variant()
         if chosen is None:
             raise VariantError("the variant of a compiled graph is gone; keep it alive")
@@ -383,34 +381,34 @@ class _LiveSite:
                     f"and captures {len(captured)} now; {again}"
                 )
             out = list(captured)
-            for place, tensor in zip(self._places, tensors[self._count :], strict=True):
-                out[place] = _laid_out_as(tensor, captured[place], again)
+            for i, tensor in zip(self._replaced, tensors[self._count :], strict=True):
+                out[i] = _laid_out_as(tensor, captured[i], again)
             if not fixed:
                 return tuple(out), numbers
             return tuple(out), tuple([fixed.get(i, x) for i, x in enumerate(numbers)])
 
-        return Call(chosen, params, arguments, put, self._kept)
+        return UserCall(chosen, params, arguments, put, self._kept)
 
 
 class _Frozen:
-    """What an exported call was traced with: its numbers, and the structure that must stay."""
+    """The numbers that an exported call was traced with, and the structure of its variant."""
 
     def __init__(self, chosen: Variant, walk: Walk, given: set[str]) -> None:
         own = walk.param_numbers
         self.numbers = {i: x for i, x in enumerate(walk.numbers) if own.get(i) not in given}
         self._given = given
         self._extract: Extractor | None = None
-        # A tracer that lends a variant tensors of its own, for as long as it runs, is over when the
-        # graph runs for the first time.
+        # A tracer may replace a variant's tensors while it runs; then the structure is recorded
+        # when the graph runs for the first time.
         if all(type(t) in PLAIN for t in walk.tensors):
-            self._learn(chosen)
+            self._record(chosen)
 
-    def _learn(self, chosen: Variant) -> None:
+    def _record(self, chosen: Variant) -> None:
         self._extract = extractor(_walk(chosen, self._given).locations)
         self._key = self._seen(chosen)
 
     def _seen(self, chosen: Variant) -> object:
-        """All of the variant but its numbers and tensors: code, flags, and which params are set."""
+        """The variant without its numbers and tensors: code, flags, and which params are set."""
         assert self._extract is not None
         found = self._extract((chosen,), _stand_ins(chosen, self._given))
         if found is None:
@@ -419,9 +417,9 @@ class _Frozen:
         return found[0], len(found[2]), is_set
 
     def check(self, chosen: Variant) -> None:
-        """Raises VariantError where the variant has become another one."""
+        """Raises VariantError if the variant's structure has changed."""
         if self._extract is None:
-            self._learn(chosen)
+            self._record(chosen)
         if self._seen(chosen) != self._key:
             raise VariantError(
                 f"{chosen.name} is not what it was when the call was exported: its hooks, flags or "
@@ -430,7 +428,7 @@ class _Frozen:
 
 
 def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor, again: str) -> torch.Tensor:
-    """The tensor in the layout that the kernel is compiled for: that of the captured one."""
+    """The tensor in the captured one's layout, for which the kernel is compiled."""
     if tensor.dtype != own.dtype or tensor.shape != own.shape:
         raise InputError(
             f"a captured tensor is {list(own.shape)} of {own.dtype}, the graph's "
@@ -442,7 +440,7 @@ def _laid_out_as(tensor: torch.Tensor, own: torch.Tensor, again: str) -> torch.T
 
 
 def _param_paths(chosen: Variant, given: set[str]) -> dict[int, Path]:
-    """The paths to declared params that are tensors of the variant itself, by their index."""
+    """The paths to declared params that are tensors of the variant, by index of the param."""
     return {
         i: (ROOT, ((ITEM, 0), *_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name)))
         for i, d in enumerate(chosen._declared)
@@ -451,7 +449,7 @@ def _param_paths(chosen: Variant, given: set[str]) -> dict[int, Path]:
 
 
 def _walk(chosen: Variant, given: Collection[str]) -> Walk:
-    """The visit of a variant, in the order of `bind`; given: params that a call gives."""
+    """The walk over a variant in the order of `bind`. given: params that the call passes."""
     values = _stand_ins(chosen, given)
     return Walk((chosen,), params=param_locations(chosen._declared, values))
 
@@ -461,7 +459,7 @@ def _stand_ins(chosen: Variant, given: Collection[str]) -> list[Any]:
 
 
 def _stand_in(declared: Any, given: bool) -> Any:
-    """A value of a declared param's kind, where its own is not known while tracing."""
+    """A declared param's value, or a placeholder of its kind if it is unknown while tracing."""
     value = declared.owner.__dict__.get(declared.param.name, MISSING)
     if value is MISSING and not callable(declared.param.default):
         value = declared.param.default
@@ -471,7 +469,7 @@ def _stand_in(declared: Any, given: bool) -> Any:
 
 
 def _steps_to(root: Any, owner: Any) -> tuple[tuple[int, Any], ...]:
-    """The way from a composed variant to the part that declares a param."""
+    """The path from a composed variant to the part that declares a param."""
     if root is owner:
         return ()
     for i, part in enumerate(getattr(root, "_parts", ())):
@@ -484,19 +482,19 @@ def _steps_to(root: Any, owner: Any) -> tuple[tuple[int, Any], ...]:
 
 
 class _Cells:
-    """Functions that read a cell, as attributes: `_Paths` says why."""
+    """Functions that read a cell, as attributes; see `_Paths`."""
 
 
 CELLS = _Cells()
 
 
 class _Paths:
-    """The locations of a `Walk` as paths that traced code can follow.
+    """The locations of a `Walk` as paths that traced code can read.
 
-    params: the paths to values of declared params, by their index. cell_readers: read cells by
-    calling functions that share them. Dynamo cannot read an attribute of a cell that the compiled
-    function closes over, too, but follows a call to a function that does. The functions' identities
-    are then guarded, since the readers hold the cells of one of them.
+    params: the paths to values of declared params, by index of the param. cell_readers: read cells
+    by calling functions that share them. Dynamo cannot read an attribute of a cell that the
+    compiled function also closes over, but it can trace a call to a function that reads the cell.
+    The identities of the hooks are then guarded, as a reader holds the cells of one hook.
     """
 
     def __init__(
@@ -514,7 +512,7 @@ class _Paths:
         self._index: dict[int, int | None] = {ROOT: ROOT, NOWHERE: None}
 
     def fixed(self) -> tuple[int, ...]:
-        """The indices of the paths to functions and constants, as far as there are any."""
+        """The indices of the paths to functions and constants, where a path exists."""
         found = []
         for at, (value, location) in enumerate(
             zip(self._walk.values, self._walk.locations, strict=True)
@@ -525,7 +523,7 @@ class _Paths:
         return tuple(i for i in found if i is not None)
 
     def index(self, at: int) -> int | None:
-        """The index of the path to a location; None where there is no such path."""
+        """The index of the path to a location; None if it has none."""
         if at not in self._index:
             self._index[at] = self._add(at)
         return self._index[at]
@@ -545,7 +543,7 @@ class _Paths:
         return len(self.made) - 1
 
     def _through_cell(self, location: Location) -> Path | None:
-        """The path through a reader to what a cell holds."""
+        """The path to a cell's content through a reader; None for other locations."""
         kind, key = location.steps[0]
         if not self._cell_readers or kind != "cell":
             return None
@@ -573,7 +571,7 @@ class _Paths:
 
 
 def _cell_reader(cell: types.CellType) -> str:
-    """The name in `CELLS` of a function that returns what the cell holds."""
+    """The name in `CELLS` of a function that returns the cell's content."""
 
     def reader(held: Any) -> Callable[[], Any]:
         def read() -> Any:
