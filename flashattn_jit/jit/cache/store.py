@@ -215,15 +215,16 @@ class Store:
             check_meta(complete, key, compiler_id)
             if set(files) != set(complete["files"]):
                 raise ValueError(f"its files are not those that its {META} names")
+            contents = {
+                name: given.read_bytes() if isinstance(given, Path) else bytes(given)
+                for name, given in files.items()
+            }
+            for name, content in contents.items():
+                check_content(name, content, complete)
         except (ValueError, TypeError, RecursionError) as error:
             raise CorruptEntryError(target, str(error)) from None
         with self.staging() as staging:
-            for name, given in files.items():
-                content = given.read_bytes() if isinstance(given, Path) else bytes(given)
-                try:
-                    check_content(name, content, complete)
-                except ValueError as error:
-                    raise CorruptEntryError(target, str(error)) from None
+            for name, content in contents.items():
                 staging.joinpath(name).write_bytes(content)
             return self._publish(staging, key, compiler_id, complete, durable)
 
@@ -397,7 +398,7 @@ def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
 def check_file(path: Path, *, installed: bool = False) -> None:
     """Raises UnsafeCacheError where others can write to a file of a read-only layer.
 
-    installed: see `others_write`. Raises OSError where it is missing.
+    installed: see `complaint`. Raises OSError where it is missing.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
