@@ -155,9 +155,11 @@ def compile_mode() -> CompileMode:
 
 
 def cuda_home() -> Path | None:
-    """The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None."""
-    value = _read("CUDA_HOME")
-    return Path(value).expanduser().absolute() if value else None
+    """The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("CUDA_HOME")
 
 
 def cuda_homes() -> list[Path]:
@@ -184,9 +186,11 @@ def emulator_copies() -> EmulatorCopies:
 
 
 def lock_dir() -> Path | None:
-    """The folder of build locks, or None if unset."""
-    value = _read("LOCK_DIR")
-    return Path(value).absolute() if value else None
+    """The folder of build locks, or None if unset.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("LOCK_DIR")
 
 
 def lock_wait_s() -> float:
@@ -199,8 +203,7 @@ def record_path() -> Path | None:
 
     Raises EnvironmentVariableError for `~` without a home.
     """
-    value = _read("RECORD")
-    return _path("RECORD", value) if value else None
+    return _optional_path("RECORD")
 
 
 def target() -> str:
@@ -252,6 +255,11 @@ def _seconds(name: str, default: str) -> float:
             f"{_PREFIX}{name}={value!r} must be a number of seconds, 0 or more"
         )
     return seconds
+
+
+def _optional_path(name: str) -> Path | None:
+    value = _read(name)
+    return _path(name, value) if value else None
 
 
 def _path(name: str, value: str) -> Path:
