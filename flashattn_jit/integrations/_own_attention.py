@@ -145,10 +145,8 @@ def prepare(model_class: type, name: str, attend: Attend) -> None:
     Layers of the families in `_SERVED` then call `attend` for lazy masks. Some families have tables
     of layer classes by implementation: `name` is added, with the eager class.
     """
-    for base in model_class.__mro__:
-        modeling = sys.modules.get(base.__module__)
-        if modeling is not None and base.__module__.startswith("transformers.models."):
-            _prepare(modeling, name, attend)
+    for modeling in _modules_of(model_class):
+        _prepare(modeling, name, attend)
 
 
 def prepare_imported(name: str, attend: Attend) -> None:
@@ -171,6 +169,13 @@ def _prepare(modeling: ModuleType, name: str, attend: Attend) -> None:
         if not serves(original):
             setattr(layer, family.method, _either(original, functools.partial(family.ours, attend)))
             model.forward = _without_weights(model.forward)
+
+
+def _modules_of(model_class: type) -> list[ModuleType]:
+    """The modules of transformers' families that define a model class and its bases."""
+    names = (base.__module__ for base in model_class.__mro__)
+    modules = (sys.modules.get(n) for n in names if n.startswith("transformers.models."))
+    return [modeling for modeling in modules if modeling is not None]
 
 
 def family_of(modeling: ModuleType) -> str:
@@ -217,11 +222,7 @@ def serves(method: object) -> bool:
 
 def is_served(model_class: type) -> bool:
     """Whether a model class or a base of it is of a family in `_SERVED`."""
-    return any(
-        base.__module__.startswith("transformers.models.")
-        and base.__module__.rpartition("modeling_")[2] in _SERVED
-        for base in model_class.__mro__
-    )
+    return any(family_of(modeling) in _SERVED for modeling in _modules_of(model_class))
 
 
 def model_types(config: object) -> set[str]:

@@ -46,16 +46,16 @@ class Served(tuple[ServedLayer, ...]):
         )
 
 
-def layers_of(model: torch.nn.Module, names: Set[str], known: Set[str]) -> Served:
+def layers_of(model: torch.nn.Module, known: Set[str]) -> Served:
     """See `flashattn_jit.integrations.transformers.served`.
 
-    names: the implementations of this engine. known: the keyword arguments that it takes.
+    known: the keyword arguments that the engine takes.
     """
     return Served(
         ServedLayer(
             name or type(model).__name__,
             type(module).__name__,
-            _reason(model, name, module, names, known),
+            _reason(model, name, module, known),
         )
         for name, module in model.named_modules()
         if _is_attention(module)
@@ -80,16 +80,14 @@ def _names_attention(module: torch.nn.Module) -> bool:
     return "Attention" in type(module).__name__ or isinstance(module, torch.nn.MultiheadAttention)
 
 
-def _reason(
-    model: torch.nn.Module, name: str, module: torch.nn.Module, names: Set[str], known: Set[str]
-) -> str:
+def _reason(model: torch.nn.Module, name: str, module: torch.nn.Module, known: Set[str]) -> str:
     config = getattr(module, "config", None) or _config_above(model, name)
     implementation = getattr(config, "_attn_implementation", None)
     methods = (getattr(type(module), method, None) for method in ("forward", "_attn"))
     patched = any(map(_own_attention.serves, methods))
     if not patched and not calls_the_interface(_class(module)):
         return OWN_CODE
-    if implementation not in names:
+    if implementation not in _own_attention.IMPLEMENTATIONS:
         return f"attn_implementation is {implementation!r}"
     unknown = sorted(keywords(_class(module)) - known)
     if unknown:

@@ -124,7 +124,7 @@ def served(model: torch.nn.Module) -> Served:
         >>> print(served(model))
         served  model.layers.0.self_attn  LlamaAttention
     """
-    return layers_of(model, IMPLEMENTATIONS, _KNOWN)
+    return layers_of(model, _KNOWN)
 
 
 def lazy_mask(
