@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import env
@@ -73,20 +73,13 @@ def cache_info() -> CacheInfo:
             files = [path.stat().st_size for path in meta.parent.iterdir() if path.is_file()]
             kernels += meta.with_name(ARTIFACT).is_file()
             size += sum(files)
-    counters = _module.default.counters
     return CacheInfo(
         directory=root,
         kernels=kernels,
         bytes=size,
         layers=tuple((layer.name, layer.location) for layer in layers()),
         in_memory=len(_module.default._modules),
-        hits=dict(counters.hits),
-        misses=counters.misses,
-        compiles=counters.compiles,
-        compile_s=counters.compile_s,
-        waits=counters.waits,
-        lock_wait_s=counters.lock_wait_s,
-        corrupt=counters.corrupt,
+        **asdict(_module.default.counters),
     )
 
 

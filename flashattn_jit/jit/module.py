@@ -120,11 +120,11 @@ class KernelCache:
         with self._only_thread(first):
             module = self._modules.get(first)
             if module is None:
-                place, obtained = self._resolver(self._open).resolve(requests)
+                index, obtained = self._resolver(self._open).resolve(requests)
                 module = obtained.value
                 self._origins[module.path] = obtained.found
                 self.last_source = _source(obtained.found.layer)
-                taken = requests[place].spec if place else first
+                taken = requests[index].spec if index else first
                 self._modules.setdefault(taken, module)
                 self._taken[first] = taken
                 self._asked[first] = Loaded(requests[0], module)
@@ -218,10 +218,10 @@ def _check_artifact(found: Found) -> None:
         raise AbiError(f"the artifact in {found.path} is of another kernel than {found.key}")
 
 
-def _prepared(place: int, obtained: Obtained[None]) -> Prepared:
+def _prepared(index: int, obtained: Obtained[None]) -> Prepared:
     found = obtained.found
     return Prepared(
-        found.key, found.layer, place, obtained.compile_s, found.artifact_bytes, found.path
+        found.key, found.layer, index, obtained.compile_s, found.artifact_bytes, found.path
     )
 
 

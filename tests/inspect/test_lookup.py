@@ -8,7 +8,6 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import KernelSpec
-
 from flashattn_jit.inspect.lookup import look_up
 from flashattn_jit.jit.cache import layers
 from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, kernel_key

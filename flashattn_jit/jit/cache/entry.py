@@ -185,25 +185,20 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
 
 
-def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
-    """Whether others may write to a file or folder that is loaded.
+def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
+    """What is wrong with the owner or the mode of a file or folder that is loaded, or empty.
 
     installed: by pip, like this package. Under a umask of 002 both are writable to their group,
     whose members may change the code of this package already.
     """
+    if not is_ours(status, read_only):
+        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
     bits = status.st_mode & _OTHERS_WRITE
     if installed and bits:
         own = os.stat(_C.__file__)  # noqa: PTH116
         if own.st_gid == status.st_gid:
             bits &= ~own.st_mode | stat.S_IWOTH
-    return bits != 0
-
-
-def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
-    """What is wrong with the owner or the mode of a file or folder that is loaded, or empty."""
-    if not is_ours(status, read_only):
-        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
-    if others_write(status, installed=installed):
+    if bits:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it"
     return ""
 
@@ -293,13 +288,8 @@ class Entry:
 
     @property
     def artifact(self) -> Path:
-        """The path of the shared object, which is missing where `stepped_down_to` is set."""
+        """The path of the shared object, which an entry that steps down lacks."""
         return self.path / ARTIFACT
-
-    @property
-    def stepped_down_to(self) -> str | None:
-        """The key of the kernel on a smaller tile that replaces this one."""
-        return stepped_down_to(self.meta)
 
     @property
     def document(self) -> dict[str, str]:
@@ -317,12 +307,6 @@ class Entry:
         return sum(int(expected["bytes"]) for expected in self.meta.get("files", {}).values())
 
 
-def stepped_down_to(meta: Mapping[str, Any]) -> str | None:
-    """The key of the kernel on a smaller tile that replaces the one of `meta`."""
-    step = meta.get(STEPPED_DOWN)
-    return str(step["key"]) if step else None
-
-
 def is_key(text: object) -> bool:
     """Whether `text` has the form of a key."""
     return isinstance(text, str) and _KEY.fullmatch(text) is not None
@@ -338,7 +322,7 @@ def is_file_name(text: object) -> bool:
     return isinstance(text, str) and _FILE_NAME.fullmatch(text) is not None and text != META
 
 
-def parse_meta(text: bytes, key: str, compiler_id: str | None = None) -> dict[str, Any]:
+def parse_meta(text: bytes, key: str, compiler_id: str) -> dict[str, Any]:
     """The content of a meta.json, checked by `check_meta`. Raises ValueError."""
     try:
         meta = json.loads(text)
@@ -348,7 +332,7 @@ def parse_meta(text: bytes, key: str, compiler_id: str | None = None) -> dict[st
     return meta  # type: ignore[no-any-return]
 
 
-def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
+def check_meta(meta: object, key: str, compiler_id: str) -> None:
     """Checks every field of `meta` that is used, and that its key document is that of `key`.
 
     Raises ValueError, which says what is wrong.
@@ -368,7 +352,7 @@ def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
     compiler = meta.get("compiler")
     if not isinstance(compiler, Mapping) or not is_compiler_id(compiler.get("id")):
         raise ValueError(f"its {META} names no compiler")
-    if compiler_id is not None and compiler["id"] != compiler_id:
+    if compiler["id"] != compiler_id:
         raise ValueError(f"its {META} names compiler {compiler['id']!r}, not {compiler_id!r}")
     step = meta.get(STEPPED_DOWN)
     if step is not None and not (isinstance(step, Mapping) and is_key(step.get("key"))):

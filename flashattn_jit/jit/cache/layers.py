@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from flashattn_jit import env
 from flashattn_jit.codegen.spec import host_target
@@ -32,13 +32,13 @@ from flashattn_jit.codegen.targets import CPU_TARGETS, included, is_cuda
 from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.entry import (
     ARTIFACT,
+    STEPPED_DOWN,
     CorruptEntryError,
     Document,
     Entry,
     check_content,
     may_be_swapped,
     read_file,
-    stepped_down_to,
 )
 from flashattn_jit.jit.cache.store import Store, check_file
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LayerName = Literal["memory", "user", "read_only", "remote"]
-LAYERS: tuple[LayerName, ...] = ("memory", "user", "read_only", "remote")
+LAYERS: tuple[LayerName, ...] = get_args(LayerName)
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Found:
 
     key: str
     compiler_id: str
-    layer: LayerName | str
+    layer: str
     path: Path
     meta: Mapping[str, Any] = field(repr=False)
     head: bytes = field(repr=False)
@@ -103,7 +103,8 @@ class Found:
     @property
     def stepped_down_to(self) -> str | None:
         """The key of the kernel on a smaller tile that replaces this one."""
-        return stepped_down_to(self.meta)
+        step = self.meta.get(STEPPED_DOWN)
+        return str(step["key"]) if step else None
 
     def smaller_tile(self, smaller: Sequence[str]) -> str:
         """Which of `smaller`, the keys of the smaller tiles in order, replaces this kernel.
@@ -140,7 +141,7 @@ class Found:
         yield path
 
 
-def found_in_folder(entry: Entry, layer: LayerName | str, *, read_only: bool = False) -> Found:
+def found_in_folder(entry: Entry, layer: str, *, read_only: bool = False) -> Found:
     """An entry of a store."""
 
     def read(name: str) -> bytes:
@@ -377,7 +378,7 @@ class FolderLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """A pack file, read in place. installed: see `entry.others_write`."""
+    """A pack file, read in place. installed: see `entry.complaint`."""
 
     path: Path
     installed: bool = False
@@ -443,16 +444,16 @@ def local_layers() -> Iterator[FolderLayer | PackLayer]:
             yield PackLayer(pack.path, installed=True)
 
 
-def entries_of(keys: Sequence[str], places: Sequence[Layer]) -> list[Found]:
+def entries_of(keys: Sequence[str], layers: Sequence[Layer]) -> list[Found]:
     """The newest entry of the first key, then of each smaller tile up to one with an artifact.
 
     keys: of a kernel and of its smaller tiles, in order. Raises LookupError where none of the
-    layers `places` has an entry.
+    layers has an entry.
     """
     entries: list[Found] = []
     index = 0
     while True:
-        answers = (layer.search(keys[index], None).found for layer in places)
+        answers = (layer.search(keys[index], None).found for layer in layers)
         entry = next((found[0] for found in answers if found), None)
         if entry is None:
             raise LookupError(keys[index])

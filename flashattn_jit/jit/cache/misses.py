@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
@@ -49,21 +50,7 @@ def differences(wanted: Document, found: Document) -> tuple[Difference, ...]:
 
     A hook is one field: "5 operations" against "7 operations".
     """
-    first, second = _fields(wanted), _fields(found)
-    out: list[Difference] = []
-    for name in [*first, *(n for n in second if n not in first)]:
-        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
-        if a == b:
-            continue
-        if name == "spec" and isinstance(a, str) and isinstance(b, str):
-            out += _spec_differences(a, b)
-        elif name == "flags" and isinstance(a, str) and isinstance(b, str):
-            out.append(_flag_difference(a.split("\n"), b.split("\n")))
-        elif name == "sources":
-            out.append(Difference(name, "templates and headers here", "another version of them"))
-        else:
-            out.append(Difference(name, _show(a), _show(b)))
-    return tuple(out)
+    return tuple(_compare("", _fields(wanted), _fields(found), depth=3))
 
 
 def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> Nearest | None:
@@ -154,39 +141,40 @@ def missing_kernel(
     )
 
 
-def _fields(document: Document) -> dict[str, object]:
-    pairs = document.items() if isinstance(document, Mapping) else document
-    return dict(pairs)  # type: ignore[arg-type]
+def _fields(document: Document) -> dict[str, Any]:
+    """The fields of a key document, with the spec and the flags parsed."""
+    fields: dict[str, Any] = dict(document)  # type: ignore[arg-type]
+    if isinstance(flags := fields.get("flags"), str):
+        fields["flags"] = flags.split("\n")
+    with contextlib.suppress(ValueError, RecursionError, TypeError):
+        if isinstance(spec := json.loads(fields.get("spec", "")), dict):
+            fields["spec"] = spec
+    return fields
 
 
 def _weight(field: str) -> int:
     return next((w for name, w in _WEIGHTS.items() if field.startswith(name)), 1)
 
 
-def _spec_differences(wanted: str, found: str) -> Iterator[Difference]:
-    try:
-        first, second = json.loads(wanted), json.loads(found)
-    except (ValueError, RecursionError):
-        first = second = None
-    if not isinstance(first, dict) or not isinstance(second, dict):
-        yield Difference("spec", _show(wanted), _show(found))
-        return
-    yield from _compare("spec", first, second, depth=2)
-
-
-def _compare(path: str, first: dict[str, Any], second: dict[str, Any], depth: int) -> Iterator[
-    Difference
-]:  # fmt: skip
-    for name in [*first, *(n for n in second if n not in first)]:
+def _compare(
+    parent: str, first: dict[str, Any], second: dict[str, Any], depth: int
+) -> Iterator[Difference]:
+    """The differing fields of two objects; `depth` levels of objects inside are split too."""
+    for name in {**first, **second}:
         a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        path = f"{parent}.{name}" if parent else name
         if a == b:
             continue
         if name in HOOKS and isinstance(a, dict) and isinstance(b, dict):
-            yield _hook_difference(f"{path}.{name}", a, b)
+            yield _hook_difference(path, a, b)
         elif depth and isinstance(a, dict) and isinstance(b, dict):
-            yield from _compare(f"{path}.{name}", a, b, depth - 1)
+            yield from _compare(path, a, b, depth - 1)
+        elif path == "flags" and isinstance(a, list) and isinstance(b, list):
+            yield _flag_difference(a, b)
+        elif path == "sources":
+            yield Difference(path, "templates and headers here", "another version of them")
         else:
-            yield Difference(f"{path}.{name}", _show(a), _show(b))
+            yield Difference(path, _show(a), _show(b))
 
 
 def _hook_difference(path: str, first: dict[str, Any], second: dict[str, Any]) -> Difference:

@@ -139,7 +139,7 @@ class PackFile:
 
     Opening reads the directory, not the entries. Safe in threads and after a fork.
     Raises PackError, naming the member, for a file that is not a valid pack, that belongs to
-    another user or that others may write to (installed: see `entry.others_write`), and where it
+    another user or that others may write to (installed: see `entry.complaint`), and where it
     cannot be read.
     """
 

@@ -162,11 +162,11 @@ class Builder(Generic[T]):
         entry = self._publish(wanted, identity, staging, meta) if can_publish and identity else None
         if own is None:
             return wanted.smaller[0]
-        if entry is None or entry.stepped_down_to:
+        kept = found_in_folder(entry, "compiler") if entry else None
+        if kept is None or kept.stepped_down_to:
             if self.must_keep:
                 raise CacheError(f"kernel {shown} is not kept in {self.store.root}")
             return Obtained(*own, compile_s)
-        kept = found_in_folder(entry, "compiler")
         try:
             return Obtained(self.use(kept), kept, compile_s)
         except OSError as error:
