@@ -5,11 +5,11 @@ All variables start with FLASHATTN_JIT_.
 | variable                  | meaning                                           | default        |
 | ------------------------- | ------------------------------------------------- | -------------- |
 | FLASHATTN_JIT_CACHE_DIR   | folder of compiled kernels                        | platformdirs'  |
-| FLASHATTN_JIT_CACHE_INSTALLED | `0`: kernels of installed wheels are no layers | `1`           |
+| FLASHATTN_JIT_CACHE_INSTALLED | `0`: kernels of installed wheels are not used  | `1`           |
 | FLASHATTN_JIT_CACHE_MAX_BYTES | the folder's size, such as `500M` or `2G`: when a | no limit   |
 |                           | kernel is added the least recently used ones go   |                |
 | FLASHATTN_JIT_CACHE_PATH  | further folders and pack files, searched in order | none           |
-|                           | and never written; `:` stands between them        |                |
+|                           | and never written; separated by `:`               |                |
 | FLASHATTN_JIT_CACHE_REMOTE | URL of a folder that fsspec reads, searched      | none           |
 |                           | before a kernel is compiled                       |                |
 | FLASHATTN_JIT_CACHE_REMOTE_TIMEOUT_S | seconds that one look-up there may     | 20             |
@@ -22,18 +22,18 @@ All variables start with FLASHATTN_JIT_.
 | FLASHATTN_JIT_CUDA_HOME   | folder of the CUDA toolkit: holds bin/nvcc        | $CUDA_HOME, or |
 |                           |                                                   | where nvcc is  |
 | FLASHATTN_JIT_CXX         | C++ compiler: a command, may have arguments       | $CXX, else c++ |
-| FLASHATTN_JIT_EMULATOR_COPIES | when asynchronous copies arrive in the        | `late`         |
+| FLASHATTN_JIT_EMULATOR_COPIES | when asynchronous copies complete in the      | `late`         |
 |                           | emulator: as `late` as waits allow, or `early`    |                |
 | FLASHATTN_JIT_LOCK_DIR    | node-local folder of build locks                  | see locks.py   |
 | FLASHATTN_JIT_LOCK_WAIT_S | seconds to wait for another process' build        | 300            |
 | FLASHATTN_JIT_LOG         | level of the logger `flashattn_jit`               | unset          |
-| FLASHATTN_JIT_RECORD      | file that gets the manifest of what ran, when the | none           |
-|                           | process ends                                      |                |
+| FLASHATTN_JIT_RECORD      | file to which the manifest of the kernels that    | none           |
+|                           | ran is written when the process ends              |                |
 | FLASHATTN_JIT_TARGET      | target of calls on CPU tensors that name none: a  | the highest    |
 |                           | CPU target that this machine runs                 | that it runs   |
 
 Each is read when it is needed, so a change takes effect without a restart. The kernel templates and
-headers lie in a checkout, or inside an installed package.
+headers are in a checkout, or inside an installed package.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ VARIABLES = tuple(
         "LOCK_WAIT_S LOG RECORD TARGET"
     ).split()
 )
-"""The variables that have a meaning; setup.py reads BUILD_JOBS."""
+"""All known variables; setup.py reads BUILD_JOBS."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15})\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels. It need not exist yet.
+    """The folder of compiled kernels. It need not exist.
 
-    Where neither a variable nor the system names a home, a path that cannot be made.
-    Raises EnvironmentVariableError for `~` where there is no home.
+    If the user has no home, a path that cannot be made. Raises EnvironmentVariableError for `~`
+    without a home.
     """
     if value := _read("CACHE_DIR"):
         return _path("CACHE_DIR", value)
@@ -95,7 +95,7 @@ def cache_installed() -> bool:
 
 
 def cache_max_bytes() -> int | None:
-    """The size that the cache may have, None for any. Raises EnvironmentVariableError."""
+    """The size limit of the cache, None for no limit. Raises EnvironmentVariableError."""
     value = _read("CACHE_MAX_BYTES")
     if not value:
         return None
@@ -125,14 +125,14 @@ def format_bytes(value: float) -> str:
 def cache_path() -> tuple[Path, ...]:
     """Folders and pack files that are searched after the user's folder, in order.
 
-    Raises EnvironmentVariableError for `~` where there is no home.
+    Raises EnvironmentVariableError for `~` without a home.
     """
     parts = _read("CACHE_PATH").split(os.pathsep)
     return tuple(_path("CACHE_PATH", part) for part in parts if part)
 
 
 def cache_remote() -> str | None:
-    """The URL of the remote layer, None where there is none."""
+    """The URL of the remote layer, or None."""
     return _read("CACHE_REMOTE").rstrip("/") or None
 
 
@@ -142,7 +142,7 @@ def cache_remote_timeout_s() -> float:
 
 
 def check_pages() -> bool | None:
-    """Whether page indices are checked; None where each call decides by their device.
+    """Whether page indices are checked; None if unset: then it depends on their device.
 
     Raises EnvironmentVariableError for anything but 0 and 1.
     """
@@ -155,13 +155,15 @@ def compile_mode() -> CompileMode:
 
 
 def cuda_home() -> Path | None:
-    """The folder of the CUDA toolkit, where one is set for this package."""
-    value = _read("CUDA_HOME")
-    return Path(value).expanduser().absolute() if value else None
+    """The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("CUDA_HOME")
 
 
 def cuda_homes() -> list[Path]:
-    """Folders that other programs' variables name as the CUDA toolkit's."""
+    """Folders of CUDA toolkits set by CUDA_HOME and CUDA_PATH."""
     named = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
     return [Path(value).absolute() for value in named if value]
 
@@ -184,9 +186,11 @@ def emulator_copies() -> EmulatorCopies:
 
 
 def lock_dir() -> Path | None:
-    """The folder of build locks, where one is set."""
-    value = _read("LOCK_DIR")
-    return Path(value).absolute() if value else None
+    """The folder of build locks, or None if unset.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("LOCK_DIR")
 
 
 def lock_wait_s() -> float:
@@ -195,18 +199,17 @@ def lock_wait_s() -> float:
 
 
 def record_path() -> Path | None:
-    """The file that gets this process' manifest, None where none is wanted.
+    """The file for this process' manifest, or None.
 
-    Raises EnvironmentVariableError for `~` where there is no home.
+    Raises EnvironmentVariableError for `~` without a home.
     """
-    value = _read("RECORD")
-    return _path("RECORD", value) if value else None
+    return _optional_path("RECORD")
 
 
 def target() -> str:
-    """The target of calls on CPU tensors that name none, unchecked; empty where none is set.
+    """The target of calls on CPU tensors that name none, unchecked; empty if unset.
 
-    Every such call reads it: 0.1 us of some 12, by the C library; `os.environ.get` takes 1.5 us.
+    Every such call reads it: this takes 0.1 us of about 12; `os.environ.get` takes 1.5 us.
     """
     return _C.target_variable() or ""
 
@@ -254,6 +257,11 @@ def _seconds(name: str, default: str) -> float:
     return seconds
 
 
+def _optional_path(name: str) -> Path | None:
+    value = _read(name)
+    return _path(name, value) if value else None
+
+
 def _path(name: str, value: str) -> Path:
     try:
         return Path(value).expanduser().absolute()
@@ -291,7 +299,7 @@ def emulator_dir() -> Path:
 
 
 def _find(installed: str, checkout: str) -> Path:
-    # An installed package never sees the second place: beside it lie other packages.
+    # Only a checkout has the second folder: beside an installed package are other packages.
     folders = (PACKAGE_DIR / "_data" / installed, PACKAGE_DIR.parent / checkout)
     for folder in folders:
         if folder.is_dir():

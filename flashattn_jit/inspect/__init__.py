@@ -1,6 +1,6 @@
-"""Looking into variants, kernels and the cache: `verify`, `explain`, `cache_info`.
+"""Tools that inspect variants, kernels and the cache: `verify`, `explain`, `cache_info`.
 
-Imported by the package's start, so what it offers is imported when it is first used.
+`verify` and `explain` are imported at first use, as `flashattn_jit` imports this package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`bench`: a variant's kernel beside torch's attention and the eager reference, on this machine.
+"""`bench`: times a variant's kernel, torch's attention and the eager reference on this machine.
 
-Candidates run in turn, so that what else the machine does hits all of them alike. Inputs are
-normally distributed values, as trained models' are roughly. The figures are for a first look; the
-benchmarks of the repository are for claims.
+Candidates run in turn, so that other load on the machine affects all of them alike. Inputs are
+normally distributed, roughly as in trained models. The figures are a first estimate; the benchmarks
+of the repository are more careful.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Timing:
 
     @property
     def median_s(self) -> float:
-        """The middle one."""
+        """The median."""
         return statistics.median(self.times_s)
 
     @property
@@ -58,9 +58,9 @@ class Timing:
 class BenchReport:
     """Timings of one problem. `str()` gives a table.
 
-    attainable_s: the least time that the roofline of the machine (whose rates are estimates) allows
-    for the tiles that the mask leaves; bound: "compute" or "memory". skipped: candidates that did
-    not run, and why.
+    attainable_s: the lower bound by the roofline of the machine (whose rates are estimates) for the
+    tiles that are visited; bound: "compute" or "memory". skipped: candidates that did not run, and
+    why.
     """
 
     variant: str
@@ -114,12 +114,12 @@ def bench(
     params: Mapping[str, object] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> BenchReport:
-    """Time `variant` on random tensors of `dims`, which lie on `device`.
+    """Time `variant` on random tensors of `dims` on `device`.
 
-    seconds: about how long to measure, the first call's compiling and the reference aside.
-    progress: called between measurements with what is done now.
-    Raises InputError for tensors of more than 8 GiB or a device that is not there, and what
-    `fa.attention` raises.
+    seconds: the approximate time to measure, without compilation and the reference.
+    progress: called between measurements with the name of the current step.
+    Raises InputError for tensors of more than 8 GiB or an unavailable device, and the errors of
+    `fa.attention`.
     """
     given = dict(params or {})
     shape = complete_dims(dims)
@@ -132,8 +132,8 @@ def bench(
     explanation = explain(variant, dims=shape, dtype=dtype, device=gpu, **given)  # type: ignore[arg-type]
     q, k, v = _inputs(shape, dtype, device)
     candidates, skipped = _candidates(variant, q, k, v, given)
-    finish = torch.cuda.synchronize if device != "cpu" else _nothing
-    times = _interleave(candidates, seconds, finish, progress or _ignore)
+    finish = torch.cuda.synchronize if device != "cpu" else lambda: None
+    times = _interleave(candidates, seconds, finish, progress or (lambda text: None))
     share = explanation.tiles.counts.visited_share
     return BenchReport(
         variant.name, explanation.target, shape, str(dtype).removeprefix("torch."),
@@ -159,7 +159,7 @@ def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, T
 def _candidates(
     variant: Variant, q: Tensor, k: Tensor, v: Tensor, params: Mapping[str, Any]
 ) -> tuple[dict[str, tuple[str, Callable[[], object]]], list[tuple[str, str]]]:
-    """What runs, by name, with what it computes; and what does not, with the reason."""
+    """Candidates by name, each (what it computes, function); (name, reason) of skipped ones."""
     causal, plain = isinstance(variant, Causal), isinstance(variant, Full)
     sdpa_note = "the same" if plain or causal else "full attention, without the variant's hooks"
 
@@ -188,9 +188,9 @@ def _interleave(
     finish: Callable[[], object],
     progress: Callable[[str], object],
 ) -> dict[str, list[float]]:
-    """Wall times of each candidate in rounds; the slow reference takes part in the first few."""
+    """Wall times of each candidate in rounds; the slow reference runs only in the first few."""
     quick = [name for name in candidates if name != "eager reference"]
-    for name in candidates:  # compiles, and fills caches
+    for name in candidates:  # compiles, and warms up caches
         progress(f"first call: {name}")
         _time(candidates[name][1], finish)
     once = sum(_time(candidates[name][1], finish) for name in quick)
@@ -209,11 +209,3 @@ def _time(run: Callable[[], object], finish: Callable[[], object]) -> float:
     run()
     finish()
     return time.perf_counter() - begin
-
-
-def _ignore(text: str) -> None:
-    """The progress of a call that asked for none."""
-
-
-def _nothing() -> None:
-    """Calls on CPU tensors are over when they return."""

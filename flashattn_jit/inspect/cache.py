@@ -1,10 +1,10 @@
-"""What the kernel cache holds, and where this process' kernels came from."""
+"""The content of the kernel cache, and the sources of this process' kernels."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import env
@@ -20,13 +20,13 @@ class CacheInfo:
     """The kernel cache. `str()` gives a few lines.
 
     directory: the folder of compiled kernels, kernels and bytes: the entries in it. layers: where
-    kernels are looked for before they are compiled, each (layer, folder, pack or URL).
+    kernels are searched before they are compiled, each (layer, folder, pack or URL).
 
-    The rest is of this process. in_memory: kernels loaded. hits: kernels found, by layer: "memory",
-    "user", "read_only", "remote"; a call whose plan is remembered looks for none. misses: kernels
-    that no folder had. compiles and compile_s: those that were compiled, and the seconds that took.
-    waits and lock_wait_s: other processes' builds that were waited for, and the seconds. corrupt:
-    entries that were not what was published.
+    The other fields are counts of this process. in_memory: kernels loaded. hits: kernels found, by
+    layer: "memory", "user", "read_only", "remote"; a call whose plan is cached searches for none.
+    misses: kernels that no folder had. compiles and compile_s: those that were compiled, and the
+    seconds. waits and lock_wait_s: other processes' builds that were waited for, and the seconds.
+    corrupt: entries that failed verification.
     """
 
     directory: Path
@@ -44,7 +44,7 @@ class CacheInfo:
 
     @property
     def disk_hits(self) -> int:
-        """Kernels that this process found in folders and packs."""
+        """Kernels found in folders and packs."""
         return self.hits["user"] + self.hits["read_only"]
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class CacheInfo:
 
 
 def cache_info() -> CacheInfo:
-    """What is in the kernel cache now, and what this process took from it.
+    """The content of the kernel cache now, and this process' use of it.
 
     >>> print(fa.cache_info())
     """
@@ -73,28 +73,21 @@ def cache_info() -> CacheInfo:
             files = [path.stat().st_size for path in meta.parent.iterdir() if path.is_file()]
             kernels += meta.with_name(ARTIFACT).is_file()
             size += sum(files)
-    counters = _module.default.counters
     return CacheInfo(
         directory=root,
         kernels=kernels,
         bytes=size,
         layers=tuple((layer.name, layer.location) for layer in layers()),
         in_memory=len(_module.default._modules),
-        hits=dict(counters.hits),
-        misses=counters.misses,
-        compiles=counters.compiles,
-        compile_s=counters.compile_s,
-        waits=counters.waits,
-        lock_wait_s=counters.lock_wait_s,
-        corrupt=counters.corrupt,
+        **asdict(_module.default.counters),
     )
 
 
 def last_kernel_source() -> KernelSource | None:
-    """Where this process' most recent kernel came from; None before the first.
+    """The source of the most recent kernel that this process looked up; None before the first.
 
-    "compiler", "disk" and "remote" say how it was first loaded, "memory" that a new problem found
-    it loaded. A call whose plan is remembered looks for no kernel and changes nothing.
+    "compiler", "disk" and "remote": where it was loaded from; "memory": it was loaded already. A
+    call whose plan is cached looks up no kernel and changes nothing.
 
     >>> fa.attention(q, k, v, variant)
     >>> fa.last_kernel_source()

@@ -1,4 +1,4 @@
-"""Sizes that a user gave in part, completed."""
+"""Completes the sizes of a problem that a user gave in part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT = Dims(2, 4, 2, 77, 131, 64, 64)
 
 
 def shapes(d: Dims) -> tuple[tuple[int, int, int, int], ...]:
-    """Of q, k and v."""
+    """The shapes of q, k and v."""
     return (
         (d.batch, d.num_q_heads, d.q_len, d.head_dim),
         (d.batch, d.num_kv_heads, d.kv_len, d.head_dim),
@@ -25,13 +25,13 @@ def shapes(d: Dims) -> tuple[tuple[int, int, int, int], ...]:
 
 
 def held_dims(variant: Variant, params: Mapping[str, object]) -> dict[str, int]:
-    """The sizes that a variant's tensors have, by the names of their declared dims.
+    """The sizes of a variant's tensors, by the names of their declared dims.
 
-    Those of tensors that the variant holds, of tensors among `params`, and of defaults that are
-    tensors. A dim of size 1 that may be a broadcast says nothing.
+    The tensors are those that the variant holds, those among `params`, and defaults. A dim of size
+    1 that may be broadcast is ignored.
 
     Raises:
-        ParamError: two tensors have different sizes for one name; names both.
+        ParamError: two tensors have different sizes for one name.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for name, param, owner in variant._declared:
@@ -55,13 +55,13 @@ def held_dims(variant: Variant, params: Mapping[str, object]) -> dict[str, int]:
 def complete_dims(
     dims: Dims | Mapping[str, int] | Sequence[int] | None, held: Mapping[str, int] | None = None
 ) -> Dims:
-    """`dims` with every size; those left out are `held`, follow from the others or are `DEFAULT`'s.
+    """`dims` with every size. Missing ones come from `held`, the other sizes, or `DEFAULT`.
 
     held: sizes of the variant's tensors; see `held_dims`.
 
     Raises:
-        InputError: dims is of another kind, has an unknown name, a negative size, or head counts
-            that do not divide; or it gives a size that a tensor of the variant has otherwise.
+        InputError: dims is of another type, has an unknown name, a negative size, or head counts
+            that do not divide; or it contradicts the size of a tensor of the variant.
     """
     text = isinstance(dims, str | bytes | bytearray | memoryview)  # sequences, but not of sizes
     if text or dims is not None and not isinstance(dims, Mapping | Sequence):

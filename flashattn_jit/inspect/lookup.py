@@ -1,4 +1,4 @@
-"""Why a kernel is, or is not, found: every layer is asked, nothing is compiled or loaded."""
+"""Why the cache has, or lacks, a kernel: searches every layer, compiles and loads nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .. import env
 from ..codegen.spec import AnySpec, name_of
 from ..errors import Nearest, Searched
 from ..jit.cache.entry import KernelKey
-from ..jit.cache.layers import Found, Layer, unfit_driver, unfit_machine, unfit_target
+from ..jit.cache.layers import Found, Layer, unfit
 from ..jit.cache.misses import build_command, nearest_in
 from ..jit.cache.remote import layers
 from ..jit.cache.store import Store
@@ -18,13 +18,13 @@ from ..planner.tiles import requests_of
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """What the cache says to one kernel. `str()` gives a few lines.
+    """The result of a look-up of one kernel. `str()` gives a few lines.
 
     mode: FLASHATTN_JIT_COMPILE, which decides whether another compiler's build counts. compiler_id:
-    whose build was asked for, "" for anyone's. layer, path: where it was found, "" where it was
-    not. stepped_down_to: the key on a smaller tile that takes its place, if one does. searched: the
-    layers that did not serve. nearest, command: of a miss, the entry that comes closest and the
-    shell command that builds the kernel.
+    the compiler whose build was searched for, "" for any. layer, path: where the kernel was found,
+    "" for a miss. stepped_down_to: the key of the smaller tile that replaces it, if any. searched:
+    the layers without a usable kernel. nearest, command: for a miss, the entry that differs least
+    and the shell command that builds the kernel.
     """
 
     name: str
@@ -64,7 +64,7 @@ _CONSEQUENCES = {
 
 
 def look_up(spec: AnySpec) -> LookUp:
-    """Ask every layer for the kernel of a spec, as a call in this process would.
+    """Search every layer for the kernel of a spec, as a call in this process would.
 
     Raises UnsafeCacheError where the user's folder is not safe, TargetError for a target without
     flags on this kind of machine.
@@ -102,24 +102,13 @@ def look_up(spec: AnySpec) -> LookUp:
 def _ask(
     searched_in: tuple[Layer, ...], key: KernelKey, compiler_id: str | None, target: str
 ) -> tuple[Found | None, tuple[Searched, ...]]:
-    """The first layer's kernel that fits this machine, and why those before it did not serve."""
+    """The first kernel that this machine can run, and why the layers before it have none."""
     searched: list[Searched] = []
     for layer in searched_in:
         answer = layer.search(key.hex, compiler_id)
         reason = answer.reason
         for found in answer.found:
-            reason = _unfit(found, target)
-            if not reason:
+            if found.stepped_down_to or not (reason := unfit(found, target, compiler_id)):
                 return found, tuple(searched)
         searched.append(Searched(layer.name, layer.location, reason))
     return None, tuple(searched)
-
-
-def _unfit(found: Found, target: str) -> str:
-    if found.stepped_down_to:
-        return ""
-    return (
-        unfit_target(target)
-        or unfit_machine(found.head)
-        or unfit_driver(target, found.meta.get("min_driver"))
-    )

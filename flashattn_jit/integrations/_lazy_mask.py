@@ -1,7 +1,7 @@
-"""The mask that Hugging Face models hand from layer to layer, as formulas instead of a matrix.
+"""The attention mask of Hugging Face models as a function instead of a matrix.
 
 transformers builds masks out of functions ``(b, h, q_idx, kv_idx) -> bool``. `LazyMask` keeps the
-function, the sizes and the padding, and becomes a variant where an attention layer asks for it.
+function, the sizes and the padding; attention layers convert it to a variant.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class MaskTakenApartError(InputError, AttributeError):
 
 
 class LazyMask(BlockMask):
-    """A mask of shape [batch, 1, q_len, kv_len] that no one has computed.
+    """A mask of shape [batch, 1, q_len, kv_len] that is not computed.
 
-    It is a `BlockMask` in name only, because models and ``generate`` pass those through untouched
-    where they would take another object apart; it has no blocks.
+    It derives from `BlockMask` only because models and ``generate`` pass those on unchanged, while
+    they would slice or convert another object; it has no blocks.
 
     mask_function: of logical positions. q_offset, kv_offset: the positions of the first query row
     and of the first key. padding: bool [batch, positions], True for real tokens, or None; positions
@@ -47,7 +47,7 @@ class LazyMask(BlockMask):
         self._sizes = (batch, 1, q_len, kv_len)
         self.mask_function = mask_function
         self.kv_offset = kv_offset
-        # Keys are numbered from the first one that the layer holds; `_positions` adds the rest.
+        # Kernels number keys from the first one that the layer holds; `_positions` adds kv_offset.
         self.q_offset = q_offset - kv_offset
         self.key_len, self.keep = _split_padding(padding, batch, kv_len, kv_offset)
         self._mask_mod = _with_padding(_positions(mask_function, kv_offset), self.keep)
@@ -60,23 +60,23 @@ class LazyMask(BlockMask):
 
     @property
     def ndim(self) -> int:
-        """4, as of a dense mask."""
+        """4, like a dense mask."""
         return len(self._sizes)
 
     def variant(self, extend: Callable[[Variant], Variant], key: object) -> Variant:
-        """``extend`` of the mask as a variant; made once for every `key`, for all layers."""
+        """The mask as a variant passed through `extend`, cached by `key` for all layers."""
         made = self._variants.get(key)
         if made is None:
             made = self._variants[key] = extend(variant(mask_mod=self._mask_mod))
         return made
 
     def is_shared(self, batch: int, q_len: int) -> bool:
-        """Whether one row, or one request's padding, stands for several of the call's."""
+        """Whether one row, or the padding of one request, is broadcast to several of the call."""
         padded = self.key_len is not None or self.keep is not None
         return self.shape[2] == 1 < q_len or (padded and self.shape[0] == 1 < batch)
 
     def to_dense(self, device: torch.device | str = "cpu") -> Tensor:
-        """The mask as a bool tensor [batch, 1, q_len, kv_len], for small ones."""
+        """The mask as a bool tensor [batch, 1, q_len, kv_len]."""
         batch, _, q_len, kv_len = self._sizes
         keys = torch.arange(kv_len, device=device)
         mask = self.mask_function(
@@ -91,13 +91,13 @@ class LazyMask(BlockMask):
         return mask if self.keep is None else mask & self.keep.to(device)[:, None, None, :kv_len]
 
     def to(self, *args: object, **kwargs: object) -> LazyMask:
-        """Itself: it holds no values to move, convert, lay out or copy. Layers check devices."""
+        """Returns itself: there are no values to move, convert or copy. Layers check devices."""
         return self
 
     contiguous = clone = to
 
     def numel(self) -> int:
-        """The entries that a dense mask would have."""
+        """The number of entries that a dense mask would have."""
         batch, heads, q_len, kv_len = self._sizes
         return batch * heads * q_len * kv_len
 
@@ -157,7 +157,7 @@ class LazyMask(BlockMask):
 
 
 class UnmergedMask(LazyMask):
-    """A mask that says it is no matrix: Falcon adds its ALiBi to masks of four dimensions."""
+    """A mask with `ndim` 0, as Falcon adds its ALiBi to masks of four dimensions."""
 
     @property
     def ndim(self) -> int:
@@ -168,10 +168,10 @@ class UnmergedMask(LazyMask):
 def _split_padding(
     padding: Tensor | None, batch: int, kv_len: int, kv_offset: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Padding as (lengths [batch], keep [batch, kv_len]), each None where it says nothing.
+    """Padding as (lengths [batch], keep [batch, kv_len]), each None where it masks nothing.
 
-    What follows a row's last real token becomes a length, which costs a kernel nothing; only
-    padding in front of real tokens or between them needs a mask.
+    Padding after the last real token becomes a length, which costs a kernel nothing; only padding
+    before or between real tokens needs a mask.
     """
     if padding is None:
         return None, None

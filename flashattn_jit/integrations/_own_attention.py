@@ -1,9 +1,9 @@
-"""Model families of transformers with attention code of their own, outside the interface.
+"""Model families of transformers whose attention code does not use the attention interface.
 
-BLOOM, MPT and Falcon add ALiBi to scores there, GPT-J and CodeGen nothing. `prepare` lets their
-layers call the engine whenever the mask is a `LazyMask`, which is made only where this integration
-was asked for; with any other mask their own code runs. All other such families keep their code:
-`keeps_its_own_code` says which.
+BLOOM, MPT and Falcon add ALiBi to scores, GPT-J and CodeGen do not. `prepare` makes their layers
+call the engine when the mask is a `LazyMask`, which exists only where this integration was chosen;
+with any other mask the original code runs. All other such families are not changed:
+`keeps_its_own_code` identifies them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMPLEMENTATIONS: set[str] = set()
 """The names under which the engine is registered as an attention implementation."""
 
 NO_WEIGHTS = (
-    "output_attentions=True asks for attention weights, which a fused kernel never holds; use "
+    "output_attentions=True asks for attention weights, which a fused kernel never stores; use "
     "attn_implementation='eager' to see them"
 )
 
@@ -121,7 +121,7 @@ def _gptj(attend: Attend, layer: Any, arguments: dict[str, Any]) -> tuple[Tensor
 
 @dataclasses.dataclass(frozen=True)
 class _Family:
-    """Where a family computes attention. ours: what computes it here."""
+    """The method of a family that computes attention. ours: its replacement."""
 
     model: str
     layer: str
@@ -140,16 +140,13 @@ _SERVED = {
 
 
 def prepare(model_class: type, name: str, attend: Attend) -> None:
-    """Readies a model class's family for the implementation `name`; again changes nothing.
+    """Prepares the families of a model class for the implementation `name`, once.
 
-    Layers of the families in `_SERVED` call `attend` for lazy masks. Tables of layer classes by
-    implementation, which some families keep and which know only transformers' own, take their eager
-    class for `name`.
+    Layers of the families in `_SERVED` then call `attend` for lazy masks. Some families have tables
+    of layer classes by implementation: `name` is added, with the eager class.
     """
-    for base in model_class.__mro__:
-        modeling = sys.modules.get(base.__module__)
-        if modeling is not None and base.__module__.startswith("transformers.models."):
-            _prepare(modeling, name, attend)
+    for modeling in _modules_of(model_class):
+        _prepare(modeling, name, attend)
 
 
 def prepare_imported(name: str, attend: Attend) -> None:
@@ -174,8 +171,15 @@ def _prepare(modeling: ModuleType, name: str, attend: Attend) -> None:
             model.forward = _without_weights(model.forward)
 
 
+def _modules_of(model_class: type) -> list[ModuleType]:
+    """The modules of transformers' families that define a model class and its bases."""
+    names = (base.__module__ for base in model_class.__mro__)
+    modules = (sys.modules.get(n) for n in names if n.startswith("transformers.models."))
+    return [modeling for modeling in modules if modeling is not None]
+
+
 def family_of(modeling: ModuleType) -> str:
-    """The family that a module ``modeling_<family>`` of transformers is of."""
+    """The family of a module ``modeling_<family>`` of transformers."""
     return modeling.__name__.rpartition("modeling_")[2]
 
 
@@ -196,7 +200,7 @@ def _either(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's `forward`, which returns no attention weights where the engine computes them."""
+    """A model's `forward` that raises where attention weights are requested of the engine."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
@@ -211,31 +215,27 @@ def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def serves(method: Callable[..., Any]) -> bool:
-    """Whether `method` is one that `prepare` put in place of a family's own."""
-    return getattr(method, "_serves_lazy_masks", False)
+def serves(method: object) -> bool:
+    """Whether `method` is one that `prepare` installed."""
+    return bool(getattr(method, "_serves_lazy_masks", False))
 
 
 def is_served(model_class: type) -> bool:
-    """Whether a model class is of a family in `_SERVED`, or made from one."""
-    return any(
-        base.__module__.startswith("transformers.models.")
-        and base.__module__.rpartition("modeling_")[2] in _SERVED
-        for base in model_class.__mro__
-    )
+    """Whether a model class or a base of it is of a family in `_SERVED`."""
+    return any(family_of(modeling) in _SERVED for modeling in _modules_of(model_class))
 
 
 def model_types(config: object) -> set[str]:
-    """The model types of a config's class and of those that it is made from."""
+    """The model types of a config's class and of its bases."""
     found = (vars(base).get("model_type") for base in type(config).__mro__)
     return {name for name in found if isinstance(name, str) and name}
 
 
 def computes_with_masks(config: object) -> bool:
-    """Whether models of a config may read their masks as tensors, in attention code of their own.
+    """Whether models of a config may have attention code that reads masks as tensors.
 
-    Of transformers' families the module tells. Anybody else's code may, whatever family its config
-    is made from, unless it has attention classes and all of them call the interface.
+    A family of transformers does if `keeps_its_own_code` holds for its module. A class from
+    elsewhere may, unless its module has attention classes and all of them call the interface.
     """
     theirs: list[type] = []
     for base in type(config).__mro__:
@@ -245,7 +245,7 @@ def computes_with_masks(config: object) -> bool:
         if modeling is not None and base is not object:
             theirs += attention_classes(modeling, imported=True)
     else:
-        return False  # no config of transformers
+        return False  # not a config of transformers
     if base is not type(config):
         return not theirs or not all(map(calls_the_interface, theirs))
     family = _modeling_of(base)
@@ -266,7 +266,7 @@ def keeps_its_own_code(modeling: ModuleType) -> bool:
 
 
 def attention_classes(modeling: ModuleType, imported: bool = False) -> list[type]:
-    """The layer classes that a module defines, or imports too, and that are attention by name."""
+    """The layer classes with "Attention" in their name that a module defines, or also imports."""
     return [
         value
         for name, value in vars(modeling).items()

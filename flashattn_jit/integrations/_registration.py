@@ -1,4 +1,4 @@
-"""What `register` does to transformers: its version is checked, and its models are looked at."""
+"""The parts of `register`: checks the version of transformers, and hooks into its models."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashattn_jit.integrations._own_attention import IMPLEMENTATIONS, Attend
 from flashattn_jit.integrations._served import OWN_CODE, Served
 
 NAME = "attn_jit"
-"""The registered name. transformers takes any name with "flash" in it for its own loader's."""
+"""The registered name. transformers reserves names with "flash" in them for its kernel loader."""
 
 TESTED = ("5.23",)
-"""Versions of transformers of which every model type was held to its eager code."""
+"""Versions of transformers with which every model type was compared with its eager code."""
 
 
 def check_version() -> None:
@@ -54,7 +54,7 @@ def _needs() -> str:
 
 
 class _Changing(threading.local):
-    """Of a thread: whether made models of the served families may change just now."""
+    """Per thread: whether existing models of the served families may change implementation now."""
 
     served = False
 
@@ -63,10 +63,10 @@ _changing = _Changing()
 
 
 def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> None:
-    """Makes transformers tell of models that are made or change their implementation; once.
+    """Hooks into the creation of models and the change of their implementation, once.
 
-    It is where families with attention code of their own are prepared, before a layer of theirs
-    exists, and where a user learns which layers never call the engine. layers: what `served` says.
+    Families with attention code of their own are prepared before a layer of them exists, and a
+    warning names the layers that never call the engine. layers: `served`.
     """
     from transformers import PreTrainedModel
 
@@ -91,8 +91,8 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
 
     @functools.wraps(change)
     def changed(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
-        # transformers changes made models of the served families never. Where this engine is not
-        # asked for, that stays so; layers made for FlashAttention are of other classes.
+        # transformers never changes existing models of the served families. This allows it only
+        # where this engine is chosen or left; layers made for FlashAttention have other classes.
         now = str(self.config._attn_implementation)
         _changing.served = (_is_ours(attn_implementation) and "flash" not in now) or (
             attn_implementation == "eager" and now in IMPLEMENTATIONS
@@ -118,7 +118,7 @@ def look_at_models(attend: Attend, layers: Callable[[nn.Module], Served]) -> Non
 
 
 def _is_ours(implementation: object) -> bool:
-    """Whether an implementation, or a dict of them by part of a model, is this engine."""
+    """Whether an implementation, or one in a dict by part of a model, is this engine."""
     if isinstance(implementation, dict):
         return any(map(_is_ours, implementation.values()))
     return implementation in IMPLEMENTATIONS

@@ -17,7 +17,7 @@ OWN_CODE = "has attention code of its own, which does not call transformers' att
 class ServedLayer:
     """One attention layer.
 
-    name: as `named_modules` has it. layer: its class. reason: why it is not served, or "".
+    name: its name in `named_modules`. layer: its class. reason: why it is not served, or "".
     """
 
     name: str
@@ -46,16 +46,16 @@ class Served(tuple[ServedLayer, ...]):
         )
 
 
-def layers_of(model: torch.nn.Module, names: Set[str], known: Set[str]) -> Served:
+def layers_of(model: torch.nn.Module, known: Set[str]) -> Served:
     """See `flashattn_jit.integrations.transformers.served`.
 
-    names: implementations that are this engine. known: keyword arguments that it takes.
+    known: the keyword arguments that the engine takes.
     """
     return Served(
         ServedLayer(
             name or type(model).__name__,
             type(module).__name__,
-            _reason(model, name, module, names, known),
+            _reason(model, name, module, known),
         )
         for name, module in model.named_modules()
         if _is_attention(module)
@@ -73,24 +73,21 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def _class(module: torch.nn.Module) -> type:
-    return type(module)  # which mypy takes for unhashable
+    return type(module)  # a cached function takes it: mypy regards type[Module] as unhashable
 
 
 def _names_attention(module: torch.nn.Module) -> bool:
     return "Attention" in type(module).__name__ or isinstance(module, torch.nn.MultiheadAttention)
 
 
-def _reason(
-    model: torch.nn.Module, name: str, module: torch.nn.Module, names: Set[str], known: Set[str]
-) -> str:
+def _reason(model: torch.nn.Module, name: str, module: torch.nn.Module, known: Set[str]) -> str:
     config = getattr(module, "config", None) or _config_above(model, name)
     implementation = getattr(config, "_attn_implementation", None)
-    patched = _own_attention.serves(type(module).forward) or _own_attention.serves(
-        getattr(type(module), "_attn", type(module).forward)
-    )
+    methods = (getattr(type(module), method, None) for method in ("forward", "_attn"))
+    patched = any(map(_own_attention.serves, methods))
     if not patched and not calls_the_interface(_class(module)):
         return OWN_CODE
-    if implementation not in names:
+    if implementation not in _own_attention.IMPLEMENTATIONS:
         return f"attn_implementation is {implementation!r}"
     unknown = sorted(keywords(_class(module)) - known)
     if unknown:

@@ -1,4 +1,4 @@
-"""What the classes of transformers' layers do, read from their sources."""
+"""Properties of transformers' layer classes, read from their sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _tree(layer_class: type) -> ast.AST | None:
 
 @functools.cache
 def calls_the_interface(layer_class: type) -> bool:
-    """Whether the code of a class that runs asks transformers for its attention function."""
+    """Whether the code that a class runs looks up transformers' attention function."""
     return any(
         isinstance(node, ast.Name) and node.id == "ALL_ATTENTION_FUNCTIONS"
         for base in _running(layer_class)
@@ -40,7 +40,7 @@ def keywords(layer_class: type) -> frozenset[str]:
 
 
 def _running(layer_class: type) -> list[type]:
-    """The classes of a layer down to the one whose `forward` runs, or the last that it calls."""
+    """The classes of a layer, in MRO order, whose `forward` runs, and those before them."""
     found = []
     for base in _bases(layer_class):
         found.append(base)
@@ -55,7 +55,7 @@ def _calls_super(layer_class: type) -> bool:
 
 
 def _bases(layer_class: type) -> list[type]:
-    """The classes of a layer that are a family's own: not torch's, nor all of transformers'."""
+    """The classes of a layer without those of torch and the base classes of transformers."""
     return [
         base
         for base in layer_class.__mro__

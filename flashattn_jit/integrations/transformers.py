@@ -5,15 +5,15 @@
     model = AutoModel.from_pretrained(..., attn_implementation="attn_jit")   # or
     model.set_attn_implementation("attn_jit")
 
-Every model type either equals its eager code, is refused by name, or keeps its own code, which a
-warning says; docs/transformers.md has the table. `served` lists a model's layers.
+Every model type either equals its eager code, is refused by name, or keeps its own code with a
+warning; docs/transformers.md has the table. `served` lists a model's layers.
 
-Masks stay formulas: no [q_len, kv_len] tensor is made but for the few families that compute with
-their masks, and tiles that a mask leaves empty are skipped. Soft caps, sinks, relative position
-biases, ALiBi (Falcon's once, as its SDPA code adds it) and grouped heads run inside the one kernel.
+Masks stay functions: no [q_len, kv_len] tensor is made except for the few families that compute
+with their masks, and tiles that are masked out are skipped. Soft caps, sinks, relative position
+biases, ALiBi (added once for Falcon, as in its SDPA code) and grouped heads run inside one kernel.
 Under torch.compile a model's graph breaks at each mask and attention layer. Query rows that may
-attend to nothing, as padding in front does, give zeros, where eager attention gives the mean of all
-values.
+attend to nothing, as with padding on the left, give zeros, while eager attention gives the mean of
+all values.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from flashattn_jit.variants.variant import Variant, tensor
 _Parts = tuple[bool, bool, bool]  # soft cap, position bias, sinks
 
 _WITHOUT_EFFECT = frozenset({
-    # What a model hands from its own call through every layer; none of it is attention's.
+    # Arguments of a model's forward that it passes to every layer; attention does not use them.
     "cache_position", "input_ids", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
     "use_cache",
-    # What FlashAttention takes in place of a mask; eager attention leaves it to the mask as well.
+    # Arguments of FlashAttention that replace a mask; eager attention ignores them as well.
     "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "seq_idx", "sliding_window",
-    # Which of FlashAttention's kernels runs.
+    # Chooses among FlashAttention's kernels.
     "deterministic",
 })  # fmt: skip
-"""Keyword arguments that change nothing in what attention computes."""
+"""Keyword arguments that do not change the result of attention."""
 
 _KNOWN = _WITHOUT_EFFECT | {
     "module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal",
@@ -61,7 +61,7 @@ _KNOWN = _WITHOUT_EFFECT | {
 
 
 class DenseMask(Variant):
-    """Keep ``keep[b, h, row, j]``: a mask that a model or its user gives as a 4-D bool tensor.
+    """A mask given as a 4-D bool tensor: key j is kept where ``keep[b, h, row, j]``.
 
     keep: bool tensor ``[batch, num_q_heads, q_len, kv_len]``; expand what is shared.
     """
@@ -80,9 +80,9 @@ def _causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 def register(name: str = NAME) -> str:
     """Makes `name` an attention implementation of every transformers model; returns it.
 
-    Calling it again changes nothing. From then on transformers' models tell this module when they
-    are made or change their implementation; layers of BLOOM, MPT, Falcon, GPT-J and CodeGen, which
-    have attention code of their own, call the engine for masks of this integration.
+    Calling it again changes nothing. It hooks into the creation of transformers' models and the
+    change of their implementation; layers of BLOOM, MPT, Falcon, GPT-J and CodeGen, which have
+    attention code of their own, then call the engine for masks of this integration.
 
     Raises:
         ImportError: transformers is missing, or older than the versions of `TESTED`.
@@ -100,7 +100,7 @@ def register(name: str = NAME) -> str:
     _registration.check_version()
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Under torch.compile both run as they are: masks are Python objects, which no graph can hold.
+    # Not compiled by torch.compile: a graph cannot hold masks, which are Python objects.
     AttentionInterface.register(name, torch.compiler.disable(attention_forward))
     AttentionMaskInterface.register(name, torch.compiler.disable(lazy_mask))
     IMPLEMENTATIONS.add(name)
@@ -124,7 +124,7 @@ def served(model: torch.nn.Module) -> Served:
         >>> print(served(model))
         served  model.layers.0.self_attn  LlamaAttention
     """
-    return layers_of(model, IMPLEMENTATIONS, _KNOWN)
+    return layers_of(model, _KNOWN)
 
 
 def lazy_mask(
@@ -137,12 +137,12 @@ def lazy_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What transformers calls to make the mask of one forward pass; returns a `LazyMask`.
+    """The mask of one forward pass, as a `LazyMask`: transformers calls this function.
 
-    attention_mask: bool [batch, positions], True for real tokens. q_offset: a tensor for static
-    caches. A mask that was made before, as ``generate`` does, comes back as it is. The arguments
-    that ask for skipped or materialised masks do not apply. Families that compute with their masks
-    get eager attention's, [batch, 1, q_len, kv_len].
+    attention_mask: bool [batch, positions], True for real tokens; a `LazyMask`, which ``generate``
+    may make before, is returned unchanged. q_offset: a tensor for static caches. Arguments about
+    skipping or materialising masks are ignored. Families that compute with their masks get that of
+    eager attention, [batch, 1, q_len, kv_len].
     """
     if isinstance(attention_mask, LazyMask):
         return attention_mask
@@ -151,7 +151,7 @@ def lazy_mask(
     if types & _MERGES_MASKS or _own_attention.computes_with_masks(config):
         from transformers.masking_utils import eager_mask
 
-        dense: Any = eager_mask  # its annotations know no q_offset of a static cache
+        dense: Any = eager_mask  # its annotations lack the tensor q_offset of a static cache
         return dense(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
@@ -187,33 +187,33 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every attention layer.
+    """The attention function, which transformers calls in every attention layer.
 
     Args:
         module: the layer.
         query: [batch, num_q_heads, q_len, head_dim], RoPE applied.
         key: [batch, num_kv_heads, kv_len, head_dim], the cache's, heads not repeated.
         value: [batch, num_kv_heads, kv_len, head_dim_v].
-        attention_mask: of `lazy_mask`; a 4-D tensor of the user's, bool or additive; or None, which
-            means everything, or causal (aligned to the upper left, as a static cache's prefill
-            needs) with ``is_causal=True``.
-        dropout: 0; anything else raises.
+        attention_mask: a `LazyMask`; a 4-D tensor, bool or additive; or None, which means full
+            attention, or with ``is_causal=True`` causal attention aligned to the upper left, as the
+            prefill of a static cache needs.
+        dropout: must be 0.
         scaling: 1/sqrt(head_dim) by default.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: attention sinks [num_q_heads].
         position_bias: added to scores, [batch or 1, num_q_heads or 1, q_len, kv_len].
-        **kwargs: what a model hands through every layer and attention has no use for, such as
-            `position_ids`; `sliding_window` and `cu_seq_lens_q` are left to the mask, as eager
-            attention does. Others may be None or False.
+        **kwargs: arguments that models pass to every layer and that attention does not use, such as
+            `position_ids`; `sliding_window` and `cu_seq_lens_q` are covered by the mask, as in
+            eager attention. Others must be None or False.
 
     Returns:
         (output [batch, q_len, num_q_heads, head_dim_v], contiguous, and None for the weights).
 
     Raises:
-        InputError: dropout, attention weights or a paged cache are asked for; a keyword argument is
-            unknown, which may ask for what the engine does not compute; the mask is of another
-            type or size; or there is none and `module` is causal, where eager and sdpa differ.
-        TraceError: a mask function of the model cannot become a kernel.
+        InputError: dropout, attention weights or a paged cache are requested; a keyword argument is
+            unknown, so might change the result; the mask has another type or size; or there is no
+            mask and `module` is causal, where eager and sdpa differ.
+        TraceError: the mask function of the model cannot be compiled to a kernel.
     """
     _refuse(module, dropout, kwargs)
     query, key, value = (_rows(tensor) for tensor in (query, key, value))
@@ -221,7 +221,7 @@ def attention_forward(
     if isinstance(attention_mask, LazyMask):
         _check_sizes(attention_mask, query, kv_len)
         if attention_mask.is_shared(query.shape[0], query.shape[2]):
-            # One row of a mask for all queries, as bidirectional layers make it, or one request's.
+            # One row of a mask for all queries, as in bidirectional layers, or one request for all.
             attention_mask = attention_mask.to_dense(query.device)
     parts: _Parts = (softcap is not None, position_bias is not None, s_aux is not None)
     params: dict[str, Any] = {}
@@ -262,7 +262,7 @@ def attention_forward(
 
 
 def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    """Raises for what would otherwise be computed wrongly in silence."""
+    """Raises for arguments that would otherwise give a wrong result without an error."""
     if dropout:
         raise InputError(
             f"dropout={dropout}: this engine is inference only; call model.eval() first"
@@ -283,9 +283,9 @@ def _refuse(module: torch.nn.Module, dropout: float, kwargs: dict[str, Any]) -> 
 
 
 def _weights_are_collected() -> bool:
-    """Whether the model that is running collects the weights that its layers return.
+    """Whether the running model collects the weights that its layers return.
 
-    Most families leave output_attentions to a decorator of transformers, which layers never see.
+    Most families leave output_attentions to a decorator of transformers, so layers never get it.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
@@ -307,8 +307,7 @@ def _causal_without_a_mask(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """`tensor` with each row in one piece, as kernels read it; a few families hand over keys
-    transposed."""
+    """`tensor` with a contiguous last dim, as kernels need; a few families pass transposed keys."""
     return tensor if tensor.stride(-1) == 1 or tensor.numel() == 0 else tensor.contiguous()
 
 
@@ -339,7 +338,7 @@ def _check_sizes(mask: LazyMask, query: Tensor, kv_len: int) -> None:
 
 
 def _extend(base: Variant, parts: _Parts) -> Variant:
-    """`base` with the score and normaliser parts that a layer asks for.
+    """`base` with the soft cap, position bias and sinks of a layer.
 
     The soft cap comes first: `base` may hold an additive mask, which is not capped.
     """

@@ -1,13 +1,15 @@
-"""Kernels in use: the memory layer, and one look-up through the layers behind it.
+"""The memory layer of the kernel cache, and the look-up in the layers behind it.
 
-A hit in memory is one dict look-up; threads that want one kernel look for it once. Else `Resolver`
-asks the layers in their order, then the compiler. A hit there takes no lock, starts no process and
-writes nothing. A miss takes the kernel's lock and looks again, as another process may have built
-it; then it asks the remote layer, then the compiler. With FLASHATTN_JIT_COMPILE=never a miss is an
-error, and nothing is written, locked or started: what the remote layer has is loaded from memory.
+A hit in memory is one dict look-up; threads that ask for one kernel share one look-up. On a miss
+`Resolver` searches the layers in order, then runs the compiler. A hit in a local layer takes no
+lock, starts no process and writes nothing. A miss takes the kernel's build lock and searches again,
+as another process may have built the kernel; then it asks the remote layer, then the compiler. With
+FLASHATTN_JIT_COMPILE=never a miss is an error, and nothing is written, locked or started: kernels
+of the remote layer are loaded from memory.
 
-A CUDA kernel is asked for with the same kernel on smaller tiles as fallbacks. One that spills
-registers is not kept; its entry says which tile took its place, and a look-up goes on there.
+A request for a CUDA kernel comes with requests for the same kernel on smaller tiles, as fallbacks.
+A kernel that spills registers is not kept: its entry names the kernel on a smaller tile that
+replaces it, and the look-up continues with that one.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -33,8 +36,7 @@ from flashattn_jit.jit.cache.layers import (
     Layer,
     found_in_folder,
     local_layers,
-    unfit_driver,
-    unfit_machine,
+    unfit,
     unfit_target,
     user_layer,
 )
@@ -64,10 +66,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A kernel that is in the cache, and not in this process.
+    """A kernel that is in the cache and was not loaded.
 
-    layer: "user", "read_only", "remote" or "compiler". place: which of the requests it became.
-    path: the entry's folder, or the pack that holds it.
+    layer: "user", "read_only", "remote" or "compiler". place: the index of the kernel request that
+    it serves. path: the entry's folder, or the pack that holds it.
     """
 
     key: str
@@ -79,7 +81,7 @@ class Prepared:
 
 
 class KernelCache:
-    """All layers. The process has one, `default`; tests make their own with stand-ins."""
+    """All layers. The process has one, `default`; tests make others with a stand-in compiler."""
 
     def __init__(
         self,
@@ -99,56 +101,56 @@ class KernelCache:
         self.last_source: KernelSource | None = None
 
     def find(self, spec: str) -> _C.Module | None:
-        """The module of a spec that this process loaded already."""
+        """The module of a spec if this process has loaded it."""
         return self._modules.get(spec)
 
     def load_stepping(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
-        """The first of `requests` that does not spill registers, and its place among them.
+        """The first of `requests` that does not spill registers: its index and its module.
 
-        They are one kernel on ever smaller tiles. The last one is taken even if it spills: slow is
-        better than none. Raises CompileError, MissingKernelError, CacheError, AbiError,
-        TargetError; then nothing was cached.
+        requests: one kernel on tiles of decreasing size. The last one is used even if it spills.
+        Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError; then nothing
+        was cached.
         """
         first = requests[0].spec
         module = self._modules.get(first)
         if module is not None:
             self.counters.hits["memory"] += 1
             self.last_source = "memory"
-            return self._place(requests), module
+            return self._index(requests), module
         with self._only_thread(first):
             module = self._modules.get(first)
             if module is None:
-                place, obtained = self._resolver(self._open).resolve(requests)
+                index, obtained = self._resolver(self._open).resolve(requests)
                 module = obtained.value
                 self._origins[module.path] = obtained.found
                 self.last_source = _source(obtained.found.layer)
-                taken = requests[place].spec if place else first
+                taken = requests[index].spec if index else first
                 self._modules.setdefault(taken, module)
                 self._taken[first] = taken
                 self._asked[first] = Loaded(requests[0], module)
                 self._modules[first] = module
-        return self._place(requests), module
+        return self._index(requests), module
 
     def prepare(self, requests: Sequence[Request]) -> Prepared:
-        """As `load_stepping`, but the kernel only is in the cache then; nothing is loaded.
+        """Like `load_stepping`, but only puts the kernel into the cache and loads nothing.
 
-        Its target may be one that this machine cannot run. Raises as `load_stepping` does, and
+        This machine need not be able to run the target. Raises the errors of `load_stepping`, and
         CacheError where the cache's folder cannot be written.
         """
         with self._only_thread(f"prepare {requests[0].spec}"):
             return _prepared(*self._resolver(_check_artifact, loads=False).resolve(requests))
 
     def find_prepared(self, requests: Sequence[Request]) -> Prepared | None:
-        """What `prepare` would find without compiling or fetching; None where that is nothing."""
+        """The kernel that `prepare` would find without compiling or fetching, or None."""
         found = self._resolver(_check_artifact, loads=False).find(requests)
         return None if found is None else _prepared(*found)
 
     def loaded(self) -> Iterator[Loaded]:
-        """What is in memory: each first request that was asked for, with the module it got."""
+        """The kernels in memory: each first request of a look-up, with the module it got."""
         return iter(tuple(self._asked.values()))
 
     def ptx(self, module: _C.Module) -> str:
-        """The PTX of a module of a CUDA target. Raises OSError where its entry is gone."""
+        """The PTX of a module of a CUDA target. Raises OSError if its entry was removed."""
         origin = self._origins[module.path]
         try:
             return origin.read(PTX).decode()
@@ -156,30 +158,30 @@ class KernelCache:
             raise OSError(f"{PTX} of {origin.path}: {error}") from error
 
     def origin(self, module: _C.Module) -> Found | None:
-        """Where a module of this process came from."""
+        """The cache entry that a module of this process was loaded from."""
         return self._origins.get(module.path)
 
     def min_driver(self, module: _C.Module) -> int | None:
-        """The lowest driver branch, such as 580, that runs a CUDA module; None: not known."""
+        """The oldest driver branch, such as 580, that runs a CUDA module; None if unknown."""
         origin = self.origin(module)
         value = None if origin is None else origin.meta.get("min_driver")
         return value if isinstance(value, int) else None
 
     def forget(self) -> None:
-        """Empties the memory layer, for tests. Modules that are in use stay loaded."""
+        """Empties the memory layer, for tests. Modules that are referenced stay loaded."""
         self._modules.clear()
         self._taken.clear()
         self._asked.clear()
 
     def reset_after_fork(self) -> None:
-        """Drops locks that threads of the parent process held."""
+        """Replaces the locks, which threads of the parent process may have held."""
         self._lock = threading.Lock()
         self._building = {}
 
     def _resolver(self, use: Callable[[Found], T], loads: bool = True) -> Resolver[T]:
         return Resolver(use, self._build, self.counters, loads)
 
-    def _place(self, requests: Sequence[Request]) -> int:
+    def _index(self, requests: Sequence[Request]) -> int:
         first = requests[0].spec
         taken = self._taken.get(first, first)
         if taken is first:
@@ -188,7 +190,7 @@ class KernelCache:
 
     @contextlib.contextmanager
     def _only_thread(self, spec: str) -> Iterator[None]:
-        """Lets one thread at a time look for a kernel; others find it in memory afterwards."""
+        """Lets one thread at a time look for a kernel; the others then find it in memory."""
         with self._lock:
             lock = self._building.setdefault(spec, threading.Lock())
         try:
@@ -211,15 +213,15 @@ class KernelCache:
 
 
 def _check_artifact(found: Found) -> None:
-    """Stands in for loading: what was read of a layer is verified, a build is looked into."""
+    """Replaces loading for kernels that are only prepared: checks the key in the artifact."""
     if found.key.encode() not in found.read(ARTIFACT):
         raise AbiError(f"the artifact in {found.path} is of another kernel than {found.key}")
 
 
-def _prepared(place: int, obtained: Obtained[None]) -> Prepared:
+def _prepared(index: int, obtained: Obtained[None]) -> Prepared:
     found = obtained.found
     return Prepared(
-        found.key, found.layer, place, obtained.compile_s, found.artifact_bytes, found.path
+        found.key, found.layer, index, obtained.compile_s, found.artifact_bytes, found.path
     )
 
 
@@ -229,25 +231,25 @@ def _source(layer: str) -> KernelSource:
 
 # --- one look-up ---------------------------------------------------------------------------------
 
-_told: set[str] = set()
-
-
-def _tell_once(warning: str) -> None:
-    """Warns of what every look-up meets again."""
-    if warning not in _told:
-        _told.add(warning)
-        log.warning("%s", warning)
-
-
 _COLLECTING_S = 0.3
+
+
+@cache
+def _warn_once(warning: str) -> None:
+    """Logs a warning that every look-up would repeat."""
+    log.warning("%s", warning)
+
+
+class _UnusableError(Exception):
+    """A kernel was found, but cannot be used; the message says why."""
 
 
 @dataclass(slots=True)
 class Resolver(Generic[T]):
-    """One look-up. `use` puts a found kernel to use; it may raise OSError, AbiError.
+    """One look-up. `use` loads or checks a kernel that was found; it may raise OSError, AbiError.
 
-    With `loads` kernels that this machine cannot run are passed over; else `use` must not load
-    them, and what is found is of no interest unless it is kept.
+    loads: kernels that this machine cannot run are skipped. Without it `use` must not load them,
+    and a build that cannot be kept is an error.
     """
 
     use: Callable[[Found], T]
@@ -260,7 +262,7 @@ class Resolver(Generic[T]):
     identity: CompilerIdentity | None = None
 
     def resolve(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]]:
-        """The first of `requests` that does not step down, and its place among them.
+        """The first of `requests` that is not replaced by a smaller tile, and its index.
 
         Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError.
         """
@@ -272,42 +274,42 @@ class Resolver(Generic[T]):
         return found
 
     def find(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]] | None:
-        """As `resolve`, but None where a folder or pack lacks a kernel: nothing is built."""
-        if self.mode == "always":
-            return None
-        return self._stepping(requests, self._find_one)
+        """Like `resolve`, but builds nothing: None if no folder or pack has the kernel."""
 
-    def _find_one(self, wanted: Wanted) -> Obtained[T] | str | None:
-        self._identify()
-        return self._search(wanted, local_layers(), [])
+        def search(wanted: Wanted) -> Obtained[T] | str | None:
+            self._identify()
+            return self._search(wanted, local_layers(), [])
+
+        return None if self.mode == "always" else self._stepping(requests, search)
 
     def _stepping(
-        self, requests: Sequence[Request], one: Callable[[Wanted], Obtained[T] | str | None]
+        self, requests: Sequence[Request], obtain: Callable[[Wanted], Obtained[T] | str | None]
     ) -> tuple[int, Obtained[T]] | None:
-        """What `one` gives of the first request, or of those that took its place."""
+        """The result of `obtain` for the first request, or for the smaller tile replacing it."""
         if self.mode != "never":
             self.compiler = toolchain.find_compiler(requests[0].target)
             if self.compiler is not None:
                 self.identity = self.store.recall_compiler(self.compiler.fingerprint)
-        tiles = _keyed(requests)
-        place = 0
+        keys = [toolchain.key_of(request) for request in requests]
+        index = 0
         while True:
-            obtained = one(tiles[place])
+            smaller = tuple(key.hex for key in keys[index + 1 :])
+            obtained = obtain(Wanted(requests[index], keys[index], smaller))
             if obtained is None:
                 return None
             if isinstance(obtained, Obtained):
-                return place, obtained
-            place += 1 + tiles[place].smaller.index(obtained)
+                return index, obtained
+            index += 1 + smaller.index(obtained)
 
     def _one(self, wanted: Wanted) -> Obtained[T] | str:
-        """One kernel put to use, or the key among its `smaller` that takes its place."""
+        """The kernel, loaded or checked by `use`, or the key in `smaller` that replaces it."""
         if self.mode == "always":
             self.counters.misses += 1
             with self._lock(wanted):
                 return self._built(wanted)
         searched: list[Searched] = []
-        # A compiler that nobody remembers is asked under the lock, by one process of many: where no
-        # compiler's build is there, its identity is of no interest yet.
+        # Identifying a compiler runs it. If no layer has a build by any compiler, that can wait
+        # until the lock is held, where one process of many does it.
         is_unknown = self.compiler is not None and self.identity is None
         if not is_unknown or any(_has_any(layer, wanted) for layer in local_layers()):
             self._identify()
@@ -315,7 +317,7 @@ class Resolver(Generic[T]):
             if found is not None:
                 return found
         if self.mode == "never" and self.store.is_being_collected():
-            # It may be aside for a moment, while somebody looks whether it is in use.
+            # An eviction moves an entry aside for a moment to check whether it is in use.
             time.sleep(_COLLECTING_S)
             found = self._search(wanted, [user_layer()], [])
             if found is not None:
@@ -336,7 +338,7 @@ class Resolver(Generic[T]):
             return self._built(wanted, searched) if found is None else found
 
     def _identify(self) -> None:
-        """Finds out which compiler this machine has, if it has one; may start processes."""
+        """Sets the identity of this machine's compiler, if it has one; may start processes."""
         if self.compiler is not None and self.identity is None:
             self.identity = toolchain.identify(self.compiler, self.store.recall_compiler)
 
@@ -350,7 +352,7 @@ class Resolver(Generic[T]):
             cause = fault_of(searched)
             if self.compiler is not None or not cause:
                 raise
-            # Kernels that were brought along would have done without a compiler.
+            # With the kernels of the faulty layer no compiler would be needed: name its fault.
             raise CompileError(
                 f"{cause}\n{error}",
                 first_error=error.first_error,
@@ -369,57 +371,54 @@ class Resolver(Generic[T]):
     def _search(
         self, wanted: Wanted, among: Iterable[Layer], searched: list[Searched]
     ) -> Obtained[T] | str | None:
-        """What the first layer that can serve has; adds to `searched` why the others cannot."""
+        """The kernel of the first layer that has a usable one, or the key that replaces it.
+
+        Appends to `searched` the reason of each layer that has none.
+        """
         for layer in among:
             answer = layer.search(wanted.key.hex, self.identity.id if self.identity else None)
             for error in answer.corrupt:
                 self._discard(layer, error)
             reason = answer.reason
             for found in answer.found:
-                used = self._used(wanted, layer, found)
+                try:
+                    used = self._used(wanted, layer, found)
+                except _UnusableError as error:
+                    reason = reason or str(error)
+                    shown = f"{wanted.key.hex[:16]} of {wanted.request.name}"
+                    log.info("kernel %s in %s: %s", shown, layer.location, error)
+                    continue
                 if isinstance(used, Obtained):
                     self.counters.hits[layer.name] += 1
-                    return used
-                if isinstance(used, _Reason):
-                    reason = reason or used.text
-                    shown = f"{wanted.key.hex[:16]} of {wanted.request.name}"
-                    log.info("kernel %s in %s: %s", shown, layer.location, used.text)
-                else:
-                    return used
+                return used
             searched.append(Searched(layer.name, layer.location, reason, answer.fault))
             if answer.fault and self.mode != "never":
-                _tell_once(f"{layer.location} is not searched for kernels: {reason}")
+                _warn_once(f"{layer.location} is not searched for kernels: {reason}")
         return None
 
-    def _used(self, wanted: Wanted, layer: Layer, found: Found) -> Obtained[T] | str | _Reason:
+    def _used(self, wanted: Wanted, layer: Layer, found: Found) -> Obtained[T] | str:
+        """Passes `found` to `use`. Raises _UnusableError where it cannot be used."""
         if layer.name == "remote" and self.mode != "never":
             found = self._adopted(found)
         if found.stepped_down_to:
             if wanted.smaller:
                 return found.smaller_tile(wanted.smaller)
-            return _Reason("its tile was too large for its registers, and no smaller one will do")
-        if self.loads and (why := self._unfit(wanted, found)):
-            return _Reason(why)
+            raise _UnusableError(
+                "its tile was too large for its registers, and no smaller one will do"
+            )
+        compiler_id = self.identity.id if self.identity else None
+        if self.loads and (why := unfit(found, wanted.request.target, compiler_id)):
+            raise _UnusableError(why)
         try:
             return Obtained(self.use(found), found)
         except AbiError as error:
-            corrupt = CorruptEntryError(found.path, str(error))
-            self._discard(layer, corrupt)
-            return _Reason(f"its entry is corrupt: {corrupt.reason}")
+            self._discard(layer, CorruptEntryError(found.path, str(error)))
+            raise _UnusableError(f"its entry is corrupt: {error}") from error
         except OSError as error:
-            return _Reason(f"its kernel cannot be loaded here: {error}")
-
-    def _unfit(self, wanted: Wanted, found: Found) -> str:
-        target = wanted.request.target
-        if why := unfit_target(target) or unfit_machine(found.head):
-            return why
-        if self.identity is not None and found.compiler_id == self.identity.id:
-            # Compiling it again would give the same; its launch says what is wrong.
-            return ""
-        return unfit_driver(target, found.meta.get("min_driver"))
+            raise _UnusableError(f"its kernel cannot be loaded here: {error}") from error
 
     def _adopted(self, found: Found) -> Found:
-        """A remote kernel in the user's folder; where that cannot be, as it is."""
+        """A remote kernel, copied into the user's folder if that is possible."""
         files = {name: found.read(name) for name in found.meta["files"]}
         try:
             entry = self.store.adopt(found.key, found.compiler_id, files, found.meta)
@@ -429,7 +428,7 @@ class Resolver(Generic[T]):
             return found
 
     def _discard(self, layer: Layer, error: CorruptEntryError) -> None:
-        """Counts a corrupt entry, and moves it away where that is ours to do."""
+        """Counts a corrupt entry, and moves it to quarantine if it is in the user's folder."""
         self.counters.corrupt += 1
         if layer.name != "user" or self.mode == "never":
             log.warning("%s", error)
@@ -441,24 +440,9 @@ class Resolver(Generic[T]):
             log.warning("cannot move %s: %s", error.path, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reason:
-    """Why a kernel that is there does not serve."""
-
-    text: str
-
-
 def _has_any(layer: Layer, wanted: Wanted) -> bool:
     answer = layer.search(wanted.key.hex, None)
     return bool(answer.found or answer.corrupt)
-
-
-def _keyed(requests: Sequence[Request]) -> list[Wanted]:
-    named = [toolchain.key_of(request) for request in requests]
-    return [
-        Wanted(request, key, tuple(k.hex for k in named[i + 1 :]))
-        for i, (request, key) in enumerate(zip(requests, named, strict=True))
-    ]
 
 
 default = KernelCache()

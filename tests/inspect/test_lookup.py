@@ -8,8 +8,8 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.inspect import lookup
 from flashattn_jit.inspect.lookup import look_up
+from flashattn_jit.jit.cache import layers
 from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, kernel_key
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation.toolchain import flags_for
@@ -84,7 +84,7 @@ def test_a_kernel_that_this_machine_cannot_run_is_a_miss_with_that_reason(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(cache, spec_of(64))
-    monkeypatch.setattr(lookup, "unfit_target", lambda target: "it needs other instructions")
+    monkeypatch.setattr(layers, "unfit_target", lambda target: "it needs other instructions")
     missed = look_up(spec_of(64))
     assert not missed.layer
     assert missed.searched[0].reason == "it needs other instructions"

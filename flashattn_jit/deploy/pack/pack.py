@@ -17,9 +17,9 @@ from ...codegen.spec import AnySpec, name_of
 from ...errors import PackError
 from ...jit.cache.entry import META, Entry, sha256
 from ...jit.cache.layers import Found, entries_of, found_in_folder
-from ...jit.cache.pack_file import folder_name, write_archive
+from ...jit.cache.pack_file import write_archive
 from ...jit.cache.remote import layers
-from ...jit.cache.store import Store
+from ...jit.cache.store import Store, entry_folder
 from ...jit.compilation.toolchain import key_of
 from ...planner.tiles import requests_of
 from ..files import checked_path, replacing
@@ -167,7 +167,7 @@ def members(
     The same in whatever order entries come. Each file is read once and compared with the digest
     that its entry states. Raises PackError for one that differs.
     """
-    chosen = {folder_name(source.compiler_id, source.key): source for source in sources}
+    chosen = {entry_folder(source.compiler_id, source.key): source for source in sources}
     for done, (folder, source) in enumerate(sorted(chosen.items()), start=1):
         meta = _meta_text(source)
         digests = {name: stated["sha256"] for name, stated in source.meta["files"].items()}

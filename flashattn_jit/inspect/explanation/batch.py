@@ -1,4 +1,4 @@
-"""What a plan of a batch decided and why, as text: `Plan.explain` forwards here."""
+"""The decisions of a batch's plan and their reasons, as text: `Plan.explain` forwards here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARTIAL = 7
 
 class Launch(NamedTuple):
     """The work of one tile kind. work: [items, 8] as `fajit_work`; indptr: items of each worker;
-    load_ns: predicted, one a worker."""
+    load_ns: predicted load of each worker."""
 
     kind: str
     kernel: Kernel
@@ -37,7 +37,7 @@ def launches_of(planned: Variation) -> list[Launch]:
         if kernel is None:
             continue
         work = np.frombuffer(planned.native.work(i), np.int32).reshape(-1, 8)
-        valid = work[:, _REQUEST] >= 0  # what pads a graph's list is nobody's work
+        valid = work[:, _REQUEST] >= 0  # the lists of a CUDA graph are padded
         before = np.concatenate([[0], np.cumsum(valid)])
         indptr, work = before[planned.native.worker_indptr(i)], work[valid]
         load = np.asarray(planned.native.load_ns(i), np.float64)
@@ -100,7 +100,7 @@ def _kernels(planned: Variation, launches: list[Launch]) -> list[str]:
         ])  # fmt: skip
     header = ["tile kind", "tile", "features", "requests", "items", "partial", "rows", "keys"]
     if not rows:
-        return ["  no work: nobody has query tokens and keys"]
+        return ["  no work: no request has query tokens and keys"]
     few = planned.batch.kernels.few_rows
     return [
         table(header, rows, "  "),
@@ -158,22 +158,22 @@ def _why(planned: Variation, launches: list[Launch]) -> list[str]:
     if planned.batch.options.batch_invariant:
         lines.append("cuts at fixed positions, so that a request's bits do not depend on its batch")
     elif planned.native.most_splits > 1:
-        lines.append("keys are cut where a worker reaches its share, and the rest goes on")
+        lines.append("keys are split where a worker's share is full; the next one continues")
     if planned.classified:
         what = "bounds of each row's keys" if planned.known.mask_is_contiguous else "tiles"
-        lines.append(f"the mask's {what} are costed: what it empties costs nothing")
+        lines.append(f"the mask's {what} are costed: masked-out keys cost nothing")
     elif planned.known.ir.has("mask_mod"):
-        lines.append("the mask is costed by length; kernels still skip what it empties")
+        lines.append("the mask is not costed, only lengths; kernels still skip masked-out tiles")
     return lines
 
 
 def _problem(planned: Variation, launch: Launch) -> Problem:
-    """The requests of one launch as the planner of tiles sees them."""
+    """The requests of one launch as a problem of the tile planner."""
     lengths, o = planned.batch.lengths, planned.batch.options
     count = lengths.num_requests
     members = [int(b) for b in np.unique(launch.work[:, _REQUEST]) if b < count] or [0]
     q_len, kv_len = lengths.q_len, lengths.kv_len
-    # The longest request decides the class of rows.
+    # The longest request decides the tile kind.
     longest = max(members, key=q_len.__getitem__)
     names = DTYPE_NAMES[o.q_dtype], DTYPE_NAMES[o.k_dtype], DTYPE_NAMES[o.v_dtype]
     return Problem(

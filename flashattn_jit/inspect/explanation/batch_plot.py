@@ -21,7 +21,7 @@ _MOST_WORKERS = 512  # lanes of one drawing; more would be thinner than a pixel
 def plot_plan(planned: Planned, path: str | PathLike[str]) -> None:
     """Write the timeline to `path`; the format follows its ending.
 
-    A lane a worker, a bar an item, as long as it is predicted to take; colours tell requests apart.
+    Each worker is a lane, each item a bar of its predicted time; the colour is that of its request.
 
     Raises:
         InputError: matplotlib is missing, or it cannot write this format.
@@ -49,7 +49,7 @@ def plot_plan(planned: Planned, path: str | PathLike[str]) -> None:
 
 
 def _draw(axes: Any, launch: Launch, begin: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Draw one launch after what the workers did before; returns when each is done."""
+    """Draw one launch from the times `begin` of the workers; returns their times of completion."""
     from matplotlib import colormaps
 
     colours = colormaps["tab20" if launch.kind == "prefill" else "Set3"]

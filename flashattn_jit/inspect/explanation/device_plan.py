@@ -1,4 +1,4 @@
-"""What the planner chooses on a GPU that need not be there: tile, slots, splits, and why."""
+"""The plan of a problem on a GPU, which this machine need not have: tile, slots, splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..table import table
 
 
 def machine(target: str | None, device: str | int | None) -> tuple[str, Hardware | Device]:
-    """The target and the machine that `target=` and `device=` name.
+    """The target and the hardware that `target=` and `device=` name.
 
     Raises:
         InputError: the device is unknown, or is not of the target.
@@ -55,8 +55,8 @@ def _device(device: str | int) -> Device:
 class DevicePlan:
     """The plan for a GPU. `str()` gives the candidates, the slots and the splits.
 
-    num_work, most_splits: work items, and the most parts that one's keys are cut into, by lengths
-    alone: the schedule of a call asks the mask as well.
+    num_work, most_splits: work items, and the most parts that the keys of one are split into. Both
+    follow from lengths alone, while the schedule of a call also considers the mask.
     """
 
     candidates: tuple[TileChoice, ...]
@@ -92,7 +92,7 @@ class DevicePlan:
 
 
 def split_words(most_splits: int) -> str:
-    """How far keys are cut, in words."""
+    """The number of key splits as text."""
     return f"keys cut into up to {most_splits} parts" if most_splits > 1 else "no keys split"
 
 

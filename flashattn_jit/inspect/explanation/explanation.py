@@ -1,4 +1,4 @@
-"""`Variant.explain`: what a variant becomes for one problem, and why."""
+"""`Variant.explain`: the kernel, tiles and schedule of a variant for one problem, with reasons."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from ... import _C
 from ...codegen.render import render
 from ...codegen.spec import KernelSpec, matrix_dtype
 from ...env import format_bytes
@@ -27,7 +28,7 @@ from ...variants.variant import Bound, Variant
 from ..dims import complete_dims, shapes
 from ..table import si, table
 from .device_plan import DevicePlan, device_plan, machine, split_words
-from .plan import Layout, Schedule, layout_of, plan
+from .plan import Layout, layout_of, plan
 from .plots import draw, require_matplotlib
 from .tiles import Tiles, analyse
 
@@ -36,28 +37,28 @@ _SHOWN_ENTRIES = 6
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner chose for a problem. `str()` gives the candidates and the schedule.
+    """The plan of a problem on a CPU. `str()` gives the candidates and the schedule.
 
     call: the schedule, with predicted nanoseconds; None where the kernel does not compile, and then
-    `error` says why.
+    `error` holds the reason.
     """
 
     candidates: tuple[TileChoice, ...]
     spec: KernelSpec
     key: KernelKey
-    call: Schedule | None
+    call: _C.BatchPlan | None
     error: CompileError | None
     num_threads: int
 
     @property
     def artifact(self) -> str | None:
-        """Where the kernel lies on disk; None where it does not compile."""
+        """The path of the kernel's artifact; None where it does not compile."""
         module = find_kernel(self.spec.document())
         return None if module is None else module.path
 
     @property
     def balance(self) -> float:
-        """The most loaded thread's cost over the mean; 1.0 is even, 0.0 is no work."""
+        """The cost of the most loaded thread over the mean; 0.0 without work."""
         if self.call is None or not self.call.total_ns:
             return 0.0
         return self.call.critical_ns * self.num_threads / self.call.total_ns
@@ -86,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Where the problem lies on the roofline of a machine, whose rates are estimates."""
+    """The problem on the roofline of a machine, whose rates are estimates."""
 
     point: RooflinePoint
     hardware: Hardware | Device
@@ -96,13 +97,13 @@ class Roofline:
 
     @property
     def attainable_s(self) -> float:
-        """The least time that the roofline allows."""
+        """The lower bound of the time by the roofline."""
         return self.flops / max(1.0, self.point.attainable_flops)
 
     def __str__(self) -> str:
         p, h = self.point, self.hardware
         return (
-            f"  {si(self.flops, 'FLOP')} over {si(self.bytes, 'B')}, whose tiles are visited\n"
+            f"  {si(self.flops, 'FLOP')} over {si(self.bytes, 'B')}, in the tiles visited\n"
             f"  intensity {p.intensity:.3g} FLOP/B, ridge {p.ridge:.3g}: {p.bound} bound\n"
             f"  attainable {si(p.attainable_flops, 'FLOP/s')} of {h.rates} "
             f"{si(h.flops(self.matrix_dtype), 'FLOP/s')} ({self.matrix_dtype}) and "
@@ -113,11 +114,11 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a variant becomes for one problem. `str()` gives all but the source.
+    """The kernel and the plan of a variant for one problem. `str()` gives all but the source.
 
-    ir: hooks and params, values: the params' values, specialised: captured values that are
-    compiled in, tiles: what the mask leaves of the problem, plan: tile kind, tile, schedule and
-    kernel, roofline: what bounds it, source: the rendered C++ or CUDA text.
+    ir: hooks and params. values: the params' values. specialised: captured values that are compiled
+    in. tiles: which tiles the mask leaves. plan: tile kind, tile, schedule and kernel. roofline:
+    the bound of the time. source: the rendered C++ or CUDA text.
     """
 
     name: str
@@ -132,7 +133,7 @@ class Explanation:
 
     @cached_property
     def source(self) -> str:
-        """The source of the kernel, as the compiler gets it."""
+        """The rendered source of the kernel."""
         return render(self.plan.spec)
 
     def __str__(self) -> str:
@@ -172,20 +173,20 @@ def explain(
     device: str | int | None = None,
     **params: object,
 ) -> Explanation:
-    """Explain what `variant` becomes for q, k, v, or for `dims` and `dtype` without any tensors.
+    """Explain the kernel and the plan of `variant` for q, k, v, or for `dims` and `dtype`.
 
-    On a CPU, compiles the kernel where no cache has it, since the schedule asks it for the mask's
-    costs. For a GPU nothing is compiled, and neither a GPU nor a compiler is needed.
+    On a CPU, compiles the kernel if the cache lacks it, since the scheduler asks the kernel for the
+    costs of the mask. For a GPU nothing is compiled, and neither a GPU nor a compiler is needed.
 
     Args:
-        variant: what to explain.
+        variant: the variant to explain.
         q, k, v: as for `attention`; their values are not read.
         dims: sizes instead of tensors: a `Dims`, a mapping of its names or a sequence in its order.
         dtype: of q, k and v when `dims` is given.
         q_offset, kv_len: as for `attention`.
         target: a target; the device's, or that of calls on CPU tensors, by default.
-        device: a GPU by name (``"H100"``) or ordinal (``"cuda:0"``), which need not be there when
-            named. A CUDA target alone stands for a typical device of it.
+        device: a GPU by name (``"H100"``), which this machine need not have, or by ordinal
+            (``"cuda:0"``). A CUDA target without a device stands for a typical one.
         plot: a file to draw the roofline and the tile map to, such as ``"out.png"``.
         **params: the variant's params.
 
@@ -274,7 +275,7 @@ def _tiles(layout: Layout, bound: Bound, spec: KernelSpec) -> Tiles:
     note = ""
     if bound.ir.cpp_hook("mask_mod") is not None:
         note = "the mask is C++ text, which is not analysed: its code runs on every tile"
-    # A tile packs the heads of a group, so it spans fewer query positions than it has rows.
+    # A tile packs the heads of a group, so it has fewer query positions than rows.
     tile_q = max(1, spec.tile_q // layout.dims.group_size)
     params = layout.mask_params(bound)
     return analyse(mask, params, layout.dims.num_q_heads, tile_q, spec.tile_kv, note)

@@ -1,8 +1,8 @@
-"""A dense problem as the op would plan it, without running it."""
+"""The plan of a dense call that is explained, made as a call would make it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class Layout:
         )  # fmt: skip
 
     def mask_params(self, bound: Bound) -> MaskParams:
-        """What the mask reads."""
+        """The params, lengths and positions that the mask reads."""
         d, lengths = self.dims, self.lengths
         return MaskParams(
             bound.tensors, bound.scalars, (d.q_len,) * d.batch, tuple(lengths.kv_len),
@@ -61,23 +61,11 @@ def layout_of(
     return Layout(q, k, v, dense_lengths(batch, q_len, rows, *read))
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The figures of a planned call; times are predicted."""
-
-    num_work: int
-    most_splits: int
-    workspace_bytes: int
-    total_ns: float
-    critical_ns: float
-
-
-def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule:
-    """The call's schedule, whose kernel is compiled if need be. Raises CompileError."""
+def plan(layout: Layout, bound: Bound, name: str, target: str) -> _C.BatchPlan:
+    """The call's schedule; compiles its kernel if the cache lacks it. Raises CompileError."""
     d = layout.dims
     options = Options(
         d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, layout.q.dtype, layout.k.dtype,
         layout.v.dtype, d.device, target,
     )  # fmt: skip
-    planned = plan_call(options, Requests(layout.lengths, d), bound, name).native
-    return Schedule(**{f.name: getattr(planned, f.name) for f in fields(Schedule)})
+    return plan_call(options, Requests(layout.lengths, d), bound, name).native

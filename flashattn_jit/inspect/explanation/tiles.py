@@ -19,7 +19,7 @@ _MAX_HEADS = 16
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Tiles by state. A visited tile is partial (runs mask code) or full (does not)."""
+    """Numbers of tiles by state. A visited tile is partial (runs mask code) or full (does not)."""
 
     empty: int
     partial: int
@@ -32,7 +32,7 @@ class Counts:
 
     @property
     def visited_share(self) -> float:
-        """Visited tiles over all; 1.0 where there are none."""
+        """Visited tiles over all; 1.0 if there are no tiles."""
         return (self.partial + self.full) / self.total if self.total else 1.0
 
     def cells(self) -> list[str]:
@@ -44,12 +44,11 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of every request and head. `str()` gives counts and a map.
+    """The tiles of all requests and heads. `str()` gives counts and a map.
 
-    tile_q: query positions a tile, tile_kv: keys. runs: the tiles of the mask as compact runs, one
-    `TileRuns` for requests of equal lengths (all requests in one where lengths are equal); None
-    where the variant has no mask to analyse, and then every tile is full or, with a mask given as
-    C++ text, partial.
+    tile_q, tile_kv: query positions and keys of a tile. runs: the tiles of the mask as compact
+    runs, one `TileRuns` for neighbouring requests of equal lengths; empty if the variant has no
+    mask to analyse, and then every tile counts as full.
     """
 
     tile_q: int
@@ -60,9 +59,9 @@ class Tiles:
     note: str = ""
 
     def coverage(self, rows: int = 256, columns: int = 256) -> NDArray[np.float64]:
-        """Share of visited tiles in each cell of a coarse map of the first request and head.
+        """The share of visited tiles in each cell of a map of the first request and head.
 
-        At most [rows, columns]; memory is rows x key tiles, never tiles x tiles.
+        The map is at most [rows, columns]; it takes memory for rows x key tiles.
         """
         if not self.runs:
             return np.ones((1, 1))
@@ -97,9 +96,9 @@ def analyse(
     tile_kv: int,
     note: str = "",
 ) -> Tiles:
-    """The tiles of requests of the params' lengths. `mask` is None where all are visited whole.
+    """The tiles of requests of the params' lengths. Without a `mask` all tiles are full.
 
-    Time and memory follow the mask's border, not the number of tiles.
+    Time and memory grow with the length of the mask's border, not with the number of tiles.
     """
     q_len, kv_len, q_offset = params.q_len, params.kv_len, params.q_offset
     if mask is None:
@@ -126,7 +125,7 @@ def _groups(*lengths: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _per_head(runs: Sequence[TileRuns]) -> tuple[Counts, ...]:
-    """Counts of each head, over all requests; empty where the mask ignores the head."""
+    """Counts of each head over all requests; empty if the mask does not depend on the head."""
     heads = max((r.shape[1] for r in runs), default=1)
     if heads == 1:
         return ()
@@ -165,7 +164,7 @@ def _coverage(runs: TileRuns, rows: int, columns: int) -> NDArray[np.float64]:
 
 
 def _picture(coverage: NDArray[np.float64], caption: str) -> str:
-    """The map as characters, one a cell; any visited tile shows."""
+    """The map with one character per cell; a cell with any visited tile is not blank."""
     top = len(_SHADES) - 1
     levels = np.minimum(np.ceil(coverage * top).astype(int), top)
     lines = ["".join(_SHADES[x] for x in line) for line in levels]

@@ -1,4 +1,4 @@
-"""What `verify` tries: shapes around the edges of tiles, and inputs that break careless kernels."""
+"""The cases of `verify`: shapes at the edges of tiles, and inputs that reveal faulty kernels."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Case:
     """One comparison of the kernel with the reference.
 
     lengths "ragged": a kv_len tensor with a full, an empty and a short request, NaN past the ends.
-    masked: the variant with every third row and every fifth key masked out besides, NaN in their K.
-    group: the case is about its numbers of heads, so others would not serve it.
+    masked: the variant with every third row and every fifth key masked out as well, with NaN in K
+    of those keys. group: the case tests its numbers of heads, so `fallbacks` keeps them.
     """
 
     name: str
@@ -89,7 +89,7 @@ def cases(base: Dims, tile_q: int, tile_kv: int) -> Iterator[Case]:
 
 
 def extra_kernels(base: Dims, tile_q: int, tile_kv: int) -> Iterator[Case]:
-    """Cases that need kernels of their own: tried with one dtype only."""
+    """Cases that need further kernels: run with one dtype only."""
     ragged = base._replace(q_len=tile_q // 2 + 7, kv_len=2 * tile_kv - 1)
     decode = base._replace(q_len=1, kv_len=tile_kv + 37)
     for case, what in ((ragged, ""), (decode, ", one row")):
@@ -99,7 +99,7 @@ def extra_kernels(base: Dims, tile_q: int, tile_kv: int) -> Iterator[Case]:
 
 
 def group_sizes(base: Dims) -> list[tuple[int, int]]:
-    """(num_q_heads, num_kv_heads): every group size, and those that keep the given heads."""
+    """(num_q_heads, num_kv_heads) of every group size, also with the given num_q_heads."""
     free = [(g * (1 if g > 4 else 2), 1 if g > 4 else 2) for g in GROUP_SIZES]
     heads = base.num_q_heads
     kept = [(heads, heads // g) for g in GROUP_SIZES if heads % g == 0]
@@ -107,7 +107,7 @@ def group_sizes(base: Dims) -> list[tuple[int, int]]:
 
 
 def fallbacks(case: Case, base: Dims) -> Iterator[Case]:
-    """The case, then the nearest ones that params of the given dims may fit."""
+    """The case, then the most similar ones that fit params for the sizes `base`."""
     yield case
     if case.group:
         return

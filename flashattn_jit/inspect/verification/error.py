@@ -1,21 +1,21 @@
-"""The error criterion: how far a kernel may be from the fp64 reference.
+"""The error criterion: the distance that a kernel's result may have from the fp64 reference.
 
-RMS against fp64 at most 1.5 times that of the eager reference in the same dtype, plus half an ulp
-of the output dtype, plus 1.5 times what an ulp in each score moves. No single row may be off by
-more than six times (the first two + half an ulp in the row + what an ulp in each score moves in
-it), so that one wrong row among thousands does not hide. An lse is fp32 whatever the output is: the
-error that it adds to a merged output is its own absolute error, so it may besides have a small part
-of the output's.
+The RMS error against fp64 is at most 1.5 times that of the eager reference in the same dtype, plus
+half an ulp of the output dtype, plus 1.5 times the change by an ulp in each score. The error of a
+single row is at most six times (the first two terms + half an ulp in the row + the change by an ulp
+in each score of the row), so that one wrong row among thousands is detected. An lse is fp32 for any
+output dtype: its absolute error is the error that it adds to a merged output, so it may in addition
+have a small part of the output's rounding.
 
-An ulp in each score: scores are fp32, so each is off by about an ulp in any implementation, and
-which way depends on the order of a sum and on where the scale is multiplied in. Of two keys that
-tie at a score of 2e4, whose ulp is 2e-3, the weights are then 0.4993 and 0.5007: that row's output
-is off by a thousandth, while a row with one largest key is off by nothing. Kernels of all CPU
-targets multiply the two halves of a dot product of 64 with scale * log2(e) before they add them, so
-keys with equal products tie only up to that ulp. The eager reference loses it elsewhere, in an lse
-rounded to 2e-3, and in other rows. Its RMS over all rows says nothing about the row of a tie: it is
-the few ties themselves. So where a result is off by more than the first two terms, the ulp is tried
-out (`score_rounding`).
+An ulp in each score: scores are fp32, so each is off by about an ulp in any implementation, with a
+sign that depends on the order of a sum and on where the scale is multiplied. If two keys tie at a
+score of 2e4, whose ulp is 2e-3, their weights become 0.4993 and 0.5007: the output of that row is
+off by a thousandth, while that of a row with one largest key is exact. Kernels of all CPU targets
+multiply the two halves of a dot product of 64 by scale * log2(e) before they add them, so keys with
+equal products tie only up to that ulp. The eager reference has its error elsewhere, in an lse
+rounded to 2e-3, and in other rows. Its RMS over all rows does not bound the error of a row with a
+tie. So where a result exceeds the first two terms, the effect of an ulp is measured
+(`score_rounding`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HALF_ULP = 2.0**-24  # of a score, at most
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """RMS errors; `problem` says what is wrong, and is empty where nothing is."""
+    """RMS errors; `problem` says what is wrong, and is empty for a correct result."""
 
     error: float
     allowed: float
@@ -63,10 +63,10 @@ def compare(
 ) -> Comparison:
     """Compare a result [batch, heads, rows, dim] with fp64 `expected`; `eager` has got's dtype.
 
-    Where `expected` is not finite, `got` must be the same; where only `eager` is not, it may be
-    anything. `slack` is added to the RMS that is allowed; `trim` is the share of rows that may be
-    off by anything, because the input is ill-conditioned and the eager reference's are too. `moved`
-    is how far `score_rounding` moves each value, nothing by default.
+    Where `expected` is not finite, `got` must be equal; where only `eager` is not, `got` may have
+    any value. `slack` is added to the allowed RMS. `trim` is the share of rows with any error, for
+    ill-conditioned inputs. `moved` is the result of `score_rounding` for these values, 0 by
+    default.
     """
     x, y = got.double(), eager.double()
     finite = torch.isfinite(expected) & torch.isfinite(y)
@@ -85,8 +85,8 @@ def compare(
     well = EAGER_FACTOR * _rms(theirs, trim) + _rms(ulps) + slack
     allowed = well + EAGER_FACTOR * _rms(moves, trim)
     if error > allowed:
-        place = ours.abs().flatten().argmax()
-        return Comparison(error, allowed, _at(_unravel(place, got), got, expected, what))
+        worst = _unravel(ours.abs().flatten().argmax(), got)
+        return Comparison(error, allowed, _at(worst, got, expected, what))
     if trim:
         return Comparison(error, allowed, "")
     rows = _row_rms(ours)
@@ -110,7 +110,7 @@ def compare_lse(
     trim: float = 0.0,
     moved: Tensor | None = None,
 ) -> Comparison:
-    """`compare` for an lse [batch, heads, rows] that goes with an output of `out_dtype`."""
+    """`compare` for the lse [batch, heads, rows] of an output of `out_dtype`."""
     slack = _LSE_SHARE * 0.5 * torch.finfo(out_dtype).eps
     got, expected, eager = (x[..., None] for x in (got, expected, eager))
     moved = None if moved is None else moved[..., None]
@@ -120,10 +120,10 @@ def compare_lse(
 def score_rounding(
     exact: Sequence[Tensor], perturbed: Callable[[ScoreError], Sequence[Tensor]]
 ) -> tuple[Tensor, ...]:
-    """How far each value of `exact` moves when each score is off by up to an ulp of fp32.
+    """The change of each value of `exact` when each score is off by up to an ulp of fp32.
 
-    perturbed: the results in fp64 with a `score_error`, which is half an ulp before score_mod and
-    as much after it. The largest of a few draws, the same ones every time.
+    perturbed: computes the results in fp64 with a `score_error`, which adds half an ulp before
+    score_mod and half an ulp after it. Returns the largest change of a few draws with fixed seeds.
     """
     moved = tuple(torch.zeros_like(x) for x in exact)
     for draw in range(_DRAWS):
@@ -144,7 +144,7 @@ def _off_by_half_an_ulp(draw: int) -> ScoreError:
 
 
 def _rms(x: Tensor, trim: float = 0.0) -> float:
-    """Root of the mean square, without the `trim` worst rows."""
+    """The root mean square without the share `trim` of the worst rows."""
     if not x.numel():
         return 0.0
     squares = x.square()
@@ -163,7 +163,7 @@ def _unravel(index: Tensor, x: Tensor) -> Tensor:
 
 
 def _at(index: Tensor, got: Tensor, expected: Tensor, what: str) -> str:
-    place = tuple(index.tolist())
+    at = tuple(index.tolist())
     labels = ("b", "h", "row", "dim")[: 3 if what == "lse" else 4]
-    names = ", ".join(f"{n}={i}" for n, i in zip(labels, place, strict=False))
-    return f"{what} at {names} is {got[place].item():.7g}, not {expected[place].item():.7g}"
+    names = ", ".join(f"{n}={i}" for n, i in zip(labels, at, strict=False))
+    return f"{what} at {names} is {got[at].item():.7g}, not {expected[at].item():.7g}"

@@ -16,7 +16,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """q, k, v as the kernel gets them; `clean_k` and `clean_v` are the same without NaN."""
+    """q, k, v of the kernel; `clean_k` and `clean_v` are k and v without NaN."""
 
     q: Tensor
     k: Tensor
@@ -28,17 +28,17 @@ class Inputs:
 
 
 def masked_row(q_idx: Tensor) -> Tensor:
-    """Rows that a `masked` case takes out."""
+    """Whether a `masked` case masks out a row."""
     return q_idx % 3 == 1
 
 
 def masked_key(kv_idx: Tensor) -> Tensor:
-    """Keys that a `masked` case takes out."""
+    """Whether a `masked` case masks out a key."""
     return kv_idx % 5 == 2
 
 
 def make_inputs(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Inputs:
-    """The case's tensors, from `generator` alone."""
+    """The tensors of a case."""
     d = case.dims
     values = [_values(s, generator, case.extreme and i < 2) for i, s in enumerate(shapes(d))]
     q, k, v = (_laid_out(x.to(dtype), case.layout) for x in values)
@@ -67,15 +67,14 @@ def _offset(case: Case) -> Offset:
 def _values(shape: tuple[int, ...], generator: torch.Generator, extreme: bool) -> Tensor:
     if not extreme:
         return torch.randn(shape, generator=generator, device="cpu")
-    # Dot products are exact in fp32, and scores up to some 1e4 differ by 0 or by hundreds: a row
-    # with one largest key is well conditioned, so that an error in it is the kernel's. Rows in
-    # which several tie are not (`error`).
+    # Dot products are exact in fp32, and scores of up to about 1e4 differ by 0 or by hundreds: a
+    # row with one largest key is well conditioned, a row with a tie is not (see `error`).
     steps = torch.randint(-1, 2, shape, generator=generator, device="cpu").float()
     return steps * 2.0**7
 
 
 def _laid_out(x: Tensor, layout: Layout) -> Tensor:
-    """The same values with other strides; the last dim stays contiguous."""
+    """The same values in the strides of `layout`; the last dim stays contiguous."""
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":

@@ -20,7 +20,7 @@ from .error import Comparison, compare, compare_lse, score_rounding
 from .inputs import Inputs, make_inputs, masked_key, masked_row
 
 _FLIPPED_ROWS = 0.05
-"""Share of rows in which rounding may change the largest of scores of 1e4."""
+"""Share of rows in which rounding may change which of several scores of 1e4 is the largest."""
 
 Results = tuple[Tensor, ...]
 _Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -43,7 +43,7 @@ _EDGES = variant_of(mask_mod=_edges, name="edges")
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What all cases share."""
+    """Runs cases of one variant, target, seed and params."""
 
     variant: Variant
     target: str
@@ -51,7 +51,7 @@ class Runner:
     params: Mapping[str, Any]
 
     def params_for(self, dims: Dims) -> dict[str, Any]:
-        """The params; those that are functions of the sizes are called."""
+        """The params for these sizes; those that are functions are called with `dims`."""
         return {
             name: p(dims) if callable(p) and not isinstance(p, Tensor) else p
             for name, p in self.params.items()
@@ -97,7 +97,7 @@ class Runner:
         return results
 
     def _moves_scores(self, case: Case, params: Mapping[str, Any]) -> bool:
-        """Whether q or k are rounded anew, so that large scores are no longer exact."""
+        """Whether the variant modifies q or k, whose rounding makes large scores inexact."""
         ir = self._variant(case).bind(case.dims, params).ir
         return ir.has("query_mod") or ir.has("key_mod")
 
@@ -166,7 +166,7 @@ def packed_lengths(dims: Dims) -> tuple[list[int], list[int]]:
 
 
 def _packed(dims: Dims, q: Tensor, k: Tensor, v: Tensor) -> _Packed:
-    """What `varlen_attention` takes for a packed case: q, k, v, q_indptr, kv_indptr."""
+    """The arguments of `varlen_attention` for a packed case: q, k, v, q_indptr, kv_indptr."""
     q_lens, kv_lens = packed_lengths(dims)
     tokens = _tokens(q, q_lens), _tokens(k, kv_lens), _tokens(v, kv_lens)
     return *tokens, _indptr(q_lens), _indptr(kv_lens)
@@ -189,5 +189,5 @@ def _indptr(lengths: Sequence[int]) -> Tensor:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """The first line of an error's message, or its type without a message."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

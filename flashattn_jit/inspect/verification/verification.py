@@ -1,4 +1,4 @@
-"""`Variant.verify`: compiled kernels against the eager reference, on inputs that break kernels."""
+"""`Variant.verify`: compares compiled kernels with the eager reference on difficult inputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .run import KernelFailedError, MisfitError, Runner
 
 @dataclass(frozen=True, slots=True)
 class VerifyRow:
-    """One case in one dtype. error and allowed are RMS; note says what is wrong, or why skipped."""
+    """One case in one dtype. error and allowed are RMS; note: the error, or why it is skipped."""
 
     case: str
     dims: Dims
@@ -49,7 +49,7 @@ class VerifyRow:
 
     @property
     def cell(self) -> str:
-        """The status, and how much of the allowed error was used."""
+        """The status, and the error as a share of what is allowed."""
         used = self.error / self.allowed if self.allowed else 0.0
         return self.status if self.status == "skip" or math.isnan(used) else (
             f"{self.status} {used:.0%}"
@@ -58,7 +58,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `Variant.verify` found. `str()` gives a table, and what is wrong in words."""
+    """The results of `Variant.verify`. `str()` gives a table and the notes of its rows."""
 
     variant: str
     target: str
@@ -112,19 +112,20 @@ def verify(
     """Compare the compiled kernels of `variant` with its eager reference on about 40 inputs.
 
     Ragged tails, q_len and kv_len 0 and 1, every group size, kv_len tensors, q_offset, packed
-    requests, scores of 1e4, rows without any key, NaN where it must not matter, strided views,
-    splits of the keys, every tile kind, one and many threads. RMS against fp64 may be 1.5 times the
-    eager reference's in the same dtype plus half an ulp, and each row six times that; both may be
-    more by what an ulp of fp32 in each score moves, which is much where scores of 1e4 tie.
+    requests, scores of 1e4, rows without any key, NaN in masked-out values, strided views, splits
+    of the keys, every tile kind, one and many threads. The RMS error against fp64 may be 1.5 times
+    that of the eager reference in the same dtype plus half an ulp, and that of each row six times
+    as much; to both is added the effect of an fp32 ulp in each score, which is large where scores
+    of 1e4 tie.
 
     Args:
-        variant: what to verify.
+        variant: the variant to verify.
         dims: the sizes that params fit, as a `Dims`, a mapping of its names or a sequence in its
             order; sizes left out are those of the variant's tensors (a `fa.tensor("num_q_heads")`
-            of 12 entries means 12 heads), else chosen. Cases take other sizes where the params fit
-            them too.
-        dtypes: a sequence of those of q, k and v: float32, bfloat16, float16; by default all that
-            the target takes.
+            of 12 entries means 12 heads), else defaults. Cases use other sizes too where the params
+            fit them.
+        dtypes: the dtypes of q, k and v, a sequence of float32, bfloat16, float16; by default all
+            that the target takes.
         target: the kernels' target; by default that of calls on CPU tensors. ``"emulated:sm_80"``
             verifies CUDA kernels without a GPU, in a minute or two.
         seed: of the random inputs, an int of 64 bits.
@@ -134,9 +135,9 @@ def verify(
     Raises:
         VerificationError: a case failed, or none fits the params.
         ParamError, TraceError: the variant cannot be used with `dims` and `params` at all, or its
-            tensors differ about a size.
-        InputError: `dims` is ill-formed, or gives a size other than that of a tensor it holds;
-            `dtypes` is no sequence, empty or holds another dtype; `seed` is no int.
+            tensors have different sizes for one name.
+        InputError: `dims` is invalid or contradicts the size of a tensor of the variant; `dtypes`
+            is not a sequence, is empty or holds another dtype; `seed` is not an int.
 
     Example:
         >>> print(fa.SlidingWindow(64).verify())
@@ -190,7 +191,7 @@ def _dtypes_of(target: str) -> tuple[torch.dtype, ...]:
 
 
 def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> None:
-    """What does not work for the given sizes at all is the caller's error, not a case to skip."""
+    """Raises the error of the given sizes and params: only cases with other sizes are skipped."""
     params = runner.params_for(base)
     runner.variant.bind(base, params)
     case = Case("as given", base)
@@ -203,14 +204,14 @@ def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> Non
 
 
 def _largest_tile(target: str, dims: Dims, dtype: str) -> tuple[int, int]:
-    """(tile_q, tile_kv) of plain attention's prefill kernel, at whose edges cases lie."""
+    """(tile_q, tile_kv) of the prefill kernel of plain attention, for the sizes of cases."""
     kernels = placed(VariantIR(()), (dims.head_dim, dims.head_dim_v), (dtype,) * 3, target)
     largest = max(kernels, key=lambda spec: spec.tile_q)
     return largest.tile_q, largest.tile_kv
 
 
 def _row(runner: Runner, case: Case, base: Dims, dtype: torch.dtype) -> VerifyRow:
-    """The case, or the nearest one that the params fit."""
+    """The row of a case, or of the most similar case that the params fit."""
     reason, name = "", DTYPE_NAMES[dtype]
     for attempt in dict.fromkeys(fallbacks(case, base)):
         d = attempt.dims
@@ -231,7 +232,7 @@ def _row(runner: Runner, case: Case, base: Dims, dtype: torch.dtype) -> VerifyRo
 def _judged(
     name: str, dims: Dims, dtype: str, kind: str, results: Sequence[Comparison]
 ) -> VerifyRow:
-    """The row of a case that ran: the result that is wrong, else the output."""
+    """The row of a case that ran, with the wrong result, or out if both are right."""
     shown = next((r for r in results if r.problem), results[0])
     status: Literal["pass", "FAIL"] = "FAIL" if shown.problem else "pass"
     return VerifyRow(name, dims, dtype, kind, status, shown.error, shown.allowed, shown.problem)

@@ -1,12 +1,11 @@
-"""The key of a kernel, and its entry on disk, read without trusting it.
+"""The key of a kernel, and its entry on disk, read as untrusted input.
 
 A key is a sha256 over a canonical document of everything that decides a kernel's artifact. The
 document holds no path, time, process id, `hash()`, Python or torch version, and needs neither
 rendering nor a compiler, so any machine computes the same key for the same kernel.
 
-First keys, and the files of ours that decide a source. Then who may have written what is loaded:
-nobody but us, and root in read-only layers, as container images and site installations belong to
-root. Then an entry: its folder, the checks of its meta.json, and how it is read.
+Files that are loaded must have been written by this user, or by root in read-only layers, as
+container images and site installations belong to root.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from flashattn_jit.variants.ir.ir import MAX_NAME
 # Raised when the meaning of an entry or of a document field changes.
 SCHEMA = 1
 
-# The module that renders. With the modules of these folders that it imports, it decides the text of
-# a source; the parts of the package below them (errors, environment, paths) do not.
+# The module that renders. It and the modules of these folders that it imports decide the text of a
+# source; what they import from elsewhere (errors, environment, paths) does not.
 _GENERATOR = "codegen/render.py"
 _GENERATING = ("codegen/", "variants/")
 
-# nvcc includes it in front of every source of ours.
+# nvcc includes it at the start of every source.
 _CUDA_PRELUDE = "fajit/cuda/lean/cuda_runtime.h"
 
-# Each begins with a literal, which the search skips to: 2 ms less than anchors at line starts. A
+# Each begins with a literal, which `re` searches for: 2 ms less than anchors at line starts. A
 # match inside a comment only adds a file.
 _HEADER = re.compile(rb'#[ \t]*include[ \t]*[<"](fajit/(?:\{\{.*?\}\}|[^>"{])+)[>"]')
 _EXPRESSION = re.compile(r"\{\{.*?\}\}")
@@ -52,14 +51,14 @@ _TEMPLATE = re.compile(rb"""\{%-?\s*(?:include|import|from|extends)\s+["']([^"']
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """`hex` names the kernel; `document` is what it was computed from, field by field, in order."""
+    """`hex` names the kernel; `document` holds the (name, text) fields that it is the digest of."""
 
     hex: str
     document: tuple[tuple[str, str], ...]
 
 
 Document = Mapping[str, str] | Iterable[Sequence[str]]
-"""A key document: `KernelKey.document`, or what meta.json holds of it."""
+"""A key document: `KernelKey.document`, or its form in a meta.json."""
 
 
 def kernel_key(spec: str, template: str, target: str, flags: Sequence[str]) -> KernelKey:
@@ -87,18 +86,17 @@ def document_digest(document: Iterable[Sequence[str]]) -> str:
 
 @cache
 def sources_digest(template: str) -> str:
-    """Digest of what renders and what is included, computed once a process: see `read_sources`."""
+    """`read_sources` for the package's own files, computed once a process."""
     return read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
 
 
 def sources_changed(template: str) -> bool:
     """Whether the files changed since `sources_digest` first read them."""
-    fresh = read_sources(template, env.templates_dir(), env.include_dir(), env.PACKAGE_DIR)
-    return fresh != sources_digest(template)
+    return sources_digest.__wrapped__(template) != sources_digest(template)
 
 
 def read_sources(template: str, templates: Path, headers: Path, package: Path) -> str:
-    """Digest of the files that `reached_sources` finds: of their names and contents."""
+    """Digest of the names and contents of the files that `reached_sources` finds."""
     return _digest(sorted(reached_sources(template, templates, headers, package).items()))
 
 
@@ -107,10 +105,10 @@ def reached_sources(
 ) -> dict[str, bytes]:
     """A template, the templates and fajit/ headers that it reaches, and the code generator.
 
-    Names are below these folders: ``include/fajit/abi.h``. Every `#include` and `import` is
-    followed, also one that a macro or a condition would skip.
+    Keys are paths below these folders, such as ``include/fajit/abi.h``. Every `#include` and
+    `import` is followed, also one that a macro or a condition would skip.
     """
-    # Strings and plain stat calls: with pathlib this takes half of the time of a hit on disk.
+    # Strings and plain stat calls: with pathlib this took half of the time of a hit on disk.
     folders = {"templates": f"{templates}/", "include": f"{headers}/", "package": f"{package}/"}
     contents: dict[str, bytes] = {}
     pending = [("templates", template)]
@@ -140,7 +138,7 @@ def reached_sources(
 
 
 def _headers_named(name: str, headers: Path) -> Iterator[str]:
-    """The header `name`; every header that it may become where an expression makes it."""
+    """The header `name`; where it contains Jinja expressions, every header that matches."""
     if "{{" not in name:
         yield name
         return
@@ -151,11 +149,11 @@ def _headers_named(name: str, headers: Path) -> Iterator[str]:
 def _imported(name: str, text: bytes, package: str, modules: dict[str, bool]) -> Iterator[str]:
     """Files of the generating folders that the module in file `name` imports by `from ... import`.
 
-    `modules` remembers which files there are.
+    `modules` caches which files exist.
     """
     parents = name.split("/")[:-1]
     for start, module, names in _IMPORT.findall(text):
-        # A module's first dot is its own folder; the absolute form starts at the package.
+        # The first dot of a relative import is the module's own folder.
         above = 0 if start == b"flashattn_jit" else max(0, len(parents) + 1 - len(start))
         folder = [*parents[:above], *(module.decode().split(".") if module else ())]
         candidates = [folder, *([*folder, word.decode()] for word in _WORD.findall(names))]
@@ -172,7 +170,7 @@ def _is_file(path: str) -> bool:
 
 
 def _digest(fields: Iterable[tuple[str, bytes]]) -> str:
-    # Lengths in front of names and values: no two documents share their bytes.
+    # Each part is preceded by its length, so that different documents have different bytes.
     digest = hashlib.sha256()
     for name, value in fields:
         for part in (name.encode(), value):
@@ -181,39 +179,34 @@ def _digest(fields: Iterable[tuple[str, bytes]]) -> str:
     return digest.hexdigest()
 
 
-# --- who may have written it ---------------------------------------------------------------------
+# --- owners and modes of what is loaded ----------------------------------------------------------
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ROOT = 0
 
 
-def others_write(status: os.stat_result, *, installed: bool = False) -> bool:
-    """Whether others may write to something that is loaded.
+def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
+    """What is wrong with the owner or the mode of a file or folder that is loaded, or empty.
 
-    installed: pip brought it, as it brought this package. Under a umask of 002 both are writable to
-    their group: whoever is in that may change the code that runs here already.
+    installed: by pip, like this package. Under a umask of 002 both are writable to their group,
+    whose members may change the code of this package already.
     """
+    if not is_ours(status, read_only):
+        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
     bits = status.st_mode & _OTHERS_WRITE
     if installed and bits:
         own = os.stat(_C.__file__)  # noqa: PTH116
         if own.st_gid == status.st_gid:
             bits &= ~own.st_mode | stat.S_IWOTH
-    return bits != 0
-
-
-def complaint(status: os.stat_result, *, read_only: bool, installed: bool = False) -> str:
-    """What is wrong with the owner or the mode of something that is loaded; nothing: empty."""
-    if not is_ours(status, read_only):
-        return f"belongs to user {status.st_uid}, not to user {os.geteuid()}"
-    if others_write(status, installed=installed):
+    if bits:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it"
     return ""
 
 
 def may_be_swapped(folder: Path) -> bool:
-    """Whether others could put another folder in this one's place, through a folder above it.
+    """Whether others could replace this folder by renaming one above it.
 
-    What is in it must then be loaded from what was verified, not by its path once more.
+    Its files must then be loaded from the content that was verified, not by path again.
     """
     for above in folder.parents:
         try:
@@ -226,12 +219,12 @@ def may_be_swapped(folder: Path) -> bool:
 
 
 def is_ours(status: os.stat_result, read_only: bool) -> bool:
-    """Whether something belongs to this user, or to root where it is `read_only`."""
+    """Whether a file or folder belongs to this user, or to root if `read_only`."""
     return status.st_uid == os.geteuid() or (read_only and status.st_uid == _ROOT)
 
 
 def others_may_rename(folder: os.stat_result) -> bool:
-    """Whether others may give what lies in a folder another name."""
+    """Whether others may rename what is in a folder."""
     sticky = folder.st_mode & stat.S_ISVTX
     return not is_ours(folder, True) or (folder.st_mode & _OTHERS_WRITE != 0 and not sticky)
 
@@ -253,7 +246,7 @@ _COMPILER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class CompilerIdentity:
-    """`id` is a folder name made from `version`, the compiler's own words about itself."""
+    """`id` is a folder name made from `version`, the compiler's own version text."""
 
     id: str
     version: str
@@ -262,7 +255,7 @@ class CompilerIdentity:
 class CorruptEntryError(CacheError):
     """An entry's files do not match its meta.json.
 
-    `inode` is its folder's, which tells it from one that took its place since; 0 where unknown.
+    `inode` is that of its folder, to recognise a later replacement; 0 where unknown.
     """
 
     def __init__(self, path: Path, reason: str, inode: int = 0) -> None:
@@ -295,17 +288,12 @@ class Entry:
 
     @property
     def artifact(self) -> Path:
-        """The shared object; there is none where `stepped_down_to` is set."""
+        """The path of the shared object, which an entry that steps down lacks."""
         return self.path / ARTIFACT
 
     @property
-    def stepped_down_to(self) -> str | None:
-        """The key of the kernel with a smaller tile that takes this one's place."""
-        return stepped_down_to(self.meta)
-
-    @property
     def document(self) -> dict[str, str]:
-        """What the key was computed from, field by field."""
+        """The key document, by field."""
         return {str(name): str(text) for name, text in self.meta.get("document", ())}
 
     @property
@@ -315,14 +303,8 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """What its files take, meta.json not counted."""
+        """The size of its files, without meta.json."""
         return sum(int(expected["bytes"]) for expected in self.meta.get("files", {}).values())
-
-
-def stepped_down_to(meta: Mapping[str, Any]) -> str | None:
-    """The key of the kernel with a smaller tile that takes the place of the one of `meta`."""
-    step = meta.get(STEPPED_DOWN)
-    return str(step["key"]) if step else None
 
 
 def is_key(text: object) -> bool:
@@ -340,11 +322,8 @@ def is_file_name(text: object) -> bool:
     return isinstance(text, str) and _FILE_NAME.fullmatch(text) is not None and text != META
 
 
-def parse_meta(text: bytes, key: str, compiler_id: str | None = None) -> dict[str, Any]:
-    """The content of a meta.json, every field that is used checked.
-
-    Raises ValueError, which says what is wrong, also where its document is not that of `key`.
-    """
+def parse_meta(text: bytes, key: str, compiler_id: str) -> dict[str, Any]:
+    """The content of a meta.json, checked by `check_meta`. Raises ValueError."""
     try:
         meta = json.loads(text)
     except (ValueError, RecursionError):
@@ -353,8 +332,11 @@ def parse_meta(text: bytes, key: str, compiler_id: str | None = None) -> dict[st
     return meta  # type: ignore[no-any-return]
 
 
-def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
-    """Raises ValueError where `meta` is not that of an entry of `key`: see `parse_meta`."""
+def check_meta(meta: object, key: str, compiler_id: str) -> None:
+    """Checks every field of `meta` that is used, and that its key document is that of `key`.
+
+    Raises ValueError, which says what is wrong.
+    """
     if not isinstance(meta, Mapping):
         raise ValueError(f"its {META} cannot be read")
     if meta.get("key") != key:
@@ -370,7 +352,7 @@ def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
     compiler = meta.get("compiler")
     if not isinstance(compiler, Mapping) or not is_compiler_id(compiler.get("id")):
         raise ValueError(f"its {META} names no compiler")
-    if compiler_id is not None and compiler["id"] != compiler_id:
+    if compiler["id"] != compiler_id:
         raise ValueError(f"its {META} names compiler {compiler['id']!r}, not {compiler_id!r}")
     step = meta.get(STEPPED_DOWN)
     if step is not None and not (isinstance(step, Mapping) and is_key(step.get("key"))):
@@ -380,7 +362,7 @@ def check_meta(meta: object, key: str, compiler_id: str | None = None) -> None:
 
 
 def _check_facts(meta: Mapping[str, Any]) -> None:
-    """What is told to people only: of the kind that it is printed and compared as."""
+    """Checks the types and ranges of the fields that are only printed or compared."""
     created, complaints = meta.get("created", ""), meta.get("complaints", [])
     name = meta.get("name", "")
     facts = {
@@ -398,7 +380,7 @@ def _check_facts(meta: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
-    # NaN is not in any range.
+    # NaN fails the comparison.
     return isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < 1e9  # type: ignore[operator]
 
 
@@ -421,10 +403,10 @@ def _check_files(files: object, has_artifact: bool) -> None:
 
 
 def check_content(name: str, content: bytes, meta: Mapping[str, Any]) -> None:
-    """Raises ValueError where a file is not what its meta.json says.
+    """Raises ValueError where the content of a file does not match `meta`.
 
-    An artifact must hold its own key: it is looked for before the artifact is loaded, so that one
-    of another kernel never is.
+    An artifact must contain its own key: this is checked before loading, so that the artifact of
+    another kernel is never loaded.
     """
     expected = meta["files"][name]
     if len(content) != expected["bytes"] or sha256(content) != expected["sha256"]:
@@ -434,10 +416,10 @@ def check_content(name: str, content: bytes, meta: Mapping[str, Any]) -> None:
 
 
 def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = False) -> Entry:
-    """The entry at `path`, its meta.json and its artifact verified; all its files with `whole`.
+    """The entry at `path`, its meta.json and its artifact verified; with `whole` all its files.
 
-    Raises FileNotFoundError where there is none, CorruptEntryError where it is not what was
-    published, OSError where it cannot be read.
+    With `whole` the atime of the files is kept. Raises FileNotFoundError where there is no entry,
+    CorruptEntryError where it fails verification, OSError where it cannot be read.
     """
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
@@ -459,24 +441,25 @@ def read_entry(path: Path, key: str, *, read_only: bool = False, whole: bool = F
         if whole and (others := {p.name for p in path.iterdir()} - {META, *files}):
             raise ValueError(f"it holds {min(others)!r}, which its {META} does not name")
     except ValueError as error:
-        os.lstat(path)  # gone meanwhile: it was removed, not damaged
+        os.lstat(path)  # raises if the entry was removed meanwhile, which is no damage
         raise CorruptEntryError(path, str(error), status.st_ino) from None
     return Entry(path, meta, head)
 
 
 def read_file(path: Path, most_bytes: int, *, read_only: bool = False, use: bool = True) -> bytes:
-    """The content of a regular file that only we can write.
+    """The content of a regular file that only this user (or root, if `read_only`) can write.
 
-    With `use` false its time of access stays, by which kernels are told that nobody uses.
-    Raises ValueError where it is missing, a link, too long, or others can write to it; OSError.
+    use: the read counts as a use of the kernel; without it the atime is kept, by which eviction
+    finds the least recently used kernels.
+    Raises ValueError where it is missing, a symlink, too long, or others can write to it; OSError.
     """
-    # Not blocking: a pipe would wait for its writer.
+    # O_NONBLOCK: opening a pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
             descriptor = os.open(path, flags if use else flags | os.O_NOATIME)
         except PermissionError:
-            descriptor = os.open(path, flags)  # only a file's owner may leave its time alone
+            descriptor = os.open(path, flags)  # O_NOATIME is allowed to a file's owner only
     except FileNotFoundError:
         raise ValueError(f"it has no {path.name}") from None
     except OSError as error:

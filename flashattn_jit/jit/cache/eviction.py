@@ -1,9 +1,9 @@
-"""Keeping a store below a number of bytes: the least recently used kernels go, none in use.
+"""Limits the size of a store: removes the least recently used kernels that are not in use.
 
-When a kernel was last used is its artifact's access time (a day's grain on most systems, as a hit
-itself writes nothing), or the time when it was made. One that a process of this user has mapped
-stays, as does one that was made a moment ago: it may be about to be mapped. An entry is moved aside
-before it is removed, and moved back if it was mapped in between.
+The time of the last use of a kernel is its artifact's atime (which most systems update once a day;
+a hit itself writes nothing), or its mtime if that is later. A kernel that a process of this user
+has mapped is kept, and so is a new one, which may be about to be mapped. An entry is renamed before
+it is removed, and renamed back if it was mapped in between.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flashattn_jit.jit.cache.store import EVICTED, Store
 log = logging.getLogger(__name__)
 
 GRACE_S = 600.0
-"""How young an entry is that is kept in any case."""
+"""Entries younger than this are always kept."""
 
-# How old a look at what is in use may be when an entry is moved aside: one that is in use should
-# not even be missed for a moment.
+# The greatest age of the list of mapped files when an entry is renamed, as a look-up must not miss
+# an entry that is in use.
 _LOOK_S = 0.1
-# What is left behind by builders that were killed, and for people to look at: seconds it is kept.
+# For how many seconds the folders of killed builders and those kept for inspection stay.
 _LEFTOVERS = {
     ".staging": 3600.0,
     EVICTED: 3600.0,
@@ -40,10 +40,10 @@ _LEFTOVERS = {
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a collection did, or would do with `dry_run`. Bytes are those of files on disk.
+    """The result of a collection, or with `dry_run` of a simulated one. Bytes are file sizes.
 
-    in_use and young count kernels that are kept although they are beyond the limit. leftovers:
-    bytes of abandoned builds, old failures and old corrupt entries.
+    in_use and young count kernels that are kept although they are beyond the limit.
+    leftover_bytes: of abandoned builds, old failures and old corrupt entries.
     """
 
     removed: int
@@ -78,7 +78,7 @@ class _Kept:
 def collect(
     store: Store, max_bytes: int, *, dry_run: bool = False, grace_s: float = GRACE_S
 ) -> Collected:
-    """Removes the least recently used entries of a store until it takes at most `max_bytes`.
+    """Removes the least recently used entries of a store until it has at most `max_bytes`.
 
     Raises InputError for a negative limit, UnsafeCacheError, OSError where the store cannot be
     written.
@@ -120,7 +120,7 @@ def collect(
 
 
 def remove(store: Store, path: Path) -> bool:
-    """Removes one entry unless it is in use; whether it is gone. Raises OSError."""
+    """Removes one entry unless it is in use; returns whether it is removed. Raises OSError."""
     entry = _measure(path)
     if entry is None:
         return True
@@ -128,9 +128,9 @@ def remove(store: Store, path: Path) -> bool:
 
 
 def mapped_inodes() -> set[int]:
-    """The inodes of the artifacts that processes have mapped, as far as this user may look.
+    """The inodes of the artifacts mapped by the processes that this user may inspect.
 
-    Inodes and not paths: a container names a folder otherwise.
+    Inodes and not paths, which differ between containers.
     """
     inodes: set[int] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -146,7 +146,7 @@ def mapped_inodes() -> set[int]:
 
 
 def _measure(path: Path) -> _Kept | None:
-    """What an entry takes and when it was used. Reads nothing, which would be a use."""
+    """An entry's size and times. Reads no file, as that would set its atime."""
     try:
         files = {file.name: file.lstat() for file in path.iterdir()}
         decisive = files.get(ARTIFACT) or files.get(META) or path.stat()
@@ -162,12 +162,12 @@ def _measure(path: Path) -> _Kept | None:
 
 
 def _remove(store: Store, entry: _Kept) -> bool:
-    """Whether the entry is gone. It is not where it came into use meanwhile."""
+    """Removes an entry unless it was mapped meanwhile; returns whether it is removed."""
     aside = store.move_aside(entry.path, EVICTED)
     if aside is None:
         return True
     if entry.inode and entry.inode in mapped_inodes():
-        # Where it was built anew since, that one serves; this one's code stays mapped.
+        # The rename fails if it was built again meanwhile: then the mapped file stays valid.
         with contextlib.suppress(OSError):
             aside.rename(entry.path)
             aside.parent.rmdir()
@@ -180,7 +180,7 @@ def _remove(store: Store, entry: _Kept) -> bool:
 
 
 def _remove_leftovers(store: Store, dry_run: bool) -> int:
-    """Removes what builders left that are gone. Returns its bytes."""
+    """Removes old leftovers, see `_LEFTOVERS`. Returns their size."""
     size, now = 0, time.time()
     for name, longest_s in _LEFTOVERS.items():
         for path in store.base.joinpath(name).glob("*"):

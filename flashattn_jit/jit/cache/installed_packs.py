@@ -1,7 +1,7 @@
-"""Packs that wheels brought: being installed makes them read-only layers.
+"""Packs of installed wheels, which are read-only layers.
 
-A distribution announces one by an entry point of the group `flashattn_jit.kernels`, whose value is
-the name of a package of data: its `kernels.pack` lies in that package's folder, beside the
+A distribution announces a pack by an entry point of the group `flashattn_jit.kernels`, whose value
+is the name of a package of data: `kernels.pack` is in that package's folder, beside the
 distribution's metadata. Only metadata is read; nothing of the distribution is imported.
 """
 
@@ -20,12 +20,12 @@ PACK = "kernels.pack"
 
 log = logging.getLogger(__name__)
 
-# No path can be made of it that leaves the folder.
+# Excludes path traversal.
 _PACKAGE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*", re.ASCII)
 
 
 class InstalledPack(NamedTuple):
-    """A pack that a distribution announces. There need be no file at `path`."""
+    """A pack that a distribution announces. `path` need not exist."""
 
     distribution: str
     version: str
@@ -33,10 +33,10 @@ class InstalledPack(NamedTuple):
 
 
 def installed_packs() -> tuple[InstalledPack, ...]:
-    """What the distributions on `sys.path` announce, by their normalised names.
+    """The packs of the distributions on `sys.path`, in the order of their normalised names.
 
-    Of distributions of one name the first on `sys.path` counts, as for an import. Looked for once
-    a process and value of `sys.path`: 1 to 10 ms for a hundred distributions.
+    Of distributions with one name the first on `sys.path` counts, as for an import. The result is
+    cached for each value of `sys.path`; a search takes 1 to 10 ms for a hundred distributions.
     """
     return _installed(tuple(p for p in sys.path if isinstance(p, str) and "\0" not in p))
 
@@ -50,7 +50,7 @@ def _installed(search_path: tuple[str, ...]) -> tuple[InstalledPack, ...]:
                 continue
             name = str(distribution.metadata["Name"])
             packs = list(_announced(name, distribution))
-        except Exception as error:  # of whoever wrote that metadata
+        except Exception as error:  # invalid metadata may raise anything
             log.warning("the entry points of a distribution cannot be read: %s", error)
             continue
         found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), packs)
@@ -64,7 +64,7 @@ def _announced(name: str, distribution: Distribution) -> list[InstalledPack]:
         if not _PACKAGE.fullmatch(package):
             log.warning("%s announces kernels in %r, which names no package", name, package[:80])
             continue
-        # In a ZIP archive on sys.path this is no file that can be opened: the layer says so.
-        place = distribution.locate_file(f"{package.replace('.', '/')}/{PACK}")
-        packs.append(InstalledPack(name, distribution.version, Path(str(place)).absolute()))
+        # Inside a ZIP archive on sys.path the file cannot be opened: the layer reports that.
+        path = Path(str(distribution.locate_file(f"{package.replace('.', '/')}/{PACK}")))
+        packs.append(InstalledPack(name, distribution.version, path.absolute()))
     return packs

@@ -1,14 +1,14 @@
-"""Where kernels are looked for before they are compiled: folders, packs, a remote folder.
+"""The layers that are searched for a kernel before it is compiled: folders, packs, a remote folder.
 
     user        FLASHATTN_JIT_CACHE_DIR: the only one that is written
-    read_only   each folder or pack of FLASHATTN_JIT_CACHE_PATH, in order; then the packs that
-                installed wheels brought, by the wheels' names (`installed_packs.py`)
+    read_only   each folder or pack of FLASHATTN_JIT_CACHE_PATH, in order; then the packs of
+                installed wheels, by the wheels' names (`installed_packs.py`)
     remote      FLASHATTN_JIT_CACHE_REMOTE (`remote.py`)
 
-First what a layer finds, and how its code gets into the process; then whether this machine can run
-it, asked before it is loaded: a kernel that needs other instructions, another machine or a newer
-driver is a miss with its reason, as the layers below may have one that fits. Last the layers of
-this machine. One that cannot serve says why; only a user's folder that is not safe is an error.
+Whether this machine can run a kernel is checked before it is loaded: one that needs other
+instructions, another machine or a newer driver is a miss with a reason, and the next layer is
+searched. A layer that has no usable kernel returns the reason; only an unsafe user's folder is an
+error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from flashattn_jit import env
 from flashattn_jit.codegen.spec import host_target
@@ -32,32 +32,31 @@ from flashattn_jit.codegen.targets import CPU_TARGETS, included, is_cuda
 from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.entry import (
     ARTIFACT,
+    STEPPED_DOWN,
     CorruptEntryError,
     Document,
     Entry,
     check_content,
-    check_meta,
     may_be_swapped,
     read_file,
-    stepped_down_to,
 )
 from flashattn_jit.jit.cache.store import Store, check_file
 
 if TYPE_CHECKING:
-    from flashattn_jit.jit.cache.pack_file import PackedEntry, PackFile
+    from flashattn_jit.jit.cache.pack_file import PackFile
 
 log = logging.getLogger(__name__)
 
 LayerName = Literal["memory", "user", "read_only", "remote"]
-LAYERS: tuple[LayerName, ...] = ("memory", "user", "read_only", "remote")
+LAYERS: tuple[LayerName, ...] = get_args(LayerName)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Kernels found, by layer, and what happened where none had one.
+    """Counts of kernels found, by layer, and of misses.
 
     misses: kernels that no folder had. waits: builds of other processes that were waited for,
-    lock_wait_s: how long. corrupt: entries that were not what was published.
+    lock_wait_s: the seconds. corrupt: entries that failed verification.
     """
 
     hits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LAYERS, 0))
@@ -78,22 +77,23 @@ class Counters:
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
-# Loaded code is mapped from these, and glibc takes a path that it knows for the same library.
+# Kept open for the life of the process: dlopen takes an equal path for the same library, so the
+# number of a descriptor must not be used again.
 _kept_descriptors: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A kernel: which layer has it and where, and its files, verified when they are read.
+    """A kernel that a layer has; its files are verified when they are read.
 
-    `path` is the entry's folder, or the pack or URL that holds it. `in_folder` says whether its
-    artifact is loaded from there: not where others could put another folder in its place between
-    its verification and its loading. `head` holds the artifact's first bytes.
+    path: the entry's folder, or the pack or URL that holds it. in_folder: whether its artifact is
+    loaded from `path`. It is not if others could replace a folder above it between verification
+    and loading. head: the artifact's first bytes.
     """
 
     key: str
     compiler_id: str
-    layer: LayerName | str
+    layer: str
     path: Path
     meta: Mapping[str, Any] = field(repr=False)
     head: bytes = field(repr=False)
@@ -102,13 +102,14 @@ class Found:
 
     @property
     def stepped_down_to(self) -> str | None:
-        """The key of the kernel with a smaller tile that takes this one's place."""
-        return stepped_down_to(self.meta)
+        """The key of the kernel on a smaller tile that replaces this one."""
+        step = self.meta.get(STEPPED_DOWN)
+        return str(step["key"]) if step else None
 
     def smaller_tile(self, smaller: Sequence[str]) -> str:
-        """Which of the keys of smaller tiles, in order, takes this one's place.
+        """Which of `smaller`, the keys of the smaller tiles in order, replaces this kernel.
 
-        The first where it names none of them: tiles may have been added or dropped since.
+        The first if the entry names none of them: tiles may have been added or removed since.
         """
         step = self.stepped_down_to
         return step if step is not None and step in smaller else smaller[0]
@@ -121,9 +122,9 @@ class Found:
 
     @contextlib.contextmanager
     def loadable(self) -> Iterator[Path]:
-        """A file that the artifact can be loaded from, for as long as this lasts. Raises OSError.
+        """A file that the artifact can be loaded from inside the `with`. Raises OSError.
 
-        One that lies in no folder of its own is put into memory: nothing is written to a disk.
+        An artifact that is not loaded from a folder is copied into a memory file if possible.
         """
         if self.in_folder:
             yield self.path / ARTIFACT
@@ -140,7 +141,7 @@ class Found:
         yield path
 
 
-def found_in_folder(entry: Entry, layer: LayerName | str, *, read_only: bool = False) -> Found:
+def found_in_folder(entry: Entry, layer: str, *, read_only: bool = False) -> Found:
     """An entry of a store."""
 
     def read(name: str) -> bytes:
@@ -170,9 +171,9 @@ def found_in_memory(
     meta: Mapping[str, Any],
     read: Callable[[str], bytes],
 ) -> Found:
-    """A kernel whose files are read through `read`, its artifact verified now.
+    """A kernel whose files `read` returns; its artifact is verified now, by the checked `meta`.
 
-    `meta` was checked. Raises ValueError where the artifact is not what it says.
+    Raises ValueError where the artifact does not match `meta`.
     """
 
     def checked(name: str) -> bytes:
@@ -185,7 +186,7 @@ def found_in_memory(
 
 
 def _memory_file(content: bytes, key: str) -> Path:
-    """A file in memory that nobody can change any more, kept for the life of the process."""
+    """A sealed memory file with this content, kept for the life of the process."""
     descriptor = os.memfd_create(f"flashattn_jit-{key[:16]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(content)
@@ -193,7 +194,7 @@ def _memory_file(content: bytes, key: str) -> Path:
             view = view[os.write(descriptor, view) :]
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         path = Path(f"/proc/self/fd/{descriptor}")
-        path.stat()  # there may be no /proc
+        path.stat()  # fails where /proc is not mounted
     except BaseException:
         os.close(descriptor)
         raise
@@ -201,13 +202,26 @@ def _memory_file(content: bytes, key: str) -> Path:
     return path
 
 
-# --- whether it runs here ------------------------------------------------------------------------
+# --- whether this machine can run a kernel -------------------------------------------------------
 
 _MAGIC = b"\x7fELF"
 _MIN_DRIVERS = {11: 450, 12: 525, 13: 580}
 """The oldest driver that runs what a toolkit of this major version compiles (minor version
 compatibility: CUDA Compatibility guide, table 1)."""
 _MACHINES = {0x03: "x86", 0x28: "arm", 0x3E: "x86_64", 0xB7: "aarch64", 0xF3: "riscv"}
+
+
+def unfit(found: Found, target: str, compiler_id: str | None) -> str:
+    """Why this machine cannot run a kernel for `target`; empty where it can.
+
+    compiler_id: this machine's compiler. The driver is not checked for its own builds: compiling
+    again would give the same, and the launch reports the error.
+    """
+    if why := unfit_target(target) or unfit_machine(found.head):
+        return why
+    if found.compiler_id == compiler_id:
+        return ""
+    return unfit_driver(target, found.meta.get("min_driver"))
 
 
 def unfit_target(target: str) -> str:
@@ -228,7 +242,7 @@ def unfit_machine(head: bytes) -> str:
 def unfit_driver(target: str, needed: object) -> str:
     """Why this machine's driver cannot run a CUDA artifact; empty where it can.
 
-    Empty as well where there is no driver: then the artifact is emulated, or only looked at.
+    Also empty without a driver: then the artifact is emulated or only inspected.
     """
     if not is_cuda(target) or not isinstance(needed, int):
         return ""
@@ -256,7 +270,7 @@ def driver_version() -> int:
 def too_old(driver_version: int, needed: int) -> bool:
     """Whether a driver that supports CUDA `driver_version` (12040 for 12.4) is below a branch.
 
-    Within one major version of CUDA its first driver runs what every later compiler made, as
+    The first driver of a major version of CUDA runs the code of all its later compilers, as
     artifacts hold machine code and no PTX.
     """
     major = driver_version // 1000
@@ -264,9 +278,9 @@ def too_old(driver_version: int, needed: int) -> bool:
 
 
 def oldest_driver(cuda_major: int) -> int:
-    """The lowest driver branch (such as 580) that runs what CUDA `cuda_major` compiled.
+    """The oldest driver branch (such as 580) that runs what CUDA `cuda_major` compiled.
 
-    A toolkit that is newer than this table is taken to need at least the newest known branch.
+    For a toolkit newer than the table: the newest known branch.
     """
     return _MIN_DRIVERS.get(cuda_major, max(_MIN_DRIVERS.values()))
 
@@ -287,7 +301,7 @@ def _kind(head: bytes) -> tuple[bytes, bytes]:
 
 
 def machine_name(head: bytes) -> str:
-    """The machine that an ELF file is for, by its first 20 bytes or more, such as "x86_64"."""
+    """The machine of an ELF file with this `head` of 20 bytes or more, such as "x86_64"."""
     number = int.from_bytes(head[18:20], "big" if head[5:6] == b"\x02" else "little")
     return _MACHINES.get(number, f"machine {number}")
 
@@ -297,9 +311,9 @@ def machine_name(head: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a layer has of a kernel: sound entries, newest first; corrupt ones; else the reason.
+    """A layer's entries of a kernel: valid ones, newest first; corrupt ones; why there are none.
 
-    fault: the reason is something to repair, not that the layer holds other kernels.
+    fault: the reason is a defect to repair, and not just that the layer lacks the kernel.
     """
 
     found: tuple[Found, ...] = ()
@@ -309,21 +323,21 @@ class Answer:
 
 
 class Layer(Protocol):
-    """A place where kernels are looked for."""
+    """A source of compiled kernels."""
 
     @property
     def name(self) -> LayerName:
-        """Which kind of layer it is."""
+        """The kind of layer."""
 
     @property
     def location(self) -> str:
         """Its folder, file or URL."""
 
     def search(self, key: str, compiler_id: str | None) -> Answer:
-        """What it has of a key: of one compiler, or of any. Writes nothing."""
+        """Its entries of a key, by one compiler, or by any if None. Writes nothing."""
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
-        """Of all that it has: key, where it is, key document. For people, after a miss."""
+        """(key, location, key document) of all its entries, for the report of a miss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +363,11 @@ class FolderLayer:
             return Answer(reason=str(error), fault=True)
         except OSError as error:
             return Answer(reason=f"it cannot be read: {error}", fault=True)
-        found = tuple(found_in_folder(e, self.name, read_only=read_only) for e in entries)
-        if found:
-            return Answer(found, tuple(wrong))
-        if not wrong and not _has_mode(self.store.root, stat.S_ISDIR):
+        found = [found_in_folder(e, self.name, read_only=read_only) for e in entries]
+        if not found and not wrong and not _has_mode(self.store.root, stat.S_ISDIR):
             return Answer(reason="there is no such folder", fault=read_only)
-        others = [c for c in self.store.compilers_of(key) if c != compiler_id] if not wrong else []
-        return Answer((), tuple(wrong), _reason(wrong, others, compiler_id), fault=bool(wrong))
+        others = [] if found else [c for c in self.store.compilers_of(key) if c != compiler_id]
+        return answer_of(found, wrong, others, compiler_id)
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""
@@ -366,7 +378,7 @@ class FolderLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackLayer:
-    """A pack file, read in place. installed: by pip, see `entry.others_write`."""
+    """A pack file, read in place. installed: see `entry.complaint`."""
 
     path: Path
     installed: bool = False
@@ -389,15 +401,16 @@ class PackLayer:
             pack = self.pack()
             for packed in pack.find(key, compiler_id):
                 try:
-                    found.append(self._found(packed))
+                    meta, compiler = packed.meta, packed.compiler_id
+                    found.append(
+                        found_in_memory(key, compiler, self.name, self.path, meta, packed.read)
+                    )
                 except (PackError, ValueError) as error:
                     wrong.append(CorruptEntryError(self.path, str(error)))
-            others = [] if found else [entry.compiler_id for entry in pack.find(key)]
-            reason = "" if found else _reason(wrong, others, compiler_id)
+            others = [entry.compiler_id for entry in pack.find(key)]
         except (PackError, UnsafeCacheError, OSError) as error:
             return Answer(reason=str(error), fault=True)
-        found.sort(key=lambda one: str(one.meta.get("created", "")), reverse=True)
-        return Answer(tuple(found), tuple(wrong), reason, fault=bool(wrong) and not found)
+        return answer_of(found, wrong, others, compiler_id)
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
         """See `Layer`."""
@@ -407,23 +420,16 @@ class PackLayer:
         except (PackError, UnsafeCacheError, OSError, ValueError, KeyError, TypeError):
             return
 
-    def _found(self, packed: PackedEntry) -> Found:
-        meta = packed.meta
-        check_meta(meta, packed.key, packed.compiler_id)
-        return found_in_memory(
-            packed.key, packed.compiler_id, self.name, self.path, meta, packed.read
-        )
-
 
 def user_layer() -> FolderLayer:
-    """The layer that is written."""
+    """The layer of FLASHATTN_JIT_CACHE_DIR, the only one that is written."""
     return FolderLayer("user", Store(env.cache_dir()))
 
 
 def local_layers() -> Iterator[FolderLayer | PackLayer]:
     """The layers on this machine, in the order in which they are searched.
 
-    What is installed is looked for only once the layers in front of it have been asked.
+    Installed packs are looked up only after the layers before them were searched.
     """
     yield user_layer()
     for path in env.cache_path():
@@ -438,26 +444,25 @@ def local_layers() -> Iterator[FolderLayer | PackLayer]:
             yield PackLayer(pack.path, installed=True)
 
 
-def entries_of(keys: Sequence[str], places: Sequence[Layer]) -> list[Found]:
-    """The newest entry of the first key, and those on the way to one that has an artifact.
+def entries_of(keys: Sequence[str], layers: Sequence[Layer]) -> list[Found]:
+    """The newest entry of the first key, then of each smaller tile up to one with an artifact.
 
-    keys: of a kernel and of what may take its place, in order. Raises LookupError where an entry
-    is in none of the places.
+    keys: of a kernel and of its smaller tiles, in order. Raises LookupError where none of the
+    layers has an entry.
     """
-    way: list[Found] = []
-    key, smaller = keys[0], keys[1:]
+    entries: list[Found] = []
+    index = 0
     while True:
-        answers = (layer.search(key, None).found for layer in places)
+        answers = (layer.search(keys[index], None).found for layer in layers)
         entry = next((found[0] for found in answers if found), None)
         if entry is None:
-            raise LookupError(key)
-        way.append(entry)
+            raise LookupError(keys[index])
+        entries.append(entry)
         if entry.stepped_down_to is None:
-            return way
-        if not smaller:
-            raise LookupError(key)
-        key = entry.smaller_tile(smaller)
-        smaller = keys[keys.index(key) + 1 :]
+            return entries
+        if index + 1 == len(keys):
+            raise LookupError(keys[index])
+        index = keys.index(entry.smaller_tile(keys[index + 1 :]))
 
 
 def _has_mode(path: Path, wanted: Callable[[int], bool]) -> bool:
@@ -467,19 +472,28 @@ def _has_mode(path: Path, wanted: Callable[[int], bool]) -> bool:
         return False
 
 
-def _reason(wrong: list[CorruptEntryError], others: list[str], compiler_id: str | None) -> str:
-    """Why a layer has no sound entry of a kernel. others: compilers whose entries it has."""
+def answer_of(
+    found: Sequence[Found],
+    wrong: Sequence[CorruptEntryError],
+    others: Sequence[str] = (),
+    compiler_id: str | None = None,
+) -> Answer:
+    """The answer of a layer with these entries. others: compilers that made other entries of it."""
+    if found:
+        newest_first = sorted(found, key=lambda x: str(x.meta.get("created", "")), reverse=True)
+        return Answer(tuple(newest_first), tuple(wrong))
+    reason = "it has no such kernel"
     if wrong:
-        return f"its entry is corrupt: {wrong[0].reason}"
-    if not others:
-        return "it has no such kernel"
-    return (
-        f"it has the kernel as {', '.join(sorted(others))} made it, and this machine's compiler is "
-        f"{compiler_id}; FLASHATTN_JIT_COMPILE=never takes any compiler's"
-    )
+        reason = f"its entry is corrupt: {wrong[0].reason}"
+    elif others:
+        reason = (
+            f"it has the kernel as {', '.join(sorted(others))} made it, and this machine's "
+            f"compiler is {compiler_id}; FLASHATTN_JIT_COMPILE=never takes any compiler's"
+        )
+    return Answer((), tuple(wrong), reason, fault=bool(wrong))
 
 
-# Opening a pack reads its index; a file that was replaced is opened anew.
+# Opening a pack reads its directory. A file that was replaced is opened again.
 _packs: dict[tuple[Path, bool], tuple[tuple[int, int, int], PackFile]] = {}
 _packs_lock = threading.Lock()
 
@@ -494,7 +508,7 @@ def _open_pack(path: Path, installed: bool) -> PackFile:
         if kept is None or kept[0] != version:
             check_file(path, installed=installed)
             kept = version, PackFile(path, installed=installed)
-            # The one before stays open: kernels found in it read their other files from it.
+            # The previous one stays open: kernels found in it read their other files from it.
             _packs[path, installed] = kept
     return kept[1]
 

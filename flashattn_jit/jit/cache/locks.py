@@ -1,8 +1,8 @@
-"""One builder a kernel on this machine: flocks in a node-local folder, waited for with a bound.
+"""Build locks: one builder per kernel and machine, by flocks in a node-local folder.
 
-The kernel releases a flock when its holder dies, so a killed builder leaves nothing behind; the
-lock files themselves mean nothing and stay. Locks only save work: entries are published atomically,
-so a builder that could not get its lock builds privately and harms nobody.
+The operating system releases a flock when its holder dies, so a killed builder leaves no lock; the
+empty lock files stay. Locks only save work: entries are published atomically, so a builder that
+does not get the lock within the time limit may build as well.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flashattn_jit import env
+from flashattn_jit.jit.cache.entry import complaint
 
 log = logging.getLogger(__name__)
 
-# A lock lives as long as any process has its descriptor; a forked child gives its own back.
+# A flock lasts as long as any process has its descriptor open, so a forked child closes these.
 _held: set[int] = set()
 
-# Many that wait for one build go on one after the other, each within a poll of the one before.
+# Processes that wait for one build get the lock in turn, each up to one poll after the other.
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.02
 _WARN_AFTER_S = 5.0
 
 
 @contextlib.contextmanager
 def build_lock(key: str, wait_s: float) -> Iterator[float]:
-    """Holds the machine's lock on building `key`, or nothing where it cannot be had in time.
+    """Holds the build lock of `key`, or no lock if it cannot be acquired within `wait_s`.
 
-    Yields the seconds waited, 0 where it was free. Never raises on behalf of the lock.
+    Yields the seconds waited, 0 if the lock was free. Errors of locking are never raised.
     """
     descriptor = _open(key)
     if descriptor is None:
@@ -49,7 +50,7 @@ def build_lock(key: str, wait_s: float) -> Iterator[float]:
     finally:
         if descriptor in _held:
             _held.discard(descriptor)
-            # Closing alone would leave it to whatever was forked meanwhile.
+            # A child process forked meanwhile may hold the descriptor, so closing is not enough.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
@@ -100,7 +101,7 @@ def _open(key: str) -> int | None:
 
 
 def candidates() -> list[Path]:
-    """Folders that locks may lie in: the chosen one, else node-local ones, the best first."""
+    """Folders for lock files: FLASHATTN_JIT_LOCK_DIR, else node-local ones, the best first."""
     if chosen := env.lock_dir():
         return [chosen]
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -109,19 +110,18 @@ def candidates() -> list[Path]:
 
 
 def not_ours(status: os.stat_result) -> str:
-    """Why what lies there is no folder of ours alone; empty where it is one.
+    """Why a path is not a folder that only this user can write to; empty where it is.
 
-    Another user may have made the name first in a shared folder: then it is not ours to use.
+    In a shared folder another user may have made a folder of this name first.
     """
     if not stat.S_ISDIR(status.st_mode):
         return "it is not a folder"
-    if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}"
-    return "others may write to it" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+    wrong = complaint(status, read_only=False)
+    return f"it {wrong}" if wrong else ""
 
 
 def folder(make: bool = True) -> Path | None:
-    """The first node-local folder that is ours alone; made where it is missing, if it may be."""
+    """The first of `candidates` that only this user can write to; with `make` it may be made."""
     for path in candidates():
         try:
             if make:

@@ -1,10 +1,11 @@
-"""Why a kernel was not found: the layers searched, the entry that comes closest, the remedy."""
+"""The report of a miss: the layers searched, the entry that differs least, the remedy."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
@@ -32,9 +33,9 @@ SHIP = (
     "make a wheel of it on a machine with a compiler (flashattn-jit warm, then flashattn-jit pack "
     "--wheel NAME) and install that here with pip"
 )
-"""How a machine without a compiler gets a kernel."""
+"""The remedy for a machine without a compiler."""
 
-# What makes two kernels different things, before what makes them builds of one thing.
+# Fields that identify a kernel weigh more than fields that differ between builds of one kernel.
 _WEIGHTS = {
     "target": 4,
     "spec.variant": 8,
@@ -45,35 +46,21 @@ _WEIGHTS = {
 
 
 def differences(wanted: Document, found: Document) -> tuple[Difference, ...]:
-    """The fields in which two key documents differ, those of the kernel spec one by one.
+    """The fields in which two key documents differ, with the kernel spec split into its fields.
 
-    A variant's hooks are compared as wholes: "5 operations" against "7 operations".
+    A hook is one field: "5 operations" against "7 operations".
     """
-    first, second = _fields(wanted), _fields(found)
-    out: list[Difference] = []
-    for name in [*first, *(n for n in second if n not in first)]:
-        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
-        if a == b:
-            continue
-        if name == "spec" and isinstance(a, str) and isinstance(b, str):
-            out += _spec_differences(a, b)
-        elif name == "flags" and isinstance(a, str) and isinstance(b, str):
-            out.append(_flag_difference(a.split("\n"), b.split("\n")))
-        elif name == "sources":
-            out.append(Difference(name, "templates and headers here", "another version of them"))
-        else:
-            out.append(Difference(name, _show(a), _show(b)))
-    return tuple(out)
+    return tuple(_compare("", _fields(wanted), _fields(found), depth=3))
 
 
 def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> Nearest | None:
-    """Of `documents`, each (key, location, document), the one that differs least from `key`."""
+    """The one of `documents`, each (key, location, document), that differs least from `key`."""
     best: tuple[int, Nearest] | None = None
     for i, (found_key, location, document) in enumerate(documents):
         if i >= _MOST_COMPARED:
             break
         if found_key == key.hex:
-            continue  # the layer said why it does not serve
+            continue  # its layer has given the reason why it cannot be used
         found = Nearest(found_key, location, differences(key.document, document))
         distance = sum(_weight(d.field) for d in found.differences)
         if best is None or distance < best[0]:
@@ -82,7 +69,7 @@ def nearest(key: KernelKey, documents: Iterable[tuple[str, str, Document]]) -> N
 
 
 def nearest_in(key: KernelKey, among: Iterable[Layer]) -> Nearest | None:
-    """The entry of these layers that comes closest to a key that none of them has."""
+    """The entry of these layers that differs least from a key that none of them has."""
     return nearest(key, (found for layer in among for found in _documents(layer)))
 
 
@@ -94,7 +81,7 @@ def _documents(layer: Layer) -> Iterator[tuple[str, str, Document]]:
 
 
 def build_command(spec: str, name: str = "variant") -> str:
-    """The shell command that builds a kernel; empty where its spec is no kernel's."""
+    """The shell command that builds a kernel; empty where `spec` is not valid."""
     try:
         kernel = spec_from_document(spec, name)
     except FlashAttnJitError:
@@ -108,7 +95,7 @@ def build_command(spec: str, name: str = "variant") -> str:
 
 
 def fault_of(searched: Sequence[Searched]) -> str:
-    """What is to be repaired of the first layer that has a fault, with its place; empty: none."""
+    """The fault of the first layer that has one, with the layer's location; empty if none has."""
     for one in searched:
         if one.fault:
             return one.reason if one.location in one.reason else f"{one.location}: {one.reason}"
@@ -118,31 +105,29 @@ def fault_of(searched: Sequence[Searched]) -> str:
 def missing_kernel(
     request: Request, key: KernelKey, searched: Sequence[Searched], closest: Nearest | None
 ) -> MissingKernelError:
-    """The error of a miss where nothing may be compiled: all that is known, and the remedy."""
+    """The error of a miss where nothing may be compiled: layers, nearest entry, remedy."""
     spec, target = request.spec, request.target
     command = build_command(spec, request.name)
     cause = fault_of(searched)
-    lines = [
-        (f"{cause}\n" if cause else "")
-        + f"kernel {key.hex} of {request.name} for {target} is in no layer of the cache, and "
+    lines = [cause] if cause else []
+    lines += [
+        f"kernel {key.hex} of {request.name} for {target} is in no layer of the cache, and "
         "FLASHATTN_JIT_COMPILE=never forbids to compile it",
         *(f"  {layer}" for layer in searched),
     ]
     if closest:
         lines.append(f"  nearest: {closest.key[:16]} in {closest.location}; wanted -> there:")
-        shown = closest.differences[:_MOST_SHOWN]
-        lines += [f"    {difference}" for difference in shown]
-        if len(closest.differences) > len(shown):
-            lines.append(f"    and {len(closest.differences) - len(shown)} more")
+        lines += [f"    {difference}" for difference in closest.differences[:_MOST_SHOWN]]
+        if (more := len(closest.differences) - _MOST_SHOWN) > 0:
+            lines.append(f"    and {more} more")
     if command:
         lines.append(
             f"{SHIP[0].upper()}{SHIP[1:]}; or compile it ahead, with the same "
             f"FLASHATTN_JIT_CACHE_DIR:\n{command}"
         )
     else:
-        lines.append(f"  spec: {spec}")
         lines.append(
-            "compile it ahead, with the same FLASHATTN_JIT_CACHE_DIR and "
+            f"  spec: {spec}\ncompile it ahead, with the same FLASHATTN_JIT_CACHE_DIR and "
             "FLASHATTN_JIT_COMPILE=missing"
         )
     return MissingKernelError(
@@ -156,43 +141,44 @@ def missing_kernel(
     )
 
 
-def _fields(document: Document) -> dict[str, object]:
-    pairs = document.items() if isinstance(document, Mapping) else document
-    return dict(pairs)  # type: ignore[arg-type]
+def _fields(document: Document) -> dict[str, Any]:
+    """The fields of a key document, with the spec and the flags parsed."""
+    fields: dict[str, Any] = dict(document)  # type: ignore[arg-type]
+    if isinstance(flags := fields.get("flags"), str):
+        fields["flags"] = flags.split("\n")
+    with contextlib.suppress(ValueError, RecursionError, TypeError):
+        if isinstance(spec := json.loads(fields.get("spec", "")), dict):
+            fields["spec"] = spec
+    return fields
 
 
 def _weight(field: str) -> int:
     return next((w for name, w in _WEIGHTS.items() if field.startswith(name)), 1)
 
 
-def _spec_differences(wanted: str, found: str) -> Iterator[Difference]:
-    try:
-        first, second = json.loads(wanted), json.loads(found)
-    except (ValueError, RecursionError):
-        first = second = None
-    if not isinstance(first, dict) or not isinstance(second, dict):
-        yield Difference("spec", _show(wanted), _show(found))
-        return
-    yield from _compare("spec", first, second, depth=2)
-
-
-def _compare(path: str, first: dict[str, Any], second: dict[str, Any], depth: int) -> Iterator[
-    Difference
-]:  # fmt: skip
-    for name in [*first, *(n for n in second if n not in first)]:
+def _compare(
+    parent: str, first: dict[str, Any], second: dict[str, Any], depth: int
+) -> Iterator[Difference]:
+    """The differing fields of two objects; `depth` levels of objects inside are split too."""
+    for name in {**first, **second}:
         a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        path = f"{parent}.{name}" if parent else name
         if a == b:
             continue
         if name in HOOKS and isinstance(a, dict) and isinstance(b, dict):
-            yield _hook_difference(f"{path}.{name}", a, b)
+            yield _hook_difference(path, a, b)
         elif depth and isinstance(a, dict) and isinstance(b, dict):
-            yield from _compare(f"{path}.{name}", a, b, depth - 1)
+            yield from _compare(path, a, b, depth - 1)
+        elif path == "flags" and isinstance(a, list) and isinstance(b, list):
+            yield _flag_difference(a, b)
+        elif path == "sources":
+            yield Difference(path, "templates and headers here", "another version of them")
         else:
-            yield Difference(f"{path}.{name}", _show(a), _show(b))
+            yield Difference(path, _show(a), _show(b))
 
 
 def _hook_difference(path: str, first: dict[str, Any], second: dict[str, Any]) -> Difference:
-    """Two graphs of a hook: by their operations, else by the first node that differs."""
+    """The difference of two graphs of a hook: their operations, else the first differing node."""
     a, b = _operations(first), _operations(second)
     if a != b:
         return Difference(path, a, b)

@@ -1,15 +1,16 @@
-"""A pack: cache entries in one ZIP archive, read at random.
+"""A pack: cache entries in one ZIP archive with random access.
 
     v1/<compiler id>/<first two hex digits>/<key>/<file>    entries as in a store, in order
 
 Members are stored uncompressed, in the order of their names, with a fixed time and mode, so that
-equal entries make equal bytes. A member's comment is its sha256; the archive's comment states the
+equal entries make equal bytes. A member's comment is its sha256; the archive's comment holds the
 schema and the sha256 of the directory.
 
-An archive is read as an enemy's. Names must be those of entries, so that none can escape; members
-lie one behind the other, so that no two overlap and no size is wrong; and a file is given out only
-after its digest was compared. Whoever wrote a pack decides the code in it, as with a store's
-folder: a pack is trusted only if it belongs to this user or root and nobody else may write to it.
+An archive is read as untrusted input. Names must be those of entries, which excludes path
+traversal; members must be contiguous, so that none overlap and no size is wrong; and a file is
+returned only after its digest was compared. The author of a pack decides which code runs, as with a
+store's folder: a pack is trusted only if it belongs to this user or root and nobody else may write
+to it.
 """
 
 from __future__ import annotations
@@ -35,21 +36,16 @@ from flashattn_jit.jit.cache.entry import (
     parse_meta,
     sha256,
 )
-from flashattn_jit.jit.cache.store import LAYOUT
+from flashattn_jit.jit.cache.store import entry_folder
 
 EARLIEST = (1980, 1, 1, 0, 0, 0)
-"""The time of an archive's members; there is none before it."""
+"""The time of an archive's members: the earliest that ZIP can express."""
 
 _SCHEMA = 2
 _COMMENT = f"flashattn_jit pack of schema {_SCHEMA}, sha256 of the directory: ".encode()
 _DIGEST_BYTES = 64
 _MOST_DIRECTORY_BYTES = 1 << 28
 _ATTRIBUTES = 0o100600 << 16
-
-
-def folder_name(compiler_id: str, key: str) -> str:
-    """Where an entry is in the archive: as below a store's root."""
-    return f"{LAYOUT}/{compiler_id}/{key[:2]}/{key}"
 
 
 def write_archive(file: BinaryIO, members: Iterable[tuple[str, str, bytes]]) -> int:
@@ -59,7 +55,7 @@ def write_archive(file: BinaryIO, members: Iterable[tuple[str, str, bytes]]) -> 
     PackError where they are too many, OSError.
     """
     with zipfile.ZipFile(file, "w") as archive:
-        archive.comment = _comment_of(b"")  # of the right length
+        archive.comment = _comment_of(b"")  # the final one has the same length
         for name, digest, content in members:
             archive.writestr(_member(name, digest), content)
     file.seek(archive.start_dir)
@@ -79,7 +75,7 @@ def _member(name: str, digest: str) -> zipfile.ZipInfo:
 
 
 def _header(name: str, size: int, checksum: int) -> bytes:
-    """What is in front of a member's content."""
+    """The local header in front of a member's content."""
     info = _member(name, "")
     info.CRC, info.compress_size, info.file_size = checksum, size, size
     return info.FileHeader()
@@ -89,7 +85,7 @@ _HEADER_BYTES = len(_header("", 0, 0))
 
 
 def _comment_of(directory: bytes) -> bytes:
-    """An archive's comment. directory: all that follows its members."""
+    """An archive's comment. directory: all bytes after its members."""
     return _COMMENT + sha256(directory[:-_DIGEST_BYTES]).encode("ascii")
 
 
@@ -104,25 +100,25 @@ class PackedEntry:
 
     @property
     def folder(self) -> str:
-        """Where it is in the archive."""
-        return folder_name(self.compiler_id, self.key)
+        """Its folder in the archive: the one below a store's root."""
+        return entry_folder(self.compiler_id, self.key)
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """Its meta.json. Raises PackError where that is not of this entry's key and files."""
+        """Its meta.json. Raises PackError where that does not match the entry's key and files."""
         member = self.files[META]
         try:
             meta = parse_meta(self.read(META), self.key, self.compiler_id)
         except ValueError as error:
             raise self.pack.error(f"entry {self.folder!r}: {error}") from None
-        said = {name: (f["bytes"], f["sha256"]) for name, f in meta["files"].items()}
+        listed = {name: (f["bytes"], f["sha256"]) for name, f in meta["files"].items()}
         held = {n: (m.file_size, m.comment.decode()) for n, m in self.files.items() if n != META}
-        if said != held:
+        if listed != held:
             raise self.pack.error(f"member {member.filename!r} lists other files than the pack has")
         return meta
 
     def read(self, name: str) -> bytes:
-        """A file's content. Raises PackError where it is not what its digest says, KeyError."""
+        """A file's content. Raises PackError where its digest differs, KeyError."""
         content = self.read_unverified(name)
         member = self.files[name]
         if sha256(content).encode("ascii") != member.comment:
@@ -130,7 +126,7 @@ class PackedEntry:
         return content
 
     def read_unverified(self, name: str) -> bytes:
-        """A file's content, for a caller that compares its digest. Raises PackError, KeyError."""
+        """A file's content, for callers that compare its digest. Raises PackError, KeyError."""
         member = self.files[name]
         header = _header(member.filename, member.file_size, member.CRC)
         if self.pack.read_at(member.header_offset, len(header)) != header:
@@ -139,11 +135,12 @@ class PackedEntry:
 
 
 class PackFile:
-    """An open pack; a context manager. What it was when it was opened is what it stays.
+    """An open pack; a context manager. Replacing the file at its path does not change it.
 
     Opening reads the directory, not the entries. Safe in threads and after a fork.
-    Raises PackError, naming the member, for anything but a pack, for one of a foreign owner and for
-    one that others may write to (installed: see `entry.others_write`), and where it cannot be read.
+    Raises PackError, naming the member, for a file that is not a valid pack, that belongs to
+    another user or that others may write to (installed: see `entry.complaint`), and where it
+    cannot be read.
     """
 
     _descriptor = -1
@@ -151,7 +148,7 @@ class PackFile:
     def __init__(self, path: str | os.PathLike[str], *, installed: bool = False) -> None:
         self.path = Path(path)
         try:
-            # Not blocking: a pipe would wait for its writer.
+            # O_NONBLOCK: opening a pipe would wait for its writer.
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise PackError(f"pack {self.path} cannot be read: {error.strerror}") from error
@@ -173,15 +170,15 @@ class PackFile:
         return len(self._entries)
 
     def find(self, key: str, compiler_id: str | None = None) -> list[PackedEntry]:
-        """The entries of a key, of one compiler or of all."""
+        """The entries of a key, by one compiler or by all."""
         found = self._by_key.get(key, [])
         return [e for e in found if compiler_id is None or e.compiler_id == compiler_id]
 
     def read_at(self, begin: int, size: int) -> bytes:
         """Bytes of the archive; fewer at its end. Raises PackError where it was closed.
 
-        Moves no offset, which threads and forked processes would share. A read stops at 2 GiB,
-        more than a member or the directory can have.
+        Uses pread, as threads and forked processes share the file offset. One call reads at most
+        2 GiB, more than a member or the directory can have.
         """
         try:
             return os.pread(self._descriptor, size, begin)
@@ -189,11 +186,11 @@ class PackFile:
             raise PackError(f"pack {self.path} cannot be read: {error.strerror}") from error
 
     def error(self, reason: str) -> PackError:
-        """The error for this pack's content."""
+        """The error for invalid content of this pack."""
         return PackError(f"pack {self.path}: {reason}; pack it again, or copy it again")
 
     def close(self) -> None:
-        """Gives its descriptor back; entries cannot be read any more."""
+        """Closes the file; its entries cannot be read any more."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -214,7 +211,7 @@ class PackFile:
                 zipfile.ZipFile(file) as archive,
             ):
                 members, start, comment = archive.infolist(), archive.start_dir, archive.comment
-        except Exception as error:  # foreign bytes raise more than BadZipFile
+        except Exception as error:  # invalid bytes raise more than BadZipFile
             raise self.error(f"it is cut short, or no pack: {error}") from error
         if not comment.startswith(_COMMENT):
             raise self.error(f"its schema is not {_SCHEMA}, the one that this version reads")
@@ -253,7 +250,7 @@ class PackFile:
 
 
 class _BoundedFile(io.FileIO):
-    """A file of which no more is read at once than a directory may take, whatever it claims."""
+    """A file whose reads are limited to the size of a directory, as its header is untrusted."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MOST_DIRECTORY_BYTES:
@@ -262,7 +259,7 @@ class _BoundedFile(io.FileIO):
 
 
 def _complaint(member: zipfile.ZipInfo, file_name: str) -> str:
-    """What keeps a member from being in a pack, whatever the others are; nothing: empty."""
+    """Why a member, by itself, cannot be part of a pack; empty where it can."""
     if file_name != META and not is_file_name(file_name):
         return "has no plain file name"
     if member.flag_bits:
@@ -279,7 +276,7 @@ def _complaint(member: zipfile.ZipInfo, file_name: str) -> str:
 
 
 def _check_owner(descriptor: int, path: Path, installed: bool) -> None:
-    """Raises PackError for a pack that not only this user or root can have written."""
+    """Raises PackError for a pack that others than this user or root may have written."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise PackError(f"pack {path} is no file")

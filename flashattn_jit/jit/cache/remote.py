@@ -1,12 +1,11 @@
-"""A store below a URL, read and filled through fsspec.
+"""The remote layer: a store below a URL, read and written through fsspec.
 
-The tree is a store's, `<url>/v1/<compiler id>/<two digits>/<key>/<file>`, so any tool that copies
-folders fills it; `push` does, meta.json last. An entry is fetched whole, checked as any entry from
-elsewhere is (every digest, and the key by its document), and then adopted into the user's folder.
-Digests protect from damage, not from malice: whoever can write there decides which code runs.
+The tree is that of a store, `<url>/v1/<compiler id>/<two digits>/<key>/<file>`, so any tool that
+copies folders can fill it; `push` does, meta.json last. An entry is fetched whole, verified (every
+digest, and the key by its document), and then copied into the user's folder. Digests protect from
+damage, not from malice: anyone who can write to the URL decides which code runs.
 
-Nothing here may keep a process waiting: a look-up has a time limit, and after one that failed the
-remote is left alone for a while.
+A look-up has a time limit. After one that failed, the remote is not asked again for a while.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,10 +38,11 @@ from flashattn_jit.jit.cache.layers import (
     Found,
     Layer,
     LayerName,
+    answer_of,
     found_in_memory,
     local_layers,
 )
-from flashattn_jit.jit.cache.store import LAYOUT, Store
+from flashattn_jit.jit.cache.store import LAYOUT, Store, entry_folder
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +66,18 @@ class RemoteError(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class RemoteLayer:
-    """The remote folder as a layer."""
+    """The layer of a remote folder."""
 
     url: str
     name: LayerName = "remote"
 
     @property
     def location(self) -> str:
-        """The URL, without what may be secret in it."""
+        """The URL without its user name, password and token."""
         return public_url(self.url)
 
     def search(self, key: str, compiler_id: str | None) -> Answer:
-        """See `Layer`. What fails is a reason; it is warned of once."""
+        """See `Layer`. A failure becomes the reason of the answer; the first one logs a warning."""
         since, why = _left_alone.get(self.url, (0.0, ""))
         if why and time.monotonic() - since < _LEFT_ALONE_S:
             return Answer(reason=f"it is left alone for a while: {why}")
@@ -86,7 +86,7 @@ class RemoteLayer:
                 env.cache_remote_timeout_s(), lambda: _search(self.url, key, compiler_id)
             )
         except Exception as error:
-            # fsspec's file systems raise whatever their libraries do.
+            # fsspec's file systems raise the exceptions of the libraries beneath them.
             why = public_url(f"{type(error).__name__}: {error}")
             _left_alone[self.url] = time.monotonic(), why
             if self.url not in _warned:
@@ -95,12 +95,12 @@ class RemoteLayer:
             return Answer(reason=why)
 
     def documents(self) -> Iterator[tuple[str, str, Document]]:
-        """None: listing a remote folder would take too long."""
+        """Nothing: listing a remote folder would take too long."""
         return iter(())
 
 
 def remote_layers() -> tuple[RemoteLayer, ...]:
-    """The remote layer, where it is set."""
+    """The remote layer, if FLASHATTN_JIT_CACHE_REMOTE is set."""
     url = env.cache_remote()
     return () if url is None else (RemoteLayer(url),)
 
@@ -119,9 +119,9 @@ def push(
 ) -> tuple[int, int]:
     """Copies the entries of a store that a remote folder lacks, all or those of `keys`.
 
-    Each is verified before it is sent, and its meta.json is sent last: it makes an entry whole.
-    progress: called with the number of entries that are done, before each.
-    Returns how many were sent and how many it had. Raises CorruptEntryError, RemoteError.
+    Each entry is verified before it is sent; its meta.json is sent last, as it completes the entry.
+    progress: called before each entry with the number of entries done.
+    Returns how many were sent and how many were there. Raises CorruptEntryError, RemoteError.
     """
     sent = had = 0
     try:
@@ -132,7 +132,7 @@ def push(
             if progress is not None:
                 progress(sent + had)
             entry = store.verify(listed.path)
-            folder = _entry_folder(root, entry.compiler_id, entry.key)
+            folder = f"{root}/{entry_folder(entry.compiler_id, entry.key)}"
             if filesystem.exists(f"{folder}/{META}"):
                 had += 1
                 continue
@@ -147,7 +147,7 @@ def push(
 
 
 def unreadable(url: str) -> str:
-    """Why fsspec cannot read URLs of this kind; empty where it can. Connects to nothing."""
+    """Why fsspec cannot read URLs of this protocol; empty where it can. Does not connect."""
     from fsspec import get_filesystem_class
 
     try:
@@ -158,7 +158,7 @@ def unreadable(url: str) -> str:
 
 
 def public_url(text: str) -> str:
-    """A URL, or words with URLs in them, without user names, passwords and tokens."""
+    """A URL, or text with URLs in it, without user names, passwords and tokens."""
     return _URL.sub(r"\1\2", text)
 
 
@@ -176,8 +176,8 @@ def _search(url: str, key: str, compiler_id: str | None) -> Answer:
     found: list[Found] = []
     wrong: list[CorruptEntryError] = []
     for compiler in [compiler_id] if compiler_id else _compilers(filesystem, root):
-        folder = _entry_folder(root, compiler, key)
-        place = Path(f"{public_url(url)}/{LAYOUT}/{compiler}/{key[:2]}/{key}")
+        folder = f"{root}/{entry_folder(compiler, key)}"
+        shown = Path(public_url(url), entry_folder(compiler, key))
         try:
             text = _read(filesystem, f"{folder}/{META}", MOST_META_BYTES)
             meta = parse_meta(text, key, compiler)
@@ -185,31 +185,23 @@ def _search(url: str, key: str, compiler_id: str | None) -> Answer:
                 name: _read(filesystem, f"{folder}/{name}", expected["bytes"])
                 for name, expected in meta["files"].items()
             }
-            one = found_in_memory(key, compiler, "remote", place, meta, files.__getitem__)
+            one = found_in_memory(key, compiler, "remote", shown, meta, files.__getitem__)
             for name in files:
                 one.read(name)
             found.append(one)
         except FileNotFoundError:
             continue
         except ValueError as error:
-            wrong.append(CorruptEntryError(place, str(error)))
-    found.sort(key=lambda one: str(one.meta.get("created", "")), reverse=True)
-    if found:
-        return Answer(tuple(found), tuple(wrong))
-    reason = f"its entry is corrupt: {wrong[0].reason}" if wrong else "it has no such kernel"
-    return Answer((), tuple(wrong), reason)
+            wrong.append(CorruptEntryError(shown, str(error)))
+    return replace(answer_of(found, wrong), fault=False)  # nothing that this machine could repair
 
 
 def _connect(url: str) -> tuple[Any, str]:
-    # Takes 0.1 s: only where a remote is asked.
+    # The import takes 0.1 s.
     from fsspec.core import url_to_fs
 
     filesystem, root = url_to_fs(url)
     return filesystem, str(root).rstrip("/")
-
-
-def _entry_folder(root: str, compiler_id: str, key: str) -> str:
-    return f"{root}/{LAYOUT}/{compiler_id}/{key[:2]}/{key}"
 
 
 def _compilers(filesystem: Any, root: str) -> list[str]:
@@ -234,7 +226,7 @@ def _read(filesystem: Any, path: str, most_bytes: int) -> bytes:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """What `work` returns, in a thread that is given up after a while. Raises as `work` does."""
+    """The result of `work`, run in a thread. Raises what `work` raises, or TimeoutError."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -243,15 +235,11 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.set_exception(error)
 
-    # No executor's: those are waited for when the process ends.
+    # Not a thread of an executor: the interpreter waits for those when it exits.
     threading.Thread(target=run, name="flashattn_jit-remote", daemon=True).start()
     if not wait([outcome], seconds).done:
         raise TimeoutError(f"it did not answer within {seconds:g} s")
     return outcome.result()
 
 
-def _reset_after_fork() -> None:
-    _left_alone.clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(after_in_child=_left_alone.clear)

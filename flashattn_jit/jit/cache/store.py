@@ -1,24 +1,24 @@
-"""Compiled kernels on disk: immutable entries, published by one rename, verified when read.
+"""Compiled kernels on disk: immutable entries, published by one rename and verified when read.
 
     <root>/v1/<compiler id>/<first two hex digits>/<key>/
         artifact.so      the kernel, stripped
-        kernel.cpp       what was compiled; kernel.cu for CUDA targets
-        kernel.ptx       CUDA: what the machine code was made of; the emulator runs it
-        build.log        what the compiler said
+        kernel.cpp       the source; kernel.cu for CUDA targets
+        kernel.ptx       CUDA: the PTX of the machine code; the emulator runs it
+        build.log        the compiler's output
         command          the commands that ran
-        resources.json   size of the artifact; stack use of each function, or what each CUDA kernel
-                         uses and may use
-        meta.json        key document, compiler, digests; CUDA: the least driver
-    <root>/v1/.compilers/<fingerprint>.json    identities of compilers seen
+        resources.json   size of the artifact; stack use of each function, or resources and budget
+                         of each CUDA kernel
+        meta.json        key document, compiler, digests; CUDA: the oldest driver
+    <root>/v1/.compilers/<fingerprint>.json    identities of known compilers
     <root>/v1/.staging/  .quarantine/  .failed/  .evicted/
-                         builds under way, corrupt entries, failed builds, entries being removed
+                         builds in progress, corrupt entries, failed builds, entries being removed
 
-An entry whose kernel keeps registers in memory on its tile has no artifact: its meta.json names the
-kernel with a smaller tile that takes its place.
+The entry of a kernel that spills registers on its tile has no artifact: its meta.json names the
+kernel on a smaller tile that replaces it.
 
-Loading code is trusting it, so the root must belong to this user and be writable by nobody else
-(`is_safe_root`). Looking up an entry writes nothing. A key is computed anew from the document in
-meta.json, so an entry cannot pass for another kernel's.
+Loading code means trusting it, so the root must belong to this user and be writable by nobody else
+(`is_safe_root`). A look-up writes nothing. The key is recomputed from the document in meta.json, so
+an entry cannot be passed off as that of another kernel.
 """
 
 from __future__ import annotations
@@ -60,14 +60,19 @@ log = logging.getLogger(__name__)
 
 LAYOUT = "v1"
 EVICTED = ".evicted"
-# A folder renamed by another machine on a network file system is seen after a while only.
+# On a network file system a folder renamed by another machine becomes visible after a delay.
 _REREAD_AFTER_S = (0.0, 0.02, 0.1, 0.4)
 
 
-class Store:
-    """A folder of kernels. Making one touches nothing on disk.
+def entry_folder(compiler_id: str, key: str) -> str:
+    """The folder of an entry below a store's root, as a relative path with slashes."""
+    return f"{LAYOUT}/{compiler_id}/{key[:2]}/{key}"
 
-    A `read_only` store may be root's as well as this user's, and is never written.
+
+class Store:
+    """A folder of kernels. The constructor does not access the disk.
+
+    A `read_only` store may belong to root as well as to this user, and is never written.
     """
 
     def __init__(self, root: Path, read_only: bool = False) -> None:
@@ -76,9 +81,8 @@ class Store:
         self.base = root / LAYOUT
 
     def find(self, key: str, compiler_id: str | None) -> Entry | None:
-        """The entry of `key`, None where there is none.
+        """The entry of `key`, or None; with `compiler_id` None any compiler's newest valid one.
 
-        With `compiler_id` None any compiler's entry will do: the newest that is sound.
         Raises CorruptEntryError, UnsafeCacheError, and OSError where it cannot be read.
         """
         found, wrong = self.look_up(key, compiler_id)
@@ -89,9 +93,9 @@ class Store:
     def look_up(
         self, key: str, compiler_id: str | None
     ) -> tuple[list[Entry], list[CorruptEntryError]]:
-        """The sound entries of `key`, newest first, and what is wrong with the others.
+        """The valid entries of `key`, newest first, and the errors of the corrupt ones.
 
-        Raises UnsafeCacheError, and OSError where all that there is cannot be read.
+        Raises UnsafeCacheError, and OSError if there are entries and none can be read.
         """
         found: list[Entry] = []
         wrong: list[CorruptEntryError] = []
@@ -100,7 +104,7 @@ class Store:
             return found, wrong
         for compiler in [compiler_id] if compiler_id is not None else self.compilers_of(key):
             try:
-                path = self._path(key, compiler)
+                path = self.root / entry_folder(compiler, key)
                 found.append(read_entry(path, key, read_only=self.read_only))
             except FileNotFoundError:
                 continue
@@ -127,7 +131,7 @@ class Store:
     def entries(self) -> Iterator[Entry]:
         """Every entry of every compiler, in the order of their paths; artifacts are not verified.
 
-        One whose meta.json cannot be read has an empty `meta`; `verify` says why.
+        An entry whose meta.json is invalid has an empty `meta`; `verify` raises the reason.
         Raises UnsafeCacheError.
         """
         for path in self.paths():
@@ -150,8 +154,8 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """A private folder to build in, removed at the end unless it was published.
 
-        Lies beside the entries, so that publishing is a rename. Raises OSError where the root
-        cannot be written, UnsafeCacheError where it is not safe.
+        It is on the file system of the entries, so that publishing is a rename. Raises OSError
+        where the root cannot be written, UnsafeCacheError where it is not safe.
         """
         self.make_folder(self.base / ".staging")
         folder = Path(tempfile.mkdtemp(prefix="build-", dir=self.base / ".staging"))
@@ -168,10 +172,10 @@ class Store:
         meta: Mapping[str, Any],
         replaced: Callable[[CorruptEntryError], object] | None = None,
     ) -> Entry:
-        """Makes a staged build the entry of `key`, whole or not at all; the first of two wins.
+        """Makes a staged build the entry of `key`, atomically; of two builders the first wins.
 
-        `meta` is completed with the key, the compiler and the digest of every file. An entry that
-        is not sound and has its place goes to quarantine; `replaced` is told. Raises OSError.
+        The key, the compiler and the digest of every file are added to `meta`. A corrupt entry at
+        the same path is moved to quarantine and passed to `replaced`. Raises OSError.
         """
         contents = {p.name: p.read_bytes() for p in sorted(staging.iterdir()) if p.name != META}
         complete = {
@@ -194,16 +198,16 @@ class Store:
         *,
         durable: bool = True,
     ) -> Entry:
-        """Publishes an entry that was made elsewhere, once all of it is checked.
+        """Verifies an entry that was made elsewhere, and publishes it.
 
-        `files` holds every file but meta.json, by its name, as content or as a path to read. The
-        entry that has its place is returned where it is sound, and replaced where it is not. With
-        `durable` false the caller syncs the file system after many of them: until then a power
-        failure may leave entries that fail their verification, which are misses.
-        Raises CorruptEntryError where it is not what its `meta` says, UnsafeCacheError, OSError;
-        then nothing is left.
+        `files` holds every file but meta.json, by its name, as content or as a path to read. An
+        existing entry is returned if it is valid, else replaced. With `durable` false the caller
+        syncs the file system after many entries: until then a power failure may leave entries that
+        fail verification, which are misses.
+        Raises CorruptEntryError where the files do not match `meta`, UnsafeCacheError, OSError;
+        then nothing was written.
         """
-        place = self._path(key, compiler_id)
+        target = self.root / entry_folder(compiler_id, key)
         try:
             if not is_key(key) or not is_compiler_id(compiler_id):
                 raise ValueError(f"{key!r} of compiler {compiler_id!r} cannot be a kernel's name")
@@ -211,31 +215,32 @@ class Store:
             check_meta(complete, key, compiler_id)
             if set(files) != set(complete["files"]):
                 raise ValueError(f"its files are not those that its {META} names")
+            contents = {
+                name: given.read_bytes() if isinstance(given, Path) else bytes(given)
+                for name, given in files.items()
+            }
+            for name, content in contents.items():
+                check_content(name, content, complete)
         except (ValueError, TypeError, RecursionError) as error:
-            raise CorruptEntryError(place, str(error)) from None
+            raise CorruptEntryError(target, str(error)) from None
         with self.staging() as staging:
-            for name, given in files.items():
-                content = given.read_bytes() if isinstance(given, Path) else bytes(given)
-                try:
-                    check_content(name, content, complete)
-                except ValueError as error:
-                    raise CorruptEntryError(place, str(error)) from None
+            for name, content in contents.items():
                 staging.joinpath(name).write_bytes(content)
             return self._publish(staging, key, compiler_id, complete, durable)
 
     def quarantine(self, path: Path, inode: int = 0) -> None:
-        """Moves an entry out of the way, for inspection. Does nothing where it is gone already.
+        """Moves an entry to quarantine, for inspection. Does nothing if it was removed already.
 
-        Nor where `inode`, of the folder that is meant, is not that of the one that is there:
-        another process has put a sound one in its place.
+        Does nothing either if the folder at `path` has another inode than `inode`: then another
+        process has replaced the entry.
         """
         with contextlib.suppress(FileNotFoundError):
             if not inode or path.lstat().st_ino == inode:
                 self.move_aside(path, ".quarantine")
 
-    def move_aside(self, path: Path, place: str) -> Path | None:
-        """Moves an entry to a folder of its own below `place`; None where it is gone already."""
-        folder = self.base / place
+    def move_aside(self, path: Path, name: str) -> Path | None:
+        """Moves an entry to a new folder in the store's folder `name`; None if it was removed."""
+        folder = self.base / name
         self.make_folder(folder)
         own = Path(tempfile.mkdtemp(prefix=path.name[:16] + "-", dir=folder))
         try:
@@ -245,14 +250,14 @@ class Store:
             return None
 
     def is_being_collected(self) -> bool:
-        """Whether some entry is aside that may come back: see `eviction.collect`."""
+        """Whether an eviction has moved an entry that it may move back: see `eviction.collect`."""
         try:
             return any(self.base.joinpath(EVICTED).iterdir())
         except OSError:
             return False
 
     def keep_failure(self, staging: Path, key: str) -> Path:
-        """Keeps a failed build's files, in place of an earlier failure's. Returns their folder."""
+        """Keeps the files of a failed build, replacing earlier ones. Returns their folder."""
         folder = self.base / ".failed" / key[:16]
         self.make_folder(folder)
         for path in staging.iterdir():
@@ -262,7 +267,7 @@ class Store:
         return folder
 
     def recall_compiler(self, fingerprint: str) -> CompilerIdentity | None:
-        """The identity of a compiler that was remembered, None otherwise."""
+        """The stored identity of a compiler, or None."""
         try:
             remembered = json.loads(self._compiler_file(fingerprint).read_bytes())
             found = CompilerIdentity(id=remembered["id"], version=remembered["version"])
@@ -271,7 +276,7 @@ class Store:
         return found if is_compiler_id(found.id) and isinstance(found.version, str) else None
 
     def remember_compiler(self, fingerprint: str, compiler: CompilerIdentity) -> None:
-        """Remembers a compiler's identity, so that a hit need not ask it. Raises OSError."""
+        """Stores a compiler's identity, so that a hit need not run it. Raises OSError."""
         path = self._compiler_file(fingerprint)
         if self.recall_compiler(fingerprint) == compiler:
             return
@@ -286,7 +291,7 @@ class Store:
             raise
 
     def make_folder(self, folder: Path) -> None:
-        """Makes a folder below the root, and the root, each 0700 whatever the umask.
+        """Makes a folder below the root, and the root, each with mode 0700 under any umask.
 
         Raises OSError, UnsafeCacheError.
         """
@@ -301,9 +306,6 @@ class Store:
         for part in folder.relative_to(self.root).parts:
             path = path / part
             _make_one(path)
-
-    def _path(self, key: str, compiler_id: str) -> Path:
-        return self.base / compiler_id / key[:2] / key
 
     def _compiler_file(self, fingerprint: str) -> Path:
         return self.base / ".compilers" / f"{fingerprint}.json"
@@ -324,26 +326,27 @@ class Store:
                 fsync(path)
         if durable:
             fsync(staging)
-        target = self._path(key, compiler_id)
+        target = self.root / entry_folder(compiler_id, key)
         self.make_folder(target.parent)
         try:
-            other = self._take_place(staging, target, key)
+            other = self._rename(staging, target)
         except CorruptEntryError as corrupt:
             log.warning("%s: moving it to quarantine", corrupt)
             self.quarantine(corrupt.path, corrupt.inode)
             if replaced is not None:
                 replaced(corrupt)
-            other = self._take_place(staging, target, key)
+            other = self._rename(staging, target)
         if other is not None:
             return other
         if durable:
             fsync(target.parent)
         return Entry(target, meta)
 
-    def _take_place(self, staging: Path, target: Path, key: str) -> Entry | None:
-        """Moves a staged build to its place; where another builder was first, theirs.
+    def _rename(self, staging: Path, target: Path) -> Entry | None:
+        """Renames a staged build to `target`; returns the entry of a builder that was first.
 
-        It serves as well as ours, if it is sound: a folder that holds files is never replaced.
+        rename() never replaces a folder that holds files. Raises CorruptEntryError if that entry
+        is not valid.
         """
         try:
             staging.rename(target)
@@ -351,19 +354,19 @@ class Store:
             for delay in _REREAD_AFTER_S:
                 time.sleep(delay)
                 with contextlib.suppress(FileNotFoundError):
-                    return read_entry(target, key)
+                    return read_entry(target, target.name)
             raise error
         return None
 
 
 def _make_one(path: Path) -> None:
-    # mkdir's mode is cut by the umask, never widened: 0700 grants others nothing.
+    # The umask can only remove bits of the mode: 0700 grants others nothing.
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
 
 
 def fsync(path: Path) -> None:
-    """Makes a file or a folder survive a power failure. Raises OSError."""
+    """Flushes a file or a folder to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -371,20 +374,20 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-# --- folders and files that may hold code --------------------------------------------------------
+# --- whether a folder or a file is safe to load code from ----------------------------------------
 
 _MOST_LINKS = 40
 
 
 def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
-    """Whether a folder of kernels is there. Raises UnsafeCacheError where others can write to it.
+    """Whether a folder of kernels exists. Raises UnsafeCacheError where others can write to it.
 
-    A link on the way to it is followed only where nobody else could have put it there.
+    Symlinks in its path must belong to this user or root, in folders that others cannot write to.
     """
     try:
         status = root.stat()
     except OSError:
-        # Absent or out of reach. A writer finds out which when it makes the folder.
+        # Missing or not accessible. A writer gets the error when it makes the folder.
         return False
     if not stat.S_ISDIR(status.st_mode):
         raise UnsafeCacheError(f"the kernel cache {root} is no folder; {_remedy(read_only)}")
@@ -395,7 +398,7 @@ def is_safe_root(root: Path, *, read_only: bool = False) -> bool:
 def check_file(path: Path, *, installed: bool = False) -> None:
     """Raises UnsafeCacheError where others can write to a file of a read-only layer.
 
-    installed: see `others_write`. Raises OSError where it is missing.
+    installed: see `complaint`. Raises OSError where it is missing.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -418,7 +421,7 @@ def _check(
 
 
 def _check_links(path: Path, name: str) -> None:
-    """Follows every link on the way to `path`, as the system does."""
+    """Checks each symlink in `path`, following it as the kernel does."""
     here, pending, links = "/", deque(path.parts[1:]), 0
     while pending:
         part = pending.popleft()
@@ -436,7 +439,7 @@ def _check_links(path: Path, name: str) -> None:
         links += 1
         if not is_ours(status, True) or links > _MOST_LINKS:
             raise UnsafeCacheError(
-                f"{name} lies behind the link {step} of user {status.st_uid}, who could lead it "
+                f"{name} lies behind the link {step} of user {status.st_uid}, who could point it "
                 "elsewhere; name the folder itself"
             )
         target = Path(step).readlink()
@@ -448,8 +451,8 @@ def _check_links(path: Path, name: str) -> None:
 def _check_folder(folder: str, name: str) -> None:
     if others_may_rename(os.lstat(folder)):
         raise UnsafeCacheError(
-            f"{name} lies behind a link, and others may write to {folder} on the way to it, so "
-            f"could lead it elsewhere; name the folder itself, or run: chmod go-w {folder}"
+            f"{name} lies behind a link, and others may write to {folder} in its path, so could "
+            f"point it elsewhere; name the folder itself, or run: chmod go-w {folder}"
         )
 
 

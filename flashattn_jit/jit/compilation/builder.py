@@ -1,7 +1,7 @@
-"""A miss: one kernel is rendered, compiled aside, opened, and only then published.
+"""The build of one kernel: rendered, compiled in a staging folder, loaded, and then published.
 
-Where the cache cannot be written, is full or goes away in the midst, the kernel is built in a
-private place and serves this process alone.
+If the cache's folder cannot be written, is full or is removed during the build, the kernel is built
+in a temporary folder and used by this process only.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BuildFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One kernel that is asked for; `smaller`: the keys of those that may take its place."""
+    """A kernel that is looked up. smaller: the keys of the smaller tiles that may replace it."""
 
     request: Request
     key: KernelKey
@@ -69,7 +69,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Obtained(Generic[T]):
-    """A kernel put to use: what that gave, where it was found, and how long it was compiled."""
+    """A kernel that was obtained: the result of `use`, its entry, and the time of compilation."""
 
     value: T
     found: Found
@@ -77,15 +77,16 @@ class Obtained(Generic[T]):
 
 
 class _NoRoomError(Exception):
-    """The cache's folder cannot take a build; the message says why."""
+    """A build cannot be written to the cache's folder; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Builder(Generic[T]):
     """Compiles kernels into a store.
 
-    `use` puts a build to use before it is published, so that nothing useless enters the cache; it
-    may raise OSError and AbiError. With `must_keep` a build that cannot be published is an error.
+    use: loads or checks a build before it is published, so that no unusable artifact enters the
+    cache; it may raise OSError and AbiError. must_keep: a build that cannot be published is an
+    error.
     """
 
     store: Store
@@ -96,12 +97,12 @@ class Builder(Generic[T]):
     must_keep: bool = False
 
     def __call__(self, wanted: Wanted) -> Obtained[T] | str:
-        """The built kernel, or the key among `wanted.smaller` that takes its place.
+        """The built kernel, or the key in `wanted.smaller` that replaces it.
 
         Raises CompileError, AbiError, CacheError with `must_keep`, EnvironmentVariableError for a
         wrong limit of the cache's size.
         """
-        env.cache_max_bytes()  # before any work
+        env.cache_max_bytes()  # raises before any work
         try:
             return self._in_store(wanted)
         except _NoRoomError as error:
@@ -156,17 +157,16 @@ class Builder(Generic[T]):
         elif "complaints" in meta:
             log.warning("kernel %s will be slow: %s", shown, meta["complaints"])
         identity = self._complete(meta, key, request.target, request.name)
-        # Put to use before it is published: nothing that cannot be loaded enters the cache. The
-        # file is mapped by now, so it may be moved or removed.
+        # A file that was loaded is mapped, so it may be renamed or removed afterwards.
         own = None if steps_down else self._use_staged(wanted, identity, staging, meta)
         entry = self._publish(wanted, identity, staging, meta) if can_publish and identity else None
         if own is None:
             return wanted.smaller[0]
-        if entry is None or entry.stepped_down_to:
+        kept = found_in_folder(entry, "compiler") if entry else None
+        if kept is None or kept.stepped_down_to:
             if self.must_keep:
                 raise CacheError(f"kernel {shown} is not kept in {self.store.root}")
             return Obtained(*own, compile_s)
-        kept = found_in_folder(entry, "compiler")
         try:
             return Obtained(self.use(kept), kept, compile_s)
         except OSError as error:
@@ -180,8 +180,8 @@ class Builder(Generic[T]):
         staging: Path,
         meta: dict[str, Any],
     ) -> tuple[T, Found]:
-        """Puts a staged build to use: as the file that it is, else from memory."""
-        # The staging folder goes away, whether or not the entry is kept.
+        """Passes a staged build to `use`: as a file, and if that fails from memory."""
+        # The staging folder is removed, whether or not the entry is kept.
         files = {p.name: p.read_bytes() for p in staging.iterdir() if p.is_file()}
         staged = Found(
             key=wanted.key.hex,
@@ -203,16 +203,17 @@ class Builder(Generic[T]):
     def _complete(
         self, meta: dict[str, Any], key: KernelKey, target: str, name: str
     ) -> CompilerIdentity | None:
-        """Adds what is known of the build to its meta. Returns the compiler's identity.
+        """Adds document, name, time and versions to `meta`. Returns the compiler's identity.
 
-        name: whose kernel it was when it was built. Another variant may have the same kernel.
+        name: of the variant that it is built for. Other variants may have the same kernel.
         """
         meta["document"] = key.document
         meta["name"] = fitting_name(name)
         meta["created"] = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         if self.compiler is None:
             return None
-        # Asked anew: what was remembered may be of a wrapper whose compiler has changed since.
+        # Not the stored identity: that of a wrapper may be outdated, as its fingerprint stays equal
+        # when the compiler behind it changes.
         identity = ask_version(self.compiler)
         if is_cuda(target) and (version := nvcc.cuda_version(identity.version)):
             meta["cuda_version"] = "{}.{}".format(*version)
@@ -222,7 +223,7 @@ class Builder(Generic[T]):
     def _publish(
         self, wanted: Wanted, identity: CompilerIdentity, staging: Path, meta: dict[str, Any]
     ) -> Entry | None:
-        """Publishes a staged build; None where it cannot be."""
+        """Publishes a staged build; None if that fails."""
         assert self.compiler is not None
         if sources_changed(wanted.request.template):
             log.warning("templates or headers changed since the key was made: not kept")
@@ -238,7 +239,7 @@ class Builder(Generic[T]):
         _evict(store)
         return entry
 
-    def _count_corrupt(self, error: CorruptEntryError) -> None:
+    def _count_corrupt(self, _: CorruptEntryError) -> None:
         self.counters.corrupt += 1
 
 
@@ -255,21 +256,21 @@ def _evict(store: Store) -> None:
 
 
 def _no_room(failure: BuildFailure | OSError, staging: Path) -> str:
-    """Why a build failed that the folder is to blame for; empty for other failures."""
+    """Why a build failed if its folder is the cause; empty for other failures."""
     if isinstance(failure, OSError):
         if failure.errno in _NO_ROOM:
             return str(failure)
     else:
         with contextlib.suppress(OSError):
-            words = staging.joinpath(toolchain.LOG).read_text(errors="replace")
-            for line in words.splitlines():
+            output = staging.joinpath(toolchain.LOG).read_text(errors="replace")
+            for line in output.splitlines():
                 if any(word in line for word in _NO_ROOM_WORDS):
                     return line.strip()
     try:
         disk = os.statvfs(staging)
     except OSError:
         return f"{staging} was removed"
-    # A compiler that cannot write its output may not be able to say so either.
+    # A compiler that cannot write its output may not have been able to write the log either.
     is_full = disk.f_bavail * disk.f_frsize < _LEAST_ROOM or (disk.f_files and not disk.f_favail)
     return os.strerror(errno.ENOSPC) if is_full else ""
 
@@ -282,30 +283,32 @@ def _compile_error(
     compiler: Compiler | None,
     failure: BuildFailure,
 ) -> CompileError:
-    """The error for the user, its log and source kept where it says."""
+    """The error for the user; the log and the source that it names are kept."""
     try:
         folder = store.keep_failure(staging, key.hex)
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix="flashattn_jit-failed-"))
         for path in filter(Path.is_file, staging.iterdir()):
             shutil.copyfile(path, folder / path.name)
-    where = f"{failure.location[0]}:{failure.location[1]}: " if failure.location else ""
-    named = cxx_words() if compiler is not None else ""
-    # A failure without a place in the source is the compiler's own.
-    blame = f" ({named} compiles nothing here)" if named and not failure.location else ""
-    log_path, source_path = (
-        str(folder / toolchain.LOG),
-        str(folder / toolchain.source_name(request.target)),
-    )
-    what = f"a kernel of {request.name} for {request.target} does not compile"
+    log_path = str(folder / toolchain.LOG)
+    source_path = str(folder / toolchain.source_name(request.target))
     if compiler is None:
-        what = f"{request.name} needs a kernel for {request.target} that no layer of the cache has"
-        blame = f"; or {SHIP}"
+        lines = [
+            f"{request.name} needs a kernel for {request.target} that no layer of the cache has: "
+            f"{failure.first_error}; or {SHIP}"
+        ]
+    else:
+        where = "{}:{}: ".format(*failure.location) if failure.location else ""
+        named = cxx_words()
+        # A failure without a location in the source is one of the compiler itself.
+        blame = f" ({named} compiles nothing here)" if named and not failure.location else ""
+        lines = [
+            f"a kernel of {request.name} for {request.target} does not compile: {where}"
+            f"{failure.first_error}{blame}",
+            f"  compiler: {shlex.join(compiler.command)}" + (f" ({named})" if named else ""),
+        ]
     return CompileError(
-        f"{what}: {where}{failure.first_error}{blame}\n"
-        + (f"  compiler: {shlex.join(compiler.command)}" if compiler is not None else "")
-        + (f" ({named})\n" if named else "\n" if compiler is not None else "")
-        + f"  log:    {log_path}\n  source: {source_path}",
+        "\n".join([*lines, f"  log:    {log_path}", f"  source: {source_path}"]),
         first_error=failure.first_error,
         location=failure.location,
         log_path=log_path,

@@ -1,9 +1,8 @@
-"""`torch.utils.cpp_extension.load` as the driver of compilers.
+"""`torch.utils.cpp_extension.load` as the driver of compilers, and the errors of a build.
 
-It is a driver only. Its lock waits for ever on a dead builder and its freshness check knows neither
-compiler nor headers, so it always gets a fresh private folder. It runs ninja, which runs the
-compilers through scripts of ours that keep what they say. Last: how a build fails, and which of a
-compiler's words say why.
+Its lock waits for ever on a dead builder and its freshness check considers neither compiler nor
+headers, so each build gets a new private folder. It runs ninja, which runs the compilers through
+wrapper scripts that log their output.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# `load` names these on every link line. Empty archives of their names keep the linker from reading
-# libtorch_cpu's symbols, 0.3 s, for an artifact that needs none of them; and let a torch without
-# CUDA build CUDA kernels.
+# `load` links against these. Empty archives of these names save the linker from reading the symbols
+# of libtorch_cpu, 0.3 s, none of which an artifact needs; and let a torch without CUDA build CUDA
+# kernels.
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python", "c10_cuda", "torch_cuda", "cudart")
 _EMPTY_ARCHIVE = b"!<arch>\n"
 
-# What compilers and linkers read beside their arguments, which alone are in a key: folders of
-# headers and libraries, and paths that would end up in the artifact.
+# Environment variables that compilers and linkers read: folders of headers and libraries, and paths
+# that would end up in the artifact. They are unset, as only arguments are part of a key.
 _UNSET = (
     "CCC_OVERRIDE_OPTIONS",
     "COMPILER_PATH",
@@ -44,7 +43,7 @@ _load_lock = threading.Lock()
 
 
 def _reset_after_fork() -> None:
-    # The thread that held it is not in the child.
+    # The child does not have the thread that held it.
     global _load_lock
     _load_lock = threading.Lock()
 
@@ -66,10 +65,10 @@ class Compiler:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Sources to build into `work`/kernel.so, and what the compilers are told.
+    """The sources and compiler options of a build of `work`/kernel.so.
 
-    `settings` are environment variables, None for one that must not be set. `cuda_home` makes it a
-    build of CUDA code.
+    `settings` are environment variables, None for one that must not be set. With `cuda_home` the
+    sources are CUDA code.
     """
 
     sources: Sequence[Path]
@@ -111,9 +110,9 @@ def write_wrapper(
     commands: Path,
     rename: tuple[str, str] = ("", ""),
 ) -> str:
-    """Writes a script that runs `command`, keeping its command line and what it says.
+    """Writes a script that runs `command` and logs its command line and its stderr.
 
-    An argument that equals `rename[0]` becomes `rename[1]`. Returns the script's path.
+    An argument that equals `rename[0]` is replaced by `rename[1]`. Returns the script's path.
     """
     renaming = (
         "for argument do\n"
@@ -124,7 +123,7 @@ def write_wrapper(
     )
     path.write_text(
         "#!/bin/sh\n"
-        "# Runs the compiler, keeping its command line and what it says.\n"
+        "# Runs the compiler, and logs its command line and its stderr.\n"
         f"{renaming if rename[0] else ''}"
         f'set -- {shlex.join(command)} "$@"\n'
         f"printf '%s\\n' \"$*\" >>{shlex.quote(str(commands))}\n"
@@ -135,7 +134,7 @@ def write_wrapper(
 
 
 def quote(flag: str) -> str:
-    """A flag with a path in it, once for the shell, once for ninja."""
+    """A flag with a path in it, quoted for the shell and for ninja."""
     return shlex.quote(flag).replace("$", "$$")
 
 
@@ -159,17 +158,17 @@ def _driver_state(cpp_extension: Any, job: Job) -> Iterator[None]:
         "PATH": os.pathsep.join(filter(None, (ninja_dir(), os.environ.get("PATH", "")))),
         **job.settings,
     }
-    # Not by the environment, as `load` has it: other threads look for their compiler there.
+    # Not set in the environment, where `load` looks: other threads read their compiler from it.
     cxx = settings.pop("CXX")
-    # It remembers what it built by name, and would rename our second kernel.
+    # A new versioner: `load` would give the second library of one name another name.
     module_globals: dict[str, object] = {
         "JIT_EXTENSION_VERSIONER": ExtensionVersioner(),
-        # Nothing is loaded: this machine may not have the instructions that were compiled for.
+        # Nothing is loaded: this machine may not have the instructions of the target.
         "_import_module_from_library": lambda name, path, is_python_module: None,
         "get_cxx_compiler": lambda: cxx,
     }
     if job.cuda_home is not None:
-        # A torch without CUDA has found no toolkit.
+        # A torch without CUDA has no toolkit set.
         module_globals |= {"CUDA_HOME": str(job.cuda_home), "CUDNN_HOME": None}
     previous = {name: os.environ.get(name) for name in settings}
     previous_globals = {name: getattr(cpp_extension, name) for name in module_globals}
@@ -193,7 +192,7 @@ def _set_environment(settings: Mapping[str, str | None]) -> None:
 
 
 def ninja_dir() -> str:
-    """The folder of the ninja package's executable: an unactivated environment's is not on PATH."""
+    """The folder of the ninja package's executable, which may not be on PATH; empty if missing."""
     try:
         import ninja
     except ImportError:
@@ -216,7 +215,7 @@ _DRIVER_ERROR = "Error building extension"
 
 
 class BuildFailure(Exception):
-    """The compiler failed; its words are in the staged build log."""
+    """The compiler failed; its output is in the staged build log."""
 
     def __init__(self, first_error: str, location: tuple[str, int] | None) -> None:
         super().__init__(first_error)
@@ -225,9 +224,9 @@ class BuildFailure(Exception):
 
 
 class SpillError(BuildFailure):
-    """The kernel compiled, but keeps registers in memory: a smaller tile may not.
+    """The kernel compiled, but spills registers, which a smaller tile may not.
 
-    The staging folder holds a whole entry; `complaints` says what exceeds what.
+    The staging folder holds a complete entry; `complaints` says what exceeds the budget.
     """
 
     def __init__(self, complaints: Sequence[str], compile_s: float) -> None:
@@ -236,14 +235,14 @@ class SpillError(BuildFailure):
         self.compile_s = compile_s
 
 
-def failure(words: str, driver_error: str) -> BuildFailure:
-    """The first error in the compiler's words; in the driver's, where it did not get that far."""
-    if found := _FIRST_ERROR.search(words):
+def failure(output: str, driver_error: str) -> BuildFailure:
+    """The first error in the compiler's output, else the error of the driver."""
+    if found := _FIRST_ERROR.search(output):
         file, line = found["file"] or found["file2"], found["line"] or found["line2"]
         text = found["text"] or found["text2"] or found["text3"]
         return BuildFailure(text.strip(), (file, int(line)) if file else None)
-    if found := _LINK_ERROR.search(words):
+    if found := _LINK_ERROR.search(output):
         return BuildFailure(found.group().strip(), None)
-    if not words.strip() and driver_error.startswith(_DRIVER_ERROR):
+    if not output.strip() and driver_error.startswith(_DRIVER_ERROR):
         return BuildFailure("the compiler failed and said nothing", None)
-    return BuildFailure((words.strip() or driver_error).splitlines()[0], None)
+    return BuildFailure((output.strip() or driver_error).splitlines()[0], None)

@@ -1,31 +1,25 @@
-"""CUDA targets: the toolkit of this machine, flags, and how nvcc builds one source.
+"""CUDA targets: the toolkit of this machine, flags, and the build of one source by nvcc.
 
-A source is built for exactly one architecture. The compilers run inside the build folder and see
-every file of ours below /proc/self/cwd, so that neither the artifact nor its PTX tells where it was
-built: nvcc writes names of sources, made absolute, into both, and their modification times into the
-artifact. For the same reason the headers are copied there, with a fixed time. A torch without CUDA
-serves as well as one with it.
+A source is built for exactly one architecture. nvcc writes absolute paths of sources into the
+artifact and its PTX, and their modification times into the artifact. To make both independent of
+the build folder, the compilers run inside it and get every path below /proc/self/cwd, and the
+headers are copied there with a fixed time. torch need not have CUDA.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flashattn_jit import env
 from flashattn_jit.codegen.targets import CUDA_TARGETS, architecture, sm_version
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compilation.compile_job import Compiler, Job, quote, write_wrapper
-
-if TYPE_CHECKING:  # imported where a build ends
-    from flashattn_jit.jit.compilation.ptxas_report import Report
 
 # --- the toolkit ---------------------------------------------------------------------------------
 
@@ -36,8 +30,8 @@ MISSING = (
     "GPU and no driver are needed to compile"
 )
 
-# Toolkits that fajit/cuda/lean/cuda_runtime.h serves, as CUDART_VERSION says it: tried with the
-# first and the last.
+# The values of CUDART_VERSION for which fajit/cuda/lean/cuda_runtime.h may replace the toolkit's
+# header: tested with the first and the last.
 _LEAN = range(13000, 13060)
 
 _HEADER = "cuda_runtime_api.h"
@@ -80,23 +74,23 @@ class Toolkit:
         return 0
 
     def takes_lean_header(self) -> bool:
-        """Whether our cut-down cuda_runtime.h may stand in for the toolkit's."""
+        """Whether fajit/cuda/lean/cuda_runtime.h may replace the toolkit's header."""
         return self.runtime_version() in _LEAN
 
 
 def find_toolkit() -> Toolkit | None:
-    """The toolkit that the environment names, else on PATH, in /usr/local/cuda, or from wheels."""
+    """The toolkit set by the environment, else of the nvcc on PATH, /usr/local/cuda, or wheels."""
     chosen = env.cuda_home()
     for home in [chosen] if chosen else _candidates():
         toolkit = Toolkit(home)
-        # A script on PATH that runs an nvcc elsewhere has no headers beside it.
+        # nvcc on PATH may be a script without headers beside it.
         if toolkit.nvcc.is_file() and any((home / i / _HEADER).is_file() for i in _INCLUDES):
             return toolkit
     return None
 
 
 def cuda_version(compiler_version: str) -> tuple[int, int] | None:
-    """(13, 0) from nvcc's words about itself."""
+    """The release in nvcc's version text, such as (13, 0)."""
     found = _RELEASE.search(compiler_version)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -128,15 +122,15 @@ _LINK_FLAGS = (
     "-lpthread",
     "-ldl",
     "-Wl,--as-needed",
-    # Another cudart in the process, such as torch's, must not be bound to instead of our own.
+    # Calls must bind to the static runtime, not to another cudart in the process, such as torch's.
     "-Wl,--exclude-libs,ALL",
     "-Wl,-Bsymbolic",
     "-Wl,--gc-sections",
     "-Wl,-s",
     "-Wl,-z,defs",
 )
-# With the lean header: the half of a kernel that launches it is compiled without the toolkit's
-# mathematical functions, and through the plain cudaLaunchKernel.
+# With the lean header the host code is compiled without the toolkit's mathematical functions, and
+# launches kernels by cudaLaunchKernel.
 _LEAN_FLAGS = ("-Xcompiler=-D__NV_LEGACY_LAUNCH,-D__COMMON_FUNCTIONS_H__",)
 _LEAN_FOLDER = "fajit/cuda/lean"
 
@@ -164,7 +158,7 @@ def job(
     assert compiler.host is not None
     toolkit = Toolkit(Path(compiler.command[0]).parent.parent)
     compiled = work / SOURCE
-    # Names in #line are relative: nvcc would put the build folder in front of them.
+    # nvcc would make relative paths in #line absolute.
     compiled.write_text(_LINE.sub(rf"\1{_HERE}/", source.read_text()))
     os.utime(compiled, (0, 0))
     _copy_headers(work / _INCLUDE)
@@ -190,7 +184,7 @@ def job(
         link_flags=[*([quote(f"-L{libraries}")] if libraries else []), *_LINK_FLAGS],
         settings={
             "CXX": cxx,
-            "CC": None,  # would become a second -ccbin
+            "CC": None,  # `load` would pass it as a second -ccbin
             "PYTORCH_NVCC": quote(nvcc),
             "TORCH_CUDA_ARCH_LIST": _torch_name(target),
             "TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES": "1",
@@ -209,25 +203,16 @@ def _torch_name(target: str) -> str:
 
 
 def clean_names(text: str) -> str:
-    """Compilers' words or PTX, its files named as sources name them: below include/, or hooks."""
+    """Compilers' output or PTX with the paths of files as in `#include`, without the folder."""
     return text.replace(f"{_HERE}/{_INCLUDE}/", "").replace(f"{_HERE}/", "")
 
 
-def write_ptx(work: Path, ptx: Path, compiler: Compiler) -> None:
-    """Keeps the PTX that the artifact's machine code was made of, without this machine's paths."""
+def write_ptx(work: Path, ptx: Path, compiler: Compiler) -> str:
+    """Writes the PTX of the artifact's machine code without paths of this machine; returns it."""
     home = str(Path(compiler.command[0]).parent.parent.resolve())
-    text = clean_names(work.joinpath(PTX).read_text())
-    ptx.write_text(text.replace(f'"{home}/', '"cuda/'))
-
-
-def write_resources(words: str, ptx: str, target: str, artifact_bytes: int, path: Path) -> Report:
-    """Keeps ptxas' report on each kernel, with the kernel's declared budget."""
-    from flashattn_jit.jit.compilation.ptxas_report import read_report
-
-    report = read_report(words, ptx, target)
-    stored = {"artifact_bytes": artifact_bytes, **asdict(report)}
-    path.write_text(json.dumps(stored, indent=1) + "\n")
-    return report
+    text = clean_names(work.joinpath(PTX).read_text()).replace(f'"{home}/', '"cuda/')
+    ptx.write_text(text)
+    return text
 
 
 def _copy_headers(folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""What a CUDA kernel uses, from ptxas' report, against what its tile declared.
+"""The resources that a CUDA kernel uses, from ptxas' report, and the budget that its tile declares.
 
-A kernel declares its budget by `__launch_bounds__(threads, blocks per multiprocessor)`: the
-registers a thread may then have follow from the target. ptxas keeps to them, by moving values to
-memory where it must; so a kernel beyond its budget shows as spills and stack frames.
+A kernel declares its budget by `__launch_bounds__(threads, blocks per multiprocessor)`, from which
+the registers of a thread follow for each target. ptxas keeps within them by spilling; so a kernel
+beyond its budget shows as spills and stack frames.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MIN_BLOCKS = re.compile(r"\.minnctapersm (\d+)")
 class KernelResources:
     """ptxas' report on one kernel. Bytes of stack and spills are a thread's, of shared a block's.
 
-    stack_bytes: local memory of the kernel and of every function that it calls. shared_bytes is
-    what is declared statically; the launch adds to it.
+    stack_bytes: local memory of the kernel and of every function that it calls. shared_bytes:
+    static shared memory; the launch adds the dynamic part.
     """
 
     name: str
@@ -48,7 +48,7 @@ class KernelResources:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a kernel may use: registers a thread, shared bytes a block, static and dynamic."""
+    """The limits of a kernel: registers per thread, shared bytes per block, static and dynamic."""
 
     threads: int
     registers: int
@@ -71,13 +71,13 @@ class Report:
         return {k.name: k for k in self.kernels}[name]
 
     def complaints(self) -> list[str]:
-        """What any kernel uses beyond its budget; empty for a clean report."""
+        """What the kernels use beyond their budgets, and the warnings; empty if nothing."""
         found = [text for k in self.kernels for text in check(k, self.budgets[k.name])]
         return [*found, *self.warnings]
 
 
 def check(report: KernelResources, budget: Budget) -> list[str]:
-    """What a kernel uses beyond its budget, in words; no kernel may use local memory."""
+    """What a kernel uses beyond its budget; no kernel may use local memory."""
     complaints = []
     if report.spill_store_bytes or report.spill_load_bytes:
         complaints.append(
@@ -98,12 +98,12 @@ def check(report: KernelResources, budget: Budget) -> list[str]:
     return complaints
 
 
-def read_report(words: str, ptx: str, target: str) -> Report:
+def read_report(output: str, ptx: str, target: str) -> Report:
     """The report in what nvcc said with `--ptxas-options=-v`, budgets from the kernels' PTX."""
     return Report(
-        parse_ptxas(words),
+        parse_ptxas(output),
         declared_budgets(ptx, target),
-        tuple(line.strip() for line in _SERIALISED.findall(words)),
+        tuple(line.strip() for line in _SERIALISED.findall(output)),
     )
 
 
@@ -118,14 +118,14 @@ def load_report(path: Path) -> Report:
     )
 
 
-def parse_ptxas(words: str) -> tuple[KernelResources, ...]:
-    """One entry for each `Compiling entry function` in ptxas' words; other lines are passed over.
+def parse_ptxas(output: str) -> tuple[KernelResources, ...]:
+    """One entry for each `Compiling entry function` in ptxas' output; other lines are passed over.
 
     Functions that were not inlined count with the kernel in whose report they stand.
     """
     kernels: list[KernelResources] = []
     name, frames = "", [(0, 0, 0)]
-    for line in words.splitlines():
+    for line in output.splitlines():
         if found := _ENTRY.match(line):
             name, frames = found[1], [(0, 0, 0)]
         elif found := _STACK.search(line):

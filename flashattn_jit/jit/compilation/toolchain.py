@@ -1,10 +1,9 @@
 """From a rendered source to the files of a cache entry: compilers, flags, builds.
 
-First which compilers this machine has. CPU targets take a C++ compiler, CUDA targets nvcc with that
-C++ compiler beneath it. A compiler's identity in the cache's paths is made of its own version text;
-asking for it costs processes, which a cache hit must not start, so the cache remembers it by a
-fingerprint of the executables' content. Then the flags of a target, and the build; what is of CUDA
-alone is in `nvcc`.
+CPU targets take a C++ compiler, CUDA targets nvcc with that C++ compiler as its host compiler
+(`nvcc.py`). The identity of a compiler in the cache's paths is made of its version text. Reading
+that starts processes, which a cache hit must not, so the cache stores it under a fingerprint of the
+executables' content.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from flashattn_jit import env
 from flashattn_jit.codegen.spec import Request
@@ -52,7 +53,7 @@ _VERSION_TIMEOUT_S = 60.0
 
 
 def find_compiler(target: str = "cpu:generic") -> Compiler | None:
-    """The compiler for a target, None where this machine has none: `missing_cxx` says why."""
+    """The compiler for a target, or None: `missing_compiler` says why."""
     try:
         command = shlex.split(env.cxx())
     except ValueError:
@@ -70,14 +71,14 @@ def find_compiler(target: str = "cpu:generic") -> Compiler | None:
     toolkit = nvcc.find_toolkit()
     if toolkit is None:
         return None
-    # The toolkit's folder decides headers and libraries, beside the executable's content.
+    # The folder of the toolkit decides headers and libraries.
     executable = str(toolkit.nvcc)
     fingerprint = _fingerprint(executable, [str(toolkit.home), host.fingerprint])
     return Compiler((executable,), fingerprint, host)
 
 
 def missing_cxx() -> str:
-    """Why there is no C++ compiler, with the variable that should name one, and what to do."""
+    """Why there is no C++ compiler, with the variable that should name one, and the remedy."""
     variable, value = env.cxx_variable(), env.cxx()
     remedy = "install g++, or set FLASHATTN_JIT_CXX to one"
     if variable == "CXX":
@@ -109,17 +110,17 @@ def cxx_words() -> str:
 def identify(
     compiler: Compiler, recall: Callable[[str], CompilerIdentity | None]
 ) -> CompilerIdentity:
-    """The compiler's identity, from `recall(fingerprint)` or else by asking it."""
+    """The compiler's identity, from `recall(fingerprint)` or else by running it."""
     return recall(compiler.fingerprint) or ask_version(compiler)
 
 
 def ask_version(compiler: Compiler) -> CompilerIdentity:
-    """Runs the compiler for its version. One that does not answer gets the id `unknown-*`."""
+    """Runs the compiler for its version. If that fails its id is `unknown-*`."""
     if compiler.host is None:
         version = _host_version(compiler)
         name = _readable(version.partition("\n")[0])
     else:
-        # Its last two lines are the release and the build; the others a copyright.
+        # The last two lines are the release and the build; the others are a copyright notice.
         own = (_answer(compiler, "--version") or "").splitlines()[-2:]
         version = "\n".join([*own, _host_version(compiler.host)])
         release = re.search(r"\bV(\d+(?:\.\d+)+)", version)
@@ -130,16 +131,16 @@ def ask_version(compiler: Compiler) -> CompilerIdentity:
 
 def _host_version(compiler: Compiler) -> str:
     answers = [_answer(compiler, question) for question in ("--version", "-dumpmachine")]
-    # gcc begins with the name it was called by: c++ and g++ are one compiler.
-    words = [
+    # gcc's text begins with the name of its command: c++ and g++ are one compiler.
+    lines = [
         re.sub(r"^\S+ (?=\()", "", answer.splitlines()[0].strip()) for answer in answers if answer
     ]
-    # Arguments change what it makes, but not what it says of itself. A launcher such as ccache is
-    # named in front of the compiler.
+    # The arguments change the code but not the version text. The first ones may be a compiler that
+    # is run by a launcher such as ccache.
     arguments = list(compiler.command[1:])
     while arguments and not arguments[0].startswith(("-", "@")):
         arguments.pop(0)
-    return "\n".join([*words, *([shlex.join(arguments)] if arguments else [])])
+    return "\n".join([*lines, *([shlex.join(arguments)] if arguments else [])])
 
 
 def _answer(compiler: Compiler, question: str) -> str | None:
@@ -189,7 +190,7 @@ _CPU_FLAGS = (
     "-fno-exceptions",
     "-fno-rtti",
     "-fstack-usage",
-    # gcc notes at each function with a vector argument that older gccs passed it otherwise.
+    # Suppresses gcc's note on the changed calling convention of vector arguments.
     "-Wno-psabi",
 )
 _LINK_FLAGS = ("-fopenmp", "-Wl,--as-needed", "-Wl,-s", "-Wl,-z,defs")
@@ -226,12 +227,12 @@ COMMAND = "command"
 RESOURCES = "resources.json"
 SOURCE = "kernel.cpp"
 
-# file:line:column: in front of a function in a stack report; either may hold colons.
-_PLACE = re.compile(r"^.*?:\d+:\d+:")
+# file:line:column: in front of a function in a stack report; file and function may contain colons.
+_LOCATION = re.compile(r"^.*?:\d+:\d+:")
 
 
 def source_name(target: str) -> str:
-    """What an entry calls its source: kernel.cpp or kernel.cu."""
+    """The file name of the source in an entry: kernel.cpp or kernel.cu."""
     return nvcc.SOURCE if is_cuda(target) else SOURCE
 
 
@@ -239,11 +240,10 @@ def build(source: str, key: str, target: str, compiler: Compiler | None, staging
     """Compiles `source` into `staging`, leaving exactly the files of a cache entry but meta.json.
 
     Returns the seconds inside the driver. The GIL is released while the compiler runs. Raises
-    BuildFailure, with the source and the log in `staging`; SpillError where a CUDA kernel needs
-    more registers than its tile leaves it, with all files in `staging`; OSError where `staging`
-    cannot be written.
+    BuildFailure, with the source and the log in `staging`; SpillError where a CUDA kernel spills
+    registers, with all files in `staging`; OSError where `staging` cannot be written.
     """
-    # The key goes into the source, so that the source in an entry is all that was compiled.
+    # The key is part of the source, so that the source in an entry is complete.
     staged = staging / source_name(target)
     staged.write_text(f'#define FAJIT_KEY "{key}"\n#line 1 "{staged.name}"\n{source}')
     log = staging / LOG
@@ -259,17 +259,26 @@ def build(source: str, key: str, target: str, compiler: Compiler | None, staging
         job = nvcc.job if is_cuda(target) else _cpu_job
         library = drive(job(staged, work, key, target, compiler, log, staging / COMMAND))
     except (RuntimeError, OSError) as error:
-        words = nvcc.clean_names(log.read_text(errors="replace"))
-        log.write_text(f"{words}\n{error}\n")
-        raise failure(words, str(error)) from error
+        output = nvcc.clean_names(log.read_text(errors="replace"))
+        log.write_text(f"{output}\n{error}\n")
+        raise failure(output, str(error)) from error
     compile_s = time.perf_counter() - start
     library.replace(staging / ARTIFACT)
     artifact_bytes = staging.joinpath(ARTIFACT).stat().st_size
+    resources: dict[str, Any]
+    complaints: list[str] = []
     if is_cuda(target):
-        complaints = _finish_cuda(work, staging, target, compiler, artifact_bytes)
+        from flashattn_jit.jit.compilation.ptxas_report import read_report
+
+        output = nvcc.clean_names(log.read_text(errors="replace"))
+        log.write_text(output)
+        ptx = nvcc.write_ptx(work, staging / nvcc.PTX, compiler)
+        report = read_report(output, ptx, target)
+        resources = {"artifact_bytes": artifact_bytes, **asdict(report)}
+        complaints = report.complaints()
     else:
-        complaints = []
-        _write_stack_report(work, artifact_bytes, staging / RESOURCES)
+        resources = {"artifact_bytes": artifact_bytes, "stack_bytes": _stack_frames(work)}
+    staging.joinpath(RESOURCES).write_text(json.dumps(resources, indent=1) + "\n")
     shutil.rmtree(work)
     if complaints:
         raise SpillError(complaints, compile_s)
@@ -277,7 +286,7 @@ def build(source: str, key: str, target: str, compiler: Compiler | None, staging
 
 
 def missing_compiler(target: str) -> str:
-    """Why `find_compiler` found none for a target, and what to do."""
+    """Why `find_compiler` found none for a target, and the remedy."""
     if is_cuda(target) and nvcc.find_toolkit() is None:
         return nvcc.MISSING
     return missing_cxx()
@@ -287,7 +296,7 @@ def _cpu_job(
     source: Path, work: Path, key: str, target: str, compiler: Compiler, log: Path, commands: Path
 ) -> Job:
     """The build of the staged `source` in the folder `work`, by g++ or clang++."""
-    # Where the build lies must not reach the artifact, nor anything random.
+    # The artifact must not depend on the path of the build, nor on random names.
     here = [
         f"-I{env.include_dir()}",
         f"-ffile-prefix-map={source.parent}/=",
@@ -304,29 +313,11 @@ def _cpu_job(
     )
 
 
-def _write_stack_report(work: Path, artifact_bytes: int, report: Path) -> None:
-    """The stack frame of each function, largest first: a frame of many vectors is a spill."""
+def _stack_frames(work: Path) -> list[tuple[str, int]]:
+    """(name, bytes) of each function's stack frame, largest first: a large frame is a spill."""
     frames = []
     for usage in work.glob("*.su"):
         for line in usage.read_text(errors="replace").splitlines():
-            place, size, *_ = line.split("\t")
-            frames.append((int(size), _PLACE.sub("", place)))
-    resources = {
-        "artifact_bytes": artifact_bytes,
-        "stack_bytes": [[name, size] for size, name in sorted(frames, reverse=True)],
-    }
-    report.write_text(json.dumps(resources, indent=1) + "\n")
-
-
-def _finish_cuda(
-    work: Path, staging: Path, target: str, compiler: Compiler, artifact_bytes: int
-) -> list[str]:
-    """Writes the PTX, the log and the resource report. Returns what exceeds the budget."""
-    log = staging / LOG
-    words = nvcc.clean_names(log.read_text(errors="replace"))
-    log.write_text(words)
-    nvcc.write_ptx(work, staging / nvcc.PTX, compiler)
-    report = nvcc.write_resources(
-        words, staging.joinpath(nvcc.PTX).read_text(), target, artifact_bytes, staging / RESOURCES
-    )
-    return report.complaints()
+            function, size, *_ = line.split("\t")
+            frames.append((int(size), _LOCATION.sub("", function)))
+    return [(name, size) for size, name in sorted(frames, reverse=True)]

@@ -1,8 +1,8 @@
-"""The emulator's shared library: compiled where it is first asked for, and kept beside kernels.
+"""The emulator's shared library: compiled at first use, and kept in the cache.
 
-A developer's tool, so installing the package does not wait for it. It lies in a store of its own,
-<cache>/emulator, found by a digest of its sources and flags: no version of Python or torch is in
-it. Any compiler's build will do.
+It is a developer's tool, so installing the package does not compile it. It is kept in a separate
+store, <cache>/emulator, under a digest of its sources and flags: it does not depend on the versions
+of Python and torch. The build of any compiler is used.
 """
 
 from __future__ import annotations
@@ -31,19 +31,24 @@ from flashattn_jit.jit.compilation.compile_job import (
     quote,
     write_wrapper,
 )
-from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler, missing_cxx
+from flashattn_jit.jit.compilation.toolchain import (
+    COMMAND,
+    LOG,
+    ask_version,
+    find_compiler,
+    missing_cxx,
+)
 
 log = logging.getLogger(__name__)
 
 FOLDER = "emulator"
-_LOG = "build.log"
 _KEY_SOURCE = "key.cpp"
 _UNITS = 3
-"""Compiled units, with several files in each: they share the headers that all include."""
+"""Translation units; each includes several files, which saves parsing their common headers."""
 _COMPILE_FLAGS = (
     "-std=c++17",
     "-O3",
-    # Arithmetic is what the instructions say: no contraction to fused operations.
+    # Arithmetic must follow the PTX instructions: no contraction to fused operations.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -97,10 +102,10 @@ class Launch(ctypes.Structure):
 
 
 def library() -> ctypes.CDLL:
-    """The emulator's library, loaded once a process; 20 s of a core where it must be compiled.
+    """The emulator's library, loaded once a process; compiling it takes 20 s of one core.
 
-    Raises CompileError without a compiler or where it fails, EmulatorError where what was compiled
-    cannot be loaded, MissingKernelError where it is not there and FLASHATTN_JIT_COMPILE=never,
+    Raises CompileError without a compiler or where it fails, EmulatorError where the build cannot
+    be loaded, MissingKernelError where there is none and FLASHATTN_JIT_COMPILE=never,
     UnsafeCacheError.
     """
     if not _loaded:
@@ -112,7 +117,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def _document() -> tuple[tuple[str, str], ...]:
-    """What decides the library: the fields of its key."""
+    """The fields of the library's key."""
     sources = {name: env.emulator_dir() / name for name in _sources((".cpp", ".h"))}
     return (
         ("library", "emulator"),
@@ -141,7 +146,7 @@ def _obtain() -> ctypes.CDLL:
 
 
 def _kept(store: Store, key: str) -> ctypes.CDLL | None:
-    """The library that an earlier process kept, where it can be loaded."""
+    """The library in the store, if it is there and can be loaded."""
     entry = store.find(key, None)
     if entry is None:
         return None
@@ -154,7 +159,7 @@ def _kept(store: Store, key: str) -> ctypes.CDLL | None:
 
 
 def _build(store: Store, key: str) -> ctypes.CDLL:
-    """Compiles and loads the library, and keeps it in `store` where that can be written."""
+    """Compiles and loads the library, and publishes it in `store` if that can be written."""
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(f"the emulator is compiled when it is first used: {missing_cxx()}")
@@ -183,8 +188,8 @@ def _build(store: Store, key: str) -> ctypes.CDLL:
 def _compile(staging: Path, key: str, compiler: Compiler) -> None:
     """Leaves the library, the log and the commands in `staging`. Raises CompileError, OSError."""
     sources = env.emulator_dir()
-    words = staging / _LOG
-    words.touch()
+    output = staging / LOG
+    output.touch()
     work = staging / "build"
     work.mkdir(mode=0o700)
     named = work / _KEY_SOURCE  # an artifact holds its key
@@ -200,14 +205,14 @@ def _compile(staging: Path, key: str, compiler: Compiler) -> None:
             quote(f"-ffile-prefix-map={work}/="),
         ],
         link_flags=_LINK_FLAGS,
-        settings={"CXX": write_wrapper(work / "cxx", compiler.command, words, staging / "command")},
+        settings={"CXX": write_wrapper(work / "cxx", compiler.command, output, staging / COMMAND)},
     )
     try:
         made = drive(job)
     except RuntimeError as error:
-        kept = Path(tempfile.mkdtemp(prefix="flashattn_jit-failed-")) / _LOG
-        shutil.copyfile(words, kept)
-        failed = failure(words.read_text(errors="replace"), str(error))
+        kept = Path(tempfile.mkdtemp(prefix="flashattn_jit-failed-")) / LOG
+        shutil.copyfile(output, kept)
+        failed = failure(output.read_text(errors="replace"), str(error))
         raise CompileError(
             f"the emulator does not compile: {failed.first_error}\n"
             f"  compiler: {' '.join(compiler.command)}\n  log:      {kept}",
@@ -220,7 +225,7 @@ def _compile(staging: Path, key: str, compiler: Compiler) -> None:
 
 
 def _sources(suffixes: tuple[str, ...]) -> list[str]:
-    """Files of the emulator, as they are included: by their paths below its folder."""
+    """The emulator's files with these suffixes, as paths below its folder."""
     root = env.emulator_dir()
     files = (path for path in root.rglob("*") if path.suffix in suffixes)
     return sorted(path.relative_to(root).as_posix() for path in files)
@@ -237,7 +242,7 @@ def _write_units(work: Path) -> list[Path]:
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the functions of c_api.h. Texts come as addresses: they are given back."""
+    """Declares the functions of c_api.h. They return texts as addresses, which must be freed."""
     handle, text, out = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER
     number = out(ctypes.c_int64)
     functions = {

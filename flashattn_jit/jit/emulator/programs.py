@@ -1,6 +1,6 @@
-"""The PTX emulator: runs kernels that nvcc compiled, on the CPU, instruction by instruction.
+"""The PTX emulator: interprets kernels that nvcc compiled on the CPU, instruction by instruction.
 
-Its library is compiled when it is first needed (`emulator_library.py`).
+Its library is compiled at first use (`library.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from flashattn_jit.jit.emulator.library import Allocation as _Allocation
 from flashattn_jit.jit.emulator.library import Launch, library
 
 Allocation = tuple[str, int, int, bool] | tuple[str, int, int, bool, bool]
-"""Name, address, bytes, whether the kernel may write it, and whether it holds values already (if
-not, reads before the first write are faults)."""
+"""Name, address, bytes, whether the kernel may write it, and whether it is initialised (True by
+default; otherwise reads before the first write are faults)."""
 
 _BETWEEN = "\x1f"
 
 
 class Program:
-    """A PTX module. Raises EmulatorError for text that it cannot read, and as `library` does."""
+    """A PTX module. Raises EmulatorError for invalid PTX, and the errors of `library`."""
 
     def __init__(self, ptx: str) -> None:
         _check_text("ptx", ptx)
@@ -39,7 +39,7 @@ class Program:
 
     @property
     def target(self) -> str:
-        """As in the text, for example ``"sm_80"``."""
+        """The target that the PTX names, for example ``"sm_80"``."""
         return _text(self._library.fajit_emulator_target(self._handle))
 
     def local_bytes(self, kernel: str) -> int:
@@ -70,16 +70,17 @@ class Program:
         """Runs all blocks of a launch; global memory is this process's, at its own addresses.
 
         Args:
-            async_copies: cp.async writes when it is waited for, or when it is issued.
+            async_copies: whether cp.async writes when it is waited for, or when it is issued.
             check_races: accesses of shared memory without a barrier between them, or to bytes
                 that an asynchronous copy may still be writing, are faults.
-            num_threads: blocks that run at a time; 0: one a core. Results do not depend on it.
+            num_threads: blocks that run at a time; 0: one per core. Results do not depend on it.
             uninitialised: reads of shared memory that nothing has written are faults.
-            step_limit: instructions of a block's warps after which it counts as stuck.
+            step_limit: instructions of a block's warps after which the block counts as stuck.
 
         Raises:
             EmulatorError: an unknown kernel or instruction.
-            EmulatorFault: the kernel did what it must not; memory keeps what it wrote till then.
+            EmulatorFault: an illegal access, a race or another fault of the kernel; memory keeps
+                what was written before.
         """
         if async_copies not in ("late", "early"):
             raise ValueError(f"async_copies is 'late' or 'early', not {async_copies!r}")
@@ -88,14 +89,14 @@ class Program:
         _check_numbers("shared_bytes, num_threads", (shared_bytes, num_threads), 2)
         _check_text("kernel", kernel)
         given = (_Allocation * len(allocations))()
-        for place, (name, begin, num_bytes, writable, *initialised) in zip(
+        for one, (name, begin, num_bytes, writable, *initialised) in zip(
             given, allocations, strict=True
         ):
             _check_text("an allocation's name", name)
             if begin < 0 or num_bytes < 0 or len(initialised) > 1:
                 raise EmulatorError(f"allocation {name}: {num_bytes} bytes from {begin} are none")
-            place.name, place.begin, place.bytes = name.encode(), begin, num_bytes
-            place.writable, place.initialised = writable, all(initialised)
+            one.name, one.begin, one.bytes = name.encode(), begin, num_bytes
+            one.writable, one.initialised = writable, all(initialised)
         launch = Launch(
             kernel.encode(), grid, block, shared_bytes, num_threads, params, len(params), given,
             len(given), step_limit, async_copies == "late", check_races, uninitialised,
@@ -104,7 +105,7 @@ class Program:
 
 
 def _check_numbers(name: str, values: Sequence[int], count: int) -> None:
-    """Raises EmulatorError for what would be cut to 32 bits."""
+    """Raises EmulatorError for values that do not fit into 32 bits."""
     if len(values) != count or not all(
         isinstance(value, int) and 0 <= value < 1 << 31 for value in values
     ):
@@ -124,7 +125,7 @@ def opcodes() -> list[tuple[str, str, str, str]]:
 
 
 def _check(failed: int | None) -> None:
-    """Raises the error that a function of the library returned, if it did."""
+    """Raises the error that a function of the library returned, if any."""
     if not failed:
         return
     kind, message, *rest = _fields(failed)
@@ -150,7 +151,7 @@ def _fields(text: int) -> list[str]:
 
 
 def _text(text: int) -> str:
-    """The text at an address, which is given back to the library."""
+    """The text at an address, whose memory is returned to the library."""
     try:
         return ctypes.string_at(text).decode(errors="replace")
     finally:
