@@ -13,7 +13,7 @@ from pathlib import Path
 import pybind11
 import pytest
 import torch
-from flashattn_jit.deploy.targets import parse_targets
+from flashattn_jit.deploy.wanted.specs import parse_targets
 
 from flashattn_jit.codegen import targets
 from flashattn_jit.errors import TargetError

@@ -18,7 +18,6 @@ from flashattn_jit.jit.module import KernelCache
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
 MINIMAL_ARTIFACT = Path(__file__).with_name("minimal_artifact.cpp")
-MINIMAL_CUDA_ARTIFACT = Path(__file__).with_name("minimal_artifact.cu")
 
 
 class FakeBuild:

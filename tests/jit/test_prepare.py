@@ -19,7 +19,7 @@ from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
 from tests import processes
 
-from .entries import tree
+from tests.jit.cache.entries import tree
 
 NewCache = Callable[[], KernelCache]
 

@@ -23,7 +23,7 @@ from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
 
-SOURCE = Path(__file__).with_name("minimal_artifact.cu").read_text()
+SOURCE = (Path(__file__).parents[1] / "minimal_artifact.cu").read_text()
 KEY = "0123456789abcdef" * 4
 FILES = {"artifact.so", "kernel.cu", "kernel.ptx", "build.log", "command", "resources.json"}
 
@@ -329,7 +329,7 @@ def test_identities_name_both_compilers() -> None:
 
 @pytest.fixture
 def cache(sources: Path) -> KernelCache:
-    include = Path(__file__).parents[2] / "csrc" / "include" / "fajit"
+    include = Path(__file__).parents[3] / "csrc" / "include" / "fajit"
     for name in ("abi.h", "cuda/lean/cuda_runtime.h"):
         path = sources / "include" / "fajit" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -398,7 +398,7 @@ def test_a_build_that_cannot_be_loaded_from_its_folder_is_loaded_from_memory(
     new_cache, fake_build, cache_root: Path
 ) -> None:
     """As where the cache lies on a file system without the right to execute."""
-    from .conftest import FakeModule
+    from tests.jit.conftest import FakeModule
 
     def noexec(path: str) -> FakeModule:
         if path.startswith(str(cache_root)):
