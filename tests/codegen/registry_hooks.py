@@ -16,6 +16,7 @@ from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.lower.hooks import Backend, lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
+from tests.abi import TensorParam
 from tests.registry import CASES, Case, Shape
 from tests.variants.ir_eval import evaluate
 
@@ -39,18 +40,11 @@ struct Call {{
 """
 
 
-class CTensor(ctypes.Structure):
-    """fajit_tensor."""
-
-    _fields_ = [("ptr", ctypes.c_void_p), ("sizes", ctypes.c_int64 * 8),
-                ("strides", ctypes.c_int64 * 8)]  # fmt: skip
-
-
 class Call(ctypes.Structure):
     """`CALL_STRUCT`."""
 
     _fields_ = [
-        ("tensors", CTensor * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
+        ("tensors", TensorParam * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
         *((n, ctypes.c_void_p) for n in ("q_len", "kv_len", "q_offset", "q_token0", "kv_token0")),
         *((n, ctypes.c_void_p) for n in ("in_", "out", "mask", "sink")),
         *((n, ctypes.c_int32) for n in
@@ -140,8 +134,7 @@ def call_of(built: Built, lengths, **fields) -> tuple[Call, dict[str, torch.Tens
         setattr(call, name, t.data_ptr())
     for i, t in enumerate(built.tensors):
         memory[f"param{i}"] = t
-        call.tensors[i].ptr = t.data_ptr() if t.numel() else None
-        call.tensors[i].sizes[: t.ndim], call.tensors[i].strides[: t.ndim] = t.shape, t.stride()
+        call.tensors[i].describe(t)
     for i, (param, value) in enumerate(zip(built.ir.scalars, built.scalars, strict=True)):
         kind = ctypes.c_int64 if param.dtype == "int64" else ctypes.c_double
         call.scalars[i] = ctypes.c_uint64.from_buffer_copy(

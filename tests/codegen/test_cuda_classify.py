@@ -16,8 +16,10 @@ import torch
 from flashattn_jit.variants.interval.cpp import lower_classify
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
-from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
-from tests.variants.bounds_oracle import Mask, _Tensor, traced
+from tests.abi import TensorParam
+from tests.codegen.cuda_unit import Unit, nvcc
+from tests.nvcc import needs_nvcc
+from tests.variants.bounds_oracle import Mask, traced
 from tests.variants.bounds_random import RandomMask
 from tests.variants.test_bounds_lower import (
     SHAPE,
@@ -64,7 +66,7 @@ __device__ __forceinline__ void each_box(const Call& p, F classify) {{
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        ("tensors", _Tensor * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
+        ("tensors", TensorParam * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
         ("lengths", ctypes.c_void_p), ("boxes", ctypes.c_void_p), ("states", ctypes.c_void_p),
         ("num_tensors", ctypes.c_int32), ("num_requests", ctypes.c_int32),
         ("count", ctypes.c_int32),
@@ -112,8 +114,7 @@ class Emulated:
             setattr(call, name, tensor.data_ptr())
         for i, t in enumerate(tensors):
             memory[f"param{i}"] = t
-            call.tensors[i].ptr = t.data_ptr() if t.numel() else None
-            call.tensors[i].sizes[: t.ndim], call.tensors[i].strides[: t.ndim] = t.shape, t.stride()
+            call.tensors[i].describe(t)
         for i, s in enumerate(params.scalars):
             kind = np.float64 if isinstance(s, float) else np.int64
             call.scalars[i] = int(np.asarray(s, kind).view(np.uint64))

@@ -16,8 +16,9 @@ import torch
 from flashattn_jit.env import include_dir
 from flashattn_jit.variants.ir.ir import Node
 from flashattn_jit.variants.lower.expressions import TAG, map_op
-from tests.codegen.cuda_unit import Unit, needs_nvcc, pointers
+from tests.codegen.cuda_unit import Unit, pointers
 from tests.codegen.test_hook_ops import CASES, COMPARISONS, COUNT, DIVISIONS, check, inputs
+from tests.nvcc import needs_nvcc
 
 _HEAD = """
 #include <fajit/abi.h>

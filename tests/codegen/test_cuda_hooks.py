@@ -14,7 +14,7 @@ import torch
 from flashattn_jit.variants.lower.hooks import lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import Variant, as_variant, cpp, scalar, tensor, variant
-from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
+from tests.codegen.cuda_unit import Unit, nvcc
 from tests.codegen.registry_hooks import (
     CALL_STRUCT,
     PAIRED,
@@ -28,6 +28,7 @@ from tests.codegen.registry_hooks import (
     lengths_of,
     unit_source,
 )
+from tests.nvcc import needs_nvcc
 from tests.registry import CASES, Shape
 
 pytestmark = needs_nvcc

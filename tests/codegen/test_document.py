@@ -22,7 +22,6 @@ from flashattn_jit.codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpe
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
 from flashattn_jit.jit.cache.entry import ARTIFACT
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.planner.reachable import reachable, utilities
 from flashattn_jit.planner.tiles import request_of, requests_of
@@ -30,6 +29,7 @@ from flashattn_jit.variants.ir.ir import OPS, VariantIR, unscaled_integers
 from flashattn_jit.variants.lower.expressions import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
+from tests.nvcc import needs_nvcc
 from tests.registry import CASES
 from tests.registry_case import Case
 
@@ -397,8 +397,6 @@ def test_what_is_accepted_can_be_rendered(doc: dict[str, Any]) -> None:
 
 
 UTILITY = UtilitySpec("merge_states", "sm_80")
-
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_nvcc)])

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,67 +20,7 @@ from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.module import kernel_ptx, load_stepping
 from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.binding import Bound
-
-_PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-_MAX_RANK = 8
-
-
-class TensorParam(ctypes.Structure):
-    """fajit_tensor."""
-
-    _fields_ = (("ptr", _PTR), ("sizes", _I64 * _MAX_RANK), ("strides", _I64 * _MAX_RANK))
-
-
-class BlockMask(ctypes.Structure):
-    """fajit_block_mask."""
-
-    _fields_ = (("states", _PTR), ("strides", _I64 * 4), ("q_block", _I32), ("kv_block", _I32))
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Args(ctypes.Structure):
-    """fajit_args, as `fajit/abi.h` has it; an artifact refuses one of another size."""
-
-    _fields_ = (
-        *_fields(ctypes.c_uint32, "abi_version args_bytes"),
-        *_fields(_PTR, "q k v out lse"),
-        *_fields(_I64 * 3, "q_stride k_stride v_stride out_stride lse_stride"),
-        *_fields(_I32, "num_requests num_q_heads num_kv_heads head_dim head_dim_v flags"),
-        ("scale", ctypes.c_float),
-        ("num_threads", _I32),
-        *_fields(_PTR, "q_len kv_len q_row0 kv_row0 q_offset q_token0 kv_token0"),
-        *_fields(_PTR, "tensors scalars"),
-        *_fields(_I32, "num_tensors num_scalars"),
-        *_fields(_PTR, "work merge_work"),
-        *_fields(_I32, "num_work num_merge_work"),
-        *_fields(_PTR, "partial_out partial_lse"),
-        ("block_mask", BlockMask),
-        *_fields(_PTR, "page_indptr page_indices"),
-        *_fields(_I32, "page_size num_pages"),
-        *_fields(_PTR, "row_request stream"),
-        *_fields(_I32, "device max_merge_rows"),
-        *_fields(_PTR, "worker_indptr cursors"),
-        *_fields(_I32, "num_workers worker"),
-        *_fields(_PTR, "row_token merge_sources kv_first key_blocks"),
-        *_fields(_I32, "key_block num_key_blocks"),
-    )
-
-
-class Launch(ctypes.Structure):
-    """fajit_launch; its params begin at a multiple of 16 bytes."""
-
-    _fields_ = (
-        ("kernel", ctypes.c_char_p),
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32),
-        ("params_bytes", ctypes.c_uint32),
-        ("padding", ctypes.c_uint64),
-        ("params", ctypes.c_ubyte * 4096),
-    )
+from tests.abi import Args, Launch, TensorParam
 
 
 @dataclass(slots=True)
@@ -159,9 +99,7 @@ class ByHand:
         assert not bound.scalars, "params that are numbers have no place here"
         layouts = (TensorParam * max(1, len(bound.tensors)))()
         for layout, tensor in zip(layouts, bound.tensors, strict=False):
-            layout.ptr = tensor.data_ptr()
-            layout.sizes[:] = [*tensor.shape, *[1] * (_MAX_RANK - tensor.ndim)]
-            layout.strides[: tensor.ndim] = tensor.stride()
+            layout.describe(tensor)
         scalars = (ctypes.c_uint64 * 1)()
         args.kept = layouts, scalars  # as long as the block points to them
         args.tensors, args.scalars = ctypes.addressof(layouts), ctypes.addressof(scalars)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS
@@ -51,11 +49,6 @@ FEATURE_SETS: tuple[tuple[str, ...], ...] = (
 EMULATED = ("sm_75", "sm_80", "sm_86", "sm_100", "sm_120")
 """Whose PTX the emulator's tests run; every other target has the PTX of one of these, but for what
 `twin` says, which tests/batch runs."""
-
-needs_nvcc = pytest.mark.skipif(
-    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
-)
-
 
 IN_TURN = rotation.chosen(CASES, 16, lambda case: "library" in case.tags and case.tags)
 """The cases that this run compiles and runs in the emulator. The hooks of all of them run in

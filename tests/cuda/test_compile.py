@@ -26,15 +26,12 @@ from tests.cuda.kernels import (
     Compiled,
     compiled,
     ir_of,
-    needs_nvcc,
     rotating,
     spec_of,
     specs,
 )
 from tests.registry import CASES
 from tests.registry_case import Case
-
-pytestmark = needs_nvcc
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 KERNEL = "fajit_attention_kernel"

@@ -12,15 +12,12 @@ from tests.cuda.kernels import (
     KINDS,
     SAME_PTX,
     compiled,
-    needs_nvcc,
     on_target,
     ptx_of,
     spec_of,
     without_columns,
     without_target,
 )
-
-pytestmark = needs_nvcc
 
 VARIANTS = ("causal", "mix_gemma2", "rope", "document_unsorted", "sigmoid", "gated_output")
 

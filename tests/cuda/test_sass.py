@@ -9,14 +9,11 @@ from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from tests import rotation
 from tests.cuda import sass
-from tests.cuda.kernels import KINDS, compiled, needs_nvcc, spec_of
+from tests.cuda.kernels import KINDS, compiled, spec_of
 
-pytestmark = [
-    needs_nvcc,
-    pytest.mark.skipif(
-        sass.nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    sass.nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
+)
 
 
 def matrix_instructions(spec: KernelSpec) -> int:

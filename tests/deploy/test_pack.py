@@ -26,14 +26,6 @@ from tests import processes
 from tests.deploy.caches import COMPILER, add_entry, contents
 
 
-@pytest.fixture
-def packed(store: Store, tmp_path: Path) -> Path:
-    """A pack of three entries."""
-    path = tmp_path / "kernels.pack"
-    pack(path)
-    return path
-
-
 def opened(path: Path) -> list[dict[str, bytes]]:
     """All files of all entries, read and verified."""
     with PackFile(path) as opened:

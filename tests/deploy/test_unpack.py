@@ -17,14 +17,6 @@ from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import COMPILER, add_entry, contents
 
 
-@pytest.fixture
-def packed(store: Store, tmp_path: Path) -> Path:
-    """A pack of three entries."""
-    path = tmp_path / "kernels.pack"
-    pack(path)
-    return path
-
-
 def test_into_the_users_folder_by_default(store: Store, packed: Path) -> None:
     before = contents(store.root)
     shutil.rmtree(store.root)

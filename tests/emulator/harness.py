@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
-from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.emulator import programs
-
-needs_nvcc = pytest.mark.skipif(
-    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
-)
 
 HEADER = ".version 8.0\n.target {target}\n.address_size 64\n"
 

@@ -238,16 +238,7 @@ def test_float_to_integer(mode: str, source: str) -> None:
         whole = [None if math.isnan(x) else ROUND[mode](x) for x in a.astype(np.float64)]
         top = 1 << (info.bits - 1)
         nan = 0 if source == "f32" and info.bits == 32 else (-top if info.min < 0 else top)
-        expected = [
-            nan
-            if w is None
-            else info.min
-            if w <= info.min
-            else info.max
-            if w >= info.max
-            else int(w)
-            for w in whole
-        ]
+        expected = [nan if w is None else clamped(w, info.min, info.max) for w in whole]
         got = run(f"cvt.{mode}.{kind}.{source}", kind, (source, a))
         np.testing.assert_array_equal(got, np.array(expected, NUMPY[kind]))
 

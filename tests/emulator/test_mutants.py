@@ -24,7 +24,7 @@ from flashattn_jit.ops.device import emulated
 from flashattn_jit.ops.launching import launches
 from tests import rotation
 from tests.cuda.kernels import ptx_of
-from tests.emulator.harness import needs_nvcc
+from tests.nvcc import needs_nvcc
 
 pytestmark = needs_nvcc
 
@@ -176,6 +176,31 @@ def changed(text: str, mutant: Mutant) -> str:
     return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
 
 
+def mutated_headers(mutant: Mutant, tmp_path: Path) -> Path:
+    """A copy of the include folder with the mutant's change."""
+    include = tmp_path / "include"
+    shutil.copytree(env.include_dir(), include)
+    header = include / "fajit/cuda" / mutant.file
+    header.write_text(changed(header.read_text(), mutant))
+    return include
+
+
+def assert_found(mutant: Mutant, call: Callable[[], float], wrong: float) -> None:
+    """The call raises a fault of the mutant's kinds; without kinds, any fault or an error larger
+    than `wrong`."""
+    if mutant.kinds:
+        with pytest.raises(EmulatorFault) as caught:
+            call()
+        assert caught.value.kind in mutant.kinds
+        assert "fajit/cuda/" in caught.value.source
+        return
+    try:
+        found = call()
+    except EmulatorFault:
+        return
+    assert found > wrong
+
+
 def spec_of(module: _C.Module) -> KernelSpec:
     """What a module of a planned call was compiled from."""
     kernels = (kernel for plan, _ in launches._launches.values() for kernel in plan.kernels)
@@ -195,10 +220,7 @@ def test_nothing_is_found_in_the_kernels(
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    include = tmp_path / "include"
-    shutil.copytree(env.include_dir(), include)
-    header = include / "fajit/cuda" / mutant.file
-    header.write_text(changed(header.read_text(), mutant))
+    include = mutated_headers(mutant, tmp_path)
     built: dict[KernelSpec, Any] = {}
 
     def mutated(module: _C.Module) -> Any:
@@ -210,14 +232,4 @@ def test_the_mutant_is_found(
         return built[spec]
 
     monkeypatch.setattr(emulated, "program", mutated)
-    if mutant.kinds:
-        with pytest.raises(EmulatorFault) as caught:
-            CALLS[mutant.call]()
-        assert caught.value.kind in mutant.kinds
-        assert "fajit/cuda/" in caught.value.source
-        return
-    try:
-        found = CALLS[mutant.call]()
-    except EmulatorFault:
-        return
-    assert found > WRONG
+    assert_found(mutant, CALLS[mutant.call], WRONG)

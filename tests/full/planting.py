@@ -164,8 +164,9 @@ def _ninja(root: Path, objects: Path) -> Iterator[str]:
     yield "-c $in -o $out\nrule link\n  command = c++ -shared $in $flags -o $out\n"
     made = []
     for folder in SOURCES:
-        for source in sorted((root / folder).glob("*.cpp")):
-            made.append(f"{objects / folder.replace('/', '_')}_{source.stem}.o")
+        for source in sorted((root / folder).rglob("*.cpp")):
+            name = source.relative_to(root).with_suffix(".o")
+            made.append(str(objects / "_".join(name.parts)))
             yield f"build {made[-1]}: cxx {source}\n"
             yield f"  flags = -O1 -fopenmp -I{root / folder} -I{root}/{SOURCES[0]}\n"
     library = root / "flashattn_jit" / EXTENSION.name

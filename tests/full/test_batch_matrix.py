@@ -10,18 +10,17 @@ import itertools
 import pytest
 import torch
 
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests.batch.formats import FORMATS, run_format
 from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check
 from tests.batch.runs import attend
 from tests.batch.test_emulated import FEW, MANY, TARGETS, dtype_of
+from tests.nvcc import needs_nvcc
 from tests.ops.test_attention import DECODE, HOST_TARGETS, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Case
 
 FEW_ROWS = DECODE._replace(q_len=3)
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

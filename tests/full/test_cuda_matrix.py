@@ -16,7 +16,6 @@ from tests.cuda.kernels import (
     KINDS,
     SAME_PTX,
     compiled,
-    needs_nvcc,
     on_target,
     ptx_of,
     spec_of,
@@ -25,6 +24,7 @@ from tests.cuda.kernels import (
     without_target,
 )
 from tests.cuda.test_compile import HEAD_DIMS, assert_clean
+from tests.nvcc import needs_nvcc
 from tests.registry import CASES
 from tests.registry_case import Case
 

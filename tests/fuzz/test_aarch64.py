@@ -13,9 +13,9 @@ from pathlib import Path
 import pybind11
 import pytest
 import torch
-from flashattn_jit.deploy.wanted.specs import parse_targets
 
 from flashattn_jit.codegen import targets
+from flashattn_jit.deploy.wanted.specs import parse_targets
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compilation.toolchain import flags_for
 from tests.fuzz.test_fuzz import build_driver, spec_of

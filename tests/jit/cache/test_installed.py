@@ -13,7 +13,7 @@ import pytest
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.cli.kernels import listed
-from flashattn_jit.inspect.doctor import cache as _check_cache
+from flashattn_jit.inspect.doctor import cache as cache_checks
 from flashattn_jit.inspect.doctor.check import Check
 from flashattn_jit.jit.cache import installed_packs
 from flashattn_jit.jit.cache.layers import Answer, PackLayer
@@ -76,7 +76,7 @@ def answer(path: Path, key: str) -> Answer:
 
 
 def check_of_doctor() -> Check:
-    (check,) = [c for c in _check_cache.layers() if c.name == "cache, installed"]
+    (check,) = [c for c in cache_checks.layers() if c.name == "cache, installed"]
     return check
 
 

@@ -22,14 +22,11 @@ from flashattn_jit.jit.compilation.compile_job import BuildFailure, Compiler, Sp
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
+from tests.nvcc import needs_nvcc
 
 SOURCE = (Path(__file__).parents[1] / "minimal_artifact.cu").read_text()
 KEY = "0123456789abcdef" * 4
 FILES = {"artifact.so", "kernel.cu", "kernel.ptx", "build.log", "command", "resources.json"}
-
-needs_nvcc = pytest.mark.skipif(
-    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
-)
 
 
 def build(staging: Path, source: str = SOURCE, target: str = "sm_80") -> bytes:
