@@ -109,7 +109,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that progress goes by, which tests advance."""
+    """The clock of the progress display, which tests advance."""
     time = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: time[0])
     return time

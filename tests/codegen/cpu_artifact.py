@@ -39,13 +39,13 @@ def library(
 
 
 def pack(values: Sequence[int] | None) -> torch.Tensor | None:
-    """An int32 array; kept alive by whoever passes its address."""
+    """An int32 array; a caller that passes its address keeps it alive."""
     return None if values is None else torch.tensor(list(values), dtype=torch.int32)
 
 
 @dataclass
 class Batch:
-    """What one launch sees, per request (groups of shared keys last).
+    """The arguments of one launch, per request; groups of shared keys come last.
 
     q is [tokens, Hq, D]; k and v as stored: [pages, page_size, Hkv, D] or [tokens, Hkv, D].
     """
@@ -84,8 +84,8 @@ class Batch:
 def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1):
     """(out [tokens, Hq, Dv], lse [tokens, Hq]) of `fajit_attention`, then of `fajit_merge`.
 
-    Several threads come to every list of the batch, each second one in reverse order; a batch
-    without lists then is one.
+    With several threads, each thread visits every work list of the batch, every second thread in
+    reverse order; a batch without lists then becomes one list.
     """
     tokens, heads, dim = batch.q.shape
     dim_v = batch.v.shape[-1]

@@ -17,7 +17,7 @@ TARGET = "sm_80"
 
 
 def nvcc(source: Path, *flags: str) -> str:
-    """Compile a source beside itself with the flags; returns what the compiler says."""
+    """Compiles a source in its folder with the flags; returns the compiler's output."""
     toolkit = find_toolkit()
     assert toolkit is not None
     folders = [include_dir()]
@@ -35,7 +35,7 @@ def nvcc(source: Path, *flags: str) -> str:
 
 
 class Unit:
-    """The kernels of a source, which take one pointer param a tensor."""
+    """The kernels of a CUDA source, as a program of the emulator."""
 
     def __init__(self, text: str, folder: Path) -> None:
         source = folder / "unit.cu"
@@ -53,7 +53,7 @@ class Unit:
         blocks: tuple[int, int, int] = (1, 1, 1),
         threads: int = 32,
     ) -> None:
-        """Run a kernel whose param struct is `params`; `tensors` is all the memory it may use."""
+        """Runs a kernel with the param struct `params`; it may use only the memory of `tensors`."""
         allocations = [
             (name, t.data_ptr(), t.untyped_storage().nbytes(), name in written)
             for name, t in tensors.items()

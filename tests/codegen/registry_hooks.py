@@ -1,7 +1,7 @@
-"""The hooks of every case of the registry: bound to a call, and what their IR gives there.
+"""The hooks of every case of the registry, bound to a call, and the values of their IR.
 
-What a backend makes of them is compiled by tests/codegen/test_cpu_hooks.py and test_cuda_hooks.py,
-all cases in one source: a case costs no compiler run of its own there.
+test_cpu_hooks.py and test_cuda_hooks.py compile the hooks of all cases as one source, so that the
+compiler runs once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Built:
         return f"{self.case.name}-{self.shape.head_dim}"
 
     def value(self, hook: str, inputs, lengths) -> torch.Tensor:
-        """What the hook's IR gives on inputs that broadcast."""
+        """The value of the hook's IR on inputs that broadcast."""
         graph = self.ir.hook(hook)
         assert graph is not None
 
@@ -82,7 +82,7 @@ class Built:
 
 
 def build(case: Case, shape: Shape) -> Built:
-    """A case on a shape."""
+    """Binds a case to a shape."""
     variant, params = case.build(shape)
     call = as_variant(variant).bind(Dims(*shape), params)
     return Built(case, shape, call.ir, tuple(call.tensors), tuple(call.scalars))
@@ -106,7 +106,7 @@ ROWS = [
 def unit_source(
     head: str, cases: Sequence[Built], functions: Callable[[int, Built], str], backend: Backend
 ) -> str:
-    """One source with the hooks of all cases, case n in namespace case_n; `functions` call them."""
+    """One source with the hooks and `functions` of all cases, case n in namespace case_n."""
     parts = [head]
     for number, built in enumerate(cases):
         hooks = lower_hooks(built.ir, built.case.name, backend)
@@ -125,7 +125,7 @@ def lengths_of(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def call_of(built: Built, lengths, **fields) -> tuple[Call, dict[str, torch.Tensor]]:
-    """The argument of a compiled case, and all memory that it points to."""
+    """The `Call` of a compiled case, and the tensors that it points to."""
     call = Call(
         num_requests=built.shape.batch, **{k: v for k, v in fields.items() if type(v) is int}
     )
@@ -152,7 +152,7 @@ class Pairs:
         self.rows = -(-shape.q_len // Q_STEP)
         size = self.size = (shape.batch, shape.num_q_heads, self.rows, shape.kv_len)
         self.scores = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
-        # What no kernel writes is found.
+        # Values that no kernel writes: elements that were not written differ.
         self.out, self.sink = torch.full(size, -77.0), torch.full(size[:3], -77.0)
         self.mask = torch.full(size, 7, dtype=torch.uint8)
         self.call, self.memory = call_of(

@@ -1,7 +1,7 @@
-"""Every operation that hooks rendered for CUDA are written in, against torch.
+"""Every operation of hooks that are rendered for CUDA, against torch.
 
-Once in the emulator, from the PTX of one kernel an operation, and once compiled for the host, which
-gives the same answers without a CUDA toolkit.
+Each operation runs in the emulator, as a kernel of its own, and compiled for the host, which needs
+no CUDA toolkit.
 """
 
 from __future__ import annotations

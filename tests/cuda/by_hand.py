@@ -1,7 +1,7 @@
-"""Launches of kernels made by hand: every field of `fajit_args` as a test wants it, emulated.
+"""Hand-written launches of kernels in the emulator: a test sets any field of `fajit_args`.
 
-The runtime plans what a batch needs; here a test says which block does what in which order, so that
-kernels meet work that no plan has: empty lists, padding anywhere, states in any order.
+A test chooses the work of each block, so that kernels run work that no plan has: empty lists,
+padding between items, states in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.abi import Args, Launch, TensorParam
 
 @dataclass(slots=True)
 class ByHand:
-    """A launch in the making: `values` are fields of Args, tensors among them by their address.
+    """A hand-written launch. values: fields of Args; a tensor stands for its address.
 
     q, out: [tokens, heads, dim]; lse: [tokens, heads]; k, v: [tokens, heads, dim] or
     [pages, page_size, heads, dim]. work, merge_work: int32 [items, 8].
@@ -44,7 +44,7 @@ class ByHand:
     values: Mapping[str, torch.Tensor | int] = field(default_factory=dict)
 
     def run(self, copies: Literal["late", "early"] = "late") -> None:
-        """The attention kernel, then the merge where there is merge work. Raises EmulatorFault."""
+        """Runs the attention kernel, then the merge if it has work. Raises EmulatorFault."""
         module, text = artifact_of(self.spec)
         partial_out = torch.full((self.partial_rows, self.spec.head_dim_v), float("nan"))
         partial_lse = torch.full((self.partial_rows,), float("nan"))
@@ -96,12 +96,12 @@ class ByHand:
             num_scalars=len(bound.scalars),
             num_work=len(self.work),
         )
-        assert not bound.scalars, "params that are numbers have no place here"
+        assert not bound.scalars, "scalar params are not supported here"
         layouts = (TensorParam * max(1, len(bound.tensors)))()
         for layout, tensor in zip(layouts, bound.tensors, strict=False):
             layout.describe(tensor)
         scalars = (ctypes.c_uint64 * 1)()
-        args.kept = layouts, scalars  # as long as the block points to them
+        args.kept = layouts, scalars  # kept alive as long as args points to them
         args.tensors, args.scalars = ctypes.addressof(layouts), ctypes.addressof(scalars)
         for name, value in self.values.items():
             setattr(args, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
@@ -112,7 +112,7 @@ class ByHand:
             strides = (first[0] if first else 0, head, row)
             getattr(args, f"{name}_stride")[:] = strides
         if self.merge_work is not None:
-            merges = self.merge_work[self.merge_work[:, 0] >= 0]  # padding makes no grid larger
+            merges = self.merge_work[self.merge_work[:, 0] >= 0]  # without padding
             args.num_merge_work = len(self.merge_work)
             args.max_merge_rows = int((merges[:, 4] - merges[:, 3]).max())
         return args
@@ -125,7 +125,7 @@ def artifact_of(spec: KernelSpec) -> tuple[ctypes.CDLL, str]:
 
 
 ptx_of_artifact: Callable[[KernelSpec, str], str] = lambda spec, text: text  # noqa: E731
-"""What runs instead of a kernel's own PTX: tests of mutants change it."""
+"""The PTX that runs for a spec; tests of mutants replace this function."""
 
 
 @cache
@@ -136,10 +136,10 @@ def _program(text: str) -> programs.Program:
 def _extent(name: str, tensor: torch.Tensor, writable: bool) -> tuple[str, int, int, bool, bool]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size = (last + 1) * tensor.element_size()
-    # Results hold NaN that no kernel may read; the merge reads states that the kernel before wrote.
+    # Results hold NaN, which no kernel may read; only the merge reads the states, after attention.
     return name, tensor.data_ptr(), size, writable, not writable
 
 
 def ints(values: Sequence[int]) -> torch.Tensor:
-    """int32, as kernels read their arrays."""
+    """An int32 tensor, as kernels read their arrays."""
     return torch.tensor(values, dtype=torch.int32)

@@ -1,7 +1,7 @@
 """Kernels compile for every target within the budgets that their tiles declare.
 
-Each target has tiles, features and variants by turns: `tests/rotation.py`. `.ci/full` has every one
-of them.
+A run takes some tiles, features and variants for each target by turns (`tests/rotation.py`), and
+`.ci/full` all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which targets share their PTX, so that emulating one of them proves the others."""
+"""Targets that share their PTX: emulating one of them tests the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine code of the attention kernels does what their templates mean."""
+"""The machine code of attention kernels has the instructions that the templates intend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def matrix_instructions(spec: KernelSpec) -> int:
-    """HMMA that one warp issues for one tile of keys: both products, m16n8k16 or m16n8k8."""
+    """HMMA instructions that a warp issues for one tile of keys: both products."""
     if spec.tile_kind == "few_row":  # each warp has all rows and its own part of the keys
         row_blocks, keys = spec.tile_q // 16, spec.tile_kv // spec.num_warps
     else:

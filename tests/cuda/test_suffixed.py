@@ -1,4 +1,4 @@
-"""Adding ``sm_90a`` to the table of CUDA targets is all that kernels for it take."""
+"""Kernels for ``sm_90a`` need only its row in the table of CUDA targets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pack that cannot be used is the headline of what went wrong for want of it."""
+"""The error of a kernel that is missing begins with the pack that could not be used."""
 
 from __future__ import annotations
 

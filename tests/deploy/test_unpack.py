@@ -1,4 +1,4 @@
-"""Unpacking: whole entries into a folder of our own, or nothing."""
+"""Unpacking writes complete entries into a folder that only the user may write to."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_folder_of_another_user_is_refused(packed: Path, tmp_path: Path) -> No
 def test_an_entry_whose_key_is_not_its_documents_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pack may be consistent in itself and still lie about which kernel an artifact is."""
+    """A consistent pack may still give an artifact the key of another kernel."""
     from flashattn_jit.deploy.pack import pack as packing
 
     a, b, _ = store.entries()

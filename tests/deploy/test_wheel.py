@@ -1,4 +1,4 @@
-"""Wheels of kernels: what pip makes of them, and their platform tags."""
+"""Wheels of kernels: their files, installation by pip, and platform tags."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def artifacts(store: Store) -> dict[str, bytes]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """The cache of this test, with two kernels that could be loaded as far as a wheel can tell."""
+    """The cache of this test, with two kernels whose artifacts begin like ELF files."""
     made = Store(tmp_path / "cache")
     add(made, "a", "cpu:avx2", elf(X86, "libc.so.6", "GLIBC_2.2.5"))
     add(made, "b", "cpu:avx512", elf(X86, "libgomp.so.1", "GLIBC_2.27"))

@@ -1,6 +1,6 @@
-"""Mistakes planted in what batches need: pages, lists of workers, key lists, shared rows.
+"""Mutants of the code for batches: pages, lists of workers, key lists, shared rows.
 
-As in test_mutants.py: each is found, and nothing in the kernels as they are (tests/cuda).
+As in test_mutants.py, each mutant is found; tests/cuda finds nothing in the unchanged kernels.
 """
 
 from __future__ import annotations

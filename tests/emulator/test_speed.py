@@ -1,4 +1,4 @@
-"""What makes the emulator usable in tests: a tile of attention takes milliseconds."""
+"""The emulator is fast enough for tests: a tile of attention takes milliseconds."""
 
 from __future__ import annotations
 

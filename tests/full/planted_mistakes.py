@@ -1,9 +1,9 @@
-"""Mistakes that a tired engineer could make, and the tests that must notice each of them.
+"""Plausible mistakes in the code, and the tests that must notice each of them.
 
-`python -m tests.full.planted_mistakes` plants them, one at a time, in a private copy of the
-checkout (`planting.py`), and prints a table of what caught them; names or parts of names choose
-some. A mistake that stays unnoticed is a missing test. Mistakes in CUDA kernels that the emulator
-must find are in tests/emulator/test_mutants.py and test_batch_mutants.py as well.
+`python -m tests.full.planted_mistakes [NAME ...]` plants them, one at a time, in a private copy of
+the checkout (`planting.py`), and prints a table of the tests that failed; NAME is a part of a
+mistake's name. A mistake that no test notices is a missing test. tests/emulator/test_mutants.py and
+test_batch_mutants.py have more mistakes in CUDA kernels, which the emulator must find.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """`new` stands in the place of `old`, which `file` has once.
+    """A replacement of `old`, which `file` has once, by `new`.
 
-    wrong: what goes wrong then. tests: the folder or file of tests that must fail.
+    wrong: the consequence. tests: the folder or file of tests, one of which must fail.
     """
 
     name: str

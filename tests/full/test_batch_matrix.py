@@ -1,6 +1,5 @@
-"""Batches beyond what the default run covers: every registered variant in every format, more of the
-products of the parameter lists, all lists on every CPU target, and at reduced sizes on emulated
-ones.
+"""Batches beyond those of the default run: every registered variant in every format, more products
+of the parameter lists, all lists on every CPU target, and at reduced sizes on emulated targets.
 """
 
 from __future__ import annotations

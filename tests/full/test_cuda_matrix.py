@@ -1,7 +1,6 @@
 """The whole matrix on CUDA: every registered variant on every target, for many rows and for few.
 
-Left out of the default run, which compiles each variant for one target in turns; `.ci/full` runs
-it.
+`.ci/full` runs it. The default run compiles each variant for one target, by turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Machines that are not x86-64: what they run, and `cpu:generic` cross-compiled and run in qemu.
+"""Machines that are not x86-64: their targets, and `cpu:generic` cross-compiled and run in qemu.
 
 Needs g++-aarch64-linux-gnu; to run kernels, qemu-user.
 """
@@ -43,7 +43,7 @@ def test_a_machine_of_another_architecture_runs_generic_code() -> None:
 @needs_compiler
 @pytest.mark.parametrize("folder", ["runtime", "scheduler", "interval", "emulator"])
 def test_the_compiled_parts_compile(tmp_path: Path, folder: str) -> None:
-    """As `setup.py` and the emulator do it, by this Python's headers: both have 64-bit longs."""
+    """With the flags of `setup.py` and the headers of this Python: both have 64-bit longs."""
     unit = tmp_path / "unit.cpp"
     sources = sorted(ROOT.joinpath("csrc", folder).rglob("*.cpp"))
     unit.write_text("".join(f'#include "{path}"\n' for path in sources))

@@ -1,4 +1,4 @@
-"""What `doctor` finds, what it says to do, and that nothing stops it."""
+"""The findings and remedies of `doctor`, which no broken set-up stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import processes
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder that is not there yet."""
+    """The user's cache folder, which does not exist yet."""
     folder = tmp_path / "cache"
     for name in env.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -31,12 +31,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(checks: object) -> dict[str, Check]:
-    """The checks that are not "ok", by name; the last of each."""
+    """The checks that are not "ok" by name, the last one of each name."""
     return {c.name: c for c in checks if c.status != "ok"}  # type: ignore[attr-defined]
 
 
 def test_a_sound_machine_has_no_errors_and_is_checked_in_under_3_s(cache: Path) -> None:
-    fa.doctor()  # modules are imported
+    fa.doctor()  # imports modules
     taken_s = []
     for _ in range(4):  # a core shared with others runs slower
         begin = time.perf_counter()
@@ -97,7 +97,7 @@ def test_no_compiler_is_fine_where_nothing_may_be_compiled(
 def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
-    """A container without compiler, ninja or toolkit; or with ones that do not work."""
+    """In a container whose compiler, ninja and toolkit are missing or do not work."""
     monkeypatch.setenv("FLASHATTN_JIT_CXX", compiler)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("flashattn_jit.jit.compilation.compile_job.ninja_dir", str)
@@ -274,7 +274,7 @@ def test_a_value_that_cannot_be_is_an_error(
 
 
 def test_nothing_stops_it(tmp_path: Path) -> None:
-    """Everything wrong at once: a cache that is a file, no home, no PATH, values that cannot be."""
+    """All at once: a cache that is a file, no home, no PATH, invalid values."""
     broken = tmp_path / "file"
     broken.write_text("")
     wrong = {

@@ -1,4 +1,4 @@
-"""`Variant.verify` passes what is right, and says in words what is wrong."""
+"""`Variant.verify` passes right kernels, and names the failures of wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers together, over a compiler that writes bytes: who builds, how often, what is left."""
+"""`KernelCache` over a compiler that writes bytes: when it builds, how often, and what remains."""
 
 from __future__ import annotations
 
@@ -410,7 +410,7 @@ def test_a_wrong_limit_is_told_before_anything_is_built(
 def test_an_entry_that_is_removed_while_it_is_read_is_a_miss(
     new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another process that makes room, say: nothing is damaged."""
+    """Another process may evict it: the entry is not corrupt."""
     from flashattn_jit.jit.cache import entry
 
     load(new_cache())

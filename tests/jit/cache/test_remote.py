@@ -1,4 +1,4 @@
-"""A store below a URL: filled, searched and mistrusted; it never makes a process wait for long."""
+"""A store below a URL: pushed to, searched and verified; a slow one does not block a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KEY = key_of()
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    """No remote is left alone because of an earlier test."""
+    """Forgets which remotes failed in earlier tests."""
     remote._left_alone.clear()
     remote._warned.clear()
     yield

@@ -1,4 +1,4 @@
-"""The real nvcc: what CUDA artifacts need and hold, what errors say, what is left as it was."""
+"""The real nvcc: contents and dependencies of CUDA artifacts, errors, unchanged global state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real compiler: what artifacts need and hold, what errors say, what is left as it was."""
+"""The real C++ compiler: contents and dependencies of artifacts, errors, unchanged global state."""
 
 from __future__ import annotations
 
