@@ -1,9 +1,9 @@
-"""What the tests of each folder take, beside what they may take.
+"""The time that the tests of each folder take, and their budgets.
 
-A budget is in seconds of one worker, set-up of fixtures included, with the kernels of the last run,
-on two cores of a server of 2024 that nothing else uses: 1,180 s in all, ten minutes of two workers.
-Without kernels of an earlier run the folders take half as much again, ops and batch most of it.
-Nothing fails for being slow: the table at the end of a run marks what is over its budget.
+A budget is in seconds of one worker, including the set-up of fixtures, with the kernels of the last
+run, on two cores of an idle server of 2024. The sum is 1,180 s, ten minutes of two workers. Without
+the kernels of an earlier run the tests take half as long again, most of it in ops and batch.
+No test fails because a folder is slow: the table at the end of a run marks it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _tests: dict[str, int] = defaultdict(int)
 
 
 def add(report: pytest.TestReport) -> None:
-    """Count a phase of a test."""
+    """Adds the time of one phase of a test: set-up, call or tear-down."""
     folder = report.nodeid.split("::")[0].rpartition("/")[0]
     folder = "/".join(folder.split("/")[:2]) if "/" in folder else "tests/*.py"
     _spent[folder] += report.duration
@@ -45,7 +45,7 @@ def add(report: pytest.TestReport) -> None:
 
 
 def table() -> list[str]:
-    """A line a folder, the slowest first."""
+    """One line for each folder, the slowest first."""
     lines = []
     for folder, spent in sorted(_spent.items(), key=lambda item: -item[1]):
         budget = BUDGET_S.get(folder)

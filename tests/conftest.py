@@ -8,21 +8,21 @@ import random
 import pytest
 
 # Idle OpenMP threads sleep. Where workers of pytest-xdist share the cores, a thread that spins at a
-# barrier takes the core of the one it waits for, and short parallel regions take milliseconds.
-# OpenMP reads it when torch is imported.
+# barrier takes the core from the thread that it waits for, and short parallel regions take
+# milliseconds. OpenMP reads the variable when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
 from tests import budget, last_run
 
-# Kernels built by one test serve the others. Workers inherit the folder.
+# All tests share one kernel cache. Workers inherit the variable that names its folder.
 last_run.begin()
 
-# Wheels of kernels that this environment has would hide what a test means to compile.
+# Installed wheels of kernels would serve kernels that a test is meant to compile.
 os.environ["FLASHATTN_JIT_CACHE_INSTALLED"] = "0"
 
-# Workers inherit it: all collect the same tests.
+# Workers inherit the seed, so that all of them collect the same tests.
 os.environ.setdefault("FAJIT_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
 
@@ -52,8 +52,8 @@ def pytest_configure(config):
         import flashattn_jit  # noqa: F401
     except ImportError as error:
         raise pytest.UsageError(str(error)) from None
-    # Neighbouring tests need the same kernels and module fixtures: each worker takes a run of them,
-    # and one that is done takes over half of what another has left.
+    # Neighbouring tests need the same kernels and module fixtures: each worker takes a contiguous
+    # range of tests, and a worker that is done takes half of the tests that another has left.
     if config.getoption("dist", "no") == "load":
         config.option.dist = "worksteal"
 

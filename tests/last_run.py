@@ -1,9 +1,9 @@
-"""The kernel cache of a run of the tests: it begins with the kernels of the last run.
+"""The kernel cache of a test run, which starts with the kernels of the last run.
 
-A kernel's key has all that it is made of, so that those of the last run serve this one exactly
-where nothing changed. `FAJIT_TEST_KERNELS=/a/folder` keeps them there instead of in the user's
-cache folder; `FAJIT_TEST_KERNELS=cold` keeps none and takes none. A run over a
-`FLASHATTN_JIT_CACHE_DIR` that is set uses that one as it is.
+A kernel's key covers everything that it is made of, so a kernel of the last run is used only where
+nothing has changed. `FAJIT_TEST_KERNELS=/a/folder` keeps the kernels in that folder instead of the
+user's cache folder; with `FAJIT_TEST_KERNELS=cold` a run starts with none and keeps none. Where
+`FLASHATTN_JIT_CACHE_DIR` is set, the run uses that folder as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _own: Path | None = None
 
 
 def begin() -> None:
-    """Sets FLASHATTN_JIT_CACHE_DIR for this process and the workers that it starts."""
+    """Makes this run's folder and sets FLASHATTN_JIT_CACHE_DIR, which workers inherit."""
     global _own
     if os.environ.get("FLASHATTN_JIT_CACHE_DIR"):
         return
@@ -43,15 +43,15 @@ def begin() -> None:
                 copy_function=_link,
                 ignore=shutil.ignore_patterns(".staging", ".quarantine", ".failed"),
             )  # fmt: skip
-        except OSError as error:  # another run has just put its own there
-            print(f"the kernels of the last run are left: {str(error)[:200]}")
+        except OSError as error:  # another run has just replaced the folder
+            print(f"the kernels of the last run are not used: {str(error)[:200]}")
             shutil.rmtree(_own, ignore_errors=True)
             _own.mkdir(mode=0o700, exist_ok=True)
     os.environ["FLASHATTN_JIT_CACHE_DIR"] = str(_own)
 
 
 def end() -> None:
-    """Keeps this run's kernels for the next one, those used last if there are too many."""
+    """Keeps this run's kernels for the next run: the most recently used ones, up to MOST_BYTES."""
     last = _last()
     if _own is not None and last is not None and _own.parent == last.parent and any(_own.iterdir()):
         _keep(_own, last)
@@ -76,7 +76,7 @@ def _keep(own: Path, last: Path) -> None:
 
 
 def words() -> str:
-    """Where kernels come from, for the header of the run."""
+    """Where the run's kernels come from, as a line of its header."""
     if _own is None:
         return f"kernels: {os.environ['FLASHATTN_JIT_CACHE_DIR']}"
     count = sum(1 for _ in _own.glob("v1/*/??/*/meta.json"))
@@ -84,7 +84,7 @@ def words() -> str:
 
 
 def _link(source: str, target: str) -> None:
-    """A second name where the file system has them: no file of a cache is written twice."""
+    """Hard-links a file, or copies it where that fails: the files of a cache are never modified."""
     try:
         os.link(source, target)
     except OSError:
@@ -92,7 +92,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _last() -> Path | None:
-    """Where the kernels of the last run are; None where none are to be kept."""
+    """The folder of the last run's kernels; None where kernels are not kept."""
     value = os.environ.get(VARIABLE)
     if value == "cold":
         return None
@@ -102,7 +102,7 @@ def _last() -> Path | None:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Folders of runs that were killed: no run takes three days."""
+    """Removes folders that killed runs left: no run takes three days."""
     for path in parent.glob("run-*"):
         if time.time() - path.stat().st_mtime > 3 * 86400:
             shutil.rmtree(path, ignore_errors=True)

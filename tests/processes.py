@@ -1,10 +1,10 @@
-"""Processes of Python for tests, forked from one that has imported torch.
+"""Python processes for tests, forked from a server that has imported torch.
 
-Importing torch takes two seconds of CPU and more, and many tests need a process that has called
-nothing yet. `run` forks theirs from a server that has torch, one a worker of the tests, which knows
-nothing of the package. What depends on how an interpreter starts (its flags, the seed of its
-hashes, which modules it imports, variables that torch or a shared library reads when it is loaded)
-needs `subprocess`; for such variables `run` takes it by itself.
+Importing torch takes two seconds of CPU time or more, and many tests need a fresh process. `run`
+forks it from a server, one for each test worker, that has imported torch and nothing of the
+package. A test that depends on how an interpreter starts (its flags, its hash seed, the modules
+that it imports) needs `subprocess`. `run` starts a new interpreter by itself where a variable
+differs that torch or a shared library reads when it is loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _READ_AT_START = (
 )  # fmt: skip
 
 _AT_IMPORT = dict(os.environ)
-"""The server's variables: no test has changed them yet."""
+"""The server's environment, copied before any test could change it."""
 
 _lock = threading.Lock()
 _server: subprocess.Popen[str] | None = None
 
 
 def _forget() -> None:
-    """In a child of this process: the server is its parent's."""
+    """Runs in forked children: the server belongs to the parent."""
     global _lock, _server
     _lock, _server = threading.Lock(), None
 
@@ -57,8 +57,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """As `subprocess.run([sys.executable, *arguments], capture_output=True, text=True)`.
 
-    `arguments` begin with `-c`, `-m` or a script. The process reads nothing from its input; what
-    its own children write after its end is lost.
+    `arguments` begin with `-c`, `-m` or the path of a script. Standard input is empty. Output that
+    children of the process write after its end is lost.
     """
     words = [str(argument) for argument in arguments]
     environment = dict(os.environ if env is None else env)
@@ -97,7 +97,7 @@ def _fork(
             server.stdin.write(json.dumps(request) + "\n")
             server.stdin.flush()
             code, late = json.loads(server.stdout.readline())
-        except BaseException:  # nobody will read its answer
+        except BaseException:  # its answer stays unread, and the next request would get it
             server.kill()
             server.communicate()
             _server = None
@@ -122,14 +122,17 @@ def _running() -> subprocess.Popen[str]:
 def _end(server: subprocess.Popen[str], owner: int) -> None:
     if os.getpid() == owner:
         try:
-            server.communicate(timeout=10)  # closes its input: it ends
+            server.communicate(timeout=10)  # closes its input, which ends the server
         except subprocess.TimeoutExpired:
             server.kill()
             server.communicate()
 
 
 def _serve() -> dict[str, Any] | None:
-    """Forks a process for each line of the input: its request in that process, None at the end."""
+    """Forks a process for each line of the input.
+
+    Returns the request in the forked process, None in the server at the end of its input.
+    """
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
         child = os.fork()
@@ -146,7 +149,7 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _become(request: dict[str, Any]) -> None:
-    """What the interpreter does with its command line."""
+    """Runs the request's program in this process as an interpreter would with its command line."""
     folder = Path(request["folder"])
     for number, path in enumerate((Path(os.devnull), folder / "output", folder / "errors")):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY)
@@ -175,8 +178,8 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # the folder of the tests, whose names are not for others
-    import torch  # noqa: F401  what all that is forked begins with
+    del sys.path[0]  # tests/: its modules would hide others of the same names
+    import torch  # noqa: F401 - forked processes have it
 
     gc.freeze()
     if (asked := _serve()) is not None:

@@ -1,4 +1,4 @@
-"""THE registry: every variant that tests and benchmarks run, and the shapes they run on.
+"""The registry: every variant that tests and benchmarks run, and the shapes they run on.
 
 `CASES` drives the reference checks, the CPU kernels, the interval form, `make_fx` and the
 benchmarks. A new variant is one entry in registry_library.py, registry_scores.py or
@@ -37,11 +37,11 @@ SHAPES: tuple[Shape, ...] = (
     Shape(1, 2, 1, 40, 40, 24, 136),  # head_dim_v larger
     Shape(1, 2, 1, 33, 65, 256, 256),
     Shape(1, 2, 2, 90, 17, 64, 64),  # more queries than keys
-    Shape(2, 2, 1, 0, 16, 64, 64),  # no query
-    Shape(2, 2, 1, 5, 0, 64, 64),  # no key: every row empty
+    Shape(2, 2, 1, 0, 16, 64, 64),  # no queries
+    Shape(2, 2, 1, 5, 0, 64, 64),  # no keys: every row is empty
     Shape(1, 1, 1, 257, 300, 64, 64),  # several tiles
 )  # fmt: skip
-"""Shapes with tails, every group size, head dims up to 256, and the empty ones."""
+"""Shapes with partial tiles, every group size, head dims up to 256, and empty shapes."""
 
 
 def select(*wanted: str) -> list[Case]:
@@ -57,10 +57,10 @@ def by_name(name: str) -> Case:
 def pairs(
     cases: Sequence[Case] = CASES, shapes: Sequence[Shape] = SHAPES, every: int = 1
 ) -> Iterator[tuple[Case, Shape]]:
-    """(case, shape) for all shapes that fit, every `every`-th of them, evenly spread.
+    """(case, shape) pairs: for each case, every `every`-th of the shapes that fit it.
 
-    every=1 is the full matrix; with every=n each case meets another n-th of the shapes, and all
-    shapes are met by some case. A case whose own shape is special meets that one too.
+    every=1 is the full matrix. With every=n the cases start at different shapes, so that each shape
+    is paired with some case. A case with a shape of its own is paired with that one too.
     """
     for number, case in enumerate(cases):
         fitting = [s for s in shapes if case.fits(s)]

@@ -1,4 +1,4 @@
-"""What one entry of the registry is: a variant, its params, and what is promised of it."""
+"""An entry of the registry: a variant, its params, and what must hold for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Positions that queries or keys have: what per-position tensors are sized for."""
+        """The number of positions of queries and keys: the size of per-position tensors."""
         return max(self.q_len, self.kv_len)
 
     @property
@@ -39,7 +39,7 @@ Params = Callable[[Shape, torch.Generator], Mapping[str, object]]
 
 
 def no_params(shape: Shape, generator: torch.Generator) -> Mapping[str, object]:
-    """For variants whose params all have defaults or values."""
+    """The params of variants whose params all have defaults or values."""
     return {}
 
 
@@ -54,12 +54,13 @@ class Case:
 
     make_variant: (shape, generator) -> a Variant, or a bare score_mod or mask_mod whose captured
     tensors fit the shape. params: (shape, generator) -> the keyword params of the call.
-    tags: what the variant has: mask, score, row (query_mod, key_mod, value_mod, output_mod),
-    normalizer, and what it is: library, closure, composition, builtin (q_len and such).
+    tags: which hooks the variant has (mask, score, row for query_mod, key_mod, value_mod and
+    output_mod, normalizer) and its kind (library, closure, composition, builtin for q_len etc.).
     interval: for masks, whether the interval form finds exactly the empty and the full tiles of 16
-    or more a side (exact), or only sound bounds (sound). exact_on: shapes for which that holds.
+    or more a side (exact), or only sound bounds (sound).
     causal_ok: `variant & Causal()` is valid and meaningful. fits: which shapes are valid.
-    q_offset, scale: of the call. reaches_nan: the mod gives NaN or inf on some finite score.
+    q_offset, scale: arguments of the call. reaches_nan: the mod gives NaN or inf for some finite
+    score.
     """
 
     name: str

@@ -177,7 +177,7 @@ _MASKS: tuple[Case, ...] = (
         shape=Shape(2, 4, 2, 70, 130, 64, 64), fits=_decoding,
     ),
     _sized("natten_1d", "mask", _natten1, interval="exact", fits=_self_attention),
-    # Tiles cut rows of the image, where x = i % width is no interval.
+    # A tile covers parts of image rows, for which x = i % width is no interval.
     _sized("natten_2d", "mask", _natten2, interval="sound", fits=_self_attention),
 )  # fmt: skip
 

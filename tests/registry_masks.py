@@ -1,7 +1,7 @@
 """Mask mods as users of FlexAttention write them: torch's tests, attention-gym, Hugging Face.
 
-Each maker takes (shape, generator) and returns a bare ``mask_mod(b, h, q_idx, kv_idx)``. `interval`
-is what references promise of the interval form: exact unless a comment says why not.
+Each maker takes (shape, generator) and returns a bare ``mask_mod(b, h, q_idx, kv_idx)``. The
+interval form of the masks of `_EXACT` must be exact, that of the masks of `_SOUND` sound.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -20,7 +20,7 @@ def _simple(fn) -> Make:
 
 
 def and_masks(*masks):
-    """As torch.nn.attention.flex_attention writes it (importing that costs a second)."""
+    """A copy of torch.nn.attention.flex_attention's function, whose import takes a second."""
 
     def all_of(b, h, q, k):
         result = b.new_ones((), dtype=torch.bool)
@@ -32,7 +32,7 @@ def and_masks(*masks):
 
 
 def or_masks(*masks):
-    """As torch.nn.attention.flex_attention writes it."""
+    """A copy of torch.nn.attention.flex_attention's function."""
 
     def any_of(b, h, q, k):
         result = b.new_zeros((), dtype=torch.bool)
@@ -88,7 +88,7 @@ def _sliding(shape: Shape, generator: torch.Generator):
 
 
 def _huggingface_sliding(shape: Shape, generator: torch.Generator):
-    """transformers composes masks as functions, with new_ones as the unit of `and`."""
+    """As transformers composes masks: functions, and new_ones as the neutral element of `and`."""
     window = 24
 
     def overlay(b, h, q, k):
@@ -145,7 +145,7 @@ def _jagged(shape: Shape, generator: torch.Generator):
 
 
 def _jagged_search(shape: Shape, generator: torch.Generator):
-    """The same documents found by a search in the offsets."""
+    """The documents of `_jagged`, found by a binary search in the offsets."""
     offsets = _offsets(shape, generator)
 
     def mask(b, h, q, k):
@@ -245,7 +245,7 @@ def _global_sliding(shape: Shape, generator: torch.Generator):
 
 
 def _shared_prefix(shape: Shape, generator: torch.Generator):
-    """Several continuations of one prefix, packed after it."""
+    """Several continuations of one prefix, packed behind it."""
     prefix = shape.tokens // 3
     docs = _documents(shape, generator, 6)
 
@@ -339,7 +339,7 @@ def _spatial_head(shape: Shape, generator: torch.Generator):
 
 
 def _temporal_head(shape: Shape, generator: torch.Generator):
-    """SVG's temporal mask: the same place in every frame."""
+    """SVG's temporal mask: the same position in every frame."""
     frame, width = 16, 2
     return lambda b, h, q, k: (q % frame - k % frame).abs() <= width
 
@@ -472,8 +472,8 @@ _EXACT = {
     "head_windows": _head_windows, "dilated": _dilated, "spatial_head": _spatial_head,
     "new_zeros_index": _new_zeros_index,
 }  # fmt: skip
-# Sound only: two-dimensional layouts on tiles that cut rows of the image, tables read at both
-# coordinates, bit tricks, and values read at rows and keys that are not ordered.
+# Bounds of these are sound, not exact: two-dimensional layouts whose tiles cover parts of image
+# rows, tables indexed by both coordinates, bit operations, and unordered values of rows and keys.
 _SOUND = {
     "unsorted_documents": _unsorted_documents, "jagged_search": _jagged_search,
     "shared_prefix": _shared_prefix, "media": _media,

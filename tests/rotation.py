@@ -1,8 +1,8 @@
-"""What a run of the tests takes by turns: second axes of matrices, random calls, another target.
+"""What a test run takes by turns: second axes of matrices, random calls, another target.
 
-tests/conftest.py chooses a seed, which every worker of a run shares, and prints it in the header of
-the run. `FAJIT_TEST_SEED=123456` repeats a run's choices, `FAJIT_TEST_TARGET=cpu:avx2` takes
-another target, and `FAJIT_TEST_TURNS=all` leaves nothing out, as `.ci/full` does.
+tests/conftest.py chooses a seed, which all workers of a run share, and prints it in the header of
+the run. `FAJIT_TEST_SEED=123456` repeats a run's choices, `FAJIT_TEST_TARGET=cpu:avx2` chooses the
+other target, and `FAJIT_TEST_TURNS=all` runs everything, as `.ci/full` does.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ T = TypeVar("T")
 
 
 def seed() -> int:
-    """Of what varies from run to run; 0 outside of pytest."""
+    """The seed of the run's choices; 0 outside of pytest."""
     return int(os.environ.get(SEED_VARIABLE, "0"))
 
 
 def takes_all() -> bool:
-    """Whether nothing is left to another run."""
+    """Whether the run takes everything."""
     return os.environ.get(TURNS_VARIABLE) == "all"
 
 
 def chosen(
     items: Sequence[T], share: int, kind: Callable[[T], Hashable] = lambda item: None
 ) -> list[T]:
-    """One in `share` of the items of each kind, by turns, and at least one of each; in order."""
+    """One in `share` of the items of each kind by turns, at least one of each kind, in order."""
     if takes_all():
         return list(items)
     by_kind: dict[Hashable, list[int]] = {}
-    for place, item in enumerate(items):
-        by_kind.setdefault(kind(item), []).append(place)
-    places = [
-        place
+    for index, item in enumerate(items):
+        by_kind.setdefault(kind(item), []).append(index)
+    indices = [
+        index
         for group in by_kind.values()
-        for place in _dice("chosen", group[0], share).sample(group, -(-len(group) // share))
+        for index in _generator("chosen", group[0], share).sample(group, -(-len(group) // share))
     ]
-    return [items[place] for place in sorted(places)]
+    return [items[index] for index in sorted(indices)]
 
 
 def some(items: Sequence[T], count: int, but_not: Collection[T] = ()) -> list[T]:
-    """`count` of the items by turns, in order, none of `but_not`; all where nothing is left out."""
+    """`count` of the items by turns, in order, none of `but_not`; all items where `takes_all`."""
     if takes_all():
         return list(items)
     items = [item for item in items if item not in but_not]
     if count >= len(items):
         return items
-    places = _dice("some", len(items), count).sample(range(len(items)), count)
-    return [items[place] for place in sorted(places)]
+    indices = _generator("some", len(items), count).sample(range(len(items)), count)
+    return [items[index] for index in sorted(indices)]
 
 
 def turn(number: int, among: Sequence[T]) -> list[T]:
-    """The one of `among` that a numbered test takes in this run; all where nothing is left out."""
-    return list(among) if takes_all() else [_dice("turn", number, len(among)).choice(among)]
+    """The one of `among` that test `number` takes in this run; all of them where `takes_all`."""
+    return list(among) if takes_all() else [_generator("turn", number, len(among)).choice(among)]
 
 
-def _dice(*choice: object) -> random.Random:
-    """Of one choice: whatever else a run chooses says nothing of this one."""
+def _generator(*choice: object) -> random.Random:
+    """The generator of one choice, independent of the run's other choices."""
     return random.Random(f"{seed()} {choice}")
 
 
 def other_target() -> str:
-    """A target below the host's, in turns; the host's own where there is none below it."""
+    """A target below the host's by turns; the host's own where none is below it."""
     if named := os.environ.get(TARGET_VARIABLE):
         return named
     lower = included(host_target())[:-1]
-    return _dice("target").choice(lower) if lower else host_target()
+    return _generator("target").choice(lower) if lower else host_target()
 
 
 def words() -> str:
-    """What repeats this run's choices."""
+    """The variables that repeat this run's choices."""
     turns = f" {TURNS_VARIABLE}=all" if takes_all() else ""
     return f"{SEED_VARIABLE}={seed()} {TARGET_VARIABLE}={other_target()}{turns}"

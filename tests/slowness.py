@@ -1,4 +1,4 @@
-"""Limits on the time of small Python work, also on machines slower than the one they are for."""
+"""Scales the time limits of small Python work for machines slower than the reference machine."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 import numpy as np
 
 _REFERENCE_S = 0.0012
-"""Of `_work`, about, on a machine where the limits hold by a hair; elsewhere they leave room."""
+"""About the time of `_work` on a machine where the limits just hold."""
 
 
 def slowdown() -> float:
-    """How many times slower this machine runs just now than that one; never less than 1.
+    """How many times slower than the reference this machine runs now; never less than 1.
 
-    Asked for next to each measurement, because a shared machine is slow by the second.
+    Call it next to each measurement: the speed of a shared machine changes within seconds.
     """
     return max(1.0, _work() / _REFERENCE_S)
 
 
 def _work() -> float:
-    """CPU seconds of a fixed mix of what the limits are about: small arrays and dictionaries."""
+    """CPU seconds of a fixed workload like that of the limits: small arrays and dictionaries."""
     begin = time.thread_time()
     table: dict[tuple[int, int], int] = {}
     values = np.arange(256)

@@ -1,4 +1,4 @@
-"""The GPU benchmark's arithmetic, table and exit codes, none of which needs a GPU."""
+"""Arithmetic, table and exit codes of the GPU benchmark, without a GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_ratio_is_the_median_within_rounds_with_its_quartiles():
 
 
 def test_a_share_of_bandwidth_counts_a_copy_twice():
-    """As long as the copy, half its traffic: 50 %."""
+    """A kernel that takes as long as the copy and moves half as many bytes has 50 %."""
     nbytes = 1 << 30
     row = _bandwidth_row("decode", {"ours": [1.0, 1.0], "copy": [1.0, 1.0]}, nbytes)
     assert row.measured == 50.0 and row.verdict == "missed"

@@ -1,4 +1,4 @@
-"""Benchmarks say what they are at, on standard error, and leave results and timings alone."""
+"""Benchmarks show progress on standard error, and never while something is timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWS = {"show", "steps"}
 
 
 def functions() -> dict[str, set[str]]:
-    """What each function of the benchmarks refers to, by "module.function"."""
+    """The names that each function of the benchmarks uses, by "module.function"."""
     found = {}
     for path in FOLDER.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
@@ -29,10 +29,10 @@ def functions() -> dict[str, set[str]]:
 
 
 def reaches_progress(names: set[str], everything: dict[str, set[str]]) -> bool:
-    """Whether something of these names calls, itself or through others, `show` or `steps`."""
+    """Whether a function of these names calls `show` or `steps`, directly or through others."""
     by_name: dict[str, set[str]] = {}
-    for place, used in everything.items():
-        by_name.setdefault(place.partition(".")[2], set()).update(used)
+    for function, used in everything.items():
+        by_name.setdefault(function.partition(".")[2], set()).update(used)
     seen: set[str] = set()
     while new := names - seen:
         if new & SHOWS:
@@ -56,7 +56,7 @@ def test_every_benchmark_shows_its_progress(module: str) -> None:
 
 @pytest.fixture
 def errors(monkeypatch: pytest.MonkeyPatch):
-    """Takes the place of standard error, of a terminal if `tty` is set."""
+    """A stream in place of standard error; a terminal if `tty` is set."""
 
     class Stream(io.StringIO):
         tty = False

@@ -1,4 +1,4 @@
-"""Environment variables: their defaults, their values, and what is said about wrong ones."""
+"""Environment variables: defaults, values, and the errors for wrong values."""
 
 from __future__ import annotations
 

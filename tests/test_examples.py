@@ -1,4 +1,4 @@
-"""The examples run and print what they promise; so does the README's."""
+"""The examples and the README's example run, and print what they announce."""
 
 from __future__ import annotations
 

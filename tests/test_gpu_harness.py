@@ -1,4 +1,4 @@
-"""The GPU tests' own code, as far as it runs without a GPU: on CPU kernels, and where they skip."""
+"""The harness of the GPU tests, as far as it runs without a GPU: on CPU kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `import flashattn_jit` costs, and what the path of a call must not import."""
+"""The cost of `import flashattn_jit`, and the modules that a call must not import."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = ("sympy", "torch._dynamo", "torch._inductor", "jinja2", "matplotlib", "tr
 
 
 def python(code: str, **environment: str) -> str:
-    """The output of a process that has torch and no more, outside of the checkout."""
+    """The output of `code` in a process that has imported torch, outside of the checkout."""
     result = processes.run(["-c", code], env={**os.environ, **environment}, cwd=Path(sys.prefix))
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -52,8 +52,8 @@ def test_import_neither_writes_nor_reads_the_cache(tmp_path: Path) -> None:
 
 
 MOST_FILES = 30
-"""Files of the package that the first call of a library variant may execute: who follows a call
-reads so many."""
+"""Files of the package whose code the first call of a library variant may execute: a reader who
+follows a call has to read them."""
 
 FIRST_CALL = """
 import sys, torch
@@ -91,7 +91,7 @@ print(*sorted(name[len(package) + 1 :] for name in files if name.startswith(pack
     ],
 )
 def test_the_first_call_of_a_library_variant_executes_few_files(variant: str) -> None:
-    """With its kernel on disk, by every function that is called in between."""
+    """Counts the files of all functions called, with the kernel on disk."""
     python(FIRST_CALL.replace("{variant}", variant))  # compiles it where the cache lacks it
     files = python(FIRST_CALL.replace("{variant}", variant)).split()
     assert "jit/cache/store.py" in files and "jit/compilation/builder.py" not in files
@@ -142,7 +142,7 @@ def test_tracing_imports_nothing_slow_and_a_miss_imports_jinja_only(tmp_path: Pa
 
 @pytest.mark.parametrize("program", ["python -m flashattn_jit", "flashattn-jit"])
 def test_the_command_line_has_every_name_when_it_is_used(tmp_path: Path, program: str) -> None:
-    """Nothing is imported before; then names, the extension and `dir()` are as elsewhere."""
+    """Nothing is imported at first; names, the extension and `dir()` then work as elsewhere."""
     code = (
         "import sys; import flashattn_jit as fa; from flashattn_jit import _C, env\n"
         "assert 'torch' not in sys.modules and 'flashattn_jit._C' not in sys.modules\n"
@@ -167,7 +167,7 @@ def test_the_command_line_has_every_name_when_it_is_used(tmp_path: Path, program
 
 
 def test_other_programs_import_the_ops_at_once() -> None:
-    """Also those run by `python -m`: an exported program needs the ops, and no name of ours."""
+    """Also programs run by `python -m`: an exported program uses the ops and none of our names."""
     names = ["attention", "varlen_attention"]
     for argv, original in ((["-m"], ["python", "-m", "service"]), (["serve.py"], []), ([], [])):
         code = (

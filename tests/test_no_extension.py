@@ -1,4 +1,4 @@
-"""A source folder without the compiled part says what to do, from Python and from pytest."""
+"""Importing a source folder without the compiled extension says what to do, in pytest too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout in which nothing was built."""
+    """A checkout without a built extension."""
     shutil.copytree(
         ROOT / "flashattn_jit", tmp_path / "flashattn_jit", ignore=shutil.ignore_patterns("_C.*so")
     )

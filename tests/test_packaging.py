@@ -1,7 +1,7 @@
 """The sdist builds a wheel that works in an empty environment with the checkout gone.
 
-The extension in the wheel is this environment's: `pip install .` (`.ci/run`) compiles it, and
-tests/full/test_clean_build.py from the sdist.
+The wheel has the extension of this environment. `pip install .` in `.ci/run` compiles it anew, and
+tests/full/test_clean_build.py compiles it from the sdist.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ command.load()()
 
 
 def build(hook: str, source: Path, output: Path) -> Path:
-    """Runs a hook of the build backend in `source`; the file it made."""
+    """Runs a hook of the build backend in `source`; returns the file that it made."""
     done = subprocess.run(
         [sys.executable, "-c", BACKEND, hook, str(output)],
         cwd=source,
@@ -112,12 +112,12 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reuse_extension(source: Path) -> None:
-    """Puts the extension that these tests run with where the build in `source` finds it done."""
+    """Puts this environment's extension where a build in `source` takes it for up to date."""
     platform = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     folder = source / "build" / f"lib.{platform}" / "flashattn_jit"
     folder.mkdir(parents=True)
     copy = Path(shutil.copy(_C.__file__, folder))
-    later = time.time() + 3600  # than what the build makes, too
+    later = time.time() + 3600  # newer than any file that the build makes
     os.utime(copy, (later, later))
 
 
@@ -130,7 +130,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty virtual environment with the wheel in it, which sees this one's torch."""
+    """A virtual environment with the wheel, which sees the dependencies of this environment."""
     home = tmp_path_factory.mktemp("environment")
     command = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(home)]
     subprocess.run(command, check=True)
@@ -138,8 +138,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = home / "lib" / version / "site-packages"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    # A folder named in a .pth file comes after `site`, and its own .pth files, such as an editable
-    # install's, are not read.
+    # A folder that a .pth file names comes after `site` on the path, and .pth files in it, such as
+    # that of an editable install, are not read.
     site.joinpath("dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return home
 
@@ -156,7 +156,7 @@ def files_below(folder: Path) -> set[str]:
 
 
 def test_constraints_name_what_the_package_asks_for() -> None:
-    """Every pin is of a dependency and within its bounds; torch has none above."""
+    """Every pin is of a dependency and within its bounds; torch has no upper bound."""
     lines = (ROOT / "pyproject.toml").read_text().splitlines()
     asked = [Requirement(found[1]) for line in lines if (found := re.match(r' +"([^":]+)",', line))]
     extras = re.findall(r"^(?:dev|plot|examples) = \[(.*)\]", "\n".join(lines), re.MULTILINE)

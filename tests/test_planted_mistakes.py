@@ -1,4 +1,7 @@
-"""The list of planted mistakes fits the code; tests/full/test_planted_mistakes.py plants them."""
+"""Every entry of the list of planted mistakes matches the code of today.
+
+tests/full/test_planted_mistakes.py plants the mistakes.
+"""
 
 from __future__ import annotations
 

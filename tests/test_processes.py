@@ -1,4 +1,4 @@
-"""The processes that tests fork are like those that an interpreter starts."""
+"""A forked process of `tests.processes` behaves like one that an interpreter starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_variable_that_is_read_at_the_start_takes_a_new_interpreter() -> None:
 
 
 def test_programs_are_compiled_as_the_interpreter_does() -> None:
-    """Without the `from __future__` of the module that runs them."""
+    """Without the `from __future__` imports of the module that compiles them."""
     done = processes.run(["-c", "class A:\n    x: int\nprint(A.__annotations__)"], check=True)
     assert done.stdout == "{'x': <class 'int'>}\n"
     assert processes.run(["-c", "def f(x: undefined): pass"]).returncode == 1

@@ -1,4 +1,4 @@
-"""What takes turns reaches everything, and each choice is free of the others."""
+"""Over many seeds turns reach every combination, and choices are independent of each other."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class ArchLimits:
     shared_per_block: the most bytes that one block may request (opt-in). shared_reserved: bytes per
     block that the system reserves. If the devices of a target differ, the minimum (sm_87 has more
     shared memory than sm_86). matrix_flops_per_clock: fp16 or bf16 products with fp32 accumulation,
-    dense; GeForce parts before sm_120 have half. in_flight_bytes: bytes of K and V that should be in
-    flight to one multiprocessor: twice its share of the bandwidth of the target's fastest device
+    dense; GeForce parts before sm_120 have half. in_flight_bytes: bytes of K and V that should be
+    in flight to one multiprocessor: twice its share of the bandwidth of the target's fastest device
     times 800 ns (Little's law; the share is 36 GB/s on an H200).
     """
 

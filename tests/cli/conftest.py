@@ -1,4 +1,4 @@
-"""Caches with entries that no compiler made, and the command line in this process and in others."""
+"""Caches with entries that no compiler made; the command line in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec_of(head_dim: int = 64, target: str = "cpu:generic") -> KernelSpec:
 
 
 def add_entry(root: Path, spec: KernelSpec, created: str = "2026-01-01T00:00:00+00:00") -> Entry:
-    """Publishes an entry whose artifact is a text that holds its key."""
+    """Publishes an entry whose artifact is text with its key."""
     key = kernel_key(spec.document(), spec.template, spec.target, flags_for(spec.target))
     store = Store(root)
     with store.staging() as staging:
@@ -44,7 +44,7 @@ def add_entry(root: Path, spec: KernelSpec, created: str = "2026-01-01T00:00:00+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty user's folder that the environment names; no other layer."""
+    """The user's cache folder, not made yet, as the only layer."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(folder))
     for name in ("CACHE_PATH", "CACHE_REMOTE", "CACHE_MAX_BYTES", "COMPILE", "RECORD"):
@@ -83,7 +83,7 @@ def run() -> Callable[..., Result]:
 
 @pytest.fixture
 def run_json(run: Callable[..., Result]) -> Callable[..., dict]:
-    """Runs a command with --json; its object."""
+    """Runs a command with --json; returns the JSON object."""
 
     def call(*args: object, exit_code: int = 0) -> dict:
         result = run(*args, "--json")
@@ -106,14 +106,14 @@ def _on_terminal(cache: Path) -> Callable[..., tuple[int, str]]:
 
 
 def process(*args: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process of its own, its output in pipes."""
+    """Runs a command in a new process, with its output in pipes."""
     return processes.run(
         ["-m", "flashattn_jit", *map(str, args)], env={**os.environ, **environment}, timeout=120
     )
 
 
 def on_terminal(*args: object, answer: str = "", **environment: str) -> tuple[int, str]:
-    """Runs a command on a terminal of its own; its exit code and what the terminal got."""
+    """Runs a command on a pseudo-terminal; returns its exit code and the terminal's output."""
     main, side = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-m", "flashattn_jit", *map(str, args)],

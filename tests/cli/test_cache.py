@@ -86,7 +86,7 @@ def test_show_takes_a_unique_beginning(run, run_json, entries) -> None:
 
 def test_a_beginning_of_several_keys_is_refused(run, cache: Path, spec_of, add_entry) -> None:
     first = [add_entry(cache, spec_of(head_dim)).key[0] for head_dim in range(1, 18)]
-    digit = max(first, key=first.count)  # of 17 keys two begin alike
+    digit = max(first, key=first.count)  # at least two of 17 keys begin with the same digit
     ambiguous = run("cache", "show", digit)
     assert ambiguous.exit_code == 2
     assert f"{first.count(digit)} kernels' keys begin with '{digit}'" in ambiguous.stderr
@@ -126,7 +126,7 @@ def test_verify_repair_moves_corrupt_entries_aside(run, run_json, entries) -> No
 
 
 def make_old(entries) -> None:
-    """Makes entries as old as their dates say: the first is the oldest."""
+    """Sets atimes and mtimes 9, 6 and 3 days back: the first entry is the oldest."""
     for days, entry in zip((9, 6, 3), entries, strict=True):
         then = time.time() - days * 86400
         for path in [*entry.path.iterdir(), entry.path]:
@@ -185,7 +185,7 @@ def test_explain_says_why_a_manifests_line_missed(
         run_json("cache", "explain", manifest)["kernels"], key=lambda one: not one["found"]
     )
     if found["mode"] == "missing" and not found["found"]:
-        # This machine's compiler is asked for, and the entry is another's.
+        # The entry is of another compiler than this machine's.
         assert "gcc-1.2.3-00000000" in found["searched"][0]["reason"]
     assert missed["searched"][0]["layer"] == "user"
     assert missed["command"].startswith("FLASHATTN_JIT_COMPILE=missing flashattn-jit warm -")
@@ -233,7 +233,7 @@ def test_a_manifest_may_come_from_standard_input(run, entries, spec_of) -> None:
 
 
 def _rename(entry, name: object) -> None:
-    """Writes the name that an entry's variant had when it was built."""
+    """Changes the variant's name in an entry's meta.json."""
     meta = json.loads(entry.path.joinpath(META).read_text())
     entry.path.joinpath(META).write_text(json.dumps({**meta, "name": name}))
 
@@ -263,10 +263,10 @@ def test_an_entry_with_a_hostile_name_is_corrupt(run, entries, name: object) -> 
 def test_the_name_of_a_build_is_kept_and_part_of_no_key(
     run_json, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first variant that asks for a kernel names it; another one finds the same."""
+    """The entry has the name of the variant that it was built for; an equal variant finds it."""
     q = torch.randn(1, 1, 4, 8)
 
-    # A mask of this test's own: a process names what one variant stands for once.
+    # A mask that no other test uses: a process stores the name of a structure once.
     def never(b, h, q_idx, kv_idx):
         return q_idx >= kv_idx + 12347
 

@@ -1,4 +1,4 @@
-"""The completion scripts, and what they complete."""
+"""The completion scripts and their completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_shell_gets_a_script(run, run_json, shell: str) -> None:
 
 
 def complete(process, *words: str) -> list[str]:
-    """What completes the last word."""
+    """The completions of the last word."""
     done = process(
         _FLASHATTN_JIT_COMPLETE="bash_complete",
         COMP_WORDS=" ".join(("flashattn-jit", *words)),

@@ -1,4 +1,4 @@
-"""docs/command_line.md names every command, option and JSON field, and none that is not there."""
+"""docs/command_line.md names every command, option and JSON field, and none that does not exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = (ROOT / "docs" / "command_line.md").read_text()
 
 
 def documented() -> Iterator[tuple[str, list[str]]]:
-    """Every command line of the documents: where it stands, and its words."""
+    """Every command line of the documents: the file and the words after the program."""
     for path in DOCS:
         joined = path.read_text().replace("\\\n", " ")
         for line in joined.splitlines():
@@ -31,7 +31,7 @@ def documented() -> Iterator[tuple[str, list[str]]]:
 
 
 def resolve(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command that words name, and the words after its name."""
+    """The command that the words name, and the rest of the words."""
     command: click.Command = app
     while isinstance(command, Group) and words and not words[0].startswith("-"):
         inner = command.get_command(click.Context(command), words[0])
@@ -47,7 +47,7 @@ def options(command: click.Command) -> set[str]:
 
 
 def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Every command that does something, by its name."""
+    """Every command that is no group, by its full name."""
     if not isinstance(command, Group):
         yield name, command
         return
@@ -110,6 +110,7 @@ def test_json_fields_are_documented(run_json, entries, cache: Path, tmp_path: Pa
     table = TEXT[TEXT.index("## JSON") :]
     for name, command in commands.items():
         row = next(line for line in table.splitlines() if line.startswith(f"| `{name}"))
-        listed = row + (table if name == "cache show" else "")  # it has those of `cache ls` too
+        # `cache show` has the fields of `cache ls` too.
+        listed = row + (table if name == "cache show" else "")
         for field in set(names(run_json(*command))) - {"schema", "command"}:
             assert f"`{field}`" in listed, f"{name}: {field}"

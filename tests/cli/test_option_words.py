@@ -1,4 +1,4 @@
-"""Errors that end a command speak of its options, not of arguments in Python."""
+"""Errors of the command line name options, not arguments of Python functions."""
 
 from __future__ import annotations
 

@@ -9,30 +9,16 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import click
 import pytest
 
 from flashattn_jit.cli import output
 from flashattn_jit.cli.app import app
-from flashattn_jit.cli.command import Group
+from tests.cli.test_documents import leaves
 
 ESCAPE = "\x1b"
 
 
-def leaves(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """The paths of all commands that do something."""
-    if not isinstance(command, Group):
-        return [path]
-    context = click.Context(command)
-    found = []
-    for name in command.list_commands(context):
-        inner = command.get_command(context, name)
-        assert inner is not None
-        found += leaves(inner, (*path, name))
-    return found
-
-
-COMMANDS = leaves(app)
+COMMANDS = [tuple(name.split()) for name, _ in leaves(app)]
 
 
 def test_the_commands_are_these() -> None:
@@ -123,7 +109,7 @@ class Stream(io.StringIO):
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that progress goes by, which tests advance."""
+    """The clock of the progress display, which tests advance."""
     time = [0.0]
     monkeypatch.setattr(output.time, "monotonic", lambda: time[0])
     return time

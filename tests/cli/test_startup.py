@@ -1,4 +1,4 @@
-"""What starting the command line costs: torch is imported by the commands that need it alone."""
+"""The cost of starting the command line: only commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ atexit.register(lambda: print(*sorted({"torch", "numpy"} & set(sys.modules)), fi
 
 @pytest.fixture
 def imported(tmp_path: Path, cache: Path):
-    """Runs a command as a shell does; which of torch and numpy its process has at its end."""
+    """Runs a command as a shell does; returns which of torch and numpy it imported."""
     program = tmp_path / "flashattn-jit"
     program.write_text(f"{REPORT}\nfrom flashattn_jit.cli import main\nmain()\n")
 
@@ -72,7 +72,7 @@ def test_a_command_that_needs_torch_has_it_before_the_extension(imported) -> Non
 
 
 def test_help_takes_less_than_300_ms_of_cpu(tmp_path: Path) -> None:
-    """User and system, with bytecode as an installation has it; the best of some runs."""
+    """User and system time of the best run, with bytecode as an installation has it."""
     environment = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "",

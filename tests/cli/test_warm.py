@@ -29,7 +29,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def built(warmed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, as the user's folder."""
+    """The folder of `warmed` as the user's folder."""
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(warmed))
     return warmed
 

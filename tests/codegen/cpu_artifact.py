@@ -1,5 +1,5 @@
-"""CPU artifacts called through their C interface alone: ctypes twins of abi.h, and batches as plain
-data, so that kernels are tested without the planner and the runtime.
+"""CPU artifacts called through their C interface, with batches as plain data: kernels are tested
+without the planner and the runtime.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner import tiles
@@ -20,42 +21,9 @@ from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.ir.ir import VariantIR
+from tests.abi import Args, TensorParam
 
-ABI_VERSION = 3
 WRITE_LSE, PARTIAL = 1, 2
-MAX_RANK = 8
-
-_p, _i, _l = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-
-
-class CTensor(ctypes.Structure):
-    _fields_ = [("ptr", _p), ("sizes", _l * MAX_RANK), ("strides", _l * MAX_RANK)]
-
-
-class BlockMask(ctypes.Structure):
-    _fields_ = [("states", _p), ("strides", _l * 4), ("q_block", _i), ("kv_block", _i)]
-
-
-class Args(ctypes.Structure):
-    """fajit_args."""
-
-    _fields_ = [
-        ("abi_version", ctypes.c_uint32), ("args_bytes", ctypes.c_uint32),
-        *((name, _p) for name in ("q", "k", "v", "out", "lse")),
-        *((f"{name}_stride", _l * 3) for name in ("q", "k", "v", "out", "lse")),
-        *((name, _i) for name in ("num_requests", "num_q_heads", "num_kv_heads", "head_dim",
-                                  "head_dim_v", "flags")),
-        ("scale", ctypes.c_float), ("num_threads", _i),
-        *((name, _p) for name in ("q_len", "kv_len", "q_row0", "kv_row0", "q_offset", "q_token0",
-                                  "kv_token0", "tensors", "scalars")),
-        ("num_tensors", _i), ("num_scalars", _i), ("work", _p), ("merge_work", _p),
-        ("num_work", _i), ("num_merge_work", _i), ("partial_out", _p), ("partial_lse", _p),
-        ("block_mask", BlockMask), ("page_indptr", _p), ("page_indices", _p),
-        ("page_size", _i), ("num_pages", _i), ("row_request", _p), ("stream", _p),
-        ("device", _i), ("max_merge_rows", _i), ("worker_indptr", _p), ("cursors", _p),
-        ("num_workers", _i), ("worker", _i), ("row_token", _p), ("merge_sources", _p),
-        ("kv_first", _p), ("key_blocks", _p), ("key_block", _i), ("num_key_blocks", _i),
-    ]  # fmt: skip
 
 
 @cache
@@ -71,13 +39,13 @@ def library(
 
 
 def pack(values: Sequence[int] | None) -> torch.Tensor | None:
-    """An int32 array; kept alive by whoever passes its address."""
+    """An int32 array; a caller that passes its address keeps it alive."""
     return None if values is None else torch.tensor(list(values), dtype=torch.int32)
 
 
 @dataclass
 class Batch:
-    """What one launch sees, per request (groups of shared keys last).
+    """The arguments of one launch, per request; groups of shared keys come last.
 
     q is [tokens, Hq, D]; k and v as stored: [pages, page_size, Hkv, D] or [tokens, Hkv, D].
     """
@@ -116,8 +84,8 @@ class Batch:
 def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1):
     """(out [tokens, Hq, Dv], lse [tokens, Hq]) of `fajit_attention`, then of `fajit_merge`.
 
-    Several threads come to every list of the batch, each second one in reverse order; a batch
-    without lists then is one.
+    With several threads, each thread visits every work list of the batch, every second thread in
+    reverse order; a batch without lists then becomes one list.
     """
     tokens, heads, dim = batch.q.shape
     dim_v = batch.v.shape[-1]
@@ -131,13 +99,12 @@ def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1):
     tensors = [*bound.tensors]
     if mask is not None:
         tensors += build_tables(range_tables(mask), tensors)
-    c_tensors = (CTensor * max(len(tensors), 1))()
+    c_tensors = (TensorParam * max(len(tensors), 1))()
     for at, t in zip(c_tensors, tensors, strict=False):
-        at.ptr = t.data_ptr()
-        at.sizes[: t.dim()], at.strides[: t.dim()] = list(t.shape), list(t.stride())
+        at.describe(t)
     scalars = (ctypes.c_uint64 * max(len(bound.scalars), 1))()
     for i, (value, param) in enumerate(zip(bound.scalars, bound.ir.scalars, strict=True)):
-        number = _l(int(value)) if param.dtype == "int64" else ctypes.c_double(value)
+        number = ctypes.c_int64(int(value)) if param.dtype == "int64" else ctypes.c_double(value)
         scalars[i] = ctypes.c_uint64.from_buffer(number).value
 
     a, keep = Args(), []
@@ -150,16 +117,18 @@ def run(lib: ctypes.CDLL, batch: Batch, bound: Any, *, num_threads: int = 1):
     def flat(rows: list[tuple[int, ...]]) -> list[int]:
         return [x for row in rows for x in (*row, *(0,) * (8 - len(row)))]
 
+    strides = ctypes.c_int64 * 3
+
     def rows(t: torch.Tensor) -> Any:
         *outer, row, head = t.stride()[:-1]
-        return (_l * 3)(outer[0] if outer else 0, head, row)
+        return strides(outer[0] if outer else 0, head, row)
 
     zeros = [0] * requests
-    a.abi_version, a.args_bytes = ABI_VERSION, ctypes.sizeof(Args)
+    a.abi_version, a.args_bytes = _C.ABI_VERSION, ctypes.sizeof(Args)
     a.q, a.k, a.v = batch.q.data_ptr(), batch.k.data_ptr(), batch.v.data_ptr()
     a.out, a.lse = out.data_ptr(), lse.data_ptr()
     a.q_stride, a.k_stride, a.v_stride = rows(batch.q), rows(batch.k), rows(batch.v)
-    a.out_stride, a.lse_stride = rows(out), (_l * 3)(0, 1, heads)
+    a.out_stride, a.lse_stride = rows(out), strides(0, 1, heads)
     a.num_requests, a.num_q_heads, a.num_kv_heads = requests, heads, batch.k.shape[-2]
     a.head_dim, a.head_dim_v, a.flags = dim, dim_v, batch.flags
     a.scale, a.num_threads = dim**-0.5, num_threads

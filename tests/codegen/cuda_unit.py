@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import pytest
 import torch
 
 from flashattn_jit.env import include_dir
@@ -15,11 +14,10 @@ from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.emulator import programs
 
 TARGET = "sm_80"
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc: install a CUDA toolkit")
 
 
 def nvcc(source: Path, *flags: str) -> str:
-    """Compile a source beside itself with the flags; returns what the compiler says."""
+    """Compiles a source in its folder with the flags; returns the compiler's output."""
     toolkit = find_toolkit()
     assert toolkit is not None
     folders = [include_dir()]
@@ -37,7 +35,7 @@ def nvcc(source: Path, *flags: str) -> str:
 
 
 class Unit:
-    """The kernels of a source, which take one pointer param a tensor."""
+    """The kernels of a CUDA source, as a program of the emulator."""
 
     def __init__(self, text: str, folder: Path) -> None:
         source = folder / "unit.cu"
@@ -55,7 +53,7 @@ class Unit:
         blocks: tuple[int, int, int] = (1, 1, 1),
         threads: int = 32,
     ) -> None:
-        """Run a kernel whose param struct is `params`; `tensors` is all the memory it may use."""
+        """Runs a kernel with the param struct `params`; it may use only the memory of `tensors`."""
         allocations = [
             (name, t.data_ptr(), t.untyped_storage().nbytes(), name in written)
             for name, t in tensors.items()

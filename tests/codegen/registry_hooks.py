@@ -1,7 +1,7 @@
-"""The hooks of every case of the registry: bound to a call, and what their IR gives there.
+"""The hooks of every case of the registry, bound to a call, and the values of their IR.
 
-What a backend makes of them is compiled by tests/codegen/test_cpu_hooks.py and test_cuda_hooks.py,
-all cases in one source: a case costs no compiler run of its own there.
+test_cpu_hooks.py and test_cuda_hooks.py compile the hooks of all cases as one source, so that the
+compiler runs once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.lower.hooks import Backend, lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
+from tests.abi import TensorParam
 from tests.registry import CASES, Case, Shape
 from tests.variants.ir_eval import evaluate
 
@@ -39,18 +40,11 @@ struct Call {{
 """
 
 
-class CTensor(ctypes.Structure):
-    """fajit_tensor."""
-
-    _fields_ = [("ptr", ctypes.c_void_p), ("sizes", ctypes.c_int64 * 8),
-                ("strides", ctypes.c_int64 * 8)]  # fmt: skip
-
-
 class Call(ctypes.Structure):
     """`CALL_STRUCT`."""
 
     _fields_ = [
-        ("tensors", CTensor * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
+        ("tensors", TensorParam * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
         *((n, ctypes.c_void_p) for n in ("q_len", "kv_len", "q_offset", "q_token0", "kv_token0")),
         *((n, ctypes.c_void_p) for n in ("in_", "out", "mask", "sink")),
         *((n, ctypes.c_int32) for n in
@@ -73,7 +67,7 @@ class Built:
         return f"{self.case.name}-{self.shape.head_dim}"
 
     def value(self, hook: str, inputs, lengths) -> torch.Tensor:
-        """What the hook's IR gives on inputs that broadcast."""
+        """The value of the hook's IR on inputs that broadcast."""
         graph = self.ir.hook(hook)
         assert graph is not None
 
@@ -88,7 +82,7 @@ class Built:
 
 
 def build(case: Case, shape: Shape) -> Built:
-    """A case on a shape."""
+    """Binds a case to a shape."""
     variant, params = case.build(shape)
     call = as_variant(variant).bind(Dims(*shape), params)
     return Built(case, shape, call.ir, tuple(call.tensors), tuple(call.scalars))
@@ -112,7 +106,7 @@ ROWS = [
 def unit_source(
     head: str, cases: Sequence[Built], functions: Callable[[int, Built], str], backend: Backend
 ) -> str:
-    """One source with the hooks of all cases, case n in namespace case_n; `functions` call them."""
+    """One source with the hooks and `functions` of all cases, case n in namespace case_n."""
     parts = [head]
     for number, built in enumerate(cases):
         hooks = lower_hooks(built.ir, built.case.name, backend)
@@ -131,7 +125,7 @@ def lengths_of(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def call_of(built: Built, lengths, **fields) -> tuple[Call, dict[str, torch.Tensor]]:
-    """The argument of a compiled case, and all memory that it points to."""
+    """The `Call` of a compiled case, and the tensors that it points to."""
     call = Call(
         num_requests=built.shape.batch, **{k: v for k, v in fields.items() if type(v) is int}
     )
@@ -140,8 +134,7 @@ def call_of(built: Built, lengths, **fields) -> tuple[Call, dict[str, torch.Tens
         setattr(call, name, t.data_ptr())
     for i, t in enumerate(built.tensors):
         memory[f"param{i}"] = t
-        call.tensors[i].ptr = t.data_ptr() if t.numel() else None
-        call.tensors[i].sizes[: t.ndim], call.tensors[i].strides[: t.ndim] = t.shape, t.stride()
+        call.tensors[i].describe(t)
     for i, (param, value) in enumerate(zip(built.ir.scalars, built.scalars, strict=True)):
         kind = ctypes.c_int64 if param.dtype == "int64" else ctypes.c_double
         call.scalars[i] = ctypes.c_uint64.from_buffer_copy(
@@ -159,7 +152,7 @@ class Pairs:
         self.rows = -(-shape.q_len // Q_STEP)
         size = self.size = (shape.batch, shape.num_q_heads, self.rows, shape.kv_len)
         self.scores = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 3
-        # What no kernel writes is found.
+        # Values that no kernel writes: elements that were not written differ.
         self.out, self.sink = torch.full(size, -77.0), torch.full(size[:3], -77.0)
         self.mask = torch.full(size, 7, dtype=torch.uint8)
         self.call, self.memory = call_of(

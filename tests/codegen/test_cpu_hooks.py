@@ -1,8 +1,8 @@
 """The hooks of every case of the registry, rendered for CPUs, against the IR.
 
-Each case runs as kernels call it: keys on lanes (few rows), rows on lanes (prefill), and rows of
-several requests on lanes (batches). All cases are one source, compiled without the optimisations
-that a kernel's loops need: what is tested is the text of the hooks.
+Each case runs in the lane orientations of kernels: keys on lanes (few rows), rows on lanes
+(prefill), and rows of several requests on lanes (batches). All cases are one source, compiled at
+-O1: only the text of the hooks is tested, not the loops of a kernel.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ static bool lane(const M& m, int i) {{
   else return m[i] != 0;
 }}
 
-// kOn: what lies on lanes: 0 keys, 1 rows of a request, 2 rows of all requests.
+// kOn: which index varies over lanes: 0 keys, 1 rows of a request, 2 rows of all requests.
 template <class Hooks, int kOn>
 static void pairs(const Call& p) {{
   const fajit_args args = args_of(p);
@@ -68,7 +68,7 @@ static void pairs(const Call& p) {{
             vi bs, qs, ks;
             vf x;
             int64_t at[kLanes];
-            for (int i = 0; i < kLanes; ++i) {{  // pad lanes repeat the last one
+            for (int i = 0; i < kLanes; ++i) {{  // lanes past the end repeat the last index
               const int n = begin + i < count ? begin + i : count - 1;
               const int b = kOn == 2 ? n / p.num_rows : b0;
               const int r = kOn == 0 ? r0 : kOn == 1 ? n : n % p.num_rows;

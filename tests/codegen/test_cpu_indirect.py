@@ -1,5 +1,5 @@
-"""CPU kernels of feature `indirect`: pages, key lists and rows of several requests, in any mixture,
-against the eager reference in double precision. Whatever must not be read holds NaN.
+"""CPU kernels with feature `indirect`: any combination of pages, key lists and rows of several
+requests, against the eager reference in fp64. Memory that must not be read holds NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_KV, MAX_Q, MAX_B = 512, 64, 8
 
 
 # --- variants -------------------------------------------------------------------------------------
-# Hooks read tensors by b, h, q and k, so that a row or key that is taken for another one shows.
+# Hooks read tensors by b, h, q and k, so that a row or key taken for another one changes results.
 
 _seeded = torch.Generator().manual_seed(5)
 BIAS = torch.randn(MAX_B, 8, MAX_Q, MAX_KV, generator=_seeded)
@@ -66,7 +66,7 @@ def all_hooks() -> fa.Variant:
 
 
 def documents() -> fa.Variant:
-    """Its key part reads b: `keys` is a value for each row."""
+    """A mask whose key part reads b, so that it has a value for each row."""
     return fa.variant(mask_mod=lambda b, h, q, k: DOCUMENT[b, q] == DOCUMENT[b, k])
 
 
@@ -104,7 +104,7 @@ VARIANTS = {
 
 @dataclass
 class World:
-    """Requests with dense keys, and how the kernel is to find them."""
+    """Requests with dense keys, and the storage and work with which the kernel reads them."""
 
     q_lens: list[int]
     kv_lens: list[int]
@@ -115,7 +115,7 @@ class World:
     dtype: torch.dtype = torch.float32
     page_size: int = 0  # 0: ragged
     key_block: int = 0  # 0: no lists
-    shared: int = 0  # keys that all requests have in common, taken from a group of all rows
+    shared: int = 0  # first keys that all requests share, read by one group of all rows
     splits: int = 1
     seed: int = 0
 
@@ -136,9 +136,10 @@ class World:
         # keep[b, kv_h, key]: what lists leave of the keys.
         self.keep = torch.ones(batch, self.kv_heads, longest, dtype=torch.bool)
 
-    # --- storage: (first position, end, request whose dense keys they are) of each source
+    # --- storage
 
     def sources(self) -> list[tuple[int, int, int]]:
+        """(first position, end, request that has these dense keys) of each source of keys."""
         own = [(min(self.shared, n), n, b) for b, n in enumerate(self.kv_lens)]
         return own + ([(0, self.shared, 0)] if self.shared else [])
 
@@ -146,7 +147,7 @@ class World:
         if self.page_size:
             return self._pages()
         sizes = [end - first for first, end, _ in self.sources()]
-        starts, at = [], 3  # unused tokens around every request
+        starts, at = [], 3  # unused tokens lie around every request
         for n in sizes:
             starts.append(at)
             at += n + 2
@@ -163,7 +164,7 @@ class World:
         counts = [-(-(end - first) // size) for first, end, _ in self.sources()]
         total = sum(counts) + 3
         pages = self.random.sample(range(total), sum(counts))
-        # Halves of one tensor, heads before slots: layouts are strides only.
+        # K and V are halves of one tensor with heads before slots: layouts are strides only.
         both = torch.full((total, 2, self.kv_heads, size, max(self.dim, self.dim_v)), NAN,
                           dtype=self.dtype)  # fmt: skip
         k = both[:, 0].transpose(1, 2)[..., : self.dim]
@@ -197,7 +198,7 @@ class World:
         return batch
 
     def _add_group(self, batch: Batch) -> None:
-        """A group of the rows of all requests, in any order, that share the first keys."""
+        """Adds a group of the rows of all requests, in random order, which share the first keys."""
         tokens = batch.q.shape[0]
         owner = [b for b, n in enumerate(self.q_lens) for _ in range(n)]
         rows = self.random.sample(range(tokens), tokens)
@@ -210,7 +211,7 @@ class World:
         batch.kv_first = [first for first, _, _ in self.sources()]
 
     def _plan(self, batch: Batch) -> None:
-        """An item for each source, KV head and split; states merge in a shuffled memory order."""
+        """Adds an item for each source, KV head and split, and the merges of their states."""
         states: dict[tuple[int, int], list[int]] = {}  # (token, kv head) -> partial rows
         split = self.splits > 1 or self.shared > 0
         for i, (first, end, _) in enumerate(self.sources()):
@@ -248,7 +249,10 @@ class World:
         batch.work.insert(1, (-1, 0, 1, 0, 5, 0, 7, -1))
 
     def _list(self, batch: Batch, i: int, kv_h: int) -> tuple[int, int]:
-        """About half of a source's blocks in any order, some entries none; its positions."""
+        """Lists half of a source's blocks in random order, among invalid entries.
+
+        Returns the list's begin and end in positions.
+        """
         first, end, b = self.sources()[i]
         block = self.key_block
         blocks = range(first // block, -(-end // block))
@@ -269,7 +273,7 @@ class World:
     # --- the answer
 
     def reference(self, variant: fa.Variant) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out [tokens, Hq, Dv], lse [tokens, Hq]), after `batch` has made its lists."""
+        """(out [tokens, Hq, Dv], lse [tokens, Hq]); call it after `batch`, which makes lists."""
         keep, group = self.keep, self.group
         kept = variant & fa.variant(mask_mod=lambda b, h, q, k: keep[b, h // group, k])
         out, lse = attention_reference(
@@ -295,7 +299,7 @@ def kind_of(world: World) -> str:
 
 def check(world: World, variant: fa.Variant, target: str = TARGETS[0], kernel: Any = None,
           kind: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Runs a world and compares it. kernel: the variant that is compiled, if it is another one."""
+    """Runs a world and compares its results. kernel: the compiled variant, if not `variant`."""
     bound = (kernel or variant).bind(world.dims())
     lib = cpu_artifact.library(
         bound.ir, kind or kind_of(world), str(world.dtype).removeprefix("torch."),
@@ -337,7 +341,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def test_every_format_and_variant(name, form, shapes):
     seed = 10 * list(FORMATS).index(form) + list(VARIANTS).index(name)
     world = World(**shapes, **FORMATS[form], seed=seed)
-    if name == "text":  # text cannot be and-ed with the reference's mask of lists
+    if name == "text":  # C++ text cannot be composed with the reference's mask of lists
         check(world, text_in_python(), kernel=text())
     else:
         check(world, VARIANTS[name]())
@@ -402,7 +406,7 @@ def by_slot(slot: Any, gain: torch.Tensor) -> fa.Variant:
 @pytest.mark.parametrize("form", [{"page_size": 5}, {"page_size": 5, "shared": 6}, {"shared": 6}],
                          ids=["pages", "shared_pages", "shared"])  # fmt: skip
 def test_slots(form):
-    """`fa.kv_slot` says where keys lie, in scores, masks and key hooks, on lanes and off them."""
+    """`fa.kv_slot` is the slot of a key in scores, masks and key hooks, per lane and uniform."""
     for shapes, kind in ((FEW, "few_row"), (MANY, "prefill")):
         world = World(**shapes, **form, seed=8)
         slots = torch.zeros(len(world.q_lens), max(world.kv_lens), dtype=torch.int64)
@@ -423,7 +427,7 @@ def test_slots(form):
 
 
 def test_page_numbers_out_of_range_are_no_addresses():
-    """Their keys are hidden by the mask; what they hold is the caller's mistake, a crash is not."""
+    """An invalid page number reads no memory outside of the cache; the mask hides its keys here."""
     for shapes, kind in ((FEW, "few_row"), (MANY, "prefill")):
         world = World(**shapes, page_size=4, seed=2)
         hidden = fa.variant(mask_mod=lambda b, h, q, k: k >= 8)
@@ -440,7 +444,7 @@ def test_page_numbers_out_of_range_are_no_addresses():
 
 @pytest.mark.parametrize("features", [(), ("indirect",)], ids=["direct", "indirect"])
 def test_lists_of_workers(features):
-    """Every item is done once, whichever threads come to a list, and in how many calls."""
+    """Every item is computed once, whatever the number of threads and calls for a list."""
     world = World(q_lens=[3] * 8, kv_lens=[40 + 13 * i for i in range(8)], splits=3, seed=6)
     bound = fa.Causal().bind(world.dims())
     lib = cpu_artifact.library(bound.ir, "few_row", "float32", (32, 32), TARGETS[0], features)
@@ -458,7 +462,7 @@ def test_lists_of_workers(features):
 
 
 def test_unfinished_states():
-    """FAJIT_PARTIAL from rows of several requests: fp32, before sink and output_mod."""
+    """FAJIT_PARTIAL with rows of several requests gives fp32 states, before sink and output_mod."""
     world = World(**FEW, shared=5, page_size=4, seed=9)
     bound = all_hooks().bind(world.dims())
     lib = cpu_artifact.library(bound.ir, "few_row", "float32", (32, 32), TARGETS[0], ("indirect",))

@@ -1,6 +1,6 @@
-"""The interval form inside kernels answers as `_C` does: compiled to PTX, run in the emulator.
+"""The interval form compiled to PTX and run in the emulator gives the states that `_C` gives.
 
-Devices divide integers, scan tensors and multiply 64-bit numbers by code of their own.
+Device code has its own functions for integer division, tensor scans and 64-bit products.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from flashattn_jit.variants.interval.cpp import lower_classify
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
-from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
-from tests.variants.interval.bounds_oracle import Mask, _Tensor, traced
+from tests.abi import TensorParam
+from tests.codegen.cuda_unit import Unit, nvcc
+from tests.toolkit import needs_nvcc
+from tests.variants.interval.bounds_oracle import Mask, traced
 from tests.variants.interval.bounds_random import RandomMask
 from tests.variants.interval.test_bounds_lower import (
     SHAPE,
@@ -64,7 +66,7 @@ __device__ __forceinline__ void each_box(const Call& p, F classify) {{
 
 class _Call(ctypes.Structure):
     _fields_ = [
-        ("tensors", _Tensor * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
+        ("tensors", TensorParam * MAX_TENSORS), ("scalars", ctypes.c_uint64 * MAX_SCALARS),
         ("lengths", ctypes.c_void_p), ("boxes", ctypes.c_void_p), ("states", ctypes.c_void_p),
         ("num_tensors", ctypes.c_int32), ("num_requests", ctypes.c_int32),
         ("count", ctypes.c_int32),
@@ -88,7 +90,7 @@ extern "C" __global__ void classify_{i}(const __grid_constant__ Call p) {{
 
 
 class Emulated:
-    """The interval forms of several masks as kernels, with the `states` of the oracle's."""
+    """The interval forms of several masks as kernels, with the interface of the oracle."""
 
     def __init__(self, masks: Sequence[Mask], folder: Path) -> None:
         self.unit = Unit(source(masks), folder)
@@ -104,16 +106,15 @@ class Emulated:
         lengths = torch.zeros((5, max(1, count)), dtype=torch.int32)
         for row, values in zip(lengths, fields, strict=True):
             row[: len(values)] = torch.tensor(list(values), dtype=torch.int32)
-        places = torch.from_numpy(np.ascontiguousarray(boxes, np.int64))
+        corners = torch.from_numpy(np.ascontiguousarray(boxes, np.int64))
         states = torch.zeros(len(boxes), dtype=torch.uint8)
         call = _Call(num_tensors=len(tensors), num_requests=lengths.shape[1], count=len(boxes))
-        memory = {"lengths": lengths, "boxes": places, "states": states}
+        memory = {"lengths": lengths, "boxes": corners, "states": states}
         for name, tensor in memory.items():
             setattr(call, name, tensor.data_ptr())
         for i, t in enumerate(tensors):
             memory[f"param{i}"] = t
-            call.tensors[i].ptr = t.data_ptr() if t.numel() else None
-            call.tensors[i].sizes[: t.ndim], call.tensors[i].strides[: t.ndim] = t.shape, t.stride()
+            call.tensors[i].describe(t)
         for i, s in enumerate(params.scalars):
             kind = np.float64 if isinstance(s, float) else np.int64
             call.scalars[i] = int(np.asarray(s, kind).view(np.uint64))
@@ -163,5 +164,5 @@ def test_it_keeps_to_registers(tmp_path: Path) -> None:
     _, masks = registry_masks()
     (tmp_path / "unit.cu").write_text(source(masks))
     words = nvcc(tmp_path / "unit.cu", "-cubin", "--ptxas-options=-v", "-o", "unit.cubin")
-    # The kernel's own fajit_args and arrays of indices, everything dissolves.
+    # The kernel's fajit_args and index arrays are all held in registers.
     assert words.count("0 bytes stack frame, 0 bytes spill stores") == len(masks)

@@ -1,7 +1,7 @@
-"""Every operation that hooks rendered for CUDA are written in, against torch.
+"""Every operation of hooks that are rendered for CUDA, against torch.
 
-Once in the emulator, from the PTX of one kernel an operation, and once compiled for the host, which
-gives the same answers without a CUDA toolkit.
+Each operation runs in the emulator, as a kernel of its own, and compiled for the host, which needs
+no CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from flashattn_jit.env import include_dir
 from flashattn_jit.variants.ir.ir import Node
 from flashattn_jit.variants.lower.expressions import TAG, map_op
-from tests.codegen.cuda_unit import Unit, needs_nvcc, pointers
+from tests.codegen.cuda_unit import Unit, pointers
 from tests.codegen.test_hook_ops import CASES, COMPARISONS, COUNT, DIVISIONS, check, inputs
+from tests.toolkit import needs_nvcc
 
 _HEAD = """
 #include <fajit/abi.h>

@@ -1,7 +1,7 @@
 """The hooks of every case of the registry, rendered for CUDA and emulated, against the IR.
 
-A thread a pair for score and mask, a warp a row for row hooks. All cases are one source, so that
-nvcc starts once.
+Score and mask hooks run with one thread for each pair, row hooks with one warp for each row. All
+cases are one source, so that nvcc runs once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from flashattn_jit.variants.lower.hooks import lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import Variant, as_variant, cpp, scalar, tensor, variant
-from tests.codegen.cuda_unit import Unit, needs_nvcc, nvcc
+from tests.codegen.cuda_unit import Unit, nvcc
 from tests.codegen.registry_hooks import (
     CALL_STRUCT,
     PAIRED,
@@ -29,6 +29,7 @@ from tests.codegen.registry_hooks import (
     unit_source,
 )
 from tests.registry import CASES, Shape
+from tests.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 
@@ -38,7 +39,7 @@ _HEAD = f"""
 using namespace fajit;
 
 {CALL_STRUCT}
-// The context of a call whose scalars this thread digests itself.
+// The context of a call; this thread computes the hooks' uniforms itself.
 template <class Hooks>
 struct CallContext {{
   fajit_args args{{}};
@@ -79,7 +80,7 @@ struct SharedRow {{
   FAJIT_FN void write(int i, float x) const {{ values[i] = x; }}
 }};
 
-// Two warps, a row each: f(context, row, temps, lane, b, h, position).
+// Two warps with one row each: f(context, row, temps, lane, b, h, position).
 template <class Hooks, int kDim, class F>
 __device__ __forceinline__ void each_row(const Call& p, F f) {{
   __shared__ float rows[2][kDim];

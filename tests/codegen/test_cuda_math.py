@@ -1,6 +1,7 @@
-"""Functions of hooks on CUDA are within 4 ulp, for floats of every size.
+"""Math functions of hooks on CUDA are within 4 ulp for floats of every magnitude.
 
-Compiled for the host, where exactly rounded functions stand in for the special-function unit's.
+They are compiled for the host, with exactly rounded functions in place of those of the GPU's
+special-function unit.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def any_floats(rng: np.random.Generator) -> np.ndarray:
     return rng.integers(0, 2**32, COUNT, dtype=np.uint64).astype(np.uint32).view(np.float32)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # overflow of what is compared
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # expected values overflow
 @pytest.mark.parametrize("name", [*UNARY, *BINARY])
 def test_within_four_ulp(library, name):
     rng = np.random.default_rng(3)

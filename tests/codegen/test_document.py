@@ -1,4 +1,4 @@
-"""Specs as documents: they come back exact, and what nobody vouches for cannot become code."""
+"""Specs as JSON documents: exact round trips, and untrusted documents that cannot inject code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from flashattn_jit.codegen.spec import FEATURES, AnySpec, KernelSpec, UtilitySpe
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
 from flashattn_jit.errors import FlashAttnJitError, ManifestError
 from flashattn_jit.jit.cache.entry import ARTIFACT
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.planner.reachable import reachable, utilities
 from flashattn_jit.planner.tiles import request_of, requests_of
@@ -32,6 +31,7 @@ from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
 from tests.registry import CASES
 from tests.registry_case import Case
+from tests.toolkit import needs_nvcc
 
 
 def bound(case: Case) -> tuple[VariantIR, tuple[int, int], str]:
@@ -178,7 +178,7 @@ def test_text_reaches_no_place_where_it_would_be_code(text: str) -> None:
     for place in places:
         with pytest.raises(ManifestError):
             spec_from_document(edited(spec, *place, value=text))
-    if text:  # no name is right where no C++ text reads it
+    if text:  # without C++ text a document may name no tensor and no scalar
         for place in (("variant", "tensors", 0, 0), ("variant", "scalars", 0, 0)):
             with pytest.raises(ManifestError, match="names only beside C"):
                 spec_from_document(edited(spec, *place, value=text))
@@ -307,15 +307,15 @@ SEEDS = [rich(), rich("sm_80"), plain()]
 
 _WORD = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
 _OWN = re.compile(r"[a-z]{0,3}_?\d+\w{0,2}|\w{1,16}_\d+")
-"""Names of values and literals, which are numbered."""
+"""Numbered names of values, and literals."""
 
 
 def words(source: str) -> set[str]:
-    """The words that a source is made of, but for numbered names."""
+    """The identifiers of a source without numbered names."""
     return {w for w in _WORD.findall(source) if not _OWN.fullmatch(w)}
 
 
-# What sources are made of: those of other specs, and what writes them.
+# The identifiers that sources may have: those of the seeds' sources and of the generator.
 VOCABULARY = {w for spec in SEEDS for w in words(render(spec))} | {
     *OPS, *(f"i_{op}" for op in OPS), *TAG.values(), *CPP_TYPE.values(),
     "and_", "or_", "xor_", "not_", "b1", "wrap", "cast",
@@ -397,8 +397,6 @@ def test_what_is_accepted_can_be_rendered(doc: dict[str, Any]) -> None:
 
 
 UTILITY = UtilitySpec("merge_states", "sm_80")
-
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=needs_nvcc)])

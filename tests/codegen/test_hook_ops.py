@@ -1,4 +1,4 @@
-"""Every operation of the hook headers against torch, in both lane orientations, on every level."""
+"""Every operation of the hook headers against torch, scalar and vector, on every CPU target."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES = list(cases())
 
 
 def source() -> str:
-    """One function a case and orientation: op_<index>_<v|s>(a, b, out, n)."""
+    """A function for each case and orientation: op_<index>_<v|s>(a, b, out, n)."""
     parts = [
         "#include <fajit/abi.h>\n#include <fajit/cpu/hooks/hook_ops.h>\nusing namespace fajit;\n"
     ]
@@ -109,7 +109,7 @@ def library(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hook_ops")
     path = folder / "ops.cpp"
     path.write_text(source())
-    # -O1: what is tested is arithmetic, and 400 functions at -O3 take a minute.
+    # -O1: only arithmetic is tested, and 400 functions at -O3 take a minute to compile.
     flags = [f for f in flags_for(request.param) if not f.startswith(("-O", "-fvisibility"))]
     command = ["g++", *flags, "-O1", "-shared", "-fPIC", "-w", f"-I{include_dir()}", str(path)]
     subprocess.run([*command, "-o", str(folder / "ops.so")], check=True)
@@ -163,7 +163,7 @@ def test_matches_torch(library, index, orientation):
 
 
 def check(op, dtype, arity, a, b, run) -> None:
-    """What `run(out)` writes for the operands against torch."""
+    """Compares what `run(out)` writes with torch's result for the operands."""
     expected = torch_ops[op](a, b) if arity == 2 else torch_ops[op](a)
     out = torch.empty(COUNT, dtype=expected.dtype)
     run(out)

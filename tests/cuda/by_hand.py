@@ -1,7 +1,7 @@
-"""Launches of kernels made by hand: every field of `fajit_args` as a test wants it, emulated.
+"""Hand-written launches of kernels in the emulator: a test sets any field of `fajit_args`.
 
-The runtime plans what a batch needs; here a test says which block does what in which order, so that
-kernels meet work that no plan has: empty lists, padding anywhere, states in any order.
+A test chooses the work of each block, so that kernels run work that no plan has: empty lists,
+padding between items, states in any order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,72 +20,12 @@ from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.module import kernel_ptx, load_stepping
 from flashattn_jit.planner.tiles import request_of
 from flashattn_jit.variants.binding import Bound
-
-_PTR, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-_MAX_RANK = 8
-
-
-class TensorParam(ctypes.Structure):
-    """fajit_tensor."""
-
-    _fields_ = (("ptr", _PTR), ("sizes", _I64 * _MAX_RANK), ("strides", _I64 * _MAX_RANK))
-
-
-class BlockMask(ctypes.Structure):
-    """fajit_block_mask."""
-
-    _fields_ = (("states", _PTR), ("strides", _I64 * 4), ("q_block", _I32), ("kv_block", _I32))
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Args(ctypes.Structure):
-    """fajit_args, as `fajit/abi.h` has it; an artifact refuses one of another size."""
-
-    _fields_ = (
-        *_fields(ctypes.c_uint32, "abi_version args_bytes"),
-        *_fields(_PTR, "q k v out lse"),
-        *_fields(_I64 * 3, "q_stride k_stride v_stride out_stride lse_stride"),
-        *_fields(_I32, "num_requests num_q_heads num_kv_heads head_dim head_dim_v flags"),
-        ("scale", ctypes.c_float),
-        ("num_threads", _I32),
-        *_fields(_PTR, "q_len kv_len q_row0 kv_row0 q_offset q_token0 kv_token0"),
-        *_fields(_PTR, "tensors scalars"),
-        *_fields(_I32, "num_tensors num_scalars"),
-        *_fields(_PTR, "work merge_work"),
-        *_fields(_I32, "num_work num_merge_work"),
-        *_fields(_PTR, "partial_out partial_lse"),
-        ("block_mask", BlockMask),
-        *_fields(_PTR, "page_indptr page_indices"),
-        *_fields(_I32, "page_size num_pages"),
-        *_fields(_PTR, "row_request stream"),
-        *_fields(_I32, "device max_merge_rows"),
-        *_fields(_PTR, "worker_indptr cursors"),
-        *_fields(_I32, "num_workers worker"),
-        *_fields(_PTR, "row_token merge_sources kv_first key_blocks"),
-        *_fields(_I32, "key_block num_key_blocks"),
-    )
-
-
-class Launch(ctypes.Structure):
-    """fajit_launch; its params begin at a multiple of 16 bytes."""
-
-    _fields_ = (
-        ("kernel", ctypes.c_char_p),
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32),
-        ("params_bytes", ctypes.c_uint32),
-        ("padding", ctypes.c_uint64),
-        ("params", ctypes.c_ubyte * 4096),
-    )
+from tests.abi import Args, Launch, TensorParam
 
 
 @dataclass(slots=True)
 class ByHand:
-    """A launch in the making: `values` are fields of Args, tensors among them by their address.
+    """A hand-written launch. values: fields of Args; a tensor stands for its address.
 
     q, out: [tokens, heads, dim]; lse: [tokens, heads]; k, v: [tokens, heads, dim] or
     [pages, page_size, heads, dim]. work, merge_work: int32 [items, 8].
@@ -104,7 +44,7 @@ class ByHand:
     values: Mapping[str, torch.Tensor | int] = field(default_factory=dict)
 
     def run(self, copies: Literal["late", "early"] = "late") -> None:
-        """The attention kernel, then the merge where there is merge work. Raises EmulatorFault."""
+        """Runs the attention kernel, then the merge if it has work. Raises EmulatorFault."""
         module, text = artifact_of(self.spec)
         partial_out = torch.full((self.partial_rows, self.spec.head_dim_v), float("nan"))
         partial_lse = torch.full((self.partial_rows,), float("nan"))
@@ -156,14 +96,12 @@ class ByHand:
             num_scalars=len(bound.scalars),
             num_work=len(self.work),
         )
-        assert not bound.scalars, "params that are numbers have no place here"
+        assert not bound.scalars, "scalar params are not supported here"
         layouts = (TensorParam * max(1, len(bound.tensors)))()
         for layout, tensor in zip(layouts, bound.tensors, strict=False):
-            layout.ptr = tensor.data_ptr()
-            layout.sizes[:] = [*tensor.shape, *[1] * (_MAX_RANK - tensor.ndim)]
-            layout.strides[: tensor.ndim] = tensor.stride()
+            layout.describe(tensor)
         scalars = (ctypes.c_uint64 * 1)()
-        args.kept = layouts, scalars  # as long as the block points to them
+        args.kept = layouts, scalars  # kept alive as long as args points to them
         args.tensors, args.scalars = ctypes.addressof(layouts), ctypes.addressof(scalars)
         for name, value in self.values.items():
             setattr(args, name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
@@ -174,7 +112,7 @@ class ByHand:
             strides = (first[0] if first else 0, head, row)
             getattr(args, f"{name}_stride")[:] = strides
         if self.merge_work is not None:
-            merges = self.merge_work[self.merge_work[:, 0] >= 0]  # padding makes no grid larger
+            merges = self.merge_work[self.merge_work[:, 0] >= 0]  # without padding
             args.num_merge_work = len(self.merge_work)
             args.max_merge_rows = int((merges[:, 4] - merges[:, 3]).max())
         return args
@@ -187,7 +125,7 @@ def artifact_of(spec: KernelSpec) -> tuple[ctypes.CDLL, str]:
 
 
 ptx_of_artifact: Callable[[KernelSpec, str], str] = lambda spec, text: text  # noqa: E731
-"""What runs instead of a kernel's own PTX: tests of mutants change it."""
+"""The PTX that runs for a spec; tests of mutants replace this function."""
 
 
 @cache
@@ -198,10 +136,10 @@ def _program(text: str) -> programs.Program:
 def _extent(name: str, tensor: torch.Tensor, writable: bool) -> tuple[str, int, int, bool, bool]:
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     size = (last + 1) * tensor.element_size()
-    # Results hold NaN that no kernel may read; the merge reads states that the kernel before wrote.
+    # Results hold NaN, which no kernel may read; only the merge reads the states, after attention.
     return name, tensor.data_ptr(), size, writable, not writable
 
 
 def ints(values: Sequence[int]) -> torch.Tensor:
-    """int32, as kernels read their arrays."""
+    """An int32 tensor, as kernels read their arrays."""
     return torch.tensor(values, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""These tests compile CUDA kernels; without an nvcc they are skipped."""
+"""All tests here compile CUDA kernels; without nvcc they are skipped."""
 
 from __future__ import annotations
 

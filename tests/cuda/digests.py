@@ -1,12 +1,12 @@
-"""The table of digests of every kernel: `python -m tests.cuda.digests` writes it anew.
+"""The table of digests of every kernel. `python -m tests.cuda.digests [JOBS] [CASE ...]` writes it.
 
-With names of cases it writes theirs alone; a number before them says how many nvcc run at a time.
+With names of cases it updates only these; JOBS is the number of concurrent nvcc processes.
 
-digests.json holds, for each case and target, the digest of the rendered sources (both tile kinds)
-and, for targets whose PTX is their own, of the PTX of one kind, in turns, without the lines that it
-was made of: a header may be rearranged. A change that should not change kernels leaves it as it is;
-one that should shows here which kernels it changed. PTX depends on the compiler, whose release the
-table names.
+digests.json has, for each case and target, the digest of the rendered sources of both tile kinds,
+and, for targets whose PTX differs from that of any other target, the digest of the PTX of one tile
+kind. PTX is digested without line information, so that a header may be rearranged. A change that
+should not change kernels leaves the table as it is; another change shows here which kernels it
+changed. PTX depends on the compiler, whose release the table names.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _HEX_DIGITS = 16
 
 
 def source_digest(name: str, target: str) -> str:
-    """Of what a case renders to, for many rows and for few."""
+    """The digest of a case's rendered sources, prefill and few-row."""
     return _digest(render(spec_of(name, target, kind)) for kind in KINDS)
 
 
 def ptx_digest(name: str, target: str) -> str:
-    """Of the PTX of one of these kernels: the tile kinds take turns."""
+    """The digest of the PTX of one of these kernels; the tile kind depends on case and target."""
     kind = KINDS[zlib.crc32(f"{name} {target}".encode()) % len(KINDS)]
     return _digest([without_lines(ptx_of(spec_of(name, target, kind)))])
 
 
 def nvcc_release() -> str:
-    """Such as "13.0"; empty where there is no nvcc."""
+    """The release of nvcc, such as "13.0"; empty without nvcc."""
     compiler = find_compiler("sm_80")
     version = cuda_version(ask_version(compiler).version) if compiler else None
     return "{}.{}".format(*version) if version else ""
@@ -55,7 +55,7 @@ def read() -> dict[str, dict[str, dict[str, str]]]:
 
 
 def main(jobs: int, names: Sequence[str]) -> None:
-    """Writes the table. It runs nvcc 700 times for all cases: six minutes on two idle cores."""
+    """Writes the table. All cases take 700 runs of nvcc: six minutes on two idle cores."""
     cases = [by_name(name) for name in names] or CASES
     kept = read() if names else {"sources": {}, "ptx": {}}
     sources, ptx = kept["sources"], kept["ptx"]

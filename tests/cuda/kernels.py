@@ -1,4 +1,4 @@
-"""Kernels of the registry's cases: their specs, their cache entries, their PTX alone."""
+"""Kernels of the registry's cases: specs, cache entries, PTX."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import zlib
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
@@ -30,11 +28,12 @@ from tests.registry_case import Case
 KINDS: tuple[TileKind, ...] = ("prefill", "few_row")
 PLAIN = VariantIR(())
 
-# nvcc gives a target the PTX of another one, but for its name. Not where fewer blocks of a kernel
-# share a multiprocessor (sm_86, sm_89), which leaves each more registers; and nvcc 13.0 compiles
-# sm_100 and sm_120 with another NVVM than earlier ones, and not alike: their PTX is of their own.
+# nvcc gives these targets the PTX of another target except for the `.target` line, but not where
+# fewer blocks of a kernel share a multiprocessor (sm_86, sm_89), which leaves each block more
+# registers. nvcc 13.0 compiles sm_100 and sm_120 with another NVVM than earlier targets, and
+# differently from each other: each has PTX of its own.
 SAME_PTX = {"sm_89": "sm_86", "sm_90": "sm_80"}
-"""All but the merge of pointwise states, which nvcc orders otherwise for sm_89; see `twin`."""
+"""Except for the merge of pointwise states, which nvcc orders differently for sm_89; see `twin`."""
 
 FEATURE_SETS: tuple[tuple[str, ...], ...] = (
     ("block_mask",),
@@ -46,16 +45,11 @@ FEATURE_SETS: tuple[tuple[str, ...], ...] = (
     ("paged", "sparse"),
     ("sparse", "unaligned"),
 )
-"""Features of CUDA kernels, and those that stand together."""
+"""Features of CUDA kernels, alone and in combinations."""
 
 EMULATED = ("sm_75", "sm_80", "sm_86", "sm_100", "sm_120")
-"""Whose PTX the emulator's tests run; every other target has the PTX of one of these, but for what
-`twin` says, which tests/batch runs."""
-
-needs_nvcc = pytest.mark.skipif(
-    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
-)
-
+"""Targets whose PTX the emulator's tests run. Every other target has the PTX of one of these,
+except for the kernels that `twin` excludes, which tests/batch runs."""
 
 IN_TURN = rotation.chosen(CASES, 16, lambda case: "library" in case.tags and case.tags)
 """The cases that this run compiles and runs in the emulator. The hooks of all of them run in
@@ -64,7 +58,7 @@ tests/codegen/test_cuda_hooks.py."""
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled kernel: the spec whose tile was taken, its place in the ladder, its files."""
+    """A compiled kernel: the spec of the tile taken, its index among the fallbacks, its entry."""
 
     spec: KernelSpec
     place: int
@@ -72,7 +66,7 @@ class Compiled:
 
     @property
     def report(self) -> Report:
-        """What its kernels use and may use."""
+        """Resources and budgets of its kernels."""
         return load_report(self.folder / "resources.json")
 
     @property
@@ -98,7 +92,7 @@ def ir_of(name: str) -> VariantIR:
 
 
 def twin(name: str, target: str) -> str | None:
-    """The target whose PTX a case has on this one, but for its name; None where it has its own."""
+    """The target whose PTX a case has on this target too; None where its PTX is its own."""
     if target == "sm_89" and ir_of(name).normalizer == "pointwise":
         return None
     return SAME_PTX.get(target)
@@ -125,7 +119,7 @@ def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
 
 
 def compiled(spec: KernelSpec) -> Compiled:
-    """The cache entry of a kernel, compiled as a call would compile it: stepping down on spills."""
+    """The cache entry of a kernel, compiled as for a call: a spill takes a smaller tile."""
     tiles = (spec, *fallbacks(spec))
     requests = [
         Request(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
@@ -138,7 +132,7 @@ def compiled(spec: KernelSpec) -> Compiled:
 def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:
     """The PTX of a kernel as a build would keep it, made without machine code and host code.
 
-    It differs in the columns of lines alone, which nvcc counts otherwise here.
+    It differs only in the columns of `.loc`, which nvcc counts differently here.
     """
     compiler = find_compiler(spec.target)
     assert compiler is not None
@@ -165,18 +159,18 @@ def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:
 def without_target(ptx: str) -> str:
     """PTX without its `.target`, and without the `.minnctapersm` that follows from it.
 
-    The latter tells ptxas how many registers a thread may have, and means nothing to the code.
+    `.minnctapersm` limits the registers that ptxas gives a thread and does not affect the PTX code.
     """
     return re.sub(r"^\.(?:target|minnctapersm) .*\n", "", ptx, flags=re.MULTILINE)
 
 
 def without_columns(ptx: str) -> str:
-    """PTX whose `.loc` name files and lines, no columns."""
+    """PTX without the columns of `.loc`."""
     return re.sub(r"(\.loc\t\d+ \d+|inlined_at \d+ \d+) \d+", r"\1", ptx)
 
 
 def without_lines(ptx: str) -> str:
-    """PTX without what says which line of which file an instruction comes from."""
+    """PTX without the source locations of instructions."""
     ptx = re.sub(r"^\s*\.(?:loc|file)\b.*\n", "", ptx, flags=re.MULTILINE)
     names = r"^\t?\.section\s+\.debug_str\n\s*\{.*?^\s*\}\n?"  # of inlined functions
     ptx = re.sub(names, "", ptx, flags=re.MULTILINE | re.DOTALL)

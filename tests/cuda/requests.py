@@ -1,6 +1,6 @@
-"""Requests for kernels that are launched by hand: where their keys lie, and what must come out.
+"""Requests for hand-written launches: where their keys lie, and their expected results.
 
-Everything that hooks can see takes part: indices, lengths, packed rows, physical slots.
+The variant reads everything that hooks can read: indices, lengths, packed rows, physical slots.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ GROUP = HEADS // KV_HEADS
 PAGE = 5
 NAN = float("nan")
 WRONG = 0.03
-"""Errors above this are no rounding: outputs are below 4, in 16-bit types."""
+"""Larger errors are no rounding errors: outputs are below 4, in 16-bit dtypes."""
 
 
 class OfEverything(fa.Variant):
-    """Reads whatever tells pairs apart: b, h, positions, the packed row, the slot of the key."""
+    """Reads all that distinguishes pairs: b, h, positions, the packed row, the key's slot."""
 
     bias: torch.Tensor = fa.tensor("batch", "num_q_heads")
     token: torch.Tensor = fa.tensor("tokens")
@@ -63,7 +63,7 @@ class Item:
     partial: int = -1
 
     def words(self) -> list[int]:
-        """As fajit_work."""
+        """The fields of fajit_work."""
         return [
             self.request, self.kv_head * GROUP, GROUP, self.row_begin, self.row_end, self.begin,
             self.end, self.partial,
@@ -71,14 +71,14 @@ class Item:
 
 
 PADDING = [-1, 1 << 20, 1 << 20, 1 << 20, 1 << 21, 0, 1 << 20, 1 << 20]
-"""An item that is none: everything else that it says is far outside."""
+"""A padding item, whose other fields are far out of range."""
 
 
 class Batch:
-    """Requests with random tensors; keys that no request has are NaN.
+    """Requests with random tensors; memory that holds no request's keys is NaN.
 
-    The first `tokens_of` requests have the packed tokens; those that follow are keys shared by
-    tokens of theirs.
+    The first `tokens_of` requests have the packed tokens; each request after them stands for keys
+    that some of these tokens share.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Batch:
         return OfEverything().bind(dims, params)
 
     def _store_keys(self) -> None:
-        """Rows or pages in any order, with a gap of NaN behind each request's."""
+        """Stores rows or pages in random order, with a gap of NaN behind each request's keys."""
         counts = [r.kv_len - r.kv_first for r in self.requests]
         units = [-(-n // PAGE) if self.paged else n + 3 for n in counts]
         total = sum(units) + 2
@@ -161,13 +161,13 @@ class Batch:
         return [pages[(k - first) // PAGE] * PAGE + (k - first) % PAGE for k in keys]
 
     def values(self) -> dict[str, torch.Tensor | int]:
-        """The fields of fajit_args that say who and where the requests are."""
+        """The fields of fajit_args that describe the requests and their keys."""
         own, shared = self.requests[: self.tokens_of], self.requests[self.tokens_of :]
         values: dict[str, torch.Tensor | int] = {
             "num_requests": len(self.requests),
             "q_len": ints([r.q_len for r in self.requests]),
             "kv_len": ints([r.kv_len for r in self.requests]),
-            # Rows of shared keys are entries of row_token, behind those of all tokens.
+            # Rows of shared keys are entries of row_token, behind the entries of all tokens.
             "q_row0": ints(
                 self.q_row0
                 + [self.tokens + sum(r.q_len for r in shared[:g]) for g in range(len(shared))]
@@ -189,7 +189,7 @@ class Batch:
         return values
 
     def launch(self, work: Sequence[Sequence[int]], **more: Any) -> ByHand:
-        """Work on these requests; `merge_work`, `partial_rows` and more fields of fajit_args."""
+        """A launch of `work`. more: merge_work, partial_rows and further fields of fajit_args."""
         merge_work = more.pop("merge_work", None)
         return ByHand(
             self.spec, self.bound, self.q, self.k, self.v, self.out, self.lse,
@@ -209,7 +209,7 @@ class Batch:
     def expected(
         self, b: int, row: int, head: int, keys: Sequence[tuple[int, int]]
     ) -> tuple[torch.Tensor, float]:
-        """One row's output and lse in fp64, over keys (request whose they are, position)."""
+        """One row's output and lse in fp64, over keys as (request that stores it, position)."""
         position = self.requests[b].q_offset + row
         kept = [(g, j) for g, j in keys if position >= j and (j + b) % 5 != 0]
         if not kept:
@@ -226,7 +226,7 @@ class Batch:
         return torch.softmax(scores, 0) @ v, float(torch.logsumexp(scores, 0))
 
     def check(self, keys_of: Any) -> None:
-        """Every row of every request, over keys_of(request, key head), (request, position) each."""
+        """Checks every row; keys_of(request, key head) are its keys as (request, position)."""
         for where, error, got, lse in self._rows(keys_of):
             assert error < WRONG, f"{where} is off by {error:.3g}"
             assert got == lse or abs(got - lse) < 1e-4, f"{where}: lse {got}, not {lse}"
@@ -236,7 +236,7 @@ class Batch:
         return max(e if e < float("inf") else float("inf") for _, e, _, _ in self._rows(keys_of))
 
     def _rows(self, keys_of: Any) -> Iterator[tuple[str, float, float, float]]:
-        """(which row, error of its output, its lse, what that must be) of all rows."""
+        """(which row, error of its output, its lse, its expected lse) of all rows."""
         for b, request in enumerate(self.requests[: self.tokens_of]):
             for head in range(HEADS):
                 keys = keys_of(b, head // GROUP)

@@ -53,7 +53,7 @@ def instructions(artifact: Path) -> dict[str, list[str]]:
             text = subprocess.run(
                 [tool, "-c", file.name], check=True, capture_output=True, text=True
             ).stdout
-        places = [(m.start(), m[1] or m[2]) for m in _FUNCTION.finditer(text)]
-        for (start, name), (end, _) in zip(places, [*places[1:], (len(text), "")], strict=True):
+        starts = [(m.start(), m[1] or m[2]) for m in _FUNCTION.finditer(text)]
+        for (start, name), (end, _) in zip(starts, [*starts[1:], (len(text), "")], strict=True):
             found.setdefault(name, []).extend(_INSTRUCTION.findall(text[start:end]))
     return found

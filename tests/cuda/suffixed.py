@@ -1,4 +1,4 @@
-"""A CUDA target with a suffix, as its row in the tables would make it."""
+"""A CUDA target with a suffix, added to the tables of targets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TARGET = "sm_90a"
 
 def add_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adds `TARGET` behind ``sm_90`` wherever the package has imported the table."""
-    place = CUDA_TARGETS.index("sm_90") + 1
+    index = CUDA_TARGETS.index("sm_90") + 1
     longer = {
-        "CUDA_TARGETS": (*CUDA_TARGETS[:place], TARGET, *CUDA_TARGETS[place:]),
+        "CUDA_TARGETS": (*CUDA_TARGETS[:index], TARGET, *CUDA_TARGETS[index:]),
         "EMULATED_TARGETS": (*EMULATED_TARGETS, EMULATED + TARGET),
     }
     for name, module in list(sys.modules.items()):

@@ -1,7 +1,7 @@
 """Kernels compile for every target within the budgets that their tiles declare.
 
-Each target has tiles, features and variants by turns: `tests/rotation.py`. `.ci/full` has every one
-of them.
+A run takes some tiles, features and variants for each target by turns (`tests/rotation.py`), and
+`.ci/full` all of them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ from tests.cuda.kernels import (
     Compiled,
     compiled,
     ir_of,
-    needs_nvcc,
     rotating,
     spec_of,
     specs,
 )
 from tests.registry import CASES
 from tests.registry_case import Case
-
-pytestmark = needs_nvcc
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 KERNEL = "fajit_attention_kernel"

@@ -1,4 +1,4 @@
-"""What kernels promise beside the variant: block masks, layouts, scales, states, NaN, bits."""
+"""Properties of kernels for any variant: block masks, layouts, scales, states, NaN, equal bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Feature `sparse`: items go through lists of key blocks, and hooks see where the keys are."""
+"""Feature `sparse`: items visit lists of key blocks, and hooks see the keys' positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAN = float("nan")
 
 
 class Lists:
-    """Random lists of key blocks, one a request and key head, one after another."""
+    """Random lists of key blocks, one for each request and key head."""
 
     def __init__(self, batch: Batch, block: int, seed: int = 0) -> None:
         dice = random.Random(seed)
@@ -35,18 +35,18 @@ class Lists:
             count = -(-request.kv_len // block)
             for head in range(KV_HEADS):
                 chosen = dice.sample(range(count), count * 3 // 4)
-                # Entries that are none, blocks that end, begin or lie behind the last key.
+                # Invalid entries, and blocks that end, begin or lie behind the last key.
                 none = [-1, count, count + 7, (1 << 31) - 1, -(1 << 31), -1]
                 listed = sorted([*chosen, count - 1] if count else []) if head else chosen
                 for entry in none[: 2 + 4 * head]:
                     listed.insert(dice.randrange(len(listed) + 1), entry)
-                listed += [-1] * (100 // block)  # whole tiles of nothing
+                listed += [-1] * (100 // block)  # whole tiles of invalid entries
                 self.begin[b, head] = len(self.blocks)
                 self.blocks += _once(listed)
         self.end = len(self.blocks)
 
     def positions(self, batch: Batch, b: int, head: int) -> tuple[int, int]:
-        """Where the list of a request and key head begins and ends, in positions."""
+        """Begin and end of the list of a request and key head, in positions."""
         after = [begin for begin in self.begin.values() if begin > self.begin[b, head]]
         return self.begin[b, head] * self.block, min([*after, self.end]) * self.block
 
@@ -58,7 +58,7 @@ class Lists:
         return [(b, j) for j in at if request.kv_first <= j < request.kv_len]
 
     def hide_others(self, batch: Batch) -> None:
-        """K of keys that no list names becomes NaN."""
+        """Sets K of the keys that no list names to NaN."""
         keys = batch.k.view(batch.num_slots, KV_HEADS, -1)
         for b, request in enumerate(batch.requests):
             for head in range(KV_HEADS):
@@ -81,7 +81,7 @@ def _once(entries: Sequence[int]) -> list[int]:
 
 
 def requests_of(kind: str) -> list[Request]:
-    """The last one has no keys, so its lists name none."""
+    """Four requests; the last one has no keys, so its lists name none."""
     rows = (1, 5, 8, 2) if kind == "few_row" else (35, 5, 17, 2)
     lens = (200, 64, 101, 0)
     return [Request(q, kv, max(0, kv - q + 3)) for q, kv in zip(rows, lens, strict=True)]
@@ -113,7 +113,7 @@ def listed(
     lists = Lists(batch, block)
     lists.hide_others(batch)
     words = [item.words() for item in items_of(batch, lists)]
-    # Half of the work is lists of workers.
+    # Half of the tests give the work to workers, in lists.
     workers = {} if paged else {
         "worker_indptr": torch.tensor([0, 2, 2, len(words)]).int(), "num_workers": 3
     }  # fmt: skip
@@ -134,7 +134,7 @@ def test_lists_in_any_order_with_holes(
 
 
 def cut_lists(kind: str) -> tuple[Batch, ByHand, Callable[..., Any]]:
-    """Positions need no multiple of a block; none lies behind the last entry."""
+    """Items that begin at no multiple of a block; an end behind the last entry is clipped."""
     batch = Batch(requests_of(kind)[:3], kind, "sm_80", ("sparse",))
     lists = Lists(batch, 4)
     work, merges, rows = list[list[int]](), list[list[int]](), 0
@@ -158,7 +158,7 @@ def test_lists_are_cut_anywhere_and_end_where_they_end(kind: str) -> None:
 
 
 class Rotated(fa.Variant):
-    """Keys and values are changed by their logical positions."""
+    """Key and value hooks that read logical positions."""
 
     def key_mod(self, k, b, h, kv_idx):
         return k * (1 + 0.01 * kv_idx)

@@ -23,7 +23,7 @@ OFFSETS = (90, 35, 200)  # the last one sees every key, the second one not
 
 
 class OfEachRequest(fa.Variant):
-    """Reads everything that differs between requests: b, h, q_idx, lengths, rows."""
+    """Reads what differs between requests: b, h, q_idx and the packed row."""
 
     bias: torch.Tensor = fa.tensor("batch", "num_q_heads")
     token: torch.Tensor = fa.tensor("tokens")
@@ -102,7 +102,7 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
 
 
 def reference_of(variant, params, b, q, k, v, start):
-    """One request alone, in fp64. Its mod sees request 0, so its own b is put into the mods."""
+    """One request alone, in fp64. The reference calls hooks with b = 0, so they use `b` of here."""
 
     def score_mod(score, zero, h, q_idx, kv_idx):
         bias, token = params["bias"].double(), params["token"].double()

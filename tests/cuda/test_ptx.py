@@ -1,4 +1,4 @@
-"""Which targets share their PTX, so that emulating one of them proves the others."""
+"""Targets that share their PTX: emulating one of them tests the others."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from tests.cuda.kernels import (
     KINDS,
     SAME_PTX,
     compiled,
-    needs_nvcc,
     on_target,
     ptx_of,
     spec_of,
     without_columns,
     without_target,
 )
-
-pytestmark = needs_nvcc
 
 VARIANTS = ("causal", "mix_gemma2", "rope", "document_unsorted", "sigmoid", "gated_output")
 

@@ -1,4 +1,4 @@
-"""The product's own PTX, run by the emulator, against the fp64 reference: every variant and shape.
+"""The package's PTX, run by the emulator, against the fp64 reference: every variant and shape.
 
 Bounds are those of `tests/ops/cases.py`. The variants that take their turn meet one target
 and one tile kind each, with the very kernel whose resources `test_compile.py` looks at; some of the
@@ -21,7 +21,7 @@ from tests.registry import CASES, SHAPES
 from tests.registry_case import Case, Shape
 
 HEAD_DIM = 64
-"""That of `spec_of`."""
+"""The head dim of `spec_of`."""
 
 GROUP = SMALL.num_q_heads // SMALL.num_kv_heads
 
@@ -31,12 +31,12 @@ def turn(case: Case) -> int:
 
 
 def kind_of(case: Case) -> TileKind:
-    """The kind that takes its turn, where the variant's tensors fit a single row."""
+    """The tile kind of `rotating`; prefill where the variant's tensors do not fit a single row."""
     return rotating(case.name)[1] if case.fits(DECODE) else "prefill"
 
 
 def shape_of(case: Case, kind: TileKind) -> Shape:
-    """Two tiles of rows and several of keys, or one row; with tails."""
+    """Two row tiles, or one row, and several key tiles, all with partial tiles."""
     shape = SMALL if kind == "prefill" else DECODE
     return fitting(case, shape._replace(head_dim=HEAD_DIM, head_dim_v=HEAD_DIM))
 

@@ -1,4 +1,4 @@
-"""Workers go through their lists of items, merges find their states anywhere, padding is none."""
+"""Workers compute the items of their lists; merges read states at any index; padding is skipped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROTATING = [
 
 
 def requests_of(kind: str) -> list[Request]:
-    """Long and short ones, one without rows, one without keys."""
+    """Long and short requests, one without rows and one without keys."""
     if kind == "few_row":
         return [
             Request(1, 200, 199), Request(3, 40, 37), Request(0, 50), Request(2, 0),
@@ -37,9 +37,9 @@ def requests_of(kind: str) -> list[Request]:
 
 
 def cut(items: Sequence[Item], seed: int) -> tuple[list[Item], list[list[int]], list[int], int]:
-    """Cuts each item's keys in up to four; (items, merges, sources, partial rows).
+    """Cuts each item's keys into up to four parts; (items, merges, sources, partial rows).
 
-    The states of an item lie anywhere, in any order.
+    The states of an item lie at random indices.
     """
     dice = random.Random(seed)
     cuts = {
@@ -49,9 +49,9 @@ def cut(items: Sequence[Item], seed: int) -> tuple[list[Item], list[list[int]], 
     }
     parts = [(i, k) for i, at in cuts.items() for k in range(len(at) + 1)]
     dice.shuffle(parts)
-    places, rows = {}, 0
+    first_rows, rows = {}, 0
     for i, k in parts:
-        places[i, k] = rows
+        first_rows[i, k] = rows
         rows += items[i].row_end - items[i].row_begin
     work, merges, sources = [], list[list[int]](), list[int]()
     for i, item in enumerate(items):
@@ -61,14 +61,14 @@ def cut(items: Sequence[Item], seed: int) -> tuple[list[Item], list[list[int]], 
         ends = [item.begin, *cuts[i], item.end]
         first = len(sources)
         for k in range(len(ends) - 1):
-            work.append(replace(item, begin=ends[k], end=ends[k + 1], partial=places[i, k]))
-            sources.append(places[i, k])
+            work.append(replace(item, begin=ends[k], end=ends[k + 1], partial=first_rows[i, k]))
+            sources.append(first_rows[i, k])
         merges.append([*item.words()[:5], first, len(sources) - first, 0])
     return work, merges, sources, rows
 
 
 def dealt(work: Sequence[Item], num_workers: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    """The items in lists of any length, two of them empty, with padding; where each begins."""
+    """The items, shuffled with padding, and the indptr of lists of random length, two empty."""
     dice = random.Random(seed)
     words = [item.words() for item in work] + [PADDING] * 4
     dice.shuffle(words)
@@ -77,7 +77,7 @@ def dealt(work: Sequence[Item], num_workers: int, seed: int) -> tuple[list[list[
 
 
 def in_lists(kind: str, target: str) -> tuple[Batch, ByHand]:
-    """Items cut anywhere, their parts in the lists of nine workers, states in any order."""
+    """Items with random cuts, in the lists of nine workers, and states in random order."""
     batch = Batch(requests_of(kind), kind, target)
     items = [
         Item(b, head, begin, end, 0, request.kv_len)
@@ -104,7 +104,7 @@ def test_lists_of_several_items_padding_and_sources(kind: str, target: str, copi
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_worker_does_it_all(kind: str) -> None:
-    """In one block, one item after another: the same bits as a block an item."""
+    """All items in one block give the same bits as one block for each item."""
     outs = []
     for lists in (False, True):
         batch = Batch(requests_of(kind), kind, "sm_80")
@@ -131,7 +131,7 @@ def test_workers_without_work_write_nothing(kind: str) -> None:
 
 
 def beginning_later(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand]:
-    """Requests whose storage begins with a later key than 0."""
+    """Requests whose first stored key is not key 0."""
     rows = 3 if kind == "few_row" else 35
     batch = Batch(
         [Request(rows, 230, 230 - rows, 23), Request(rows, 90, 60), Request(1, 77, 76, 70)],
@@ -153,7 +153,7 @@ def test_storage_that_begins_with_a_later_key(kind: str, paged: bool) -> None:
 
 
 def sharing(kind: str, target: str, paged: bool) -> tuple[Batch, ByHand, Callable[..., Any]]:
-    """Two levels: shared keys, then a request's own, which begin where the shared ones end."""
+    """Two levels: shared keys, and each request's own keys, which follow the shared ones."""
     q_lens = (2, 1, 4, 1) if kind == "few_row" else (9, 4, 30, 1)
     shared = 70
     own = [Request(n, shared + 25 * i, shared + 25 * i - n, shared) for i, n in enumerate(q_lens)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from flashattn_jit.jit.cache.entry import Entry, document_digest, sha256
@@ -17,16 +18,23 @@ def add_entry(
     target: str = "cpu:avx2",
     *,
     compiler: str = COMPILER,
-    artifact_bytes: int = 1000,
+    artifact: bytes | None = None,
+    more_files: Mapping[str, bytes] | None = None,
     created: str = "2026-01-01T00:00:00+00:00",
 ) -> Entry:
-    """An entry as a build leaves it; `name` tells it from others."""
+    """An entry as a build leaves it, whose spec is `name`.
+
+    artifact: the artifact without its key; random bytes by default. more_files: files beyond those
+    that every entry has.
+    """
     document = [["target", target], ["spec", name]]
     key = document_digest(document)
+    content = key.encode() + os.urandom(1000) if artifact is None else artifact + key.encode()
     files = {
-        "artifact.so": key.encode() + os.urandom(artifact_bytes),
+        "artifact.so": content,
         "kernel.cpp": f"// {name}\n".encode(),
         "build.log": b"",
+        **(more_files or {}),
     }
     meta = {
         "key": key,

@@ -1,4 +1,4 @@
-"""Folders of their own for every test."""
+"""A cache and a pack of its own for every test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit.deploy.pack.pack import pack
 from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import add_entry
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
@@ -18,3 +19,11 @@ def store(tmp_path: Path) -> Store:
     for name, target in (("a", "cpu:avx2"), ("b", "cpu:avx2"), ("c", "sm_90")):
         add_entry(made, name, target)
     return made
+
+
+@pytest.fixture
+def packed(store: Store, tmp_path: Path) -> Path:
+    """A pack of the three entries."""
+    path = tmp_path / "kernels.pack"
+    pack(path)
+    return path

@@ -1,4 +1,4 @@
-"""A pack that cannot be used is the headline of what went wrong for want of it."""
+"""The error of a kernel that is missing begins with the pack that could not be used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from flashattn_jit.codegen.spec import Request
 from flashattn_jit.deploy.pack.pack import pack
 from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
-from flashattn_jit.inspect.doctor import cache as _check_cache
-from flashattn_jit.jit.cache.store import Store
+from flashattn_jit.inspect.doctor import cache as cache_checks
 from flashattn_jit.jit.module import KernelCache
 from tests import processes
 
@@ -40,13 +39,11 @@ def absent(path: Path) -> str:
 
 
 @pytest.fixture
-def packed(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pack that is a layer, under an empty cache."""
-    path = tmp_path / "kernels.pack"
-    pack(path)
+def packed(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pack that is a layer behind an empty cache."""
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "empty"))
-    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", str(path))
-    return path
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", str(packed))
+    return packed
 
 
 def load() -> object:
@@ -115,13 +112,13 @@ def test_unpack_says_the_same(damage, packed, tmp_path):
 
 def test_doctor_says_what_to_do(packed):
     cause = writable(packed)
-    (check,) = [c for c in _check_cache.layers() if c.name == "cache, read-only"]
+    (check,) = [c for c in cache_checks.layers() if c.name == "cache, read-only"]
     assert check.status == "error"
     assert check.detail.startswith(cause)
     assert f"chmod go-w {packed}" in check.remedy
     packed.chmod(0o644)
     cause = torn(packed)
-    (check,) = [c for c in _check_cache.layers() if c.name == "cache, read-only"]
+    (check,) = [c for c in cache_checks.layers() if c.name == "cache, read-only"]
     assert check.detail.startswith(cause)
     assert "pack it again" in check.remedy
 

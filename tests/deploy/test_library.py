@@ -1,4 +1,4 @@
-"""The library's kernels: every variant that the registry has, in each of its forms."""
+"""The library's manifest has the kernels of every library variant of the registry."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashattn_jit.deploy.wanted.structures import specs_of
 from tests.registry_case import Case
 from tests.registry_library import LIBRARY_CASES
 
-# Forms that differ from the wheel's by a param's dtype, or by where a partial RoPE begins.
+# Cases that differ from the library's forms in a param's dtype or in the start of a partial RoPE.
 OTHERS = {"additive_bias_heads_bf16", "document_unsorted", "rope_tail_interleaved"}
 CASES = [c for c in LIBRARY_CASES if "library" in c.tags and c.name not in OTHERS]
 

@@ -1,4 +1,4 @@
-"""Manifests: sorted, merged, written as a whole, and trusted no further than they must be."""
+"""Manifests: sorted, merged, written atomically, and read as untrusted input."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_errors_name_file_line_and_field(tmp_path: Path, text: str, message: str
     with pytest.raises(ManifestError, match=message) as caught:
         read_manifest(tmp_path / "m")
     assert str(tmp_path / "m") in str(caught.value)
-    # What is no manifest is not written over either.
+    # A file that is no manifest is not overwritten either.
     before = (tmp_path / "m").read_bytes()
     with pytest.raises(ManifestError):
         write_manifest(tmp_path / "m", some_lines())

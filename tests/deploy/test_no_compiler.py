@@ -1,4 +1,4 @@
-"""Where there is no compiler, an installed wheel of kernels runs its variants and no others."""
+"""Without a compiler an installed wheel of kernels runs its variants, and others are errors."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     fa.warm(specs, progress=False, jobs=1)
     report = fa.pack_wheel("acme-kernels", folder, manifest=specs)
-    # As pip does; `tests/deploy/test_wheel.py` has pip do it.
+    # As pip installs it; `tests/deploy/test_wheel.py` calls pip.
     with zipfile.ZipFile(report.path) as wheel:
         wheel.extractall(folder / "site")
     return folder / "site"
 
 
 def run_without_compiler(python: Path | str, tmp_path: Path, *folders: Path) -> str:
-    """What `PROGRAM` prints, run by an interpreter that sees these folders and no compiler."""
+    """The output of `PROGRAM` in an interpreter that finds these folders and no compiler."""
     program = tmp_path / "run.py"
     program.write_text(PROGRAM)
     variables = {

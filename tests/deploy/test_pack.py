@@ -1,4 +1,4 @@
-"""Packs: deterministic, readable by any tool, and refused where they are not what they must be."""
+"""Packs: deterministic, readable by any zip tool, and refused where they are not valid."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ from flashattn_jit.jit.cache.pack_file import PackFile, write_archive
 from flashattn_jit.jit.cache.store import Store
 from tests import processes
 from tests.deploy.caches import COMPILER, add_entry, contents
-
-
-@pytest.fixture
-def packed(store: Store, tmp_path: Path) -> Path:
-    """A pack of three entries."""
-    path = tmp_path / "kernels.pack"
-    pack(path)
-    return path
 
 
 def opened(path: Path) -> list[dict[str, bytes]]:
@@ -177,29 +169,29 @@ def members_of(path: Path) -> Members:
 
 
 def rewritten(members: Members) -> bytes:
-    """An archive of the right frame for any members."""
+    """A pack with the right directory and comment for any members."""
     file = io.BytesIO()
     write_archive(file, members)
     return file.getvalue()
 
 
 def signed(data: bytes, start: int) -> bytes:
-    """An archive whose comment is right for what is in its directory."""
+    """The archive with the comment that matches its directory."""
     return data[:-64] + sha256(data[start:-64]).encode()
 
 
 def start_of(path: Path) -> int:
-    """Where the directory begins."""
+    """The offset of the directory."""
     with zipfile.ZipFile(path) as archive:
         return archive.start_dir
 
 
-def renamed(place: int, change: Callable[[str], str]) -> Callable[[Members], Members]:
-    """Gives a member another name."""
+def renamed(index: int, change: Callable[[str], str]) -> Callable[[Members], Members]:
+    """A change that gives the member `index` another name."""
 
     def of(members: Members) -> Members:
-        name, digest, content = members[place]
-        return [*members[:place], (change(name), digest, content), *members[place + 1 :]]
+        name, digest, content = members[index]
+        return [*members[:index], (change(name), digest, content), *members[index + 1 :]]
 
     return of
 
@@ -250,13 +242,13 @@ def test_hostile_members_are_refused(what: str, packed: Path, tmp_path: Path) ->
     packed.write_bytes(rewritten(change(members_of(packed))))
     with pytest.raises(PackError, match=rf"^pack {packed}: .*({words}).*; pack it again"):
         unpack(packed, tmp_path / "other")
-    # Those of other entries that came before it may be there.
+    # Entries in front of the hostile member may have been unpacked.
     assert {path.parts[-5] for path in (tmp_path / "other").rglob("*.so")} <= {"v1"}
     assert {path.name for path in tmp_path.iterdir()} <= {"cache", "kernels.pack", "other"}
 
 
 def test_a_zero_in_a_name_is_refused(packed: Path) -> None:
-    """Readers that stop at it see another name, such as one that is there already."""
+    """Readers that end the name at the NUL see another name, such as that of another member."""
     start, data = start_of(packed), packed.read_bytes().replace(b"kernel.cpp", b"build.log\0")
     packed.write_bytes(signed(data, start))
     with pytest.raises(PackError, match=r"member .*build.log.x00' has no plain file name"):
@@ -275,10 +267,10 @@ def test_a_pack_of_another_schema_is_to_be_made_again(packed: Path, comment: byt
         PackFile(packed)
 
 
-def central_record(data: bytes, place: int) -> int:
-    """Where a record of the directory begins."""
+def central_record(data: bytes, index: int) -> int:
+    """The offset of a record of the directory."""
     at = data.index(b"PK\x01\x02")
-    for _ in range(place):
+    for _ in range(index):
         name, extra, comment = struct.unpack_from("<3H", data, at + 28)
         at += 46 + name + extra + comment
     return at
@@ -319,7 +311,7 @@ def test_links_are_refused(packed: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 3])
 def test_huge_members_are_refused(packed: Path, place: int) -> None:
-    """Of a size that a file with holes may well have, whether it is there or not."""
+    """A sparse file may have such a size without the space on disk."""
     start, data = start_of(packed), bytearray(packed.read_bytes())
     size = (1 << 30) + 1 if place == 0 else (16 << 20) + 1
     struct.pack_into("<2I", data, central_record(data, place) + 20, size, size)
@@ -331,7 +323,7 @@ def test_huge_members_are_refused(packed: Path, place: int) -> None:
 @pytest.mark.parametrize("size", [0, 999, 1001, 1 << 20])
 @pytest.mark.parametrize("place", [0, 6, 11])
 def test_sizes_that_lie_are_refused(packed: Path, size: int, place: int) -> None:
-    """A member that ends early, or reaches into others or behind the end."""
+    """A member that ends early, or overlaps other members or the end."""
     start, data = start_of(packed), bytearray(packed.read_bytes())
     struct.pack_into("<2I", data, central_record(data, place) + 20, size, size)
     packed.write_bytes(signed(data, start))
@@ -350,7 +342,7 @@ def test_bytes_between_and_behind_members_are_refused(packed: Path) -> None:
 
 
 def test_archives_of_other_tools_are_refused(packed: Path, tmp_path: Path) -> None:
-    """Compressed, in another order, without a schema, or no archive at all."""
+    """Compressed archives, archives in another order or without a schema, and other files."""
     members, comment = members_of(packed), zipfile.ZipFile(packed).comment
     for compression in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
         with zipfile.ZipFile(packed, "w", compression) as archive:
@@ -369,7 +361,7 @@ def test_archives_of_other_tools_are_refused(packed: Path, tmp_path: Path) -> No
 
 
 def test_bombs_are_refused_before_they_are_read(packed: Path) -> None:
-    """A directory of 200 GB, in a file with a hole, is neither allocated nor read."""
+    """A directory of 200 GB, in a sparse file, is neither allocated nor read."""
     end = packed.read_bytes()[-200:]
     end = bytearray(end[end.index(b"PK\5\6") :])
     struct.pack_into("<2I", end, 12, 0xFFFFFFFF, 0xFFFFFFFF)
@@ -426,7 +418,7 @@ def test_no_changed_byte_gets_through(packed: Path, data: st.DataObject) -> None
 )
 @given(data=st.data())
 def test_mixed_up_archives_never_give_other_content(packed: Path, data: st.DataObject) -> None:
-    """Pieces copied, moved and cut: an error or the content that was packed, nothing else."""
+    """Copied, moved and cut pieces give an error or the content that was packed."""
     whole = PACKED.setdefault(packed, packed.read_bytes())
     packed.write_bytes(whole)
     good = opened(packed)
@@ -452,7 +444,7 @@ def test_mixed_up_archives_never_give_other_content(packed: Path, data: st.DataO
 )
 @given(data=st.data())
 def test_signed_directories_never_give_other_content(packed: Path, data: st.DataObject) -> None:
-    """A directory of any bytes whose digest is right: an error or the content that was packed."""
+    """A changed directory with the right digest gives an error or the content that was packed."""
     whole = PACKED.setdefault(packed, packed.read_bytes())
     packed.write_bytes(whole)
     good, start = opened(packed), start_of(packed)
@@ -474,7 +466,7 @@ def test_signed_directories_never_give_other_content(packed: Path, data: st.Data
 PACKED: dict[Path, bytes] = {}
 
 
-# --- whom packs belong to ------------------------------------------------------------------------
+# --- owners and modes of packs -------------------------------------------------------------------
 
 
 def test_a_pack_that_others_may_write_is_refused(packed: Path) -> None:
@@ -509,7 +501,7 @@ def test_it_stays_what_it_was_when_opened(packed: Path) -> None:
 
 
 def test_it_is_read_in_threads_and_after_a_fork(packed: Path) -> None:
-    """A file offset that processes share would give them pieces of each other's files."""
+    """Reads do not use the file offset, which forked processes share."""
     with PackFile(packed) as found:
         entries = list(found.entries())
         child = os.fork()
@@ -533,7 +525,7 @@ def test_it_is_read_in_threads_and_after_a_fork(packed: Path) -> None:
 def test_places_beyond_a_zip_files_32_bits_are_right(
     store: Store, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an archive of many GiB has them: in fields of 64 bits, here from 4 KiB on."""
+    """Zip64 fields, as in an archive of more than 4 GiB; here from 4 KiB on."""
     good = opened(packed)
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 4096)
     pack(tmp_path / "big.pack")

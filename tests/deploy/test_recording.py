@@ -1,4 +1,4 @@
-"""`fa.record_manifest`: what really ran, whoever ran it, and the same file for the same work."""
+"""`fa.record_manifest` records the kernels that ran, in any thread or forked process, sorted."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ROWS = 20
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A CPU artifact whose kernels do nothing, in the place of every kernel."""
+    """A CPU artifact whose kernels do nothing, which stands in for every kernel."""
     return nothing_module(tmp_path_factory.mktemp("nothing")).path
 
 
 @pytest.fixture(autouse=True)
 def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
-    """The process' cache, which gives each request a module of its own and compiles nothing."""
+    """The process' kernel cache, which loads the artifact for each kernel request."""
     made = KernelCache()
 
     def load_stepping(requests):
@@ -54,7 +54,7 @@ def cache(artifact: str, monkeypatch: pytest.MonkeyPatch) -> KernelCache:
 
 
 def forget() -> None:
-    """Plans and kernels of dense and packed calls."""
+    """Forgets launches and kernels of dense and packed calls."""
     launches._launches.clear()
     launches._kernels.clear()
 
@@ -91,7 +91,7 @@ def test_kernels_and_plans_from_before_count_when_they_run_again(tmp_path: Path)
 
 
 class Biased(fa.Variant):
-    """With a param that comes with run(), of a dtype that plan() does not know."""
+    """A variant with a param that is given to run(), of a dtype that plan() cannot see."""
 
     bias: torch.Tensor = fa.tensor("num_q_heads")
 
@@ -287,7 +287,7 @@ def test_a_variable_records_the_life_of_a_process_and_its_children(
     tmp_path: Path, warm_cache: str
 ) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
-    # Interpreters of their own: nothing of the file depends on the order of a set.
+    # New interpreters with two hash seeds: the file does not depend on the order of a set.
     for path, end, seed in zip(paths, ("pass", "raise SystemExit(3)"), "12", strict=True):
         done = run(
             PROCESS.replace("{end}", end), FLASHATTN_JIT_RECORD=str(path),
@@ -316,5 +316,5 @@ def test_a_process_without_calls_writes_nothing_and_imports_nothing(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The suite's own cache, where it has one: kernels are compiled once for all runs."""
+    """The cache of the test run if it has one, so that kernels are compiled once."""
     return os.environ.get("FLASHATTN_JIT_CACHE_DIR") or str(tmp_path_factory.mktemp("cache"))

@@ -1,4 +1,4 @@
-"""Unpacking: whole entries into a folder of our own, or nothing."""
+"""Unpacking writes complete entries into a folder that only the user may write to."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ from flashattn_jit.errors import PackError, UnsafeCacheError
 from flashattn_jit.jit.cache.remote import layers
 from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import COMPILER, add_entry, contents
-
-
-@pytest.fixture
-def packed(store: Store, tmp_path: Path) -> Path:
-    """A pack of three entries."""
-    path = tmp_path / "kernels.pack"
-    pack(path)
-    return path
 
 
 def test_into_the_users_folder_by_default(store: Store, packed: Path) -> None:
@@ -101,7 +93,7 @@ def test_a_folder_of_another_user_is_refused(packed: Path, tmp_path: Path) -> No
 def test_an_entry_whose_key_is_not_its_documents_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pack may be consistent in itself and still lie about which kernel an artifact is."""
+    """A consistent pack may still give an artifact the key of another kernel."""
     from flashattn_jit.deploy.pack import pack as packing
 
     a, b, _ = store.entries()

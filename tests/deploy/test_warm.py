@@ -1,4 +1,4 @@
-"""Warming: what is built, by whom, what is shown, and what is left when it is stopped."""
+"""Warming: which kernels are built, executors, progress, and clean-up when it is stopped."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ BAD = fa.variant(score_mod=fa.cpp("this is no C++"), name="bad")
 
 
 def test_every_kernel_that_calls_ask_for_is_among_the_wanted() -> None:
-    """The IR of a variant without a call is that of its calls."""
+    """The IR of a variant without a call equals the IR of its calls."""
     slopes = torch.rand(4)
     variants = {
         "ALiBi": (fa.ALiBi(), {}),
@@ -339,7 +339,7 @@ def marked(mark: str) -> list[int]:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C at the parent, or its sudden death, with compilers that would run for a minute."""
+    """SIGINT or SIGKILL of the parent, with compilers that would run for a minute."""
     compiler = tmp_path / "c++"
     compiler.write_text(
         "#!/bin/sh\n"
@@ -350,7 +350,7 @@ def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path
     mark = f"WARM_TEST={tmp_path}"
     process = subprocess.Popen(
         [sys.executable, "-c",
-         # Where this suite runs in a shell's background, SIGINT is ignored by all that it starts.
+         # Processes started from a shell's background job ignore SIGINT.
          "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
          "from flashattn_jit.deploy.warm.warm import warm\n"
          "warm('Causal', head_dims=16, dtypes='fp32', formats=['dense'], targets='cpu:generic',"
@@ -372,7 +372,7 @@ def test_stopped_it_leaves_no_process_behind(how: signal.Signals, tmp_path: Path
 
 
 def test_a_worker_begins_nothing_for_a_process_that_is_gone() -> None:
-    """Its task came, and its parent went, while it still imported."""
+    """The task arrives and the parent ends while the worker still imports modules."""
     process = subprocess.Popen(
         [sys.executable, "-c", pool._START, json.dumps(sys.path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -416,7 +416,7 @@ def test_workers_with_another_cache_send_their_entries(tmp_path: Path) -> None:
 
 
 class Canned(Executor):
-    """An executor that answers by itself, such as one whose machines are strange."""
+    """An executor whose results are those of `answer`, without any worker."""
 
     def __init__(self, answer: Callable[[str], Any]) -> None:
         self.answer = answer
@@ -513,7 +513,7 @@ def test_a_terminal_gets_a_bar_that_names_what_compiles(tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(secondary)
     shown = b""
-    with contextlib.suppress(OSError):  # the terminal is gone when its last user is
+    with contextlib.suppress(OSError):  # EIO when the last process has closed the terminal
         while piece := os.read(primary, 65536):
             shown += piece
     os.close(primary)
@@ -524,7 +524,7 @@ def test_a_terminal_gets_a_bar_that_names_what_compiles(tmp_path: Path) -> None:
 
 
 def test_workers_do_not_import_the_main_module(tmp_path: Path) -> None:
-    """A script that warms at its top level, without a guard."""
+    """A script that warms at its top level, without `if __name__ == ...`."""
     script = tmp_path / "script.py"
     script.write_text(
         "print('main', flush=True)\n"

@@ -1,4 +1,4 @@
-"""Wheels of kernels: what pip makes of them, and their platform tags."""
+"""Wheels of kernels: their files, installation by pip, and platform tags."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ import pytest
 import flashattn_jit as fa
 from flashattn_jit.deploy.pack.wheel import pack_wheel, platform_tag
 from flashattn_jit.errors import InputError, PackError
-from flashattn_jit.jit.cache.entry import document_digest, sha256
 from flashattn_jit.jit.cache.pack_file import PackFile
 from flashattn_jit.jit.cache.store import Store
-from tests.deploy.caches import COMPILER, contents
+from tests.deploy.caches import COMPILER, add_entry, contents
 
 X86, ARM = 0x3E, 0xB7
 
@@ -30,24 +29,10 @@ def elf(machine: int = X86, *names: str) -> bytes:
     return head.ljust(64, b"\0") + b"\0" + b"".join(name.encode() + b"\0" for name in names)
 
 
-def add(store: Store, name: str, target: str = "cpu:avx2", artifact: bytes | None = None) -> None:
-    document = [["target", target], ["spec", name]]
-    key = document_digest(document)
-    files = {
-        "artifact.so": (artifact or elf()) + key.encode(),
-        "kernel.cpp": b"int x;",
-        "kernel.ptx": b"// for an emulator",
-        "resources.json": b"{}",
-        "build.log": b"",
-        "command": b"c++",
-    }
-    meta = {
-        "key": key,
-        "document": document,
-        "compiler": {"id": COMPILER, "version": "gcc"},
-        "files": {n: {"bytes": len(c), "sha256": sha256(c)} for n, c in files.items()},
-    }
-    store.adopt(key, COMPILER, files, meta, durable=False)
+def add(store: Store, name: str, target: str, artifact: bytes) -> None:
+    """Adds a kernel with files that a wheel takes, and others that it leaves out."""
+    more = {"kernel.ptx": b"// for an emulator", "resources.json": b"{}", "command": b"c++"}
+    add_entry(store, name, target, artifact=artifact, more_files=more)
 
 
 def artifacts(store: Store) -> dict[str, bytes]:
@@ -56,7 +41,7 @@ def artifacts(store: Store) -> dict[str, bytes]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """The cache of this test, with two kernels that could be loaded as far as a wheel can tell."""
+    """The cache of this test, with two kernels whose artifacts begin like ELF files."""
     made = Store(tmp_path / "cache")
     add(made, "a", "cpu:avx2", elf(X86, "libc.so.6", "GLIBC_2.2.5"))
     add(made, "b", "cpu:avx512", elf(X86, "libgomp.so.1", "GLIBC_2.27"))

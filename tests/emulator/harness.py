@@ -12,23 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
-from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.emulator import programs
-
-needs_nvcc = pytest.mark.skipif(
-    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
-)
 
 HEADER = ".version 8.0\n.target {target}\n.address_size 64\n"
 
 
 def kernel(body: str, params: int = 4, target: str = "sm_80", shared: int = 0) -> str:
-    """A module with one kernel `k` whose parameters are `params` pointers, %a0, %a1, ...
+    """A PTX module with one kernel `k` whose parameters are `params` pointers: %a0, %a1, ...
 
-    `shared`: bytes of a variable `buffer`; registers %r, %w (64 bits), %f, %d, %h (16), %p.
+    shared: bytes of a variable `buffer`. Registers: %r, %w (64 bits), %f, %d, %h (16 bits), %p.
     """
     declared = "\n".join(f"ld.param.u64 %a{i}, [p{i}];" for i in range(params))
     buffer = f".shared .align 128 .b8 buffer[{shared}];" if shared else ""
@@ -55,7 +49,7 @@ def launch(
     extra: bytes = b"",
     **options: Any,
 ) -> None:
-    """Run a kernel whose parameters are pointers to `arrays`, then the bytes `extra`."""
+    """Runs a kernel whose parameters are pointers to `arrays`, then the bytes `extra`."""
     params = b"".join(struct.pack("<Q", array.ctypes.data) for array in arrays) + extra
     allocations: list[Any] = [
         (f"array{i}", array.ctypes.data, array.nbytes, i not in read_only, i not in unwritten)
@@ -66,7 +60,7 @@ def launch(
 
 @cache
 def compile_cuda(source: str, target: str = "sm_80", options: tuple[str, ...] = ()) -> str:
-    """PTX that nvcc makes of a CUDA source."""
+    """The PTX of a CUDA source, by nvcc."""
     toolkit = find_toolkit()
     assert toolkit is not None
     name = hashlib.sha256(source.encode()).hexdigest()[:12]

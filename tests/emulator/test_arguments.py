@@ -1,4 +1,4 @@
-"""What a launch in the emulator is given is checked before it reaches the library."""
+"""Arguments of emulated launches are checked before they reach the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic on random bits, special values included, against numpy: every lane another value."""
+"""Arithmetic on random bits and special values, a different value in each lane, against numpy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUMPY = {
 
 
 def samples(kind: str, seed: int) -> Array:
-    """Any bits; of floats half of ordinary size, and special values."""
+    """Random bits; half of the floats are of ordinary size, and some are special values."""
     generator = np.random.default_rng(seed)
     dtype = np.dtype(NUMPY[kind])
     data = generator.integers(0, 256, (COUNT, dtype.itemsize), np.uint8).view(dtype).ravel()
@@ -62,7 +62,7 @@ def run(mnemonic: str, result: str, *inputs: tuple[str, Array]) -> Array:
 
 
 def assert_same(got: Array, expected: Array) -> None:
-    """The same bits; any NaN for a NaN."""
+    """Equal bits, except that any NaN equals any other."""
     if got.dtype.kind == "f":
         nan = np.isnan(expected)
         np.testing.assert_array_equal(np.isnan(got), nan)
@@ -127,7 +127,7 @@ def test_floats(name: str, kind: str) -> None:
 
 
 def test_fused_multiply_add() -> None:
-    """Rounded once: against exact rational arithmetic where that is finite."""
+    """One rounding: compared with exact rational arithmetic where the values are finite."""
     from fractions import Fraction
 
     a, b, c = (samples("f32", seed) for seed in (9, 10, 11))
@@ -238,16 +238,7 @@ def test_float_to_integer(mode: str, source: str) -> None:
         whole = [None if math.isnan(x) else ROUND[mode](x) for x in a.astype(np.float64)]
         top = 1 << (info.bits - 1)
         nan = 0 if source == "f32" and info.bits == 32 else (-top if info.min < 0 else top)
-        expected = [
-            nan
-            if w is None
-            else info.min
-            if w <= info.min
-            else info.max
-            if w >= info.max
-            else int(w)
-            for w in whole
-        ]
+        expected = [nan if w is None else clamped(w, info.min, info.max) for w in whole]
         got = run(f"cvt.{mode}.{kind}.{source}", kind, (source, a))
         np.testing.assert_array_equal(got, np.array(expected, NUMPY[kind]))
 

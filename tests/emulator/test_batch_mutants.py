@@ -1,11 +1,10 @@
-"""Mistakes planted in what batches need: pages, lists of workers, key lists, shared rows.
+"""Mutants of the code for batches: pages, lists of workers, key lists, shared rows.
 
-As in test_mutants.py: each is found, and nothing in the kernels as they are (tests/cuda).
+As in test_mutants.py, each mutant is found; tests/cuda finds nothing in the unchanged kernels.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,15 +12,24 @@ import pytest
 
 from flashattn_jit import env
 from flashattn_jit.codegen.spec import KernelSpec
-from flashattn_jit.errors import EmulatorFault
 from tests import rotation
 from tests.cuda import by_hand
 from tests.cuda.kernels import ptx_of
 from tests.cuda.requests import WRONG
 from tests.cuda.test_key_lists import cut_lists, listed, without_mask
 from tests.cuda.test_worker_lists import beginning_later, in_lists, sharing
-from tests.emulator.harness import needs_nvcc
-from tests.emulator.test_mutants import BARRIER, FEW_ROW, KEYS, PREFILL, RACE, WALK, Mutant, changed
+from tests.emulator.test_mutants import (
+    BARRIER,
+    FEW_ROW,
+    KEYS,
+    PREFILL,
+    RACE,
+    WALK,
+    Mutant,
+    assert_found,
+    mutated_headers,
+)
+from tests.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 
@@ -139,10 +147,7 @@ MUTANTS = (
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    include = tmp_path / "include"
-    shutil.copytree(env.include_dir(), include)
-    header = include / "fajit/cuda" / mutant.file
-    header.write_text(changed(header.read_text(), mutant))
+    include = mutated_headers(mutant, tmp_path)
 
     def mutated(spec: KernelSpec, _: str) -> str:
         with monkeypatch.context() as patch:
@@ -150,14 +155,4 @@ def test_the_mutant_is_found(
             return ptx_of(spec)
 
     monkeypatch.setattr(by_hand, "ptx_of_artifact", mutated)
-    if mutant.kinds:
-        with pytest.raises(EmulatorFault) as caught:
-            CALLS[mutant.call]()
-        assert caught.value.kind in mutant.kinds
-        assert "fajit/cuda/" in caught.value.source
-        return
-    try:
-        found = CALLS[mutant.call]()
-    except EmulatorFault:
-        return
-    assert found > WRONG
+    assert_found(mutant, CALLS[mutant.call], WRONG)

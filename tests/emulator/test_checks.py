@@ -1,4 +1,4 @@
-"""Each check of the emulator, shown by a kernel that violates it, and what the fault says."""
+"""Each check of the emulator: a kernel that violates it, and the fault's message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from flashattn_jit.errors import EmulatorError, EmulatorFault
 from flashattn_jit.jit.emulator import programs
-from tests.emulator.harness import compile_cuda, kernel, launch, needs_nvcc
+from tests.emulator.harness import compile_cuda, kernel, launch
+from tests.toolkit import needs_nvcc
 
 PREAMBLE = """
 mov.u32 %r1, %tid.x; mov.u32 %r2, buffer; shl.b32 %r3, %r1, 2; add.u32 %r4, %r2, %r3;
@@ -94,7 +95,7 @@ def test_local_memory_is_counted() -> None:
 def test_unwritten_shared_memory() -> None:
     assert fault("ld.shared.u32 %r9, [%r4];").kind == "uninitialised"
     clean("ld.shared.u32 %r9, [%r4];", uninitialised=False)
-    # Each block begins with nothing written.
+    # Shared memory is unwritten at the start of each block.
     once = "mov.u32 %r9, %ctaid.x; setp.eq.u32 %p2, %r9, 0; @%p2 st.shared.u32 [%r4], %r1;"
     error = fault(once + "ld.shared.u32 %r9, [%r4];", grid=(2, 1, 1), num_threads=1)
     assert (error.kind, error.block) == ("uninitialised", (1, 0, 0))
@@ -115,7 +116,7 @@ def test_races_between_warps() -> None:
     assert error.kind == "race" and "with no barrier since the" in str(error)
     error = fault("st.shared.u32 [%r2], %r1;", threads=33)
     assert error.kind == "race" and "since the write" in str(error)
-    # A barrier of the reader's warp alone is none.
+    # A barrier of the reader's warp does not order other warps.
     error = fault(WRITE + "bar.warp.sync -1;" + READ_OTHER_WARP, uninitialised=False)
     assert error.kind == "race"
 
@@ -155,7 +156,7 @@ def test_atomics_do_not_race_with_each_other() -> None:
 
 
 def test_named_barriers_order_those_who_come() -> None:
-    """Warp 0 writes and arrives; warp 1 waits and reads; warp 2 knows nothing of it."""
+    """Warp 0 writes and arrives; warp 1 waits and reads; warp 2 takes no part in the barrier."""
     lines = """
     @%p1 st.shared.u32 [%r4], %r1;
     @%p1 bar.arrive 1, 64;
@@ -190,7 +191,7 @@ def test_waiting_is_for_the_own_copies() -> None:
     wait = "cp.async.wait_group 0;"
     assert fault(COPY + wait + "xor.b32 %r9, %r6, 16; ld.shared.u32 %r9, [%r9];").kind == "race"
     clean(COPY + wait + "bar.sync 0; xor.b32 %r9, %r6, 512; ld.shared.u32 %r9, [%r9];")
-    # A barrier before the wait orders nothing of the copy.
+    # A barrier before the wait does not order the copy.
     lines = COPY + "bar.sync 0;" + wait + "xor.b32 %r9, %r6, 512; ld.shared.u32 %r9, [%r9];"
     assert fault(lines).kind in ("race", "in flight")
 
@@ -202,7 +203,7 @@ def test_a_buffer_in_use_may_not_be_copied_into() -> None:
 
 
 def test_late_and_early_copies_show_in_values() -> None:
-    """Without checks: late copies leave the old bytes in view, early ones bring the new."""
+    """Without checks, a read before the wait sees old bytes if copies are late."""
     lines = (
         "mov.u32 %r9, 7; st.shared.v4.u32 [%r6], {%r9, %r9, %r9, %r9};" + COPY
         + "ld.shared.u32 %r10, [%r6]; cp.async.wait_all; st.global.u32 [%w2], %r10;"
@@ -271,7 +272,7 @@ def test_deadlock_says_who_waits_where() -> None:
 
 
 def test_no_progress() -> None:
-    """A loop that waits for memory which nobody writes ends with a report."""
+    """A loop that waits for memory that no thread writes ends with a fault."""
     spin = "SPIN: ld.volatile.global.u32 %r9, [%a0]; setp.eq.u32 %p2, %r9, 0; @%p2 bra SPIN;"
     error = fault(spin, threads=32, step_limit=1 << 20)
     assert error.kind == "no progress"

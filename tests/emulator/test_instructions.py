@@ -32,7 +32,7 @@ def per_lane(lines: str, inputs: np.ndarray, results: int = 4, **options: Any) -
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
-    """Nearest even, as bits."""
+    """Bits of the values rounded to bfloat16, ties to even."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -56,7 +56,7 @@ def fragments_a(matrix: np.ndarray) -> np.ndarray:
 
 
 def fragments_b(matrix: np.ndarray) -> np.ndarray:
-    """[k, 8] likewise."""
+    """[k, 8] of 16-bit values as the words of each lane."""
     words = np.zeros((32, matrix.shape[0] // 8), np.uint32)
     for lane in range(32):
         for i in range(words.shape[1]):
@@ -110,7 +110,7 @@ def test_matrix_products() -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_matrix_loads(count: int, transposed: bool) -> None:
-    """Rows lie in any order, 16 bytes apart or more."""
+    """Rows at random multiples of 16 bytes."""
     memory = random_bits((64, 8), count, np.uint16)
     order = np.random.default_rng(5).permutation(64)[:32]
     names = ", ".join(f"%r{10 + i}" for i in range(count))
@@ -236,7 +236,7 @@ def test_active_mask() -> None:
 
 
 def test_divergence() -> None:
-    """Each lane counts Collatz steps; they part, meet again, and end at their own times."""
+    """Each lane counts Collatz steps: lanes diverge, reconverge and end after different counts."""
     lines = """
     mov.u32 %r10, 0; mov.u32 %r2, %r1;
     NEXT: setp.le.u32 %p1, %r2, 1;
@@ -274,7 +274,7 @@ def test_branch_tables() -> None:
 
 
 def test_exits() -> None:
-    """Lanes that exit take no part in what follows; shfl waits for the others alone."""
+    """Lanes that have exited take no part in a shfl, which does not wait for them."""
     lines = """
     setp.ge.u32 %p1, %r60, 16; mov.u32 %r10, 7;
     @%p1 exit;
@@ -365,7 +365,7 @@ def test_generic_addressing() -> None:
     text = kernel(body, 2, shared=16).replace(
         ".visible .entry", ".const .align 4 .u32 table[2] = {77, 78};\n.visible .entry"
     )
-    # Lanes of a warp write one word of shared memory: the same value, but a race all the same.
+    # All lanes of the warp write the same value to one word of shared memory, which is a race.
     out = np.zeros((32, 2), np.uint32)
     with pytest.raises(EmulatorFault, match="race"):
         launch(text, [np.array([5], np.uint32), out])
@@ -410,7 +410,7 @@ def test_hints() -> None:
 
 @pytest.mark.parametrize("moment", ["late", "early"])
 def test_asynchronous_copies(moment: str) -> None:
-    """Sizes, zeros beyond the source's bytes, and groups of which the older one is waited for."""
+    """Copy sizes, zeros beyond the source size, and a wait for the older of two groups."""
     body = """
     mov.u32 %r1, %laneid; mov.u32 %r2, buffer; shl.b32 %r3, %r1, 4; add.u32 %r4, %r2, %r3;
     mul.wide.u32 %w1, %r1, 16; add.u64 %w2, %a0, %w1; and.b32 %r5, %r1, 15;

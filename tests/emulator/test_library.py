@@ -1,4 +1,4 @@
-"""The emulator's library is compiled once and kept. A small one stands in for it here."""
+"""The emulator's library is compiled once and cached. A small library stands in for it here."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_mistake_in_it_is_named_with_its_place(sources: Path, tmp_path: Path) 
 def test_two_that_ask_at_once_compile_one(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a lock between processes, which parts threads as well."""
+    """The lock between processes excludes threads as well."""
     wrapper, calls = tmp_path / "c++", tmp_path / "calls"
     wrapper.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec c++ "$@"\n')
     wrapper.chmod(0o700)

@@ -1,7 +1,7 @@
-"""Mistakes planted in our own kernels: each is found, and nothing in the kernels as they are.
+"""Mistakes planted in the package's kernels are found, and none in the unchanged kernels.
 
-A mutant is a change of one place in the headers' text. It is compiled to PTX and takes part in a
-call in the kernel's stead; what launches it stays as it is.
+A mutant is one change of the headers' text. It is compiled to PTX, which runs in a call instead of
+the kernel's; the launch is unchanged.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flashattn_jit.ops.device import emulated
 from flashattn_jit.ops.launching import launches
 from tests import rotation
 from tests.cuda.kernels import ptx_of
-from tests.emulator.harness import needs_nvcc
+from tests.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 
 WRONG = 0.05
-"""Differences from the fp32 result above this are no rounding; the kernels stay below a third."""
+"""Larger differences from the fp32 result are no rounding errors; kernels stay below a third."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -46,7 +46,7 @@ def difference(
 
 
 def prefill(head_dim: int, target: str = "emulated:sm_80", variant: Any = None) -> float:
-    """Rows, keys and heads that fill no tile."""
+    """Rows, keys and heads with partial tiles."""
     dtype = torch.float16 if target.endswith("75") else torch.bfloat16
     q = random(1, 4, 75, head_dim, dtype=dtype)
     k, v = random(1, 2, 203, head_dim, dtype=dtype), random(1, 2, 203, head_dim, dtype=dtype)
@@ -54,14 +54,14 @@ def prefill(head_dim: int, target: str = "emulated:sm_80", variant: Any = None) 
 
 
 def decode(variant: Any = None) -> float:
-    """Few rows over keys of two lengths, in several parts."""
+    """Few rows over keys of two lengths, which are split."""
     q, k, v = random(2, 8, 1, 64), random(2, 2, 700, 64), random(2, 2, 700, 64)
     lengths = torch.tensor([700, 333], dtype=torch.int32)
     return difference(q, k, v, variant, "emulated:sm_80", kv_len=lengths)
 
 
 def steep() -> float:
-    """Scores that grow along the keys, so that their maximum moves by much."""
+    """Scores that grow with the key, so that their running maximum changes a lot."""
     q, k, v = random(1, 1, 64, 64), random(1, 1, 256, 64), random(1, 1, 256, 64)
     q, k = q * 0.1 + 1, k * 0.1 + torch.arange(256)[:, None] / 64
     return difference(q.bfloat16(), k.bfloat16(), v, None, "emulated:sm_80")
@@ -83,7 +83,7 @@ CALLS: dict[str, Callable[[], float]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """`new` instead of the `place`-th `old` of a file; `call` is a name in CALLS."""
+    """`new` instead of occurrence `place` of `old` in a file; `call` is a name in CALLS."""
 
     name: str
     file: str
@@ -91,12 +91,12 @@ class Mutant:
     new: str
     call: str
     place: int = 0
-    kinds: tuple[str, ...] = ()  # of faults; (): a wrong value
+    kinds: tuple[str, ...] = ()  # kinds of faults; (): a wrong result
 
 
 BARRIER, LANES = "__syncthreads();", "__syncwarp();"
 FLIGHT, BOUNDS = ("in flight",), ("out of bounds",)
-RACE = ("race", "in flight", "uninitialised")  # which one depends on who comes first
+RACE = ("race", "in flight", "uninitialised")  # which of them depends on timing
 PREFILL, FEW_ROW = "attention/prefill.h", "attention/few_row.h"
 KEYS, WALK, SCORES = "attention/key_rows.h", "attention/kv_walk.h", "attention/scores.h"
 LOADS, LAYOUT, FRAGMENTS = "tile/load_rows.h", "tile/row_layout.h", "tile/fragments.h"
@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant("rings overwritten by states", FEW_ROW, BARRIER, "", "decode", 1, RACE),
     Mutant("states read before the barrier", FEW_ROW, BARRIER, "", "decode", 2,
            RACE),
-    # Barriers of the warp; some stand where the next step has one of its own, and change nothing
+    # Barriers of the warp; those that a later barrier makes redundant are not in the list
     Mutant("a walk stored while it is read", WALK, LANES, "", "decode", 0, RACE),
     Mutant("a walk read while it is stored", WALK, LANES, "", "decode", 1, RACE),
     Mutant("rows read while they are stored", PREFILL, LANES, "", "prefill", -2, RACE),
@@ -177,8 +177,33 @@ def changed(text: str, mutant: Mutant) -> str:
     return mutant.old.join(parts[:at]) + mutant.new + mutant.old.join(parts[at:])
 
 
+def mutated_headers(mutant: Mutant, tmp_path: Path) -> Path:
+    """A copy of the include folder with the mutant's change."""
+    include = tmp_path / "include"
+    shutil.copytree(env.include_dir(), include)
+    header = include / "fajit/cuda" / mutant.file
+    header.write_text(changed(header.read_text(), mutant))
+    return include
+
+
+def assert_found(mutant: Mutant, call: Callable[[], float], wrong: float) -> None:
+    """The call raises a fault of the mutant's kinds; without kinds, any fault or an error larger
+    than `wrong`."""
+    if mutant.kinds:
+        with pytest.raises(EmulatorFault) as caught:
+            call()
+        assert caught.value.kind in mutant.kinds
+        assert "fajit/cuda/" in caught.value.source
+        return
+    try:
+        found = call()
+    except EmulatorFault:
+        return
+    assert found > wrong
+
+
 def spec_of(module: _C.Module) -> KernelSpec:
-    """What a module of a planned call was compiled from."""
+    """The spec of a module of a planned call."""
     kernels = (kernel for plan, _ in launches._launches.values() for kernel in plan.kernels)
     return next(k.spec for k in kernels if k is not None and k.module is module)
 
@@ -196,10 +221,7 @@ def test_nothing_is_found_in_the_kernels(
 def test_the_mutant_is_found(
     mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    include = tmp_path / "include"
-    shutil.copytree(env.include_dir(), include)
-    header = include / "fajit/cuda" / mutant.file
-    header.write_text(changed(header.read_text(), mutant))
+    include = mutated_headers(mutant, tmp_path)
     built: dict[KernelSpec, Any] = {}
 
     def mutated(module: _C.Module) -> Any:
@@ -211,14 +233,4 @@ def test_the_mutant_is_found(
         return built[spec]
 
     monkeypatch.setattr(emulated, "program", mutated)
-    if mutant.kinds:
-        with pytest.raises(EmulatorFault) as caught:
-            CALLS[mutant.call]()
-        assert caught.value.kind in mutant.kinds
-        assert "fajit/cuda/" in caught.value.source
-        return
-    try:
-        found = CALLS[mutant.call]()
-    except EmulatorFault:
-        return
-    assert found > WRONG
+    assert_found(mutant, CALLS[mutant.call], WRONG)

@@ -1,4 +1,4 @@
-"""Every row of the opcode table against its vector: on a whole warp, and on a part of one."""
+"""Every row of the opcode table against its test vector, on a whole warp and on a part of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashattn_jit.jit.emulator import programs
 from tests.emulator import test_instructions
 from tests.emulator.harness import kernel, launch
 
-# From the text: collecting tests does not wait for the emulator to be compiled.
+# Names are read from the source text: collecting tests must not compile the emulator.
 _TABLE = Path(__file__).resolve().parents[2] / "csrc" / "emulator" / "ptx" / "opcodes.cpp"
 NAMES = re.findall(r'^      \{"(\w+)", ', _TABLE.read_text(), re.MULTILINE)
 WIDTH = {"pred": 1, "b8": 8, "u8": 8, "s8": 8, "f16x2": 32, "bf16x2": 32, "bf16": 16}
@@ -55,7 +55,7 @@ def values(text: str, kind: str) -> list[Value]:
 
 
 class Registers:
-    """Names of fresh registers of the harness's kernel."""
+    """Hands out unused registers of the harness's kernel."""
 
     def __init__(self) -> None:
         self.used = dict.fromkeys("rwhp", 0)
@@ -81,7 +81,7 @@ def store(register: str, place: int) -> str:
 
 
 def run_case(case: str) -> tuple[list[Value], np.ndarray]:
-    """What a case expects, and what each lane got: results of 8 bytes, unguarded then guarded."""
+    """Expected values, and each lane's results of 8 bytes: unguarded ones, then guarded ones."""
     left, right = (side.strip() for side in case.split("="))
     mnemonic, *operands = left.split()
     kinds = [m for m in mnemonic.split(".")[1:] if re.fullmatch(r"(pred|b?f?[busf]?\d+(x2)?)", m)]
@@ -121,14 +121,14 @@ def run_case(case: str) -> tuple[list[Value], np.ndarray]:
 
 
 def row(name: str) -> tuple[str, str]:
-    """What an opcode means, and its vector."""
+    """The semantics and the test vector of an opcode."""
     (found,) = [row for row in programs.opcodes() if row[0] == name]
     return found[2:]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_a_meaning_and_a_vector_that_holds(name: str) -> None:
-    """The vector is cases, or a test of this folder."""
+    """A vector is a list of cases, or names a test of test_instructions.py."""
     semantics, vector = row(name)
     assert semantics
     if vector.startswith("test: "):

@@ -1,4 +1,4 @@
-"""What makes the emulator usable in tests: a tile of attention takes milliseconds."""
+"""The emulator is fast enough for tests: a tile of attention takes milliseconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import torch
 
 import flashattn_jit as fa
-from tests.emulator.harness import needs_nvcc
+from tests.toolkit import needs_nvcc
 
 LIMIT = 0.05
 """Seconds for 64 queries, 64 keys, head dim 64, all checks on."""

@@ -1,4 +1,4 @@
-"""A fleet of processes for each test, with a cache, locks and a compiler of its own."""
+"""Processes for each test, with their own cache, lock folder and compiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, st
 
 @pytest.fixture(scope="session")
 def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script that all tests have as their compiler."""
+    """The script that is the compiler of all tests."""
     return write_compiler(tmp_path_factory.mktemp("compiler"))
 
 
@@ -40,7 +40,7 @@ def _fleet(root: Path, sockets: tuple[str, str], command: Path) -> Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, _servers: tuple[str, str], _compiler: Path) -> Iterator[Fleet]:
-    """Processes over a cache that is not made yet."""
+    """Processes over a cache folder that does not exist yet."""
     made = _fleet(tmp_path, _servers, _compiler)
     yield made
     made.end()
@@ -50,7 +50,7 @@ def fleet(tmp_path: Path, _servers: tuple[str, str], _compiler: Path) -> Iterato
 def _warm_cache(
     tmp_path_factory: pytest.TempPathFactory, _servers: tuple[str, str], _compiler: Path
 ) -> Path:
-    """A cache folder with the kernel that `attend` asks for."""
+    """A cache folder with the kernel of the task `attend`."""
     made = _fleet(tmp_path_factory.mktemp("warm"), _servers, _compiler)
     assert made.start().good()["source"] == "compiler"
     made.end()
@@ -59,7 +59,7 @@ def _warm_cache(
 
 @pytest.fixture
 def warm(fleet: Fleet, _warm_cache: Path) -> Fleet:
-    """Processes over a cache that has the kernel of `attend`: one entry."""
+    """Processes over a cache with one entry, the kernel of the task `attend`."""
     shutil.copytree(_warm_cache, fleet.cache, symlinks=True)
     assert len(entries(fleet.cache)) == 1
     return fleet

@@ -1,4 +1,4 @@
-"""Starting, stopping and killing processes, and a compiler that does what a test says."""
+"""Starts, stops and kills processes; a compiler that a test can block or make fail."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ import pytest
 WORKER = Path(__file__).with_name("worker.py")
 PATIENCE_S = 60.0
 
-# A kernel's key is in its source, so equal sources are compiled to equal objects: what one test
-# compiled serves the next one. The script is the same for all tests, so that what a cache remembers
-# of one test's compiler holds for the others'.
+# A kernel's key is in its source, so equal sources give equal objects, and the script reuses the
+# objects of earlier tests. All tests use the same script, so that the compiler identity that a
+# cache remembers is the same for all of them.
 _COMPILER = """#!/bin/sh
 folder=$FLEET_COMPILER memory={memory} compiler={compiler}
 case " $* " in
@@ -60,7 +60,7 @@ def until(condition: Callable[[], object], what: str, patience_s: float = PATIEN
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, int]]:
-    """Names, modes, sizes and times of change of everything below a folder, and its own."""
+    """Modes, sizes and mtimes of a folder and everything below it, by path."""
     found = {}
     for path in (root, *root.rglob("*")):
         status = path.lstat()
@@ -74,7 +74,7 @@ def entries(root: Path) -> list[Path]:
 
 
 def open_to_others(*roots: Path) -> list[str]:
-    """What is below these folders, with them, that others may write."""
+    """Paths of these folders and of what is below them that others may write to."""
     paths = (path for root in roots if root.exists() for path in (root, *root.rglob("*")))
     return [str(p) for p in paths if p.lstat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             and not p.is_symlink()]  # fmt: skip
@@ -100,11 +100,11 @@ class Process:
     answer: Path
 
     def poll(self) -> int | None:
-        """How it ended: the exit code, less than 0 for a signal; None while it runs."""
+        """Its exit code, less than 0 for a signal; None while it runs."""
         return _ask(self.server, {"poll": self.pid})
 
     def result(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Its answer. Fails the test where it has none."""
+        """Waits for its answer. Fails the test where it has none."""
         until(lambda: self.poll() is not None, f"process {self.pid}", patience_s)
         text = self.answer.with_suffix(".json").read_text()
         if self.poll() or not text:
@@ -112,14 +112,14 @@ class Process:
         return dict(json.loads(text))
 
     def good(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Its answer, which must be no error."""
+        """Waits for its answer. Fails the test where it is an error."""
         result = self.result(patience_s)
         if "error" in result:
             pytest.fail(f"{result['error']}: {result['message']}\n{self.log()}")
         return result
 
     def log(self) -> str:
-        """What it wrote to its standard output and error."""
+        """Its standard output and error."""
         return Path(f"{self.answer}.log").read_text()
 
     def signal(self, number: int, *, with_children: bool = True) -> None:
@@ -131,29 +131,29 @@ class Process:
 
 @dataclass
 class Compiler:
-    """A C++ compiler that counts what it is asked, and waits or fails when a test says so."""
+    """A C++ compiler that counts its runs, and waits or fails when a test tells it to."""
 
     folder: Path
     command: Path
 
     @property
     def compiles(self) -> int:
-        """How often it began to compile."""
+        """The number of compiles that it began."""
         path = self.folder / "compiles"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     @property
     def started(self) -> int:
-        """How often it was run at all, but for linking."""
+        """The number of its runs except for linking."""
         path = self.folder / "questions"
         return self.compiles + (len(path.read_text().splitlines()) if path.exists() else 0)
 
     def hold(self) -> None:
-        """From now on compiles stop at their beginning until `release`."""
+        """Makes compiles wait at their start until `release`."""
         self.folder.joinpath("hold").touch()
 
     def release(self) -> None:
-        """Lets what was held go on."""
+        """Lets compiles continue."""
         self.folder.joinpath("hold").unlink(missing_ok=True)
 
     def fail(self, fails: bool = True) -> None:
@@ -164,24 +164,24 @@ class Compiler:
             self.folder.joinpath("fail").unlink()
 
     def until_compiling(self, count: int = 1) -> None:
-        """Waits until it began to compile `count` times."""
+        """Waits until `count` compiles have begun."""
         until(lambda: self.compiles >= count, f"{count} compilers")
 
 
 def environment() -> dict[str, str]:
-    """This process' environment without what configures the package."""
+    """This process' environment without the package's variables."""
     return {n: v for n, v in os.environ.items() if not n.startswith("FLASHATTN_JIT_")}
 
 
 def package_folder() -> str:
-    """The folder that the package is imported from, in this process and so in all others."""
+    """The folder from which this process, and every process of a test, imports the package."""
     spec = importlib.util.find_spec("flashattn_jit")
     assert spec is not None and spec.origin is not None
     return str(Path(spec.origin).parent.parent)
 
 
 def write_compiler(folder: Path) -> Path:
-    """The script of all tests' compilers; it remembers in `folder` what it compiled."""
+    """Writes the script that is the compiler of all tests; it keeps objects in `folder`."""
     compiler = shutil.which(shlex.split(os.environ.get("CXX") or "c++")[0])
     if compiler is None:
         pytest.skip("needs a C++ compiler")
@@ -193,8 +193,10 @@ def write_compiler(folder: Path) -> Path:
 
 @dataclass
 class Fleet:
-    """A test's processes: each on its own environment, over one cache, one lock folder, one
-    compiler. `server` has imported the package, `torch_server` only torch."""
+    """The processes of a test, which share one cache, one lock folder and one compiler.
+
+    `server` has imported the package, `torch_server` only torch.
+    """
 
     root: Path
     server: str
@@ -219,8 +221,8 @@ class Fleet:
         arguments: dict[str, Any] | None = None,
         **request: Any,
     ) -> Process:
-        """Starts a process. `env` is changed in it, None for a variable that is to be unset; the
-        others are what `worker.run` takes: mounts, umask, uid, folder, tree."""
+        """Starts a process. env: variables to change, None for those to unset. request: fields that
+        `worker.run` reads: mounts, umask, uid, folder, tree."""
         answer = self.root / "answers" / str(len(self.processes))
         changed = {**self.env, **(env or {})}
         full = {
@@ -238,7 +240,7 @@ class Fleet:
         return process
 
     def end(self) -> None:
-        """Kills what is left, compilers too."""
+        """Kills the remaining processes and their compilers."""
         self.compiler.release()
         for process in self.processes:
             process.signal(signal.SIGKILL)
@@ -259,7 +261,7 @@ def _ask(server: str, request: dict[str, Any]) -> int | None:
 
 @contextlib.contextmanager
 def servers(folder: Path) -> Iterator[tuple[str, str]]:
-    """The sockets of a server that has imported the package, and of one that has not."""
+    """The sockets of a server that has imported the package, and of one with only torch."""
     # A socket's name may have about 100 characters.
     plain, full = (os.path.relpath(folder / name) for name in ("torch", "package"))
     env = {**environment(), "PYTHONPATH": package_folder()}

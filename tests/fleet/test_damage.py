@@ -1,4 +1,4 @@
-"""A damaged entry is never run: it is moved away and built again, once."""
+"""A damaged entry is never loaded: it is moved to quarantine and built again once."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_where_compiling_is_forbidden_a_damaged_entry_is_a_miss(warm: Fleet, nam
     ids=["another target's", "every field", "no list", "missing", "numbers"],
 )
 def test_what_meta_says_of_itself_is_not_believed(warm: Fleet, lie: Damage) -> None:
-    """The key and the digests decide what is loaded; a document that lies only misinforms."""
+    """Key and digests decide what is loaded; the rest of a wrong meta.json is only displayed."""
     (entry,) = entries(warm.cache)
     lie(entry)
     assert warm.start().good()["source"] in ("disk", "compiler")

@@ -1,4 +1,4 @@
-"""Old kernels are removed under running processes, which notice nothing."""
+"""Old kernels are evicted while processes run; their calls still succeed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.fleet.fleet import Fleet, entries, until
 
 
 def age(fleet: Fleet) -> None:
-    """Makes every entry look as if it was used long ago."""
+    """Sets atimes and mtimes of all entries far back."""
     for entry in entries(fleet.cache):
         for path in (*entry.iterdir(), entry):
             os.utime(path, (1_000_000_000, 1_000_000_000))
 
 
 def collect(fleet: Fleet, **arguments: object) -> int:
-    """Removes what may be removed; how many kernels that was."""
+    """Evicts all kernels that may be evicted; returns their number."""
     full = {"root": str(fleet.cache), "max_bytes": 0, "grace_s": 0.0, **arguments}
     return int(fleet.start("collect", arguments=full).good()["removed"])
 
@@ -65,7 +65,7 @@ def test_a_new_kernel_is_not_removed(warm: Fleet) -> None:
 
 
 def test_loading_while_kernels_are_removed(warm: Fleet) -> None:
-    """Whichever comes first at any moment, every call gets its kernel, and a sound one."""
+    """Whatever the order of loads and removals, every call gets a sound kernel."""
     gate = warm.root / "gate"
     users = [
         warm.start("attend_until", arguments={"gate": str(gate), "dims": [8, 12]}) for _ in range(3)
@@ -109,7 +109,7 @@ def test_a_cap_is_kept_while_processes_compile(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("victim", ["used", "unused"])
 def test_the_folder_of_another_process_is_seen_by_its_maps(warm: Fleet, victim: str) -> None:
-    """Nothing is written by a user of a kernel: how it is told is by what processes have mapped."""
+    """A process that uses a kernel writes nothing: its memory maps show the use."""
     (entry,) = entries(warm.cache)
     age(warm)
     if victim == "used":

@@ -1,4 +1,4 @@
-"""What decides an artifact changes its key, nothing else does: on real copies of the package."""
+"""What an artifact is made of changes its key, nothing else does: on copies of the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = (
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the checkout's package, elsewhere and with other times."""
+    """A copy of the checkout's package in another folder and with other mtimes."""
     root = Path(package_folder())
     if not (root / "csrc" / "include").is_dir():
         pytest.skip("needs a checkout: an installed package has no folder beside it to copy")
@@ -48,7 +48,7 @@ def test_place_and_times_have_no_say(fleet: Fleet, copy: Path) -> None:
 
 
 def test_hash_seed_user_and_folder_have_no_say(fleet: Fleet, tmp_path: Path) -> None:
-    """In new interpreters: a seed is taken at the start."""
+    """In new interpreters, which read the hash seed when they start."""
     expected = key(fleet, package_folder())
     for seed, home in (("0", "/"), ("4294967295", str(tmp_path))):
         env = {**fleet.env, "PYTHONHASHSEED": seed, "HOME": home, "USER": seed, "LANG": "C"}
@@ -69,7 +69,7 @@ def test_an_edit_of_what_a_source_is_made_of_changes_it(
 
 
 def test_a_nested_header_is_one_that_no_template_names(copy: Path) -> None:
-    """Or the test above shows less than it says."""
+    """So that the test above tests a header that is included by another header."""
     templates = "".join(path.read_text() for path in copy.glob("templates/cpu/*.j2"))
     assert Path(NESTED).relative_to("csrc/include").as_posix() not in templates
 

@@ -1,4 +1,4 @@
-"""One kernel, many processes: it is compiled once, whatever becomes of who compiles it."""
+"""Many processes compile a kernel once, also where the process that compiles it is killed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def test_sixteen_processes_compile_a_kernel_once(fleet: Fleet) -> None:
     processes = [fleet.start(arguments={"mark": str(mark)}) for mark in marks]
     until(lambda: all(mark.exists() for mark in marks), "16 processes")
     fleet.compiler.until_compiling()
-    time.sleep(0.3)  # the others are at the lock by now, or find a second compile beside it
+    time.sleep(0.3)  # the others wait for the lock by now, or have begun a second compile
     fleet.compiler.release()
     results = [process.good() for process in processes]
     assert fleet.compiler.compiles == 1
     assert sorted(r["source"] for r in results) == ["compiler", *["disk"] * 15]
     assert sum(r["counters"]["compiles"] for r in results) == 1
     assert len(entries(fleet.cache)) == 1
-    # One file, by one name, in all of them.
+    # All of them have mapped the same file.
     assert len({path for r in results for path in r["mapped"]}) == 1
 
 
@@ -78,7 +78,7 @@ def test_a_stopped_builder_is_waited_for_with_a_bound(fleet: Fleet) -> None:
     assert result["source"] == "compiler"
     assert 0.5 <= result["counters"]["lock_wait_s"] < 20
     assert f"process {builder.pid} on" in waiting.log()
-    # It published too, so nobody waits any more; and the builder's own is fine when it goes on.
+    # Its entry is published, so no process waits any more, and the stopped builder can continue.
     assert fleet.start(env={"FLASHATTN_JIT_LOCK_WAIT_S": "60"}).good()["source"] == "disk"
     (entry,) = entries(fleet.cache)
     before = tree(entry)
@@ -127,7 +127,7 @@ def test_threads_of_one_process_compile_once(fleet: Fleet) -> None:
 
 
 def test_a_child_forked_in_mid_compile_compiles_for_itself(fleet: Fleet) -> None:
-    """The parent's thread that compiles is not in the child; nor are the locks that it holds."""
+    """The child has neither the parent's compiling thread nor the locks that it holds."""
     fleet.compiler.hold()
     blocked, gate = fleet.root / "blocked", fleet.root / "forked"
     process = fleet.start(
@@ -141,6 +141,6 @@ def test_a_child_forked_in_mid_compile_compiles_for_itself(fleet: Fleet) -> None
     result = process.good()
     assert result["status"] == 0
     assert result["parent"] == "compiler"
-    # One kernel it compiles; the parent's it finds, or waits for.
+    # The child compiles one kernel and takes the other from disk when the parent has built it.
     assert result["child"] == ["compiler", "disk"]
     assert fleet.compiler.compiles == 2

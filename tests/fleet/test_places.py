@@ -1,4 +1,4 @@
-"""Caches in bad places: none is written that is not ours, and every call goes on where it can."""
+"""Cache folders that are missing, read-only, full, unsafe or of other users."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS_ROOT = pytest.mark.skipif(
 
 @pytest.fixture
 def mounts(fleet: Fleet) -> Fleet:
-    """Processes that may mount in a namespace of their own; skips where none may."""
+    """Processes that may mount in their own namespace; skips the test where they may not."""
     mounted = fleet.root / "mounted"
     mounted.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(mounted)]
@@ -112,7 +112,7 @@ def test_another_read_only_folder_serves_without_a_folder_of_ones_own(
 
 @pytest.mark.parametrize("size", ["4k", "16k", "48k", "96k", "160k"])
 def test_a_full_file_system(mounts: Fleet, size: str) -> None:
-    """Whatever write fails, of folders, the source, the object or the entry: the call goes on."""
+    """A failed write of a folder, the source, the object or the entry does not fail the call."""
     mounts.cache.mkdir(mode=0o700)
     tmpfs = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(mounts.cache)]
     process = mounts.start(mounts=[tmpfs])
@@ -130,7 +130,7 @@ def test_a_file_system_without_inodes(mounts: Fleet) -> None:
 
 
 def test_a_file_system_that_runs_no_code(mounts: Fleet, _warm_cache: Path) -> None:
-    """What verifies but cannot be loaded from there is no corrupt entry: it stays."""
+    """An entry that verifies but cannot be loaded from there is not corrupt, and stays."""
     shutil.copytree(_warm_cache, mounts.cache)
     before = tree(mounts.cache)
     noexec = [
@@ -155,7 +155,7 @@ def test_no_home_folder(fleet: Fleet) -> None:
 
 @pytest.fixture
 def public(fleet: Fleet) -> Iterator[Path]:
-    """A folder that every user can reach, below one as open as /tmp."""
+    """A folder below the temporary folder that every user can enter."""
     folder = Path(tempfile.mkdtemp(prefix="flashattn_jit-tests-"))
     folder.chmod(0o755)
     for name in ("work", "compiler"):
@@ -167,7 +167,7 @@ def public(fleet: Fleet) -> Iterator[Path]:
 
 @NEEDS_ROOT
 def test_a_user_without_name_or_home(fleet: Fleet, public: Path) -> None:
-    """As in a container that runs as an arbitrary user id: a folder named ~ is not its home."""
+    """As in a container with an arbitrary user id: no folder named `~` is made."""
     unset = ("HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "USER", "LOGNAME",
              "FLASHATTN_JIT_CACHE_DIR", "FLASHATTN_JIT_LOCK_DIR", "FLASHATTN_JIT_CXX")  # fmt: skip
     work = public / "work"
@@ -183,7 +183,7 @@ def test_a_user_without_name_or_home(fleet: Fleet, public: Path) -> None:
 
 
 def test_a_home_that_does_not_exist_and_cannot_be_made(fleet: Fleet) -> None:
-    """`/nonexistent` is what services have; here a file stands where the folder would."""
+    """As with `/nonexistent`, the home of services; here a file has the folder's path."""
     home = fleet.root / "home"
     home.write_text("")
     env = {"HOME": str(home), "XDG_CACHE_HOME": None, "FLASHATTN_JIT_CACHE_DIR": None}
@@ -205,7 +205,7 @@ def test_umask_0_opens_nothing_to_others(fleet: Fleet) -> None:
 
 
 def test_umask_0_while_it_is_built(fleet: Fleet) -> None:
-    """The staged files too, whose folder nobody else may enter."""
+    """No other user may enter the folder of the staged files."""
     fleet.compiler.hold()
     process = fleet.start(umask=0)
     fleet.compiler.until_compiling()
@@ -267,7 +267,7 @@ def test_a_link_to_a_folder_that_others_may_write_is_refused(warm: Fleet) -> Non
 
 
 def test_a_link_to_a_folder_that_others_may_replace_is_refused(warm: Fleet) -> None:
-    """Its owner is right, but so is that of whatever else they move there."""
+    """Others could move another folder of the same owner there."""
     shared = warm.root / "shared"
     shared.mkdir()
     warm.cache.rename(shared / "cache")
@@ -294,7 +294,7 @@ def test_an_entry_that_is_a_link_is_not_loaded(warm: Fleet) -> None:
 
 
 def test_an_interrupted_publish_shows_nothing(fleet: Fleet) -> None:
-    """Killed at any moment, a builder leaves an entry or none, never a part of one."""
+    """A builder that is killed at any moment leaves a complete entry or none."""
     for delay in range(6):
         fleet.compiler.hold()
         process = fleet.start(arguments={"dim": 8 + 4 * delay})

@@ -1,4 +1,4 @@
-"""A warm cache under many processes: it is read, and nothing else happens."""
+"""Many processes over a warm cache only read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_64_processes_lock_start_and_write_nothing(warm: Fleet) -> None:
     for answer in answers:
         assert not any(answer["counters"].get(n) for n in ("misses", "compiles", "corrupt"))
         assert answer["counters"]["lock_wait_s"] == 0
-    # Neither its folder was made nor the compiler asked: no lock, no ninja, no compile.
+    # No lock folder was made and no compiler started.
     assert not warm.locks.exists()
     assert warm.compiler.started == 0
     assert tree(warm.cache) == before
@@ -47,7 +47,7 @@ def test_a_hit_opens_locks_and_starts_nothing_for_writing(warm: Fleet) -> None:
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_system_calls_of_a_hit(warm: Fleet) -> None:
-    """What Python's own events do not show: calls of libraries, and of threads."""
+    """System calls of libraries and threads, which Python's audit events do not show."""
     trace = warm.root / "trace"
     calls = (
         "openat,flock,fcntl,fsync,execve,fork,vfork,mkdir,mkdirat,rename,renameat,renameat2,"
@@ -69,7 +69,7 @@ def test_system_calls_of_a_hit(warm: Fleet) -> None:
     assert done.returncode == 0, done.stderr
     _, between, _ = trace.read_text().rsplit('"/dev/null"', 2)
     assert "artifact.so" in between
-    # What is left: files opened for reading, and questions about descriptors.
+    # Opening files for reading and queries of descriptors are allowed.
     harmless = re.compile(r"openat\(.*O_RDONLY|fcntl\(\d+, F_[GD]|exited with|^ *O_RDONLY|^\d* *$")
     assert [line for line in between.splitlines()[1:-1] if not harmless.search(line)] == []
 

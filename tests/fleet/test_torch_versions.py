@@ -1,7 +1,7 @@
-"""Kernels belong to no version of Python or torch.
+"""Kernels do not depend on the version of Python or torch.
 
-The first test runs with a second interpreter, whose torch is another version and in which this
-checkout's package is built: FLASHATTN_JIT_OTHER_PYTHON names it, and FLASHATTN_JIT_OTHER_PACKAGE
+The first test uses a second interpreter with another version of torch, for which this checkout's
+package is built: FLASHATTN_JIT_OTHER_PYTHON names it, and FLASHATTN_JIT_OTHER_PACKAGE
 the folder that holds its flashattn_jit, unless it is installed there.
 """
 
@@ -68,7 +68,7 @@ def test_built_under_one_torch_found_and_loaded_under_another(fleet: Fleet) -> N
 
 
 def test_an_artifact_names_neither(warm: Fleet) -> None:
-    """Neither its libraries nor its text: it needs libc, libm and an OpenMP runtime."""
+    """The artifact has no name of a library or symbol of torch or Python."""
     (entry,) = entries(warm.cache)
     artifact = entry.joinpath("artifact.so").read_bytes()
     for word in (b"libtorch", b"libc10", b"libpython", b"_GLIBCXX", b"PyObject", b"c10::"):
@@ -90,8 +90,8 @@ def test_what_is_in_a_key_names_neither(warm: Fleet) -> None:
 
 
 def test_flags_of_torchs_own_driver_do_not_reach_the_code(warm: Fleet) -> None:
-    """The driver adds include folders and a standard; ours comes last, and no torch header is in a
-    source."""
+    """The driver adds include folders and a C++ standard; our standard comes last, and no source
+    includes a header of torch."""
     (entry,) = entries(warm.cache)
     compile_line, _ = entry.joinpath("command").read_text().splitlines()
     assert re.findall(r"-std=\S+", compile_line)[-1] == "-std=c++17"

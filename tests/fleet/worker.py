@@ -1,12 +1,12 @@
-"""Processes for tests: one that has imported much, and forks others that do one task each.
+"""A server that has imported torch and forks a process for each task of a test.
 
     python worker.py SOCKET
 
-serves requests on a Unix socket, one JSON document a connection, until its standard input ends.
-`start` forks a process in a session of its own, which takes on the environment that the request
-gives, does its task and writes a JSON answer; `poll` says how a process ended. Importing torch
-takes longer than most tests, so the first server imports torch only; a task, `serve`, makes a
-second one out of it that has imported the package too.
+serves requests on a Unix socket, one JSON document for each connection, until its standard input
+ends. A request with a task forks a process in a new session, which sets the environment of the
+request, runs the task and writes a JSON answer; a request with `poll` returns the exit code of a
+process. Importing torch takes longer than most tests, so the first server imports only torch; the
+task `serve` turns a forked process into a second server that has imported the package too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Json = dict[str, Any]
 def serve(path: str) -> None:
     """Answers requests until standard input ends."""
     listener = socket.socket(socket.AF_UNIX)
-    # Whoever finds the name may connect at once: it appears when the socket listens already.
+    # The name appears only when the socket listens, as clients connect when they find it.
     listener.bind(f"{path}.new")
     listener.listen(128)
     Path(f"{path}.new").rename(path)
@@ -79,7 +79,7 @@ def serve(path: str) -> None:
 
 
 def _ended(statuses: dict[int, int]) -> dict[int, int]:
-    """Exit codes of all processes that ended, those of `statuses` among them."""
+    """Adds the exit codes of processes that have ended to `statuses`, and returns it."""
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             statuses[found[0]] = os.waitstatus_to_exitcode(found[1])
@@ -87,12 +87,13 @@ def _ended(statuses: dict[int, int]) -> dict[int, int]:
 
 
 def run(request: Json) -> None:
-    """Does one task in this process, which then ends."""
+    """Runs one task in this process, then exits."""
     status = 1
     try:
         os.setsid()
         answer = Path(request["answer"])
-        part = answer.with_suffix(".json").open("w")  # a later user may not open it
+        # Opened before mounts, which may cover its path, and before setuid.
+        part = answer.with_suffix(".json").open("w")
         keep = request["task"] == "serve"
         for descriptor, name in ((0, os.devnull), (1, f"{answer}.log"), (2, f"{answer}.log")):
             if descriptor or not keep:
@@ -120,9 +121,8 @@ def run(request: Json) -> None:
 
 
 def _confine(request: Json) -> None:
-    """Mounts of this process' own, then its user, umask and folder."""
+    """Sets private mounts, then user, umask and working folder."""
     if mounts := request.get("mounts"):
-        # The answer is written by a name that the mounts may cover.
         private_mounts(mounts)
     if (uid := request.get("uid")) is not None:
         os.setgroups([])
@@ -133,7 +133,7 @@ def _confine(request: Json) -> None:
 
 
 def private_mounts(commands: list[list[str]]) -> None:
-    """Runs mount commands in a mount namespace of this process' own. Raises OSError."""
+    """Runs mount commands in a new mount namespace of this process. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if uid else 0)
@@ -150,7 +150,7 @@ def private_mounts(commands: list[list[str]]) -> None:
 
 
 def _attend(dim: int = 8) -> Json:
-    """One call of the smallest kernel with this head dim, checked; what it took from where."""
+    """Runs and checks one call with this head dim; reports where its kernel came from."""
     import torch
 
     import flashattn_jit as fa
@@ -194,12 +194,12 @@ def task_serve(path: str) -> Json:
 
 
 def task_mounts() -> Json:
-    """Nothing: whether mounts are allowed shows before."""
+    """Does nothing: it fails before, in `_confine`, where mounts are not allowed."""
     return {}
 
 
 def task_attend(dim: int = 8, mark: str = "", gate: str = "") -> Json:
-    """`mark` is written when all is imported; then it waits for `gate`."""
+    """Imports the package, makes the file `mark`, waits for `gate`, then makes a call."""
     import flashattn_jit  # noqa: F401
 
     if mark:
@@ -210,7 +210,7 @@ def task_attend(dim: int = 8, mark: str = "", gate: str = "") -> Json:
 
 
 def task_attend_twice(dims: list[int], mark: str, gate: str) -> Json:
-    """A call, then a mark; after the gate the same call again and another kernel's."""
+    """Makes a call and the file `mark`; after `gate`, the same call and one of another kernel."""
     first = _attend(dims[0])
     Path(mark).touch()
     _await(gate)
@@ -235,7 +235,7 @@ def task_threads(count: int, dim: int = 8) -> Json:
 
 
 def task_fork_while_compiling(blocked: str, gate: str) -> Json:
-    """A thread compiles one kernel; meanwhile a forked child asks for another, and for the same."""
+    """While a thread compiles a kernel, a forked child calls another kernel and the same one."""
     results: list[Json] = []
     thread = threading.Thread(target=lambda: results.append(_attend(8)))
     thread.start()
@@ -258,7 +258,7 @@ def task_fork_while_compiling(blocked: str, gate: str) -> Json:
 
 
 def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
-    """The key of a kernel, of the package in the request's tree."""
+    """The key that the package in the request's tree gives a kernel."""
     import flashattn_jit
     from flashattn_jit.jit.cache.entry import kernel_key
     from flashattn_jit.jit.compilation.toolchain import flags_for
@@ -272,7 +272,7 @@ def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
 
 
 def task_storm(count: int, dim: int = 8) -> Json:
-    """Forks `count` processes that make the same call at once; what each took from where."""
+    """Forks `count` processes that make the same call at once; the answers of all of them."""
     import flashattn_jit  # noqa: F401
 
     gate_read, gate_write = os.pipe()
@@ -291,7 +291,7 @@ def task_storm(count: int, dim: int = 8) -> Json:
             os._exit(0)
         os.close(write)
         children.append((child, read))
-    # The children made later hold the gate open too until they run.
+    # Children forked later inherit the write end and hold the gate open until they close it.
     os.close(gate_write)
     answers = []
     for child, read in children:
@@ -302,7 +302,7 @@ def task_storm(count: int, dim: int = 8) -> Json:
 
 
 def task_audited(dim: int = 8) -> Json:
-    """A call, and everything in it that writes, makes, locks or starts something."""
+    """A call, and the audit events of it that write, create, lock or start something."""
     import fcntl
 
     import flashattn_jit  # noqa: F401
@@ -329,7 +329,7 @@ def task_audited(dim: int = 8) -> Json:
 
 
 def task_attend_until(gate: str, dims: list[int]) -> Json:
-    """Loads kernels afresh again and again until the gate opens; where they came from."""
+    """Forgets and loads kernels until the gate opens; counts where they came from."""
     from flashattn_jit.jit import module
     from flashattn_jit.ops.launching.launches import _kernels, _launches
 

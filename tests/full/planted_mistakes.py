@@ -1,9 +1,9 @@
-"""Mistakes that a tired engineer could make, and the tests that must notice each of them.
+"""Plausible mistakes in the code, and the tests that must notice each of them.
 
-`python -m tests.full.planted_mistakes` plants them, one at a time, in a private copy of the
-checkout (`planting.py`), and prints a table of what caught them; names or parts of names choose
-some. A mistake that stays unnoticed is a missing test. Mistakes in CUDA kernels that the emulator
-must find are in tests/emulator/test_mutants.py and test_batch_mutants.py as well.
+`python -m tests.full.planted_mistakes [NAME ...]` plants them, one at a time, in a private copy of
+the checkout (`planting.py`), and prints a table of the tests that failed; NAME is a part of a
+mistake's name. A mistake that no test notices is a missing test. tests/emulator/test_mutants.py and
+test_batch_mutants.py have more mistakes in CUDA kernels, which the emulator must find.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """`new` stands in the place of `old`, which `file` has once.
+    """A replacement of `old`, which `file` has once, by `new`.
 
-    wrong: what goes wrong then. tests: the folder or file of tests that must fail.
+    wrong: the consequence. tests: the folder or file of tests, one of which must fail.
     """
 
     name: str
@@ -107,19 +107,19 @@ PYTHON = (
     Mistake("order of flags", f"{JIT}/cache/entry.py",
             '("flags", "\\n".join(flags)),', '("flags", "\\n".join(sorted(flags))),',
             "Kernels compiled with the same flags in another order share a key.",
-            "tests/jit/test_key.py"),
+            "tests/jit/cache/test_key.py"),
     Mistake("shared build locks", f"{JIT}/cache/locks.py",
             "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
             "Every process that wants a kernel builds it at the same time.",
-            "tests/jit/test_locks.py"),
+            "tests/jit/cache/test_locks.py"),
     Mistake("folders of a group", f"{JIT}/cache/entry.py",
             "_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH", "_OTHERS_WRITE = stat.S_IWOTH",
             "Code is loaded from folders that a group may write to.",
-            "tests/jit/test_store.py"),
+            "tests/jit/cache/test_store.py"),
     Mistake("oldest instead of least used", f"{JIT}/cache/eviction.py",
             "used=max(decisive.st_atime, decisive.st_mtime)", "used=decisive.st_mtime",
             "A full cache removes the kernels that were built first, used or not.",
-            "tests/jit/test_eviction.py"),
+            "tests/jit/cache/test_eviction.py"),
     Mistake("no second look under the lock", f"{JIT}/module.py",
             "            found = self._search(wanted, local_layers(), [])\n"
             "            if found is None:\n"

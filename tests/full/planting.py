@@ -1,15 +1,15 @@
-"""Plants mistakes in a private copy of the checkout, and asks the tests there to notice them.
+"""Plants mistakes in a private copy of the checkout, and runs the tests that must notice them.
 
-A mistake counts as caught when the tests that it names fail (pytest's exit code 1) in the call of a
-test, not while tests are collected or set up, and that test passes in the copy as it is: the tests
-that failed are run there once more, all together.
+A mistake is caught when a test that it names fails (pytest's exit code 1) in its call, not while
+tests are collected or set up, and passes without the mistake: all tests that failed are run once
+more in the unchanged copy.
 
-The copy has the extension of the package that is imported here; a mistake in csrc/runtime,
-csrc/scheduler, csrc/interval or a header of intervals has its own compiled, what depends on the one
-file anew. Kernels come from FLASHATTN_JIT_CACHE_DIR, where it is set, as a read-only layer, and so
-does the emulator; what it lacks is compiled for each mistake anew, so warm it first: `--clean` runs
-the tests of all mistakes without any. What tests take by turns depends on FAJIT_PLANTING_SEED, 13
-by default.
+The copy has the extension of the package that is imported here. For a mistake in csrc/runtime,
+csrc/scheduler, csrc/interval or a header of intervals, the files that depend on it are compiled
+again. Where FLASHATTN_JIT_CACHE_DIR is set, its kernels are a read-only layer, and its emulator is
+copied. Kernels that it lacks are compiled again for each mistake, so warm it first: `--clean` runs
+the tests of all mistakes without a mistake. FAJIT_PLANTING_SEED, 13 by default, is the seed of what
+tests take by turns.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
 EXTENSION = Path(str(_C.__file__))
 SOURCES = ("csrc/runtime", "csrc/scheduler", "csrc/interval")
-"""The extension's folders."""
+"""Folders of the extension's sources."""
 HEADERS = "csrc/include/fajit/interval"
-"""What the names of those headers begin with whose code is part of the extension."""
+"""Prefix of the headers whose code is part of the extension."""
 
 LONGEST_S = 1800.0
-"""Of one run of tests."""
+"""Time limit of one run of tests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run of tests said. failed: (id, message) of the tests that failed in their call.
-    problem: why that does not count."""
+    """The result of a run of tests. failed: (id, message) of the tests that failed in their call.
+    problem: why the result does not count."""
 
     seconds: float
     failed: tuple[tuple[str, str], ...] = ()
@@ -55,7 +55,7 @@ class Result:
 
 
 class Copy:
-    """A checkout to plant mistakes in. kernels: the warm cache, None for none."""
+    """A copy of the checkout to plant mistakes in. kernels: the folder of a warm cache, if any."""
 
     def __init__(self, folder: Path, kernels: Path | None) -> None:
         self.root = folder / "checkout"
@@ -67,7 +67,7 @@ class Copy:
         self._put_extension()
 
     def caught(self, mistake: Mistake) -> Result:
-        """Runs the tests of a mistake with it, until one fails."""
+        """Plants a mistake and runs its tests until one fails."""
         begin = time.monotonic()
         path = self.root / mistake.file
         text = path.read_text()
@@ -113,19 +113,19 @@ class Copy:
         return Result(seconds, problem=f"pytest ended with {ended.returncode}:\n{last}")
 
     def _failures(self) -> Iterator[tuple[str, str]]:
-        """Tests that failed in their call; what fails before it is an error in the report."""
+        """Tests that failed in their call; the report lists failures of fixtures as errors."""
         if not self._report.exists():
             return
         for case in ET.parse(self._report).iter("testcase"):
             failure = case.find("failure")
             if failure is not None:
-                # The file's module: tests are in no classes here.
-                place = case.get("classname", "").replace(".", "/") + ".py"
+                # A classname is the file's module, as no tests are in classes.
+                file = case.get("classname", "").replace(".", "/") + ".py"
                 lines = failure.get("message", "").splitlines() or [""]
-                yield f"{place}::{case.get('name')}", lines[0]
+                yield f"{file}::{case.get('name')}", lines[0]
 
     def _environment(self) -> dict[str, str]:
-        # The default tests, which take turns, must notice it.
+        # The default tests, which take some things by turns, must notice the mistake.
         kept = {k: v for k, v in os.environ.items()
                 if not k.startswith(("FLASHATTN_JIT_", "FAJIT_TEST_"))}  # fmt: skip
         layers = {"FLASHATTN_JIT_CACHE_PATH": str(self._kernels)} if self._kernels else {}
@@ -138,13 +138,13 @@ class Copy:
         }
 
     def _put_extension(self) -> None:
-        """The extension of the package that is imported here, which has no mistake."""
-        place = self.root / "flashattn_jit" / EXTENSION.name
-        place.unlink(missing_ok=True)  # a new file: the old one may still be mapped
-        shutil.copy2(EXTENSION, place)
+        """Copies the extension of the package that is imported here, which has no mistake."""
+        path = self.root / "flashattn_jit" / EXTENSION.name
+        path.unlink(missing_ok=True)  # makes a new inode: the old one may still be mapped
+        shutil.copy2(EXTENSION, path)
 
     def _build(self) -> None:
-        """Compiles what changed of the extension. Raises CalledProcessError."""
+        """Compiles the changed parts of the extension. Raises CalledProcessError."""
         self._objects.mkdir(exist_ok=True)
         script = self._objects / "build.ninja"
         if not script.exists():
@@ -156,7 +156,7 @@ class Copy:
 
 
 def _ninja(root: Path, objects: Path) -> Iterator[str]:
-    """A build script for the extension: only what changed is compiled."""
+    """A ninja script that builds the extension incrementally."""
     include = [root / "csrc/include", pybind11.get_include(), sysconfig.get_path("include")]
     flags = " ".join(f"-I{folder}" for folder in include)
     yield "rule cxx\n  deps = gcc\n  depfile = $out.d\n"
@@ -164,8 +164,9 @@ def _ninja(root: Path, objects: Path) -> Iterator[str]:
     yield "-c $in -o $out\nrule link\n  command = c++ -shared $in $flags -o $out\n"
     made = []
     for folder in SOURCES:
-        for source in sorted((root / folder).glob("*.cpp")):
-            made.append(f"{objects / folder.replace('/', '_')}_{source.stem}.o")
+        for source in sorted((root / folder).rglob("*.cpp")):
+            name = source.relative_to(root).with_suffix(".o")
+            made.append(str(objects / "_".join(name.parts)))
             yield f"build {made[-1]}: cxx {source}\n"
             yield f"  flags = -O1 -fopenmp -I{root / folder} -I{root}/{SOURCES[0]}\n"
     library = root / "flashattn_jit" / EXTENSION.name
@@ -173,14 +174,14 @@ def _ninja(root: Path, objects: Path) -> Iterator[str]:
 
 
 def chosen(names: Sequence[str]) -> tuple[Mistake, ...]:
-    """The mistakes whose names hold one of `names`; all for none."""
+    """The mistakes whose names contain one of `names`; all mistakes if there are none."""
     if not names:
         return MISTAKES
     return tuple(m for m in MISTAKES if any(name in m.name for name in names))
 
 
 def plant(mistakes: Iterable[Mistake]) -> dict[str, str]:
-    """Plants mistakes one by one, and prints a line of each. Returns what is wrong, by name."""
+    """Plants mistakes one by one and prints a line for each. Returns problems by mistake name."""
     kernels = os.environ.get("FLASHATTN_JIT_CACHE_DIR")
     results: dict[str, Result] = {}
     with tempfile.TemporaryDirectory(prefix="fajit-mistakes-") as folder:
@@ -192,7 +193,7 @@ def plant(mistakes: Iterable[Mistake]) -> dict[str, str]:
                   flush=True)  # fmt: skip
         wrong = {name: result.problem for name, result in results.items() if result.problem}
         caught = {name: result.failed[0][0] for name, result in results.items() if result.failed}
-        # What failed with a mistake must pass without.
+        # The tests that failed with a mistake must pass without it.
         clean = copy.test(*sorted(set(caught.values()))) if caught else Result(0.0)
     for test, message in clean.failed:
         wrong |= {n: f"{test} fails without it: {message}" for n in caught if caught[n] == test}

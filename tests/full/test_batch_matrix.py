@@ -1,6 +1,5 @@
-"""Batches beyond what the default run covers: every registered variant in every format, more of the
-products of the parameter lists, all lists on every CPU target, and at reduced sizes on emulated
-ones.
+"""Batches beyond those of the default run: every registered variant in every format, more products
+of the parameter lists, all lists on every CPU target, and at reduced sizes on emulated targets.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import itertools
 import pytest
 import torch
 
-from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from tests.batch.formats import FORMATS, run_format
 from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check
@@ -19,9 +17,9 @@ from tests.batch.test_emulated import FEW, MANY, TARGETS, dtype_of
 from tests.ops.cases import DECODE, HOST_TARGETS, SMALL, fitting
 from tests.registry import CASES
 from tests.registry_case import Case
+from tests.toolkit import needs_nvcc
 
 FEW_ROWS = DECODE._replace(q_len=3)
-needs_nvcc = pytest.mark.skipif(find_toolkit() is None, reason="needs nvcc")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

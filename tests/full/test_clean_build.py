@@ -1,4 +1,4 @@
-"""The sdist holds all that is compiled: its wheel is built with nothing from this environment."""
+"""The sdist has all sources of the extension: its wheel is compiled from the sdist alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The whole matrix on CUDA: every registered variant on every target, for many rows and for few.
 
-Left out of the default run, which compiles each variant for one target in turns; `.ci/full` runs
-it.
+`.ci/full` runs it. The default run compiles each variant for one target, by turns.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from tests.cuda.kernels import (
     KINDS,
     SAME_PTX,
     compiled,
-    needs_nvcc,
     on_target,
     ptx_of,
     spec_of,
@@ -27,6 +25,7 @@ from tests.cuda.kernels import (
 from tests.cuda.test_compile import HEAD_DIMS, assert_clean
 from tests.registry import CASES
 from tests.registry_case import Case
+from tests.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 

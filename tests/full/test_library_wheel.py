@@ -1,6 +1,6 @@
-"""The wheel of the library's kernels, where there is no compiler: every variant, all that is in it.
+"""The wheel of the library's kernels serves every library variant where there is no compiler.
 
-Its kernels for this machine's target are built, 312, those for the others are not.
+The test builds the 312 kernels for this machine's target, and none for other targets.
 """
 
 from __future__ import annotations

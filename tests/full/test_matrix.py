@@ -1,6 +1,6 @@
 """The whole matrix: every registered variant, on every CPU target of this machine, in every dtype.
 
-Left out of the default run, which covers it in turns; `.ci/full` runs it.
+`.ci/full` runs it. The default run takes parts of it by turns.
 """
 
 from __future__ import annotations

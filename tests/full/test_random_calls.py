@@ -1,4 +1,4 @@
-"""20,000 random calls against the oracle, over 400 kernels: tests/random has 250 of others."""
+"""20,000 random calls against the oracle, over 400 kernels; tests/random has other calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests import rotation
 from tests.random.calls import repeat
 
 PARTS, CALLS, FIRST = 40, 500, 100
-"""Parts after those of tests/random with the same seed."""
+"""These parts come after the parts of tests/random with the same seed."""
 
 
 @pytest.mark.parametrize("part", range(FIRST, FIRST + PARTS))

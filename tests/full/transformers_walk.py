@@ -1,9 +1,9 @@
-"""Walks every model type of transformers and holds the engine to eager code.
+"""Compares the engine with eager code on every model type of transformers.
 
     python -m tests.full.transformers_walk [--write] [TYPE ...]
 
---write writes the table of docs/transformers.md; without it, differences from the table are
-counted. TYPE: only these. Each type has a process of its own, with a limit of time and of memory:
+--write writes the table of docs/transformers.md; without it, rows that differ from the table are
+counted. TYPE: run only these types. Each type runs in a process with a time and a memory limit, as
 some cannot be made small.
 """
 
@@ -64,13 +64,13 @@ def _child(model_type: str, path: pathlib.Path) -> None:
     from tests.integrations import walk as walker
 
     resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
-    # What eager code warns of says nothing here.
+    # Warnings of eager code are of no interest here.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     path.write_text(json.dumps(dataclasses.asdict(walker.outcome(model_type).row())))
 
 
 def main() -> int:
-    """See the module's docstring; 1 where a row differs from the table."""
+    """The command line; returns 1 where a row differs from the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--write", action="store_true")

@@ -3,10 +3,10 @@ BatchCall.
 
     python batches.py ARTIFACT SEED SECONDS
 
-A call either raises (ValueError, TypeError, MemoryError, OverflowError) or makes a plan that
-computes every row once and merges what it split; work that is written by hand need not do that. It
-then runs on the minimal artifact, whose tensors end exactly where they must and lie among guards.
-Prints how many were refused and made.
+A call raises (ValueError, TypeError, MemoryError, OverflowError) or makes a plan that computes
+every row once and merges the rows that it split; hand-written work need not do so. The plan then
+runs on the minimal artifact, with guards around exactly sized results. Prints the numbers of
+refused and of planned batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashattn_jit import _C
 
 REFUSALS = (ValueError, TypeError, MemoryError, OverflowError)
 WILD = (-(2**31), -7, -1, 0, 1, 2, 3, 17, 255, 2**16, 2**30, 2**31 - 1, 2**31, 2**62, 2**63 - 1)
-# Rows are listed one by one: a batch of 2**30 of them is no mistake, and takes gigabytes.
+# A batch of 2**30 rows is valid, but takes gigabytes, as each row is listed.
 WILD_ROWS = tuple(x for x in WILD if x < 2**16 or x >= 2**31)
 GUARD = 64  # floats before and after an output
 PATTERN = -12345.0
@@ -57,7 +57,7 @@ class Fuzz:
         return self.r.random() < p
 
     def spoil(self, values: list[int], wild: Sequence[int] = WILD) -> list[int]:
-        """The same, but for an entry, or an entry more or less."""
+        """Changes, removes or appends an entry."""
         if values and self.chance(0.7):
             values[self.r.randrange(len(values))] = self.r.choice(wild)
         elif values and self.chance(0.5):

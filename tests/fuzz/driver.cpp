@@ -8,11 +8,11 @@
 //   mask_mod   |q - k| < window and documents[b, q] == documents[b, k]
 //   sink       sink[h]
 //   output_mod row * gate[h]
-// fuzz_config.h, which the test writes, says what was rendered: dtypes, head dims, slots, tables.
+// fuzz_config.h, which the test writes, has the spec's dtypes, head dims, slots and tables.
 //
-// Every tensor is allocated exactly, so that an overrun is a report; whatever must not be read
-// holds NaN, so that a read of it shows in the output; gaps of the output must keep their pattern.
-// Results are compared with a plain loop in double precision.
+// Every tensor is allocated with its exact size, so that the sanitizer reports an overrun. Memory
+// that must not be read holds NaN, so that a read of it shows in the output. Gaps of the output
+// must keep their pattern. Results are compared with a plain loop in fp64.
 #include <fajit/abi.h>
 
 #include <sys/syscall.h>
@@ -75,8 +75,7 @@ float to_float(Item x) { return x; }
 Item from_float(float x) { return x; }
 #endif
 
-// Memory of exactly `count` items in a block of its own: one item past the end is a report. Never
-// null.
+// An allocation of exactly `count` items: the sanitizer reports an access past its end. Never null.
 template <class T>
 class Exact {
  public:
@@ -99,7 +98,7 @@ class Exact {
   int64_t count_;
 };
 
-// [request, head, row, dim] with random gaps, dims in either order, requests packed or apart.
+// [request, head, row, dim] with random gaps, heads or rows outermost, requests packed or not.
 struct Layout {
   int64_t stride[3] = {0, 0, 0};
   std::vector<int32_t> row0;
@@ -301,8 +300,8 @@ struct Work {
   }
 };
 
-// A list of work a worker; threads may be in one list together, and what one call leaves, a later
-// one for the same list does.
+// Gives each worker a list of work. Two calls for each list may run at once; the later one computes
+// the items that the other leaves.
 int run_lists(Random& r, fajit_args a) {
   std::vector<int32_t> lists = cuts(r, a.num_work, 6);
   std::vector<int32_t> cursors(lists.size() - 1, 0);
@@ -319,7 +318,7 @@ int run_lists(Random& r, fajit_args a) {
   return status;
 }
 
-// The same merges, whose states are listed one by one instead of following one another.
+// Makes merges read listed states instead of consecutive ones; returns the list.
 std::vector<int32_t> listed_sources(std::vector<fajit_merge_work>& merges) {
   std::vector<int32_t> sources;
   for (fajit_merge_work& item : merges) {
@@ -407,7 +406,8 @@ void check_classify(Random& r, const Problem& p, Params& params, const fajit_arg
     }
 }
 
-// A refused call returns the status and touches nothing: `out` is all pattern before and after.
+// Wrong arguments are refused with a status. A refused call writes nothing: `out` keeps its
+// pattern.
 void check_refusals(const fajit_args& good, bool has_work, bool has_merges) {
   const auto expect = [](int got, int want, const char* what) {
     if (got != want) fail(what, got, want);
@@ -577,7 +577,7 @@ void once(Random& r) {
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
 #if FUZZ_TILES
-  if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) fail("no leave to use AMX tiles");
+  if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) fail("no permission to use AMX tiles");
 #endif
   const std::string version = "\"abi_version\":" + std::to_string(FAJIT_ABI_VERSION);
   if (std::strstr(fajit_describe(), version.c_str()) == nullptr) fail("describe");

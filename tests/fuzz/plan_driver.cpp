@@ -2,10 +2,11 @@
 //
 //   plan_driver SEED SECONDS
 //
-// Every array is allocated exactly, so that a read past its end is a report. A batch is refused
-// with std::invalid_argument, or its plan is checked: items lie inside their requests, every
-// partial state is written once and merged once, and without key lists or shared keys the items of
-// a row cover each of its keys once. Prints how many batches were refused and planned.
+// Every array is allocated with its exact size, so that the sanitizer reports a read past its end.
+// A batch is refused with std::invalid_argument, or its plan is checked: items lie inside their
+// requests, every partial state is written once and merged once, and without key lists or shared
+// keys the items of a row cover each of its keys once. Prints how many batches were refused and
+// planned.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -95,7 +96,7 @@ class Fuzz {
   }
 
  private:
-  // The same entries, one of them wrong at times; values from `gap` on are below 0 or past 32 bits.
+  // An array of the values, sometimes with a wrong entry, which is not in [gap, INT32_MAX].
   Array array(std::vector<int64_t> values, int64_t gap = INT64_MAX) {
     if (wrong_ && r_.chance(0.25)) {
       int64_t wild = r_.of(kWild);
@@ -122,7 +123,7 @@ class Fuzz {
     return {data, static_cast<int64_t>(values.size()), static_cast<int>(item)};
   }
 
-  // Rows of all requests of a dense call; wild ones are refused, for they number too many.
+  // The number of rows of a dense call's requests; a wild number is refused.
   int32_t rows_or_wild(int32_t most) {
     if (wrong_ && r_.chance(0.1)) return static_cast<int32_t>(r_.of({INT32_MIN, -1, INT32_MAX}));
     return static_cast<int32_t>(r_.chance(0.5) ? most : r_.below(most));

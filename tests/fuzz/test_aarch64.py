@@ -13,9 +13,9 @@ from pathlib import Path
 import pybind11
 import pytest
 import torch
-from flashattn_jit.deploy.targets import parse_targets
 
 from flashattn_jit.codegen import targets
+from flashattn_jit.deploy.wanted.specs import parse_targets
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.compilation.toolchain import flags_for
 from tests.fuzz.test_fuzz import build_driver, spec_of
@@ -44,7 +44,7 @@ def test_a_machine_of_another_architecture_runs_generic_code() -> None:
 @needs_compiler
 @pytest.mark.parametrize("folder", ["runtime", "scheduler", "interval", "emulator"])
 def test_the_compiled_parts_compile(tmp_path: Path, folder: str) -> None:
-    """As `setup.py` and the emulator do it, by this Python's headers: both have 64-bit longs."""
+    """With the flags of `setup.py` and the headers of this Python: both have 64-bit longs."""
     unit = tmp_path / "unit.cpp"
     sources = sorted(ROOT.joinpath("csrc", folder).rglob("*.cpp"))
     unit.write_text("".join(f'#include "{path}"\n' for path in sources))

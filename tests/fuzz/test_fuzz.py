@@ -25,7 +25,7 @@ SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover
 
 
 class Fuzzed(fa.Variant):
-    """What driver.cpp computes in a plain loop."""
+    """The variant that driver.cpp computes in a plain loop."""
 
     bias: torch.Tensor = fa.tensor("num_q_heads", "offsets")
     sink: torch.Tensor = fa.tensor("num_q_heads")
@@ -64,7 +64,7 @@ def spec_of(
 
 
 def config_of(spec: KernelSpec) -> str:
-    """fuzz_config.h: what of the spec the driver must know."""
+    """The text of fuzz_config.h: the parts of the spec that the driver reads."""
     ir = spec.variant
     mask = ir.hook("mask_mod")
     assert mask is not None
@@ -113,7 +113,7 @@ ARTIFACTS = [
 ]
 
 
-# Under the sanitizers an artifact takes 8 s: one, by turns.
+# Under the sanitizers an artifact takes 8 s: a run takes one of them, by turns.
 @pytest.mark.parametrize(
     ("kind", "dtype", "head_dim", "head_dim_v", "level"),
     rotation.chosen(ARTIFACTS, 8),

@@ -1,4 +1,4 @@
-"""Batches of random lengths, arrays, lists and strides: a plan that is right, or an error."""
+"""Batches of random lengths, arrays, lists and strides give a right plan or an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover
 def test_no_batch_crashes_the_runtime_or_loses_a_row(tmp_path: Path) -> None:
     source = MINIMAL_ARTIFACT.read_text()
     toolchain.build(source, "0" * 64, "cpu:generic", find_compiler(), tmp_path)
-    # A process of its own: what it must not do is die.
+    # A new process, as a crash is the failure to be found.
     program = [sys.executable, str(Path(__file__).with_name("batches.py"))]
     arguments = [str(tmp_path / "artifact.so"), "1", str(SECONDS)]
     run = subprocess.run([*program, *arguments], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Kernels stay within the working memory that they ask for, whatever the shape of a key."""
+"""Kernels stay within the working memory that they allocate, for any head dims and dtypes."""
 
 from __future__ import annotations
 

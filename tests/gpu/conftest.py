@@ -1,4 +1,4 @@
-"""Skips everything here without a CUDA device; with one, compiles in parallel before the tests."""
+"""Skips all tests here without a CUDA device; with one, compiles kernels in parallel first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """One kernel takes one core a second or two, and the tests need hundreds."""
+    """A kernel takes one core one to two seconds, and the tests need hundreds."""
     mine = [item for item in session.items if _here(item)]
     if REASON or not mine or session.config.option.collectonly:
         return
@@ -48,5 +48,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if report is not None:
         seconds = time.perf_counter() - begin
         report.write_line(f"{len(wants)} kernels, {workers} processes: {seconds:.0f} s")
-        for text in failed:  # the test that needs the kernel fails, and says why
+        for text in failed:  # the test that needs the kernel fails with the reason
             report.write_line(text)

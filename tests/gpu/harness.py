@@ -1,8 +1,8 @@
-"""What the GPU tests share: a registry case run on a device, and the kernels it needs.
+"""Runs a case of the registry on a device, and compiles the kernels that it needs.
 
-A case's tensors are made and bound on the CPU, as everywhere; what is bound is then moved. So every
-case of the registry runs on a GPU, closures over tensors included, and nothing here needs one:
-`device="cpu"` runs the same code on CPU kernels or, with a target, in the emulator.
+A case's tensors are made and bound on the CPU, and the bound tensors are moved to the device, so
+that every case runs on a GPU, closures over tensors included. `device="cpu"` runs the same code
+without a GPU: on CPU kernels or, with a target, in the emulator.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PLAIN = {
     "plain window": lambda: fa.SlidingWindow(40),
     "plain alibi": fa.ALiBi,
 }
-"""Variants of tests that are not about variants, by name."""
+"""Variants, by name, of tests that do not depend on the variant."""
 
 
 def case_named(name: str) -> Case:
-    """A case of `PLAIN`, of the batches' variants or of the registry."""
+    """The case of a name in `PLAIN`, of a batch variant's name, or of the registry."""
     if name in PLAIN:
         return Case(name, lambda shape, generator: PLAIN[name]())
     if name.startswith(Math.PREFIX):
@@ -44,7 +44,7 @@ def case_named(name: str) -> Case:
 
 @dataclass(frozen=True)
 class Want:
-    """A kernel that a test needs, in words that another process understands."""
+    """A kernel that a test needs, as data that can be pickled."""
 
     case: str
     shape: Shape
@@ -63,7 +63,7 @@ def device_target() -> str:
 
 
 def compile_wanted(want: Want, target: str) -> str:
-    """Compile a wanted kernel into the cache, where it is not there yet; returns its tile."""
+    """Compiles a wanted kernel into the cache if it is missing; returns its tile."""
     case, shape = case_named(want.case), want.shape
     name = str(want.dtype).removeprefix("torch.")
     problem = Problem(
@@ -89,7 +89,7 @@ def run_case(
     device: str = "cuda",
     target: str | None = None,
 ) -> None:
-    """Run a case on a device and hold it to the bound of docs/semantics.md against fp64."""
+    """Runs a case on a device and checks it against fp64 by the bound of docs/semantics.md."""
     bound, _ = _bound(case, shape)
     q, k, v = inputs(shape, dtype)
     call = {"scale": case.scale, "q_offset": case.q_offset}

@@ -1,17 +1,17 @@
-"""What a process that compiles kernels for the GPU tests runs. It needs no GPU, and takes none."""
+"""Code of the processes that compile kernels for the GPU tests; they do not use the GPU."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-if "torch" not in sys.modules:  # a process of its own; where torch is loaded, it is too late
+if "torch" not in sys.modules:  # a spawned process; once torch is loaded it is too late
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def compile_one(want: object, target: str) -> str:
-    """Compile one kernel; what went wrong, or an empty text."""
+    """Compiles one kernel; returns the error, or an empty text."""
     from tests.gpu.harness import Want, compile_wanted
 
     assert isinstance(want, Want)

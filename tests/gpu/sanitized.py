@@ -1,7 +1,7 @@
-"""What compute-sanitizer runs: one call of each template. `python -m tests.gpu.sanitized`.
+"""The program for compute-sanitizer: a call of each template. `python -m tests.gpu.sanitized`.
 
-Torch's caching allocator is off, so that each tensor is an allocation of its own and a read past
-its end is seen.
+The test turns torch's caching allocator off: each tensor is its own allocation, so that the tool
+sees reads past its end.
 """
 
 from __future__ import annotations

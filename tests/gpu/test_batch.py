@@ -28,7 +28,7 @@ SHAPES = (Shape(2, 4, 2, 3, 130, 64, 64), Shape(2, 4, 2, 70, 130, 64, 64))
 
 
 def _wants() -> dict[Want, None]:
-    """The kernels of the lists, compiled before the tests by a process a core."""
+    """The kernels of the lists, which are compiled in parallel before the tests."""
     wants = {}
     for entry in ENTRIES:
         group = entry.heads[0] // entry.heads[1]
@@ -58,7 +58,7 @@ def test_lists_at_full_size(entry: Entry) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES, ids=["few rows", "many rows"])
 def test_formats(name: str, shape: Shape) -> None:
-    """Each format with every ninth library variant, others for the next."""
+    """Each format with every ninth library variant, starting at different variants."""
     first = 2 * list(FORMATS).index(name) + SHAPES.index(shape)
     for case in LIBRARY[first % 9 :: 9]:
         if case.fits(shape):
@@ -130,10 +130,10 @@ def test_batch_invariance() -> None:
             assert torch.equal(got, whole[b])
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="graphs are of CUDA")
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA graphs")
 @pytest.mark.parametrize("what", [CAUSAL, Math(window=200, sink=True)], ids=["causal", "window"])
 def test_one_graph_replays_every_plan_within_the_limits(what: Math) -> None:
-    """Captured with one batch; then batches of other lengths, sizes and kinds of rows."""
+    """The graph is captured with one batch and replayed with other lengths and batch sizes."""
     limits = fa.Limits(max_requests=16, max_q_tokens=300, max_kv_len=6000, max_pages=2000)
     heads, dim = (32, 8), 128
     made = fa.BatchAttention(
@@ -154,7 +154,7 @@ def test_one_graph_replays_every_plan_within_the_limits(what: Math) -> None:
         k.fill_(torch.nan), v.fill_(torch.nan), q.zero_()
         k[: len(batch.k)], v[: len(batch.v)] = batch.k, batch.v
         q[: len(batch.q)] = batch.q
-        # The captured call has the rows of the limits; those past the batch are nobody's.
+        # The captured call has as many rows as the limits allow; rows past the batch are unused.
         made.plan(batch.q_indptr, batch.storage)
 
     place(batches[0])
@@ -171,7 +171,7 @@ def test_one_graph_replays_every_plan_within_the_limits(what: Math) -> None:
 
 
 def test_case_names_are_known() -> None:
-    """What compiles ahead finds each kernel by its name."""
+    """The prewarm step finds each kernel by its case's name."""
     from tests.gpu.harness import case_named
 
     assert all(isinstance(case_named(want.case), Case) for want in WANTS)

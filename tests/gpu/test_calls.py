@@ -25,7 +25,7 @@ WANTS = tuple(
 @pytest.fixture(autouse=True)
 def _settled():
     yield
-    torch.cuda.synchronize()  # an error of one test is not the next one's
+    torch.cuda.synchronize()  # raises the errors of this test before the next one
 
 
 def tensors(shape: Shape, seed: int = 0, device: str = "cuda") -> tuple[torch.Tensor, ...]:
@@ -179,7 +179,7 @@ def test_a_captured_call_replays_on_new_contents(shape):
 
 
 def test_graphs_of_several_calls_keep_their_plans():
-    """A plan that a graph holds is not reused or freed, whatever is planned after it."""
+    """The memory of a plan in a graph is neither reused nor freed when more calls are planned."""
     q, k, v = tensors(DECODE)
     expected = fa.attention(q, k, v)
     graph = torch.cuda.CUDAGraph()

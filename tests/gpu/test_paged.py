@@ -28,7 +28,7 @@ WANTS = tuple(
 
 
 class Cache:
-    """Packed keys and values, and the same in pages that lie in random order amid poison."""
+    """Packed keys and values, and the same in pages in random order; all else is NaN."""
 
     def __init__(self, kv_len: list[int], page_size: int, heads: int, dim: int, seed: int = 0):
         generator = torch.Generator().manual_seed(seed)
@@ -103,7 +103,7 @@ def test_appended_tokens_are_found():
     check(out, q, cache, q_indptr, fa.Causal())
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="graphs are of CUDA")
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA graphs")
 def test_a_graph_follows_the_page_table():
     """Pages move between replays; the indices are read when the graph runs."""
     q_len, kv_len = DECODE

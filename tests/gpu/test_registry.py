@@ -1,7 +1,7 @@
 """Every registered variant on the device, and plain attention on every shape, against fp64.
 
-Pairs instead of the full matrix: each variant meets both tile kinds and both dtypes, each shape
-both dtypes and a mask.
+Pairs instead of the full matrix: each variant is tested with both tile kinds and both dtypes, each
+shape with both dtypes, one of them under a mask.
 """
 
 from __future__ import annotations

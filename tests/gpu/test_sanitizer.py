@@ -1,4 +1,4 @@
-"""memcheck and racecheck find nothing in one shape of each template, where the tool works."""
+"""memcheck and racecheck find no error in a call of each template, where the tool works."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.gpu.harness import Want
 from tests.registry_case import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
-_PLACES = ("/usr/local/cuda/bin/compute-sanitizer",
+_PATHS = ("/usr/local/cuda/bin/compute-sanitizer",
            "/usr/local/cuda/compute-sanitizer/compute-sanitizer")  # fmt: skip
 WANTS = (Want("plain alibi", Shape(1, 4, 2, 1, 130, 64, 64), torch.bfloat16),)
 
 
 @cache
 def sanitizer() -> tuple[str, str]:
-    """(path, why not): the tool, if it checks a program here."""
-    path = shutil.which("compute-sanitizer") or next((p for p in _PLACES if Path(p).exists()), "")
+    """(path of the tool, reason why it cannot be used): one of them is empty."""
+    path = shutil.which("compute-sanitizer") or next((p for p in _PATHS if Path(p).exists()), "")
     if not path:
         return "", "compute-sanitizer is not installed"
     probe = "import torch; torch.ones(1, device='cuda'); torch.cuda.synchronize(); print('probed')"

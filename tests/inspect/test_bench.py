@@ -1,4 +1,4 @@
-"""`bench`: what runs beside a variant's kernel, on which inputs, and what is reported."""
+"""`bench`: the candidates that it compares, their inputs, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fa.cache_info` and `fa.last_kernel_source`, each in processes of their own."""
+"""`fa.cache_info` and `fa.last_kernel_source`, in new processes."""
 
 from __future__ import annotations
 

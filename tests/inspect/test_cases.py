@@ -1,4 +1,4 @@
-"""`verify` tries what breaks kernels: the list of cases is itself a promise."""
+"""The cases of `verify`: group sizes, edge lengths, layouts, extreme scores."""
 
 from __future__ import annotations
 

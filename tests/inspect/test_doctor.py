@@ -1,4 +1,4 @@
-"""What `doctor` finds, what it says to do, and that nothing stops it."""
+"""The findings and remedies of `doctor`, which no broken set-up stops."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 import flashattn_jit as fa
 from flashattn_jit import env
-from flashattn_jit.inspect.doctor import cache as _check_cache
-from flashattn_jit.inspect.doctor import machine as _check_machine
-from flashattn_jit.inspect.doctor import tools as _check_tools
+from flashattn_jit.inspect.doctor import cache as cache_checks
+from flashattn_jit.inspect.doctor import machine as machine_checks
+from flashattn_jit.inspect.doctor import tools as tool_checks
 from flashattn_jit.inspect.doctor.check import Check
 from flashattn_jit.inspect.doctor.file_systems import FileSystem, file_system
 from flashattn_jit.jit.cache.store import Store
@@ -22,7 +22,7 @@ from tests import processes
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder that is not there yet."""
+    """The user's cache folder, which does not exist yet."""
     folder = tmp_path / "cache"
     for name in env.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -31,12 +31,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(checks: object) -> dict[str, Check]:
-    """The checks that are not "ok", by name; the last of each."""
+    """The checks that are not "ok" by name, the last one of each name."""
     return {c.name: c for c in checks if c.status != "ok"}  # type: ignore[attr-defined]
 
 
 def test_a_sound_machine_has_no_errors_and_is_checked_in_under_3_s(cache: Path) -> None:
-    fa.doctor()  # modules are imported
+    fa.doctor()  # imports modules
     taken_s = []
     for _ in range(4):  # a core shared with others runs slower
         begin = time.perf_counter()
@@ -78,7 +78,7 @@ def test_a_compiler_that_does_not_compile_is_an_error(
         '[ "$1" = -dumpmachine ] && { echo x86_64-linux-gnu; exit 0; }\n'
         "echo 'cannot find -lgomp' >&2; exit 1\n"
     )
-    check = _check_tools.cxx()
+    check = tool_checks.cxx()
     assert check.status == "error"
     assert "cannot find -lgomp" in check.detail
     assert "install g++" in check.remedy
@@ -88,21 +88,21 @@ def test_no_compiler_is_fine_where_nothing_may_be_compiled(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CXX", "no-such-compiler")
-    assert _check_tools.cxx().status == "error"
+    assert tool_checks.cxx().status == "error"
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
-    assert _check_tools.cxx().status == "ok"
+    assert tool_checks.cxx().status == "ok"
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "c++ --no-such-flag", "'"])
 def test_a_service_that_compiles_nothing_is_asked_for_no_compiler(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
-    """A container without compiler, ninja or toolkit; or with ones that do not work."""
+    """In a container whose compiler, ninja and toolkit are missing or do not work."""
     monkeypatch.setenv("FLASHATTN_JIT_CXX", compiler)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("flashattn_jit.jit.compilation.compile_job.ninja_dir", str)
     monkeypatch.setattr(nvcc, "find_toolkit", lambda: None)
-    monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
+    monkeypatch.setattr(tool_checks.torch.version, "cuda", "13.0")
 
     def tools() -> list[Check]:
         return [c for c in fa.doctor() if c.name in ("c++", "ninja", "cuda toolkit")]
@@ -121,11 +121,11 @@ def test_a_variable_that_is_no_command_line_is_told_in_one_sentence(
 ) -> None:
     monkeypatch.delenv("FLASHATTN_JIT_CXX", raising=False)
     monkeypatch.setenv("CXX", "'")
-    check = _check_tools.cxx()
+    check = tool_checks.cxx()
     found = 'no C++ compiler was found, because CXX="\'" is no command line (no closing quotation)'
     assert check.detail == f"{found}, so kernels that no cache layer holds cannot be compiled"
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
-    check = _check_tools.cxx()
+    check = tool_checks.cxx()
     assert check.detail == f"{found}; FLASHATTN_JIT_COMPILE=never asks for none"
 
 
@@ -136,7 +136,7 @@ def test_the_variable_that_names_a_compiler_that_fails_is_named(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv(variable, value)
-    check = _check_tools.cxx()
+    check = tool_checks.cxx()
     assert check.status == "error"
     assert f"{variable}={value!r}" in check.detail
     assert variable in check.remedy
@@ -146,8 +146,8 @@ def test_a_cuda_torch_without_a_toolkit_is_told_what_to_install_or_to_unpack(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nvcc, "find_toolkit", lambda: None)
-    monkeypatch.setattr(_check_tools.torch.version, "cuda", "13.0")
-    check = _check_tools.cuda()
+    monkeypatch.setattr(tool_checks.torch.version, "cuda", "13.0")
+    check = tool_checks.cuda()
     assert check.status == "warning"
     for words in ("unpack", "pip install nvidia-cuda-nvcc", "FLASHATTN_JIT_CUDA_HOME"):
         assert words in check.remedy
@@ -156,8 +156,8 @@ def test_a_cuda_torch_without_a_toolkit_is_told_what_to_install_or_to_unpack(
 def test_a_torch_that_the_package_is_not_made_for_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_check_machine.torch, "__version__", "2.3.1+cpu")
-    check = _check_machine.torch_version()
+    monkeypatch.setattr(machine_checks.torch, "__version__", "2.3.1+cpu")
+    check = machine_checks.torch_version()
     assert check.status == "warning"
     assert "torch>=2.11'" in check.remedy
 
@@ -166,21 +166,21 @@ def test_a_later_torch_than_any_that_was_tried_is_no_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for version in ("2.15.0+cu132", "2.100.1", "3.0.0a0+git1234"):
-        monkeypatch.setattr(_check_machine.torch, "__version__", version)
-        check = _check_machine.torch_version()
+        monkeypatch.setattr(machine_checks.torch, "__version__", version)
+        check = machine_checks.torch_version()
         assert check.status == "ok", version
 
 
 def test_the_least_torch_is_the_one_that_the_package_requires() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert '"torch>={}.{}"'.format(*_check_machine.LEAST_TORCH) in text
+    assert '"torch>={}.{}"'.format(*machine_checks.LEAST_TORCH) in text
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
 def test_a_folder_that_others_may_write_is_an_error(cache: Path, mode: int) -> None:
     cache.mkdir()
     cache.chmod(mode)
-    check = problems(_check_cache.layers())["cache"]
+    check = problems(cache_checks.layers())["cache"]
     assert check.status == "error"
     assert "chmod go-w" in check.remedy
 
@@ -191,7 +191,7 @@ def test_what_killed_builds_and_corrupt_entries_leave_is_named(cache: Path) -> N
     store.make_folder(store.base / ".staging" / "build-one")
     old = time.time() - 3 * 86400
     os.utime(store.base / ".staging" / "build-one", (old, old))
-    words = " ".join(c.detail for c in _check_cache.layers())
+    words = " ".join(c.detail for c in cache_checks.layers())
     assert "1 entries that were found corrupt" in words
     assert "1 builds that were killed" in words
 
@@ -215,8 +215,8 @@ def test_file_systems_that_make_trouble_are_named(
     usual = {"kind": "ext4", "free": 2**40, "free_inodes": 2**40, "noexec": False,
              "noatime": False, "read_only": False}  # fmt: skip
     system = FileSystem(**{**usual, **fields})  # type: ignore[arg-type]
-    monkeypatch.setattr(_check_cache, "file_system", lambda folder: system)
-    check = problems(_check_cache.layers())["cache"]
+    monkeypatch.setattr(cache_checks, "file_system", lambda folder: system)
+    check = problems(cache_checks.layers())["cache"]
     assert words in check.detail
     assert check.remedy
 
@@ -226,7 +226,7 @@ def test_a_layer_that_cannot_be_looked_at_is_an_error(
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", "/" + "a" * 300)
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", "/" + "b" * 300)
-    found = problems(_check_cache.layers())
+    found = problems(cache_checks.layers())
     assert {check.status for check in found.values()} == {"error"}
     assert found.keys() == {"cache", "cache, read-only"}
     assert "File name too long" in found["cache"].detail
@@ -241,7 +241,7 @@ def test_file_systems_are_read_from_the_table_of_mounts() -> None:
 
 def test_a_typo_in_a_variables_name_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CACHEDIR", "x")
-    (check,) = _check_cache.environment()
+    (check,) = cache_checks.environment()
     assert check.status == "warning"
     assert check.remedy == "did you mean FLASHATTN_JIT_CACHE_DIR?"
 
@@ -270,11 +270,11 @@ def test_a_value_that_cannot_be_is_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(f"FLASHATTN_JIT_{name}", "nonsense")
-    assert any(c.status == "error" and name in c.detail for c in _check_cache.environment())
+    assert any(c.status == "error" and name in c.detail for c in cache_checks.environment())
 
 
 def test_nothing_stops_it(tmp_path: Path) -> None:
-    """Everything wrong at once: a cache that is a file, no home, no PATH, values that cannot be."""
+    """All at once: a cache that is a file, no home, no PATH, invalid values."""
     broken = tmp_path / "file"
     broken.write_text("")
     wrong = {

@@ -1,4 +1,4 @@
-"""The error criterion: what passes, what does not, and what a wrong result's message says."""
+"""The error criterion: results that pass, results that fail, and messages of failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `verify` compares with is plain attention over its own inputs, written out here in fp64.
+"""The results that `verify` expects equal plain attention in fp64, which is written out here.
 
-Kernel and reference get one set of inputs, offsets, lengths and packed arrays, and one mask for the
-masked cases: were one of these wrong, both would be.
+In `verify`, kernel and reference share inputs, offsets, lengths, packed arrays and the mask of
+masked cases, so that it cannot notice a mistake in these.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def one(q: Tensor, k: Tensor, v: Tensor, first: int, masked: bool) -> tuple[Tens
 
 
 def requests(case: Case, inputs: Inputs) -> list[tuple[Tensor, Tensor, Tensor, int]]:
-    """(q, k, v, position of the first row) of each request, from the case's own words."""
+    """(q, k, v, position of the first row) of each request, derived from the case's fields."""
     d, found = case.dims, []
     for b in range(d.batch):
         q_len, kv_len = d.q_len, d.kv_len
@@ -60,7 +60,7 @@ def test_of_every_case(case: Case) -> None:
     inputs = make_inputs(case, torch.float32, torch.Generator().manual_seed(3))
     runner = Runner(fa.Causal(), "cpu:generic", 3, {})
     (out, lse), _ = runner.expected(case, inputs, {}, torch.float32)
-    if case.masked:  # NaN lies in keys that the mask takes out: here they are nothing
+    if case.masked:  # keys that the mask hides hold NaN, which the plain loop would use
         assert inputs.k.isnan().any()
         inputs.k.nan_to_num_(0.0)
     parts = [one(*request, case.masked) for request in requests(case, inputs)]
@@ -76,7 +76,7 @@ def test_of_every_case(case: Case) -> None:
 
 
 def test_poison_lies_where_no_row_looks() -> None:
-    """And nowhere else, so that a kernel that reads too far shows it."""
+    """NaN lies in all keys that no row sees, and nowhere else."""
     for case in CASES:
         inputs = make_inputs(case, torch.float32, torch.Generator().manual_seed(3))
         for b, (q, k, v, _) in enumerate(requests(case, inputs)):

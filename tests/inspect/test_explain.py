@@ -1,4 +1,4 @@
-"""`Variant.explain`: every section says what it should, with and without tensors."""
+"""`Variant.explain`: the contents of every section, with and without tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Variant.explain` for GPUs that are not there: no device, no compiler, nothing written."""
+"""`Variant.explain` for GPUs that the machine lacks, without a compiler or any files written."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_every_device_is_explained_without_compiler_or_cache(device, monkeypatch
 
 
 def test_splits_come_from_slots():
-    """32 requests' heads leave most slots of the device idle unless keys are cut."""
+    """The heads of two requests leave most slots of the device idle unless keys are split."""
     plan = fa.Causal().explain(dims=DECODE, dtype=BF16, q_offset="end", device="H200").plan
     assert plan.spec.tile_kind == "few_row"
     assert plan.slots.total == plan.slots.per_sm * 132
     assert plan.most_splits > 1 and plan.num_work >= plan.slots.total * 0.8
-    for batch, cut in ((396, 0.0), (512, 0.1)):  # 8 rounds of all slots, and 10.3
+    for batch, cut in ((396, 0.0), (512, 0.1)):  # 8 waves of all slots, and 10.3
         full = fa.Causal().explain(dims={**DECODE, "batch": batch}, dtype=BF16, device="H200").plan
         assert full.slots.total == 396
         assert full.num_work <= (1 + cut) * 8 * batch

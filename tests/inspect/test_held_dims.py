@@ -1,4 +1,4 @@
-"""`verify()` takes sizes from the tensors that a variant holds; its signature is to be seen."""
+"""`verify()` takes sizes from the tensors that a variant holds; signatures of its methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import processes, rotation
 
 
 class Tables(fa.Variant):
-    """Two tensors that share a dim, one that may be a broadcast, and a free one."""
+    """Tensors with a shared dim, a dim that may be 1, and a free dim."""
 
     slopes: torch.Tensor = fa.tensor("num_q_heads")
     bias: torch.Tensor = fa.tensor("batch|1", "num_q_heads", "buckets")

@@ -1,4 +1,4 @@
-"""`look_up`: which layer has a kernel, and why the others do not serve."""
+"""`look_up`: the layer that has a kernel, and the reasons why earlier layers do not serve it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spec_of(head_dim: int, target: str = "cpu:generic") -> KernelSpec:
 
 
 def publish(root: Path, spec: KernelSpec, compiler: str = "gcc-1-00000000") -> None:
-    """An entry whose artifact is a text that holds its key."""
+    """Publishes an entry whose artifact is text with its key."""
     key = kernel_key(spec.document(), spec.template, spec.target, flags_for(spec.target))
     store = Store(root)
     with store.staging() as staging:
@@ -34,7 +34,7 @@ def publish(root: Path, spec: KernelSpec, compiler: str = "gcc-1-00000000") -> N
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder; nothing may be compiled."""
+    """The user's cache folder, where nothing may be compiled."""
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / "user"))
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
     monkeypatch.delenv("FLASHATTN_JIT_CACHE_PATH", raising=False)

@@ -1,4 +1,4 @@
-"""What `verify` allows for an ulp in each score: enough for right kernels, too little for a bug."""
+"""The error that `verify` allows for an ulp in each score passes right kernels and no bugs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
 
 
 def in_halves(x: Inputs) -> Tensor:
-    """Causal attention in fp32 in base 2, the scale multiplied into halves of each dot product."""
+    """Causal attention in fp32 in base 2, with the scale applied to each half of a dot product."""
     k, v = (t.repeat_interleave(2, 1) for t in (x.clean_k, x.clean_v))
     scale = math.log2(math.e) / 8
     a, b = ((x.q[..., at] @ k[..., at].mT) * scale for at in (slice(0, 32), slice(32, 64)))
@@ -52,7 +52,7 @@ def test_a_right_computation_is_off_by_an_ulp_where_scores_tie() -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, mistake: Any) -> None:
-    """Kernels are right but for what `mistake` changes in (q, k, v, out)."""
+    """Applies `mistake` to (q, k, v, out) of every call of the kernel."""
     right = run.attention
 
     def wrong(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def test_a_row_that_sees_a_key_too_many_fails(
 
 
 def test_a_tie_weighed_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of 0.53 and 0.47 for equal scores: 40 times what an ulp of the scores explains."""
+    """Weights of 0.53 and 0.47 for equal scores: 40 times the effect of an ulp of the scores."""
     x = inputs(EXTREME, torch.float32)
     s = (x.q[0, 0, 15].double() @ x.clean_k[0, 0, :16].double().T) / 8
     best, at = s.topk(2)

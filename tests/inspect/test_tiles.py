@@ -1,4 +1,4 @@
-"""Tile statistics against brute force, and their cost on sequences of a million."""
+"""Tile statistics against brute force, and their memory for a million tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Variant.verify` passes what is right, and says in words what is wrong."""
+"""`Variant.verify` passes right kernels, and names the failures of wrong ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from flashattn_jit.errors import (
 )
 from flashattn_jit.inspect.verification import verification
 from flashattn_jit.inspect.verification.cases import Case
-from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.variants.params import Dims
+from tests.toolkit import needs_nvcc
 
 FP32 = (torch.float32,)
 
@@ -213,7 +213,7 @@ def test_dtypes_are_by_default_those_that_the_target_takes(target, dtypes):
     assert verification._dtypes_of(target) == tuple(getattr(torch, d) for d in dtypes)
 
 
-@pytest.mark.skipif(find_compiler("sm_75") is None, reason="needs nvcc: install a CUDA toolkit")
+@needs_nvcc
 def test_cuda_kernels_are_verified_in_the_emulator(monkeypatch):
     few = [
         Case("ragged", Dims(1, 2, 1, 71, 67, 32, 32)),

@@ -1,5 +1,7 @@
-"""The table of docs/transformers.md: what became of every model type, written by
-tests/full/transformers_walk.py."""
+"""The table of docs/transformers.md: the outcome for every model type.
+
+tests/full/transformers_walk.py writes it.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,7 @@ OUTCOMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One model type: the class that was called, what became of it, and what the reader should know
-    besides."""
+    """One model type: the class that was called, the outcome, and a remark for the reader."""
 
     model_type: str
     model: str

@@ -1,5 +1,5 @@
-"""Families of transformers: twelve of all model types by turns, and how a user comes to each kind
-of family."""
+"""Model families of transformers: twelve of all model types by turns, and the ways to choose the
+engine for each kind of family."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integrations import table, tiny_models, walk  # noqa: E402
 
 NAME = integration.register()
 SERVED = ("bloom", "codegen", "falcon", "gptj", "mpt")
-"""Families with attention code of their own that the engine serves."""
+"""Families that have their own attention code and that the engine serves."""
 
 BY_TYPE = {row.model_type: row for row in table.read()}
 SLOW = frozenset(
@@ -34,7 +34,7 @@ SLOW = frozenset(
     kimi_linear muse_spark nemotron_h sam2_hiera_det_model sam3 sam3_lite_text textnet vits yolos
     """.split()
 )
-"""Types that take ten seconds to two minutes, most of them in code of their own."""
+"""Types that take ten seconds to two minutes, most of it in their own code."""
 
 IN_TURN = rotation.some(
     [row.model_type for row in BY_TYPE.values() if row.outcome != "not built"], 12, but_not=SLOW
@@ -111,7 +111,7 @@ def test_every_way_to_choose_the_engine_has_the_same_outcome(
 @pytest.mark.parametrize("now", ["eager", NAME])
 @pytest.mark.parametrize("model_type", SERVED)
 def test_a_served_family_stays_where_transformers_lets_it(model_type: str, now: str) -> None:
-    """Made models of these families never change their implementation but to and from ours."""
+    """Instances of these families change their implementation only to and from ours."""
     model, tokens = tiny(model_type, now), ids()
     expected = logits(model, tokens)
     model.set_attn_implementation("sdpa")
@@ -146,7 +146,7 @@ class OwnConfig(transformers.DogeConfig):
 
 
 def test_a_config_made_from_a_family_is_of_the_family() -> None:
-    """Doge computes with its masks, whatever a config made from its own is called."""
+    """Doge computes with its masks, also under a config class derived from its own."""
     family = next(tiny_models.candidates("doge"))
     values = family.config.to_dict()
     values.pop("model_type")
@@ -165,7 +165,7 @@ class PlainConfig(transformers.PreTrainedConfig):
 
 
 class PlainAttention(torch.nn.Module):
-    """Reads its mask if it is a tensor, as code from before the interface does."""
+    """Reads its mask if that is a tensor, as code older than the attention interface does."""
 
     def forward(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
         scores = x @ x.transpose(1, 2)
@@ -199,14 +199,14 @@ def test_code_of_a_users_own_gets_a_mask_that_it_can_read() -> None:
 
 
 class Overriding(transformers.models.llama.modeling_llama.LlamaAttention):
-    """A family's attention with a `forward` of a user's own."""
+    """A family's attention with a `forward` by the user."""
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         return hidden_states, None
 
 
 class Calling(transformers.models.llama.modeling_llama.LlamaAttention):
-    """The same, which ends in the family's."""
+    """A family's attention with a `forward` by the user that calls the family's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Hugging Face models with every attention layer on the engine, against their eager code."""
+"""Hugging Face models, all of whose attention layers the engine computes, against eager code."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ DECODERS = {
     "falcon_alibi": Family("FalconConfig", "FalconForCausalLM",
                            {**{k: v for k, v in SIZES.items() if k != "intermediate_size"},
                             "alibi": True, "multi_query": False, "bias": True},
-                           # Its eager code adds ALiBi to scores and to the mask; its SDPA, once.
+                           # Eager code adds ALiBi twice, to scores and mask; SDPA code once.
                            static_cache=False, reference="sdpa"),
     "gptj": Family("GPTJConfig", "GPTJForCausalLM",
                    {"vocab_size": VOCABULARY, "n_embd": 96, "n_layer": 2, "n_head": 6,
@@ -130,7 +130,7 @@ def tokens() -> torch.Tensor:
 
 
 def padding(side: str) -> torch.Tensor:
-    """1 for real tokens; one row has no padding, one little, one much."""
+    """1 for real tokens; the rows have 0, 3 and 17 tokens of padding."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     for row, length in enumerate((0, 3, 17)):
         if length:
@@ -139,7 +139,7 @@ def padding(side: str) -> torch.Tensor:
 
 
 def assert_close(ours: torch.Tensor, eager: torch.Tensor, keep: torch.Tensor | None = None) -> None:
-    """Equal to 2e-5 of the largest value, at the positions that `keep` names."""
+    """Equal within 2e-5 of the largest value, at the positions that `keep` selects."""
     if keep is not None:
         ours, eager = ours[keep], eager[keep]
     assert torch.isfinite(eager).all()

@@ -1,8 +1,8 @@
-"""Any model of transformers, small: its own config class with fewer and narrower layers.
+"""Small models of any type of transformers: the type's config class with fewer, narrower layers.
 
-`tiny(model_type)` walks a config and its parts and replaces sizes by name; where a family's sizes
-depend on each other in a way that names do not tell, wider candidates follow, down to the family's
-own widths with few layers.
+`candidates(model_type)` replaces sizes of a config and its parts by name. The second candidate, for
+families whose sizes depend on each other in a way that names do not show, has few layers with the
+family's own widths.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transformers.models.auto import modeling_auto
 
 VOCABULARY = 256
 FIRST_WORD = 160
-"""Tokens below it are special: images, ends of text and padding have them."""
+"""Tokens below it are special tokens: images, ends of text, padding."""
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _ROPE_DIM, _HIDDEN, _MLP = 4, 2, 16, 8, 64, 96
 LIMIT = 200_000_000
-"""Parameters of a model that is built at most."""
+"""Models with more parameters are not built."""
 
 _LAYERS = frozenset(
     """
@@ -103,7 +103,7 @@ _SPECIAL = re.compile(r"\w*_(token_id|token_index|start_id|end_id|id|token_ids)$
 
 
 class CannotBuildError(Exception):
-    """No small model of this type could be built or run; the message says what stood in the way."""
+    """No small model of this type could be built or run; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Tiny:
     failure: str = ""
 
     def build(self, implementation: str) -> PreTrainedModel:
-        """The model with random weights that depend on nothing but its shapes."""
+        """The model with random weights that depend only on its shapes."""
         torch.manual_seed(0)
         config = copy.deepcopy(self.config)
         model = self.model_class._from_config(config, attn_implementation=implementation)
@@ -125,7 +125,7 @@ class Tiny:
 
 
 def enlarge(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights so large that attention is seen in the outputs; random sinks and norms."""
+    """Makes weights so large that attention affects the outputs, and sinks and norms random."""
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if not parameter.is_floating_point():
@@ -143,11 +143,11 @@ _COMPUTED = (
     "model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path",
     "out_features", "out_indices", "stage_names",
 )  # fmt: skip
-"""What a config writes of itself and makes anew."""
+"""Fields of a config's dict that its constructor computes."""
 
 
 def _layer_picks(values: dict[str, Any], layers: int) -> list[int]:
-    """Layers that show every kind of layer there is, by the lists of one entry a layer."""
+    """Indices of layers of every kind, by the config's lists with one entry for each layer."""
     lists = [v for v in values.values() if isinstance(v, list) and len(v) == layers]
     kinds: dict[str, int] = {}
     for index in range(layers):
@@ -205,11 +205,11 @@ _BY_HAND: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What neither names nor defaults tell."""
+"""Sizes that cannot be derived from names and defaults, by model type."""
 
 
 def _has_mrope(config: PreTrainedConfig) -> bool:
-    """Whether the family's rotary embedding has parts for time, height and width."""
+    """Whether the family's rotary embedding has sections for time, height and width."""
     try:
         modeling = importlib.import_module(
             type(config).__module__.replace("configuration_", "modeling_")
@@ -228,7 +228,7 @@ def _set_mrope(values: dict[str, Any]) -> None:
 
 
 def _pick_overrides(values: dict[str, Any], picks: list[int]) -> None:
-    """Keeps what a config says of the layers that are left, under their new numbers."""
+    """Keeps the config's overrides of the layers that remain, under their new indices."""
     overrides = values.get("per_layer_config")
     if isinstance(overrides, dict):
         by_layer = {int(index): override for index, override in overrides.items()}
@@ -240,7 +240,7 @@ def _pick_overrides(values: dict[str, Any], picks: list[int]) -> None:
 
 
 def _size_of(key: str, value: Any, narrow: bool) -> Any:
-    """A size by its name, never more than it was."""
+    """The small size for a field's name, at most `value`."""
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if "vocab_size" in key:
@@ -283,7 +283,7 @@ def _smaller(
 
 
 def _rope(values: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """Parameters of rotary embeddings for heads of `_HEAD_DIM`, not of `head_dim`."""
+    """Changes parameters of rotary embeddings from heads of `head_dim` to heads of `_HEAD_DIM`."""
     changed = dict(values)
     for key, value in values.items():
         if isinstance(value, dict):
@@ -300,7 +300,7 @@ def _rope(values: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that shows most of a family: one that generates, or the base."""
+    """The model class of a config with the most functions: one that generates, else the base."""
     both = (
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,

@@ -1,8 +1,8 @@
-"""What every model type of transformers does under the engine: equal to eager, refused by name, or
-untouched.
+"""The outcome of a model type of transformers under the engine: equal to eager, refused by name, or
+not called.
 
-`outcome(model_type)` builds the type small, twice, and holds the engine's results to eager's in
-every way that a model is called: whole prompts, padding on either side, packed rows, generation
+`outcome(model_type)` builds two small models of the type and compares the engine's results with
+eager's for each way to call a model: whole prompts, padding on either side, packed rows, generation
 with each kind of cache.
 """
 
@@ -89,7 +89,7 @@ class Outcome:
 
 @contextmanager
 def engine_calls() -> Iterator[list[torch.nn.Module]]:
-    """The layers whose attention the engine computes, a call an entry, as they end."""
+    """The layers whose attention the engine computes, one entry for each finished call."""
     served: list[torch.nn.Module] = []
     inner = integration.attention_forward
 
@@ -108,7 +108,7 @@ def engine_calls() -> Iterator[list[torch.nn.Module]]:
 
 
 def outcome(model_type: str) -> Outcome:
-    """Builds and calls one type; raises nothing that the type may raise."""
+    """Builds and calls one type; errors of the type become part of the outcome."""
     try:
         tiny, eager, inputs = _first_that_runs(model_type)
     except CannotBuildError as error:
@@ -144,7 +144,7 @@ def outcome(model_type: str) -> Outcome:
 
 
 def _layers_called(model: PreTrainedModel, called: list[torch.nn.Module]) -> str:
-    """How many of the layers that `served` lists ran, or "" for all: inputs may be text alone."""
+    """How many layers that `served` lists ran, or "" for all: text reaches no vision layers."""
     listed = {layer.name for layer in integration.served(model) if layer.served}
     ran = {name for name, part in model.named_modules() if any(part is each for each in called)}
     missing = len(listed - ran)
@@ -152,9 +152,9 @@ def _layers_called(model: PreTrainedModel, called: list[torch.nn.Module]) -> str
 
 
 def _wrongly_listed(model: PreTrainedModel, called: list[torch.nn.Module], warned: bool) -> str:
-    """What `served` or the warning says otherwise than the calls of the engine, or ""."""
+    """How `served` or the warning contradicts the calls of the engine, or ""."""
     reasons = {layer.name: layer.reason for layer in integration.served(model)}
-    # A layer that passes what is refused may pass None.
+    # A layer that passes a refused argument may pass None for it.
     possible = {name for name, why in reasons.items() if not why or why.startswith("passes")}
     calling = {name for name, part in model.named_modules() if any(part is each for each in called)}
     if calling - possible:
@@ -189,7 +189,7 @@ def _tokens(length: int = LENGTH, batch: int = BATCH) -> torch.Tensor:
 
 @torch.no_grad()
 def _inputs_that_run(tiny: Tiny, eager: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's main input, with what else it needs."""
+    """The model's main input, and the other inputs that it needs."""
     name = tiny.model_class.main_input_name
     possible = _possible_inputs(tiny)
     if name not in possible:
@@ -237,7 +237,7 @@ def _possible_inputs(tiny: Tiny) -> dict[str, torch.Tensor]:
     ids = _tokens()
     end = size_of("eos_token_id", None)
     if isinstance(end, int) and not tiny.model_class.can_generate():
-        ids[:, -1] = end  # what CLIP's text models look for, and pool
+        ids[:, -1] = end  # CLIP's text models pool the position of this token
     return {
         "input_ids": ids,
         "pixel_values": pixels,
@@ -248,8 +248,7 @@ def _possible_inputs(tiny: Tiny) -> dict[str, torch.Tensor]:
 
 
 def _main(output: Any) -> torch.Tensor:
-    """The tensor that most depends on everything: logits, or the last hidden state, or the first
-    tensor."""
+    """The logits, or the last hidden state, or the first tensor of the output."""
     for name in ("logits", "last_hidden_state"):
         found = getattr(output, name, None)
         if isinstance(found, torch.Tensor):
@@ -264,7 +263,7 @@ Run = Callable[[PreTrainedModel], torch.Tensor]
 
 
 def _checks(tiny: Tiny, inputs: dict[str, torch.Tensor]) -> dict[str, Run]:
-    """How a model of this kind is called, by name."""
+    """The ways to call a model of this kind, by name."""
     checks: dict[str, Run] = {"prefill": lambda model: _main(model(**_as(model, inputs)))}
     checks["output_attentions"] = lambda model: _weights(
         model(**_as(model, inputs), output_attentions=True)
@@ -300,18 +299,18 @@ def _checks(tiny: Tiny, inputs: dict[str, torch.Tensor]) -> dict[str, Run]:
 
 
 def _causality(model: PreTrainedModel) -> torch.Tensor:
-    """How much the logits of the first tokens change with the last ones, over the largest logit."""
+    """1 + the relative change of the first tokens' logits when the last tokens change."""
     ids = _tokens()
     changed = ids.clone()
     changed[:, -8:] = FIRST_WORD + (ids[:, -8:] + 7) % (VOCABULARY - FIRST_WORD)
     first, second = (_main(model(input_ids=each)) for each in (ids, changed))
     change = (first[:, :-8] - second[:, :-8]).abs().max() / first.abs().max()
-    # Rounding is nothing; whatever is more is itself compared.
+    # A change within rounding counts as 0; a larger one is compared between the models.
     return torch.stack([change.where(change > 1e-4, 0) + 1])
 
 
 def _weights(output: Any) -> torch.Tensor:
-    """All attention weights of an output, one after the other."""
+    """All attention weights of an output, concatenated."""
     layers = [found for name, found in output.items() if name.endswith("attentions")]
     flat = torch.utils._pytree.tree_leaves(layers)
     return torch.cat([each.flatten() for each in flat if each is not None])
@@ -369,10 +368,10 @@ def _compared(eager: PreTrainedModel, ours: PreTrainedModel, run: Run) -> str:
         return f"differs by its shape: {tuple(got.shape)}, not {tuple(expected.shape)}"
     error = _error(got, expected)
     if not error <= TOLERANCE:
-        # Wide or discontinuous models: as near to fp64 as eager is.
+        # For wide or discontinuous models the error against fp64 may be 4 times that of eager.
         torch.manual_seed(4)
         exact = run(copy.deepcopy(eager).double())
-        # Its masks overflow fp64 where a row attends to nothing; there eager itself is the measure.
+        # Masks overflow in fp64 where a row attends to no key; the eager result replaces it there.
         exact = torch.where(torch.isfinite(exact), exact, expected.double())
         error, eagers = _error(got, exact), _error(expected, exact)
         if not error <= 4 * eagers:

@@ -18,13 +18,12 @@ from flashattn_jit.jit.module import KernelCache
 from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
 MINIMAL_ARTIFACT = Path(__file__).with_name("minimal_artifact.cpp")
-MINIMAL_CUDA_ARTIFACT = Path(__file__).with_name("minimal_artifact.cu")
 
 
 class FakeBuild:
-    """Builds by writing bytes. `before` runs in the midst of a build; it may raise or wait.
+    """A compiler that writes bytes. `before` runs during each build; it may raise or wait.
 
-    A source that holds the word SPILLS makes a kernel that spills.
+    A source with the word SPILLS makes a kernel that spills registers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class FakeBuild:
 
 
 class FakeModule:
-    """What FakeBuild's artifacts load as."""
+    """The module that an artifact of FakeBuild is loaded as."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -58,7 +57,7 @@ class FakeModule:
 
 @pytest.fixture
 def cache_root(tmp_path: Path) -> Path:
-    """Where this test's cache is; not made yet."""
+    """The folder of this test's cache, which does not exist yet."""
     return tmp_path / "cache"
 
 
@@ -109,13 +108,13 @@ def fake_build() -> FakeBuild:
 
 @pytest.fixture
 def new_cache(sources: Path, fake_build: FakeBuild) -> Callable[[], KernelCache]:
-    """Makes kernel caches over one fake compiler; each stands for a process of its own."""
+    """Makes kernel caches over one fake compiler; each cache stands for a new process."""
     return lambda: KernelCache(build=fake_build, load=FakeModule)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="session")
 def minimal_module(tmp_path_factory: pytest.TempPathFactory) -> _C.Module:
-    """The minimal artifact, really compiled and loaded."""
+    """The minimal artifact, compiled by the real compiler and loaded."""
     from flashattn_jit.jit.compilation.toolchain import find_compiler
 
     staging = tmp_path_factory.mktemp("minimal")

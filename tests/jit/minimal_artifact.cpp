@@ -1,5 +1,6 @@
-// The smallest artifact that speaks the ABI. attention writes, per work item, its fields into the
-// packed rows it names, so that tests see what reached it; merge and classify likewise.
+// The smallest artifact that implements the ABI. Its results show tests which arguments reached it:
+// attention writes values made of the fields of each work item into the packed rows of the item;
+// merge and classify do likewise.
 #include <fajit/abi.h>
 #include <omp.h>
 

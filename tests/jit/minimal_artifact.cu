@@ -1,6 +1,6 @@
-// The smallest CUDA artifact that speaks the ABI: attention adds 1 to `num_work` floats of q.
-// SPILL is how many floats its kernel keeps at once; CALLED makes it call a function that takes an
-// array, which lies in memory.
+// The smallest CUDA artifact that implements the ABI: attention adds 1 to `num_work` floats of q.
+// SPILL is the number of floats that its kernel keeps live at once; CALLED makes it call a function
+// that takes an array, which lies in local memory.
 #include <fajit/abi.h>
 
 #define TEXT_OF(x) #x

@@ -1,4 +1,4 @@
-"""Keys and artifacts depend on neither Python's nor torch's version, shown on a real artifact."""
+"""Keys and a real artifact do not depend on the versions of Python and torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import flashattn_jit as fa
 from flashattn_jit.jit.cache.entry import Entry, kernel_key, sources_digest
 from flashattn_jit.jit.cache.store import Store
 
-# Which code a kernel has: one that this process has loaded before is not built again.
+# Makes each run's hook differ: a kernel that this process has loaded before is not built again.
 _counts = itertools.count(71)
 
 

@@ -1,4 +1,4 @@
-"""The layers together, over a compiler that writes bytes: who builds, how often, what is left."""
+"""`KernelCache` over a compiler that writes bytes: when it builds, how often, and what remains."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from flashattn_jit.errors import (
 )
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache
+from tests.jit.cache.entries import tree
 
 TARGET = "cpu:avx2"
 NewCache = Callable[[], KernelCache]
@@ -39,13 +40,6 @@ def never() -> str:
 
 def entries(root: Path) -> list[Path]:
     return sorted(path.parent for path in root.glob("v1/[!.]*/??/*/meta.json"))
-
-
-def tree(root: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(path): (path.stat().st_mtime_ns, path.stat().st_size)
-        for path in (root, *root.rglob("*"))
-    }
 
 
 def test_a_kernel_is_compiled_once_and_then_comes_from_memory(new_cache, fake_build) -> None:
@@ -221,16 +215,21 @@ print(len(build.builds))
 """
 
 
-def test_processes_that_want_one_kernel_compile_it_once(sources: Path, cache_root: Path) -> None:
+def builds_of_processes(count: int, sources: Path) -> list[int]:
+    """How many kernels each of `count` processes builds that ask for one kernel at once."""
     command = [sys.executable, "-c", PROCESS, str(Path(__file__).parent), str(sources)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    processes = [subprocess.Popen(command, **pipes) for _ in range(count)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    builds = [int(process.communicate(timeout=60)[0]) for process in processes]
+    return [int(process.communicate(timeout=60)[0]) for process in processes]
+
+
+def test_processes_that_want_one_kernel_compile_it_once(sources: Path, cache_root: Path) -> None:
+    builds = builds_of_processes(4, sources)
     assert sum(builds) == 1
     assert len(entries(cache_root)) == 1
 
@@ -239,15 +238,7 @@ def test_racing_processes_without_locks_publish_one_whole_entry(
     sources: Path, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_LOCK_DIR", os.devnull + "/locks")
-    command = [sys.executable, "-c", PROCESS, str(Path(__file__).parent), str(sources)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    builds = [int(process.communicate(timeout=60)[0]) for process in processes]
+    builds = builds_of_processes(2, sources)
     assert builds == [1, 1]
     assert len(entries(cache_root)) == 1
     assert list((cache_root / "v1" / ".staging").iterdir()) == []
@@ -419,7 +410,7 @@ def test_a_wrong_limit_is_told_before_anything_is_built(
 def test_an_entry_that_is_removed_while_it_is_read_is_a_miss(
     new_cache, fake_build, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another process that makes room, say: nothing is damaged."""
+    """Another process may evict it: the entry is not corrupt."""
     from flashattn_jit.jit.cache import entry
 
     load(new_cache())

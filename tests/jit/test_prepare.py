@@ -1,4 +1,4 @@
-"""Kernels that are put into the cache and not into the process; what a process has loaded."""
+"""`prepare` puts kernels into the cache without loading them; `loaded` lists the loaded ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
 from tests import processes
-
-from .entries import tree
+from tests.jit.cache.entries import tree
 
 NewCache = Callable[[], KernelCache]
 
@@ -168,7 +167,7 @@ def test_waits_for_other_builders_are_counted(
     cache = KernelCache(build=fake_build, load=FakeModule)  # type: ignore[arg-type]
 
     def ask_again() -> None:
-        # Another cache of this process, while the first one holds the lock.
+        # A second cache of this process asks while the first one holds the lock.
         fake_build.before = lambda: None
         other = KernelCache(build=fake_build, load=FakeModule)  # type: ignore[arg-type]
         other.load_stepping([request()])
@@ -188,7 +187,7 @@ def test_looking_for_the_lock_folder_makes_none(tmp_path: Path) -> None:
 
 
 def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) -> None:
-    """A real build: what was compiled is not mapped, and torch's loader has not seen it."""
+    """A real build: the artifact is not mapped, and torch's loader has not loaded it."""
     program = (
         "from pathlib import Path\n"
         "from flashattn_jit.jit.compilation import toolchain\n"
@@ -212,7 +211,7 @@ def test_building_for_a_target_loads_nothing_into_the_process(tmp_path: Path) ->
 def test_on_an_empty_cache_the_compiler_is_asked_by_the_one_process_that_builds(
     new_cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by each that waits: they find its identity remembered."""
+    """Processes that wait for the lock read the compiler's identity from the cache afterwards."""
     events: list[str] = []
     lock, identify = module.build_lock, toolchain.identify
 

@@ -1,6 +1,6 @@
-"""_C: what reaches a kernel, what is refused before it could read or write outside its tensors.
+"""_C: the arguments that reach a kernel, and work outside of its tensors, which is refused.
 
-Work is written by hand here; test_runtime_batch.py has calls that the scheduler planned.
+Work is hand-written here; test_runtime_batch.py has calls that the scheduler planned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def core_of(
     kind: int = 0,
     **written: Any,
 ) -> _C.BatchCall:
-    """Work on q [B, H, S, D] and `kv_len` keys; written: what else `of_work` takes."""
+    """A call of work on q [B, H, S, D] and `kv_len` keys; written: more arguments of `of_work`."""
     batch, heads, q_len, dim = q.shape
     return _C.BatchCall(
         _C.BatchPlan.of_work(work, kind=kind, **written),
@@ -50,7 +50,7 @@ def core_of(
 
 
 def bound(core: _C.BatchCall, q: torch.Tensor, **options: Any) -> _C.BatchCall:
-    """A call on q, out like q, lse [B, H, S]; options as `bind` has them."""
+    """A call bound to q, out like q and lse [B, H, S]; options: arguments of `bind`."""
     _, heads, q_len, dim = q.shape
     rows = q.stride()[:3]
     out, lse = (heads * q_len * dim, q_len * dim, dim), (heads * q_len, q_len, 1)
@@ -58,7 +58,7 @@ def bound(core: _C.BatchCall, q: torch.Tensor, **options: Any) -> _C.BatchCall:
 
 
 def call_of(module: _C.Module, q: torch.Tensor, work: Any, **options: Any) -> _C.BatchCall:
-    """Both: options of `core_of`."""
+    """`core_of`, then `bound`; options: those of `core_of`."""
     return bound(core_of(module, q, work, **options), q)
 
 

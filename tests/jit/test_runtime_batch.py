@@ -1,4 +1,4 @@
-"""_C.BatchCall: who computes what, on how many threads, and what is refused when it is built."""
+"""_C.BatchCall: every row is computed on any number of threads; wrong arguments are refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flashattn_jit import _C
 from tests.planner.batch_plans import device_block
 
 Strides = tuple[int, int, int]
-LISTS = (1, 2, 5, 40)  # of work; the last is more than the counters kept on the stack
+LISTS = (1, 2, 5, 40)  # work lists; 40 is more than the counters that are kept on the stack
 
 
 def array(values: Sequence[int]) -> tuple[tuple[int, int, int], torch.Tensor]:
-    """The native view of a host array, and what keeps it alive."""
+    """The native view of a host array, and the tensor that keeps it alive."""
     tensor = torch.tensor(values, dtype=torch.int32)
     return (tensor.data_ptr(), tensor.numel(), 4), tensor
 
@@ -46,7 +46,7 @@ def paged(q_len: Sequence[int], kv_len: Sequence[int], size: int) -> _C.BatchLen
 
 @dataclass
 class Batch:
-    """A plan of a batch on the minimal artifact: out = scale * q[..., 0], times the splits."""
+    """A planned batch on the minimal artifact: out = scale * q[..., 0] * the number of splits."""
 
     module: _C.Module
     q_len: Sequence[int]
@@ -85,7 +85,7 @@ class Batch:
         return rows, rows, rows, rows, (0, 1, self.heads[0])
 
     def run(self, threads: int, flags: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(q, out, lse) of a run with random queries; what is not written stays NaN."""
+        """(q, out, lse) of a run with random queries; elements that are not written stay NaN."""
         q = torch.randn(sum(self.q_len), self.heads[0], self.dim)
         out = torch.full_like(q, torch.nan)
         lse = torch.full(q.shape[:2], torch.nan)
@@ -99,7 +99,7 @@ class Batch:
         return q, out, lse
 
     def parts(self) -> torch.Tensor:
-        """[Nq, Hq]: how many states the plan makes of each row."""
+        """[Nq, Hq]: the number of partial states that the plan makes of each row."""
         count = torch.zeros(sum(self.q_len), self.heads[0])
         starts = indptr(self.q_len)
         for kind in (0, 1):
@@ -273,7 +273,7 @@ def test_blocks_of_all_plans_within_limits_have_one_size(minimal_module: _C.Modu
     assert len({batch.core.workspace_bytes for batch in plans}) == 1
     blocks = [device_block(batch.core) for batch in plans]
     assert len(set(blocks)) == len(blocks)
-    # Lengths come first, then work: what a plan does not fill is padding.
+    # Lengths come first, then work; items beyond those of the plan are padding.
     empty = struct.unpack(f"{len(blocks[1]) // 4}i", blocks[1])
     assert not any(empty[: 8 * 8])
     items = [empty[i : i + 8] for i in range(0, len(empty) - 7, 4)]

@@ -1,4 +1,4 @@
-"""A kernel that spills registers gives way to a smaller tile: once, for every later look-up."""
+"""A smaller tile replaces a kernel that spills registers, and the cache records which one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TARGET = "cpu:avx2"
 
 
 def request(tile: int, source: str) -> Request:
-    """A kernel on a tile; `source` holds the word SPILLS where the tile is too large for it."""
+    """A kernel request for a tile; `source` has the word SPILLS where the kernel is to spill."""
     return Request(f'{{"tile":{tile}}}', "kernel.cpp.j2", TARGET, lambda: source)
 
 
 def found(tile: int) -> Request:
-    """The same request where nothing may be rendered."""
+    """The request of a tile that must be found: rendering it is an error."""
 
     def never() -> str:
         raise AssertionError("a hit renders nothing")
@@ -31,7 +31,7 @@ def found(tile: int) -> Request:
 
 
 def metas(root: Path) -> dict[str, dict[str, object]]:
-    """The meta.json of every entry, by the kernel spec."""
+    """The meta.json of every entry, by kernel spec."""
     read = [json.loads(path.read_text()) for path in root.glob("v1/[!.]*/??/*/meta.json")]
     return {dict(meta["document"])["spec"]: meta for meta in read}
 

@@ -1,4 +1,4 @@
-"""What a miss says: what was wanted, what comes closest, how it differs, how it is built."""
+"""The error of a miss: the kernel wanted, the nearest entry, how it differs, the build command."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_error_holds_the_spec_the_layers_and_the_command(missing: MissingKer
 def test_a_shell_gives_the_command_the_line_as_it_is(
     missing: MissingKernelError, tmp_path: Path
 ) -> None:
-    """Whatever is in the line: quotes, dollars and backslashes are the shell's no more."""
+    """The shell interprets no quotes, dollars and backslashes of the line."""
     fake = tmp_path / "bin" / "flashattn-jit"
     fake.parent.mkdir()
     fake.write_text(

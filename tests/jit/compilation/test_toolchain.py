@@ -1,4 +1,4 @@
-"""The real compiler: what artifacts need and hold, what errors say, what is left as it was."""
+"""The real C++ compiler: contents and dependencies of artifacts, errors, unchanged global state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
 from tests import processes
 
-SOURCE = Path(__file__).with_name("minimal_artifact.cpp").read_text()
+SOURCE = (Path(__file__).parents[1] / "minimal_artifact.cpp").read_text()
 KEY = "0123456789abcdef" * 4
 
 
@@ -147,7 +147,7 @@ def test_an_unknown_target_is_told_the_known_ones() -> None:
 @pytest.fixture
 def cache(sources: Path) -> KernelCache:
     (sources / "include" / "fajit" / "abi.h").write_text(
-        Path(__file__).parents[2].joinpath("csrc/include/fajit/abi.h").read_text()
+        Path(__file__).parents[3].joinpath("csrc/include/fajit/abi.h").read_text()
     )
     return KernelCache()
 

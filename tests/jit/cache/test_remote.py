@@ -1,4 +1,4 @@
-"""A store below a URL: filled, searched and mistrusted; it never makes a process wait for long."""
+"""A store below a URL: pushed to, searched and verified; a slow one does not block a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.spec import Request
 from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit.cache import remote
 from flashattn_jit.jit.cache.entry import CorruptEntryError
@@ -26,6 +25,7 @@ from flashattn_jit.jit.module import KernelCache
 from tests import processes
 
 from .entries import CLANG, GCC, adopt, key_of, make, tree
+from .test_layers import wanted
 
 NewCache = Callable[[], KernelCache]
 KEY = key_of()
@@ -33,7 +33,7 @@ KEY = key_of()
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    """No remote is left alone because of an earlier test."""
+    """Forgets which remotes failed in earlier tests."""
     remote._left_alone.clear()
     remote._warned.clear()
     yield
@@ -50,10 +50,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
     yield "memory://kernels"
     fsspec.filesystem("memory").store.clear()
-
-
-def wanted(spec: str = "{}") -> Request:
-    return Request(spec, "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
 
 
 @pytest.fixture

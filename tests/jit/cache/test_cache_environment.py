@@ -1,4 +1,4 @@
-"""Variables of the cache: sizes, search paths, URLs, times, and homes that are not there."""
+"""Environment variables of the cache: sizes, search paths, URLs, times; missing home folders."""
 
 from __future__ import annotations
 

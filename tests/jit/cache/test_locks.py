@@ -1,4 +1,4 @@
-"""Build locks hold between processes, die with their holder, and are waited for with a bound."""
+"""Build locks exclude other processes, end with their holder, and are waited for up to a limit."""
 
 from __future__ import annotations
 

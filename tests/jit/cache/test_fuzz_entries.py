@@ -1,4 +1,4 @@
-"""Whatever is in a meta.json or in an entry's files, it is refused or it is what was published."""
+"""A changed meta.json or file of an entry is refused, or the entry is what was published."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MADE = make()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to every value inside of a JSON document."""
+    """The path of keys and indices to every value of a JSON document."""
     if not isinstance(value, (dict, list)):
         return [path]
     inner = value.items() if isinstance(value, dict) else enumerate(value)

@@ -16,7 +16,7 @@ CLANG = CompilerIdentity("clang-19.1.0-00000000", "clang 19.1.0")
 
 @dataclass(frozen=True)
 class Made:
-    """An entry that is in no store yet."""
+    """An entry that no store holds yet."""
 
     key: str
     compiler_id: str
@@ -45,7 +45,7 @@ def make(
     target: str = "cpu:generic",
     **more: object,
 ) -> Made:
-    """An entry whose artifact holds its key, as every one does, in front of `content`."""
+    """An entry whose artifact is its key, which every artifact must hold, and `content`."""
     key = key_of(spec, target)
     files = {
         "artifact.so": f"artifact of {key}".encode() + content,
@@ -78,7 +78,7 @@ def publish(
     created: str = "2026",
     spec: str = "{}",
 ) -> Entry:
-    """Publishes a build as the compiler's road does."""
+    """Publishes an entry as a build does, from a staging folder."""
     key = key_of(spec)
     with store.staging() as staging:
         staging.joinpath("artifact.so").write_text(f"artifact of {key}{content}")
@@ -89,8 +89,8 @@ def publish(
 
 
 def tree(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Every path below `root` with its change time and content."""
+    """`root` and every path below it with its mtime and content."""
     return {
         str(path): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
-        for path in sorted(root.rglob("*"))
+        for path in (root, *sorted(root.rglob("*")))
     }

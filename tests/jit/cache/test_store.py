@@ -1,4 +1,4 @@
-"""Entries are whole or absent, verified when read, never read from where others can write."""
+"""Entries are complete or absent, verified when read, and refused where others may write."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def lie_about_compiler(entry: Path) -> None:
 
 
 def lie_about_artifact(entry: Path) -> None:
-    """Another kernel's artifact with its right digest: only the key inside tells."""
+    """The artifact of another kernel, with its digest: only the key in the artifact shows it."""
     other = make('{"other":1}').files["artifact.so"]
     entry.joinpath("artifact.so").write_bytes(other)
     meta = json.loads(entry.joinpath("meta.json").read_text())
@@ -212,7 +212,7 @@ def test_moving_away_what_is_gone_does_nothing(cache_root: Path) -> None:
 
 
 def test_a_sound_entry_that_took_a_corrupt_ones_place_is_not_moved_away(cache_root: Path) -> None:
-    """Two processes see the corrupt one; the first moves it away and builds anew."""
+    """Two processes find the corrupt entry; the first one moves it away and builds it again."""
     store = Store(cache_root)
     path = publish(store).path
     flip_bit(path)

@@ -1,4 +1,4 @@
-"""Folders and packs behind the user's own: which serves, and what the others say of themselves."""
+"""Folders and packs behind the user's own folder: which one serves, and the others' reasons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY = key_of()
 
 
 def request(spec: str = "{}", target: str = TARGET) -> Request:
-    """A kernel that may not be rendered."""
+    """A kernel request that must be a hit: rendering it is an error."""
 
     def never() -> str:
         raise AssertionError("a hit renders nothing")
@@ -38,6 +38,7 @@ def request(spec: str = "{}", target: str = TARGET) -> Request:
 
 
 def wanted(spec: str = "{}", target: str = TARGET) -> Request:
+    """A kernel request that may be built."""
     return Request(spec, "kernel.cpp.j2", target, lambda: "int x;")
 
 
@@ -248,7 +249,7 @@ def test_a_pack_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
 def test_below_a_folder_that_others_write_what_was_verified_is_loaded(
     new_cache, fake_build, cache_root: Path, tmp_path: Path, loose: str
 ) -> None:
-    """They could put another folder in place of ours, after the check and before the loading."""
+    """Others could replace our folder between the check and the loading of the artifact."""
     _, module = new_cache().load_stepping([wanted()])
     artifact = Path(module.path)
     assert artifact.is_relative_to(cache_root)
@@ -397,8 +398,8 @@ def test_an_artifact_that_cannot_be_loaded_is_a_miss_never_quarantined(
 def test_a_build_that_cannot_be_loaded_from_its_folder_is_loaded_from_memory(
     new_cache, fake_build, cache_root: Path
 ) -> None:
-    """As where the cache lies on a file system without the right to execute."""
-    from .conftest import FakeModule
+    """As where the cache lies on a file system that is mounted noexec."""
+    from tests.jit.conftest import FakeModule
 
     def noexec(path: str) -> FakeModule:
         if path.startswith(str(cache_root)):

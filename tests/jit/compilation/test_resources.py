@@ -1,4 +1,4 @@
-"""Reports of ptxas, read and compared with budgets."""
+"""ptxas reports are parsed and compared with budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store is kept below a number of bytes: the least recently used kernels go, none in use."""
+"""A store is kept below a size: the least recently used kernels are evicted, none in use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY_S = 86400.0
 
 
 def add(store: Store, name: int, *, used_days_ago: float, content: bytes = b"") -> Entry:
-    """An entry that was made 100 days ago and last used some days ago."""
+    """An entry that was made 100 days ago and last used `used_days_ago`."""
     entry = adopt(store, make(f'{{"name":{name}}}', content=content))
     used = NOW - used_days_ago * DAY_S
     for path in (*entry.path.iterdir(), entry.path):
@@ -189,7 +189,7 @@ def test_one_that_comes_into_use_while_it_is_removed_is_put_back(
     move = Store.move_aside
 
     def use_first(self: Store, path: Path, place: str) -> Path | None:
-        # Mapped after the first look, before the entry has moved.
+        # The artifact is mapped after the first look at the maps and before the entry is moved.
         hold(path / "artifact.so")
         return move(self, path, place)
 
@@ -254,7 +254,7 @@ def test_a_build_makes_room_for_itself_where_there_is_a_limit(
 
 
 def test_a_hit_makes_a_kernel_recently_used(store: Store) -> None:
-    """Where the file system keeps access times at all: most do, once a day."""
+    """By its atime, where the file system updates it: most do so once a day (relatime)."""
     entry = add(store, 1, used_days_ago=30)
     before = entry.artifact.stat().st_atime
     assert store.find(key_of('{"name":1}'), GCC.id)

@@ -1,4 +1,4 @@
-"""Packs that wheels brought: found by metadata alone, and checked as any pack."""
+"""Packs of installed wheels: found by metadata, without an import, and checked as any pack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.cli.kernels import listed
-from flashattn_jit.inspect.doctor import cache as _check_cache
+from flashattn_jit.inspect.doctor import cache as cache_checks
 from flashattn_jit.inspect.doctor.check import Check
 from flashattn_jit.jit.cache import installed_packs
 from flashattn_jit.jit.cache.layers import Answer, PackLayer
@@ -35,7 +35,10 @@ def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def install(
     site: Path, name: str, kernel: str | None, *, version: str = "1.0", value: str = ""
 ) -> Path:
-    """What pip leaves of a wheel with a pack of one entry; the pack's place. None: no pack."""
+    """Writes the files that pip installs of a wheel with a pack of one kernel.
+
+    Returns the path of the pack. kernel: None for a wheel whose pack is missing.
+    """
     package = name.replace("-", "_").lower()
     info = site / f"{package}-{version}.dist-info"
     info.mkdir(parents=True)
@@ -76,7 +79,7 @@ def answer(path: Path, key: str) -> Answer:
 
 
 def check_of_doctor() -> Check:
-    (check,) = [c for c in _check_cache.layers() if c.name == "cache, installed"]
+    (check,) = [c for c in cache_checks.layers() if c.name == "cache, installed"]
     return check
 
 
@@ -154,7 +157,7 @@ def torn(path: Path) -> None:
 
 
 def elsewhere(path: Path) -> None:
-    """Behind a link in a folder that all may write to."""
+    """Replaces the pack by a symlink to a folder that others may write to."""
     place = path.parents[2] / "open" / "kernels.pack"
     place.parent.mkdir(mode=0o777)
     place.parent.chmod(0o777)
@@ -206,7 +209,7 @@ def test_a_pack_may_be_writable_to_the_group_that_may_write_to_this_package(
     ):
         own.chmod(of_package)
         path.chmod(mode)
-        os.utime(path, ns=(mode * 10**9 + of_package,) * 2)  # opened anew
+        os.utime(path, ns=(mode * 10**9 + of_package,) * 2)  # another mtime: it is opened again
         assert bool(answer(path, key).found) == is_taken
         assert (check_of_doctor().status == "error") != is_taken
 

@@ -1,4 +1,4 @@
-"""A key depends on what decides the artifact, and on nothing else."""
+"""A key depends on everything that the artifact is made of, and on nothing else."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ GENERATOR = {
 
 
 def test_the_generator_is_what_renders_and_what_lowers() -> None:
-    """What else a module of it imported by accident would change every key with each edit."""
+    """A module that the generator imported by accident would change every key with each edit."""
     places = env.templates_dir(), env.include_dir(), env.PACKAGE_DIR
     reached = reached_sources("cpu/attention.cpp.j2", *places)
     modules = {name.removeprefix("package/") for name in reached if name.startswith("package/")}

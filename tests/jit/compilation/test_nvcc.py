@@ -1,4 +1,4 @@
-"""The real nvcc: what CUDA artifacts need and hold, what errors say, what is left as it was."""
+"""The real nvcc: contents and dependencies of CUDA artifacts, errors, unchanged global state."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from flashattn_jit.jit.compilation.compile_job import BuildFailure, Compiler, Sp
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
+from tests.toolkit import needs_nvcc
 
-SOURCE = Path(__file__).with_name("minimal_artifact.cu").read_text()
+SOURCE = (Path(__file__).parents[1] / "minimal_artifact.cu").read_text()
 KEY = "0123456789abcdef" * 4
 FILES = {"artifact.so", "kernel.cu", "kernel.ptx", "build.log", "command", "resources.json"}
-
-needs_nvcc = pytest.mark.skipif(
-    find_compiler("sm_80") is None, reason="needs nvcc: install a CUDA toolkit"
-)
 
 
 def build(staging: Path, source: str = SOURCE, target: str = "sm_80") -> bytes:
@@ -329,7 +326,7 @@ def test_identities_name_both_compilers() -> None:
 
 @pytest.fixture
 def cache(sources: Path) -> KernelCache:
-    include = Path(__file__).parents[2] / "csrc" / "include" / "fajit"
+    include = Path(__file__).parents[3] / "csrc" / "include" / "fajit"
     for name in ("abi.h", "cuda/lean/cuda_runtime.h"):
         path = sources / "include" / "fajit" / name
         path.parent.mkdir(parents=True, exist_ok=True)
