@@ -19,7 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import late_binding, variants
+from . import forwards as forwards
+from . import variants
 from ._extension import require_extension
 from ._version import __version__ as __version__
 from .errors import (
@@ -209,8 +210,6 @@ def _import_core() -> None:
     try:
         for name in (name for names in _CORE.values() for name in names):
             __getattr__(name)
-        for name in ("compose", "rename"):
-            late_binding.upper(name)
     finally:
         if collects:
             gc.enable()

@@ -41,7 +41,7 @@ LAYERS = (
     ("integrations",),
     ("kv",),
     ("cli",),
-    ("__main__", "__init__"),
+    ("forwards", "__main__", "__init__"),
 )
 """Parts of the package, lowest first: a part imports from its own layer and from lower ones. A
 file belongs to the longest name that it begins with."""
