@@ -21,10 +21,10 @@ from benchmarks.parts.cache_deploy import pack_rows, warm_rows
 from benchmarks.parts.cache_folder import fresh_cache, words_of
 from benchmarks.parts.measure import Row, Run, arguments, median, ratio, report, time_row
 from benchmarks.parts.progress import say, steps
-from flashattn_jit.codegen.spec import Request, default_target
+from flashattn_jit.codegen.spec import BuildRequest, default_target
 from flashattn_jit.jit.compilation.nvcc import find_toolkit
 from flashattn_jit.jit.module import default, prepare_kernel
-from flashattn_jit.planner.tiles import Problem, choose, requests_of
+from flashattn_jit.planner.tiles import Problem, build_requests, choose
 from flashattn_jit.variants.ir.ir import VariantIR
 
 _HERD = 16
@@ -82,10 +82,10 @@ print(time.perf_counter() - begin, len(failed))
 """
 
 
-def wanted(rows: int, dtype: str, target: str | None = None) -> tuple[Request, ...]:
+def wanted(rows: int, dtype: str, target: str | None = None) -> tuple[BuildRequest, ...]:
     """The kernel requests of unmasked attention with `rows` query rows, head dim 128."""
     problem = Problem((rows,), (1024,), 1, 1, 128, 128, *[dtype] * 3)
-    return requests_of(choose(VariantIR(()), problem, target or default_target()))
+    return build_requests(choose(VariantIR(()), problem, target or default_target()))
 
 
 def look_up_rows(options: argparse.Namespace) -> list[Row]:

@@ -15,7 +15,7 @@ from benchmarks.parts import gpu_mods as mods
 from benchmarks.parts.progress import say, steps
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.planner.tiles import Problem, choose, requests_of
+from flashattn_jit.planner.tiles import Problem, build_requests, choose
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
 
@@ -60,7 +60,7 @@ def spec_of(want: Want, target: str) -> KernelSpec:
 def compile_one(want: Want, target: str) -> str:
     """Compile one kernel into the cache; returns the error, or an empty text."""
     try:
-        load_stepping(requests_of(spec_of(want, target)))
+        load_stepping(build_requests(spec_of(want, target)))
     except Exception as error:  # the row that needs the kernel raises it again
         return f"{want}: {type(error).__name__}: {error}"
     return ""

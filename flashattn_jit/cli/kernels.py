@@ -22,7 +22,7 @@ from ..jit.cache.layers import FolderLayer, local_layers
 from ..jit.cache.pack_file import PackedEntry
 from ..jit.cache.store import Store
 from ..jit.compilation.toolchain import key_of
-from ..planner.tiles import request_of
+from ..planner.tiles import build_request
 from ..variants.ir.ir import fitting_name
 from .variant_names import is_file
 
@@ -163,7 +163,7 @@ def named(text: str) -> list[tuple[AnySpec, KernelKey]]:
     """
     if text.lstrip().startswith("{"):
         spec = spec_from_document(text)
-        return [(spec, key_of(request_of(spec)))]
+        return [(spec, key_of(build_request(spec)))]
     match = _LINE.fullmatch(text)
     if match is None:
         raise InputError("the name of a kernel is empty, or has a line break")
@@ -174,7 +174,7 @@ def named(text: str) -> list[tuple[AnySpec, KernelKey]]:
         if match["line"] and not 1 <= number <= len(lines):
             raise InputError(f"{match['path']} has {len(lines)} lines, not {number}")
         chosen = lines[number - 1 : number] if number else lines
-        return [(line.spec, key_of(request_of(line.spec))) for line in chosen]
+        return [(line.spec, key_of(build_request(line.spec))) for line in chosen]
     if not _PREFIX.fullmatch(text):
         raise InputError(f"{text!r} is no key, no manifest that exists, and no spec as JSON")
     one = find(text)[0]

@@ -27,7 +27,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from ..variants.variant import Variant
 
-_PLACE = re.compile(r"(?P<place>[^:]+):(?P<name>[A-Za-z_]\w*)")
+_SOURCE = re.compile(r"(?P<source>[^:]+):(?P<name>[A-Za-z_]\w*)")
 _FORMS = (
     "a variant is a name of the library such as Causal or SlidingWindow(4096), file.py:NAME or "
     "module:NAME"
@@ -47,8 +47,8 @@ def variant_of(text: str) -> Variant:
     """The variant that `text` names. Raises InputError, and what its code raises."""
     from ..deploy.wanted.structures import parse_variant
 
-    if place := _PLACE.fullmatch(text.strip()):
-        return parse_variant(_attribute(place["place"], place["name"]))
+    if source := _SOURCE.fullmatch(text.strip()):
+        return parse_variant(_attribute(source["source"], source["name"]))
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as error:
@@ -147,25 +147,25 @@ def _library(name: str) -> Any:
     return getattr(library, names[name.lower()])
 
 
-def _attribute(place: str, name: str) -> Any:
-    if place.endswith(".py"):
-        module = _run_file(Path(place).absolute())
+def _attribute(source: str, name: str) -> Any:
+    if source.endswith(".py"):
+        module = _run_file(Path(source).absolute())
     else:
         # As `python -m` does: a module of the working directory is found.
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
         try:
-            module = importlib.import_module(place)
+            module = importlib.import_module(source)
         except ModuleNotFoundError as error:
-            if error.name and place.startswith(error.name):
+            if error.name and source.startswith(error.name):
                 raise InputError(
-                    f"no module named {place!r}; a file is named {place}.py:{name}"
+                    f"no module named {source!r}; a file is named {source}.py:{name}"
                 ) from None
             raise
     try:
         return getattr(module, name)
     except AttributeError:
-        raise InputError(f"{place} defines no {name!r}") from None
+        raise InputError(f"{source} defines no {name!r}") from None
 
 
 def _run_file(path: Path) -> Any:

@@ -216,7 +216,7 @@ def device_target(index: int) -> str:
     return cuda_target(*device_capability(index))
 
 
-def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None) -> str:
+def call_target(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None) -> str:
     """The target of a call on these tensors: `target` if it is given.
 
     Raises:
@@ -233,13 +233,13 @@ def place(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str | None)
     return target
 
 
-def place_utility(tensor: torch.Tensor, target: str | None) -> str:
-    """As `place`, for kernels that move data and take any dtype."""
-    return place_on(tensor.device, target)
+def utility_target(tensor: torch.Tensor, target: str | None) -> str:
+    """As `call_target`, for kernels that move data and take any dtype."""
+    return device_target_of(tensor.device, target)
 
 
-def place_on(device: torch.device, target: str | None) -> str:
-    """As `place`, before there are tensors: dtypes are not checked."""
+def device_target_of(device: torch.device, target: str | None) -> str:
+    """As `call_target`, before there are tensors: dtypes are not checked."""
     if device.type != "cuda":
         return resolve_target(target)
     return _checked(target, device)
@@ -405,7 +405,7 @@ def tile_words(
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BuildRequest:
     """One kernel request.
 
     spec: the canonical JSON of its spec, target included. template: its root template's name below

@@ -13,7 +13,7 @@ from ..jit.cache.misses import build_command, nearest_in
 from ..jit.cache.remote import layers
 from ..jit.cache.store import Store
 from ..jit.compilation.toolchain import find_compiler, identify, key_of
-from ..planner.tiles import requests_of
+from ..planner.tiles import build_requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def look_up(spec: AnySpec) -> LookUp:
     compiler = None if mode == "never" else find_compiler(spec.target)
     recall = Store(env.cache_dir()).recall_compiler
     compiler_id = identify(compiler, recall).id if compiler else None
-    tiles = [key_of(request) for request in requests_of(spec)]
+    tiles = [key_of(request) for request in build_requests(spec)]
     searched_in = layers()
     key, stepped = tiles[0], None
     while True:

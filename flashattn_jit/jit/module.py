@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from flashattn_jit import _C, env
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import AbiError, CacheError, CompileError, Searched, TargetError
 from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, CorruptEntryError
 from flashattn_jit.jit.cache.layers import (
@@ -60,7 +60,7 @@ KernelSource = Literal["memory", "disk", "remote", "compiler"]
 class Loaded:
     """A kernel in memory: the first request that led to it, and its module."""
 
-    request: Request
+    request: BuildRequest
     module: _C.Module
 
 
@@ -104,7 +104,7 @@ class KernelCache:
         """The module of a spec if this process has loaded it."""
         return self._modules.get(spec)
 
-    def load_stepping(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
+    def load_stepping(self, requests: Sequence[BuildRequest]) -> tuple[int, _C.Module]:
         """The first of `requests` that does not spill registers: its index and its module.
 
         requests: one kernel on tiles of decreasing size. The last one is used even if it spills.
@@ -131,7 +131,7 @@ class KernelCache:
                 self._modules[first] = module
         return self._index(requests), module
 
-    def prepare(self, requests: Sequence[Request]) -> Prepared:
+    def prepare(self, requests: Sequence[BuildRequest]) -> Prepared:
         """Like `load_stepping`, but only puts the kernel into the cache and loads nothing.
 
         This machine need not be able to run the target. Raises the errors of `load_stepping`, and
@@ -140,7 +140,7 @@ class KernelCache:
         with self._only_thread(f"prepare {requests[0].spec}"):
             return _prepared(*self._resolver(_check_artifact, loads=False).resolve(requests))
 
-    def find_prepared(self, requests: Sequence[Request]) -> Prepared | None:
+    def find_prepared(self, requests: Sequence[BuildRequest]) -> Prepared | None:
         """The kernel that `prepare` would find without compiling or fetching, or None."""
         found = self._resolver(_check_artifact, loads=False).find(requests)
         return None if found is None else _prepared(*found)
@@ -181,7 +181,7 @@ class KernelCache:
     def _resolver(self, use: Callable[[Found], T], loads: bool = True) -> Resolver[T]:
         return Resolver(use, self._build, self.counters, loads)
 
-    def _index(self, requests: Sequence[Request]) -> int:
+    def _index(self, requests: Sequence[BuildRequest]) -> int:
         first = requests[0].spec
         taken = self._taken.get(first, first)
         if taken is first:
@@ -261,7 +261,7 @@ class Resolver(Generic[T]):
     compiler: Compiler | None = None
     identity: CompilerIdentity | None = None
 
-    def resolve(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]]:
+    def resolve(self, requests: Sequence[BuildRequest]) -> tuple[int, Obtained[T]]:
         """The first of `requests` that is not replaced by a smaller tile, and its index.
 
         Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError.
@@ -273,7 +273,7 @@ class Resolver(Generic[T]):
         assert found is not None
         return found
 
-    def find(self, requests: Sequence[Request]) -> tuple[int, Obtained[T]] | None:
+    def find(self, requests: Sequence[BuildRequest]) -> tuple[int, Obtained[T]] | None:
         """Like `resolve`, but builds nothing: None if no folder or pack has the kernel."""
 
         def search(wanted: Wanted) -> Obtained[T] | str | None:
@@ -283,7 +283,7 @@ class Resolver(Generic[T]):
         return None if self.mode == "always" else self._stepping(requests, search)
 
     def _stepping(
-        self, requests: Sequence[Request], obtain: Callable[[Wanted], Obtained[T] | str | None]
+        self, requests: Sequence[BuildRequest], obtain: Callable[[Wanted], Obtained[T] | str | None]
     ) -> tuple[int, Obtained[T]] | None:
         """The result of `obtain` for the first request, or for the smaller tile replacing it."""
         if self.mode != "never":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .. import _C
-from ..codegen.spec import UtilitySpec, on_cpu, place_utility
+from ..codegen.spec import UtilitySpec, on_cpu, utility_target
 from ..codegen.targets import compiled_target
 from ..errors import InputError
 from ..torch_modes import is_direct
@@ -127,7 +127,7 @@ def run_append(
                 f"request {b} has {new_len} new tokens, but paged gives it kv_len={kv_len}, which "
                 "counts them: append its pages and last_page_len first"
             )
-    target = place_utility(k, target)
+    target = utility_target(k, target)
     if k.shape[0] == 0:
         return
     if on_cpu(target):

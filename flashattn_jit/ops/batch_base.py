@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, place_on
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, device_target_of, on_cpu
 from ..errors import InputError
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
@@ -100,7 +100,7 @@ class BatchBase:
                 "cuda_graph=True needs limits=fa.Limits(...): a captured run has a fixed grid and "
                 "fixed buffers, whose sizes follow from the largest batch"
             )
-        resolved = place_on(own, target)
+        resolved = device_target_of(own, target)
         if not on_cpu(resolved):
             stand_ins = [
                 torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)
@@ -192,11 +192,11 @@ class BatchBase:
         result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
         return result if lse is None else (result, lse)
 
-    def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
+    def check_devices(self, q: Any, k: Any, v: Any, out: Any) -> None:
         """Raises InputError for arguments that are no tensors on the object's device."""
         for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
             if name != "out" or out is not None:
-                batch_run.check_place(name, tensor, self._kernels.options.device)
+                batch_run.check_device(name, tensor, self._kernels.options.device)
 
     def in_force(self) -> Planned:
         """The plan that runs use. Raises InputError if there is none."""

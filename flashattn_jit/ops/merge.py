@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .. import _C
-from ..codegen.spec import on_cpu, place_utility
+from ..codegen.spec import on_cpu, utility_target
 from ..errors import InputError
 from ..torch_modes import is_direct
 from .arguments import checks
@@ -97,7 +97,7 @@ def merge(
     outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, target: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op's implementation; `merge_states` has checked the states."""
-    target = place_utility(outs[0], target)
+    target = utility_target(outs[0], target)
     if not on_cpu(target):
         from .launching import merge_device
 

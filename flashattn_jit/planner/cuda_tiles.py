@@ -78,14 +78,14 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
     """`spec` with each tile of a row class that fits its target, in order of preference."""
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
-    placed = (
+    tiled = (
         replace(
             spec, tile_kind=kind, tile_q=t.tile_q, tile_kv=t.tile_kv, num_warps=t.num_warps,
             num_stages=1,
         )
         for t in preferences(rows, widest, spec.target)
     )  # fmt: skip
-    return tuple(s for p in placed if fits(s := with_stages(p)))
+    return tuple(s for p in tiled if fits(s := with_stages(p)))
 
 
 def with_stages(spec: KernelSpec) -> KernelSpec:
@@ -112,7 +112,7 @@ def in_flight_bytes(spec: KernelSpec) -> int:
     return (spec.num_stages - 1) * stage * ctas_per_sm(spec) if fits(spec) else 0
 
 
-def place(spec: KernelSpec, rows: int) -> KernelSpec:
+def with_tile(spec: KernelSpec, rows: int) -> KernelSpec:
     """`spec` with the tile of a row class: the first of `ladder` with enough resident warps
     (`shares_well`), else the first."""
     tiles = ladder(spec, rows)
@@ -157,7 +157,7 @@ def spare_registers(spec: KernelSpec) -> int:
 def considered(chosen: KernelSpec, packed_rows: int) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, shared bytes, chosen, reason) of the choice and of the other candidates."""
     rows = row_class(packed_rows)
-    why = {place(chosen, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
+    why = {with_tile(chosen, n): _against_class(n, packed_rows) for n in ROW_CLASSES if n != rows}
     why |= {s: for_or_against(s, chosen, packed_rows) for s in ladder(chosen, rows)}
     order = sorted(why, key=lambda s: (s != chosen, -s.tile_q, -s.tile_kv))
     return [(s, shared_bytes(s), s == chosen, why[s]) for s in order]

@@ -37,7 +37,7 @@ from ..codegen.spec import DTYPE_BYTES, FEATURES, AnySpec, KernelSpec, UtilitySp
 from ..codegen.targets import compiled_target, is_cuda
 from ..errors import InputError
 from ..variants.ir.ir import VariantIR, unscaled_integers
-from .tiles import placed
+from .tiles import kernels_by_rows
 
 FORMATS = (
     "dense", "block_mask", "ragged", "paged", "sparse", "cascade", "tree", "block_bits",
@@ -77,7 +77,7 @@ def reachable(
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that calls of the variant in these formats can request, most rows first.
 
-    Fallbacks for kernels that spill registers are not included: `requests_of` adds them.
+    Fallbacks for kernels that spill registers are not included: `build_requests` adds them.
 
     Args:
         variant: the variant's IR.
@@ -105,7 +105,7 @@ def _kernels(
     if not takes_dtypes(target, dtypes) or unscaled_integers(variant.has, *dtypes[1:]):
         return ()
     features = [f for wanted in formats for f in _features(wanted, target, head_dims)]
-    return placed(variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name)
+    return kernels_by_rows(variant, head_dims, dtypes, target, tuple(dict.fromkeys(features)), name)
 
 
 def _features(wanted: str, target: str, head_dims: tuple[int, int]) -> Iterator[tuple[str, ...]]:

@@ -24,8 +24,8 @@ from ..codegen.budget import LIMITS, WARP, register_budget, shared_bytes
 from ..codegen.spec import (
     DTYPE_BYTES,
     AnySpec,
+    BuildRequest,
     KernelSpec,
-    Request,
     TileKind,
     matrix_dtype,
     name_of,
@@ -146,7 +146,7 @@ def on_tiles(target: str, matrix: str) -> bool:
     return has_amx(target) and matrix == "bfloat16"
 
 
-def place_on_cpu(spec: KernelSpec, kind: TileKind) -> KernelSpec:
+def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
     """`spec` with the CPU tile of a tile kind."""
     if kind == "few_row":
         tile_q = few_rows(spec.target, spec.q_dtype)
@@ -157,7 +157,7 @@ def place_on_cpu(spec: KernelSpec, kind: TileKind) -> KernelSpec:
 
 
 def _touched_bytes(spec: KernelSpec) -> int:
-    """`scratch_bytes` of a placed spec."""
+    """`scratch_bytes` of a spec with a tile."""
     matrix = matrix_dtype(spec.target, spec.q_dtype) if spec.tile_kind == "prefill" else "float32"
     return scratch_bytes(spec.tile_q, spec.tile_kv, spec.head_dim, spec.head_dim_v, matrix)
 
@@ -166,7 +166,7 @@ def _considered_on_cpu(
     choice: KernelSpec, packed_rows: int
 ) -> list[tuple[KernelSpec, int, bool, str]]:
     """(spec, bytes accessed, chosen, reason) of each tile kind."""
-    prefill, few = place_on_cpu(choice, "prefill"), place_on_cpu(choice, "few_row")
+    prefill, few = with_cpu_tile(choice, "prefill"), with_cpu_tile(choice, "few_row")
     chosen = choice.tile_kind
     filled = min(1.0, packed_rows / prefill.tile_q) * 100
     return [
@@ -226,8 +226,8 @@ def choose_rows(
         variant, *dtypes, *head_dims, compiled_target(target), "prefill", 0, 0, features, name
     )
     if is_cuda(blank.target):
-        return cuda_tiles.place(blank, cuda_tiles.row_class(packed_rows))
-    return place_on_cpu(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
+        return cuda_tiles.with_tile(blank, cuda_tiles.row_class(packed_rows))
+    return with_cpu_tile(blank, tile_kind(packed_rows, blank.target, blank.q_dtype))
 
 
 def choose(
@@ -243,7 +243,7 @@ def choose(
     return choose_rows(variant, dims, dtypes, target, problem.packed_rows, features, name)
 
 
-def placed(
+def kernels_by_rows(
     variant: VariantIR,
     head_dims: tuple[int, int],
     dtypes: tuple[str, str, str],
@@ -457,15 +457,15 @@ class _Render:
         return render(self.spec)
 
 
-def request_of(spec: AnySpec) -> Request:
+def build_request(spec: AnySpec) -> BuildRequest:
     """The kernel request for one spec, without fallbacks."""
-    return Request(spec.document(), spec.template, spec.target, _Render(spec), name_of(spec))
+    return BuildRequest(spec.document(), spec.template, spec.target, _Render(spec), name_of(spec))
 
 
-def requests_of(spec: AnySpec) -> tuple[Request, ...]:
+def build_requests(spec: AnySpec) -> tuple[BuildRequest, ...]:
     """The kernel requests for `load_stepping`: `spec`, then its fallbacks on smaller tiles.
 
     Fallbacks replace a kernel that spills. Only attention kernels of CUDA targets have any.
     """
     others = fallbacks(spec) if isinstance(spec, KernelSpec) else ()
-    return tuple(request_of(s) for s in (spec, *others))
+    return tuple(build_request(s) for s in (spec, *others))

@@ -17,7 +17,7 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner import tiles
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import build_request
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.ir.ir import VariantIR
@@ -33,8 +33,8 @@ def library(
 ) -> ctypes.CDLL:  # fmt: skip
     """The loaded artifact of a spec with the planner's tile; compiled where the cache lacks it."""
     blank = KernelSpec(ir, dtype, dtype, dtype, *dims, target, kind, 0, 0, features)
-    spec = tiles.place_on_cpu(blank, kind)
-    module = default.load_stepping([request_of(spec)])[1]
+    spec = tiles.with_cpu_tile(blank, kind)
+    module = default.load_stepping([build_request(spec)])[1]
     return ctypes.CDLL(str(module.path))
 
 

@@ -24,7 +24,7 @@ from flashattn_jit.errors import FlashAttnJitError, ManifestError
 from flashattn_jit.jit.cache.entry import ARTIFACT
 from flashattn_jit.jit.module import KernelCache
 from flashattn_jit.planner.reachable import reachable, utilities
-from flashattn_jit.planner.tiles import request_of, requests_of
+from flashattn_jit.planner.tiles import build_request, build_requests
 from flashattn_jit.variants.ir.ir import OPS, VariantIR, unscaled_integers
 from flashattn_jit.variants.lower.expressions import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
@@ -106,7 +106,7 @@ def test_hooks_given_as_cpp_text_come_back_and_are_marked() -> None:
 
 def test_requests_go_to_other_processes() -> None:
     for spec in (cpp_spec(), plain(), UtilitySpec("append_paged_kv", "sm_80", 4)):
-        request = pickle.loads(pickle.dumps(request_of(spec)))
+        request = pickle.loads(pickle.dumps(build_request(spec)))
         assert request.spec == spec.document() and request.template == spec.template
         assert request.render() == render(spec)
 
@@ -407,7 +407,7 @@ def test_what_comes_back_compiles_to_the_same_artifact(
     found = []
     for number, one in enumerate((spec, spec_from_document(spec.document(), "read back"))):
         monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(tmp_path / str(number)))
-        prepared = KernelCache().prepare(requests_of(one))
+        prepared = KernelCache().prepare(build_requests(one))
         assert prepared.layer == "compiler"
         artifact = prepared.path / ARTIFACT
         found.append((prepared.key, artifact.read_bytes()))

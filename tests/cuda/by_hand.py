@@ -18,7 +18,7 @@ from flashattn_jit import _C
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.module import kernel_ptx, load_stepping
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import build_request
 from flashattn_jit.variants.binding import Bound
 from tests.abi import Args, Launch, TensorParam
 
@@ -120,7 +120,7 @@ class ByHand:
 
 def artifact_of(spec: KernelSpec) -> tuple[ctypes.CDLL, str]:
     """The host part of a kernel's artifact, and its PTX."""
-    module = load_stepping([request_of(spec)])[1]
+    module = load_stepping([build_request(spec)])[1]
     return ctypes.CDLL(module.path), ptx_of_artifact(spec, kernel_ptx(module))
 
 

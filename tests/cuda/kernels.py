@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import KernelSpec, Request, TileKind
+from flashattn_jit.codegen.spec import BuildRequest, KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation import nvcc
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.ptxas_report import Report, load_report
 from flashattn_jit.jit.compilation.toolchain import find_compiler
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.planner.tiles import fallbacks, placed
+from flashattn_jit.planner.tiles import fallbacks, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.variant import Dims, as_variant
 from tests import rotation
@@ -110,7 +110,7 @@ def specs(
     features: tuple[str, ...] = (),
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that the planner reaches for a case on a target."""
-    return placed(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
+    return kernels_by_rows(ir_of(name), head_dims, (dtype_of(target),) * 3, target, (features,))
 
 
 def spec_of(name: str, target: str, kind: TileKind) -> KernelSpec:
@@ -122,7 +122,7 @@ def compiled(spec: KernelSpec) -> Compiled:
     """The cache entry of a kernel, compiled as for a call: a spill takes a smaller tile."""
     tiles = (spec, *fallbacks(spec))
     requests = [
-        Request(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
+        BuildRequest(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
         for tile in tiles
     ]
     place, module = load_stepping(requests)

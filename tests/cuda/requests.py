@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.planner.tiles import placed
+from flashattn_jit.planner.tiles import kernels_by_rows
 from flashattn_jit.variants.binding import Bound
 from flashattn_jit.variants.variant import Dims
 from tests.cuda.by_hand import ByHand, ints
@@ -109,7 +109,7 @@ class Batch:
         self.token = self._random(self.tokens).float()
         self.slot = self._random(self.num_slots).float()
         self.bound = self._bind()
-        specs = placed(
+        specs = kernels_by_rows(
             self.bound.ir, (head_dim, head_dim), (str(self.dtype).removeprefix("torch."),) * 3,
             target, (features,),
         )  # fmt: skip

@@ -17,7 +17,7 @@ from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
-from flashattn_jit.planner.tiles import fallbacks, request_of
+from flashattn_jit.planner.tiles import build_request, fallbacks
 from tests import rotation
 from tests.cuda.kernels import (
     FEATURE_SETS,
@@ -87,7 +87,7 @@ def test_kernels_that_are_no_attention_on_every_target(target: str) -> None:
     utilities = [UtilitySpec("merge_states", target)]
     utilities += [UtilitySpec("append_paged_kv", target, unit_bytes=n) for n in (1, 16)]
     for spec in utilities:
-        module = load_stepping([request_of(spec)])[1]
+        module = load_stepping([build_request(spec)])[1]
         report = load_report(Path(module.path).with_name("resources.json"))
         assert report.kernels
         assert report.complaints() == []

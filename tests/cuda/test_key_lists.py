@@ -80,7 +80,7 @@ def _once(entries: Sequence[int]) -> list[int]:
     return [e for e in entries if e < 0 or not (e in seen or seen.add(e))]
 
 
-def requests_of(kind: str) -> list[Request]:
+def build_requests(kind: str) -> list[Request]:
     """Four requests; the last one has no keys, so its lists name none."""
     rows = (1, 5, 8, 2) if kind == "few_row" else (35, 5, 17, 2)
     lens = (200, 64, 101, 0)
@@ -109,7 +109,7 @@ def listed(
 ) -> tuple[Batch, ByHand, Callable[..., Any]]:
     """Requests whose keys are those of random lists; K of the others is NaN."""
     features = ("sparse", "paged") if paged else ("sparse",)
-    batch = Batch(requests_of(kind), kind, target, features, seed=block, stages=stages)
+    batch = Batch(build_requests(kind), kind, target, features, seed=block, stages=stages)
     lists = Lists(batch, block)
     lists.hide_others(batch)
     words = [item.words() for item in items_of(batch, lists)]
@@ -135,7 +135,7 @@ def test_lists_in_any_order_with_holes(
 
 def cut_lists(kind: str) -> tuple[Batch, ByHand, Callable[..., Any]]:
     """Items that begin at no multiple of a block; an end behind the last entry is clipped."""
-    batch = Batch(requests_of(kind)[:3], kind, "sm_80", ("sparse",))
+    batch = Batch(build_requests(kind)[:3], kind, "sm_80", ("sparse",))
     lists = Lists(batch, 4)
     work, merges, rows = list[list[int]](), list[list[int]](), 0
     for item in items_of(batch, lists):
@@ -215,7 +215,7 @@ def test_full_tiles_need_every_position_to_be_a_key(hole: int | None) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_keys_start_anywhere(kind: str) -> None:
     """With `unaligned`: head dims that are no multiple of 8."""
-    batch = Batch(requests_of(kind)[1:2], kind, "sm_90", ("sparse", "unaligned"), head_dim=20)
+    batch = Batch(build_requests(kind)[1:2], kind, "sm_90", ("sparse", "unaligned"), head_dim=20)
     lists = Lists(batch, 1)
     batch.launch([i.words() for i in items_of(batch, lists)], **lists.values()).run()
     batch.check(lambda b, head: lists.keys(batch, b, head))

@@ -13,7 +13,7 @@ from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops.device.cuda import LaunchTensors
 from flashattn_jit.ops.device.plan_memory import DeviceState, launch
-from flashattn_jit.planner.tiles import placed, request_of
+from flashattn_jit.planner.tiles import build_request, kernels_by_rows
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Dims
 from tests.planner.batch_plans import Level, Ragged, lengths
@@ -37,7 +37,9 @@ class OfEachRequest(fa.Variant):
 
 def spec_of(variant: fa.Variant, params: dict[str, object], kind: str) -> tuple[KernelSpec, object]:
     bound = variant.bind(Dims(3, HEADS, KV_HEADS, 40, 130, DIM, DIM), params)
-    specs = placed(bound.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("mixed_rows",),))
+    specs = kernels_by_rows(
+        bound.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("mixed_rows",),)
+    )
     return next(s for s in specs if s.tile_kind == kind), bound
 
 
@@ -69,7 +71,7 @@ def test_rows_of_three_requests_share_a_prefix(kind: str, q_lens: tuple[int, ...
         for kv_h in range(KV_HEADS)
         for row in range(0, tokens * group, spec.tile_q)
     ]  # fmt: skip
-    module = load_stepping([request_of(spec)])[1]
+    module = load_stepping([build_request(spec)])[1]
     core = _C.BatchCall(
         _C.BatchPlan.of_work(b"".join(work)), batch, (module, None), num_q_heads=HEADS,
         num_kv_heads=KV_HEADS, head_dim=DIM, head_dim_v=DIM,

@@ -10,7 +10,7 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
 from flashattn_jit.codegen.render import render
-from flashattn_jit.codegen.spec import KernelSpec, Request
+from flashattn_jit.codegen.spec import BuildRequest, KernelSpec
 from flashattn_jit.jit.cache.entry import ARTIFACT
 from flashattn_jit.jit.compilation.toolchain import flags_for, key_of
 from flashattn_jit.variants.reference import attention_reference
@@ -27,7 +27,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def key(spec: KernelSpec) -> str:
     render_it = lambda: render(spec)  # noqa: E731
-    return key_of(Request(spec.document(), spec.template, spec.target, render_it)).hex
+    return key_of(BuildRequest(spec.document(), spec.template, spec.target, render_it)).hex
 
 
 def test_its_kernel_is_keyed_and_compiled_for_the_suffix() -> None:

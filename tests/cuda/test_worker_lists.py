@@ -23,7 +23,7 @@ ROTATING = [
 ]
 
 
-def requests_of(kind: str) -> list[Request]:
+def build_requests(kind: str) -> list[Request]:
     """Long and short requests, one without rows and one without keys."""
     if kind == "few_row":
         return [
@@ -78,7 +78,7 @@ def dealt(work: Sequence[Item], num_workers: int, seed: int) -> tuple[list[list[
 
 def in_lists(kind: str, target: str) -> tuple[Batch, ByHand]:
     """Items with random cuts, in the lists of nine workers, and states in random order."""
-    batch = Batch(requests_of(kind), kind, target)
+    batch = Batch(build_requests(kind), kind, target)
     items = [
         Item(b, head, begin, end, 0, request.kv_len)
         for b, request in enumerate(batch.requests)
@@ -107,7 +107,7 @@ def test_one_worker_does_it_all(kind: str) -> None:
     """All items in one block give the same bits as one block for each item."""
     outs = []
     for lists in (False, True):
-        batch = Batch(requests_of(kind), kind, "sm_80")
+        batch = Batch(build_requests(kind), kind, "sm_80")
         words = [
             Item(b, head, begin, end, 0, request.kv_len).words()
             for b, request in enumerate(batch.requests)
@@ -124,7 +124,7 @@ def test_one_worker_does_it_all(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_without_work_write_nothing(kind: str) -> None:
-    batch = Batch(requests_of(kind), kind, "sm_80")
+    batch = Batch(build_requests(kind), kind, "sm_80")
     empty = torch.zeros(5, dtype=torch.int32)
     batch.launch([PADDING], worker_indptr=empty, num_workers=4).run()
     assert batch.out.isnan().all() and batch.lse.isnan().all()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.deploy.pack.pack import pack
 from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
@@ -48,7 +48,7 @@ def packed(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def load() -> object:
     return KernelCache().load_stepping(
-        [Request("{}", "cpu/attention.cpp.j2", "cpu:generic", lambda: SOURCE)]
+        [BuildRequest("{}", "cpu/attention.cpp.j2", "cpu:generic", lambda: SOURCE)]
     )[1]
 
 

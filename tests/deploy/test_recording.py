@@ -20,7 +20,7 @@ from flashattn_jit.jit.module import KernelCache, Loaded
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.ops.planning import batch_plan
 from flashattn_jit.planner.reachable import reachable
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import build_request
 from flashattn_jit.variants.params import Dims
 from tests import processes
 from tests.planner.asked import Asked, nothing_module
@@ -245,7 +245,7 @@ def test_fallbacks_are_recorded_as_they_were_asked_for(cache: KernelCache, artif
     ir = fa.Causal().bind(Dims(1, 2, 2, 8, 8, 64, 64), {}).ir
     spec = reachable(ir, (64, 64), ("float16",) * 3, "sm_80")[0]
     asked = Asked(_C.Module(artifact))
-    asked([request_of(spec)])
+    asked([build_request(spec)])
     cache._asked[spec.document()] = Loaded(asked.requests[0], asked._module)
     assert recording.ran_since(0)[0].document == spec.document()
     assert recording.ran_since(_C.begin_run_epoch()) == ()

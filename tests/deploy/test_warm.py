@@ -40,7 +40,7 @@ from flashattn_jit.jit.cache.misses import build_command
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import default
 from flashattn_jit.planner.reachable import FORMATS
-from flashattn_jit.planner.tiles import request_of
+from flashattn_jit.planner.tiles import build_request
 
 TARGET = "cpu:generic"
 HERE = {"head_dims": 16, "dtypes": "fp32", "formats": ["dense"], "targets": TARGET}
@@ -254,7 +254,7 @@ def test_names_that_calls_accept_are_built() -> None:
     report = warm(chosen, **HERE, jobs=1)
     assert [r.built for r in report.results] == [True, True]
     spec = wanted_specs(chosen, **HERE)[0]
-    request = request_of(spec)
+    request = build_request(spec)
     assert "flashattn-jit warm" in build_command(request.spec, request.name)
 
 
@@ -474,9 +474,9 @@ def test_entries_of_another_version_or_forged_ones_are_refused(
             for s in wanted_specs("Causal", **HERE):
                 if s.document() == spec["document"]:
                     from flashattn_jit.jit.compilation.toolchain import key_of
-                    from flashattn_jit.planner.tiles import request_of
+                    from flashattn_jit.planner.tiles import build_request
 
-                    key = key_of(request_of(s)).hex
+                    key = key_of(build_request(s)).hex
                     shipped = [{"key": key, "compiler_id": "gcc-1", "files": {"artifact.so": b"x"},
                                 "meta": {"key": key}}]  # fmt: skip
                     return result(key=key, entries=shipped if entries else [])

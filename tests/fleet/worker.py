@@ -262,11 +262,11 @@ def task_key(target: str = "cpu:avx2", dim: int = 8) -> Json:
     import flashattn_jit
     from flashattn_jit.jit.cache.entry import kernel_key
     from flashattn_jit.jit.compilation.toolchain import flags_for
-    from flashattn_jit.planner.tiles import Problem, choose, requests_of
+    from flashattn_jit.planner.tiles import Problem, build_requests, choose
     from flashattn_jit.variants.ir.ir import VariantIR
 
     problem = Problem((1,), (16,), 1, 1, dim, dim, *["float32"] * 3)
-    (request,) = requests_of(choose(VariantIR(()), problem, target))
+    (request,) = build_requests(choose(VariantIR(()), problem, target))
     key = kernel_key(request.spec, request.template, request.target, flags_for(request.target))
     return {"key": key.hex, "package": flashattn_jit.__file__}
 

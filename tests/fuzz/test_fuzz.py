@@ -15,7 +15,7 @@ from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import KernelSpec, host_target
 from flashattn_jit.codegen.targets import has_amx, included
 from flashattn_jit.jit.compilation.toolchain import find_compiler, flags_for
-from flashattn_jit.planner.tiles import placed
+from flashattn_jit.planner.tiles import kernels_by_rows
 from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.variant import Dims
 from tests import rotation
@@ -59,7 +59,7 @@ def spec_of(
     }  # fmt: skip
     bound = Fuzzed().bind(dims, params)
     name = str(dtype).removeprefix("torch.")
-    kernels = placed(bound.ir, (head_dim, head_dim_v), (name,) * 3, target, ((),))
+    kernels = kernels_by_rows(bound.ir, (head_dim, head_dim_v), (name,) * 3, target, ((),))
     return next(spec for spec in kernels if spec.tile_kind == kind)
 
 

@@ -15,7 +15,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import cuda_target
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops.attention import run_dense
-from flashattn_jit.planner.tiles import Problem, choose, fallbacks, requests_of
+from flashattn_jit.planner.tiles import Problem, build_requests, choose, fallbacks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Bound, as_variant
@@ -72,7 +72,7 @@ def compile_wanted(want: Want, target: str) -> str:
     )  # fmt: skip
     bound, title = _bound(case, shape)
     spec = choose(bound.ir, problem, target, want.features or features_for(shape), title)
-    taken = (spec, *fallbacks(spec))[load_stepping(requests_of(spec))[0]]
+    taken = (spec, *fallbacks(spec))[load_stepping(build_requests(spec))[0]]
     return f"{taken.tile_kind} {taken.tile_q} x {taken.tile_kv}"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import (
     AbiError,
     CompileError,
@@ -31,7 +31,7 @@ NewCache = Callable[[], KernelCache]
 
 def load(cache: KernelCache, spec: str = "{}", render: Callable[[], str] = lambda: "int x;") -> str:
     """Loads a kernel; returns the path of its artifact."""
-    return cache.load_stepping([Request(spec, "kernel.cpp.j2", TARGET, render)])[1].path
+    return cache.load_stepping([BuildRequest(spec, "kernel.cpp.j2", TARGET, render)])[1].path
 
 
 def never() -> str:
@@ -45,8 +45,8 @@ def entries(root: Path) -> list[Path]:
 def test_a_kernel_is_compiled_once_and_then_comes_from_memory(new_cache, fake_build) -> None:
     cache = new_cache()
     assert cache.find("{}") is None
-    first = cache.load_stepping([Request("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")])[1]
-    assert cache.load_stepping([Request("{}", "kernel.cpp.j2", TARGET, never)])[1] is first
+    first = cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")])[1]
+    assert cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", TARGET, never)])[1] is first
     assert cache.find("{}") is first
     assert len(fake_build.builds) == 1
     assert cache.counters.misses == cache.counters.compiles == 1
@@ -154,7 +154,7 @@ def test_threads_that_want_one_kernel_compile_it_once(new_cache, fake_build) -> 
     def want() -> None:
         everybody.wait()
         modules.append(
-            cache.load_stepping([Request("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")])[1]
+            cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", TARGET, lambda: "int x;")])[1]
         )
 
     threads = [threading.Thread(target=want) for _ in range(8)]

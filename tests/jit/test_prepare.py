@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import AbiError, CacheError, CompileError, MissingKernelError
 from flashattn_jit.jit import module
 from flashattn_jit.jit.cache import layers, locks
@@ -23,8 +23,8 @@ from tests.jit.cache.entries import tree
 NewCache = Callable[[], KernelCache]
 
 
-def request(spec: str = "{}", source: str = "int x;", target: str = "cpu:avx2") -> Request:
-    return Request(spec, "kernel.cpp.j2", target, lambda: source)
+def request(spec: str = "{}", source: str = "int x;", target: str = "cpu:avx2") -> BuildRequest:
+    return BuildRequest(spec, "kernel.cpp.j2", target, lambda: source)
 
 
 def never_loaded(path: str) -> None:
@@ -149,7 +149,7 @@ def test_hits_are_counted_by_layer(sources: Path, fake_build) -> None:
     cache = new()
     for _ in range(3):
         cache.load_stepping([request()])
-        cache.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")])[1]
+        cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")])[1]
     assert cache.counters.hits == {"memory": 5, "user": 0, "read_only": 0, "remote": 0}
     assert (cache.counters.misses, cache.counters.compiles, cache.counters.waits) == (1, 1, 0)
     again = new()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import CompileError, MissingKernelError
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache
@@ -16,18 +16,18 @@ from flashattn_jit.jit.module import KernelCache
 TARGET = "cpu:avx2"
 
 
-def request(tile: int, source: str) -> Request:
+def request(tile: int, source: str) -> BuildRequest:
     """A kernel request for a tile; `source` has the word SPILLS where the kernel is to spill."""
-    return Request(f'{{"tile":{tile}}}', "kernel.cpp.j2", TARGET, lambda: source)
+    return BuildRequest(f'{{"tile":{tile}}}', "kernel.cpp.j2", TARGET, lambda: source)
 
 
-def found(tile: int) -> Request:
+def found(tile: int) -> BuildRequest:
     """The request of a tile that must be found: rendering it is an error."""
 
     def never() -> str:
         raise AssertionError("a hit renders nothing")
 
-    return Request(f'{{"tile":{tile}}}', "kernel.cpp.j2", TARGET, never)
+    return BuildRequest(f'{{"tile":{tile}}}', "kernel.cpp.j2", TARGET, never)
 
 
 def metas(root: Path) -> dict[str, dict[str, object]]:
@@ -37,12 +37,12 @@ def metas(root: Path) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture
-def tiles() -> list[Request]:
+def tiles() -> list[BuildRequest]:
     return [request(128, "SPILLS"), request(64, "SPILLS too"), request(32, "fits")]
 
 
 def test_the_first_tile_that_does_not_spill_is_taken(
-    new_cache: Callable[[], KernelCache], fake_build, cache_root: Path, tiles: list[Request]
+    new_cache: Callable[[], KernelCache], fake_build, cache_root: Path, tiles: list[BuildRequest]
 ) -> None:
     cache = new_cache()
     place, module = cache.load_stepping(tiles)
@@ -56,7 +56,7 @@ def test_the_first_tile_that_does_not_spill_is_taken(
 
 
 def test_entries_record_the_step_and_hold_no_artifact(
-    new_cache, fake_build, cache_root: Path, tiles: list[Request]
+    new_cache, fake_build, cache_root: Path, tiles: list[BuildRequest]
 ) -> None:
     new_cache().load_stepping(tiles)
     entries = metas(cache_root)
@@ -68,7 +68,11 @@ def test_entries_record_the_step_and_hold_no_artifact(
 
 
 def test_another_process_goes_straight_there(
-    new_cache, fake_build, cache_root: Path, tiles: list[Request], monkeypatch: pytest.MonkeyPatch
+    new_cache,
+    fake_build,
+    cache_root: Path,
+    tiles: list[BuildRequest],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, module = new_cache().load_stepping(tiles)
     monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
@@ -81,9 +85,11 @@ def test_another_process_goes_straight_there(
 
 
 def test_a_smaller_tile_that_exists_already_is_not_compiled_again(
-    new_cache, fake_build, tiles: list[Request]
+    new_cache, fake_build, tiles: list[BuildRequest]
 ) -> None:
-    new_cache().load_stepping([Request(tiles[2].spec, "kernel.cpp.j2", TARGET, tiles[2].render)])[1]
+    new_cache().load_stepping(
+        [BuildRequest(tiles[2].spec, "kernel.cpp.j2", TARGET, tiles[2].render)]
+    )[1]
     place, _ = new_cache().load_stepping(tiles)
     assert place == 2
     assert len(fake_build.builds) == 3
@@ -124,7 +130,7 @@ def test_asked_for_without_fallbacks_it_is_built_as_it_is(
     tile = request(128, "SPILLS")
     new_cache().load_stepping([tile, request(64, "fits")])
     cache = new_cache()
-    module = cache.load_stepping([Request(tile.spec, "kernel.cpp.j2", TARGET, tile.render)])[1]
+    module = cache.load_stepping([BuildRequest(tile.spec, "kernel.cpp.j2", TARGET, tile.render)])[1]
     assert module.key == fake_build.builds[0] == fake_build.builds[2]
     assert "stepped_down" in metas(cache_root)[tile.spec]
 
@@ -141,7 +147,7 @@ def test_an_error_in_a_smaller_tile_is_told(new_cache, fake_build) -> None:
 
 
 def test_never_says_which_smaller_tile_is_missing(
-    new_cache, cache_root: Path, tiles: list[Request], monkeypatch: pytest.MonkeyPatch
+    new_cache, cache_root: Path, tiles: list[BuildRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_cache().load_stepping(tiles)
     for meta in cache_root.glob("v1/[!.]*/??/*/meta.json"):
@@ -155,7 +161,7 @@ def test_never_says_which_smaller_tile_is_missing(
 
 
 def test_a_damaged_record_is_built_again(
-    new_cache, fake_build, cache_root: Path, tiles: list[Request]
+    new_cache, fake_build, cache_root: Path, tiles: list[BuildRequest]
 ) -> None:
     new_cache().load_stepping(tiles)
     for path in cache_root.glob("v1/[!.]*/??/*/meta.json"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _C, env
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.ops.device import cuda, plan_memory
 from flashattn_jit.ops.launching import launches, utility
 from flashattn_jit.ops.planning import batch_plan
@@ -44,14 +44,14 @@ class Asked:
 
     def __init__(self, module: _C.Module) -> None:
         self._module = module
-        self.requests: list[Request] = []
+        self.requests: list[BuildRequest] = []
 
     @property
     def documents(self) -> list[str]:
         """The documents asked for so far, in order, each once."""
         return list(dict.fromkeys(r.spec for r in self.requests))
 
-    def __call__(self, requests: Sequence[Request]) -> tuple[int, _C.Module]:
+    def __call__(self, requests: Sequence[BuildRequest]) -> tuple[int, _C.Module]:
         self.requests.append(requests[0])
         return 0, self._module
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import flashattn_jit as fa
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.ops.arguments.calls import bind_tensors
-from flashattn_jit.planner.tiles import Problem, choose, requests_of
+from flashattn_jit.planner.tiles import Problem, build_requests, choose
 from flashattn_jit.variants.binding import bind
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
@@ -48,7 +48,7 @@ def classified(name: str) -> tuple[tuple, dict[str, object], object]:
     known = bound.structure
     problem = Problem((1,), (1,), 1, 1, 32, 32, "float32", "float32", "float32")
     spec = choose(known.ir, problem, "cpu:generic", (), name)
-    _, module = load_stepping(requests_of(spec))
+    _, module = load_stepping(build_requests(spec))
     addresses, layouts, held = bind_tensors(known, bound.tensors)
     options = {
         "classify": True, "mask_is_contiguous": known.mask_is_contiguous,

@@ -6,7 +6,7 @@ import pytest
 
 from flashattn_jit.codegen.spec import KernelSpec
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS
-from flashattn_jit.planner.tiles import coefficients, placed
+from flashattn_jit.planner.tiles import coefficients, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 
 
@@ -14,7 +14,7 @@ def specs(target: str, head_dim: int = 128, kv_dtype: str | None = None) -> dict
     """By tile kind, the kernel of most rows and that of fewest."""
     own = "float32" if target in CPU_TARGETS else "float16"
     dtypes = own, kv_dtype or own, kv_dtype or own
-    kernels = placed(VariantIR(()), (head_dim, head_dim), dtypes, target)
+    kernels = kernels_by_rows(VariantIR(()), (head_dim, head_dim), dtypes, target)
     return {"prefill": kernels[0], "few_row": kernels[-1]}
 
 

@@ -23,7 +23,14 @@ from flashattn_jit.codegen.targets import (
     compiled_target,
 )
 from flashattn_jit.planner.cuda_tiles import ROW_CLASSES
-from flashattn_jit.planner.tiles import Problem, candidates, choose, fallbacks, placed, tile_kind
+from flashattn_jit.planner.tiles import (
+    Problem,
+    candidates,
+    choose,
+    fallbacks,
+    kernels_by_rows,
+    tile_kind,
+)
 from flashattn_jit.variants.ir.ir import VariantIR
 
 PLAIN = VariantIR(())
@@ -47,7 +54,7 @@ def problem(rows, head_dim, head_dim_v, kv_len=4096, group=1, dtype="bfloat16"):
 def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, group, variant):
     p = problem(q_len, head_dim, head_dim_v, group=group)
     chosen = choose(variant, p, target)
-    specs = placed(variant, (head_dim, head_dim_v), ("bfloat16",) * 3, target)
+    specs = kernels_by_rows(variant, (head_dim, head_dim_v), ("bfloat16",) * 3, target)
     assert len(specs) <= 8
     assert chosen.document() in {s.document() for s in specs}
     assert chosen.target == compiled_target(target)
@@ -59,7 +66,7 @@ def test_a_choice_is_reachable_and_fits(target, head_dim, head_dim_v, q_len, gro
 @settings(max_examples=200, deadline=None)
 @given(targets, head_dims, head_dims, variants)
 def test_a_tile_is_one_that_the_kernels_can_run(target, head_dim, head_dim_v, variant):
-    for chosen in placed(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
+    for chosen in kernels_by_rows(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
         for spec in (chosen, *fallbacks(chosen)):
             assert spec.tile_kv % 16 == 0 and spec.num_warps in (1, 2, 4, 8)
             if spec.tile_kind == "few_row":
@@ -78,7 +85,7 @@ def test_a_tile_is_one_that_the_kernels_can_run(target, head_dim, head_dim_v, va
 def test_accumulators_fit_the_registers_that_the_tile_declares(
     target, head_dim, head_dim_v, variant
 ):
-    for chosen in placed(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
+    for chosen in kernels_by_rows(variant, (head_dim, head_dim_v), ("float16",) * 3, target):
         assert accumulator_registers(chosen) + 56 <= register_budget(chosen) <= MAX_REGISTERS
         ctas = ctas_per_sm(chosen)
         assert ctas <= resident_by_shared(chosen.target, shared_bytes(chosen))

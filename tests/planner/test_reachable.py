@@ -29,7 +29,7 @@ from flashattn_jit.planner.reachable import (
     retarget,
     utilities,
 )
-from flashattn_jit.planner.tiles import requests_of
+from flashattn_jit.planner.tiles import build_requests
 from flashattn_jit.variants.ir.ir import VariantIR
 from tests import rotation
 from tests.planner.asked import Asked, intercept, nothing_module
@@ -263,7 +263,7 @@ def test_targets_without_a_kernel_get_nothing() -> None:
 def test_requests_are_the_kernel_and_its_smaller_tiles() -> None:
     for target in ("cpu:avx2", "sm_80"):
         for spec in reachable(PLAIN, (128, 128), ("float16",) * 3, target):
-            requests = requests_of(spec)
+            requests = build_requests(spec)
             assert requests[0].spec == spec.document()
             assert len({r.spec for r in requests}) == len(requests)
             for request in requests:

@@ -98,16 +98,18 @@ def write_manifest(
     Raises:
         ManifestError: the file that is there is no manifest, or nothing can be written there.
     """
-    place = Path(os.path.realpath(path))
+    real_path = Path(os.path.realpath(path))
     try:
-        with _locked(place):
-            there = place.exists()
-            before = _read(place) if there else ""
-            old = read_manifest(place, allow_cpp=True) if merge and there else ()
+        with _locked(real_path):
+            there = real_path.exists()
+            before = _read(real_path) if there else ""
+            old = read_manifest(real_path, allow_cpp=True) if merge and there else ()
             every = merged([*old, *lines])
             text = manifest_text(every)
             if not there or text != before:
-                with replacing(place, place.stat().st_mode & 0o777 if there else None) as file:
+                with replacing(
+                    real_path, real_path.stat().st_mode & 0o777 if there else None
+                ) as file:
                     file.write(text.encode())
             return every
     except OSError as error:
@@ -119,11 +121,11 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
     The file need not exist yet, its folder must.
     """
-    place = Path(os.path.realpath(path))
+    real_path = Path(os.path.realpath(path))
     try:
-        if place.exists():
-            read_manifest(place, allow_cpp=True)
-        with tempfile.NamedTemporaryFile(prefix=f".{place.name}.", dir=place.parent):
+        if real_path.exists():
+            read_manifest(real_path, allow_cpp=True)
+        with tempfile.NamedTemporaryFile(prefix=f".{real_path.name}.", dir=real_path.parent):
             pass
     except OSError as error:
         raise ManifestError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -21,7 +21,7 @@ from ...jit.cache.pack_file import write_archive
 from ...jit.cache.remote import layers
 from ...jit.cache.store import Store, entry_folder
 from ...jit.compilation.toolchain import key_of
-from ...planner.tiles import requests_of
+from ...planner.tiles import build_requests
 from ..files import checked_path, replacing
 from ..wanted.specs import parse_targets, wanted_specs
 from ..warm.report import kernel_words
@@ -78,12 +78,12 @@ def pack(
         >>> fa.pack("kernels.pack", manifest="m.jsonl", targets=("cpu:avx2", "sm_90"))
     """
     begin = time.perf_counter()
-    place = checked_path("path", path)
-    check_place(place)
+    target_path = checked_path("path", path)
+    check_output_path(target_path)
     chosen = chosen_entries(manifest, targets, keys, allow_cpp)
-    with replacing(place) as file:
+    with replacing(target_path) as file:
         write_archive(file, members(chosen, progress))
-    return report_of(place, chosen, begin)
+    return report_of(target_path, chosen, begin)
 
 
 def chosen_entries(
@@ -137,7 +137,7 @@ def _of_specs(specs: Sequence[AnySpec]) -> list[Found]:
     missing = []
     places = layers()
     for spec in specs:
-        keys = [key_of(request).hex for request in requests_of(spec)]
+        keys = [key_of(request).hex for request in build_requests(spec)]
         try:
             found.update((one.key, one) for one in entries_of(keys, places))
         except LookupError:
@@ -193,7 +193,7 @@ def _meta_text(source: Found) -> bytes:
     return (json.dumps(source.meta, indent=1, sort_keys=True) + "\n").encode()
 
 
-def check_place(path: Path) -> None:
+def check_output_path(path: Path) -> None:
     """Raises PackError where no pack can be written: its folder is missing, or it is a folder."""
     folder = path.parent
     if not folder.is_dir():

@@ -29,7 +29,15 @@ from ...jit.cache.layers import Found, machine_name
 from ...jit.cache.pack_file import EARLIEST, write_archive
 from ...jit.compilation import nvcc, toolchain
 from ..files import checked_path, replacing
-from .pack import PackReport, check_place, chosen_entries, members, read_file, report_of, target_of
+from .pack import (
+    PackReport,
+    check_output_path,
+    chosen_entries,
+    members,
+    read_file,
+    report_of,
+    target_of,
+)
 
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?", re.ASCII)
@@ -93,7 +101,7 @@ def pack_wheel(
             "1.2rc1, 1.2.post1 or 1.2.dev3"
         )
     folder = checked_path("directory", directory)
-    check_place(folder / f"{package}-{version}.whl")
+    check_output_path(folder / f"{package}-{version}.whl")
     chosen = [_lean(one) for one in chosen_entries(manifest, targets, keys, allow_cpp)]
     platform = platform_tag(
         read_file(one, ARTIFACT) for one in chosen if ARTIFACT in one.meta["files"]

@@ -26,7 +26,7 @@ from ...jit.cache.store import Store
 from ...jit.compilation import toolchain
 from ...jit.compilation.toolchain import find_compiler
 from ...jit.module import find_prepared
-from ...planner.tiles import requests_of
+from ...planner.tiles import build_requests
 from ..wanted.specs import wanted_specs
 from .pool import WorkerPool
 from .progress import Progress, WarmEvent, display
@@ -136,7 +136,7 @@ def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]
     missing: list[_Task] = []
     fresh = env.compile_mode() == "always"
     for spec in specs:
-        requests = requests_of(spec)
+        requests = build_requests(spec)
         key, words = toolchain.key_of(requests[0]).hex, kernel_words(json.loads(requests[0].spec))
         one = KernelResult(key, name_of(spec), spec.target, words)
         if fresh or (prepared := find_prepared(requests)) is None:

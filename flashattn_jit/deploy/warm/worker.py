@@ -50,14 +50,14 @@ def build(task: str) -> dict[str, Any]:
     from ...jit.cache.remote import layers
     from ...jit.compilation.toolchain import key_of
     from ...jit.module import prepare_kernel
-    from ...planner.tiles import requests_of
+    from ...planner.tiles import build_requests
 
     begin = time.perf_counter()
     result: dict[str, Any]
     order = json.loads(task)
     with _warnings() as warnings:
         try:
-            requests = requests_of(spec_from_document(order["document"], order["name"]))
+            requests = build_requests(spec_from_document(order["document"], order["name"]))
             prepared = prepare_kernel(requests)
         except FlashAttnJitError as error:
             result = {"error": str(error), "error_type": type(error).__name__}

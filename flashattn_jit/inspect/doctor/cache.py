@@ -22,7 +22,7 @@ from ...jit.cache.pack_file import PackFile
 from ...jit.cache.remote import public_url, unreadable
 from ...jit.cache.store import Store
 from ...jit.compilation.toolchain import key_of
-from ...planner.tiles import request_of
+from ...planner.tiles import build_request
 from .check import Check, error, named, ok, refused, warning
 from .file_systems import FileSystem, file_system
 
@@ -220,7 +220,7 @@ def _is_stale(pack: PackFile) -> bool:
     for entry in pack.entries():
         spec = dict(entry.meta["document"]).get("spec", "")
         try:
-            return key_of(request_of(spec_from_document(spec))).hex != entry.key
+            return key_of(build_request(spec_from_document(spec))).hex != entry.key
         except FlashAttnJitError:
             return True
     return False

@@ -19,7 +19,7 @@ _REQUEST, _ROWS, _KEYS = 0, slice(3, 5), slice(5, 7)
 _PARTIAL = 7
 
 
-class Launch(NamedTuple):
+class LaunchWork(NamedTuple):
     """The work of one tile kind. work: [items, 8] as `fajit_work`; indptr: items of each worker;
     load_ns: predicted load of each worker."""
 
@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     load_ns: NDArray[np.float64]
 
 
-def launches_of(planned: Variation) -> list[Launch]:
+def launches_of(planned: Variation) -> list[LaunchWork]:
     """The launches of a plan that have work, prefill first."""
     found = []
     for i, kernel in enumerate(planned.kernels):
@@ -42,7 +42,7 @@ def launches_of(planned: Variation) -> list[Launch]:
         indptr, work = before[planned.native.worker_indptr(i)], work[valid]
         load = np.asarray(planned.native.load_ns(i), np.float64)
         if len(work):
-            found.append(Launch(KINDS[i], kernel, work, indptr, load))
+            found.append(LaunchWork(KINDS[i], kernel, work, indptr, load))
     return found
 
 
@@ -82,7 +82,7 @@ def _head(planned: Planned) -> str:
     return "\n  ".join([text, *parts])
 
 
-def _kernels(planned: Variation, launches: list[Launch]) -> list[str]:
+def _kernels(planned: Variation, launches: list[LaunchWork]) -> list[str]:
     group = planned.batch.options.group_size
     rows = []
     for launch in launches:
@@ -108,7 +108,7 @@ def _kernels(planned: Variation, launches: list[Launch]) -> list[str]:
     ]
 
 
-def _balance(planned: Variation, launches: list[Launch]) -> list[str]:
+def _balance(planned: Variation, launches: list[LaunchWork]) -> list[str]:
     native, options = planned.native, planned.batch.options
     rows = []
     for launch in launches:
@@ -143,7 +143,7 @@ def _time(ns: float) -> str:
     return si(ns * 1e-9, "s")
 
 
-def _why(planned: Variation, launches: list[Launch]) -> list[str]:
+def _why(planned: Variation, launches: list[LaunchWork]) -> list[str]:
     lines = []
     for launch in launches:
         lines.append(f"why {launch.kind}:")
@@ -167,7 +167,7 @@ def _why(planned: Variation, launches: list[Launch]) -> list[str]:
     return lines
 
 
-def _problem(planned: Variation, launch: Launch) -> Problem:
+def _problem(planned: Variation, launch: LaunchWork) -> Problem:
     """The requests of one launch as a problem of the tile planner."""
     lengths, o = planned.batch.lengths, planned.batch.options
     count = lengths.num_requests

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...ops.launching.batch_run import Planned
-from .batch import Launch, launches_of
+from .batch import LaunchWork, launches_of
 from .plots import require_matplotlib, save
 
 _MOST_WORKERS = 512  # lanes of one drawing; more would be thinner than a pixel
@@ -48,7 +48,7 @@ def plot_plan(planned: Planned, path: str | PathLike[str]) -> None:
     save(figure, "path", path)
 
 
-def _draw(axes: Any, launch: Launch, begin: NDArray[np.float64]) -> NDArray[np.float64]:
+def _draw(axes: Any, launch: LaunchWork, begin: NDArray[np.float64]) -> NDArray[np.float64]:
     """Draw one launch from the times `begin` of the workers; returns their times of completion."""
     from matplotlib import colormaps
 

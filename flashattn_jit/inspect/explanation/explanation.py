@@ -21,7 +21,7 @@ from ...jit.module import find_kernel
 from ...ops.arguments.checks import check_dense
 from ...planner.devices import Device
 from ...planner.roofline import Hardware, RooflinePoint, roofline
-from ...planner.tiles import Problem, TileChoice, candidates, choose, request_of
+from ...planner.tiles import Problem, TileChoice, build_request, candidates, choose
 from ...variants.ir.ir import VariantIR, format_graph
 from ...variants.params import Dims
 from ...variants.variant import Bound, Variant
@@ -36,7 +36,7 @@ _SHOWN_ENTRIES = 6
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannerChoice:
     """The plan of a problem on a CPU. `str()` gives the candidates and the schedule.
 
     call: the schedule, with predicted nanoseconds; None where the kernel does not compile, and then
@@ -126,7 +126,7 @@ class Explanation:
     problem: Problem
     target: str
     tiles: Tiles
-    plan: Plan | DevicePlan
+    plan: PlannerChoice | DevicePlan
     roofline: Roofline
     values: tuple[tuple[str, str], ...]
     specialised: tuple[tuple[str, str], ...]
@@ -237,9 +237,9 @@ def _plan(
     problem: Problem,
     spec: KernelSpec,
     hardware: Hardware | Device,
-) -> Plan | DevicePlan:
+) -> PlannerChoice | DevicePlan:
     options = candidates(problem, spec.target, bound.ir)
-    key = key_of(request_of(spec))
+    key = key_of(build_request(spec))
     if isinstance(hardware, Device):
         return device_plan(options, spec, key, hardware, problem)
     call = error = None
@@ -247,7 +247,7 @@ def _plan(
         call = plan(layout, bound, name, spec.target)
     except CompileError as failure:
         error = failure
-    return Plan(options, spec, key, call, error, torch.get_num_threads())
+    return PlannerChoice(options, spec, key, call, error, torch.get_num_threads())
 
 
 def _layout(

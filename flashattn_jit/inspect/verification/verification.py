@@ -13,7 +13,7 @@ from ...codegen.spec import Q_DTYPES, cuda_dtypes, resolve_target
 from ...codegen.targets import compiled_target, is_cuda
 from ...errors import InputError, VerificationError
 from ...ops.arguments.checks import check_int, shown
-from ...planner.tiles import placed, tile_kind
+from ...planner.tiles import kernels_by_rows, tile_kind
 from ...torch_modes import on_host
 from ...variants.ir.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ...variants.ir.ir import VariantIR
@@ -205,7 +205,7 @@ def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> Non
 
 def _largest_tile(target: str, dims: Dims, dtype: str) -> tuple[int, int]:
     """(tile_q, tile_kv) of the prefill kernel of plain attention, for the sizes of cases."""
-    kernels = placed(VariantIR(()), (dims.head_dim, dims.head_dim_v), (dtype,) * 3, target)
+    kernels = kernels_by_rows(VariantIR(()), (dims.head_dim, dims.head_dim_v), (dtype,) * 3, target)
     largest = max(kernels, key=lambda spec: spec.tile_q)
     return largest.tile_q, largest.tile_kv
 

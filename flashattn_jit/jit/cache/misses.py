@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from flashattn_jit.codegen.document import has_cpp, line_of, line_text, spec_from_document
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import (
     Difference,
     FlashAttnJitError,
@@ -103,7 +103,7 @@ def fault_of(searched: Sequence[Searched]) -> str:
 
 
 def missing_kernel(
-    request: Request, key: KernelKey, searched: Sequence[Searched], closest: Nearest | None
+    request: BuildRequest, key: KernelKey, searched: Sequence[Searched], closest: Nearest | None
 ) -> MissingKernelError:
     """The error of a miss where nothing may be compiled: layers, nearest entry, remedy."""
     spec, target = request.spec, request.target

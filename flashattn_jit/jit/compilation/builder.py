@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.codegen.targets import is_cuda
 from flashattn_jit.errors import CacheError, CompileError
 from flashattn_jit.jit.cache.entry import (
@@ -62,7 +62,7 @@ class BuildFunction(Protocol):
 class Wanted:
     """A kernel that is looked up. smaller: the keys of the smaller tiles that may replace it."""
 
-    request: Request
+    request: BuildRequest
     key: KernelKey
     smaller: tuple[str, ...] = ()
 
@@ -278,7 +278,7 @@ def _no_room(failure: BuildFailure | OSError, staging: Path) -> str:
 def _compile_error(
     store: Store,
     key: KernelKey,
-    request: Request,
+    request: BuildRequest,
     staging: Path,
     compiler: Compiler | None,
     failure: BuildFailure,

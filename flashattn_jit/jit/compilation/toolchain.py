@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.codegen.targets import (
     CPU_ROWS,
     CPU_TARGETS,
@@ -204,7 +204,7 @@ def flags_for(target: str) -> tuple[str, ...]:
     return nvcc.flags(target) if is_cuda(target) else (*_cpu_flags(target), *_LINK_FLAGS)
 
 
-def key_of(request: Request) -> KernelKey:
+def key_of(request: BuildRequest) -> KernelKey:
     """The key of a kernel. Raises TargetError as `flags_for`, FileNotFoundError."""
     return kernel_key(request.spec, request.template, request.target, flags_for(request.target))
 

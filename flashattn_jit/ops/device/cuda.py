@@ -26,7 +26,7 @@ from ...jit.cache.layers import too_old
 from ...jit.compilation import toolchain
 from ...jit.module import load_stepping, min_driver
 from ...planner.devices import device_hardware
-from ...planner.tiles import fallbacks, requests_of, slots
+from ...planner.tiles import build_requests, fallbacks, slots
 from ...torch_modes import is_capturing
 from ...variants.binding import Structure
 
@@ -56,7 +56,7 @@ def check_params(known: Structure) -> None:
 
 def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
     """A spec's module; of a smaller tile, with its spec, if the kernel of `spec` would spill."""
-    index, module = load_stepping(requests_of(spec))
+    index, module = load_stepping(build_requests(spec))
     return (spec, *fallbacks(spec))[index], module
 
 

@@ -160,7 +160,7 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     options, paged = batch.options, batch.keys.page_size > 0
     _check_kind(planned, k, v)
     checks.check_tensors(q, k, v, checks.PAGED if paged else checks.PACKED)
-    check_place("q", q, options.device)
+    check_device("q", q, options.device)
     for name, tensor, dtype in (("q", q, options.q_dtype), ("k", k, options.k_dtype),
                                 ("v", v, options.v_dtype)):  # fmt: skip
         if tensor.dtype != dtype:
@@ -191,7 +191,7 @@ def _check_call(planned: Planned, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
         _check_rows(name, "num_kv_tokens", tensor.shape[0], rows, "kv_indptr", options)
 
 
-def check_place(name: str, tensor: object, device: torch.device) -> None:
+def check_device(name: str, tensor: object, device: torch.device) -> None:
     """Raises InputError for an object that is no readable tensor on the batch's device."""
     tensor = checks.check_readable(name, tensor)
     checks.check_not_lazy(name, tensor)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import _C
-from ...codegen.spec import on_cpu, place
+from ...codegen.spec import call_target, on_cpu
 from ...errors import InputError, ParamError
 from ...torch_modes import learn_device, refuse_capture
 from ...variants.binding import Bound, Swap, bind, bind_outside_modes
@@ -237,7 +237,7 @@ def attend(
     checks.check_lse(return_lse, known.pointwise)
     return_lse = return_lse or (partial and not known.pointwise)
     scale = checks.check_scale(scale, form.head_dim)
-    target = place(q, k, v, target)
+    target = call_target(q, k, v, target)
     addresses, layouts, held = bind_tensors(known, bound.tensors)
     num_threads = torch.get_num_threads() if on_cpu(target) else 0
     mask: BlockMaskLayout | None = None

@@ -14,7 +14,7 @@ import torch
 from ... import _C
 from ...codegen.spec import UtilitySpec
 from ...jit.module import load_stepping
-from ...planner.tiles import requests_of
+from ...planner.tiles import build_requests
 from ...torch_modes import refuse_capture
 from ..arguments.calls import Layouts, Recent
 from ..device.cuda import DeviceBlock, LaunchTensors
@@ -71,7 +71,7 @@ def run_utility(
 
 
 def _plan(work: UtilityWork, target: str, device: torch.device) -> tuple[_C.BatchCall, DeviceBlock]:
-    _, module = load_stepping(requests_of(work.spec))
+    _, module = load_stepping(build_requests(work.spec))
     items = work.items.to(torch.int32).contiguous().numpy().tobytes()
     core = _C.BatchCall(
         _C.BatchPlan.of_work(items),

@@ -23,13 +23,13 @@ from ...jit.module import default, load_stepping
 from ...planner.cuda_tiles import row_class
 from ...planner.tiles import (
     ALL_ROWS,
+    build_requests,
     choose_rows,
     coefficients,
     few_rows,
     item_rows,
     least_part,
     merge_cost,
-    requests_of,
 )
 from ...variants.binding import Bound, Structure
 from ...variants.ir.dtypes import DTYPE_NAMES
@@ -206,7 +206,7 @@ class Kernels:
 
     def _load(self, spec: KernelSpec) -> Kernel:
         if self.options.cpu:
-            module = load_stepping(requests_of(spec))[1]
+            module = load_stepping(build_requests(spec))[1]
             return Kernel(spec, module, native_kind(spec, self.options.target, module), 0)
         from ..device import cuda  # only processes that use a device import it
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import InputError, UnsafeCacheError
 from flashattn_jit.jit.cache import eviction
 from flashattn_jit.jit.cache.entry import Entry
@@ -245,7 +245,7 @@ def test_a_build_makes_room_for_itself_where_there_is_a_limit(
 ) -> None:
     old = [add(store, i, used_days_ago=5 + i) for i in range(3)]
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_MAX_BYTES", str(size(old[0]) + 1500))
-    request = Request("{}", "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
+    request = BuildRequest("{}", "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
     _, module = new_cache().load_stepping([request])
     kept = {entry.path for entry in store.entries()}
     assert Path(module.path).parent in kept
@@ -269,7 +269,7 @@ def test_a_hit_makes_a_kernel_recently_used(store: Store) -> None:
 def test_a_reader_that_may_not_build_waits_for_an_entry_that_is_put_back(
     new_cache: Callable[[], KernelCache], store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = Request("{}", "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
+    request = BuildRequest("{}", "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
     _, module = new_cache().load_stepping([request])
     path = Path(module.path).parent
     aside = store.move_aside(path, ".evicted")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashattn_jit import _C
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.deploy.pack.pack import members, replacing
 from flashattn_jit.errors import MissingKernelError, TargetError, UnsafeCacheError
 from flashattn_jit.jit.cache import layers as layers_module
@@ -28,18 +28,18 @@ TARGET = "cpu:generic"
 KEY = key_of()
 
 
-def request(spec: str = "{}", target: str = TARGET) -> Request:
+def request(spec: str = "{}", target: str = TARGET) -> BuildRequest:
     """A kernel request that must be a hit: rendering it is an error."""
 
     def never() -> str:
         raise AssertionError("a hit renders nothing")
 
-    return Request(spec, "kernel.cpp.j2", target, never)
+    return BuildRequest(spec, "kernel.cpp.j2", target, never)
 
 
-def wanted(spec: str = "{}", target: str = TARGET) -> Request:
+def wanted(spec: str = "{}", target: str = TARGET) -> BuildRequest:
     """A kernel request that may be built."""
-    return Request(spec, "kernel.cpp.j2", target, lambda: "int x;")
+    return BuildRequest(spec, "kernel.cpp.j2", target, lambda: "int x;")
 
 
 def use(monkeypatch: pytest.MonkeyPatch, *places: Path) -> None:

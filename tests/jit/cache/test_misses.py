@@ -14,7 +14,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.codegen.document import parse_line, spec_from_document
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit.cache.entry import KernelKey, document_digest
 from flashattn_jit.jit.cache.misses import build_command, differences, nearest
@@ -170,8 +170,8 @@ def test_hooks_of_cpp_text_say_that_they_are_trusted(
 def test_the_nearest_entry_is_named_with_what_differs(
     new_cache: Callable[[], KernelCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def request(spec: str) -> Request:
-        return Request(spec, "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
+    def request(spec: str) -> BuildRequest:
+        return BuildRequest(spec, "kernel.cpp.j2", "cpu:generic", lambda: "int x;")
 
     new_cache().load_stepping([request('{"head_dims":[64,64],"tile":["prefill",96,96]}')])
     new_cache().load_stepping([request('{"head_dims":[32,32],"tile":["few_row",16,96]}')])

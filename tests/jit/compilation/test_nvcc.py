@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit.cache.layers import oldest_driver
@@ -245,7 +245,9 @@ def test_a_missing_compiler_is_told_with_the_remedy(
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CUDA_HOME", str(tmp_path / "nothing"))
     with pytest.raises(CompileError, match=r"install a CUDA toolkit.*FLASHATTN_JIT_CUDA_HOME"):
-        KernelCache().load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
+        KernelCache().load_stepping([BuildRequest("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[
+            1
+        ]
 
 
 def test_a_toolkit_is_found_where_the_environment_says(
@@ -338,7 +340,7 @@ def cache(sources: Path) -> KernelCache:
 def test_a_kernel_is_kept_with_its_ptx_and_the_driver_it_needs(
     cache: KernelCache, cache_root: Path
 ) -> None:
-    module = cache.load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
+    module = cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
     entry = Path(module.path).parent
     assert {path.name for path in entry.iterdir()} == FILES | {"meta.json"}
     assert entry.is_relative_to(cache_root)
@@ -349,7 +351,8 @@ def test_a_kernel_is_kept_with_its_ptx_and_the_driver_it_needs(
     assert cache.ptx(module) == entry.joinpath("kernel.ptx").read_text()
     again = KernelCache()
     assert (
-        again.load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", never)])[1].path == module.path
+        again.load_stepping([BuildRequest("{}", "kernel.cpp.j2", "sm_80", never)])[1].path
+        == module.path
     )
 
 
@@ -362,7 +365,7 @@ def test_ptx_is_there_where_nothing_can_be_kept(
     cache: KernelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", os.devnull + "/cache")
-    module = cache.load_stepping([Request("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
+    module = cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", "sm_80", lambda: SOURCE)])[1]
     assert ".entry fajit_attention_kernel" in cache.ptx(module)
     assert (cache.min_driver(module) or 0) >= 525
 
@@ -371,8 +374,8 @@ def test_ptx_is_there_where_nothing_can_be_kept(
 def test_a_hook_that_spills_takes_a_smaller_tile(
     cache: KernelCache, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tile(size: int, render: Callable[[], str]) -> Request:
-        return Request(f'{{"tile":{size}}}', "kernel.cpp.j2", "sm_80", render)
+    def tile(size: int, render: Callable[[], str]) -> BuildRequest:
+        return BuildRequest(f'{{"tile":{size}}}', "kernel.cpp.j2", "sm_80", render)
 
     requests = [
         tile(128, lambda: f"#define SPILL 400\n{SOURCE}"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashattn_jit import _C
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.codegen.targets import CPU_TARGETS, compiled_here
 from flashattn_jit.errors import CompileError, TargetError
 from flashattn_jit.jit.compilation import toolchain
@@ -153,7 +153,9 @@ def cache(sources: Path) -> KernelCache:
 
 
 def load(cache: KernelCache, source: str = SOURCE) -> _C.Module:
-    return cache.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:generic", lambda: source)])[1]
+    return cache.load_stepping(
+        [BuildRequest("{}", "kernel.cpp.j2", "cpu:generic", lambda: source)]
+    )[1]
 
 
 def test_a_kernel_compiles_loads_and_is_found_again(cache: KernelCache, cache_root: Path) -> None:

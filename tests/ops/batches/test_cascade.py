@@ -62,8 +62,8 @@ def test_levels_unfold_to_the_page_tables(requests, least: int) -> None:
         for group in range(len(level.q_indptr) - 1):
             assert len(pages_of(level, group)) >= least
             entries = level.tokens[level.q_indptr[group] : level.q_indptr[group + 1]]
-            requests_of = torch.searchsorted(starts[1:], entries, right=True).unique()
-            assert len(requests_of) >= 2
+            build_requests = torch.searchsorted(starts[1:], entries, right=True).unique()
+            assert len(build_requests) >= 2
 
 
 def test_heads_nest_and_requests_come_in_any_order() -> None:

@@ -20,7 +20,7 @@ from flashattn_jit.ops.device import cuda, plan_memory
 from flashattn_jit.ops.device.cuda import LaunchTensors
 from flashattn_jit.ops.device.emulated import Recording, record
 from flashattn_jit.ops.device.plan_memory import DeviceState, Ring, launch
-from flashattn_jit.planner.tiles import placed, request_of
+from flashattn_jit.planner.tiles import build_request, kernels_by_rows
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Dims
 from tests.toolkit import needs_nvcc
@@ -282,9 +282,11 @@ class Kernels:
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
     variant = fa.Causal().bind(Dims(1, HEADS, KV_HEADS, 8, 8, DIM, DIM), {})
-    specs = placed(variant.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("paged",),))
+    specs = kernels_by_rows(
+        variant.ir, (DIM, DIM), ("bfloat16",) * 3, "emulated:sm_80", (("paged",),)
+    )
     chosen = [next(s for s in specs if s.tile_kind == kind) for kind in ("prefill", "few_row")]
-    modules = [load_stepping([request_of(s)])[1]
+    modules = [load_stepping([build_request(s)])[1]
                for s in chosen]  # fmt: skip
     native = [_C.Kind(m, s.tile_q, s.tile_q, s.tile_kv, s.tile_kv, 500.0, 10.0, 1.0, 20.0)
               for m, s in zip(modules, chosen, strict=True)]  # fmt: skip

@@ -23,7 +23,7 @@ from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.launching import launches, utility
 from flashattn_jit.ops.planning.batch_plan import Needs
 from flashattn_jit.planner.devices import named_hardware
-from flashattn_jit.planner.tiles import request_of, slots
+from flashattn_jit.planner.tiles import build_request, slots
 from tests.cuda import suffixed
 from tests.planner.batch_plans import Paged, device_block, lengths
 from tests.toolkit import needs_nvcc
@@ -269,7 +269,7 @@ def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNa
 @pytest.fixture(scope="module")
 def merge_module() -> _C.Module:
     spec = UtilitySpec("merge_states", "sm_80")
-    return load_stepping([request_of(spec)])[1]
+    return load_stepping([build_request(spec)])[1]
 
 
 def call_of(module: _C.Module, q_len: tuple[int, ...] = (3, 0, 2)) -> _C.BatchCall:
