@@ -255,7 +255,7 @@ def test_work_needs_a_module(minimal_module: _C.Module) -> None:
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "head_dim_v": 8}
     for kind, modules in enumerate(((None, minimal_module), (minimal_module, None))):
         name = ("prefill", "few-row")[kind]
-        with pytest.raises(ValueError, match=f"the plan has {name} work, but no module"):
+        with pytest.raises(ValueError, match=f"the plan has {name} work, but there is no module"):
             _C.BatchCall(batch.plan, batch.lengths, modules, **shape)
 
 

@@ -10,7 +10,6 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from ... import _C
 from ...codegen.render import render
 from ...codegen.spec import KernelSpec, matrix_dtype
 from ...env import format_bytes
@@ -28,7 +27,7 @@ from ...variants.variant import Bound, Variant
 from ..dims import complete_dims, shapes
 from ..table import si, table
 from .device_plan import DevicePlan, device_plan, machine, split_words
-from .plan import Layout, layout_of, plan
+from .plan import Layout, Schedule, layout_of, plan
 from .plots import draw, require_matplotlib
 from .tiles import Tiles, analyse
 
@@ -46,7 +45,7 @@ class PlannerChoice:
     candidates: tuple[TileChoice, ...]
     spec: KernelSpec
     key: KernelKey
-    call: _C.BatchPlan | None
+    call: Schedule | None
     error: CompileError | None
     num_threads: int
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -61,11 +61,23 @@ def layout_of(
     return Layout(q, k, v, dense_lengths(batch, q_len, rows, *read))
 
 
-def plan(layout: Layout, bound: Bound, name: str, target: str) -> _C.BatchPlan:
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The figures of a planned call, which can be copied and pickled; times are predicted."""
+
+    num_work: int
+    most_splits: int
+    workspace_bytes: int
+    total_ns: float
+    critical_ns: float
+
+
+def plan(layout: Layout, bound: Bound, name: str, target: str) -> Schedule:
     """The call's schedule; compiles its kernel if the cache lacks it. Raises CompileError."""
     d = layout.dims
     options = Options(
         d.num_q_heads, d.num_kv_heads, d.head_dim, d.head_dim_v, layout.q.dtype, layout.k.dtype,
         layout.v.dtype, d.device, target,
     )  # fmt: skip
-    return plan_call(options, Requests(layout.lengths, d), bound, name).native
+    planned = plan_call(options, Requests(layout.lengths, d), bound, name).native
+    return Schedule(**{f.name: getattr(planned, f.name) for f in fields(Schedule)})

@@ -113,7 +113,7 @@ K, CACHE, INDPTR = torch.zeros(4, 2, 8), torch.zeros(12, 4, 2, 8), torch.tensor(
         ({"v_pages": CACHE.to("meta")}, "v_pages is on meta"),
         (
             {"q_indptr": torch.tensor([0, 3, 4])},
-            "page_indptr has 4 entries; q_indptr is",
+            "page_indptr has 4 entries; q_indptr has",
         ),
         ({"q_indptr": torch.tensor([0, 3, 3, 5])}, "q_indptr must run from 0 to the number of tok"),
         ({"k_pages": CACHE[:1], "v_pages": CACHE[1:2]}, "num_pages=1 of k_pages and v_pages$"),

@@ -233,7 +233,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    block = cuda.DeviceMemory(fake, fake, {7})
+    block = cuda.DeviceBlock(fake, None, fake, {7})
     q = torch.zeros(4)
     call = cuda.LaunchTensors(q, q, q, q, None, addresses=(1, 2), scalars=(0.5,))
 
@@ -254,7 +254,7 @@ def test_launches_go_to_the_current_stream_of_the_tensors_device(device: SimpleN
 
 def test_a_captured_plan_is_kept_and_records_nothing_on_streams(device: SimpleNamespace) -> None:
     fake: Any = Recorded()
-    block = cuda.DeviceMemory(fake, fake, {7})
+    block = cuda.DeviceBlock(fake, None, fake, {7})
     device.stream, device.capturing = 9, True
     q, param, table = torch.zeros(3, 4).unbind()
     tensors = cuda.LaunchTensors(q, q, q, q, None, (param, table), num_params=1)
