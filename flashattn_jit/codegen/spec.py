@@ -235,10 +235,10 @@ def call_target(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, target: str |
 
 def utility_target(tensor: torch.Tensor, target: str | None) -> str:
     """As `call_target`, for kernels that move data and take any dtype."""
-    return device_target_of(tensor.device, target)
+    return target_on_device(tensor.device, target)
 
 
-def device_target_of(device: torch.device, target: str | None) -> str:
+def target_on_device(device: torch.device, target: str | None) -> str:
     """As `call_target`, before there are tensors: dtypes are not checked."""
     if device.type != "cuda":
         return resolve_target(target)

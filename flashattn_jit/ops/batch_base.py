@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _C
-from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, device_target_of, on_cpu
+from ..codegen.spec import KV_DTYPES, Q_DTYPES, check_matrix_dtypes, on_cpu, target_on_device
 from ..errors import InputError
 from ..torch_modes import PLAN_FIRST, is_direct, need_values, refuse_capture
 from ..variants.binding import Bound
@@ -100,7 +100,7 @@ class BatchBase:
                 "cuda_graph=True needs limits=fa.Limits(...): a captured run has a fixed grid and "
                 "fixed buffers, whose sizes follow from the largest batch"
             )
-        resolved = device_target_of(own, target)
+        resolved = target_on_device(own, target)
         if not on_cpu(resolved):
             stand_ins = [
                 torch.empty(0, dtype=d, device="cpu") for d in (q_dtype, kv_dtype, kv_dtype)

@@ -131,7 +131,7 @@ def test_flex_calls_ask_for_exactly_what_is_listed(asked: Asked, score: Any, mas
 def test_block_masks_on_cuda_ask_for_what_is_listed(asked: Asked, monkeypatch: Any) -> None:
     # flex_attention takes no target: it is put in below.
     ops = sys.modules["flashattn_jit.ops.launching.launches"]
-    monkeypatch.setattr(ops, "place", lambda q, k, v, target: "emulated:sm_80")
+    monkeypatch.setattr(ops, "call_target", lambda q, k, v, target: "emulated:sm_80")
     for unaligned in (False, True):
         Calls(None, (64, 64), torch.bfloat16, None, unaligned).flex(None, _causal, aux=False)
     chosen = fa.variant(mask_mod=_causal)

@@ -47,7 +47,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def place(*dtypes: torch.dtype, target: str | None = None) -> str:
-    return targets.place(*map(OnDevice, dtypes), target)  # type: ignore[arg-type]
+    return targets.call_target(*map(OnDevice, dtypes), target)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("h100")
