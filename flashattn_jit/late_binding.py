@@ -1,4 +1,4 @@
-"""Functions of upper layers that methods of lower ones forward to.
+"""Functions that methods forward to, though they build on the class of the method.
 
 `Variant.verify` is a method of a class that `inspect`, where verifying is written, builds upon. So
 that no layer imports from above, `forwards.py`, which stands above all layers, provides them.

@@ -39,7 +39,6 @@ LAYERS = (
     ("deploy",),
     ("inspect",),
     ("integrations",),
-    ("kv",),
     ("cli",),
     ("forwards", "__main__", "__init__"),
 )

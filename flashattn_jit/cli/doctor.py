@@ -23,7 +23,8 @@ def doctor_command() -> None:
     with output.activity("checking"):
         checks = doctor()
     found = [asdict(check) for check in checks]
-    table = partial(output.rows, [*found[0]], [[*check.values()] for check in found])
+    rows = [[check.status, check.name, check.detail, check.remedy] for check in checks]
+    table = partial(output.rows, ["status", "what", "found", "remedy"], rows)
     output.emit(
         {"healthy": checks.healthy, "checks": found}, table if output.is_terminal() else checks
     )

@@ -192,7 +192,7 @@ class BatchBase:
         result, lse = planned.run(q, k, v, params, scale, return_lse, partial, out)
         return result if lse is None else (result, lse)
 
-    def check_devices(self, q: Any, k: Any, v: Any, out: Any) -> None:
+    def check_placed(self, q: Any, k: Any, v: Any, out: Any) -> None:
         """Raises InputError for arguments that are no tensors on the object's device."""
         for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
             if name != "out" or out is not None:

@@ -199,7 +199,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import conftest
 from flashattn_jit import env
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.jit.module import KernelCache
 root = Path(sys.argv[2])
 env.templates_dir = lambda: root / "templates"
@@ -210,7 +210,7 @@ build.before = lambda: time.sleep(0.5)
 cache = KernelCache(build=build, load=conftest.FakeModule)
 print("ready", flush=True)
 sys.stdin.readline()
-cache.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")])
+cache.load_stepping([BuildRequest("{}", "kernel.cpp.j2", "cpu:avx2", lambda: "int x;")])
 print(len(build.builds))
 """
 

@@ -59,7 +59,7 @@ def record_manifest(path: str | os.PathLike[str]) -> Iterator[None]:
         >>> with fa.record_manifest("service.jsonl"):
         ...     serve(requests)
     """
-    recorder = _Recorder(Path(path).absolute(), _C.begin_run_epoch())
+    recorder = _Recorder(Path(path).absolute())
     try:
         yield
     except BaseException:
@@ -100,16 +100,18 @@ def ran_since(epoch: int) -> tuple[Line, ...]:
 
 @dataclass(eq=False)  # not slotted: multiprocessing refers to it weakly
 class _Recorder:
-    """What ran since `epoch` belongs into `path`. even_nothing: then the file is made as well."""
+    """Writes what ran since `epoch` to `path`. epoch: 0 begins one, once `path` was checked.
+    even_nothing: whether a file is made where nothing ran."""
 
     path: Path
-    epoch: int
+    epoch: int = 0
     even_nothing: bool = True
     open: bool = True
     finalizer: multiprocessing.util.Finalize | None = None
 
     def __post_init__(self) -> None:
         check_writable(self.path)
+        self.epoch = self.epoch or _C.begin_run_epoch()
         multiprocessing.util.register_after_fork(self, _write_at_end)
 
     def write(self) -> None:

@@ -1,7 +1,7 @@
 """`fa.pack_wheel`: a pack as a wheel of data, which pip installs and the cache finds by itself.
 
     NAME/kernels.pack                          the pack
-    NAME-VERSION.dist-info/entry_points.txt    announces it: see `jit.installed`
+    NAME-VERSION.dist-info/entry_points.txt    announces it: see `jit.cache.installed_packs`
     NAME-VERSION.dist-info/METADATA, WHEEL, RECORD
 
 There is no Python in it: nothing of it is imported or run but the kernels.

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from ...errors import FlashAttnJitError
+
 Status = Literal["ok", "warning", "error"]
 
 
@@ -35,12 +37,13 @@ error = partial(Check, "", "error")
 
 
 def refused(failure: Exception, remedy: str = "correct or unset it") -> Check:
-    """An error in the words of an exception: its last clause is the remedy, where it has several.
+    """An error check with the message of an exception.
 
-    remedy: where it has one clause only.
+    Errors of this package end with their remedy, after a semicolon. remedy: for all others.
     """
     detail, _, last = str(failure).rpartition("; ")
-    return error(detail, last) if detail else error(last, remedy)
+    own = bool(detail) and isinstance(failure, FlashAttnJitError)
+    return error(detail, last) if own else error(str(failure), remedy)
 
 
 def named(name: str, checks: Iterable[Check]) -> Iterator[Check]:

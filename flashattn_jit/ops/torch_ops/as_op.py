@@ -87,7 +87,7 @@ def batch(
 
             number = graphs.exported_number(owner)
     else:
-        owner.check_devices(q, k, v, out)
+        owner.check_placed(q, k, v, out)
         if _is_transformed():
             owner.in_force().check_transforms(params)
     arguments = {"batch": number, "scale": scale, "return_lse": return_lse, "partial": partial}

@@ -315,12 +315,12 @@ def test_a_look_up_that_hangs_ends_is_told_and_is_not_repeated(
 SILENT = """
 import os, sys, time
 import flashattn_jit as fa
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.errors import MissingKernelError
 from flashattn_jit.jit.module import load_stepping
 start = time.monotonic()
 try:
-    load_stepping([Request("{}", "cpu/attention.cpp.j2", "cpu:generic", str)])
+    load_stepping([BuildRequest("{}", "cpu/attention.cpp.j2", "cpu:generic", str)])
 except MissingKernelError as error:
     print(error.layers[-1].reason)
 print(time.monotonic() - start < 20)

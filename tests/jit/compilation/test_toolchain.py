@@ -279,7 +279,7 @@ def test_variables_that_compilers_read_reach_no_artifact(
 HIT = """
 import sys
 import torch
-from flashattn_jit.codegen.spec import Request
+from flashattn_jit.codegen.spec import BuildRequest
 from flashattn_jit.jit import module
 from flashattn_jit import env
 from pathlib import Path
@@ -297,7 +297,7 @@ def audit(event, args):
 sys.addaudithook(audit)
 def render():
     raise AssertionError("a hit renders nothing")
-module.load_stepping([Request("{}", "kernel.cpp.j2", "cpu:generic", render)])
+module.load_stepping([BuildRequest("{}", "kernel.cpp.j2", "cpu:generic", render)])
 slow = {"jinja2", "torch.utils.cpp_extension", "setuptools", "platformdirs", "ninja", "sympy",
         "torch._dynamo"}
 print(seen, sorted(slow & set(sys.modules)))
