@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from importlib import import_module
 from typing import Any
 
 import click
@@ -12,19 +13,34 @@ from click.shell_completion import get_completion_class
 
 from ..errors import FlashAttnJitError
 from . import output
-from .cache import cache_command
 from .command import Group
-from .doctor import doctor_command
 from .exit_codes import FAILED, exit_code
-from .manifest import manifest_command
-from .option_words import in_options
-from .pack import pack_command, unpack_command
-from .problem import bench_command, explain_command
-from .warm import warm_command
+
+_MODULES = {
+    "doctor": "doctor",
+    "warm": "warm",
+    "cache": "cache",
+    "pack": "pack",
+    "unpack": "pack",
+    "manifest": "manifest",
+    "explain": "problem",
+    "bench": "problem",
+}
+"""Commands in the order of the help, and the modules that hold them."""
 
 
 class App(Group):
-    """The group of all commands."""
+    """The group of all commands, whose modules are imported when a command is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_MODULES, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _MODULES:
+            return super().get_command(ctx, cmd_name)
+        module = import_module(f".{_MODULES[cmd_name]}", __package__)
+        found: click.Command = getattr(module, f"{cmd_name}_command")
+        return found
 
     def main(self, args: Any = None, *rest: Any, **options: Any) -> Any:
         """Runs a command and exits with its code."""
@@ -66,7 +82,11 @@ def fail(error: BaseException, *, as_json: bool, debug: bool) -> int:
 def _message(error: BaseException) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
-    words = in_options(error) if isinstance(error, FlashAttnJitError) else str(error)
+    words = str(error)
+    if isinstance(error, FlashAttnJitError):
+        from .option_words import in_options  # imports the options of all commands
+
+        words = in_options(error)
     return words or type(error).__name__
 
 
@@ -78,13 +98,6 @@ def _message(error: BaseException) -> str:
 @click.version_option(package_name="flashattn_jit", prog_name="flashattn-jit")
 def app() -> None:
     """Kernels of flashattn_jit: check, compile ahead, keep, ship, explain, measure."""
-
-
-for _command in (
-    doctor_command, warm_command, cache_command, pack_command, unpack_command, manifest_command,
-    explain_command, bench_command,
-):  # fmt: skip
-    app.add_command(_command)
 
 
 @app.command("completion", short_help="Print a shell's completion script.")

@@ -12,7 +12,6 @@ from .. import env
 from ..codegen.spec import KV_DTYPES, SHORT_DTYPES
 from ..codegen.targets import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS
 from ..planner.reachable import FORMATS
-from .kernels import key_names
 from .variant_names import library_variants, param_value
 
 if TYPE_CHECKING:
@@ -94,8 +93,16 @@ _LONG = {short: name for name, short in SHORT_DTYPES.items()}
 DTYPE = _one_of("dtype", (*_LONG, *KV_DTYPES), _LONG)
 VARIANT = Type("variant", choices=library_variants, files="else")
 MANIFEST_OR_VARIANT = Type("manifest|variant", choices=library_variants, files="too")
-KEY = Type("key", choices=key_names)
-SPEC = Type("key|manifest|spec", choices=key_names, files="too")
+
+
+def _keys(prefix: str) -> dict[str, str]:
+    from .kernels import key_names  # imports the cache
+
+    return key_names(prefix)
+
+
+KEY = Type("key", choices=_keys)
+SPEC = Type("key|manifest|spec", choices=_keys, files="too")
 
 _GROUPS = _one_of("target", (*_TARGETS, "cpu", "cuda", "all"))
 _DTYPES = Type("dtype", lambda text: "/".join(map(DTYPE.read, text.split("/"))), DTYPE.choices)
