@@ -9,9 +9,8 @@ Block::Block(const Launch& launch) : launch_(launch) {
   const Kernel& kernel = *launch.kernel;
   num_threads_ = launch.block[0] * launch.block[1] * launch.block[2];
   const uint32_t num_warps = (num_threads_ + kLanes - 1) / kLanes;
-  // Registers are aligned to 64 bytes for vector loads.
   const size_t stride = (kernel.register_words + 31) / 32 * 32;
-  registers_.reset(new (std::align_val_t(64)) uint32_t[stride * num_warps]());
+  registers_.reset(new (kRegisterAlignment) uint32_t[stride * num_warps]());
   warps_.resize(num_warps);
   variables_ = kernel.shared;
   shared_end_ = std::max(kernel.static_shared_end, kSharedBase);

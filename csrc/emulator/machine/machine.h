@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,12 @@ struct Barrier {
 
 inline constexpr int kBarriers = 16;
 
+inline constexpr std::align_val_t kRegisterAlignment{64};  // for vector loads
+
+struct FreeRegisters {
+  void operator()(uint32_t* registers) const { operator delete[](registers, kRegisterAlignment); }
+};
+
 // Runs blocks of a launch one after another; each host thread has one Block.
 class Block {
  public:
@@ -137,7 +144,7 @@ class Block {
   uint32_t shared_end_ = 0;
   size_t local_stride_ = 0;  // of a thread
   std::vector<Warp> warps_;
-  std::unique_ptr<uint32_t[]> registers_;
+  std::unique_ptr<uint32_t[], FreeRegisters> registers_;
   std::vector<uint8_t> shared_, local_;
   std::vector<Variable> variables_;  // shared variables; the dynamic array has its actual size
   Barrier barriers_[kBarriers];

@@ -66,13 +66,24 @@ template <class R> R narrow_float(double value, Round round) {
   }
 }
 
-template <class R, class S> R integer_to_float(S value, Round round) {
-  if constexpr (std::is_same_v<R, float> || std::is_same_v<R, double>) {
-    return round == Round::nearest ? static_cast<R>(value) : converted_in_mode<R>(value, round);
+// The integer as a double; above 2^53, bits that do not fit become a 1 in the last place that does.
+// Rounding that to 16 bits rounds as if the integer itself were rounded.
+template <class S> double sticky_double(S value) {
+  if constexpr (sizeof(S) == 8) {
+    constexpr uint64_t kLost = 0x7ff;  // the bits of 64 that the 53 of a double leave out
+    const bool negative = value < 0;
+    uint64_t size = negative ? 0 - static_cast<uint64_t>(value) : static_cast<uint64_t>(value);
+    if (size >> 53) size = (size & ~kLost) | (size & kLost ? kLost + 1 : 0);
+    return negative ? -static_cast<double>(size) : static_cast<double>(size);
   } else {
-    // The conversion to double may round above 2^53, where only bf16 is in range.
-    return narrow_float<R>(static_cast<double>(value), round);
+    return static_cast<double>(value);
   }
+}
+
+template <class R, class S> R integer_to_float(S value, Round round) {
+  if constexpr (std::is_same_v<R, float> || std::is_same_v<R, double>)
+    return round == Round::nearest ? static_cast<R>(value) : converted_in_mode<R>(value, round);
+  else return narrow_float<R>(sticky_double(value), round);
 }
 
 template <class R, class S> R saturated_integer(S value) {

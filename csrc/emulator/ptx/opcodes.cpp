@@ -150,7 +150,10 @@ const std::vector<OpcodeRow>& opcode_table() {
        "cvt.rn.bf16x2.f32 1 2 = 0x3f804000; cvt.rn.f16x2.f32 1 2 = 0x3c004000; cvt.rz.f16x2.f32 "
        "65520 1 = 0x7bff3c00; cvt.rn.relu.bf16x2.f32 -1 2 = 0x00004000; cvt.rn.f32.f64 0.1 = "
        "0x3dcccccd; cvt.f64.f32 1.5 = 1.5; cvt.sat.f32.f32 1.5 = 1; cvt.sat.f32.f32 0x7fc00000 = "
-       "0; cvt.rn.f64.s64 -3 = -3; cvt.ftz.f64.f32 0x00000001 = 0"},
+       "0; cvt.rn.f64.s64 -3 = -3; cvt.ftz.f64.f32 0x00000001 = 0; cvt.rn.bf16.s64 "
+       "4629700416936869889 = 0x5e81; cvt.rn.bf16.s64 -4629700416936869889 = 0xde81; "
+       "cvt.rn.bf16.u64 4629700416936869888 = 0x5e80; cvt.rp.bf16.u64 4611686018427387905 = "
+       "0x5e81"},
       {"mov", "pred b/s/u 16-64, f32 f64", decode_mov,
        "copies; {a, b}: packs or unpacks; names give addresses",
        "mov.b32 5 = 5; mov.f64 1.5 = 1.5; mov.pred 1 = 1; mov.b64 {b32:1,b32:2} = 0x200000001; "
