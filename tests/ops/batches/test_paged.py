@@ -234,6 +234,34 @@ def test_an_unchecked_page_that_is_not_there_is_no_wild_address(
     assert torch.equal(out[1:], run(c)[0][1:])  # the other requests are untouched
 
 
+@pytest.mark.parametrize(
+    "target", [None, pytest.param(SM80, marks=needs_nvcc)], ids=["cpu", "emulated"]
+)
+@pytest.mark.parametrize("wild", [-1, 10**6])
+def test_slots_of_a_page_that_is_not_there_are_those_of_page_0(
+    wild: int, target: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks see the slots whose keys are read."""
+    c = cached(DECODE)
+    keys = torch.zeros_like(c.k_pages)  # all scores are 0, and out is the mean of the values
+    values = torch.arange(16.0).to(BF16)[None, :, None, None].expand(c.v_pages.shape).contiguous()
+    gain = torch.zeros(c.k_pages.shape[0] * 16)
+    gain[:16] = torch.arange(16) * 0.25
+
+    def by_slot(score, b, h, q_idx, kv_idx):
+        return score + gain[fa.kv_slot(b, kv_idx)]
+
+    def first_page(page: int) -> torch.Tensor:
+        indices = c.paged.page_indices.clone()
+        indices[0] = page
+        paged = replace(c.paged, page_indices=indices)
+        return paged_attention(c.q, keys, values, c.q_indptr, paged, by_slot, target=target)[0]
+
+    monkeypatch.setenv("FLASHATTN_JIT_CHECK_PAGES", "0")
+    assert torch.equal(first_page(wild), first_page(0))
+    assert not torch.equal(first_page(wild), first_page(int(c.paged.page_indices[0])))
+
+
 def test_caches_that_overlap_are_refused() -> None:
     c = cached(DECODE)
     with pytest.raises(InputError, match="same entry"):

@@ -93,8 +93,10 @@ FAJIT_FN int64_t kv_slot(const Context& c, int64_t b, int64_t kv_idx) {
   const int32_t first = a.kv_first == nullptr ? 0 : load_global(a.kv_first + r);
   if (kv_idx < first || kv_idx >= load_global(a.kv_len + r)) return 0;
   const int32_t key = int32_t(kv_idx) - first, page = key / a.page_size;
-  const int32_t index = load_global(a.page_indices + load_global(a.page_indptr + r) + page);
-  return int64_t(index) * a.page_size + (key - page * a.page_size);
+  const int32_t named = load_global(a.page_indices + load_global(a.page_indptr + r) + page);
+  // An invalid page index must not give an invalid slot.
+  const int64_t held = uint32_t(named) < uint32_t(a.num_pages) ? named : 0;
+  return held * a.page_size + (key - page * a.page_size);
 }
 
 }  // namespace ops
