@@ -233,9 +233,6 @@ class BatchPlan:
         """fajit_work items of a kind (0 prefill, 1 few-row), by worker, 8 int32 each."""
 
     def worker_indptr(self, kind: int) -> list[int]: ...
-    def cost_ns(self, kind: int) -> list[float]:
-        """Predicted cost of every item of a kind."""
-
     def load_ns(self, kind: int) -> list[float]:
         """Predicted time of every worker of a kind."""
 

@@ -74,19 +74,6 @@ void fajit_emulator_free(char* text) {
   if (text != no_memory) std::free(text);
 }
 
-char* fajit_emulator_kernels(void* program) {
-  std::string names;
-  for (const std::string& name : program_of(program).kernel_names()) names += name + kBetween;
-  return copy(names);
-}
-
-char* fajit_emulator_target(void* program) { return copy(program_of(program).target()); }
-
-char* fajit_emulator_local_bytes(void* program, const char* kernel, int64_t* bytes) {
-  return guarded(
-      [&] { *bytes = static_cast<int64_t>(program_of(program).kernel(kernel).local_bytes); });
-}
-
 char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch) {
   return guarded([&] {
     Program::Request request;

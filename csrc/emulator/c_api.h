@@ -31,9 +31,5 @@ struct fajit_emulator_launch {
 FAJIT_EMULATOR_API char* fajit_emulator_open(const char* ptx, void** program);
 FAJIT_EMULATOR_API void fajit_emulator_close(void* program);
 FAJIT_EMULATOR_API void fajit_emulator_free(char* text);
-FAJIT_EMULATOR_API char* fajit_emulator_kernels(void* program);  // kernel names, as fields
-FAJIT_EMULATOR_API char* fajit_emulator_target(void* program);
-FAJIT_EMULATOR_API char* fajit_emulator_local_bytes(void* program, const char* kernel,
-                                                    int64_t* bytes);  // per thread
 FAJIT_EMULATOR_API char* fajit_emulator_run(void* program, const fajit_emulator_launch* launch);
 FAJIT_EMULATOR_API char* fajit_emulator_opcodes();  // name, types, semantics, test vector of each

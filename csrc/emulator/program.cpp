@@ -29,12 +29,6 @@ Program::Program(const std::string& ptx) : module_(parse(ptx)) {
   }
 }
 
-std::vector<std::string> Program::kernel_names() const {
-  std::vector<std::string> names;
-  for (const Entry& entry : module_.entries) names.push_back(entry.name);
-  return names;
-}
-
 const Kernel& Program::kernel(const std::string& name) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::unique_ptr<Kernel>& kernel = kernels_[name];

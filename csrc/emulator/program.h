@@ -15,8 +15,6 @@ class Program {
  public:
   explicit Program(const std::string& ptx);  // throws EmulatorError
 
-  std::vector<std::string> kernel_names() const;
-  const std::string& target() const { return module_.target; }
   // Decoded at first use; throws EmulatorError for an unknown name or an instruction not in the
   // table.
   const Kernel& kernel(const std::string& name);

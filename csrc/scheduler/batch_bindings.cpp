@@ -316,7 +316,6 @@ void bind_plan(py::module_& m) {
           [](const BatchPlan& self, int kind) { return to_bytes(kind_at(self, kind).work); },
           py::arg("kind"))
       .def("worker_indptr", of_kind(&KindPlan::worker_indptr), py::arg("kind"))
-      .def("cost_ns", of_kind(&KindPlan::cost_ns), py::arg("kind"))
       .def("load_ns", of_kind(&KindPlan::load_ns), py::arg("kind"))
       .def_property_readonly("merge_work",
                              [](const BatchPlan& self) { return to_bytes(self.merge_work); })

@@ -100,7 +100,6 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
   }
   plan.worker_indptr.push_back(static_cast<int32_t>(replicas * count));
   plan.work.resize(replicas * count);
-  plan.cost_ns.resize(replicas * count);
   plan.load_ns.resize(replicas * workers, 0.0f);
   std::vector<std::pair<size_t, int32_t>>
       states;  // (item, part) of the parts that write a partial state
@@ -113,7 +112,6 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
     const int32_t head = unit.head >= 0 ? unit.head : part.head;
     plan.work[at] = {unit.entity,  head * group_size, group_size,  unit.row_begin,
                      unit.row_end, part.kv_begin,     part.kv_end, -1};
-    plan.cost_ns[at] = part.cost_ns;
     plan.load_ns[static_cast<size_t>(part.worker)] += part.cost_ns;
     if (unit.shared || !balance.is_whole(unit_index)) states.emplace_back(at, id);
   }
@@ -126,7 +124,6 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
       copy[i] = first[i];
       copy[i].head_begin += head;
     }
-    std::copy_n(plan.cost_ns.data(), count, plan.cost_ns.data() + r * count);
     std::copy_n(plan.load_ns.data(), workers, plan.load_ns.data() + r * workers);
   }
   for (size_t r = 0; r < replicas; ++r) {

@@ -138,8 +138,7 @@ struct PlanOptions {
 struct KindPlan {
   std::vector<fajit_work> work;        // sorted by worker
   std::vector<int32_t> worker_indptr;  // [num_workers + 1]
-  std::vector<float> cost_ns;          // of each item, predicted
-  std::vector<float> load_ns;          // [num_workers]: their sums
+  std::vector<float> load_ns;          // [num_workers]: the predicted cost of their items
 };
 
 // Maximum number of entries of a plan within the limits: the fixed layout of a captured graph.

@@ -128,17 +128,6 @@ def varlen_reference(
     return out, lse
 
 
-def merge_reference(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(out, lse) of partial softmax states over disjoint keys: weights exp(lse_i - lse)."""
-    lse = torch.stack(list(lses)).logsumexp(0)
-    total = sum(
-        torch.nan_to_num(torch.exp(own - lse), nan=0.0)[..., None] * out
-        for out, own in zip(outs, lses, strict=True)
-    )
-    assert isinstance(total, Tensor)
-    return total, lse
-
-
 @dataclass(frozen=True, slots=True)
 class _Lengths:
     """Of each request, on the CPU: lengths, first rows in packed q and k, position of row 0."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.variants.reference import merge_reference
 from tests.batch.batches import Batch, indptr, level_of, share_prefix
 from tests.batch.lists import DTYPES
 from tests.batch.oracle import Errors, Math, check
 from tests.batch.runs import attend, engine
+from tests.ops.merge_oracle import merge_reference
 
 FACTOR = 1.5
 

@@ -83,12 +83,6 @@ def test_parameters_and_local_memory() -> None:
     assert fault(local).kind == "out of bounds"
 
 
-def test_local_memory_is_counted() -> None:
-    text = kernel(".local .align 4 .b8 own[24];", 0)
-    assert programs.Program(text).local_bytes("k") == 24
-    assert programs.Program(kernel("", 0)).local_bytes("k") == 0
-
-
 # Shared memory
 
 
@@ -300,8 +294,6 @@ def test_requests_that_cannot_be() -> None:
         launch(text, [data], async_copies="never")
     with pytest.raises(EmulatorError, match=r"PTX line 1: unknown directive"):
         programs.Program("hello")
-    assert programs.Program(text).kernels == ["k"]
-    assert programs.Program(text).target == "sm_80"
 
 
 SOURCE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,27 @@ MERGE = ("request", "head_begin", "head_count", "row_begin", "row_end", "first_p
          "num_splits", "reserved")  # fmt: skip
 
 
+SMALL_KINDS: tuple[dict[str, Any], ...] = (
+    {"tile_q": 32, "row_granule": 8, "tile_kv": 16, "min_chunk": 32, "item_ns": 50.0,
+     "load_ns": 4.0, "pair_ns": 0.5, "state_ns": 5.0},
+    {"tile_q": 8, "row_granule": 1, "tile_kv": 16, "min_chunk": 32, "item_ns": 20.0,
+     "load_ns": 4.0, "pair_ns": 0.25, "state_ns": 5.0},
+)  # fmt: skip
+"""Prefill and few-row, so small that small batches have many tiles and cuts."""
+
+
 def small_kinds(module: _C.Module | None = None) -> tuple[_C.Kind, _C.Kind]:
-    """Prefill and few-row, so small that small batches have many tiles and cuts."""
-    return (
-        _C.Kind(module, tile_q=32, row_granule=8, tile_kv=16, min_chunk=32, item_ns=50.0,
-                load_ns=4.0, pair_ns=0.5, state_ns=5.0),
-        _C.Kind(module, tile_q=8, row_granule=1, tile_kv=16, min_chunk=32, item_ns=20.0,
-                load_ns=4.0, pair_ns=0.25, state_ns=5.0),
-    )  # fmt: skip
+    prefill, few_row = (_C.Kind(module, **fields) for fields in SMALL_KINDS)
+    return prefill, few_row
+
+
+def small_cost(kind: int, item: dict[str, int]) -> float:
+    """The cost of an item by `SMALL_KINDS`, in ns; its rows see all keys."""
+    of = SMALL_KINDS[kind]
+    rows, keys = item["row_end"] - item["row_begin"], item["kv_end"] - item["kv_begin"]
+    computed = -(-rows // of["row_granule"]) * of["row_granule"]
+    state = rows * of["state_ns"] if item["partial"] >= 0 else 0.0
+    return of["item_ns"] + keys * max(of["load_ns"], computed * of["pair_ns"]) + state
 
 
 PREFILL, FEW_ROW = small_kinds()

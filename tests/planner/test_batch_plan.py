@@ -23,6 +23,7 @@ from .batch_plans import (
     array,
     check_whole,
     make,
+    small_cost,
     span,
 )
 
@@ -57,7 +58,7 @@ def test_every_row_sees_every_key_once_and_in_order(shape, heads, workers, page,
         tile_q, tile_kv = own.tile_q, own.tile_kv
         ends = planned.plan.worker_indptr(kind)
         assert len(ends) == workers + 1 and ends[0] == 0 and ends == sorted(ends)
-        assert ends[-1] == len(planned.work[kind]) == len(planned.plan.cost_ns(kind))
+        assert ends[-1] == len(planned.work[kind])
         for item in planned.work[kind]:
             rows = q_len[item["request"]] * heads[0] // heads[1]
             assert (rows <= 8) == (kind == 1), "the kind is the request's own"
@@ -88,11 +89,10 @@ def test_at_most_two_partial_tiles_a_worker(shape, heads, workers, share):
 def test_no_worker_has_more_than_the_mean_and_the_longest_item(shape, heads, workers, share):
     q_len, kv_len = [q for q, _ in shape], [k for _, k in shape]
     planned = make(q_len, Ragged(kv_len), heads=heads, workers=workers, share_workers=share)
+    costs = [[small_cost(kind, item) for item in planned.work[kind]] for kind in (0, 1)]
     for kind in (0, 1):
-        costs, ends = planned.plan.cost_ns(kind), planned.plan.worker_indptr(kind)
-        loads = [sum(costs[a:b]) for a, b in pairwise(ends)]
+        loads = [sum(small_cost(kind, item) for item in items) for items in planned.lists(kind)]
         assert loads == pytest.approx(planned.plan.load_ns(kind), rel=1e-4)
-    costs = [planned.plan.cost_ns(k) for k in (0, 1)]
     groups = [planned.loads()] if share else [planned.plan.load_ns(k) for k in (0, 1)]
     longest = (
         [max([*costs[0], *costs[1]], default=0)] if share else [max(c, default=0) for c in costs]

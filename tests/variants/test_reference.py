@@ -14,12 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashattn_jit.errors import InputError, ParamError, VariantError
 from flashattn_jit.variants import builtins
-from flashattn_jit.variants.reference import (
-    attention_reference,
-    merge_reference,
-    varlen_reference,
-)
+from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from flashattn_jit.variants.variant import Pointwise, Softmax, Variant, cpp, scalar, tensor, variant
+from tests.ops.merge_oracle import merge_reference
 
 F64 = torch.float64
 

@@ -77,7 +77,6 @@ struct Entry {
 };
 
 struct Module {
-  std::string target;  // sm_80
   std::vector<Variable> variables;
   std::vector<Entry> entries;
   std::map<uint32_t, std::string> files;

@@ -26,8 +26,8 @@ class Parser {
     if (text == ".version" || text == ".address_size") {
       lexer_.next();
     } else if (text == ".target") {
-      module_.target = std::string(lexer_.next().text);
-      while (lexer_.accept(",")) lexer_.next();
+      do lexer_.next();
+      while (lexer_.accept(","));
     } else if (text == ".file") {
       file();
     } else if (text == ".section") {

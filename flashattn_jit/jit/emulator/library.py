@@ -244,14 +244,10 @@ def _write_units(work: Path) -> list[Path]:
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     """Declares the functions of c_api.h. They return texts as addresses, which must be freed."""
     handle, text, out = ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER
-    number = out(ctypes.c_int64)
     functions = {
         "open": (handle, text, out(handle)),
         "close": (None, handle),
         "free": (None, handle),
-        "kernels": (handle, handle),
-        "target": (handle, handle),
-        "local_bytes": (handle, handle, text, number),
         "run": (handle, handle, out(Launch)),
         "opcodes": (handle,),
     }

@@ -32,26 +32,6 @@ class Program:
         closing = weakref.finalize(self, self._library.fajit_emulator_close, self._handle)
         closing.atexit = False  # a thread may still be running it
 
-    @property
-    def kernels(self) -> list[str]:
-        """The names of its kernels."""
-        return _fields(self._library.fajit_emulator_kernels(self._handle))
-
-    @property
-    def target(self) -> str:
-        """The target that the PTX names, for example ``"sm_80"``."""
-        return _text(self._library.fajit_emulator_target(self._handle))
-
-    def local_bytes(self, kernel: str) -> int:
-        """Local memory of a thread of `kernel`. Raises EmulatorError."""
-        found = ctypes.c_int64()
-        _check(
-            self._library.fajit_emulator_local_bytes(
-                self._handle, kernel.encode(), ctypes.byref(found)
-            )
-        )
-        return found.value
-
     def run(
         self,
         kernel: str,
@@ -147,12 +127,8 @@ def _check(failed: int | None) -> None:
 
 
 def _fields(text: int) -> list[str]:
-    return _text(text).split(_BETWEEN)[:-1]
-
-
-def _text(text: int) -> str:
-    """The text at an address, whose memory is returned to the library."""
+    """The fields of the text at an address, whose memory is returned to the library."""
     try:
-        return ctypes.string_at(text).decode(errors="replace")
+        return ctypes.string_at(text).decode(errors="replace").split(_BETWEEN)[:-1]
     finally:
         library().fajit_emulator_free(text)

@@ -7,12 +7,12 @@ tail tiles included.
 
 `tile_runs`, which `explain` uses, divides large boxes into tiles only where a box is partial: for
 causal, window and document masks it needs far fewer evaluations than there are tiles. Its result is
-runs of equal tiles. `classify_boxes` classifies boxes one by one.
+runs of equal tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, TypedDict
@@ -100,13 +100,6 @@ class TileRuns:
     end: Array
     state: NDArray[np.uint8]
 
-    def row(self, b: int, h: int, q_tile: int) -> Iterator[tuple[int, int, int]]:
-        """The (begin, end, state) runs of one row; `b` and `h` count from the grid's begin."""
-        b, h = min(b, self.shape[0] - 1), min(h, self.shape[1] - 1)
-        r = (b * self.shape[1] + h) * self.shape[2] + q_tile
-        for i in range(int(self.indptr[r]), int(self.indptr[r + 1])):
-            yield int(self.begin[i]), int(self.end[i]), int(self.state[i])
-
     def counts(self) -> tuple[int, int, int]:
         """How many tiles are empty, partial and full, over all requests and heads."""
         repeat = (self.grid.b_end - self.grid.b_begin) // self.shape[0]
@@ -117,34 +110,13 @@ class TileRuns:
         total = int(np.prod(self.shape)) * self.grid.num_kv_tiles
         return (total - partial - full) * repeat, partial * repeat, full * repeat
 
-    def dense(self) -> NDArray[np.uint8]:
-        """The states as [B', H', query tiles, key tiles]."""
-        width = self.grid.num_kv_tiles
-        rows = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
-        steps = np.zeros((len(self.indptr) - 1) * (width + 1), np.int16)
-        state = self.state.astype(np.int16)
-        np.add.at(steps, rows * (width + 1) + self.begin, state)
-        np.add.at(steps, rows * (width + 1) + self.end, -state)
-        dense = np.cumsum(steps.reshape(-1, width + 1), axis=1)[:, :width]
-        return dense.astype(np.uint8).reshape(*self.shape, width)
-
-
-def classify_boxes(graph: Graph, params: MaskParams, boxes: Array) -> NDArray[np.uint8]:
-    """The state of every box, uint8 [N]. A box without queries or keys is empty.
-
-    boxes: int64 [N, 8], the first and the last value of b, h, q and k.
-    """
-    form, arguments, _held = _form_and_arguments(graph, params)
-    states = form.classify(np.ascontiguousarray(boxes, np.int64).data, **arguments)
-    return np.frombuffer(states, np.uint8)
-
 
 def tile_runs(graph: Graph, params: MaskParams, grid: Grid) -> TileRuns:
     """The non-empty tiles of the mask `graph` as runs; see `TileRuns`.
 
     Time and memory grow with the number of boxes along the mask's border, not of tiles.
     """
-    form, arguments, _held = _form_and_arguments(graph, params)
+    form, arguments, _held = form_and_arguments(graph, params)
     program = simplify(graph)
     b = _axis(program.uses("b"), grid.b_begin, grid.b_end)
     h = _axis(program.uses("h"), grid.h_begin, grid.h_end)
@@ -176,7 +148,7 @@ class _Arguments(TypedDict):
     lengths: list[list[int]]
 
 
-def _form_and_arguments(
+def form_and_arguments(
     graph: Graph, params: MaskParams
 ) -> tuple[_C.IntervalForm, _Arguments, list[torch.Tensor]]:
     """The mask's form, its arguments, and the tensors on the host that the arguments point to.

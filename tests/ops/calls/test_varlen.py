@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from flashattn_jit.variants.reference import merge_reference, varlen_reference
+from flashattn_jit.variants.reference import varlen_reference
 from tests.batch.batches import indptr
+from tests.ops.merge_oracle import merge_reference
 
 # Requests of every kind: decode, prefill, append, no query, no key, longer queries than keys.
 Q_LENS = (1, 40, 7, 0, 3, 9)

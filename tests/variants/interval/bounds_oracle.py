@@ -19,10 +19,13 @@ from flashattn_jit.variants.capture.extract import stride_pattern
 from flashattn_jit.variants.interval.cpp import format_clause, format_term, lower_classify
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import Program, range_tables, simplify
-from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams, classify_boxes
+from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams
 from flashattn_jit.variants.ir.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import Variant, as_variant
+from tests.abi import TensorParam as TensorStructure
+
+from .tile_states import classify_boxes
 
 ROOT = Path(__file__).parents[3]
 ANY_SIZE = Dims()
@@ -237,11 +240,6 @@ def brute_force(mask: Mask, grid: Grid) -> Any:
 # --- C++ ------------------------------------------------------------------------------------------
 
 
-class _Tensor(ctypes.Structure):
-    _fields_ = [("ptr", ctypes.c_void_p), ("sizes", ctypes.c_int64 * 8),
-                ("strides", ctypes.c_int64 * 8)]  # fmt: skip
-
-
 _DRIVER = """
 #include <fajit/interval.h>
 using namespace fajit;
@@ -299,10 +297,9 @@ class Compiled:
         tensors = list(params.tensors)
         if tables:
             tensors += build_tables(range_tables(mask.graph), params.tensors)
-        array = (_Tensor * max(1, len(tensors)))()
+        array = (TensorStructure * max(1, len(tensors)))()
         for entry, t in zip(array, tensors, strict=False):
-            entry.ptr = t.data_ptr() if t.numel() else None
-            entry.sizes[: t.ndim], entry.strides[: t.ndim] = t.shape, t.stride()
+            entry.describe(t)
         scalars = np.array(
             [np.asarray(s, np.float64 if isinstance(s, float) else np.int64).view(np.uint64)
              for s in params.scalars] or [0], np.uint64)  # fmt: skip

@@ -16,13 +16,14 @@ import torch
 from flashattn_jit.variants.interval.cpp import lower_classify
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
-from flashattn_jit.variants.interval.tile_runs import Grid, classify_boxes
+from flashattn_jit.variants.interval.tile_runs import Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
 from tests.registry import CASES, Shape
 
 from .bounds_oracle import Compiled, Mask, bound, classify_grid, traced
 from .bounds_random import RandomMask
+from .tile_states import classify_boxes
 
 # Above 1024 keys, so that long ranges are read through tables.
 SHAPE = Shape(2, 4, 2, 1500, 1500, 64, 64)

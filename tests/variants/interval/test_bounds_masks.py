@@ -17,6 +17,7 @@ from flashattn_jit.variants.variant import as_variant
 from tests.registry import CASES, Case, Shape
 
 from .bounds_oracle import bound, brute_force, classify_grid, format_program, traced
+from .tile_states import dense_states, runs_of_row
 
 SHAPES = (
     Shape(2, 4, 2, 100, 100, 64, 64),
@@ -41,7 +42,7 @@ def check(mask, grid: Grid, exact: bool) -> None:
         loose = got != expected
         assert not loose.any(), f"not exact at {np.argwhere(loose)[:3]} of {grid}\n{text}"
     runs = tile_runs(mask.graph, mask.params, grid)
-    assert (runs.dense() == dense).all()
+    assert (dense_states(runs) == dense).all()
     values, counts = np.unique(got, return_counts=True)
     assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == {
         s: n for s, n in enumerate(runs.counts()) if n
@@ -305,7 +306,7 @@ def test_no_keys_and_no_queries() -> None:
     mask = traced(lambda b, h, q, k: q >= k)
     for grid in (Grid(0, 0, 0, 10, 16, 16), Grid(0, 10, 0, 0, 16, 16), Grid(5, 5, 3, 3, 8, 8)):
         runs = tile_runs(mask.graph, mask.params, grid)
-        assert runs.dense().shape == (1, 1, grid.num_q_tiles, grid.num_kv_tiles)
+        assert dense_states(runs).shape == (1, 1, grid.num_q_tiles, grid.num_kv_tiles)
         assert runs.counts() == (0, 0, 0)
 
 
@@ -323,6 +324,6 @@ def test_a_mask_that_ignores_batch_and_heads_is_classified_once() -> None:
     assert classify_grid(mask.graph, mask.params, grid).shape == (1, 1, 4, 4)
     runs = tile_runs(mask.graph, mask.params, grid)
     assert sum(runs.counts()) == 16 * 35
-    assert list(runs.row(3, 6, 2)) == [(0, 2, 2), (2, 3, 1)]
+    assert list(runs_of_row(runs, 3, 6, 2)) == [(0, 2, 2), (2, 3, 1)]
     mask = traced(lambda b, h, q, k: q + b >= k)
     assert classify_grid(mask.graph, mask.params, grid).shape == (5, 1, 4, 4)

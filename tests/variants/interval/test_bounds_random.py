@@ -15,6 +15,7 @@ from flashattn_jit.variants.ir.ir import format_graph
 
 from .bounds_oracle import Mask, brute_force, classify_grid, dense_mask, format_program, traced
 from .bounds_random import RandomMask
+from .tile_states import dense_states, runs_of_row
 
 
 @st.composite
@@ -42,7 +43,7 @@ def test_sound(mask: Mask, grid: Grid) -> None:
     wrong = (got != 1) & (got != expected)
     text = [*format_graph(mask.graph), *format_program(simplify(mask.graph))]
     assert not wrong.any(), "\n".join(text)
-    runs = tile_runs(mask.graph, mask.params, grid).dense()
+    runs = dense_states(tile_runs(mask.graph, mask.params, grid))
     # Refinement may decide a tile that is partial as one box; it never changes a decided state.
     assert ((runs == dense) | (dense == 1)).all()
     refined = np.broadcast_to(runs, expected.shape)
@@ -56,7 +57,7 @@ def test_runs_of_a_row_hold_every_kept_key(mask: Mask, q0: int, rows: int, kv_le
     """Tiles of one key, and of all rows."""
     grid = Grid(q0, q0 + rows, 0, kv_len, rows, 1)
     kept = np.flatnonzero(dense_mask(mask, grid)[0, 0].any(0))
-    runs = list(tile_runs(mask.graph, mask.params, grid).row(0, 0, 0))
+    runs = list(runs_of_row(tile_runs(mask.graph, mask.params, grid), 0, 0, 0))
     visited = np.concatenate([np.arange(begin, end) for begin, end, _ in runs] or [[]])
     assert np.isin(kept, visited).all()
 
@@ -68,7 +69,7 @@ def test_keys_that_a_row_of_a_window_visits(tile_kv: int) -> None:
         mask = traced(fn)
         grid = Grid(300, 310, 0, 1000, 10, tile_kv)
         runs: list[tuple[int, int]] = []
-        for begin, end, _ in tile_runs(mask.graph, mask.params, grid).row(0, 0, 0):
+        for begin, end, _ in runs_of_row(tile_runs(mask.graph, mask.params, grid), 0, 0, 0):
             joins = runs and runs[-1][1] == begin
             runs[-1:] = [(runs[-1][0], end)] if joins else [*runs[-1:], (begin, end)]
         return runs

@@ -14,6 +14,7 @@ from tests.memory import peak_bytes
 from tests.slowness import slowdown
 
 from .bounds_oracle import traced
+from .tile_states import dense_states, runs_of_row
 
 N = 65536
 GRID = Grid(0, N, 0, N, 128, 128)
@@ -127,7 +128,7 @@ def test_many_heads_and_requests_share_the_work() -> None:
     grid = Grid(0, N, 0, N, 128, 128, 0, 8, 0, 32)
     runs = tile_runs(mask.graph, mask.params, grid)
     assert runs.shape == (1, 32, 512)
-    assert [len(list(runs.row(b, 31, 100))) for b in (0, 7)] == [3, 3]
+    assert [len(list(runs_of_row(runs, b, 31, 100))) for b in (0, 7)] == [3, 3]
     start = time.thread_time()
     tile_runs(mask.graph, mask.params, grid)
     assert time.thread_time() - start < 32 * BUDGET_S
@@ -137,7 +138,7 @@ def test_the_keys_of_one_row_take_few_boxes() -> None:
     mask = traced(documents_causal)
     q = int(CUTS[20]) + 5
     runs = tile_runs(mask.graph, mask.params, Grid(q, q + 1, 0, N, 1, 1))
-    assert list(runs.row(0, 0, 0)) == [(int(CUTS[20]), q + 1, FULL)]
+    assert list(runs_of_row(runs, 0, 0, 0)) == [(int(CUTS[20]), q + 1, FULL)]
     times = []
     for _ in range(15):
         start = time.thread_time()
@@ -149,5 +150,5 @@ def test_the_keys_of_one_row_take_few_boxes() -> None:
 def test_refinement_equals_the_grid_where_much_is_partial() -> None:
     mask = traced(unsorted)
     grid = Grid(0, 9000, 0, 7000, 128, 96)
-    dense = tile_runs(mask.graph, mask.params, grid).dense()
-    assert dense.shape == (1, 1, 71, 73) and np.all(dense == 1)
+    states = dense_states(tile_runs(mask.graph, mask.params, grid))
+    assert states.shape == (1, 1, 71, 73) and np.all(states == 1)

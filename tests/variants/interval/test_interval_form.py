@@ -20,12 +20,13 @@ from flashattn_jit import _C
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.interval.statements import Code, CodeClause, Statement, code_of
-from flashattn_jit.variants.interval.tile_runs import MaskParams, classify_boxes
+from flashattn_jit.variants.interval.tile_runs import MaskParams
 from flashattn_jit.variants.ir.ir import OPS, Graph, GraphBuilder
 
 from .bounds_oracle import Mask, described, traced
 from .bounds_random import RandomMask
 from .test_bounds_lower import captured_masks, random_boxes, registry_masks
+from .tile_states import classify_boxes
 
 ROOT = Path(__file__).parents[3]
 STATEMENTS = {"meet", "any", "i_gather", "t_gather", "f_gather", "gather_bits", "i_searchsorted"}

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, MaskParams, classify_boxes
+from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, MaskParams
 from flashattn_jit.variants.ir.ir import GraphBuilder
 
 from .bounds_oracle import evaluate
+from .tile_states import classify_boxes
 
 Indices = Callable[[GraphBuilder], int]
 SHIFT = 12
