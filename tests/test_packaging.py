@@ -201,43 +201,38 @@ def test_the_wheel_holds_package_templates_and_headers(wheel: Path) -> None:
     assert "flashattn_jit-0.1.0.dist-info/licenses/LICENSE" in names
 
 
-def test_a_wheel_compiles_and_runs_a_new_variant_without_the_checkout(
-    environment: Path, tmp_path: Path
-) -> None:
+def printed(environment: Path, folder: Path, *arguments: str) -> str:
+    """What the environment's Python prints in `folder`, without this checkout on its path."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    variables["FLASHATTN_JIT_CACHE_DIR"] = str(tmp_path / "cache")
-    program = tmp_path / "run.py"  # hooks are read from a file
-    program.write_text(RUN)
+    variables["FLASHATTN_JIT_CACHE_DIR"] = str(folder / "cache")
     done = subprocess.run(
-        [str(environment / "bin" / "python"), str(program), str(environment), str(ROOT)],
-        cwd=tmp_path,
+        [str(environment / "bin" / "python"), *arguments],
+        cwd=folder,
         env=variables,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout == "ran\n"
+    return done.stdout
+
+
+def test_a_wheel_compiles_and_runs_a_new_variant_without_the_checkout(
+    environment: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "run.py"  # hooks are read from a file
+    program.write_text(RUN)
+    assert printed(environment, tmp_path, str(program), str(environment), str(ROOT)) == "ran\n"
     assert list((tmp_path / "cache").glob("v1/[!.]*/??/*/meta.json"))
 
 
 def test_a_wheel_brings_the_command_line(environment: Path, tmp_path: Path) -> None:
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    variables["FLASHATTN_JIT_CACHE_DIR"] = str(tmp_path / "cache")
-    done = subprocess.run(
-        [str(environment / "bin" / "python"), "-c", COMMAND, "cache", "ls", "--json"],
-        cwd=tmp_path,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert '"command": "cache ls"' in done.stdout
+    listed = printed(environment, tmp_path, "-c", COMMAND, "cache", "ls", "--json")
+    assert '"command": "cache ls"' in listed
 
 
 def test_a_wheel_and_one_of_kernels_need_no_compiler(
     environment: Path, kernels: Path, tmp_path: Path
 ) -> None:
-    printed = run_without_compiler(environment / "bin" / "python", tmp_path, kernels)
-    assert printed == f"{kernels / 'acme_kernels' / 'kernels.pack'}\n"
+    found = run_without_compiler(environment / "bin" / "python", tmp_path, kernels)
+    assert found == f"{kernels / 'acme_kernels' / 'kernels.pack'}\n"

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from flashattn_jit.variants.interval.cpp import lower_classify
-from flashattn_jit.variants.interval.range_tables import build_tables
-from flashattn_jit.variants.interval.simplify import range_tables
 from tests.abi import TensorParam
 from tests.codegen.cuda_unit import Unit, nvcc
 from tests.toolkit import needs_nvcc
-from tests.variants.interval.bounds_oracle import Mask, traced
+from tests.variants.interval.bounds_oracle import Mask, read_values, traced
 from tests.variants.interval.bounds_random import RandomMask
 from tests.variants.interval.test_bounds_lower import (
     SHAPE,
@@ -97,27 +95,17 @@ class Emulated:
 
     def states(self, which: int, mask: Mask, boxes: np.ndarray, tables: bool = True) -> np.ndarray:
         """uint8 states of `boxes`, int64 [N, 8]: b, h, q, k as lo, hi."""
-        params = mask.params
-        tensors = list(params.tensors)
-        if tables:
-            tensors += build_tables(range_tables(mask.graph), params.tensors)
-        fields = (params.q_len, params.kv_len, params.q_offset, params.q_token0, params.kv_token0)
-        count = len(params.kv_len)
-        lengths = torch.zeros((5, max(1, count)), dtype=torch.int32)
-        for row, values in zip(lengths, fields, strict=True):
-            row[: len(values)] = torch.tensor(list(values), dtype=torch.int32)
+        tensors, scalars, lengths, count = read_values(mask, tables)
         corners = torch.from_numpy(np.ascontiguousarray(boxes, np.int64))
         states = torch.zeros(len(boxes), dtype=torch.uint8)
-        call = _Call(num_tensors=len(tensors), num_requests=lengths.shape[1], count=len(boxes))
-        memory = {"lengths": lengths, "boxes": corners, "states": states}
+        call = _Call(num_tensors=len(tensors), num_requests=count, count=len(boxes))
+        memory = {"lengths": torch.from_numpy(lengths), "boxes": corners, "states": states}
         for name, tensor in memory.items():
             setattr(call, name, tensor.data_ptr())
         for i, t in enumerate(tensors):
             memory[f"param{i}"] = t
             call.tensors[i].describe(t)
-        for i, s in enumerate(params.scalars):
-            kind = np.float64 if isinstance(s, float) else np.int64
-            call.scalars[i] = int(np.asarray(s, kind).view(np.uint64))
+        call.scalars[: len(scalars)] = scalars.tolist()
         blocks = (-(-len(boxes) // 64), 1, 1)
         self.unit.run(f"classify_{which}", bytes(call), memory, ("states",), blocks=blocks,
                       threads=64)  # fmt: skip

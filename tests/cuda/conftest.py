@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from flashattn_jit.jit.compilation.toolchain import find_compiler
+from tests.toolkit import needs_nvcc
+
+HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
-def _has_nvcc() -> bool:
-    return find_compiler("sm_80") is not None
-
-
-@pytest.fixture(autouse=True)
-def _needs_nvcc(_has_nvcc: bool) -> None:
-    if not _has_nvcc:
-        pytest.skip("needs nvcc: install a CUDA toolkit")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(needs_nvcc)

@@ -268,6 +268,24 @@ extern "C" void classify_boxes(int which, const fajit_tensor* tensors, int num_t
 """
 
 
+def read_values(mask: Mask, tables: bool) -> tuple[list[torch.Tensor], Any, Any, int]:
+    """What the C++ of a mask reads: tensors and, if asked for, their tables; uint64 scalars, at
+    least one; int32 lengths [5, requests or 1]; the number of requests."""
+    params = mask.params
+    tensors = list(params.tensors)
+    if tables:
+        tensors += build_tables(range_tables(mask.graph), params.tensors)
+    scalars = np.array(
+        [np.asarray(s, np.float64 if isinstance(s, float) else np.int64).view(np.uint64)
+         for s in params.scalars] or [0], np.uint64)  # fmt: skip
+    fields = (params.q_len, params.kv_len, params.q_offset, params.q_token0, params.kv_token0)
+    count = len(params.kv_len)
+    lengths = np.zeros((5, max(1, count)), np.int32)
+    for row, values in zip(lengths, fields, strict=True):
+        row[: len(values)] = values
+    return tensors, scalars, lengths, count
+
+
 class Compiled:
     """The C++ lowerings of several masks in one shared object."""
 
@@ -293,21 +311,10 @@ class Compiled:
 
     def states(self, which: int, mask: Mask, boxes: Any, tables: bool = True) -> Any:
         """uint8 states of `boxes`, int64 [N, 8]: b, h, q, k as lo, hi."""
-        params = mask.params
-        tensors = list(params.tensors)
-        if tables:
-            tensors += build_tables(range_tables(mask.graph), params.tensors)
+        tensors, scalars, lengths, count = read_values(mask, tables)
         array = (TensorStructure * max(1, len(tensors)))()
         for entry, t in zip(array, tensors, strict=False):
             entry.describe(t)
-        scalars = np.array(
-            [np.asarray(s, np.float64 if isinstance(s, float) else np.int64).view(np.uint64)
-             for s in params.scalars] or [0], np.uint64)  # fmt: skip
-        fields = (params.q_len, params.kv_len, params.q_offset, params.q_token0, params.kv_token0)
-        count = len(params.kv_len)
-        lengths = np.zeros((5, max(1, count)), np.int32)
-        for row, values in zip(lengths, fields, strict=True):
-            row[: len(values)] = values
         boxes = np.ascontiguousarray(boxes, np.int64)
         states = np.zeros(len(boxes), np.uint8)
         self._library.classify_boxes(
