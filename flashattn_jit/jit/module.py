@@ -149,6 +149,11 @@ class KernelCache:
         """The kernels in memory: each first request of a look-up, with the module it got."""
         return iter(tuple(self._asked.values()))
 
+    @property
+    def num_loaded(self) -> int:
+        """The kernels in memory."""
+        return len(set(self._modules.values()))
+
     def ptx(self, module: _C.Module) -> str:
         """The PTX of a module of a CUDA target. Raises OSError if its entry was removed."""
         origin = self._origins[module.path]

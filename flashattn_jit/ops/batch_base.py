@@ -74,7 +74,7 @@ class BatchBase:
         target: str | None = None,
     ) -> None:
         self._variant = as_variant(variant)
-        self._pointwise = is_pointwise(self._variant)
+        self.pointwise = is_pointwise(self._variant)  # then runs have no lse
         self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         own = _device(device)
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
@@ -123,8 +123,8 @@ class BatchBase:
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
         )
         self._planned: Planned | None = None
-        self._number = next(_numbers)
-        _objects[self._number] = self
+        self.number = next(_numbers)  # identifies the object in graphs
+        _objects[self.number] = self
 
     def __reduce__(self) -> Any:
         # A copy has the same options, another number, and no plan.

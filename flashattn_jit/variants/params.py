@@ -314,6 +314,28 @@ class Declared(NamedTuple):
     owner: Any
 
 
+COMPUTED = ("_shape", "_declared")
+"""Attributes of a variant that making it computes: its copies leave them out."""
+
+PARTS = "_parts"
+"""The attribute with the parts of a composed variant, where it is needed as a path to them."""
+
+
+def declared_params(variant: Any) -> tuple[Declared, ...]:
+    """The params of a variant and its parts.
+
+    A function, as every public attribute of `Variant` is a name that a user's class may not have.
+    """
+    found: tuple[Declared, ...] = variant._declared
+    return found
+
+
+def parts_of(variant: Any) -> tuple[Any, ...]:
+    """The variants that a composed one was made of; none for any other."""
+    found: tuple[Any, ...] = getattr(variant, PARTS, ())
+    return found
+
+
 def resolve(
     declared: Sequence[Declared], dims: Dims, given: Mapping[str, object], what: str
 ) -> list[Any]:
