@@ -169,7 +169,10 @@ class Param:
             return value
         if type(value) is self.type:
             if type(value) is int and not -(2**63) <= value < 2**63:
-                raise ParamError(f"param {name!r} does not fit 64 bits, got {value}")
+                raise ParamError(
+                    f"param {name!r} does not fit 64 bits, got {value}; scalar params hold "
+                    "integers up to 2**53"
+                )
             return value
         if isinstance(value, torch.Tensor | builtins.bool | str) or not isinstance(
             value, numbers.Real

@@ -54,6 +54,7 @@ from flashattn_jit.variants.trace.values import (
     Number,
     Value,
     attach,
+    run_handler,
     updated_by,
 )
 
@@ -311,7 +312,7 @@ class Tracer:
         handler = HANDLERS.get(base or name)
         if handler is None:
             self.refuse_op(base or name)
-        result = handler(*args, **kwargs)
+        result = run_handler(name, handler, args, kwargs)
         if not base and not kwargs.get("inplace"):
             return result
         target = args[0]
