@@ -68,13 +68,14 @@ class Loaded:
 class Prepared:
     """A kernel that is in the cache and was not loaded.
 
-    layer: "user", "read_only", "remote" or "compiler". place: the index of the kernel request that
-    it serves. path: the entry's folder, or the pack that holds it.
+    layer: "user", "read_only", "remote" or "compiler". tile: the index of the request that was
+    taken, each on a smaller tile than the one before. path: the entry's folder, or the pack that
+    holds it.
     """
 
     key: str
     layer: str
-    place: int
+    tile: int
     compile_s: float
     artifact_bytes: int
     path: Path
