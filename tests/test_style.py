@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit import _C
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashattn_jit"
 
@@ -140,6 +142,24 @@ def test_one_version_of_a_formatter(tool: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy (extra: test)")
 def test_mypy_strict_is_content() -> None:
     run("-m", "mypy")
+
+
+def test_the_stub_names_the_extensions_arguments() -> None:
+    """In their order, as pybind11 has them in the first line of a docstring."""
+    stub = ast.parse((PACKAGE / "_C.pyi").read_text())
+    owners: list[tuple[object, list[ast.stmt]]] = [(_C, stub.body)]
+    owners += [(getattr(_C, n.name), n.body) for n in stub.body if isinstance(n, ast.ClassDef)]
+    wrong = []
+    for owner, body in owners:
+        for node in body:
+            found = getattr(owner, node.name) if isinstance(node, ast.FunctionDef) else None
+            if not isinstance(node, ast.FunctionDef) or isinstance(found, property):
+                continue
+            said = re.findall(r"[(,] ?(\w+): ", str(found.__doc__).partition(") ->")[0])
+            given = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            if [n for n in said if n != "self"] != [n for n in given if n != "self"]:
+                wrong.append(f"line {node.lineno}: {node.name}({', '.join(said)})")
+    assert not wrong, "\n".join(wrong)
 
 
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:

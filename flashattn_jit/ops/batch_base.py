@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,9 @@ from .planning.batch_params import bind_plan, bound_kernels
 from .planning.batch_plan import Batch, Kernels, Keys, Options, native_kinds
 from .planning.replays import check_replayable, padded, with_room
 from .torch_ops import as_op, sites
+
+if TYPE_CHECKING:
+    from .device.plan_memory import DeviceState
 
 Params = Mapping[str, object]
 
@@ -118,7 +121,7 @@ class BatchBase:
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)
         self._target = target  # not resolved: a copy may be unpickled on another machine
-        self._state: Any = None
+        self._state: DeviceState | None = None
         self._observed = Observed(
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
         )
