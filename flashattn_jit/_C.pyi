@@ -6,7 +6,7 @@ type).
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from typing_extensions import Buffer
 
@@ -344,7 +344,25 @@ class BatchCall:
         cannot be allocated, `LaunchError` if CUDA refuses; `out` is then undefined.
         """
 
-    def plan_launches(self, *args: Any, **kwargs: Any) -> list[tuple[Module, Launch]]:
+    def plan_launches(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        scale: float,
+        num_threads: int,
+        tensors: Sequence[int] = (),
+        scalars: Sequence[int | float] = (),
+        workspace: int = 0,
+        states: int = 0,
+        page_indices: int = 0,
+        key_blocks: int = 0,
+        device_block: int = 0,
+        stream: int = 0,
+        device: int = 0,
+    ) -> list[tuple[Module, Launch]]:
         """The launches of `launch` with these arguments as data, each with its module.
 
         CUDA artifacts only; needs no driver.

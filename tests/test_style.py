@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flashattn_jit import _C
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashattn_jit"
 
@@ -142,6 +144,24 @@ def test_mypy_strict_is_content() -> None:
     run("-m", "mypy")
 
 
+def test_the_stub_names_the_extensions_arguments() -> None:
+    """In their order, as pybind11 has them in the first line of a docstring."""
+    stub = ast.parse((PACKAGE / "_C.pyi").read_text())
+    owners: list[tuple[object, list[ast.stmt]]] = [(_C, stub.body)]
+    owners += [(getattr(_C, n.name), n.body) for n in stub.body if isinstance(n, ast.ClassDef)]
+    wrong = []
+    for owner, body in owners:
+        for node in body:
+            found = getattr(owner, node.name) if isinstance(node, ast.FunctionDef) else None
+            if not isinstance(node, ast.FunctionDef) or isinstance(found, property):
+                continue
+            said = re.findall(r"[(,] ?(\w+): ", str(found.__doc__).partition(") ->")[0])
+            given = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            if [n for n in said if n != "self"] != [n for n in given if n != "self"]:
+                wrong.append(f"line {node.lineno}: {node.name}({', '.join(said)})")
+    assert not wrong, "\n".join(wrong)
+
+
 def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
     """(absolute module name, line, whether inside a function) of everything that a file imports."""
     tree = ast.parse(path.read_text())
@@ -208,6 +228,84 @@ def test_nothing_private_is_imported_across_packages() -> None:
                 owner = owner.parent
             if owner not in path.parents:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def class_names(tree: ast.AST) -> Iterator[str]:
+    """The attributes that a file's classes define: in their bodies, and by ``self.x = ...``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args.posonlyargs + node.args.args
+            own = arguments[0].arg if arguments else ""
+            for inner in ast.walk(node):
+                if (
+                    isinstance(inner, ast.Attribute)
+                    and isinstance(inner.ctx, ast.Store)
+                    and isinstance(inner.value, ast.Name)
+                    and inner.value.id == own
+                ):
+                    yield inner.attr
+        for part in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield part.name
+            for target in getattr(part, "targets", [getattr(part, "target", None)]):
+                if isinstance(target, ast.Name):
+                    yield target.id
+
+
+def file_names(tree: ast.Module) -> Iterator[str]:
+    """The functions, classes and variables that a file defines."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Name):
+                yield target.id
+
+
+def attribute_reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every ``x.name`` and ``getattr(x, "name")`` of something other than self, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner, name = node.value, node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            owner, name = node.args[0], str(node.args[1].value)
+        else:
+            continue
+        if ast.unparse(owner) not in ("self", "cls", "super()"):
+            yield name, node.lineno
+
+
+def is_private(name: str) -> bool:
+    """Whether it begins with one underscore, and is no method or field of named tuples."""
+    of_named_tuples = ("_replace", "_asdict", "_fields", "_make")
+    return name.startswith("_") and not name.startswith("__") and name not in of_named_tuples
+
+
+def test_nothing_private_is_read_across_packages() -> None:
+    """An attribute with an underscore belongs to the folder of the class or file that defines it.
+
+    A name that no file of the package defines is another library's.
+    """
+    trees = {path: ast.parse(path.read_text()) for path in PYTHON}
+    of_classes: dict[str, set[Path]] = {}
+    of_files: dict[str, set[Path]] = {}
+    for path, tree in trees.items():
+        for found, names in ((of_classes, class_names(tree)), (of_files, file_names(tree))):
+            for name in filter(is_private, names):
+                found.setdefault(name, set()).add(path.parent)
+    wrong = []
+    for path, tree in trees.items():
+        for name, line in attribute_reads(tree):
+            folders = of_classes.get(name) or of_files.get(name, {path.parent})
+            if is_private(name) and path.parent not in folders:
+                where = ", ".join(sorted(str(f.relative_to(PACKAGE)) for f in folders))
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {name} is private to {where}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -78,7 +78,7 @@ def cache_info() -> CacheInfo:
         kernels=kernels,
         bytes=size,
         layers=tuple((layer.name, layer.location) for layer in layers()),
-        in_memory=len(_module.default._modules),
+        in_memory=_module.default.num_loaded,
         **asdict(_module.default.counters),
     )
 

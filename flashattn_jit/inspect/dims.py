@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParamError
-from ..variants.params import MISSING, Dims
+from ..variants.params import MISSING, Dims, declared_params
 from ..variants.variant import Variant
 
 _NAMES = Dims._fields[:7]
@@ -34,7 +34,7 @@ def held_dims(variant: Variant, params: Mapping[str, object]) -> dict[str, int]:
         ParamError: two tensors have different sizes for one name.
     """
     sizes: dict[str, tuple[int, str]] = {}
-    for name, param, owner in variant._declared:
+    for name, param, owner in declared_params(variant):
         value = params.get(name, owner.__dict__.get(param.name, param.default))
         if param.kind != "tensor" or value is MISSING or not isinstance(value, torch.Tensor):
             continue

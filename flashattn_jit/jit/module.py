@@ -68,13 +68,14 @@ class Loaded:
 class Prepared:
     """A kernel that is in the cache and was not loaded.
 
-    layer: "user", "read_only", "remote" or "compiler". place: the index of the kernel request that
-    it serves. path: the entry's folder, or the pack that holds it.
+    layer: "user", "read_only", "remote" or "compiler". tile: the index of the request that was
+    taken, each on a smaller tile than the one before. path: the entry's folder, or the pack that
+    holds it.
     """
 
     key: str
     layer: str
-    place: int
+    tile: int
     compile_s: float
     artifact_bytes: int
     path: Path
@@ -148,6 +149,11 @@ class KernelCache:
     def loaded(self) -> Iterator[Loaded]:
         """The kernels in memory: each first request of a look-up, with the module it got."""
         return iter(tuple(self._asked.values()))
+
+    @property
+    def num_loaded(self) -> int:
+        """The kernels in memory."""
+        return len(set(self._modules.values()))
 
     def ptx(self, module: _C.Module) -> str:
         """The PTX of a module of a CUDA target. Raises OSError if its entry was removed."""

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,6 +36,9 @@ from .planning.batch_params import bind_plan, bound_kernels
 from .planning.batch_plan import Batch, Kernels, Keys, Options, native_kinds
 from .planning.replays import check_replayable, padded, with_room
 from .torch_ops import as_op, sites
+
+if TYPE_CHECKING:
+    from .device.plan_memory import DeviceState
 
 Params = Mapping[str, object]
 
@@ -74,7 +77,7 @@ class BatchBase:
         target: str | None = None,
     ) -> None:
         self._variant = as_variant(variant)
-        self._pointwise = is_pointwise(self._variant)
+        self.pointwise = is_pointwise(self._variant)  # then runs have no lse
         self._variants: dict[type[Variant] | None, Variant] = {None: self._variant}
         own = _device(device)
         kv_dtype = q_dtype if kv_dtype is None else kv_dtype
@@ -118,13 +121,13 @@ class BatchBase:
         )  # fmt: skip
         self._workspace = Workspace(workspace, own)
         self._target = target  # not resolved: a copy may be unpickled on another machine
-        self._state: Any = None
+        self._state: DeviceState | None = None
         self._observed = Observed(
             not self._kernels.options.cpu and bool(head_dim % 8 or head_dim_v % 8)
         )
         self._planned: Planned | None = None
-        self._number = next(_numbers)
-        _objects[self._number] = self
+        self.number = next(_numbers)  # identifies the object in graphs
+        _objects[self.number] = self
 
     def __reduce__(self) -> Any:
         # A copy has the same options, another number, and no plan.

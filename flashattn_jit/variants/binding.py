@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 MAX_READERS = 64
 MAX_STRUCTURES = 4096
 _NONE: dict[Any, Any] = {}
+_EXACT = 2**53  # float64 holds every integer up to here
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,12 +262,29 @@ def _finish(
 ) -> Bound:
     if result.finish is not None:
         tensors, numbers = result.finish(tensors, numbers)
+    if numbers:
+        _check_exact(numbers)
     if tensors:
         device = dims.device
         for i, t in enumerate(tensors):
             if t.device != device:
                 tensors = _moved(result, tensors, i, device)
     return Bound(result.structure, tensors, numbers, result.specialised, result.mask_params)
+
+
+def _check_exact(numbers: Sequence[float]) -> None:
+    """Raises ParamError for an integer that float64 cannot represent: graphs pass scalars as it."""
+    for value in numbers:
+        if type(value) is int and not -_EXACT <= value <= _EXACT:
+            remedy = (
+                ": capture it as a 0-dim int64 tensor"
+                if -(2**63) <= value < 2**63
+                else ", 0-dim int64 tensors up to 2**63 - 1: capture a smaller one, or a float"
+            )
+            raise ParamError(
+                f"a hook captures the integer {value}; scalar params hold integers up to "
+                f"2**53{remedy}"
+            )
 
 
 def _moved(

@@ -8,14 +8,14 @@ from typing import Any
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.ir.ir import USER_HOOKS
-from flashattn_jit.variants.params import RESERVED, Declared, is_default
+from flashattn_jit.variants.params import PARTS, RESERVED, Declared, is_default
 from flashattn_jit.variants.variant import CppHook, Variant
 
 
 class ComposedVariant(Variant):
     """``a & b``, ``a | b``, ``~a`` or a variant with renamed params; see `Variant`."""
 
-    __fajit_names__ = frozenset({"_parts"})
+    __fajit_names__ = frozenset({PARTS})
     _parts: tuple[Variant, ...]
     _operation: str
 

@@ -169,7 +169,10 @@ class Param:
             return value
         if type(value) is self.type:
             if type(value) is int and not -(2**63) <= value < 2**63:
-                raise ParamError(f"param {name!r} does not fit 64 bits, got {value}")
+                raise ParamError(
+                    f"param {name!r} does not fit 64 bits, got {value}; scalar params hold "
+                    "integers up to 2**53"
+                )
             return value
         if isinstance(value, torch.Tensor | builtins.bool | str) or not isinstance(
             value, numbers.Real
@@ -312,6 +315,28 @@ class Declared(NamedTuple):
     name: str
     param: Param
     owner: Any
+
+
+COMPUTED = ("_shape", "_declared")
+"""Attributes of a variant that making it computes: its copies leave them out."""
+
+PARTS = "_parts"
+"""The attribute with the parts of a composed variant, where it is needed as a path to them."""
+
+
+def declared_params(variant: Any) -> tuple[Declared, ...]:
+    """The params of a variant and its parts.
+
+    A function, as every public attribute of `Variant` is a name that a user's class may not have.
+    """
+    found: tuple[Declared, ...] = variant._declared
+    return found
+
+
+def parts_of(variant: Any) -> tuple[Any, ...]:
+    """The variants that a composed one was made of; none for any other."""
+    found: tuple[Any, ...] = getattr(variant, PARTS, ())
+    return found
 
 
 def resolve(

@@ -20,7 +20,7 @@ from flashattn_jit.errors import InputError, VariantError
 from flashattn_jit.torch_modes import need_values
 from flashattn_jit.variants.builtins import CONTEXT
 from flashattn_jit.variants.ir.ir import unscaled_integers
-from flashattn_jit.variants.params import Dims, resolve
+from flashattn_jit.variants.params import PARTS, Dims, parts_of, resolve
 from flashattn_jit.variants.variant import CppHook, Variant, as_variant
 
 Offset = int | Tensor | Literal["end"]
@@ -342,9 +342,8 @@ def _with_values(variant: Variant, values: Mapping[int, Mapping[str, object]]) -
     copy = object.__new__(type(variant))
     copy.__dict__.update(variant.__dict__)
     copy.__dict__.update(values.get(id(variant), {}))
-    parts = getattr(variant, "_parts", None)
-    if parts is not None:
-        copy.__dict__["_parts"] = tuple(_with_values(p, values) for p in parts)
+    if parts := parts_of(variant):
+        copy.__dict__[PARTS] = tuple(_with_values(p, values) for p in parts)
     return copy
 
 

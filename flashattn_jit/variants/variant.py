@@ -23,6 +23,7 @@ from flashattn_jit.late_binding import upper
 from flashattn_jit.variants.binding import Bound, bind
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import (
+    COMPUTED,
     MISSING,
     RESERVED,
     Declared,
@@ -33,6 +34,7 @@ from flashattn_jit.variants.params import (
     Softmax,
     is_default,
     normalizer_hooks,
+    parts_of,
     scalar,
     tensor,
     unknown_param,
@@ -184,7 +186,7 @@ class Variant:
 
     def __getstate__(self) -> dict[str, Any]:
         # `_declared` refers to its owner: `__new__` makes that of a copy.
-        return {n: v for n, v in self.__dict__.items() if n not in ("_shape", "_declared")}
+        return {n: v for n, v in self.__dict__.items() if n not in COMPUTED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -521,7 +523,6 @@ def as_variant(x: Any) -> Variant:
 
 def is_pointwise(variant: Variant) -> bool:
     """Whether a variant has a pointwise normaliser, and so no lse."""
-    parts = getattr(variant, "_parts", None)
-    if parts is not None:
+    if parts := parts_of(variant):
         return any(is_pointwise(part) for part in parts)
     return isinstance(variant._normalizer(), Pointwise)

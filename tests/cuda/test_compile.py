@@ -66,7 +66,7 @@ def test_every_tile_on_every_target(target: str, head_dims: tuple[int, int]) -> 
     assert {spec.tile_kind for spec in tiles} == set(KINDS)
     for spec in tiles:
         kernel = compiled(spec)
-        assert kernel.place == 0, f"the planner's tile spills: {spec.tile_q} x {spec.tile_kv}"
+        assert kernel.tile == 0, f"the planner's tile spills: {spec.tile_q} x {spec.tile_kv}"
         assert_clean(kernel)
 
 
@@ -78,7 +78,7 @@ def test_every_feature_on_every_target(target: str, features: tuple[str, ...]) -
             head_dims = (40, 24)
         tiles = specs("causal", target, head_dims, features)
         kernel = compiled(next(spec for spec in tiles if spec.tile_kind == kind))
-        assert kernel.place == 0, "the planner's tile spills"
+        assert kernel.tile == 0, "the planner's tile spills"
         assert_clean(kernel)
 
 

@@ -147,6 +147,19 @@ def test_a_lock_that_somebody_keeps_holds_nobody_up_for_ever(
     assert "without it" in caplog.text
 
 
+def test_a_folder_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError("locks are not supported")
+
+    monkeypatch.setattr(manifest.fcntl, "flock", refuse)
+    caplog.set_level("DEBUG", logger="flashattn_jit")
+    write_manifest(tmp_path / "m", some_lines())
+    assert (tmp_path / "m").read_text() == manifest_text(some_lines())
+    assert f"no lock on {tmp_path} (locks are not supported): writing m without it" in caplog.text
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

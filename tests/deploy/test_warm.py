@@ -455,7 +455,7 @@ def test_entries_of_another_version_or_forged_ones_are_refused(
 ) -> None:
     def result(**fields: Any) -> dict[str, Any]:
         return {
-            "key": "0" * 64, "place": 0, "layer": "compiler", "compiler_id": "gcc-1", "host": "far",
+            "key": "0" * 64, "tile": 0, "layer": "compiler", "compiler_id": "gcc-1", "host": "far",
             "compile_s": 1.0, "artifact_bytes": 1, "seconds": 1.0, "warnings": ["it is hot"],
             "entries": [], **fields,
         }  # fmt: skip
@@ -536,3 +536,12 @@ def test_workers_do_not_import_the_main_module(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["main", "2 built"]
     assert done.stderr == ""
+
+
+def test_the_pool_of_processes_takes_builds_alone() -> None:
+    with pool.WorkerPool(1) as workers:
+        for wrong in [(print, "task"), (worker.build,), (worker.build, "task", 1)]:
+            with pytest.raises(TypeError, match=r"worker\.build\(task\) alone"):
+                workers.submit(*wrong)
+        with pytest.raises(TypeError, match="alone"):
+            workers.submit(worker.build, task="task")

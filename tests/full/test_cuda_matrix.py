@@ -47,7 +47,7 @@ def test_every_tile_with_every_feature(
 ) -> None:
     for spec in specs("causal", target, head_dims, features):
         kernel = compiled(spec)
-        assert kernel.place == 0, f"the planner's tile spills: {spec.tile_q} x {spec.tile_kv}"
+        assert kernel.tile == 0, f"the planner's tile spills: {spec.tile_q} x {spec.tile_kv}"
         assert_clean(kernel)
 
 

@@ -116,7 +116,9 @@ def test_a_mask_in_cpp_is_not_analysed_and_says_so():
     mask = fa.variant(mask_mod=fa.cpp("return kv_idx <= q_idx;"))
     found = mask.explain(dims=DIMS)
     assert "return kv_idx <= q_idx;" in str(found)
-    assert "not analysed" in found.tiles.note
+    assert "not analysed" in found.tiles.note and found.tiles.note in str(found)
+    counts = found.tiles.counts
+    assert (counts.empty, counts.full) == (0, 0) and counts.partial > 0  # as in kernels
 
 
 def test_a_sequence_of_a_million_is_explained():

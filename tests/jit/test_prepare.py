@@ -47,7 +47,7 @@ def test_a_prepared_kernel_is_in_the_folder_and_not_in_memory(
     (entry,) = Store(cache_root).entries()
     assert prepared.path == entry.path
     assert prepared.key == entry.key == fake_build.builds[0]
-    assert (prepared.layer, prepared.place, prepared.compile_s) == ("compiler", 0, 0.25)
+    assert (prepared.layer, prepared.tile, prepared.compile_s) == ("compiler", 0, 0.25)
     assert prepared.artifact_bytes == entry.artifact.stat().st_size
     assert cache.find("{}") is None
     assert list(cache.loaded()) == []
@@ -75,10 +75,10 @@ def test_a_target_that_this_machine_cannot_run_is_prepared(
 def test_steps_down_are_followed(new_cache, fake_build) -> None:
     tiles = [request('{"t":2}', "SPILLS"), request('{"t":1}', "fits")]
     prepared = new_cache().prepare(tiles)
-    assert (prepared.place, prepared.key) == (1, fake_build.builds[1])
+    assert (prepared.tile, prepared.key) == (1, fake_build.builds[1])
     found = new_cache().find_prepared(tiles)
     assert found is not None
-    assert (found.place, found.key) == (1, prepared.key)
+    assert (found.tile, found.key) == (1, prepared.key)
     assert new_cache().find_prepared([tiles[0], request('{"t":0}')]) is None
 
 

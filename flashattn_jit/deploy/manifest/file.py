@@ -156,7 +156,7 @@ def _locked(path: Path) -> Iterator[None]:
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     end = time.monotonic() + _LOCK_WAIT_S
     try:
-        while not _try_lock(folder):
+        while not _try_lock(folder, path):
             if time.monotonic() >= end:
                 log.warning("waited %.0f s for the lock on %s: writing %s without it",
                             _LOCK_WAIT_S, path.parent, path.name)  # fmt: skip
@@ -170,12 +170,12 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _try_lock(folder: int) -> bool:
+def _try_lock(folder: int, path: Path) -> bool:
     """Whether waiting longer is of no use: the lock is held, or there are none."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:  # network file systems lock no folder that is open for reading
-        log.debug("no lock on a manifest's folder (%s): writing without", error)
+        log.debug("no lock on %s (%s): writing %s without it", path.parent, error, path.name)
     return True

@@ -116,14 +116,14 @@ def _unpack_one(store: Store, packed: PackedEntry) -> int:
             return 0
     meta = packed.meta
     # Adopting compares each file with the digest in its meta.json, which is that of the index.
-    files = {name: packed.read_unverified(name) for name in packed.files if name != META}
+    files = {n: partial(packed.read_unverified, n) for n in packed.files if n != META}
     try:
         store.adopt(packed.key, packed.compiler_id, files, meta, durable=False)
     except CorruptEntryError as error:
         raise packed.pack.error(
             f"entry {packed.compiler_id}/{packed.key}: {error.reason}"
         ) from error
-    return sum(map(len, files.values()))
+    return sum(packed.files[name].file_size for name in files)
 
 
 def _sync(folder: Path) -> None:

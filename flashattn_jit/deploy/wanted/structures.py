@@ -21,7 +21,7 @@ from ...variants import library
 from ...variants.binding import Bound, bind
 from ...variants.compose import present_hooks
 from ...variants.ir.ir import VariantIR, unscaled_integers
-from ...variants.params import MISSING, Dims
+from ...variants.params import MISSING, Dims, declared_params
 from ...variants.variant import Variant, as_variant
 from .compositions import compositions
 
@@ -64,7 +64,7 @@ def specs_of(
             f"{', '.join('/'.join(d) for d in dtypes)}; CUDA targets take bfloat16 and float16 "
             "(sm_75: float16), the same for q, k and v"
         )
-    declared = {d.name for v in variants for d in v._declared}
+    declared = {d.name for v in variants for d in declared_params(v)}
     for name in params:
         if name not in declared:
             raise ParamError(f"params: no variant has a param {name!r}")
@@ -112,7 +112,7 @@ def _planned(
     """
     mask_params = bound_for(chosen, dims, heads, params).mask_params
     late = [
-        d for d in chosen._declared
+        d for d in declared_params(chosen)
         if d.name in params and d.name not in mask_params and d.param.kind != "static"
     ]  # fmt: skip
     if not late:
@@ -142,9 +142,9 @@ def bound_for(
     Raises InputError where it depends on the number of heads and `heads` is None, ParamError where
     a param is missing or does not fit, TraceError.
     """
-    own = {d.name for d in chosen._declared}
+    own = {d.name: d.param.default for d in declared_params(chosen)}
     given = {name: value for name, value in params.items() if name in own}
-    reads_sizes = any(callable(d.param.default) and d.name not in given for d in chosen._declared)
+    reads_sizes = any(callable(default) for name, default in own.items() if name not in given)
     bounds = []
     for probe in _PROBES if reads_sizes else (Dims(),):
         # Sizes that are not known are not compared with those of given tensors.
@@ -243,7 +243,7 @@ def parse_variant(what: Any) -> Variant:
 
 
 def _remedy(chosen: Variant, given: Mapping[str, object], heads: object) -> str:
-    for name, param, owner in chosen._declared:
+    for name, param, owner in declared_params(chosen):
         if name in given or owner.__dict__.get(param.name, MISSING) is not MISSING:
             continue
         if param.default is MISSING and param.kind == "tensor":

@@ -46,10 +46,11 @@ class WorkerPool(Executor):
             thread.start()
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Builds a task: `submit(worker.build, task)`, nothing else."""
-        assert fn is build and not kwargs
+        """Builds a task: `submit(worker.build, task)`. Raises TypeError for any other call."""
+        if fn is not build or len(args) != 1 or kwargs:
+            raise TypeError(f"these processes run worker.build(task) alone, not {fn!r}")
         future: Future[Any] = Future()
-        self._tasks.put((future, *args))
+        self._tasks.put((future, args[0]))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

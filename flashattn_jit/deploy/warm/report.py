@@ -17,7 +17,7 @@ _SHOWN = 5  # failures that an error's message spells out
 class KernelResult:
     """What became of one kernel.
 
-    key: of the kernel that was asked for. place: which of its tiles was taken; 0, unless the first
+    key: of the kernel that was asked for. tile: which of its tiles was taken; 0, unless the first
     ones spill registers. layer: where it was ("user", "read_only", "remote"), "compiler" where it
     was built, "" where it failed. seconds: from its beginning in a worker to its end, compile_s:
     of them inside the compiler. host: the machine that built it. error, log_path: of a failure.
@@ -27,7 +27,7 @@ class KernelResult:
     name: str
     target: str
     kernel: str
-    place: int = 0
+    tile: int = 0
     layer: str = ""
     compiler_id: str = ""
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class KernelResult:
         if self.failed:
             return f"{where}: {self.error}"
         how = f"compiled in {self.compile_s:.2f} s" if self.built else f"found ({self.layer})"
-        smaller = f", on a smaller tile ({self.place})" if self.place else ""
+        smaller = f", on a smaller tile ({self.tile})" if self.tile else ""
         return f"{where}: {how}{smaller}"
 
 

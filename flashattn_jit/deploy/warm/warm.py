@@ -142,7 +142,7 @@ def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]
         if fresh or (prepared := find_prepared(requests)) is None:
             missing.append((spec, one))
         else:
-            known = ("place", "layer", "artifact_bytes")
+            known = ("tile", "layer", "artifact_bytes")
             found.append(replace(one, **{name: getattr(prepared, name) for name in known}))
     return found, missing
 

@@ -71,7 +71,7 @@ def build(task: str) -> dict[str, Any]:
             entries = entries_of(keys, layers())
             result = {
                 "key": keys[0],
-                "place": prepared.place,
+                "tile": prepared.tile,
                 "layer": prepared.layer,
                 "compiler_id": entries[-1].compiler_id,
                 "compile_s": prepared.compile_s,

@@ -13,6 +13,7 @@ from ...ops.planning.batch_plan import KINDS, Kernel, Variation
 from ...planner.tiles import Problem, candidates, merge_cost
 from ...variants.ir.dtypes import DTYPE_NAMES
 from ..table import si, table
+from .tiles import OPAQUE_MASK
 
 Work = NDArray[np.int32]
 _REQUEST, _ROWS, _KEYS = 0, slice(3, 5), slice(5, 7)
@@ -162,6 +163,8 @@ def _why(planned: Variation, launches: list[LaunchWork]) -> list[str]:
     if planned.classified:
         what = "bounds of each row's keys" if planned.known.mask_is_contiguous else "tiles"
         lines.append(f"the mask's {what} are costed: masked-out keys cost nothing")
+    elif planned.known.ir.cpp_hook("mask_mod") is not None:
+        lines.append(OPAQUE_MASK)
     elif planned.known.ir.has("mask_mod"):
         lines.append("the mask is not costed, only lengths; kernels still skip masked-out tiles")
     return lines

@@ -271,13 +271,11 @@ def _layout(
 
 def _tiles(layout: Layout, bound: Bound, spec: KernelSpec) -> Tiles:
     mask = bound.ir.hook("mask_mod")
-    note = ""
-    if bound.ir.cpp_hook("mask_mod") is not None:
-        note = "the mask is C++ text, which is not analysed: its code runs on every tile"
+    opaque = bound.ir.cpp_hook("mask_mod") is not None
     # A tile packs the heads of a group, so it has fewer query positions than rows.
     tile_q = max(1, spec.tile_q // layout.dims.group_size)
     params = layout.mask_params(bound)
-    return analyse(mask, params, layout.dims.num_q_heads, tile_q, spec.tile_kv, note)
+    return analyse(mask, params, layout.dims.num_q_heads, tile_q, spec.tile_kv, opaque)
 
 
 def _param_values(bound: Bound) -> tuple[tuple[str, str], ...]:

@@ -12,6 +12,8 @@ from ...variants.interval.tile_runs import PARTIAL, Grid, MaskParams, TileRuns, 
 from ...variants.ir.ir import Graph
 from ..table import table
 
+OPAQUE_MASK = "the mask is C++ text, which is not analysed: its code runs on every tile"
+
 _MAP_ROWS, _MAP_COLUMNS = 12, 48
 _SHADES = " .:+*#"
 _MAX_HEADS = 16
@@ -48,7 +50,7 @@ class Tiles:
 
     tile_q, tile_kv: query positions and keys of a tile. runs: the tiles of the mask as compact
     runs, one `TileRuns` for neighbouring requests of equal lengths; empty if the variant has no
-    mask to analyse, and then every tile counts as full.
+    mask to analyse: then every tile counts as full, or as partial where the mask is C++ text.
     """
 
     tile_q: int
@@ -94,17 +96,20 @@ def analyse(
     num_q_heads: int,
     tile_q: int,
     tile_kv: int,
-    note: str = "",
+    opaque: bool = False,
 ) -> Tiles:
     """The tiles of requests of the params' lengths. Without a `mask` all tiles are full.
+
+    opaque: the mask is C++ text, which has no graph: then all tiles are partial, as in kernels.
 
     Time and memory grow with the length of the mask's border, not with the number of tiles.
     """
     q_len, kv_len, q_offset = params.q_len, params.kv_len, params.q_offset
     if mask is None:
         total = sum(-(-q // tile_q) * -(-k // tile_kv) for q, k in zip(q_len, kv_len, strict=True))
-        counts = Counts(0, 0, total * num_q_heads)
-        return Tiles(tile_q, tile_kv, counts, (), (), note)
+        tiles = total * num_q_heads
+        counts = Counts(0, tiles, 0) if opaque else Counts(0, 0, tiles)
+        return Tiles(tile_q, tile_kv, counts, (), (), OPAQUE_MASK if opaque else "")
     runs = tuple(
         tile_runs(
             mask, params,
@@ -114,7 +119,7 @@ def analyse(
         for b0, b1 in _groups(q_len, kv_len, q_offset)
     )  # fmt: skip
     counts = Counts(*(sum(column) for column in zip(*(r.counts() for r in runs), strict=True)))
-    return Tiles(tile_q, tile_kv, counts, _per_head(runs), runs, note)
+    return Tiles(tile_q, tile_kv, counts, _per_head(runs), runs)
 
 
 def _groups(*lengths: Iterable[int]) -> list[tuple[int, int]]:

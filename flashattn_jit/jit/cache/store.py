@@ -177,15 +177,16 @@ class Store:
         The key, the compiler and the digest of every file are added to `meta`. A corrupt entry at
         the same path is moved to quarantine and passed to `replaced`. Raises OSError.
         """
-        contents = {p.name: p.read_bytes() for p in sorted(staging.iterdir()) if p.name != META}
+        files = {}
+        for path in sorted(staging.iterdir()):
+            if path.name != META:
+                content = path.read_bytes()
+                files[path.name] = {"sha256": sha256(content), "bytes": len(content)}
         complete = {
             **meta,
             "key": key,
             "compiler": {"id": compiler.id, "version": compiler.version},
-            "files": {
-                name: {"sha256": sha256(content), "bytes": len(content)}
-                for name, content in contents.items()
-            },
+            "files": files,
         }
         return self._publish(staging, key, compiler.id, complete, replaced=replaced)
 
@@ -193,19 +194,19 @@ class Store:
         self,
         key: str,
         compiler_id: str,
-        files: Mapping[str, bytes | Path],
+        files: Mapping[str, bytes | Callable[[], bytes]],
         meta: Mapping[str, Any],
         *,
         durable: bool = True,
     ) -> Entry:
         """Verifies an entry that was made elsewhere, and publishes it.
 
-        `files` holds every file but meta.json, by its name, as content or as a path to read. An
-        existing entry is returned if it is valid, else replaced. With `durable` false the caller
-        syncs the file system after many entries: until then a power failure may leave entries that
-        fail verification, which are misses.
+        `files` holds every file but meta.json, by its name, as content or as a function that reads
+        it: of those only one is in memory at a time. An existing entry is returned if it is valid,
+        else replaced. With `durable` false the caller syncs the file system after many entries:
+        until then a power failure may leave entries that fail verification, which are misses.
         Raises CorruptEntryError where the files do not match `meta`, UnsafeCacheError, OSError;
-        then nothing was written.
+        then no entry was written.
         """
         target = self.root / entry_folder(compiler_id, key)
         try:
@@ -215,16 +216,15 @@ class Store:
             check_meta(complete, key, compiler_id)
             if set(files) != set(complete["files"]):
                 raise ValueError(f"its files are not those that its {META} names")
-            contents = {
-                name: given.read_bytes() if isinstance(given, Path) else bytes(given)
-                for name, given in files.items()
-            }
-            for name, content in contents.items():
-                check_content(name, content, complete)
         except (ValueError, TypeError, RecursionError) as error:
             raise CorruptEntryError(target, str(error)) from None
         with self.staging() as staging:
-            for name, content in contents.items():
+            for name, given in files.items():
+                content = given() if callable(given) else given
+                try:
+                    check_content(name, content, complete)
+                except (ValueError, TypeError) as error:
+                    raise CorruptEntryError(target, str(error)) from None
                 staging.joinpath(name).write_bytes(content)
             return self._publish(staging, key, compiler_id, complete, durable)
 

@@ -231,10 +231,20 @@ def check_lse(return_lse: bool, pointwise: bool) -> None:
         )
 
 
+def no_tensor(name: str, value: object) -> str:
+    """The type of a value that should be a tensor of ints, with the remedy if it holds some."""
+    kind = type(value).__name__
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
+        return kind
+    return f"{kind}; make one: torch.tensor({name.rpartition('.')[2]}, dtype=torch.int32)"
+
+
 def check_host_integers(name: str, value: object, planned: str = "lengths") -> torch.Tensor:
     """The value, an int32 or int64 CPU tensor. planned: what is planned from it, for messages."""
     if not isinstance(value, torch.Tensor):
-        raise InputError(f"{name} must be an integer tensor, got {type(value).__name__}")
+        raise InputError(
+            f"{name} must be an int32 or int64 cpu tensor, got {no_tensor(name, value)}"
+        )
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
         check_readable(name, value)
     if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":

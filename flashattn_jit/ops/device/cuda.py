@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,9 @@ from ...planner.devices import device_hardware
 from ...planner.tiles import build_requests, fallbacks, slots
 from ...torch_modes import is_capturing
 from ...variants.binding import Structure
+
+if TYPE_CHECKING:
+    from .plan_memory import DeviceState
 
 EMULATED_SLOTS = 8
 """Workers that emulated launches are planned for: enough that long keys are split."""
@@ -135,7 +138,7 @@ class DeviceBlock:
     """
 
     memory: torch.Tensor
-    state: Any
+    state: DeviceState
     ready: Any = None
     streams: set[int] = field(default_factory=set)
     used: dict[int, Any] = field(default_factory=dict)

@@ -217,7 +217,7 @@ def launch(block: DeviceBlock, call: _C.BatchCall, t: LaunchTensors, scale: floa
         LaunchError: CUDA refused a launch.
         EmulatorFault: a kernel made an illegal access or another error.
     """
-    state: DeviceState = block.state
+    state = block.state
     if state.fixed and block is not state.latest:
         raise InputError("a later plan() has replaced this plan: run with the latest one")
     if state.emulated:

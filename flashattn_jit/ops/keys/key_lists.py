@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ...errors import InputError
 from ..arguments.calls import Array, host_array
-from ..arguments.checks import check_host_integers, check_int, shown
+from ..arguments.checks import check_host_integers, check_int, no_tensor, shown
 from .mask_bits import MAX_MAP_ENTRIES, block_words
 from .sparsity import BlockSparse, TokenSparse
 from .storage import check_indices, checks_values
@@ -79,7 +79,7 @@ def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:
 
 def _indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        got = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
+        got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
         raise InputError(f"{name} must be an int32 or int64 tensor, got {got}")
     check_indices(name, indices, device)
     return indices.resolve_neg()

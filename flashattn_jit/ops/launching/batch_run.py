@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,9 @@ from ..keys.storage import check_pages
 from ..planning.batch_params import Params, refuse_mask_params
 from ..planning.batch_plan import Batch, Options, Variation, mask_values, vary
 from .launches import Workspace, check_out, launch, make_launch
+
+if TYPE_CHECKING:
+    from ..device.plan_memory import DeviceState
 
 
 @dataclass(slots=True)
@@ -52,7 +55,7 @@ class Planned:
         params: Params,
         first: Variation,
         unaligned: bool,
-        state: Any,
+        state: DeviceState | None,
         workspace: Workspace,
         observed: Observed,
     ) -> None:

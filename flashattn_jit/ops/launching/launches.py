@@ -14,7 +14,7 @@ import torch
 
 from ... import _C
 from ...codegen.spec import call_target, on_cpu
-from ...errors import InputError, ParamError
+from ...errors import InputError
 from ...torch_modes import learn_device, refuse_capture
 from ...variants.binding import Bound, Swap, bind, bind_outside_modes
 from ...variants.ir.ir import unscaled_integers
@@ -37,7 +37,6 @@ from ..arguments.calls import (
 from ..planning.batch_plan import Batch, Kernels, Options, Variation, vary
 
 _CPU = torch.device("cpu")
-_EXACT = 2**53  # float64 holds every integer up to here
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +139,6 @@ def launch(
         EmulatorFault: on an emulated target, a kernel made an illegal access or another error.
     """
     call = ready.call
-    if scalars:
-        _check_exact(scalars)
     # The constant takes 0.2 us less than reading the device of a CPU tensor.
     device = _CPU if ready.cpu else q.device
     if out is None:
@@ -183,16 +180,6 @@ def launch(
         )  # fmt: skip
         plan_memory.launch(plan.block, call, launched, scale)
     return result, lse
-
-
-def _check_exact(scalars: Sequence[int | float]) -> None:
-    """Raises ParamError for an integer that float64 cannot represent: graphs pass scalars as it."""
-    for value in scalars:
-        if type(value) is int and not -_EXACT <= value <= _EXACT:
-            raise ParamError(
-                f"a hook captures the integer {value}; scalar params hold integers up to 2**53: "
-                "capture it as a 0-dim int64 tensor"
-            )
 
 
 # --- dense and packed calls -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from ...errors import FlashAttnJitError, ParamError
 from ...planner.tiles import ALL_ROWS
 from ...variants.binding import Bound, bind_on_host
-from ...variants.params import MISSING, Dims, Param
+from ...variants.params import MISSING, Dims, Param, declared_params
 from ...variants.variant import Variant
 from .batch_plan import Kernels, Needs, Pair, note_planned
 
@@ -65,7 +65,7 @@ def _without_value(variant: Variant) -> list[Any]:
     """The declared params that have neither a default nor a value of the variant's."""
     return [
         d
-        for d in variant._declared
+        for d in declared_params(variant)
         if d.param.default is MISSING and d.param.name not in d.owner.__dict__
     ]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,9 @@ from ...variants.params import Dims
 from ..arguments.calls import BlockMaskLayout, Call, bind_tensors
 from ..arguments.limits import Limits
 from ..keys.key_lists import KeyLists
+
+if TYPE_CHECKING:
+    from ..device.plan_memory import DeviceState
 
 # --- kernels --------------------------------------------------------------------------------------
 
@@ -326,19 +329,19 @@ class Variation:
     launches: dict[Call, Any] = field(default_factory=dict)
     pointers: tuple[int, int] = (0, 0)  # of page_indices and key_blocks
 
-    def commit(self, state: Any) -> None:
+    def commit(self, state: DeviceState | None) -> None:
         """Copy the plan to its device. state: the object's `DeviceState`, None on CPUs."""
         note_planned(self.kernels)
         if state is not None:
             for kernel in self.kernels:
-                if kernel is not None:
+                if kernel is not None and kernel.module is not None:
                     state.prepare(kernel.module)
             self._stage(state)
             self.block = state.upload(self.core)
         self.page_indices = _with_address(self.page_indices)
         self.pointers = (_address(self.page_indices), _address(self.key_blocks))
 
-    def _stage(self, state: Any) -> None:
+    def _stage(self, state: DeviceState) -> None:
         limits = self.batch.options.limits
         if self.page_indices is not None:
             indices, most = self.page_indices, self.page_indices.numel()

@@ -80,7 +80,7 @@ def batch(
 ) -> Any:
     """`BatchAttention.run` as one op, which looks up the object, its variant and its plan when it
     runs: a new plan does not change a graph."""
-    number = owner._number
+    number = owner.number
     if is_traced((q, k, v, out, *params.values())):
         if _use() == "exported":
             from . import graphs  # imports Dynamo
@@ -91,7 +91,7 @@ def batch(
         if _is_transformed():
             owner.in_force().check_transforms(params)
     arguments = {"batch": number, "scale": scale, "return_lse": return_lse, "partial": partial}
-    return states("batch_attention", q, k, v, None, params, arguments, out, owner._pointwise)
+    return states("batch_attention", q, k, v, None, params, arguments, out, owner.pointwise)
 
 
 def flex(

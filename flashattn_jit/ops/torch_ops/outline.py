@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ...errors import GradError
+from ...variants.params import COMPUTED
 from ...variants.variant import Variant
 from ..arguments.checks import check_grad
 
@@ -146,7 +147,7 @@ def _compiled_outline(x: Any, found: Found) -> Outline:
         return "function", index, *[outline(part, found) for part in (tuple(cells), *defaults)]
     state: dict[str, Any] = dict(x.__dict__) if "__dict__" in slots else {}
     state.update({n: getattr(x, n) for n in slots if n != "__dict__" and hasattr(x, n)})
-    for name in ("_shape", "_declared"):  # a variant computes these again
+    for name in COMPUTED:  # a variant computes these again
         state.pop(name, None)
     return "object", index, tuple(state), tuple([outline(v, found) for v in state.values()])
 

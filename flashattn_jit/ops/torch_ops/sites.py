@@ -35,7 +35,7 @@ from ...variants.capture.extract import (
     stride_pattern,
 )
 from ...variants.capture.walk import Walk
-from ...variants.params import MISSING
+from ...variants.params import MISSING, PARTS, declared_params, parts_of
 from ...variants.variant import Variant, as_variant, is_pointwise
 from ...variants.variant import variant as function_variant
 from ..keys.block_mask import own_mask_mod
@@ -124,8 +124,8 @@ def local_number(number: int) -> int:
 def exported_number(owner: Any) -> int:
     """The number of a batch for an exported graph; keeps the batch alive."""
     with _lock:
-        _exported[owner._number] = owner
-    return int(owner._number) + FIRST_EXPORTED
+        _exported[owner.number] = owner
+    return int(owner.number) + FIRST_EXPORTED
 
 
 def call_of(number: int, tensors: Tensors, floats: torch.Tensor, ints: Sequence[int]) -> UserCall:
@@ -283,7 +283,7 @@ class _MadeSite:
         tensor_index = {id(x): i for i, x in enumerate(shells)}
         number = {x: i for i, x in enumerate((*floats, *ints))}
         declared: list[tuple[str, Literal["tensor", "number"], int]] = []
-        for d in variant._declared:
+        for d in declared_params(variant):
             value = d.owner.__dict__.get(d.param.name)
             if id(value) in tensor_index:
                 declared.append((d.name, "tensor", tensor_index[id(value)]))
@@ -413,7 +413,7 @@ class _Frozen:
         found = self._extract((chosen,), _stand_ins(chosen, self._given))
         if found is None:
             return None
-        is_set = tuple(d.param.name in d.owner.__dict__ for d in chosen._declared)
+        is_set = tuple(d.param.name in d.owner.__dict__ for d in declared_params(chosen))
         return found[0], len(found[2]), is_set
 
     def check(self, chosen: Variant) -> None:
@@ -443,7 +443,7 @@ def _param_paths(chosen: Variant, given: set[str]) -> dict[int, Path]:
     """The paths to declared params that are tensors of the variant, by index of the param."""
     return {
         i: (ROOT, ((ITEM, 0), *_steps_to(chosen, d.owner), (ATTRIBUTE, d.param.name)))
-        for i, d in enumerate(chosen._declared)
+        for i, d in enumerate(declared_params(chosen))
         if d.name not in given and isinstance(d.owner.__dict__.get(d.param.name), torch.Tensor)
     }
 
@@ -451,11 +451,11 @@ def _param_paths(chosen: Variant, given: set[str]) -> dict[int, Path]:
 def _walk(chosen: Variant, given: Collection[str]) -> Walk:
     """The walk over a variant in the order of `bind`. given: params that the call passes."""
     values = _stand_ins(chosen, given)
-    return Walk((chosen,), params=param_locations(chosen._declared, values))
+    return Walk((chosen,), params=param_locations(declared_params(chosen), values))
 
 
 def _stand_ins(chosen: Variant, given: Collection[str]) -> list[Any]:
-    return [_stand_in(d, d.name in given) for d in chosen._declared]
+    return [_stand_in(d, d.name in given) for d in declared_params(chosen)]
 
 
 def _stand_in(declared: Any, given: bool) -> Any:
@@ -472,9 +472,9 @@ def _steps_to(root: Any, owner: Any) -> tuple[tuple[int, Any], ...]:
     """The path from a composed variant to the part that declares a param."""
     if root is owner:
         return ()
-    for i, part in enumerate(getattr(root, "_parts", ())):
-        if any(d.owner is owner for d in part._declared):
-            return ((ATTRIBUTE, "_parts"), (ITEM, i), *_steps_to(part, owner))
+    for i, part in enumerate(parts_of(root)):
+        if any(d.owner is owner for d in declared_params(part)):
+            return ((ATTRIBUTE, PARTS), (ITEM, i), *_steps_to(part, owner))
     raise VariantError(f"{owner.name} is no part of {root.name}")
 
 

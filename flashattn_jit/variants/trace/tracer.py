@@ -35,7 +35,7 @@ from flashattn_jit.variants.capture.walk import Walk, unique_name
 from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES
 from flashattn_jit.variants.ir.ir import is_float
-from flashattn_jit.variants.params import Dims
+from flashattn_jit.variants.params import Dims, declared_params, parts_of
 from flashattn_jit.variants.trace import (
     factories,
     functions,  # noqa: F401  its handlers
@@ -54,6 +54,7 @@ from flashattn_jit.variants.trace.values import (
     Number,
     Value,
     attach,
+    run_handler,
     updated_by,
 )
 
@@ -311,7 +312,7 @@ class Tracer:
         handler = HANDLERS.get(base or name)
         if handler is None:
             self.refuse_op(base or name)
-        result = handler(*args, **kwargs)
+        result = run_handler(name, handler, args, kwargs)
         if not base and not kwargs.get("inplace"):
             return result
         target = args[0]
@@ -463,7 +464,7 @@ def _mask_params(
     return frozenset(
         {walk.param_tensors[i] for i in tensors & walk.param_tensors.keys()}
         | {walk.param_numbers[i] for i in numbers & walk.param_numbers.keys()}
-        | {d.name for d in variant._declared if d.param.kind == "static" or d.name in words}
+        | {d.name for d in declared_params(variant) if d.param.kind == "static" or d.name in words}
     )
 
 
@@ -476,7 +477,7 @@ def _named_in_texts(
         return []
     views = _leaf_views(variant, view)
     found: list[tuple[str, Captured | Number]] = []
-    for d in variant._declared:
+    for d in declared_params(variant):
         value: Any = getattr(views[id(d.owner)], d.param.name, None)
         if d.name in words and type(value) in (Captured, Number):
             found.append((d.name, value))
@@ -485,9 +486,7 @@ def _named_in_texts(
 
 def _leaf_views(variant: Any, view: Any) -> dict[int, Any]:
     views = {id(variant): view}
-    for part, part_view in zip(
-        getattr(variant, "_parts", ()), getattr(view, "_parts", ()), strict=True
-    ):
+    for part, part_view in zip(parts_of(variant), parts_of(view), strict=True):
         views.update(_leaf_views(part, part_view))
     return views
 

@@ -7,9 +7,10 @@ them operators and methods, which call the handlers of operations.py and other m
 from __future__ import annotations
 
 import contextvars
+import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -371,7 +372,7 @@ def _method(name: str, handler: Handler) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             tracer().refuse(f"`{name}(out=...)`", "use the returned value")
-        return handler(self, *args, **kwargs)
+        return run_handler(name, handler, (self, *args), kwargs)
 
     return method
 
@@ -381,6 +382,18 @@ def _inplace(name: str) -> Callable[..., Any]:
         return tracer()._handle(name, (self, *args), kwargs)
 
     return method
+
+
+def run_handler(name: str, handler: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The handler's result. Raises TypeError for arguments that do not fit the function `name`."""
+    try:
+        return handler(*args, **kwargs)
+    except TypeError:
+        try:  # Python's own message names the handler
+            inspect.signature(handler).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}") from None
+        raise
 
 
 def _captured(name: str) -> Callable[..., Any]:

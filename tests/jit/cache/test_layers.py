@@ -116,7 +116,7 @@ def test_the_first_layer_that_can_serve_does(
 ) -> None:
     damaged = tmp_path / "damaged"
     for entry in Store(site).entries():
-        files = {name: entry.path / name for name in entry.meta["files"]}
+        files = {name: (entry.path / name).read_bytes for name in entry.meta["files"]}
         Store(damaged).adopt(entry.key, entry.compiler_id, files, entry.meta)
     for artifact in damaged.rglob("artifact.so"):
         artifact.write_bytes(b"damaged")
@@ -166,7 +166,7 @@ def test_never_takes_the_newest_sound_build_of_any_compiler(
     new_cache, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = Store(site).entries()
-    files = {name: entry.path / name for name in entry.meta["files"]}
+    files = {name: (entry.path / name).read_bytes for name in entry.meta["files"]}
     for compiler, created in ((CLANG, "9999"), (GCC, "0001")):
         meta = {
             **entry.meta, "created": created,
@@ -186,7 +186,7 @@ def test_what_cannot_be_read_is_a_miss_with_its_reason_and_hides_nothing(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = Store(site).entries()
-    files = {name: entry.path / name for name in entry.meta["files"]}
+    files = {name: (entry.path / name).read_bytes for name in entry.meta["files"]}
     meta = {**entry.meta, "compiler": {"id": CLANG.id, "version": ""}, "created": "9999"}
     newest = Store(site).adopt(entry.key, CLANG.id, files, meta)
     read = store_module.read_entry
@@ -208,7 +208,7 @@ def test_another_compilers_build_does_not_serve_where_there_is_a_compiler(
     new_cache, fake_build, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = Store(site).entries()
-    files = {name: entry.path / name for name in entry.meta["files"]}
+    files = {name: (entry.path / name).read_bytes for name in entry.meta["files"]}
     meta = {**entry.meta, "compiler": {"id": CLANG.id, "version": ""}}
     other = Store(tmp_path / "other")
     other.adopt(entry.key, CLANG.id, files, meta)
@@ -363,7 +363,7 @@ def test_where_the_driver_is_too_old_an_older_toolkits_build_serves(
     new_cache, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = Store(site).entries()
-    files = {name: entry.path / name for name in entry.meta["files"]}
+    files = {name: (entry.path / name).read_bytes for name in entry.meta["files"]}
     for compiler, driver in ((CLANG, 525), (GCC, 580)):
         meta = {
             **entry.meta, "min_driver": driver, "created": f"9{driver}",

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -351,13 +352,37 @@ def test_an_entry_that_is_a_link_is_refused_and_moved_away_as_a_link(cache_root:
 
 def test_what_is_adopted_equals_what_was_published(cache_root: Path, tmp_path: Path) -> None:
     original = publish(Store(tmp_path / "other"))
-    files = {name: original.path / name for name in original.meta["files"]}
+    files = {name: (original.path / name).read_bytes for name in original.meta["files"]}
     entry = Store(cache_root).adopt(KEY, GCC.id, files, original.meta)
     assert {p.name: p.read_bytes() for p in entry.path.iterdir()} == {
         p.name: p.read_bytes() for p in original.path.iterdir()
     }
     assert Store(cache_root).find(KEY, GCC.id) == entry
     assert list(Store(cache_root).base.joinpath(".staging").iterdir()) == []
+
+
+def test_files_are_adopted_one_after_another(cache_root: Path) -> None:
+    """An entry of many files needs the memory of one; a wrong one leaves no entry."""
+    made, store = make(), Store(cache_root)
+    staging = store.base / ".staging"
+    seen: list[set[str]] = []
+
+    def read(name: str) -> bytes:
+        seen.append({path.name for path in staging.rglob("*") if path.is_file()})
+        return made.files[name] if name != wrong else b"another"
+
+    names = list(made.files)
+    files = {name: partial(read, name) for name in names}
+    for wrong in (names[-1], ""):
+        seen.clear()
+        if wrong:
+            with pytest.raises(CorruptEntryError, match="not what was published"):
+                store.adopt(made.key, GCC.id, files, made.meta)
+            assert store.find(made.key, GCC.id) is None
+        else:
+            assert store.adopt(made.key, GCC.id, files, made.meta) == store.find(made.key, GCC.id)
+        assert seen == [set(names[:i]) for i in range(len(names))]
+        assert list(staging.iterdir()) == []
 
 
 def test_adopting_keeps_a_sound_entry_and_replaces_a_corrupt_one(cache_root: Path) -> None:

@@ -88,6 +88,14 @@ def test_plans_that_do_not_depend_on_the_batch_say_so() -> None:
     assert "max_requests=8" in text
 
 
+def test_a_mask_in_cpp_skips_nothing_and_the_plan_says_so() -> None:
+    b = mixed(page_size=16)
+    mask = fa.variant(mask_mod=fa.cpp("return kv_idx <= q_idx;"))
+    text = made_for(b, mask).plan(b.q_indptr, b.storage).explain()
+    assert "is not analysed: its code runs on every tile" in text
+    assert "skip" not in text and "cost nothing" not in text
+
+
 @needs_nvcc
 def test_a_cuda_target() -> None:
     b = mixed("emulated:sm_80", 16)

@@ -79,6 +79,17 @@ def test_integers_too_large_to_be_exact_are_refused():
         fa.attention(q, k, v, lambda b, h, i, j: ((i * 40 + j) * c) >> 33 != 0)
 
 
+@pytest.mark.parametrize("too_large", [2**63, -(2**63) - 1, 2**70])
+@pytest.mark.parametrize("hook", ["mask", "score"])
+def test_integers_beyond_64_bits_are_refused_with_both_limits(too_large, hook):
+    hooks = {
+        "mask": lambda b, h, i, j: i - j < too_large,
+        "score": lambda s, b, h, i, j: s + too_large,
+    }
+    with pytest.raises(fa.ParamError, match=rf"{too_large}; .*2\*\*53, .*2\*\*63 - 1: capture"):
+        fa.attention(q, k, v, hooks[hook])
+
+
 def test_a_prelude_over_a_tensor_whose_data_was_replaced():
     w = torch.randn(2)
 

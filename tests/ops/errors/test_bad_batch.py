@@ -119,7 +119,7 @@ def test_lengths_that_cannot_be(q_indptr: list[int], kv_indptr: list[int], text:
 @pytest.mark.parametrize(
     ("q_indptr", "text"),
     [
-        ([0, 1], "q_indptr must be an integer tensor, got list"),
+        ([0, 1], "q_indptr must be an int32 or int64 cpu tensor, got list"),
         (
             torch.tensor([0.0, 1.0]),
             "q_indptr must be an int32 or int64 cpu tensor, got torch.float",
@@ -418,6 +418,11 @@ INDPTR, INDICES = torch.tensor([0, 2, 3, 4, 5]), torch.tensor([1, 0, 0, 0, 3], d
         ({"indptr": torch.tensor([0, 2, 1, 4, 5])}, r"must not descend; block row 1 \(request 1\)"),
         ({"indptr": torch.tensor([0, 2, 3, 4, 6])}, "runs from 0 to 6, but indices has 5 entries"),
         ({"indptr": INDPTR.float()}, "indptr must be an int32 or int64 cpu tensor"),
+        ({"indptr": [0, 2, 3, 4, 5]}, r"BlockSparse\.indptr must be an int32 or int64 cpu tensor, "
+         r"got list; make one: torch\.tensor\(indptr, dtype=torch\.int32\)$"),
+        ({"indptr": None}, "indptr must be an int32 or int64 cpu tensor, got NoneType$"),
+        ({"indices": [1, 0, 0, 0, 3]}, r"\.indices must be an int32 or int64 tensor, got list; "
+         r"make one: torch\.tensor\(indices, dtype=torch\.int32\)$"),
         ({"indptr": INDPTR.expand(3, 5)}, r"or \[num_kv_heads=2, 5\], got \[3, 5\]"),
         ({"indices": torch.tensor([1, 0, 1, 0, 3])}, r"indices\[2\]=1, a key block of block row 1, "
          r"is outside of \[0, 1\): request 1 has 1 key blocks"),

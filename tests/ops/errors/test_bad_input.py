@@ -160,7 +160,7 @@ ATTENTION: dict[str, tuple[Callable[[], Arguments], type[Exception], str]] = {
     "kv_len_list": (
         lambda: call(kv_len=[3, 4]),
         fa.InputError,
-        r"kv_len must be an integer tensor",
+        r"kv_len must be an int32 or int64 cpu tensor",
     ),
     "kv_len_shape": (
         lambda: call(kv_len=torch.tensor([3])),
@@ -359,7 +359,7 @@ VARLEN: dict[str, tuple[dict[str, Any], str]] = {
     "k_heads": ({"k": zeros(12, 3, D), "v": zeros(12, 3, D)}, r"num_kv_heads=3"),
     "v_tokens": ({"v": zeros(11, HKV, D)}, r"num_kv_tokens=11"),
     "k_head_dim": ({"k": zeros(12, HKV, 8)}, r"head_dim=8"),
-    "indptr_list": ({"q_indptr": [0, 3, 8]}, r"q_indptr must be an integer tensor"),
+    "indptr_list": ({"q_indptr": [0, 3, 8]}, r"q_indptr must be an int32 or int64 cpu tensor"),
     "indptr_float": ({"kv_indptr": torch.tensor([0.0, 5.0, 12.0])}, r"kv_indptr must be an int32"),
     "indptr_2d": (
         {"q_indptr": torch.tensor([[0, 3, 8]])},

@@ -75,9 +75,9 @@ OFFSETS: dict[str, tuple[Any, str]] = {
     "low entry": (torch.tensor([0, -(2**30) - 1]), r"q_offset\[1\]=-1073741825 is outside of"),
 }
 LENGTHS: dict[str, tuple[Any, str]] = {
-    "int": (3, "kv_len must be an integer tensor, got int"),
-    "list": ([1, 2], "kv_len must be an integer tensor, got list"),
-    "text": ("end", "kv_len must be an integer tensor, got str"),
+    "int": (3, "kv_len must be an int32 or int64 cpu tensor, got int"),
+    "list": ([1, 2], "kv_len must be an int32 or int64 cpu tensor, got list"),
+    "text": ("end", "kv_len must be an int32 or int64 cpu tensor, got str"),
     "too many": (torch.zeros(3, dtype=torch.int64), r"kv_len must be \[batch=2\], got \(3,\)"),
     "two dims": (torch.zeros(2, 1, dtype=torch.int64), r"kv_len must be \[batch=2\]"),
     "floats": (torch.zeros(2), r"kv_len must be an int32 or int64 cpu tensor, got torch\.float32"),

@@ -115,6 +115,9 @@ MESSAGES = [
     (lambda s, b, h, q, k: torch.searchsorted(T[q], k), r"captured 1-D tensor"),
     (lambda s, b, h, q, k: torch.no_such_function(s), r"no_such_function"),
     (lambda s, b, h, q, k: q ** -1, r"negative power"),
+    (lambda s, b, h, q, k: s.relu(1, 2), r"TypeError.* relu\(\): too many positional"),
+    (lambda s, b, h, q, k: s.fmod(), r"TypeError.* fmod\(\): missing a required"),
+    (lambda s, b, h, q, k: torch.fmod(s, 2, 1), r"TypeError.* fmod\(\)"),
     (lambda s, b, h, q, k: s + torch.ones(2, 3)[q], r"\[3\]|shape"),
 ]  # fmt: skip
 
