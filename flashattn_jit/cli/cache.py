@@ -23,7 +23,7 @@ from .kernels import SHOWN_KEY, find, listed, named, one_key
 from .options import KEY, SIZE, SPEC, keys_option, targets_option
 
 
-@click.group("cache", cls=Group, short_help="List, check, shrink and share the kernel cache.")
+@click.group("cache", cls=Group)
 def cache_command() -> None:
     """The kernel cache: what it holds, whether it is sound, how large it may be."""
 

@@ -64,7 +64,7 @@ def _problem_options(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@click.command("explain", cls=Command, short_help="Explain what a variant becomes.")
+@click.command("explain", cls=Command)
 @_problem_options
 @click.option(
     "--q-offset", default="0", show_default=True, help="Position of row 0: a number or end."
@@ -115,7 +115,7 @@ def _document(found: Explanation) -> dict[str, Any]:
     }
 
 
-@click.command("bench", cls=Command, short_help="Time a variant's kernel beside torch's.")
+@click.command("bench", cls=Command)
 @_problem_options
 @click.option(
     "--device", default="cpu", show_default=True, help="Where the tensors lie: cpu, cuda:0."
