@@ -100,4 +100,3 @@ def _message(error: BaseException) -> str:
 @click.version_option(package_name="flashattn_jit", prog_name="flashattn-jit")
 def app() -> None:
     """Kernels of flashattn_jit: check, compile ahead, keep, ship, explain, measure."""
-

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from .. import env
-from ..deploy.wanted.specs import parse_targets
+from ..deploy.wanted.arguments import parse_targets
 from ..jit.cache import remote
 from ..jit.cache.entry import CorruptEntryError, Entry
 from ..jit.cache.eviction import collect

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen import targets
 from flashattn_jit.codegen.document import line_of, line_text
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.deploy.manifest.file import write_manifest
@@ -40,6 +41,22 @@ def test_targets_may_be_given_as_groups(run_json, entries, tmp_path: Path) -> No
     assert len(run_json("cache", "ls", "--target", "cpu")["kernels"]) == 3
     assert not run_json("cache", "ls", "--target", "cuda")["kernels"]
     assert run_json("cache", "push", f"file://{tmp_path}/remote", "--target", "cuda")["sent"] == 0
+
+
+def test_groups_of_targets_are_not_narrowed_to_what_is_compiled_here(
+    run_json, cache: Path, spec_of, add_entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of another architecture `cpu` and `all` find kernels for x86-64."""
+    kept = {add_entry(cache, spec_of(64, f"cpu:{name}")).key for name in ("generic", "avx2")}
+    monkeypatch.setattr(targets, "machine", lambda: "aarch64")
+    pack, remote = tmp_path / "k.pack", f"file://{tmp_path}/remote"
+    for group in ("cpu", "all"):
+        chosen = ("--target", group)
+        listed = run_json("cache", "ls", *chosen)["kernels"]
+        assert {one["key"] for one in listed} == kept
+        assert run_json("pack", pack, *chosen)["entries"] == 2
+        assert run_json("unpack", pack, "--directory", tmp_path / group, *chosen)["added"] == 2
+    assert run_json("cache", "push", remote, "--target", "cpu")["sent"] == 2
 
 
 def test_utilities_are_named_by_their_kernel(run_json, tmp_path: Path) -> None:
