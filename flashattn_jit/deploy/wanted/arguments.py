@@ -68,7 +68,7 @@ def _parts(one: Any) -> Sequence[Any]:
 
 
 def _each(name: str, given: Any, read: Callable[[Any], _T]) -> tuple[_T, ...]:
-    found = {}
+    found: dict[_T, None] = {}
     for one in several(given):
         try:
             found[read(one)] = None
