@@ -58,6 +58,13 @@ from flashattn_jit.jit.cache.entry import (
 
 log = logging.getLogger(__name__)
 
+REMEDIES = {
+    "user": "flashattn-jit cache verify --repair moves corrupt entries aside; they are compiled "
+    "again when they are needed",
+    "read_only": "make that layer again: it is not repaired from here",
+}
+"""What to do about corrupt entries, by the kind of their layer."""
+
 LAYOUT = "v1"
 EVICTED = ".evicted"
 # On a network file system a folder renamed by another machine becomes visible after a delay.
