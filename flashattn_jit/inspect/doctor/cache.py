@@ -93,7 +93,7 @@ def _folder(root: Path, writable: bool) -> Iterator[Check]:
         else:
             yield ok(f"{root}, made when the first kernel is compiled")
         return
-    store = Store(root)
+    store = Store(root, read_only=not writable)
     try:
         store.find("0" * 64, None)
     except CacheError as refusal:
