@@ -9,38 +9,37 @@ from importlib import import_module
 from typing import Any
 
 import click
-from click.shell_completion import get_completion_class
 
 from ..errors import FlashAttnJitError
 from . import output
 from .command import Group
-from .exit_codes import FAILED, exit_code
 
-_MODULES = {
-    "doctor": "doctor",
-    "warm": "warm",
-    "cache": "cache",
-    "pack": "pack",
-    "unpack": "pack",
-    "manifest": "manifest",
-    "explain": "problem",
-    "bench": "problem",
+_COMMANDS = {
+    "doctor": ("doctor", "Check what kernels need on this machine."),
+    "warm": ("warm", "Compile kernels ahead."),
+    "cache": ("cache", "List, check, shrink and share the kernel cache."),
+    "pack": ("pack", "Write kernels to one file, or to a wheel."),
+    "unpack": ("pack", "Put a pack's kernels into the cache."),
+    "manifest": ("manifest", "Look into manifests and merge them."),
+    "explain": ("problem", "Explain what a variant becomes."),
+    "bench": ("problem", "Time a variant's kernel beside torch's."),
+    "completion": ("completion", "Print a shell's completion script."),
 }
-"""Commands in the order of the help, and the modules that hold them."""
+"""Commands in the order of the help: the modules that hold them, and what the help says of them."""
 
 
 class App(Group):
-    """The group of all commands, whose modules are imported when a command is asked for."""
+    """The group of all commands. It lists them by `_COMMANDS`, and imports the one that runs."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*_MODULES, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _MODULES:
-            return super().get_command(ctx, cmd_name)
-        module = import_module(f".{_MODULES[cmd_name]}", __package__)
-        found: click.Command = getattr(module, f"{cmd_name}_command")
-        return found
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """See `click.Group`. The command with its options, which `get_command` does not have."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        if name is None or listed is None:  # while a shell completes
+            return name, listed, rest
+        module = import_module(f".{_COMMANDS[name][0]}", __package__)
+        return name, getattr(module, f"{name}_command"), rest
 
     def main(self, args: Any = None, *rest: Any, **options: Any) -> Any:
         """Runs a command and exits with its code."""
@@ -59,6 +58,8 @@ class App(Group):
 
 def fail(error: BaseException, *, as_json: bool, debug: bool) -> int:
     """Reports what ended a command, on stderr (with --json, as JSON on stdout too)."""
+    from .exit_codes import FAILED, exit_code  # imports the cache's errors
+
     row, message = exit_code(error), _message(error)
     if debug:
         traceback.print_exception(error)
@@ -92,25 +93,10 @@ def _message(error: BaseException) -> str:
 
 @click.command(
     cls=App,
+    commands={name: click.Command(name, short_help=text) for name, (_, text) in _COMMANDS.items()},
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: docs/command_line.md. `COMMAND --help` has the options.",
 )
 @click.version_option(package_name="flashattn_jit", prog_name="flashattn-jit")
 def app() -> None:
     """Kernels of flashattn_jit: check, compile ahead, keep, ship, explain, measure."""
-
-
-@app.command("completion", short_help="Print a shell's completion script.")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-def completion_command(shell: str) -> None:
-    """Print the completion script of a shell.
-
-    \b
-    bash:  flashattn-jit completion bash > ~/.local/share/bash-completion/completions/flashattn-jit
-    zsh:   flashattn-jit completion zsh > "${fpath[1]}/_flashattn-jit"
-    fish:  flashattn-jit completion fish > ~/.config/fish/completions/flashattn-jit.fish
-    """
-    found = get_completion_class(shell)
-    assert found is not None
-    script = found(app, {}, "flashattn-jit", "_FLASHATTN_JIT_COMPLETE").source()
-    output.emit({"shell": shell, "script": script}, script)

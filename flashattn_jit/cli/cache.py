@@ -12,18 +12,18 @@ from typing import Any
 import click
 
 from .. import env
-from ..deploy.wanted.specs import parse_targets
+from ..deploy.wanted.arguments import parse_targets
 from ..jit.cache import remote
-from ..jit.cache.entry import CorruptEntryError, Entry
+from ..jit.cache.entry import Entry
 from ..jit.cache.eviction import collect
-from ..jit.cache.store import Store
+from ..jit.cache.store import REMEDIES, Store
 from . import exit_codes, output
 from .command import Group
 from .kernels import SHOWN_KEY, find, listed, named, one_key
 from .options import KEY, SIZE, SPEC, keys_option, targets_option
 
 
-@click.group("cache", cls=Group, short_help="List, check, shrink and share the kernel cache.")
+@click.group("cache", cls=Group)
 def cache_command() -> None:
     """The kernel cache: what it holds, whether it is sound, how large it may be."""
 
@@ -37,18 +37,21 @@ def ls(targets: tuple[str, ...], layer: str | None) -> None:
     found = [one.record() for one in listed() if layer in (None, one.layer)]
     found = [one for one in found if not chosen or one["target"] in chosen]
     size = sum(one["bytes"] for one in found)
-    output.emit(
-        {"directory": str(env.cache_dir()), "kernels": found, "bytes": size},
-        partial(
-            output.rows,
+
+    def text() -> None:
+        output.rows(
             ["key", "target", "kernel", "variant", "size", "compiled", "compiler", "layer"],
             [_row(one) for one in found],
             narrower=(("compiler", 0), ("compiled", 0), ("layer", 0), ("size", 0), ("key", 12),
                       ("variant", 20), ("kernel", 12), ("variant", 8)),
             summary=f"{len(found)} kernels, {env.format_bytes(size)}; the user's folder is "
             f"{env.cache_dir()}",
-        ),
-    )  # fmt: skip
+        )  # fmt: skip
+        for kind, remedy in REMEDIES.items():
+            if corrupt := sum(bool(one["fault"]) for one in found if one["layer"] == kind):
+                click.echo(f"{corrupt} corrupt: {remedy}", err=True)
+
+    output.emit({"directory": str(env.cache_dir()), "kernels": found, "bytes": size}, text)
 
 
 def _row(one: dict[str, Any]) -> list[str]:
@@ -56,9 +59,9 @@ def _row(one: dict[str, Any]) -> list[str]:
     return [
         one["key"][:SHOWN_KEY],
         one["target"],
-        one["kernel"] + stepped if one["readable"] else "corrupt: see cache verify",
+        f"corrupt: {one['fault']}" if one["fault"] else one["kernel"] + stepped,
         one["name"] or one["variant"],
-        env.format_bytes(one["bytes"]),
+        "" if one["fault"] else env.format_bytes(one["bytes"]),
         one["created"][:19],
         one["compiler"],
         one["layer"],
@@ -69,10 +72,13 @@ def _row(one: dict[str, Any]) -> list[str]:
 @click.argument("key", type=KEY)
 @click.option("--file", help="Print this file of the entry, such as kernel.cpp, and no more.")
 def show(key: str, file: str | None) -> None:
-    """Show all about one kernel. KEY may be any beginning of its key that is unique."""
+    """Show all about one kernel. KEY may be any beginning of its key that is unique.
+
+    Ends with exit code 5 where one of its entries is corrupt.
+    """
     found = find(key)
     if file:
-        content = found[0].read(file)
+        content = next((one for one in found if not one.fault()), found[0]).read(file)
         text = content.decode(errors="replace")
         output.emit(
             {"key": found[0].key, "file": file, "content": text},
@@ -80,15 +86,12 @@ def show(key: str, file: str | None) -> None:
         )
         return
     records = [one.record(whole=True) for one in found]
-    if not output.wants_json():
-        for one, record in zip(found, records, strict=True):
-            if not record["readable"]:
-                reason = one.fault() or "its meta.json cannot be read"
-                raise CorruptEntryError(getattr(one.entry, "path", one.location), reason)
     output.emit(
         {"key": found[0].key, "entries": records},
         partial(output.fields, [pair for record in records for pair in _lines(record)]),
     )
+    if any(record["fault"] for record in records):
+        click.get_current_context().exit(exit_codes.CORRUPT)
 
 
 def _lines(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -97,6 +100,8 @@ def _lines(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     step = record["stepped_down_to"]
     texts = {
         "layer": f"{record['layer']}, {record['location']}",
+        "corrupt": record["fault"],
+        "remedy": REMEDIES[record["layer"]] if record["fault"] else "",
         "variant": record["name"] or record["variant"],
         "hooks": record["variant"],
         "compiler": f"{record['compiler']} ({version})",
@@ -105,10 +110,13 @@ def _lines(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "least driver": str(record["min_driver"] or ""),
         "stepped down": f"spills; {step[:SHOWN_KEY]} takes its place" if step else "",
     }
-    order = "key layer target kernel variant hooks compiler compiled flags sources".split()
-    for name in (*order, "least driver", "stepped down"):
+    kept = "target kernel variant hooks compiler compiled flags sources".split()
+    kept = [*kept, "least driver", "stepped down"] if record["readable"] else []
+    for name in ("key", "layer", "corrupt", "remedy", *kept):
         if text := texts.get(name, record.get(name)):
             yield name, text
+    if not record["readable"]:
+        return
     yield from (("complaint", str(complaint)) for complaint in record["complaints"])
     for name, file in record["files"].items():
         size = env.format_bytes(file["bytes"])

@@ -11,7 +11,7 @@ from . import exit_codes, output
 from .command import Command
 
 
-@click.command("doctor", cls=Command, short_help="Check what kernels need on this machine.")
+@click.command("doctor", cls=Command)
 def doctor_command() -> None:
     """Check torch, CPU, compilers, CUDA, the cache, locks and the environment.
 

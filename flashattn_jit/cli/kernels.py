@@ -16,11 +16,11 @@ from ..codegen.document import spec_from_document
 from ..codegen.spec import AnySpec
 from ..deploy.manifest.file import read_manifest
 from ..deploy.warm.report import kernel_words
-from ..errors import CacheError, InputError
+from ..errors import CacheError, InputError, PackError
 from ..jit.cache.entry import META, CorruptEntryError, Entry, KernelKey
 from ..jit.cache.layers import FolderLayer, local_layers
 from ..jit.cache.pack_file import PackedEntry
-from ..jit.cache.store import Store
+from ..jit.cache.store import REMEDIES, Store
 from ..jit.compilation.toolchain import key_of
 from ..planner.tiles import build_request
 from ..variants.ir.ir import fitting_name
@@ -46,13 +46,22 @@ class Listed:
         """The kernel's key."""
         return self.entry.key
 
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Its meta.json; empty where that is corrupt."""
+        try:
+            return self.entry.meta
+        except PackError:
+            return {}
+
     def record(self, whole: bool = False) -> dict[str, Any]:
-        """What `cache ls` says of it, or all that is known. Raises PackError for a damaged pack.
+        """What `cache ls` says of it, or all that is known.
 
         name: of its variant when it was built; empty where that was not kept, and for utilities.
-        Other variants may have the same kernel: no key depends on it.
+        Other variants may have the same kernel: no key depends on it. fault: see `fault`; without
+        `whole` only meta.json is looked at.
         """
-        meta = self.entry.meta
+        meta = self.meta
         document = {str(name): str(text) for name, text in meta.get("document", ())}
         spec, files = spec_of(document), meta.get("files", {})
         step = meta.get("stepped_down")
@@ -70,6 +79,7 @@ class Listed:
             "bytes": sum(int(f["bytes"]) for f in files.values()),
             "stepped_down_to": step["key"] if step else None,
             "readable": bool(document),
+            "fault": self.fault() if whole or not document else "",
         }
         if not whole:
             return brief
@@ -100,8 +110,11 @@ class Listed:
         return ""
 
     def read(self, name: str) -> bytes:
-        """One of its files. Raises InputError where there is none, OSError, PackError."""
-        if name not in self.entry.meta.get("files", {}):
+        """One of its files. Raises CorruptEntryError, InputError where there is none, OSError."""
+        if reason := self.fault():
+            path = getattr(self.entry, "path", self.location)
+            raise CorruptEntryError(path, f"{reason}; {REMEDIES[self.layer]}")
+        if name not in self.meta.get("files", {}):
             raise InputError(f"kernel {self.key[:SHOWN_KEY]} has no {name}")
         if isinstance(self.entry, PackedEntry):
             return self.entry.read(name)

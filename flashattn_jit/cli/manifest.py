@@ -21,7 +21,7 @@ _output_option = click.option(
 )  # fmt: skip
 
 
-@click.group("manifest", cls=Group, short_help="Look into manifests and merge them.")
+@click.group("manifest", cls=Group)
 def manifest_command() -> None:
     """Look into manifests, which say what kernels a service needs, and merge them."""
 

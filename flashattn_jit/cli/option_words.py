@@ -15,7 +15,7 @@ _ABOUT_ARGUMENTS = (InputError, ParamError, TargetError, PackError)
 """Errors of arguments; others quote the user's code, which stays as it is."""
 
 _FLAGS = {
-    "head_dims": "--head-dim", "dtypes": "--dtype", "formats": "--format", "params": "--param",
+    "dtypes": "--dtype", "formats": "--format", "params": "--param",
     "device": "--device", "target": "--target", "plot": "--plot", "directory": "--directory",
     "path": "PATH",
 }  # fmt: skip
@@ -37,8 +37,6 @@ _RULES = {
         r"\1; give --param \2=... of that dtype",
     r"\bgive num_q_heads= and num_kv_heads=": "give --heads, such as --heads 32:8",
     r"^dims: ": "",
-    r"^q_offset must be an int, a tensor \[batch\] or \"end\"":
-        "--q-offset must be a number or end",
     r"^q has dtype torch\.(\w+); supported: (.+?)\. Convert it first":
         r"--dtype \1 is not for queries; --dtype takes \2",
     r"; did you mean (\w+)=\?": r"; did you mean --param \1=...?",

@@ -11,6 +11,7 @@ from click.shell_completion import CompletionItem
 from .. import env
 from ..codegen.spec import KV_DTYPES, SHORT_DTYPES
 from ..codegen.targets import CPU_TARGETS, CUDA_TARGETS, EMULATED_TARGETS
+from ..deploy.wanted.arguments import dtypes_of, head_dims_of
 from ..planner.reachable import FORMATS
 from .variant_names import library_variants, param_value
 
@@ -80,15 +81,26 @@ def _name_and_value(text: str) -> tuple[str, Any]:
 
 def _heads(text: str) -> tuple[int, int]:
     q, colon, kv = text.partition(":")
-    if not q.isdigit() or (colon and not kv.isdigit()):
+    counts = (q, kv if colon else q)
+    if not all(one.isdecimal() and int(one) for one in counts):
         raise ValueError("is not 32 or 32:8")
-    return int(q), int(kv or q)
+    return int(counts[0]), int(counts[1])
+
+
+def _q_offset(text: str) -> int | str:
+    try:
+        return text if text == "end" else int(text)
+    except ValueError:
+        raise ValueError("is not a number or end") from None
 
 
 _TARGETS = ("host", *CPU_TARGETS, *CUDA_TARGETS)
 TARGET = _one_of("target", (*_TARGETS, *EMULATED_TARGETS))
 SIZE = Type("size", env.parse_bytes)
 HEADS = Type("heads", _heads)
+Q_OFFSET = Type(
+    "q-offset", _q_offset, lambda incomplete: {"end": "The last row is at the last key."}
+)
 _LONG = {short: name for name, short in SHORT_DTYPES.items()}
 DTYPE = _one_of("dtype", (*_LONG, *KV_DTYPES), _LONG)
 VARIANT = Type("variant", choices=library_variants, files="else")
@@ -105,7 +117,7 @@ KEY = Type("key", choices=_keys)
 SPEC = Type("key|manifest|spec", choices=_keys, files="too")
 
 _GROUPS = _one_of("target", (*_TARGETS, "cpu", "cuda", "all"))
-_DTYPES = Type("dtype", lambda text: "/".join(map(DTYPE.read, text.split("/"))), DTYPE.choices)
+_DTYPES = Type("dtype", dtypes_of, DTYPE.choices)
 _PARAM = Type("name=value", _name_and_value)
 
 Option = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -125,7 +137,7 @@ _HEAD_DIMS = "Head dims of a variant's kernels: 64, or 192/128 for q and k, and 
 _KERNELS_FOR = "Only kernels for these: targets, or host, cpu, cuda or all."
 
 targets_option = _several("--target", "targets", _GROUPS, _KERNELS_FOR)
-head_dims_option = _several("--head-dim", "head_dims", Type("head-dim"), _HEAD_DIMS)
+head_dims_option = _several("--head-dim", "head_dims", Type("head-dim", head_dims_of), _HEAD_DIMS)
 dtypes_option = _several("--dtype", "dtypes", _DTYPES, "Dtypes of a variant's kernels.")
 formats_option = _several("--format", "formats", _one_of("format", FORMATS), _KINDS)
 keys_option = _several("--key", "keys", KEY, "Only these kernels.")

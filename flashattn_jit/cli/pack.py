@@ -17,7 +17,7 @@ from .kernels import find
 from .options import allow_cpp_option, keys_option, targets_option
 
 
-@click.command("pack", cls=Command, short_help="Write kernels to one file, or to a wheel.")
+@click.command("pack", cls=Command)
 @click.argument("path", type=click.Path(), required=False)
 @click.option(
     "--wheel", metavar="NAME", help="Write a wheel of this name, for pip, into the folder PATH."
@@ -57,7 +57,7 @@ def pack_command(
     output.emit(asdict(report), report)
 
 
-@click.command("unpack", cls=Command, short_help="Put a pack's kernels into the cache.")
+@click.command("unpack", cls=Command)
 @click.argument("path", type=click.Path(exists=True, dir_okay=False))
 @click.option("--directory", "-d", type=click.Path(file_okay=False),
               help="The cache folder to unpack to; else FLASHATTN_JIT_CACHE_DIR.")  # fmt: skip

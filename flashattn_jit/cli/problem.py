@@ -12,7 +12,7 @@ import click
 from ..codegen.spec import default_target
 from . import output
 from .command import Command
-from .options import DTYPE, TARGET, VARIANT, params_option
+from .options import DTYPE, Q_OFFSET, TARGET, VARIANT, params_option
 
 if TYPE_CHECKING:
     from ..inspect.explanation.explanation import Explanation
@@ -64,17 +64,21 @@ def _problem_options(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@click.command("explain", cls=Command, short_help="Explain what a variant becomes.")
+@click.command("explain", cls=Command)
 @_problem_options
 @click.option(
-    "--q-offset", default="0", show_default=True, help="Position of row 0: a number or end."
+    "--q-offset",
+    type=Q_OFFSET,
+    default="0",
+    show_default=True,
+    help="Position of row 0: a number or end.",
 )
 @click.option("--target", type=TARGET, help="What to compile for; else this host.")
 @click.option("--device", help="A GPU by name, such as H100, which need not be there; or cuda:0.")
 @click.option("--source", is_flag=True, help="Print the kernel's source and nothing else.")
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw roofline and tiles to a file.")
 def explain_command(
-    variant: Any, dims: dict[str, int], dtype: Any, params: dict[str, Any], *, q_offset: str,
+    variant: Any, dims: dict[str, int], dtype: Any, params: dict[str, Any], *, q_offset: int | str,
     target: str | None, device: str | None, source: bool, plot: str | None,
 ) -> None:  # fmt: skip
     """Explain what VARIANT becomes: hooks, tiles, roofline, plan and kernel.
@@ -84,10 +88,9 @@ def explain_command(
 
     For a CPU target the kernel is compiled where no cache layer has it; for a GPU nothing is.
     """
-    offset: int | str = int(q_offset) if q_offset.lstrip("-").isdigit() else q_offset
     with output.activity(f"explaining {variant.name}; a kernel that no layer has is compiled"):
         found = variant.explain(
-            dims=dims, dtype=dtype, q_offset=offset, device=device, plot=plot,
+            dims=dims, dtype=dtype, q_offset=q_offset, device=device, plot=plot,
             target=default_target() if target == "host" else target, **params,
         )  # fmt: skip
     output.emit(_document(found), found.source if source else found)
@@ -115,7 +118,7 @@ def _document(found: Explanation) -> dict[str, Any]:
     }
 
 
-@click.command("bench", cls=Command, short_help="Time a variant's kernel beside torch's.")
+@click.command("bench", cls=Command)
 @_problem_options
 @click.option(
     "--device", default="cpu", show_default=True, help="Where the tensors lie: cpu, cuda:0."

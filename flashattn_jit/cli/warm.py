@@ -23,7 +23,7 @@ from .options import (
 from .variant_names import is_file, variant_of
 
 
-@click.command("warm", cls=Command, short_help="Compile kernels ahead.")
+@click.command("warm", cls=Command)
 @click.argument("what", nargs=-1, required=True, type=MANIFEST_OR_VARIANT)
 @head_dims_option()
 @dtypes_option()

@@ -12,6 +12,8 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from ..errors import TargetError
+
 # --- CPUs ----------------------------------------------------------------------------------------
 
 
@@ -139,8 +141,16 @@ def compiled_target(target: str) -> str:
 
 
 def sm_version(target: str) -> int:
-    """80 for ``sm_80``, 90 for ``sm_90a``."""
-    return int(compiled_target(target).removeprefix("sm_").rstrip("a"))
+    """80 for ``sm_80``, 90 for ``sm_90a``. Raises TargetError for what names no architecture."""
+    name = compiled_target(target)
+    number = name.removeprefix("sm_").removesuffix("a")
+    if not is_cuda(name) or not number.isdecimal():
+        raise TargetError(
+            f"{target!r} is no CUDA target: that is sm_ and a version, such as sm_90, and it may "
+            "end with a, as sm_90a, for devices of that version alone; nvcc's suffix f, for those "
+            "of a family, is not supported"
+        )
+    return int(number)
 
 
 def architecture(target: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen import targets
 from flashattn_jit.codegen.document import line_of, line_text
 from flashattn_jit.codegen.spec import UtilitySpec
 from flashattn_jit.deploy.manifest.file import write_manifest
 from flashattn_jit.jit.cache.entry import ARTIFACT, META
+from flashattn_jit.jit.cache.store import REMEDIES
 from flashattn_jit.jit.module import default
 
 
@@ -40,6 +43,22 @@ def test_targets_may_be_given_as_groups(run_json, entries, tmp_path: Path) -> No
     assert len(run_json("cache", "ls", "--target", "cpu")["kernels"]) == 3
     assert not run_json("cache", "ls", "--target", "cuda")["kernels"]
     assert run_json("cache", "push", f"file://{tmp_path}/remote", "--target", "cuda")["sent"] == 0
+
+
+def test_groups_of_targets_are_not_narrowed_to_what_is_compiled_here(
+    run_json, cache: Path, spec_of, add_entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of another architecture `cpu` and `all` find kernels for x86-64."""
+    kept = {add_entry(cache, spec_of(64, f"cpu:{name}")).key for name in ("generic", "avx2")}
+    monkeypatch.setattr(targets, "machine", lambda: "aarch64")
+    pack, remote = tmp_path / "k.pack", f"file://{tmp_path}/remote"
+    for group in ("cpu", "all"):
+        chosen = ("--target", group)
+        listed = run_json("cache", "ls", *chosen)["kernels"]
+        assert {one["key"] for one in listed} == kept
+        assert run_json("pack", pack, *chosen)["entries"] == 2
+        assert run_json("unpack", pack, "--directory", tmp_path / group, *chosen)["added"] == 2
+    assert run_json("cache", "push", remote, "--target", "cpu")["sent"] == 2
 
 
 def test_utilities_are_named_by_their_kernel(run_json, tmp_path: Path) -> None:
@@ -71,7 +90,68 @@ def test_ls_marks_an_entry_that_cannot_be_read(run, run_json, entries) -> None:
     entries[0].path.joinpath(META).write_text("{}")
     readable = {one["key"]: one["readable"] for one in run_json("cache", "ls")["kernels"]}
     assert readable == {e.key: e is not entries[0] for e in entries}
-    assert "corrupt" in run("cache", "ls").stdout
+    listed = run("cache", "ls")
+    (line,) = [line for line in listed.stdout.splitlines() if "corrupt" in line]
+    assert re.split(" {2,}", line) == [
+        entries[0].key[:16], "-", f"corrupt: its {META} is of another kernel", "-", "-", "-",
+        "gcc-1.2.3-00000000", "user",
+    ]  # fmt: skip
+    assert listed.stderr.startswith("1 corrupt: flashattn-jit cache verify --repair ")
+    assert not run("cache", "ls", "--layer", "read_only").stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [(META, "{}", f"its {META} is of another kernel"), (META, "{", f"its {META} cannot be read"),
+     (ARTIFACT, "", f"{ARTIFACT} is not what was published"),
+     ("more", "", f"it holds 'more', which its {META} does not name")],
+)  # fmt: skip
+def test_show_says_why_an_entry_is_corrupt_and_what_to_do(
+    run, run_json, entries, cache: Path, name: str, content: str, reason: str
+) -> None:
+    path, key = entries[0].path, entries[0].key
+    path.joinpath(name).write_text(content)
+    shown = run("cache", "show", key)
+    assert shown.exit_code == 5
+    fields = [tuple(re.split(" {2,}", line, maxsplit=1)) for line in shown.stdout.splitlines()]
+    about = [("key", key), ("layer", f"user, {cache}"), ("corrupt", reason)]
+    assert fields[:4] == [*about, ("remedy", REMEDIES["user"])]
+    assert (("target", "cpu:generic") in fields) == (name != META) == (len(fields) > 4)
+    (record,) = run_json("cache", "show", key, exit_code=5)["entries"]
+    assert record["fault"] == reason
+    refused = run("cache", "show", key, "--file", "kernel.cpp")
+    assert (refused.exit_code, refused.stdout) == (5, "")
+    assert refused.stderr == f"error: cache entry {path} is corrupt: {reason}; {REMEDIES['user']}\n"
+    assert run("cache", "show", entries[1].key).exit_code == 0
+
+
+def test_show_of_a_corrupt_entry_takes_a_file_from_a_sound_one(
+    run, entries, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, key = cache.with_name("k.pack"), entries[0].key
+    assert run("pack", pack).exit_code == 0
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", str(pack))
+    entries[0].path.joinpath("kernel.cpp").unlink()
+    shown = run("cache", "show", key)
+    assert shown.exit_code == 5
+    assert "corrupt   it has no kernel.cpp" in shown.stdout
+    assert f"layer     read_only, {pack}\ntarget    cpu:generic" in shown.stdout
+    assert run("cache", "show", key, "--file", "kernel.cpp").stdout == "// source\n"
+
+
+def test_a_damaged_member_of_a_pack_is_listed_as_corrupt(
+    run, run_json, entries, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = cache.with_name("k.pack")
+    assert run("pack", pack, "--key", entries[0].key).exit_code == 0
+    content = pack.read_bytes()
+    pack.write_bytes(content.replace(b'"compile_s": 1.5', b'"compile_s": 2.5'))
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", str(pack))
+    found = run_json("cache", "ls")["kernels"]
+    assert [one["readable"] for one in found] == [True, True, True, False]
+    listed = run("cache", "ls")
+    assert f"  corrupt: pack {pack}: member " in listed.stdout
+    assert listed.stderr == f"1 corrupt: {REMEDIES['read_only']}\n"
 
 
 def test_show_takes_a_unique_beginning(run, run_json, entries) -> None:
@@ -255,7 +335,7 @@ def test_variants_are_named_as_they_were_when_they_were_built(run, run_json, ent
 def test_an_entry_with_a_hostile_name_is_corrupt(run, entries, name: object) -> None:
     _rename(entries[0], name)
     listed = run("cache", "ls")
-    assert "corrupt: see cache verify" in listed.stdout
+    assert f"corrupt: its {META} has a wrong name" in listed.stdout
     assert not any(not c.isprintable() for line in listed.stdout.splitlines() for c in line)
     assert "has a wrong name" in run("cache", "verify").stdout
 

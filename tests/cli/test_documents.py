@@ -34,9 +34,9 @@ def resolve(words: list[str]) -> tuple[click.Command, list[str]]:
     """The command that the words name, and the rest of the words."""
     command: click.Command = app
     while isinstance(command, Group) and words and not words[0].startswith("-"):
-        inner = command.get_command(click.Context(command), words[0])
-        assert inner is not None, words
-        command, words = inner, words[1:]
+        _, inner, words = command.resolve_command(click.Context(command), words)
+        assert inner is not None
+        command = inner
     return command, words
 
 
@@ -53,7 +53,7 @@ def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.
         return
     context = click.Context(command)
     for part in command.list_commands(context):
-        inner = command.get_command(context, part)
+        _, inner, _ = command.resolve_command(context, [part])
         assert inner is not None
         yield from leaves(inner, f"{name} {part}".strip())
 

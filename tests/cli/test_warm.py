@@ -115,12 +115,6 @@ def test_hooks_given_as_text_are_refused_unless_they_are_trusted(
     [
         (("warm", "absent.jsonl"), "there is no manifest"),
         (("warm", "Full"), "--head-dim and --dtype"),
-        ((*WARM, "--format", "odd"), "is not one of dense"),
-        ((*WARM, "--target", "sm_12"), "is not one of"),
-        ((*WARM, "--dtype", "fp12"), "is not one of"),
-        ((*WARM, "--head-dim", "1/2/3"), "head dim"),
-        ((*WARM, "--heads", "a:b"), "--heads"),
-        ((*WARM, "--param", "x"), "name=value"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -128,6 +122,38 @@ def test_usage_errors_name_what_is_wrong(run, cache: Path, args: tuple, words: s
     result = run(*args)
     assert result.exit_code == 2, result.output
     assert words in result.stderr
+
+
+HEAD_DIM = "is no head dim such as 64, nor two as 576/512"
+LIBRARY = ("manifest", "library", "--output", "m.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "words"),
+    [
+        (WARM, "--format", "odd", "is not one of dense"),
+        (WARM, "--target", "sm_12", "is not one of host"),
+        (WARM, "--dtype", "fp12", "is not supported: q takes float32, bfloat16, float16"),
+        (WARM, "--dtype", "int8", "is not supported: q takes float32"),
+        (WARM, "--dtype", "bf16/fp12", "is not supported: k and v take float32"),
+        (WARM, "--dtype", "bf16/bf16/bf16/bf16", "is not one dtype, q/kv or q/k/v"),
+        *((WARM, "--head-dim", one, HEAD_DIM) for one in ("16/x", "1/2/3", "0", "-8", "", "1.5")),
+        *((WARM, "--heads", one, "is not 32 or 32:8") for one in ("a:b", "0", "8:0", "8:", ":8")),
+        (WARM, "--param", "x", "is not name=value"),
+        (LIBRARY, "--head-dim", "16/x", HEAD_DIM),
+        (LIBRARY, "--dtype", "int8", "is not supported: q takes float32"),
+        (("explain", "Causal"), "--q-offset", "x", "is not a number or end"),
+        (("explain", "Causal"), "--q-offset", "1.5", "is not a number or end"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_values_of_options_are_refused_with_the_usage(
+    run, cache: Path, command: tuple, option: str, value: str, words: str
+) -> None:
+    result = run(*command, f"{option}={value}")
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"Usage: flashattn-jit {command[0]} ")
+    assert f"Invalid value for '{option}': {value!r} {words}" in result.stderr
 
 
 def test_a_wheel_is_written_to_a_folder_with_its_version(

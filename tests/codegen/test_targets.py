@@ -9,11 +9,13 @@ from flashattn_jit.codegen.targets import (
     CPU_ROWS,
     CPU_TARGETS,
     CpuTarget,
+    architecture,
     best_cpu_target,
     compiled_here,
     cpu_flags,
     included,
     runs_on,
+    sm_version,
 )
 from flashattn_jit.errors import TargetError
 from flashattn_jit.jit.cache import layers
@@ -74,6 +76,18 @@ def test_targets_need_not_include_each_other(monkeypatch: pytest.MonkeyPatch) ->
     assert best_cpu_target(["x86-64-v3", "a", "b"]) == "cpu:avx2"
     with pytest.raises(TargetError, match=r"'cpu:one' is compiled on aarch64 machines"):
         toolchain.flags_for("cpu:one")
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90a", "sm_120", "emulated:sm_100a"])
+def test_the_version_of_a_cuda_target_is_its_number(target: str) -> None:
+    assert f"sm_{sm_version(target)}" == target.removeprefix("emulated:").removesuffix("a")
+
+
+@pytest.mark.parametrize("target", ["sm_100f", "emulated:sm_100f", "sm_90aa", "sm_", "90", "cpu:a"])
+def test_names_of_no_cuda_architecture_are_refused(target: str) -> None:
+    for read in (sm_version, architecture, lambda name: runs_on(name, 10, 0)):
+        with pytest.raises(TargetError, match=f"{target!r} is no CUDA target.* end with a.*fix f"):
+            read(target)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,13 @@ import pytest
 import torch
 
 import flashattn_jit as fa
+from flashattn_jit.codegen import targets
 from flashattn_jit.codegen.document import line_of
 from flashattn_jit.codegen.spec import UtilitySpec, host_target
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_here
+from flashattn_jit.deploy.manifest.library import library_lines
 from flashattn_jit.deploy.wanted import structures
+from flashattn_jit.deploy.wanted.arguments import parse_targets
 from flashattn_jit.deploy.wanted.specs import wanted_specs
 from flashattn_jit.deploy.warm import pool, worker
 from flashattn_jit.deploy.warm.progress import WarmEvent
@@ -95,6 +98,20 @@ def test_a_manifest_stands_for_other_lengths_and_targets() -> None:
     assert len(wanted_specs(line)) == 2, "prefill and few-row"
     moved = wanted_specs([line], targets=("cpu:avx2", "cpu:generic"))
     assert {s.target for s in moved} == {"cpu:avx2", "cpu:generic"}
+
+
+def test_groups_of_targets_are_built_as_far_as_compilers_of_this_machine_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(targets, "machine", lambda: "aarch64")
+    for group, built in (("cpu", ["cpu:generic"]), ("all", ["cpu:generic", *CUDA_TARGETS])):
+        assert parse_targets(group, to_build=True) == tuple(built)
+        specs = wanted_specs("Causal", **{**HERE, "dtypes": "fp16", "targets": group})
+        assert {spec.target for spec in specs} == {*built}
+        lines = library_lines(head_dims=8, dtypes="fp16", targets=group)
+        assert {line.spec.target for line in lines} == {*built}
+    assert parse_targets("cpu") == CPU_TARGETS
+    assert parse_targets("all") == (*CPU_TARGETS, *CUDA_TARGETS)
 
 
 @pytest.mark.parametrize(

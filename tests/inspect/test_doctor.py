@@ -182,7 +182,40 @@ def test_a_folder_that_others_may_write_is_an_error(cache: Path, mode: int) -> N
     cache.chmod(mode)
     check = problems(cache_checks.layers())["cache"]
     assert check.status == "error"
-    assert "chmod go-w" in check.remedy
+    own = "set FLASHATTN_JIT_CACHE_DIR to a folder of your own"
+    assert check.remedy == f"{own}, or {see_and_close(cache)}"
+
+
+def test_a_read_only_layer_that_others_may_write_is_an_error(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, pack = tmp_path / "layer", tmp_path / "k.pack"
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", f"{folder}:{pack}")
+    folder.mkdir()
+    pack.touch()
+    folder.chmod(0o777)
+    pack.chmod(0o666)
+    of_folder, of_pack = [c for c in cache_checks.layers() if c.name == "cache, read-only"]
+    assert of_folder.status == of_pack.status == "error"
+    another = "name another in FLASHATTN_JIT_CACHE_PATH, owned by you or by root"
+    assert of_folder.remedy == f"{another}, or {see_and_close(folder)}"
+    trusted = "if you trust it, take a copy of your own"
+    assert of_pack.remedy == f"{trusted}, or {see_and_close(pack)}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a folder of root's")
+def test_a_read_only_layer_may_be_roots(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHATTN_JIT_CACHE_PATH", str(tmp_path / "layer"))
+    tmp_path.joinpath("layer").mkdir(mode=0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    (check,) = [c for c in cache_checks.layers() if c.name == "cache, read-only"]
+    assert check.status == "ok", check
+
+
+def see_and_close(path: Path) -> str:
+    return f"see who wrote to it (ls -la {path}), then run: chmod go-w {path}"
 
 
 def test_what_killed_builds_and_corrupt_entries_leave_is_named(cache: Path) -> None:

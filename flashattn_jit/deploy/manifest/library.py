@@ -11,8 +11,8 @@ import torch
 from ...codegen.document import Line, line_of
 from ...variants import library as lib
 from ...variants.variant import Variant
-from ..wanted.specs import parse_targets
-from ..wanted.structures import parse_dtypes, parse_head_dims, specs_of
+from ..wanted.arguments import parse_dtypes, parse_head_dims, parse_targets
+from ..wanted.structures import specs_of
 from .file import merged
 
 _Q_HEADS, _TOKENS = 2, 4
@@ -76,10 +76,11 @@ def library_lines(
     Arguments as for `warm`; raises what that raises for them.
     """
     found: list[Line] = []
+    chosen = parse_targets(targets, to_build=True)
     for dims in parse_head_dims(head_dims):
         for variant, params in library_forms(dims[1]):
             heads = (_Q_HEADS, _Q_HEADS) if params else None
-            specs = specs_of([variant], [dims], parse_dtypes(dtypes), parse_targets(targets),
-                             ("dense",), heads, params)  # fmt: skip
+            specs = specs_of([variant], [dims], parse_dtypes(dtypes), chosen, ("dense",),
+                             heads, params)  # fmt: skip
             found += [line_of(spec) for spec in specs]
     return merged(found)

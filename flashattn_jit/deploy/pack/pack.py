@@ -23,7 +23,8 @@ from ...jit.cache.store import Store, entry_folder
 from ...jit.compilation.toolchain import key_of
 from ...planner.tiles import build_requests
 from ..files import checked_path, replacing
-from ..wanted.specs import parse_targets, wanted_specs
+from ..wanted.arguments import parse_targets
+from ..wanted.specs import wanted_specs
 from ..warm.report import kernel_words
 
 _SHOWN = 5

@@ -18,7 +18,7 @@ from ...jit.cache.entry import META, CorruptEntryError
 from ...jit.cache.pack_file import PackedEntry, PackFile
 from ...jit.cache.store import Store
 from ..files import checked_path
-from ..wanted.specs import parse_targets
+from ..wanted.arguments import parse_targets
 from .pack import target_of
 
 _THREADS = 2

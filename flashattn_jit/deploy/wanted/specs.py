@@ -1,18 +1,18 @@
-"""Which kernels are wanted: from what `warm` and `pack` are given to specs and targets."""
+"""Which kernels are wanted: from what `warm` and `pack` are given to specs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...codegen.document import Line
-from ...codegen.spec import AnySpec, KernelSpec, default_target, device_target
-from ...codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_here, compiled_target
-from ...errors import InputError, TargetError
+from ...codegen.spec import AnySpec, KernelSpec
+from ...errors import InputError
 from ...planner.reachable import retarget
 from ..manifest.file import STDIN, read_manifest
+from .arguments import parse_dtypes, parse_head_dims, parse_targets, several
 
 
 def wanted_specs(
@@ -32,7 +32,7 @@ def wanted_specs(
     """
     recorded: list[AnySpec] = []
     variants = []
-    for one in _several(what):
+    for one in several(what):
         if isinstance(one, os.PathLike) or isinstance(one, str) and _is_manifest(one):
             recorded += [line.spec for line in read_manifest(one, allow_cpp=allow_cpp)]
         elif isinstance(one, Line):
@@ -41,7 +41,7 @@ def wanted_specs(
             recorded.append(one)
         else:
             variants.append(one)
-    chosen = parse_targets(targets) if targets else ()
+    chosen = parse_targets(targets, to_build=True) if targets else ()
     found: list[AnySpec] = []
     for spec in recorded:
         for target in chosen or (spec.target,):
@@ -60,8 +60,8 @@ def wanted_specs(
             )
         found += structures.specs_of(
             [structures.parse_variant(one) for one in variants],
-            structures.parse_head_dims(head_dims),
-            structures.parse_dtypes(dtypes),
+            parse_head_dims(head_dims),
+            parse_dtypes(dtypes),
             chosen or parse_targets("host"),
             formats,
             heads,
@@ -76,46 +76,5 @@ def wanted_specs(
     return list({spec.document(): spec for spec in reversed(found)}.values())[::-1]
 
 
-def _several(what: Any) -> Iterable[Any]:
-    if isinstance(what, Iterable) and not isinstance(what, str | os.PathLike):
-        return what
-    return [what]
-
-
 def _is_manifest(name: str) -> bool:
     return name == STDIN or os.sep in name or "." in name or Path(name).is_file()
-
-
-def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
-    """Compiled targets by name: also ``host`` (this machine's), ``cpu``, ``cuda`` and ``all``.
-
-    ``cpu`` and ``all`` are without those of machines of another architecture.
-
-    Raises TargetError for a name that is none.
-    """
-    every = (*CPU_TARGETS, *CUDA_TARGETS)
-    cpu = tuple(filter(compiled_here, CPU_TARGETS))
-    groups = {"cpu": cpu, "cuda": CUDA_TARGETS, "all": (*cpu, *CUDA_TARGETS)}
-    if targets is None or (isinstance(targets, Sequence) and not targets):
-        return ()
-    if not isinstance(targets, Sequence) or not all(isinstance(n, str) for n in targets):
-        raise TargetError(
-            f"targets must be names, in a string or a sequence, got {type(targets).__name__}"
-        )
-    chosen: list[str] = []
-    for name in map(str.strip, targets.split(",") if isinstance(targets, str) else targets):
-        named = _host_targets() if name == "host" else groups.get(name, [compiled_target(name)])
-        chosen += named
-        if chosen[-1] not in every:
-            raise TargetError(
-                f"unknown target {name!r}; known: {', '.join(every)}, and host, "
-                f"{', '.join(groups)} for several"
-            )
-    return tuple(dict.fromkeys(chosen))
-
-
-def _host_targets() -> list[str]:
-    import torch
-
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return [default_target(), *map(device_target, gpus)]

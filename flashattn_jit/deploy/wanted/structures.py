@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, AnySpec, takes_dtypes
+from ...codegen.spec import AnySpec, takes_dtypes
 from ...errors import FlashAttnJitError, InputError, ParamError
 from ...ops.planning.batch_params import stand_in
 from ...planner.reachable import FORMATS, reachable, utilities
@@ -23,14 +23,9 @@ from ...variants.compose import present_hooks
 from ...variants.ir.ir import VariantIR, unscaled_integers
 from ...variants.params import MISSING, Dims, declared_params
 from ...variants.variant import Variant, as_variant
+from .arguments import Dtypes, HeadDims
 from .compositions import compositions
 
-Dtypes = tuple[str, str, str]
-HeadDims = tuple[int, int]
-
-_LONG = {short: name for name, short in SHORT_DTYPES.items()} | {
-    "float": "float32", "half": "float16",
-}  # fmt: skip
 _PROBES = (
     Dims(batch=2, num_q_heads=16, num_kv_heads=4, q_len=128, kv_len=256),
     Dims(batch=3, num_q_heads=24, num_kv_heads=3, q_len=192, kv_len=320),
@@ -165,49 +160,6 @@ def _sized(sizes: Dims, dims: HeadDims, heads: tuple[int, int] | None) -> Dims:
     return sizes._replace(
         head_dim=dims[0], head_dim_v=dims[1], num_q_heads=q_heads, num_kv_heads=kv_heads
     )
-
-
-def _each(given: Any, one_kind: Any) -> list[tuple[Any, ...]]:
-    """One or several values by their parts: "a/b" and tuples have several."""
-    several = [given] if isinstance(given, one_kind) else given
-    texts = [one.split("/") if isinstance(one, str) else one for one in several]
-    return [tuple(one) if isinstance(one, list | tuple) else (one,) for one in texts]
-
-
-def parse_head_dims(head_dims: Any) -> tuple[HeadDims, ...]:
-    """(head_dim, head_dim_v) of each of 64, "64", (576, 512) and "576/512". Raises InputError."""
-    found = []
-    for parts in _each(head_dims, int | str):
-        try:
-            sizes = [int(part) for part in parts]
-        except (TypeError, ValueError):
-            sizes = []
-        if len(sizes) not in (1, 2) or min(sizes) < 1:
-            one = "/".join(map(str, parts))
-            raise InputError(f"head_dims: {one!r} is no head dim such as 64, nor two as 576/512")
-        found.append((sizes[0], sizes[-1]))
-    return tuple(dict.fromkeys(found))
-
-
-def parse_dtypes(dtypes: Any) -> tuple[Dtypes, ...]:
-    """Dtypes of q, k and v of each of torch.float16, "fp16", "bf16/int8" (k and v) and of tuples.
-
-    Raises InputError.
-    """
-    found = []
-    for parts in _each(dtypes, torch.dtype | str):
-        names = []
-        for part, allowed in zip(parts, (Q_DTYPES, KV_DTYPES, KV_DTYPES), strict=False):
-            name = str(part).removeprefix("torch.")
-            name = _LONG.get(name, name)
-            if name not in allowed:
-                raise InputError(f"dtypes: {part!r} is none of {', '.join(allowed)}")
-            names.append(name)
-        if len(parts) not in (1, 2, 3):
-            one = "/".join(map(str, parts))
-            raise InputError(f"dtypes: expected one dtype, q/kv or q/k/v, got {one!r}")
-        found.append((names[0], names[min(1, len(names) - 1)], names[-1]))
-    return tuple(dict.fromkeys(found))
 
 
 def library_names() -> list[str]:

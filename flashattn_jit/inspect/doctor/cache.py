@@ -20,7 +20,7 @@ from ...jit.cache.installed_packs import installed_packs
 from ...jit.cache.locks import candidates, not_ours
 from ...jit.cache.pack_file import PackFile
 from ...jit.cache.remote import public_url, unreadable
-from ...jit.cache.store import Store
+from ...jit.cache.store import REMEDIES, Store
 from ...jit.compilation.toolchain import key_of
 from ...planner.tiles import build_request
 from .check import Check, error, named, ok, refused, warning
@@ -93,7 +93,7 @@ def _folder(root: Path, writable: bool) -> Iterator[Check]:
         else:
             yield ok(f"{root}, made when the first kernel is compiled")
         return
-    store = Store(root)
+    store = Store(root, read_only=not writable)
     try:
         store.find("0" * 64, None)
     except CacheError as refusal:
@@ -108,10 +108,9 @@ def _folder(root: Path, writable: bool) -> Iterator[Check]:
         unseen = f" ({unread} not looked at)" if unread else ""
         yield warning(
             f"{len(corrupt)} corrupt entries{unseen}; the first: {corrupt[0]}",
-            "flashattn-jit cache verify --repair moves them away; they are compiled again when "
-            "they are needed. Many of them: check the disk"
+            f"{REMEDIES['user']}. Many of them: check the disk"
             if writable
-            else "make that layer again: it is not repaired from here",
+            else REMEDIES["read_only"],
         )
     if system.noexec:
         yield error(

@@ -203,6 +203,11 @@ def complaint(status: os.stat_result, *, read_only: bool, installed: bool = Fals
     return ""
 
 
+def closing(path: Path) -> str:
+    """How to keep others from writing to a file or folder of this user, once it was looked at."""
+    return f"see who wrote to it (ls -la {path}), then run: chmod go-w {path}"
+
+
 def may_be_swapped(folder: Path) -> bool:
     """Whether others could replace this folder by renaming one above it.
 

@@ -29,6 +29,7 @@ from flashattn_jit.jit.cache.entry import (
     META,
     MOST_FILE_BYTES,
     MOST_META_BYTES,
+    closing,
     complaint,
     is_compiler_id,
     is_file_name,
@@ -283,5 +284,5 @@ def _check_owner(descriptor: int, path: Path, installed: bool) -> None:
     if wrong := complaint(status, read_only=True, installed=installed):
         raise PackError(
             f"pack {path} {wrong}, and kernels of it would run as this user; if you trust it, take "
-            f"a copy of your own, or run: chmod go-w {path}"
+            f"a copy of your own, or {closing(path)}"
         )

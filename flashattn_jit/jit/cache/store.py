@@ -45,6 +45,7 @@ from flashattn_jit.jit.cache.entry import (
     Entry,
     check_content,
     check_meta,
+    closing,
     complaint,
     is_compiler_id,
     is_key,
@@ -57,6 +58,13 @@ from flashattn_jit.jit.cache.entry import (
 )
 
 log = logging.getLogger(__name__)
+
+REMEDIES = {
+    "user": "flashattn-jit cache verify --repair moves corrupt entries aside; they are compiled "
+    "again when they are needed",
+    "read_only": "make that layer again: it is not repaired from here",
+}
+"""What to do about corrupt entries, by the kind of their layer."""
 
 LAYOUT = "v1"
 EVICTED = ".evicted"
@@ -412,7 +420,8 @@ def _check(
     if wrong := complaint(status, read_only=read_only, installed=installed):
         remedy = _remedy(read_only)
         if is_ours(status, read_only):
-            remedy = f"check what is in it, then run: chmod go-w {path}"
+            # An installed pack is named in no variable.
+            remedy = closing(path) if installed else f"{remedy}, or {closing(path)}"
         raise UnsafeCacheError(
             f"{name} {wrong}, and loading kernels from it would run their code; {remedy}"
         )

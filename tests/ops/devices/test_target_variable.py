@@ -14,7 +14,7 @@ import flashattn_jit as fa
 from flashattn_jit.codegen import spec as targets
 from flashattn_jit.codegen.spec import default_target, host_target, resolve_target
 from flashattn_jit.codegen.targets import CPU_TARGETS
-from flashattn_jit.deploy.wanted.specs import parse_targets
+from flashattn_jit.deploy.wanted.arguments import parse_targets
 from flashattn_jit.errors import EnvironmentVariableError
 from flashattn_jit.inspect.doctor import cache as _check_cache
 from flashattn_jit.inspect.doctor import machine as _check_machine
