@@ -509,7 +509,11 @@ class Walk:
             special[n] = (lambda x: x, self._visit(found, "", at, own_class, ("attribute", n)))
             self._visit_overridden(cls, n, found)
         if not attrs and not special and not hasattr(cls, "__fajit_names__"):
-            self._guard_identity(at)
+            # A weak reference where possible, so that a plan does not keep the user's data alive.
+            try:
+                self._guard(at, "alive", Held(weakref.ref(value)))
+            except TypeError:
+                self._guard(at, "is", Held(value))
         return build
 
     def _visit_overridden(self, cls: type, name: str, found: types.FunctionType) -> None:
@@ -527,13 +531,6 @@ class Walk:
                 )
                 self._visit(static, "", NOWHERE, *path)
         self._frozen = frozen
-
-    def _guard_identity(self, at: int) -> None:
-        # A weak reference where possible, so that a plan does not keep the user's data alive.
-        try:
-            self._guard(at, "alive", Held(weakref.ref(self.values[at])))
-        except TypeError:
-            self._guard(at, "is", Held(self.values[at]))
 
 
 class _View:
