@@ -298,9 +298,8 @@ class Store:
         if self.read_only:
             raise OSError(f"{self.root} is a read-only layer")
         if not is_safe_root(self.root):
-            for parent in reversed(self.root.parents):
-                _make_one(parent)
-            _make_one(self.root)
+            for path in (*reversed(self.root.parents), self.root):
+                _make_one(path)
             is_safe_root(self.root)
         path = self.root
         for part in folder.relative_to(self.root).parts:
