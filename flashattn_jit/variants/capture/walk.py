@@ -461,7 +461,12 @@ class Walk:
             p.made[id(value)] = new
             for n, make in attrs.items():
                 made = make(p)
-                _force_attr(new, n, types.MethodType(made, new) if n in methods else made)
+                made = types.MethodType(made, new) if n in methods else made
+                # Not by the class's __setattr__, as that of nn.Module or a frozen dataclass.
+                if hasattr(new, "__dict__"):
+                    new.__dict__[n] = made
+                else:
+                    object.__setattr__(new, n, made)
             if special:
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
                 # Without new slots, so that the layout is the same. `object.__setattr__` works for
@@ -578,11 +583,3 @@ def _shallow_copy(value: Any) -> Any:
             if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
                 object.__setattr__(new, slot, getattr(value, slot))
     return new
-
-
-def _force_attr(obj: Any, name: str, value: Any) -> None:
-    # Without calling the class's __setattr__, such as that of nn.Module or a frozen dataclass.
-    if hasattr(obj, "__dict__"):
-        obj.__dict__[name] = value
-    else:
-        object.__setattr__(obj, name, value)

@@ -278,8 +278,8 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 def _reflected(handler: Handler) -> Handler:
     """The handler of ``input.__rsub__(other)``, made from that of ``input - other``."""
 
-    def reflected(input: Any, other: Any) -> Any:
-        return handler(other, input)
+    def reflected(input: Any, other: Any, **named: Any) -> Any:
+        return handler(other, input, **named)
 
     return reflected
 
@@ -323,11 +323,7 @@ for _name in ("ge", "gt", "le", "lt", "eq", "ne"):
 for _symbol, _name in _OPERATORS.items():
     op(f"__{_symbol}__", f"__i{_symbol}__")(HANDLERS[_name])
     op(f"__r{_symbol}__")(_reflected(HANDLERS[_name]))
-
-
-@op("rsub")
-def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
-    return _scaled("sub", other, input, alpha)
+op("rsub")(_reflected(HANDLERS["sub"]))
 
 
 # --- functions of one argument -------------------------------------------------------------------
