@@ -141,7 +141,7 @@ def compile_rows(options: argparse.Namespace) -> list[Row]:
     with fresh_cache():
         rows = []
         for query_rows, dtype, what in _KERNELS:
-            entry = prepare_kernel(wanted(query_rows, dtype)).path
+            entry = prepare_kernel(wanted(query_rows, dtype)).found.path
             rows += front_end_rows(entry, what, rounds)
         if find_toolkit() is None:
             say("no CUDA toolkit: the shares of nvcc's programs are left out")

@@ -19,31 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from . import errors, variants
 from . import forwards as forwards
-from . import variants
 from ._extension import require_extension
 from ._version import __version__ as __version__
-from .errors import (
-    AbiError,
-    CacheError,
-    CompileError,
-    EmulatorError,
-    EmulatorFault,
-    FlashAttnJitError,
-    GradError,
-    InputError,
-    LaunchError,
-    ManifestError,
-    MissingKernelError,
-    PackError,
-    ParamError,
-    TargetError,
-    TraceError,
-    UnsafeCacheError,
-    VariantError,
-    VerificationError,
-    WarmError,
-)
+from .errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from .deploy.manifest.recording import record_manifest
@@ -103,38 +83,19 @@ _LAZY = {
 _MODULES = {name: module for module, names in {**_CORE, **_LAZY}.items() for name in names}
 
 __all__ = [
-    "AbiError",
     "BatchAttention",
     "BlockSparse",
-    "CacheError",
     "CascadeAttention",
     "CascadeLevel",
-    "CompileError",
-    "EmulatorError",
-    "EmulatorFault",
-    "FlashAttnJitError",
-    "GradError",
-    "InputError",
-    "LaunchError",
     "Limits",
-    "ManifestError",
-    "MissingKernelError",
-    "PackError",
     "Paged",
-    "ParamError",
     "Plan",
     "Pointwise",
     "Ragged",
     "Softmax",
-    "TargetError",
     "TokenSparse",
-    "TraceError",
     "Tree",
-    "UnsafeCacheError",
     "Variant",
-    "VariantError",
-    "VerificationError",
-    "WarmError",
     "append_paged_kv",
     "attention",
     "cache_info",
@@ -160,6 +121,7 @@ __all__ = [
     "varlen_attention",
     "warm",
 ]
+__all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:
@@ -225,14 +187,14 @@ def _start() -> None:
     log = logging.getLogger(__name__)
     try:
         env.apply_log_level()
-    except FlashAttnJitError as error:
+    except errors.FlashAttnJitError as error:
         log.error("%s", error)
     try:
         if env.record_path() is not None:
             from .deploy.manifest.recording import record_process
 
             record_process()
-    except FlashAttnJitError as error:
+    except errors.FlashAttnJitError as error:
         log.error("FLASHATTN_JIT_RECORD: nothing is recorded: %s", error)
 
 

@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
+__all__ = [
+    "AbiError", "CacheError", "CompileError", "EmulatorError", "EmulatorFault",
+    "FlashAttnJitError", "GradError", "InputError", "LaunchError", "ManifestError",
+    "MissingKernelError", "PackError", "ParamError", "TargetError", "TraceError",
+    "UnsafeCacheError", "VariantError", "VerificationError", "WarmError",
+]  # fmt: skip
+
 
 class FlashAttnJitError(Exception):
     """Base of every error of this package."""
+
+    def __post_init__(self) -> None:  # of those with fields, which are dataclasses
+        super().__init__(self.message)  # type: ignore[attr-defined]
 
 
 class InputError(FlashAttnJitError, ValueError):
@@ -53,16 +63,12 @@ class CompileError(FlashAttnJitError, RuntimeError):
     log_path: str = ""
     source_path: str = ""
 
-    def __post_init__(self) -> None:
-        super().__init__(self.message)
 
-
+@dataclass(eq=False, repr=False)
 class WarmError(CompileError):
     """Some kernels of `warm` failed, the others are built. `report` is the `WarmReport`."""
 
-    def __init__(self, message: str, report: object = None) -> None:
-        super().__init__(message)
-        self.report = report
+    report: object = None
 
 
 class CacheError(FlashAttnJitError, RuntimeError):
@@ -126,7 +132,7 @@ class MissingKernelError(CacheError):
     command: str = ""
 
     def __post_init__(self) -> None:
-        super().__init__(self.message)
+        super().__post_init__()
         self.layers = tuple(self.layers)
 
 
@@ -172,9 +178,6 @@ class EmulatorFault(EmulatorError):
     address: int | None = None
     allocation: str = ""
 
-    def __post_init__(self) -> None:
-        super().__init__(self.message)
-
 
 class GradError(FlashAttnJitError, RuntimeError):
     """An input requires grad while grad mode is on; this engine is inference only."""
@@ -184,9 +187,9 @@ class TorchInputError(InputError, RuntimeError):
     """An argument for which the torch function of the same name raises a RuntimeError."""
 
 
+@dataclass(eq=False, repr=False)
 class VerificationError(FlashAttnJitError, AssertionError):
     """A compiled kernel disagrees with the eager reference. `report` is the `VerifyReport`."""
 
-    def __init__(self, message: str, report: object = None) -> None:
-        super().__init__(message)
-        self.report = report
+    message: str
+    report: object = None

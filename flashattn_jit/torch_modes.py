@@ -99,7 +99,8 @@ def _leave_others() -> list[AbstractContextManager[Any]]:
         from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
         found.append(temporarily_clear_interpreter_stack())
-    if torch._C._len_torch_dispatch_stack() or _len_pre_dispatch():
+    pre_dispatch = torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    if torch._C._len_torch_dispatch_stack() or pre_dispatch:
         # This imports tracers, which are loaded already where such a mode is active.
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -118,10 +119,6 @@ def on_host(work: Callable[_P, _R]) -> Callable[_P, _R]:
             return work(*args, **kwargs)
 
     return run
-
-
-def _len_pre_dispatch() -> int:
-    return int(torch._ops._len_torch_dispatch_stack_pre_dispatch())
 
 
 def _both(read: Callable[[], _R]) -> set[_R]:

@@ -127,7 +127,9 @@ def bench(
         raise InputError(
             f"device {device!r} is not there: bench runs on cpu, or on cuda:0 and so on"
         )
-    _check_size(shape, dtype)
+    size = sum(map(math.prod, shapes(shape))) * dtype.itemsize
+    if size > _INPUT_BYTES:
+        raise InputError(f"q, k and v take {si(size, 'B')} of memory; bench takes up to 8.6 GB")
     gpu = None if device == "cpu" else device
     explanation = explain(variant, dims=shape, dtype=dtype, device=gpu, **given)  # type: ignore[arg-type]
     q, k, v = _inputs(shape, dtype, device)
@@ -140,12 +142,6 @@ def bench(
         tuple(Timing(name, note, tuple(times[name])) for name, (note, _) in candidates.items()),
         tuple(skipped), explanation.roofline.attainable_s, explanation.roofline.point.bound, share,
     )  # fmt: skip
-
-
-def _check_size(d: Dims, dtype: torch.dtype) -> None:
-    size = sum(math.prod(shape) for shape in shapes(d)) * dtype.itemsize
-    if size > _INPUT_BYTES:
-        raise InputError(f"q, k and v take {si(size, 'B')} of memory; bench takes up to 8.6 GB")
 
 
 def _inputs(d: Dims, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:

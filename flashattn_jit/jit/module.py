@@ -21,9 +21,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 from flashattn_jit import _C, env
@@ -54,6 +53,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 KernelSource = Literal["memory", "disk", "remote", "compiler"]
+_SOURCES: dict[str, KernelSource] = {
+    "user": "disk", "read_only": "disk", "remote": "remote", "compiler": "compiler",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +64,6 @@ class Loaded:
 
     request: BuildRequest
     module: _C.Module
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A kernel that is in the cache and was not loaded.
-
-    layer: "user", "read_only", "remote" or "compiler". tile: the index of the request that was
-    taken, each on a smaller tile than the one before. path: the entry's folder, or the pack that
-    holds it.
-    """
-
-    key: str
-    layer: str
-    tile: int
-    compile_s: float
-    artifact_bytes: int
-    path: Path
 
 
 class KernelCache:
@@ -121,30 +106,29 @@ class KernelCache:
         with self._only_thread(first):
             module = self._modules.get(first)
             if module is None:
-                index, obtained = self._resolver(self._open).resolve(requests)
+                obtained = self._resolver(self._open).resolve(requests)
                 module = obtained.value
                 self._origins[module.path] = obtained.found
-                self.last_source = _source(obtained.found.layer)
-                taken = requests[index].spec if index else first
+                self.last_source = _SOURCES[obtained.found.layer]
+                taken = requests[obtained.tile].spec if obtained.tile else first
                 self._modules.setdefault(taken, module)
                 self._taken[first] = taken
                 self._asked[first] = Loaded(requests[0], module)
                 self._modules[first] = module
         return self._index(requests), module
 
-    def prepare(self, requests: Sequence[BuildRequest]) -> Prepared:
+    def prepare(self, requests: Sequence[BuildRequest]) -> Obtained[None]:
         """Like `load_stepping`, but only puts the kernel into the cache and loads nothing.
 
         This machine need not be able to run the target. Raises the errors of `load_stepping`, and
         CacheError where the cache's folder cannot be written.
         """
         with self._only_thread(f"prepare {requests[0].spec}"):
-            return _prepared(*self._resolver(_check_artifact, loads=False).resolve(requests))
+            return self._resolver(_check_artifact, loads=False).resolve(requests)
 
-    def find_prepared(self, requests: Sequence[BuildRequest]) -> Prepared | None:
+    def find_prepared(self, requests: Sequence[BuildRequest]) -> Obtained[None] | None:
         """The kernel that `prepare` would find without compiling or fetching, or None."""
-        found = self._resolver(_check_artifact, loads=False).find(requests)
-        return None if found is None else _prepared(*found)
+        return self._resolver(_check_artifact, loads=False).find(requests)
 
     def loaded(self) -> Iterator[Loaded]:
         """The kernels in memory: each first request of a look-up, with the module it got."""
@@ -224,17 +208,6 @@ def _check_artifact(found: Found) -> None:
         raise AbiError(f"the artifact in {found.path} is of another kernel than {found.key}")
 
 
-def _prepared(index: int, obtained: Obtained[None]) -> Prepared:
-    found = obtained.found
-    return Prepared(
-        found.key, found.layer, index, obtained.compile_s, found.artifact_bytes, found.path
-    )
-
-
-def _source(layer: str) -> KernelSource:
-    return "compiler" if layer == "compiler" else "remote" if layer == "remote" else "disk"
-
-
 # --- one look-up ---------------------------------------------------------------------------------
 
 _COLLECTING_S = 0.3
@@ -267,8 +240,8 @@ class Resolver(Generic[T]):
     compiler: Compiler | None = None
     identity: CompilerIdentity | None = None
 
-    def resolve(self, requests: Sequence[BuildRequest]) -> tuple[int, Obtained[T]]:
-        """The first of `requests` that is not replaced by a smaller tile, and its index.
+    def resolve(self, requests: Sequence[BuildRequest]) -> Obtained[T]:
+        """The first of `requests` that is not replaced by a smaller tile.
 
         Raises CompileError, MissingKernelError, CacheError, AbiError, TargetError.
         """
@@ -279,7 +252,7 @@ class Resolver(Generic[T]):
         assert found is not None
         return found
 
-    def find(self, requests: Sequence[BuildRequest]) -> tuple[int, Obtained[T]] | None:
+    def find(self, requests: Sequence[BuildRequest]) -> Obtained[T] | None:
         """Like `resolve`, but builds nothing: None if no folder or pack has the kernel."""
 
         def search(wanted: Wanted) -> Obtained[T] | str | None:
@@ -290,7 +263,7 @@ class Resolver(Generic[T]):
 
     def _stepping(
         self, requests: Sequence[BuildRequest], obtain: Callable[[Wanted], Obtained[T] | str | None]
-    ) -> tuple[int, Obtained[T]] | None:
+    ) -> Obtained[T] | None:
         """The result of `obtain` for the first request, or for the smaller tile replacing it."""
         if self.mode != "never":
             self.compiler = toolchain.find_compiler(requests[0].target)
@@ -304,7 +277,7 @@ class Resolver(Generic[T]):
             if obtained is None:
                 return None
             if isinstance(obtained, Obtained):
-                return index, obtained
+                return replace(obtained, tile=index)
             index += 1 + smaller.index(obtained)
 
     def _one(self, wanted: Wanted) -> Obtained[T] | str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -445,21 +445,16 @@ def least_part(spec: KernelSpec) -> int:
 # --- kernel requests -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Render:
-    """Renders a spec's source when it is called; picklable."""
+def _render(spec: AnySpec) -> str:
+    from ..codegen.render import render  # imports Jinja: only on a miss
 
-    spec: AnySpec
-
-    def __call__(self) -> str:
-        from ..codegen.render import render  # imports Jinja: only on a miss
-
-        return render(self.spec)
+    return render(spec)
 
 
 def build_request(spec: AnySpec) -> BuildRequest:
     """The kernel request for one spec, without fallbacks."""
-    return BuildRequest(spec.document(), spec.template, spec.target, _Render(spec), name_of(spec))
+    render = partial(_render, spec)
+    return BuildRequest(spec.document(), spec.template, spec.target, render, name_of(spec))
 
 
 def build_requests(spec: AnySpec) -> tuple[BuildRequest, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,11 +136,3 @@ def test_a_library_that_may_be_swapped_is_loaded_from_memory(
     finally:
         tmp_path.chmod(0o700)
     assert not loaded[-1].startswith(str(tmp_path))
-
-
-def test_a_child_does_not_wait_for_a_lock_of_its_parent() -> None:
-    with library._lock:
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if library._lock.acquire(timeout=5) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

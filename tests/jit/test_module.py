@@ -62,7 +62,7 @@ def test_another_process_finds_it_on_disk_and_writes_nothing(
     assert load(cache, render=never) == path
     assert tree(cache_root) == before
     assert not cache.counters.misses
-    assert cache.counters.disk_hits == 1
+    assert cache.counters.hits["user"] == 1
 
 
 def test_a_hit_asks_the_compiler_nothing(new_cache, monkeypatch: pytest.MonkeyPatch) -> None:

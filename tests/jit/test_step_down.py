@@ -81,7 +81,7 @@ def test_another_process_goes_straight_there(
     assert (place, again.path) == (2, module.path)
     assert len(fake_build.builds) == 3
     assert cache.counters.misses == 0
-    assert cache.counters.disk_hits == 1
+    assert cache.counters.hits["user"] == 1
 
 
 def test_a_smaller_tile_that_exists_already_is_not_compiled_again(

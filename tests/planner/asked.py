@@ -14,7 +14,7 @@ import pytest
 
 from flashattn_jit import _C, env
 from flashattn_jit.codegen.spec import BuildRequest
-from flashattn_jit.ops.device import cuda, plan_memory
+from flashattn_jit.ops.device import plan_memory
 from flashattn_jit.ops.launching import launches, utility
 from flashattn_jit.ops.planning import batch_plan
 
@@ -70,7 +70,7 @@ def nothing_module(folder: Path) -> _C.Module:
 
 def intercept(patch: pytest.MonkeyPatch, asked: Asked) -> None:
     """Replaces the cache by `asked`, and launches by nothing."""
-    for ops in (cuda, batch_plan, utility):
+    for ops in (batch_plan, utility):
         patch.setattr(ops, "load_stepping", asked)
     # Plans and kernels that other tests made would hide requests.
     for known in (launches._launches, launches._kernels, utility._plans):

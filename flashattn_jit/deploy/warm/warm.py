@@ -142,8 +142,9 @@ def _look_up(specs: Iterable[AnySpec]) -> tuple[list[KernelResult], list[_Task]]
         if fresh or (prepared := find_prepared(requests)) is None:
             missing.append((spec, one))
         else:
-            known = ("tile", "layer", "artifact_bytes")
-            found.append(replace(one, **{name: getattr(prepared, name) for name in known}))
+            size = prepared.found.artifact_bytes
+            one = replace(one, tile=prepared.tile, layer=prepared.found.layer)
+            found.append(replace(one, artifact_bytes=size))
     return found, missing
 
 

@@ -72,10 +72,10 @@ def build(task: str) -> dict[str, Any]:
             result = {
                 "key": keys[0],
                 "tile": prepared.tile,
-                "layer": prepared.layer,
+                "layer": prepared.found.layer,
                 "compiler_id": entries[-1].compiler_id,
                 "compile_s": prepared.compile_s,
-                "artifact_bytes": prepared.artifact_bytes,
+                "artifact_bytes": prepared.found.artifact_bytes,
             }
             if order["ship"]:
                 result["entries"] = [

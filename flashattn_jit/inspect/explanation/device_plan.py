@@ -82,7 +82,8 @@ class DevicePlan:
             f"  budget: {register_budget(spec)} registers a thread, "
             f"{format_bytes(shared_bytes(spec))} of shared memory, at least {ctas_per_sm(spec)} "
             "blocks a multiprocessor",
-            f"  slots: {found.per_sm} a multiprocessor (as {found.limit} allow{_s(found.limit)}), "
+            f"  slots: {found.per_sm} a multiprocessor (as {found.limit} "
+            f"allow{'' if found.limit.endswith('s') else 's'}), "
             f"{found.total} on {self.device.name}{loads}",
             f"  schedule by lengths: {self.num_work} items on {found.total} slots, "
             f"{split_words(self.most_splits)}",
@@ -94,10 +95,6 @@ class DevicePlan:
 def split_words(most_splits: int) -> str:
     """The number of key splits as text."""
     return f"keys cut into up to {most_splits} parts" if most_splits > 1 else "no keys split"
-
-
-def _s(limit: str) -> str:
-    return "" if limit.endswith("s") else "s"
 
 
 def device_plan(

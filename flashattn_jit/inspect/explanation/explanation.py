@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
+from textwrap import indent
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ...errors import CompileError, InputError
 from ...jit.cache.entry import KernelKey
 from ...jit.compilation.toolchain import key_of
 from ...jit.module import find_kernel
+from ...ops.arguments.calls import dense_lengths, read_lengths
 from ...ops.arguments.checks import check_dense
 from ...planner.devices import Device
 from ...planner.roofline import Hardware, RooflinePoint, roofline
@@ -24,10 +26,10 @@ from ...planner.tiles import Problem, TileChoice, build_request, candidates, cho
 from ...variants.ir.ir import VariantIR, format_graph
 from ...variants.params import Dims
 from ...variants.variant import Bound, Variant
-from ..dims import complete_dims, shapes
+from ..dims import complete_dims
 from ..table import si, table
 from .device_plan import DevicePlan, device_plan, machine, split_words
-from .plan import Layout, Schedule, layout_of, plan
+from .plan import Layout, Schedule, plan
 from .plots import draw, require_matplotlib
 from .tiles import Tiles, analyse
 
@@ -144,13 +146,13 @@ class Explanation:
         )
         hooks = [f"{name}:\n" + "\n".join(f"  {line}" for line in format_graph(graph))
                  for name, graph in self.ir.hooks]  # fmt: skip
-        hooks += [f"{name}: C++ text\n{_indented(text)}" for name, text in self.ir.cpp]
+        hooks += [f"{name}: C++ text\n{indent(text, '  ')}" for name, text in self.ir.cpp]
         sections = {
             f"variant {self.name} on {self.target}": f"  {shape}",
-            f"hooks (normaliser: {self.ir.normalizer})": _indented("\n".join(hooks) or "none"),
+            f"hooks (normaliser: {self.ir.normalizer})": indent("\n".join(hooks) or "none", "  "),
             "params (read at run time; a new value needs no new kernel)": _values(self.values),
             "specialised (compiled in; a new value needs a new kernel)": _values(self.specialised),
-            "tiles": _indented(str(self.tiles)),
+            "tiles": indent(str(self.tiles), "  "),
             "roofline": str(self.roofline),
             "plan": str(self.plan),
         }
@@ -262,11 +264,14 @@ def _layout(
     if dims is not None and any(given) or dims is None and not all(given):
         raise InputError("explain needs q, k and v, or dims=; give one or the other")
     if q is None or k is None or v is None:
-        d = complete_dims(dims)
-        q, k, v = (torch.empty(s, dtype=dtype, device="meta") for s in shapes(d))
+        d, dtypes = complete_dims(dims), (dtype, dtype, dtype)
     else:
         check_dense(q, k, v)
-    return layout_of(q, k, v, kv_len, q_offset)
+        batch, heads, q_len, head_dim = q.shape
+        d = Dims(batch, heads, k.shape[1], q_len, k.shape[2], head_dim, v.shape[3])
+        dtypes = (q.dtype, k.dtype, v.dtype)
+    read = read_lengths(d.batch, d.q_len, d.kv_len, kv_len, q_offset)
+    return Layout(d, dtypes, dense_lengths(d.batch, d.q_len, d.kv_len, *read))
 
 
 def _tiles(layout: Layout, bound: Bound, spec: KernelSpec) -> Tiles:
@@ -303,7 +308,3 @@ def _lengths(lengths: Sequence[int]) -> str:
 
 def _values(values: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"  {name}: {text}" for name, text in values) or "  none"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" if line else "" for line in text.splitlines())

@@ -19,10 +19,9 @@ import logging
 import os
 import stat
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -66,11 +65,6 @@ class Counters:
     waits: int = 0
     lock_wait_s: float = 0.0
     corrupt: int = 0
-
-    @property
-    def disk_hits(self) -> int:
-        """Kernels from folders and packs."""
-        return self.hits["user"] + self.hits["read_only"]
 
 
 # --- what is found -------------------------------------------------------------------------------
@@ -391,7 +385,9 @@ class PackLayer:
 
     def pack(self) -> PackFile:
         """The open pack. Raises PackError, UnsafeCacheError, OSError."""
-        return _open_pack(self.path, self.installed)
+        status = self.path.stat()
+        version = status.st_ino, status.st_size, status.st_mtime_ns
+        return _open_pack(self.path, self.installed, version)
 
     def search(self, key: str, compiler_id: str | None) -> Answer:
         """See `Layer`."""
@@ -493,29 +489,13 @@ def answer_of(
     return Answer((), tuple(wrong), reason, fault=bool(wrong))
 
 
-# Opening a pack reads its directory. A file that was replaced is opened again.
-_packs: dict[tuple[Path, bool], tuple[tuple[int, int, int], PackFile]] = {}
-_packs_lock = threading.Lock()
+@lru_cache(maxsize=64)
+def _open_pack(path: Path, installed: bool, version: tuple[int, int, int]) -> PackFile:
+    """An open pack; its directory was read. version: a file that was replaced is opened again.
 
-
-def _open_pack(path: Path, installed: bool) -> PackFile:
+    What was found in a pack keeps it open, and reads its other files from it.
+    """
     from flashattn_jit.jit.cache.pack_file import PackFile
 
-    status = path.stat()
-    version = status.st_ino, status.st_size, status.st_mtime_ns
-    with _packs_lock:
-        kept = _packs.get((path, installed))
-        if kept is None or kept[0] != version:
-            check_file(path, installed=installed)
-            kept = version, PackFile(path, installed=installed)
-            # The previous one stays open: kernels found in it read their other files from it.
-            _packs[path, installed] = kept
-    return kept[1]
-
-
-def _reset_after_fork() -> None:
-    global _packs_lock
-    _packs_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+    check_file(path, installed=installed)
+    return PackFile(path, installed=installed)

@@ -306,9 +306,8 @@ class Store:
         if self.read_only:
             raise OSError(f"{self.root} is a read-only layer")
         if not is_safe_root(self.root):
-            for parent in reversed(self.root.parents):
-                _make_one(parent)
-            _make_one(self.root)
+            for path in (*reversed(self.root.parents), self.root):
+                _make_one(path)
             is_safe_root(self.root)
         path = self.root
         for part in folder.relative_to(self.root).parts:
@@ -439,7 +438,11 @@ def _check_links(path: Path, name: str) -> None:
         if part == "..":
             here = os.path.dirname(here)  # noqa: PTH120
             continue
-        _check_folder(here, name)
+        if others_may_rename(os.lstat(here)):
+            raise UnsafeCacheError(
+                f"{name} lies behind a link, and others may write to {here} in its path, so could "
+                f"point it elsewhere; name the folder itself, or run: chmod go-w {here}"
+            )
         step = os.path.join(here, part)  # noqa: PTH118
         status = os.lstat(step)
         if not stat.S_ISLNK(status.st_mode):
@@ -455,14 +458,6 @@ def _check_links(path: Path, name: str) -> None:
         if target.is_absolute():
             here = "/"
         pending.extendleft(reversed([part for part in target.parts if part != "/"]))
-
-
-def _check_folder(folder: str, name: str) -> None:
-    if others_may_rename(os.lstat(folder)):
-        raise UnsafeCacheError(
-            f"{name} lies behind a link, and others may write to {folder} in its path, so could "
-            f"point it elsewhere; name the folder itself, or run: chmod go-w {folder}"
-        )
 
 
 def _remedy(read_only: bool) -> str:

@@ -69,11 +69,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Obtained(Generic[T]):
-    """A kernel that was obtained: the result of `use`, its entry, and the time of compilation."""
+    """A kernel that was obtained: the result of `use`, its entry, and the time of compilation.
+
+    tile: the index of the kernel request that it serves.
+    """
 
     value: T
     found: Found
     compile_s: float = 0.0
+    tile: int = 0
 
 
 class _NoRoomError(Exception):

@@ -87,7 +87,10 @@ def drive(job: Job) -> Path:
     import torch.utils.cpp_extension as cpp_extension
 
     is_cuda = job.cuda_home is not None
-    stubs = _write_stubs(job.work)
+    stubs = job.work / "stubs"
+    stubs.mkdir()
+    for name in _LIBRARIES:
+        stubs.joinpath(f"lib{name}.a").write_bytes(_EMPTY_ARCHIVE)
     flags = [*job.compile_flags]
     with _load_lock, _driver_state(cpp_extension, job):
         cpp_extension.load(
@@ -136,14 +139,6 @@ def write_wrapper(
 def quote(flag: str) -> str:
     """A flag with a path in it, quoted for the shell and for ninja."""
     return shlex.quote(flag).replace("$", "$$")
-
-
-def _write_stubs(work: Path) -> Path:
-    folder = work / "stubs"
-    folder.mkdir()
-    for name in _LIBRARIES:
-        folder.joinpath(f"lib{name}.a").write_bytes(_EMPTY_ARCHIVE)
-    return folder
 
 
 @contextlib.contextmanager

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import shutil
 import tempfile
-import threading
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -57,17 +55,6 @@ _COMPILE_FLAGS = (
 )
 _LINK_FLAGS = ("-pthread", "-Wl,--as-needed", "-Wl,-s")
 
-_lock = threading.Lock()
-_loaded: list[ctypes.CDLL] = []
-
-
-def _reset_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
-
 
 class Allocation(ctypes.Structure):
     """`fajit_emulator_allocation` of csrc/emulator/c_api.h."""
@@ -101,6 +88,7 @@ class Launch(ctypes.Structure):
     )
 
 
+@cache
 def library() -> ctypes.CDLL:
     """The emulator's library, loaded once a process; compiling it takes 20 s of one core.
 
@@ -108,11 +96,7 @@ def library() -> ctypes.CDLL:
     be loaded, MissingKernelError where there is none and FLASHATTN_JIT_COMPILE=never,
     UnsafeCacheError.
     """
-    if not _loaded:
-        with _lock:
-            if not _loaded:
-                _loaded.append(_declare(_obtain()))
-    return _loaded[0]
+    return _declare(_obtain())
 
 
 @cache
@@ -140,7 +124,7 @@ def _obtain() -> ctypes.CDLL:
                 "target='emulated:...' once without that variable",
                 key=key,
             )
-        with build_lock(key, env.lock_wait_s()):
+        with build_lock(key, env.lock_wait_s()):  # other threads wait here as well
             loaded = _kept(store, key) or _build(store, key)
     return loaded
 

@@ -78,11 +78,6 @@ class BlockMaskLayout(NamedTuple):
     q_block: int
     kv_block: int
 
-    @property
-    def head_stride(self) -> int:
-        """0 if all heads visit the same blocks."""
-        return self.strides[1]
-
 
 _NO_PARAMS = ((), (), ())
 _KEPT_FORMS = 4096

@@ -24,9 +24,9 @@ from ...codegen.spec import KernelSpec
 from ...errors import InputError, LaunchError
 from ...jit.cache.layers import too_old
 from ...jit.compilation import toolchain
-from ...jit.module import load_stepping, min_driver
+from ...jit.module import min_driver
 from ...planner.devices import device_hardware
-from ...planner.tiles import build_requests, fallbacks, slots
+from ...planner.tiles import slots
 from ...torch_modes import is_capturing
 from ...variants.binding import Structure
 
@@ -55,12 +55,6 @@ def check_params(known: Structure) -> None:
             f"the parameters of a CUDA kernel hold {_PARAM_BYTES // _TENSOR_BYTES} tensors or "
             f"{_PARAM_BYTES // _SCALAR_BYTES} numbers: put some into one tensor"
         )
-
-
-def load_spec(spec: KernelSpec) -> tuple[KernelSpec, _C.Module]:
-    """A spec's module; of a smaller tile, with its spec, if the kernel of `spec` would spill."""
-    index, module = load_stepping(build_requests(spec))
-    return (spec, *fallbacks(spec))[index], module
 
 
 def workers(spec: KernelSpec, device: torch.device, module: _C.Module) -> int:

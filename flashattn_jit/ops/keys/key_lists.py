@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from ...errors import InputError
 from ..arguments.calls import Array, host_array
-from ..arguments.checks import check_host_integers, check_int, no_tensor, shown
+from ..arguments.checks import check_host_integers, check_int, shown
 from .mask_bits import MAX_MAP_ENTRIES, block_words
 from .sparsity import BlockSparse, TokenSparse
-from .storage import check_indices, checks_values
+from .storage import checks_values, read_indices
 
 Ints = NDArray[Any]
 
@@ -77,19 +77,11 @@ def key_lists(sparsity: BlockSparse | TokenSparse, batch: Lengths) -> KeyLists:
     return _block_lists(sparsity, batch)
 
 
-def _indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
-        got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
-        raise InputError(f"{name} must be an int32 or int64 tensor, got {got}")
-    check_indices(name, indices, device)
-    return indices.resolve_neg()
-
-
 # --- lists of tokens ------------------------------------------------------------------------------
 
 
 def _token_lists(sparsity: TokenSparse, batch: Lengths) -> KeyLists:
-    indices = _indices("TokenSparse.indices", sparsity.indices, batch.device)
+    indices = read_indices("TokenSparse.indices", sparsity.indices, batch.device)
     per_head = indices.dim() == 3
     if indices.dim() not in (2, 3) or indices.shape[0] != batch.num_q_tokens or (
         per_head and indices.shape[1] != batch.num_kv_heads
@@ -138,7 +130,7 @@ def _block_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
         # Work is counted in whole blocks: positions past the last key would count as work.
         key_block = min(key_block, max(1, batch.longest))
     rows = -(-np.asarray(batch.q_len, np.int64) // q_block)
-    indices = _indices("BlockSparse.indices", sparsity.indices, batch.device)
+    indices = read_indices("BlockSparse.indices", sparsity.indices, batch.device)
     if indices.dim() != 1:
         raise InputError(f"BlockSparse.indices must be [nnz], got {list(indices.shape)}")
     starts = _read_indptr(sparsity.indptr, int(rows.sum()), indices.shape[0], batch, rows)
@@ -273,7 +265,7 @@ def _variable_lists(sparsity: BlockSparse, batch: Lengths) -> KeyLists:
         raise InputError("BlockSparse.bits need one block size (Br, Bc), these blocks have several")
     q_edges = _edges("r", sparsity.block_size[0], batch.q_len[0], "q_len", batch)
     key_edges = _edges("c", sparsity.block_size[1], batch.kv_len[0], "kv_len", batch)
-    indices = _indices("BlockSparse.indices", sparsity.indices, batch.device)
+    indices = read_indices("BlockSparse.indices", sparsity.indices, batch.device)
     if indices.device.type != "cpu":
         raise InputError("BlockSparse.indices of blocks of several sizes must be a cpu tensor")
     rows = q_edges.shape[1] - 1

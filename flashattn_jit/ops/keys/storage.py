@@ -17,7 +17,7 @@ from ... import env
 from ...errors import InputError
 from ...torch_modes import need_values
 from ..arguments.calls import Array, host_array
-from ..arguments.checks import INT32_MAX, check_int, check_readable
+from ..arguments.checks import INT32_MAX, check_int, check_readable, no_tensor
 from .paged import PAGE_SIZE_RULE, Paged
 
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
@@ -80,41 +80,32 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
     size = check_int(f"{where}page_size", storage.page_size, 1, rule=PAGE_SIZE_RULE)
     indptr, held_indptr = host_array(f"{where}page_indptr", storage.page_indptr)
     last, held_last = host_array(f"{where}last_page_len", storage.last_page_len)
-    given = _page_indices(storage.page_indices, device, where)
+    name = f"{where}page_indices"
+    need_values(name, "batches are planned from them", (storage.page_indices,))
+    given = read_indices(name, storage.page_indices, device)
+    if given.dim() != 1:
+        raise InputError(
+            f"{name} must be a tensor [number of pages in use], got {list(given.shape)}"
+        )
     pages = _pages_in_use(given, held_indptr)
     if pages is not None and (pages[0] < 0 or pages[1] > INT32_MAX):
         negative = pages[0] < 0
         at = int((given < 0 if negative else given > INT32_MAX).nonzero()[0, 0])
         raise InputError(
-            f"{where}page_indices[{at}]={int(given[at])}, a page of "
+            f"{name}[{at}]={int(given[at])}, a page of "
             f"{'group' if where else 'request'} {owner_of(at, held_indptr)}, "
             f"{'is negative' if negative else 'does not fit 32 bits'}"
         )
-    indices = given.to(torch.int32).resolve_neg().contiguous()
+    indices = given.to(torch.int32).contiguous()
     native = (None, indptr, last, size, indices.shape[0])
     return Stored(native, size, indices, pages, (held_indptr, held_last))
 
 
-def _page_indices(indices: object, device: torch.device, where: str) -> torch.Tensor:
-    need_values(f"{where}page_indices", "batches are planned from them", (indices,))
-    if not isinstance(indices, torch.Tensor):
-        raise InputError(
-            f"{where}page_indices must be a tensor [number of pages in use], got "
-            f"{type(indices).__name__}"
-        )
-    check_indices(f"{where}page_indices", indices, device)
-    if indices.dim() != 1:
-        raise InputError(
-            f"{where}page_indices must be a tensor [number of pages in use], got "
-            f"{list(indices.shape)}"
-        )
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"{where}page_indices must be int32 or int64, got {indices.dtype}")
-    return indices
-
-
-def check_indices(name: str, indices: torch.Tensor, device: torch.device) -> None:
-    """Raises InputError for indices that are unreadable, too many, or not on the keys' device."""
+def read_indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
+    """Indices as an int32 or int64 tensor on the keys' device. Raises InputError."""
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
+        raise InputError(f"{name} must be an int32 or int64 tensor, got {got}")
     check_readable(name, indices)
     if indices.device.type != device.type:
         raise InputError(
@@ -123,6 +114,7 @@ def check_indices(name: str, indices: torch.Tensor, device: torch.device) -> Non
         )
     if indices.numel() > INT32_MAX:
         raise InputError(f"{name} has more entries than 32 bits count")
+    return indices.resolve_neg()
 
 
 def checks_values(indices: torch.Tensor) -> bool:
@@ -139,7 +131,7 @@ def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int
     end = max(0, int(indptr.numpy()[-1])) if indptr.shape[0] else 0
     if not end or not indices.shape[0]:
         return 0, -1
-    if indices.is_cpu and indices.dtype == torch.int32 and not indices.is_neg():
+    if indices.is_cpu and indices.dtype == torch.int32:
         # numpy uses one thread; torch would wake its thread pool, which takes longer than the read.
         # As uint32, negative entries are the largest.
         values = indices.numpy()[:end]

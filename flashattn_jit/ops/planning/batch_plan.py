@@ -26,6 +26,7 @@ from ...planner.tiles import (
     build_requests,
     choose_rows,
     coefficients,
+    fallbacks,
     few_rows,
     item_rows,
     least_part,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 # --- kernels --------------------------------------------------------------------------------------
 
-PREFILL, FEW_ROW = 0, 1
 KINDS = ("prefill", "few_row")
 
 _SPLIT_KEYS = (4096, 2048)
@@ -208,13 +208,13 @@ class Kernels:
         return kernel
 
     def _load(self, spec: KernelSpec) -> Kernel:
-        if self.options.cpu:
-            module = load_stepping(build_requests(spec))[1]
-            return Kernel(spec, module, native_kind(spec, self.options.target, module), 0)
-        from ..device import cuda  # only processes that use a device import it
+        index, module = load_stepping(build_requests(spec))
+        spec = (spec, *fallbacks(spec))[index]  # of a smaller tile where its kernel would spill
+        workers = 0
+        if not self.options.cpu:
+            from ..device import cuda  # only processes that use a device import it
 
-        spec, module = cuda.load_spec(spec)
-        workers = cuda.workers(spec, self.options.device, module)
+            workers = cuda.workers(spec, self.options.device, module)
         return Kernel(spec, module, native_kind(spec, self.options.target, module), workers)
 
     def plan_options(self, kernels: Pair) -> dict[str, Any]:
@@ -338,7 +338,9 @@ class Variation:
                     state.prepare(kernel.module)
             self._stage(state)
             self.block = state.upload(self.core)
-        self.page_indices = _with_address(self.page_indices)
+        if self.page_indices is not None and not self.page_indices.numel():
+            # Kernels need a valid address even if they read no entry.
+            self.page_indices = self.page_indices.new_zeros(1)
         self.pointers = (_address(self.page_indices), _address(self.key_blocks))
 
     def _stage(self, state: DeviceState) -> None:
@@ -387,11 +389,6 @@ def note_planned(kernels: Pair) -> None:
             kernel.module.note_run()
 
 
-def _with_address(indices: torch.Tensor | None) -> torch.Tensor | None:
-    """Page indices with a valid address, which kernels need even if they read no entry."""
-    return indices if indices is None or indices.numel() else indices.new_zeros(1)
-
-
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or not tensor.numel() else tensor.data_ptr()
 
@@ -430,7 +427,7 @@ def vary(
                 values[slot] = mask_values.get(params[slot].name, values[slot])  # type: ignore
     blocks = batch.block_mask
     num_kv_heads = options.num_kv_heads
-    if blocks is not None and blocks.head_stride != 0:
+    if blocks is not None and blocks.strides[1] != 0:
         num_kv_heads = options.num_q_heads  # heads that visit different blocks cannot share a tile
     needs = kernels.needs(
         batch.lengths, options.num_q_heads // num_kv_heads, 0 if lists is None else lists.q_block,

@@ -461,7 +461,12 @@ class Walk:
             p.made[id(value)] = new
             for n, make in attrs.items():
                 made = make(p)
-                _force_attr(new, n, types.MethodType(made, new) if n in methods else made)
+                made = types.MethodType(made, new) if n in methods else made
+                # Not by the class's __setattr__, as that of nn.Module or a frozen dataclass.
+                if hasattr(new, "__dict__"):
+                    new.__dict__[n] = made
+                else:
+                    object.__setattr__(new, n, made)
             if special:
                 overrides = {n: wrap(make(p)) for n, (wrap, make) in special.items()}
                 # Without new slots, so that the layout is the same. `object.__setattr__` works for
@@ -509,7 +514,11 @@ class Walk:
             special[n] = (lambda x: x, self._visit(found, "", at, own_class, ("attribute", n)))
             self._visit_overridden(cls, n, found)
         if not attrs and not special and not hasattr(cls, "__fajit_names__"):
-            self._guard_identity(at)
+            # A weak reference where possible, so that a plan does not keep the user's data alive.
+            try:
+                self._guard(at, "alive", Held(weakref.ref(value)))
+            except TypeError:
+                self._guard(at, "is", Held(value))
         return build
 
     def _visit_overridden(self, cls: type, name: str, found: types.FunctionType) -> None:
@@ -527,13 +536,6 @@ class Walk:
                 )
                 self._visit(static, "", NOWHERE, *path)
         self._frozen = frozen
-
-    def _guard_identity(self, at: int) -> None:
-        # A weak reference where possible, so that a plan does not keep the user's data alive.
-        try:
-            self._guard(at, "alive", Held(weakref.ref(self.values[at])))
-        except TypeError:
-            self._guard(at, "is", Held(self.values[at]))
 
 
 class _View:
@@ -581,11 +583,3 @@ def _shallow_copy(value: Any) -> Any:
             if slot not in ("__dict__", "__weakref__") and hasattr(value, slot):
                 object.__setattr__(new, slot, getattr(value, slot))
     return new
-
-
-def _force_attr(obj: Any, name: str, value: Any) -> None:
-    # Without calling the class's __setattr__, such as that of nn.Module or a frozen dataclass.
-    if hasattr(obj, "__dict__"):
-        obj.__dict__[name] = value
-    else:
-        object.__setattr__(obj, name, value)

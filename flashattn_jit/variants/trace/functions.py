@@ -29,18 +29,6 @@ from flashattn_jit.variants.trace.values import Value, tracer
 _FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
 
 
-@op("leaky_relu")
-def _leaky_relu(input: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
-    x: Any = val(input)
-    return where(x > 0, x, x * negative_slope)
-
-
-@op("elu")
-def _elu(input: Any, alpha: Any = 1.0, inplace: bool = False) -> Any:
-    x: Any = as_float(input)
-    return where(x > 0, x, x.expm1() * alpha)
-
-
 @op("gelu")
 def _gelu(input: Any, approximate: str = "none") -> Any:
     x: Any = as_float(input)
@@ -59,7 +47,7 @@ def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Any:
     return where(scaled > threshold, x, soft if scaled is x else soft / beta)
 
 
-_OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
+_OF_VALUE: Mapping[str, Callable[..., Any]] = {
     "relu": lambda x: x.clamp(min=0),
     "relu6": lambda x: x.clamp(min=0, max=6),
     "square": lambda x: x * x,
@@ -67,10 +55,13 @@ _OF_VALUE: Mapping[str, Callable[[Any], Any]] = {
     "isfinite": lambda x: ~(x.isnan() | x.isinf()),
     "isposinf": lambda x: x == math.inf,
     "isneginf": lambda x: x == -math.inf,
+    "leaky_relu": lambda x, negative_slope=0.01: where(x > 0, x, x * negative_slope),
+    "heaviside": lambda x, values: where(x == 0, values, cast(x > 0, x.name)),
+    "lerp": lambda x, end, weight: x + weight * (end - x),
 }
-"""Functions of one value of any dtype."""
+"""Functions of a value of any dtype, with their other arguments."""
 
-_OF_FLOAT: Mapping[str, Callable[[Any], Any]] = {
+_OF_FLOAT: Mapping[str, Callable[..., Any]] = {
     "silu": lambda x: x * x.sigmoid(),
     "hardsigmoid": lambda x: (x + 3).clamp(min=0, max=6) / 6,
     "hardswish": lambda x: x * _OF_FLOAT["hardsigmoid"](x),
@@ -82,19 +73,23 @@ _OF_FLOAT: Mapping[str, Callable[[Any], Any]] = {
     "reciprocal": lambda x: 1 / x,
     "deg2rad": lambda x: x * (math.pi / 180),
     "rad2deg": lambda x: x * (180 / math.pi),
+    "elu": lambda x, alpha=1.0: where(x > 0, x, x.expm1() * alpha),
+    "hypot": lambda x, other: (x * x + _OF_VALUE["square"](as_float(other))).sqrt(),
 }
-"""Functions of one value, with integers converted to float32."""
+"""The same, with an integer value converted to float32."""
 
 _ALIASES = {"silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"]}
 
 
-def _of_one(convert: Any, formula: Any, input: Any, inplace: bool = False) -> Any:
-    return formula(convert(input))
+def _converted(
+    convert: Any, formula: Any, input: Any, *others: Any, inplace: bool = False, **named: Any
+) -> Any:
+    return formula(convert(input), *others, **named)
 
 
 for _convert, _formulas in ((val, _OF_VALUE), (as_float, _OF_FLOAT)):
     for _name, _formula in _formulas.items():
-        op(_name, *_ALIASES.get(_name, ()))(partial(_of_one, _convert, _formula))
+        op(_name, *_ALIASES.get(_name, ()))(partial(_converted, _convert, _formula))
 
 
 @op("logit", "special_logit")
@@ -121,13 +116,6 @@ def _xlogy(input: Any, other: Any) -> Any:
     return where(y.isnan(), y, where(x == 0, 0.0, x * y.log()))
 
 
-@op("hypot")
-def _hypot(input: Any, other: Any) -> Any:
-    a: Any = as_float(input)
-    b: Any = as_float(other)
-    return (a * a + b * b).sqrt()
-
-
 @op("copysign")
 def _copysign(input: Any, other: Any) -> Any:
     x: Any = as_float(input)
@@ -135,18 +123,6 @@ def _copysign(input: Any, other: Any) -> Any:
     # 1 / -0.0 is -inf, which tells -0.0 from 0.0.
     negative = compare("lt", where(compare("eq", sign, 0), div(1, sign), sign), 0)
     return where(negative, -size, size)
-
-
-@op("heaviside")
-def _heaviside(input: Any, values: Any) -> Any:
-    x: Any = val(input)
-    return where(x == 0, values, cast(x > 0, x.name))
-
-
-@op("lerp")
-def _lerp(input: Any, end: Any, weight: Any) -> Any:
-    start: Any = val(input)
-    return start + weight * (end - start)
 
 
 @op("addcmul")

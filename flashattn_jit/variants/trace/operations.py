@@ -198,7 +198,7 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
     return emit("mul", (half, x), dtype) if c > 1 and c % 2 else half
 
 
-@op("clamp", "clip", "hardtanh")
+@op("clamp", "clip", "clamp_min", "hardtanh")
 def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
     low, high = kw.get("min_val", min), kw.get("max_val", max)
     bounds = [val(x) for x in (low, high) if x is not None]
@@ -210,11 +210,6 @@ def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
     if high is not None:
         result = emit("minimum", (result, cast(bounds[-1], dtype)), dtype)
     return result
-
-
-@op("clamp_min")
-def _clamp_min(input: Any, min: Any) -> Value:
-    return _clamp(input, min=min)
 
 
 @op("clamp_max")
@@ -283,8 +278,8 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 def _reflected(handler: Handler) -> Handler:
     """The handler of ``input.__rsub__(other)``, made from that of ``input - other``."""
 
-    def reflected(input: Any, other: Any) -> Any:
-        return handler(other, input)
+    def reflected(input: Any, other: Any, **named: Any) -> Any:
+        return handler(other, input, **named)
 
     return reflected
 
@@ -328,11 +323,7 @@ for _name in ("ge", "gt", "le", "lt", "eq", "ne"):
 for _symbol, _name in _OPERATORS.items():
     op(f"__{_symbol}__", f"__i{_symbol}__")(HANDLERS[_name])
     op(f"__r{_symbol}__")(_reflected(HANDLERS[_name]))
-
-
-@op("rsub")
-def _rsub(input: Any, other: Any, alpha: Any = 1) -> Value:
-    return _scaled("sub", other, input, alpha)
+op("rsub")(_reflected(HANDLERS["sub"]))
 
 
 # --- functions of one argument -------------------------------------------------------------------
@@ -380,11 +371,6 @@ def _neg(input: Any) -> Value:
     return emit("neg", (x,), x.name)
 
 
-@op("positive", "__pos__")
-def _positive(input: Any) -> Value:
-    return val(input)
-
-
 @op("abs", "absolute", "__abs__")
 def _abs(input: Any) -> Value:
     x = val(input)
@@ -408,7 +394,7 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     return cast(x, name)
 
 
-@op("to")
+@op("to", "type_as")
 def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
     for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
@@ -417,11 +403,6 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
         if hasattr(a, "dtype"):
             return to_dtype(x, a.dtype)
     return x
-
-
-@op("type_as")
-def _type_as(input: Any, other: Any) -> Value:
-    return to_dtype(val(input), other.dtype)
 
 
 @op("type")
@@ -438,7 +419,7 @@ for _name, _dtype in {
 
 
 @op("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_", "lift_fresh",
-    "resolve_conj", "resolve_neg")  # fmt: skip
+    "resolve_conj", "resolve_neg", "positive", "__pos__")  # fmt: skip
 def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
     return Value(x.node, x.name, x.shape)

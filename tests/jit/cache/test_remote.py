@@ -114,7 +114,7 @@ def test_a_prepared_kernel_is_fetched_into_the_folder(
     new_cache, filled: str, cache_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHATTN_JIT_CACHE_REMOTE", filled)
-    prepared = new_cache().prepare([wanted()])
+    prepared = new_cache().prepare([wanted()]).found
     assert prepared.layer == "remote"
     assert [entry.path for entry in Store(cache_root).entries()] == [prepared.path]
 

@@ -176,7 +176,10 @@ NO_PAGES = torch.tensor([0, 0, 0, 0, 0])
             lambda: changed(last_page_len=torch.tensor([6])),
             "last_page_len has 1 entries for",
         ),
-        (lambda: changed(page_indices=torch.zeros(9)), "page_indices must be int32 or int64"),
+        (
+            lambda: changed(page_indices=torch.zeros(9)),
+            "page_indices must be an int32 or int64 tensor",
+        ),
         (lambda: changed(page_indices=torch.zeros(2, 9).int()), "must be a tensor"),
         (
             lambda: changed(page_indices=torch.zeros(26, dtype=torch.int32, device="meta")),

@@ -143,7 +143,10 @@ def test_an_indptr_of_another_kind(q_indptr: Any, text: str) -> None:
         ({"page_indptr": torch.tensor([0, 3, 4, 11])}, "page_indptr has 4 entries"),
         ({"page_size": 0}, "page_size=0 must be an int of at least 1"),
         ({"page_size": True}, "page_size=True must be an int"),
-        ({"page_indices": torch.arange(11.0)}, "page_indices must be int32 or int64, got torch.f"),
+        (
+            {"page_indices": torch.arange(11.0)},
+            "page_indices must be an int32 or int64 tensor, got torch.f",
+        ),
         ({"page_indices": torch.arange(12).view(3, 4)}, "page_indices must be a tensor .number of"),
         ({"page_indices": torch.arange(11) - 4}, r"page_indices\[0\]=-4, a page of request 0,"),
         (
@@ -566,7 +569,10 @@ def test_hooks_that_shared_keys_cannot_serve() -> None:
         ((Q_INDPTR[:3], PAGED), "page_indptr has 5 entries, q_indptr 3"),
         ((torch.tensor([0, 2, 1, 3, 3]), PAGED), "q_indptr descends at request 1"),
         ((Q_INDPTR, fa.Ragged(KV_INDPTR)), "paged must be an fa.Paged, got Ragged"),
-        ((Q_INDPTR, replace(PAGED, page_indices=None)), "page_indices must be a tensor"),
+        (
+            (Q_INDPTR, replace(PAGED, page_indices=None)),
+            "page_indices must be an int32 or int64 tensor",
+        ),
         ((Q_INDPTR, replace(PAGED, page_indices=torch.arange(9))), "page_indptr ends at 11, but"),
     ],
 )
