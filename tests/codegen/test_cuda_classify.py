@@ -16,9 +16,9 @@ import torch
 from flashattn_jit.variants.interval.cpp import lower_classify
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
-from tests.abi import TensorParam
 from tests.codegen.cuda_unit import Unit, nvcc
-from tests.toolkit import needs_nvcc
+from tests.harness.abi import TensorParam
+from tests.harness.toolkit import needs_nvcc
 from tests.variants.interval.bounds_oracle import Mask, traced
 from tests.variants.interval.bounds_random import RandomMask
 from tests.variants.interval.test_bounds_lower import (
