@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
-from tests import budget, last_run
+from tests.harness import budget, last_run
 
 # All tests share one kernel cache. Workers inherit the variable that names its folder.
 last_run.begin()
@@ -27,7 +27,7 @@ os.environ.setdefault("FAJIT_TEST_SEED", str(random.SystemRandom().randrange(10*
 
 
 def pytest_report_header():
-    from tests.rotation import words
+    from tests.harness.rotation import words
 
     return [f"by turns: {words()}", last_run.words()]
 

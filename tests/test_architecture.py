@@ -1,4 +1,4 @@
-"""docs/architecture.md and CONTRIBUTING.md name files and functions that exist."""
+"""The files, modules and functions that documents and comments name exist."""
 
 from __future__ import annotations
 
@@ -41,25 +41,111 @@ def test_the_drawing_is_there() -> None:
     assert len(BOXES) > 20
 
 
-@pytest.mark.parametrize("document", ["docs/architecture.md", "CONTRIBUTING.md"])
-def test_paths_exist(document: str) -> None:
-    """Those in backticks with a folder in front; a bare name is a file of the folder before it."""
-    beside: Path | None = None
-    missing = []
-    for name in re.findall(r"`([\w./*-]+\.(?:py|h|cpp|j2|md))`", (ROOT / document).read_text()):
-        if "*" in name:
-            folder, _, pattern = name.rpartition("/")
-            path = found(folder, beside)
-            if path is None or not list(path.glob(pattern)):
-                missing.append(name)
-            continue
-        path = found(name, beside)
-        if path is None and "/" not in name:
-            path = next((p for f in FOLDERS[1:] for p in f.rglob(name)), None) or next(
-                (ROOT / "tests").rglob(f"*{name}"), None
-            )
-        if path is None:
-            missing.append(name)
-        else:
-            beside = path.parent
-    assert not missing, f"{document} names what does not exist: {missing}"
+TOP = ("flashattn_jit", "csrc", "templates", "tests", "benchmarks", "examples", "docs", ".ci")
+
+SOURCE = r"\.(?:pyi?|h|cpp|cu|j2|md)"
+PATH = re.compile(rf"(?<![\w./$<{{}}-])((?:[\w.*-]+/)+[\w.*-]+{SOURCE})\b")
+"""A path of folders and a file, which may be a pattern."""
+
+QUOTED = re.compile(rf"`([\w./*-]+{SOURCE})`")
+"""A path or the bare name of a file, in backticks."""
+
+FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, TOP))})/[\w/-]+)`")
+MODULE = re.compile(r"`((?:flashattn_jit|tests|benchmarks)(?:\.\w+)+)`")
+COMMAND = re.compile(r"python3? -m ((?:flashattn_jit|tests|benchmarks)(?:\.\w+)*)")
+LINK = re.compile(r"\]\(([\w./-]+)(?:#[\w-]*)?\)")
+
+OTHERS = {
+    "service.py": "a user's",
+    "kernel.cu": "of a build folder",
+    "variant.cpp": "a message of the compiler, in rendered source",
+    "ATen/native/TypeProperties.cpp": "torch's",
+    "hopper/heuristics.h": "FlashAttention's",
+    "csrc/flash_attn/src": "FlashAttention's",
+    "flashattn_jit.kernels": "a group of entry points",
+}
+"""Names that look like those of files and modules of this repository."""
+
+FILES = sorted(
+    path
+    for path in (*ROOT.glob("*.*"), *(p for top in TOP for p in (ROOT / top).rglob("*")))
+    if path.is_file() and not {"__pycache__", "_data"} & set(path.parts)
+)
+PLACES = "\n".join(f"/{path.relative_to(ROOT).as_posix()}" for path in FILES)
+TEXTS = [
+    path
+    for path in FILES
+    if path.suffix in (".py", ".pyi", ".h", ".cpp", ".j2", ".md", ".toml")
+    or path.parent.name == ".ci"
+]
+
+
+def is_path(name: str) -> bool:
+    """Whether a file's path ends so: ``jit/module.py``; ``_masks.py`` is the end of a name."""
+    pattern = re.escape(name).replace(r"\*", "[^/\n]*")
+    begin = "" if name.startswith("_") else "/"
+    return re.search(rf"{begin}{pattern}$", PLACES, flags=re.MULTILINE) is not None
+
+
+def is_module(name: str) -> bool:
+    """Whether it is a package, a module, or a name in the text of one."""
+    path, words = ROOT, name.split(".")
+    while words and (path / words[0]).is_dir():
+        path /= words.pop(0)
+    if words and path.joinpath(f"{words[0]}.py").is_file():
+        path = path / f"{words.pop(0)}.py"
+    elif words:
+        path = path / "__init__.py"
+    text = path.read_text() if words and path.is_file() else ""
+    return all(re.search(rf"\b{word}\b", text) for word in words)
+
+
+def missing_names(path: Path, text: str) -> list[str]:
+    """What a text names that does not exist. Tests invent files too, but none in backticks."""
+    paths = set(QUOTED.findall(text))
+    if path.suffix != ".py" or "tests" not in path.relative_to(ROOT).parts:
+        paths |= set(PATH.findall(re.sub(r"^ *#include.*", "", text, flags=re.MULTILINE)))
+    missing = {name for name in paths if not is_path(name.replace("../", ""))}
+    missing |= {name for name in FOLDER.findall(text) if not (ROOT / name).exists()}
+    modules = {*MODULE.findall(text), *COMMAND.findall(text)}
+    missing |= {name for name in modules if not is_module(name)}
+    if path.suffix == ".md":
+        missing |= {link for link in LINK.findall(text) if not (path.parent / link).exists()}
+    return sorted(missing - set(OTHERS))
+
+
+def test_what_texts_name_exists() -> None:
+    missing = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in TEXTS
+        # This file invents names, and the changelog may name what has been removed since.
+        if path not in (Path(__file__), ROOT / "CHANGELOG.md")
+        for name in missing_names(path, path.read_text())
+    ]
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("in `jit/module.py`, `module.py` and `csrc/emulator/ops/*.cpp`", []),
+        ("in `jit/modules.py`", ["jit/modules.py"]),
+        ("see jit/modules.py.", ["jit/modules.py"]),
+        ("in `modules.py` and `odule.py`", ["modules.py", "odule.py"]),
+        ("`tests/variants/library/test_library_*.py`, `_masks.py`", []),
+        ("`tests/variants/library/test_lib_*.py`, `_masked.py`", [
+            "_masked.py", "tests/variants/library/test_lib_*.py",
+        ]),
+        ("`flashattn_jit.inspect.verify`, ``flashattn_jit.env``", []),
+        ("`flashattn_jit.inspect.verifies`", ["flashattn_jit.inspect.verifies"]),
+        ("`flashattn_jit.nowhere.verify`", ["flashattn_jit.nowhere.verify"]),
+        ("`tests/fleet`, `csrc/emulator/ops/` and `.ci/full`", []),
+        ("`tests/fleets`, `csrc/emulators/`", ["csrc/emulators/", "tests/fleets"]),
+        ("python -m benchmarks.gpu --tests", []),
+        ("python -m benchmarks.gpus --tests", ["benchmarks.gpus"]),
+        ("[the map](tests/README.md), [a part](docs/cache.md#layers)", []),
+        ("[the map](tests/MAP)", ["tests/MAP"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_exist_is_found(text: str, missing: list[str]) -> None:
+    assert missing_names(ROOT / "README.md", text) == missing

@@ -9,7 +9,7 @@ import pytest
 
 from flashattn_jit import env
 from flashattn_jit.errors import EnvironmentVariableError
-from tests import processes
+from tests.harness import processes
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import processes
+from tests.harness import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 

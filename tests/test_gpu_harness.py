@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from flashattn_jit.codegen.spec import host_target
-from tests import processes
 from tests.gpu import harness
 from tests.gpu.harness import Want, case_named, compile_wanted, run_case
 from tests.gpu.prewarm import compile_one
+from tests.harness import processes
 from tests.ops.cases import DECODE, SMALL, fitting
-from tests.registry import CASES
-from tests.registry_case import Shape
+from tests.registry.case import Shape
+from tests.registry.cases import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 

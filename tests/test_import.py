@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import flashattn_jit as fa
-from tests import processes
+from tests.harness import processes
 
 SLOW = ("sympy", "torch._dynamo", "torch._inductor", "jinja2", "matplotlib", "transformers")
 """Modules that cost 0.1 to 1.6 s each; none is needed to look up, plan and launch a kernel."""

@@ -55,8 +55,8 @@ def test_a_broken_installation_is_to_be_reinstalled(checkout: Path) -> None:
 
 
 def test_pytest_says_it_in_one_block(checkout: Path) -> None:
-    checkout.joinpath("tests").mkdir()
-    for name in ("conftest.py", "budget.py", "last_run.py"):
+    checkout.joinpath("tests", "harness").mkdir(parents=True)
+    for name in ("conftest.py", "harness/budget.py", "harness/last_run.py"):
         shutil.copyfile(ROOT / "tests" / name, checkout / "tests" / name)
     done = run(checkout, "-m", "pytest", "-p", "no:cacheprovider", "tests")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

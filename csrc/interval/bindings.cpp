@@ -1,4 +1,5 @@
-#include "../scheduler/bindings.h"
+// Python binding of the interval form: `_C.IntervalForm`.
+#include "../runtime/bindings.h"
 #include "../runtime/python_values.h"
 #include "evaluation.h"
 
@@ -7,7 +8,7 @@ namespace py = pybind11;
 namespace fajit::form {
 namespace {
 
-using scheduler::to_bytes;
+using runtime::to_bytes;
 
 static_assert(sizeof(Box) == 8 * sizeof(int64_t));
 

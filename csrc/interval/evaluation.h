@@ -58,7 +58,4 @@ struct TileRuns {
 TileRuns tile_runs(Evaluation& evaluation, const Axis& q, const Axis& k,
                    const std::vector<Interval>& b, const std::vector<Interval>& h);
 
-// `_C.IntervalForm`.
-void bind_interval_form(pybind11::module_& m);
-
 }  // namespace fajit::form

@@ -8,12 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "../interval/evaluation.h"
-#include "../scheduler/bindings.h"
+#include "bindings.h"
 #include "errors.h"
 #include "host/fork_guard.h"
 #include "host/hardware.h"
-#include "launch/batch_bindings.h"
 #include "merge_states.h"
 #include "module.h"
 #include "python_values.h"

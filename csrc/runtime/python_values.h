@@ -1,4 +1,4 @@
-// Checked conversions of Python objects, with messages that name the argument.
+// Conversions of Python objects, checked, with messages that name the argument; and to them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +7,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace fajit::runtime {
 
@@ -71,6 +72,12 @@ inline int32_t narrow(int64_t value, const char* name) {
                                 " does not fit 32 bits");
   }
   return static_cast<int32_t>(value);
+}
+
+// The items' memory, copied.
+template <class T>
+inline pybind11::bytes to_bytes(const std::vector<T>& items) {
+  return pybind11::bytes(reinterpret_cast<const char*>(items.data()), items.size() * sizeof(T));
 }
 
 }  // namespace fajit::runtime

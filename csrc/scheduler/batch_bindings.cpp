@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
+#include "../runtime/bindings.h"
 #include "../runtime/launch/params.h"
 #include "../runtime/python_values.h"
 #include "batch_plan.h"
-#include "bindings.h"
 #include "units.h"
 
 namespace py = pybind11;
@@ -20,6 +20,7 @@ namespace {
 
 using runtime::exactly;
 using runtime::Items;
+using runtime::to_bytes;
 
 int32_t to_int32(py::handle value, const char* name) {
   return runtime::narrow(runtime::to_int64(value, name), name);

@@ -18,7 +18,7 @@ from flashattn_jit.variants.variant import as_variant
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.sparse import Visited, blocks, tokens, trees
 from tests.ops.cases import EPS, assert_close
-from tests.registry_case import Case, Shape
+from tests.registry.case import Case, Shape
 
 SHARED = 32
 """Keys that all requests of a cascade share, where they have so many."""

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from tests import rotation
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.formats import FORMATS, run_format
 from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check
 from tests.batch.runs import attend, engine
-from tests.registry import by_name
-from tests.registry_case import Shape
-from tests.toolkit import needs_nvcc
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
+from tests.registry.case import Shape
+from tests.registry.cases import by_name
 
 pytestmark = needs_nvcc
 

@@ -2,7 +2,7 @@
 
 All formats except packed keys share one kernel for each variant and tile kind. Bits and trees add a
 mask, which makes another kernel: each variant runs one of the two, by turns. For each hook one
-variant runs, with few rows or with many, by turns (`tests/rotation.py`); tests/full has all
+variant runs, with few rows or with many, by turns (`tests/harness/rotation.py`); tests/full has all
 variants in all formats.
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests import rotation
 from tests.batch.formats import FORMATS, run_format
+from tests.harness import rotation
 from tests.ops.cases import DECODE, SMALL, fitting
-from tests.registry import CASES
-from tests.registry_case import Case
+from tests.registry.case import Case
+from tests.registry.cases import CASES
 
 # The rows of a cascade's shared level are few as well: 2 requests x 2 rows x 2 heads.
 FEW_ROWS = DECODE._replace(q_len=2)

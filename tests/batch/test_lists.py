@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests import rotation
 from tests.batch.lists import ENTRIES, LISTS, Entry
 from tests.batch.oracle import check
 from tests.batch.runs import attend
+from tests.harness import rotation
 from tests.ops.cases import HOST_TARGETS
 
 

@@ -12,9 +12,9 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import varlen_reference
-from tests import rotation
 from tests.batch.batches import Batch, indptr
 from tests.batch.runs import engine
+from tests.harness import rotation
 from tests.ops.cases import assert_close
 
 REACH = 100

@@ -20,7 +20,7 @@ from flashattn_jit.jit.cache.entry import ARTIFACT, CompilerIdentity, Entry, ker
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation.toolchain import flags_for
 from flashattn_jit.variants.ir.ir import VariantIR
-from tests import processes
+from tests.harness import processes
 
 COMPILER = CompilerIdentity("gcc-1.2.3-00000000", "a compiler")
 

@@ -21,7 +21,7 @@ from flashattn_jit.planner.tiles import build_request
 from flashattn_jit.variants.interval.range_tables import build_tables
 from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.ir.ir import VariantIR
-from tests.abi import Args, TensorParam
+from tests.harness.abi import Args, TensorParam
 
 WRITE_LSE, PARTIAL = 1, 2
 

@@ -16,8 +16,8 @@ from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.lower.hooks import Backend, lower_hooks
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
-from tests.abi import TensorParam
-from tests.registry import CASES, Case, Shape
+from tests.harness.abi import TensorParam
+from tests.registry.cases import CASES, Case, Shape
 from tests.variants.ir_eval import evaluate
 
 ROW_HOOKS = ("query_mod", "key_mod", "value_mod", "output_mod")

@@ -17,9 +17,9 @@ from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.variants.ir.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference
-from tests import rotation
 from tests.codegen import cpu_artifact
 from tests.codegen.cpu_artifact import Batch
+from tests.harness import rotation
 
 NAN = float("nan")
 TARGETS = tuple(dict.fromkeys((host_target(), "cpu:generic")))

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from flashattn_jit.variants.interval.cpp import lower_classify
-from tests.abi import TensorParam
 from tests.codegen.cuda_unit import Unit, nvcc
-from tests.toolkit import needs_nvcc
+from tests.harness.abi import TensorParam
+from tests.harness.toolkit import needs_nvcc
 from tests.variants.interval.bounds_oracle import Mask, read_values, traced
 from tests.variants.interval.bounds_random import RandomMask
 from tests.variants.interval.test_bounds_lower import (

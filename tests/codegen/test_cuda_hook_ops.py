@@ -18,7 +18,7 @@ from flashattn_jit.variants.ir.ir import Node
 from flashattn_jit.variants.lower.expressions import TAG, map_op
 from tests.codegen.cuda_unit import Unit, pointers
 from tests.codegen.test_hook_ops import CASES, COMPARISONS, COUNT, DIVISIONS, check, inputs
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 _HEAD = """
 #include <fajit/abi.h>

@@ -28,8 +28,8 @@ from tests.codegen.registry_hooks import (
     lengths_of,
     unit_source,
 )
-from tests.registry import CASES, Shape
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
+from tests.registry.cases import CASES, Shape
 
 pytestmark = needs_nvcc
 

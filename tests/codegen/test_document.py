@@ -29,9 +29,9 @@ from flashattn_jit.variants.ir.ir import OPS, VariantIR, unscaled_integers
 from flashattn_jit.variants.lower.expressions import CPP_TYPE, TAG
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
-from tests.registry import CASES
-from tests.registry_case import Case
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
+from tests.registry.case import Case
+from tests.registry.cases import CASES
 
 
 def bound(case: Case) -> tuple[VariantIR, tuple[int, int], str]:

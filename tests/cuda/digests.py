@@ -24,7 +24,7 @@ from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.nvcc import cuda_version
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from tests.cuda.kernels import KINDS, ptx_of, spec_of, twin, without_lines
-from tests.registry import CASES, by_name
+from tests.registry.cases import CASES, by_name
 
 TABLE = Path(__file__).with_name("digests.json")
 _HEX_DIGITS = 16

@@ -21,9 +21,9 @@ from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner.tiles import fallbacks, kernels_by_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 from flashattn_jit.variants.variant import Dims, as_variant
-from tests import rotation
-from tests.registry import CASES, by_name
-from tests.registry_case import Case
+from tests.harness import rotation
+from tests.registry.case import Case
+from tests.registry.cases import CASES, by_name
 
 KINDS: tuple[TileKind, ...] = ("prefill", "few_row")
 PLAIN = VariantIR(())

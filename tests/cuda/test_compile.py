@@ -1,7 +1,7 @@
 """Kernels compile for every target within the budgets that their tiles declare.
 
-A run takes some tiles, features and variants for each target by turns (`tests/rotation.py`), and
-`.ci/full` all of them.
+A run takes some tiles, features and variants for each target by turns
+(`tests/harness/rotation.py`), and `.ci/full` all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from flashattn_jit.codegen.targets import CUDA_TARGETS
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.module import load_stepping
 from flashattn_jit.planner.tiles import build_request, fallbacks
-from tests import rotation
 from tests.cuda.kernels import (
     FEATURE_SETS,
     IN_TURN,
@@ -30,8 +29,9 @@ from tests.cuda.kernels import (
     spec_of,
     specs,
 )
-from tests.registry import CASES
-from tests.registry_case import Case
+from tests.harness import rotation
+from tests.registry.case import Case
+from tests.registry.cases import CASES
 
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 KERNEL = "fajit_attention_kernel"

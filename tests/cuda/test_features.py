@@ -8,9 +8,9 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.variants.reference import attention_reference
-from tests import rotation
+from tests.harness import rotation
 from tests.ops.cases import assert_close, inputs
-from tests.registry_case import Shape
+from tests.registry.case import Shape
 
 TARGET = "emulated:sm_80"
 EMPTY, PARTIAL, FULL = 0, 1, 2

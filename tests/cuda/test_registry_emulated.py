@@ -14,11 +14,11 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import TileKind
 from flashattn_jit.codegen.targets import EMULATED as PREFIX
 from flashattn_jit.planner.tiles import choose_rows
-from tests import rotation
 from tests.cuda.kernels import EMULATED, IN_TURN, dtype_of, ir_of, rotating, spec_of
+from tests.harness import rotation
 from tests.ops.cases import DECODE, SMALL, fitting, run
-from tests.registry import CASES, SHAPES
-from tests.registry_case import Case, Shape
+from tests.registry.case import Case, Shape
+from tests.registry.cases import CASES, SHAPES
 
 HEAD_DIM = 64
 """The head dim of `spec_of`."""

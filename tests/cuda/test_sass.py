@@ -7,9 +7,9 @@ import pytest
 from flashattn_jit.codegen.budget import padded
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
-from tests import rotation
 from tests.cuda import sass
 from tests.cuda.kernels import KINDS, compiled, spec_of
+from tests.harness import rotation
 
 pytestmark = pytest.mark.skipif(
     sass.nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"

@@ -17,7 +17,7 @@ from flashattn_jit.variants.reference import attention_reference
 from tests.cuda import sass, suffixed
 from tests.cuda.kernels import compiled, spec_of
 from tests.ops.cases import assert_close, inputs
-from tests.registry_case import Shape
+from tests.registry.case import Shape
 
 
 @pytest.fixture(autouse=True)

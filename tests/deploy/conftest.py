@@ -9,7 +9,7 @@ import pytest
 from flashattn_jit.deploy.pack.pack import pack
 from flashattn_jit.jit.cache.store import Store
 from tests.deploy.caches import add_entry
-from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
+from tests.harness.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
 
 @pytest.fixture

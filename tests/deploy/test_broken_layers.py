@@ -13,7 +13,7 @@ from flashattn_jit.deploy.pack.unpack import unpack
 from flashattn_jit.errors import CompileError, InputError, MissingKernelError, PackError
 from flashattn_jit.inspect.doctor import cache as cache_checks
 from flashattn_jit.jit.module import KernelCache
-from tests import processes
+from tests.harness import processes
 
 SOURCE = (Path(__file__).parents[1] / "jit" / "minimal_artifact.cpp").read_text()
 

@@ -8,8 +8,8 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.targets import CPU_TARGETS, compiled_here
 from flashattn_jit.deploy.manifest import library
 from flashattn_jit.deploy.wanted.structures import specs_of
-from tests.registry_case import Case
-from tests.registry_library import LIBRARY_CASES
+from tests.registry.case import Case
+from tests.registry.library import LIBRARY_CASES
 
 # Cases that differ from the library's forms in a param's dtype or in the start of a partial RoPE.
 OTHERS = {"additive_bias_heads_bf16", "document_unsorted", "rope_tail_interleaved"}

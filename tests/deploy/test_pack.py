@@ -22,8 +22,8 @@ from flashattn_jit.errors import PackError, TargetError
 from flashattn_jit.jit.cache.entry import sha256
 from flashattn_jit.jit.cache.pack_file import PackFile, write_archive
 from flashattn_jit.jit.cache.store import Store
-from tests import processes
 from tests.deploy.caches import COMPILER, add_entry, contents
+from tests.harness import processes
 
 
 def opened(path: Path) -> list[dict[str, bytes]]:

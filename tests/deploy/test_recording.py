@@ -22,7 +22,7 @@ from flashattn_jit.ops.planning import batch_plan
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.planner.tiles import build_request
 from flashattn_jit.variants.params import Dims
-from tests import processes
+from tests.harness import processes
 from tests.planner.asked import Asked, nothing_module
 
 ROWS = 20

@@ -8,7 +8,7 @@ import pytest
 
 from flashattn_jit.errors import EmulatorError
 from flashattn_jit.jit.emulator import programs
-from tests import processes
+from tests.harness import processes
 
 PTX = """
 .version 8.0

@@ -12,12 +12,11 @@ import pytest
 
 from flashattn_jit import env
 from flashattn_jit.codegen.spec import KernelSpec
-from tests import rotation
-from tests.cuda import by_hand
+from tests.cuda.by_hand import launches
+from tests.cuda.by_hand.requests import WRONG
+from tests.cuda.by_hand.test_key_lists import cut_lists, listed, without_mask
+from tests.cuda.by_hand.test_worker_lists import beginning_later, in_lists, sharing
 from tests.cuda.kernels import ptx_of
-from tests.cuda.requests import WRONG
-from tests.cuda.test_key_lists import cut_lists, listed, without_mask
-from tests.cuda.test_worker_lists import beginning_later, in_lists, sharing
 from tests.emulator.test_mutants import (
     BARRIER,
     FEW_ROW,
@@ -29,7 +28,8 @@ from tests.emulator.test_mutants import (
     assert_found,
     mutated_headers,
 )
-from tests.toolkit import needs_nvcc
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 
@@ -154,5 +154,5 @@ def test_the_mutant_is_found(
             patch.setattr(env, "include_dir", lambda: include)
             return ptx_of(spec)
 
-    monkeypatch.setattr(by_hand, "ptx_of_artifact", mutated)
+    monkeypatch.setattr(launches, "ptx_of_artifact", mutated)
     assert_found(mutant, CALLS[mutant.call], WRONG)

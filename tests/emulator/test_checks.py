@@ -10,7 +10,7 @@ import pytest
 from flashattn_jit.errors import EmulatorError, EmulatorFault
 from flashattn_jit.jit.emulator import programs
 from tests.emulator.harness import compile_cuda, kernel, launch
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 PREAMBLE = """
 mov.u32 %r1, %tid.x; mov.u32 %r2, buffer; shl.b32 %r3, %r1, 2; add.u32 %r4, %r2, %r3;

@@ -11,7 +11,7 @@ import pytest
 from flashattn_jit import env
 from flashattn_jit.errors import CompileError, MissingKernelError, UnsafeCacheError
 from flashattn_jit.jit.emulator import library
-from tests.private_cache import private_environment
+from tests.harness.private_cache import private_environment
 
 __all__ = ["private_environment"]
 

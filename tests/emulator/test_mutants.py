@@ -22,9 +22,9 @@ from flashattn_jit.errors import EmulatorFault
 from flashattn_jit.jit.emulator import programs
 from flashattn_jit.ops.device import emulated
 from flashattn_jit.ops.launching import launches
-from tests import rotation
 from tests.cuda.kernels import ptx_of
-from tests.toolkit import needs_nvcc
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 

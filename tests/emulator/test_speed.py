@@ -7,7 +7,7 @@ import time
 import torch
 
 import flashattn_jit as fa
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 LIMIT = 0.05
 """Seconds for 64 queries, 64 keys, head dim 64, all checks on."""

@@ -14,10 +14,10 @@ from tests.batch.lists import ENTRIES, Entry
 from tests.batch.oracle import Math, check
 from tests.batch.runs import attend
 from tests.batch.test_emulated import FEW, MANY, TARGETS, dtype_of
+from tests.harness.toolkit import needs_nvcc
 from tests.ops.cases import DECODE, HOST_TARGETS, SMALL, fitting
-from tests.registry import CASES
-from tests.registry_case import Case
-from tests.toolkit import needs_nvcc
+from tests.registry.case import Case
+from tests.registry.cases import CASES
 
 FEW_ROWS = DECODE._replace(q_len=3)
 

@@ -23,9 +23,9 @@ from tests.cuda.kernels import (
     without_target,
 )
 from tests.cuda.test_compile import HEAD_DIMS, assert_clean
-from tests.registry import CASES
-from tests.registry_case import Case
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
+from tests.registry.case import Case
+from tests.registry.cases import CASES
 
 pytestmark = needs_nvcc
 

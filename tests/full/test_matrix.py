@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.ops.cases import DECODE, HOST_TARGETS, SMALL, fitting, run
-from tests.registry import CASES
-from tests.registry_case import Case
+from tests.registry.case import Case
+from tests.registry.cases import CASES
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import rotation
+from tests.harness import rotation
 from tests.random.calls import repeat
 
 PARTS, CALLS, FIRST = 40, 500, 100

@@ -10,7 +10,7 @@ from flashattn_jit.inspect.dims import complete_dims
 from flashattn_jit.inspect.verification import verification
 from flashattn_jit.inspect.verification.cases import cases
 from flashattn_jit.inspect.verification.run import Runner
-from tests import rotation
+from tests.harness import rotation
 from tests.ops.cases import HOST_TARGETS
 
 VARIANTS = [fa.Causal(), fa.Full(), fa.ALiBi(), fa.SoftCap(), fa.SoftCap() & fa.Causal()]

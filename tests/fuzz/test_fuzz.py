@@ -18,7 +18,7 @@ from flashattn_jit.jit.compilation.toolchain import find_compiler, flags_for
 from flashattn_jit.planner.tiles import kernels_by_rows
 from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.variant import Dims
-from tests import rotation
+from tests.harness import rotation
 
 SECONDS = 3  # of fuzzing, for each artifact
 SANITIZE = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -21,8 +21,8 @@ from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Bound, as_variant
 from tests.batch.oracle import Math
 from tests.ops.cases import EPS, assert_close, inputs
-from tests.registry import by_name
-from tests.registry_case import Case, Shape
+from tests.registry.case import Case, Shape
+from tests.registry.cases import by_name
 
 PLAIN = {
     "plain full": lambda: None,

@@ -16,8 +16,8 @@ from tests.batch.oracle import Math, check
 from tests.batch.runs import attend, engine
 from tests.batch.sparse import blocks, tokens, trees
 from tests.gpu.harness import Want
-from tests.registry import CASES
-from tests.registry_case import Case, Shape
+from tests.registry.case import Case, Shape
+from tests.registry.cases import CASES
 
 DEVICE, TARGET = "cuda", None
 BF16 = torch.bfloat16

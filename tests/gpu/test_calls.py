@@ -10,7 +10,7 @@ from flashattn_jit.errors import InputError, LaunchError
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
 from tests.gpu.harness import Want
 from tests.ops.cases import assert_close
-from tests.registry_case import Shape
+from tests.registry.case import Shape
 
 BF16 = torch.bfloat16
 PREFILL = Shape(2, 8, 2, 300, 500, 64, 64)

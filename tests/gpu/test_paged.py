@@ -13,7 +13,7 @@ from flashattn_jit.variants.reference import varlen_reference
 from tests.gpu.harness import PLAIN, Want
 from tests.ops.batches.paged_calls import paged_attention, paged_batch
 from tests.ops.cases import assert_close
-from tests.registry_case import Shape
+from tests.registry.case import Shape
 
 BF16 = torch.bfloat16
 DECODE = ([1, 1, 1, 1], [2500, 1, 700, 0])

@@ -11,8 +11,8 @@ import torch
 
 from tests.gpu.harness import case_named, run_case
 from tests.ops.cases import DECODE, SMALL, fitting
-from tests.registry import CASES, SHAPES
-from tests.registry_case import Shape
+from tests.registry.case import Shape
+from tests.registry.cases import CASES, SHAPES
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDE = Shape(2, 8, 2, 150, 333, 64, 64)  # more rows than a tile of 128, at a group of 4

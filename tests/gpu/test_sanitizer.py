@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.gpu.harness import Want
-from tests.registry_case import Shape
+from tests.registry.case import Shape
 
 ROOT = Path(__file__).resolve().parents[2]
 _PATHS = ("/usr/local/cuda/bin/compute-sanitizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tests import processes
+from tests.harness import processes
 
 CODE = """
 import torch

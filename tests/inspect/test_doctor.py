@@ -17,7 +17,7 @@ from flashattn_jit.inspect.doctor.check import Check
 from flashattn_jit.inspect.doctor.file_systems import FileSystem, file_system
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation import nvcc
-from tests import processes
+from tests.harness import processes
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import flashattn_jit as fa
 from flashattn_jit.errors import InputError, ParamError
 from flashattn_jit.inspect import explain, verify
 from flashattn_jit.inspect.dims import DEFAULT, complete_dims, held_dims
-from tests import processes, rotation
+from tests.harness import processes, rotation
 
 
 class Tables(fa.Variant):

@@ -10,7 +10,7 @@ import flashattn_jit as fa
 from flashattn_jit.inspect.explanation.tiles import Counts, analyse
 from flashattn_jit.variants.interval.tile_runs import MaskParams
 from flashattn_jit.variants.params import Dims
-from tests.memory import peak_bytes
+from tests.harness.memory import peak_bytes
 
 
 def bound(variant, heads, q_len, kv_len, q_offset):

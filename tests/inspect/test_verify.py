@@ -17,7 +17,7 @@ from flashattn_jit.errors import (
 from flashattn_jit.inspect.verification import verification
 from flashattn_jit.inspect.verification.cases import Case
 from flashattn_jit.variants.params import Dims
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 FP32 = (torch.float32,)
 

@@ -20,7 +20,7 @@ transformers = pytest.importorskip(
 from flashattn_jit.errors import InputError  # noqa: E402
 from flashattn_jit.integrations import _own_attention, _registration, _sources  # noqa: E402
 from flashattn_jit.integrations import transformers as integration  # noqa: E402
-from tests import rotation  # noqa: E402
+from tests.harness import rotation  # noqa: E402
 from tests.integrations import table, tiny_models, walk  # noqa: E402
 
 NAME = integration.register()

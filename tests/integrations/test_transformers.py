@@ -20,7 +20,7 @@ from flashattn_jit.errors import GradError, InputError, TraceError  # noqa: E402
 from flashattn_jit.integrations import transformers as integration  # noqa: E402
 from flashattn_jit.integrations._lazy_mask import LazyMask  # noqa: E402
 from flashattn_jit.jit.module import default as kernels  # noqa: E402
-from tests import rotation  # noqa: E402
+from tests.harness import rotation  # noqa: E402
 from tests.integrations import walk  # noqa: E402
 
 VOCABULARY, LENGTH, BATCH = 96, 40, 3

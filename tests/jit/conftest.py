@@ -15,7 +15,7 @@ from flashattn_jit.jit.cache import entry
 from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.compile_job import Compiler, SpillError
 from flashattn_jit.jit.module import KernelCache
-from tests.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
+from tests.harness.private_cache import private_environment  # noqa: F401 - a fixture of all tests here
 
 MINIMAL_ARTIFACT = Path(__file__).with_name("minimal_artifact.cpp")
 

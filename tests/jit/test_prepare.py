@@ -17,7 +17,7 @@ from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.module import KernelCache, Loaded
-from tests import processes
+from tests.harness import processes
 from tests.jit.cache.entries import tree
 
 NewCache = Callable[[], KernelCache]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn_jit as fa
-from tests import rotation
+from tests.harness import rotation
 from tests.modes.subjects import Gated, by_name
 
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashattn_jit as fa
-from tests import processes, rotation
+from tests.harness import processes, rotation
 from tests.modes.subjects import HOST, PLANS, Subject, by_name, subjects
 from tests.modes.worker import flat
 

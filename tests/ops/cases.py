@@ -12,8 +12,8 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.codegen.targets import included
 from flashattn_jit.variants.reference import attention_reference
-from tests.registry import CASES
-from tests.registry_case import Case, Shape
+from tests.registry.case import Case, Shape
+from tests.registry.cases import CASES
 
 HOST_TARGETS = included(host_target())
 SMALL = Shape(2, 4, 2, 70, 130, 32, 32)  # two q tiles and two kv tiles, with tails

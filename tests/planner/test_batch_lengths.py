@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashattn_jit import _C
-from tests.slowness import slowdown
+from tests.harness.slowness import slowdown
 
 from .batch_plans import FEW_ROW, Level, Paged, Ragged, array, indptr, lengths, make, span
 

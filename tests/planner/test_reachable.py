@@ -31,7 +31,7 @@ from flashattn_jit.planner.reachable import (
 )
 from flashattn_jit.planner.tiles import build_requests
 from flashattn_jit.variants.ir.ir import VariantIR
-from tests import rotation
+from tests.harness import rotation
 from tests.planner.asked import Asked, intercept, nothing_module
 from tests.planner.calls import BATCHED, Calls
 

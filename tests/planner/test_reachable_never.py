@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import flashattn_jit as fa
-from tests import processes, rotation
+from tests.harness import processes, rotation
 from tests.planner.calls import BATCHED
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import flashattn_jit as fa
-from tests import rotation
+from tests.harness import rotation
 from tests.random import calls
 from tests.random.calls import KERNELS, choices, repeat
 

@@ -1,10 +1,10 @@
-#include "launch/batch_bindings.h"
-
+// Python binding of planned batches: `_C.BatchCall`.
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
 
+#include "bindings.h"
 #include "launch/batch_call.h"
 #include "launch/work_checks.h"
 #include "python_values.h"

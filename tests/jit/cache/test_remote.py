@@ -22,7 +22,7 @@ from flashattn_jit.jit.cache.entry import CorruptEntryError
 from flashattn_jit.jit.cache.remote import RemoteError, RemoteLayer, public_url, push
 from flashattn_jit.jit.cache.store import Store
 from flashattn_jit.jit.module import KernelCache
-from tests import processes
+from tests.harness import processes
 
 from .entries import CLANG, GCC, adopt, key_of, make, tree
 from .test_layers import wanted

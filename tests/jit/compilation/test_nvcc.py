@@ -22,7 +22,7 @@ from flashattn_jit.jit.compilation.compile_job import BuildFailure, Compiler, Sp
 from flashattn_jit.jit.compilation.ptxas_report import load_report
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 SOURCE = (Path(__file__).parents[1] / "minimal_artifact.cu").read_text()
 KEY = "0123456789abcdef" * 4

@@ -20,7 +20,7 @@ from flashattn_jit.jit.compilation import toolchain
 from flashattn_jit.jit.compilation.compile_job import BuildFailure
 from flashattn_jit.jit.compilation.toolchain import ask_version, find_compiler
 from flashattn_jit.jit.module import KernelCache
-from tests import processes
+from tests.harness import processes
 
 SOURCE = (Path(__file__).parents[1] / "minimal_artifact.cpp").read_text()
 KEY = "0123456789abcdef" * 4

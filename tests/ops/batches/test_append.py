@@ -7,7 +7,7 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.errors import GradError, InputError, TargetError
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 every_target = pytest.mark.parametrize(
     "target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)], ids=["cpu", "emulated"]

@@ -17,11 +17,11 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit import _C
 from flashattn_jit.variants.reference import varlen_reference
-from tests import rotation
 from tests.batch.batches import Batch, indptr, share_prefix
 from tests.batch.oracle import Math, check
 from tests.batch.sparse import Visited, blocks, tokens, trees
-from tests.toolkit import needs_nvcc
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
 
 TARGETS = ("cpu", pytest.param("emulated:sm_80", marks=needs_nvcc))
 SPARSITIES = {

@@ -11,11 +11,11 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.spec import default_target
 from flashattn_jit.planner.tiles import few_rows, merge_cost
-from tests import processes
 from tests.batch.batches import Batch, share_prefix
 from tests.batch.sparse import blocks
+from tests.harness import processes
+from tests.harness.toolkit import needs_nvcc
 from tests.ops.batches.test_batch import made_for, mixed
-from tests.toolkit import needs_nvcc
 
 
 def seconds(text: str) -> float:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import flashattn_jit as fa
 from tests.batch.batches import Batch, indptr, level_of, share_prefix
 from tests.batch.oracle import Math, check
-from tests.slowness import slowdown
-from tests.toolkit import needs_nvcc
+from tests.harness.slowness import slowdown
+from tests.harness.toolkit import needs_nvcc
 
 
 def table(pages: list[list[int]], last: int = 4) -> fa.Paged:

@@ -17,10 +17,10 @@ from flashattn_jit.codegen.spec import host_target
 from flashattn_jit.errors import VariantError
 from flashattn_jit.variants.ir.ir import keys_read_request
 from flashattn_jit.variants.params import Dims
-from tests import rotation
 from tests.batch.batches import indptr
+from tests.harness import rotation
+from tests.harness.toolkit import needs_nvcc
 from tests.ops.cases import HOST_TARGETS, normal
-from tests.toolkit import needs_nvcc
 
 HQ, HKV, D, PAGE = 4, 2, 32, 4
 

@@ -15,9 +15,9 @@ from flashattn_jit.ops.keys.paged import Paged
 from flashattn_jit.ops.keys.storage import read_storage
 from flashattn_jit.variants.reference import varlen_reference
 from tests.batch.batches import indptr
+from tests.harness.toolkit import needs_nvcc
 from tests.ops.batches.paged_calls import paged_attention
 from tests.ops.cases import assert_close
-from tests.toolkit import needs_nvcc
 
 SM80 = "emulated:sm_80"
 BF16 = torch.bfloat16

@@ -11,10 +11,10 @@ import torch
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import attention_reference
-from tests import rotation
+from tests.harness import rotation
 from tests.ops.cases import DECODE, HOST_TARGETS, LIBRARY, SMALL, fitting, inputs, run
-from tests.registry import CASES, SHAPES
-from tests.registry_case import Case, Shape
+from tests.registry.case import Case, Shape
+from tests.registry.cases import CASES, SHAPES
 
 # The hooks of all closures run in tests/codegen/test_cpu_hooks.py, many in a compiled unit. A whole
 # kernel adds the same to each of them, so that a few closures by turns are enough here.

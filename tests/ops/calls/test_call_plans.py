@@ -17,8 +17,8 @@ from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.ops.planning.batch_plan import Variation
 from flashattn_jit.variants.reference import varlen_reference
+from tests.harness.toolkit import needs_nvcc
 from tests.planner.batch_plans import WORK, indptr, items_of
-from tests.toolkit import needs_nvcc
 
 ON_ANY = pytest.mark.parametrize(
     "target", [None, pytest.param("emulated:sm_80", marks=needs_nvcc)], ids=["cpu", "emulated"]

@@ -23,8 +23,8 @@ import flashattn_jit.variants.library as lib
 from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
-from tests import rotation
 from tests.batch.batches import indptr
+from tests.harness import rotation
 from tests.ops.cases import normal
 from tests.variants.interval.bounds_oracle import bound, classify_grid
 

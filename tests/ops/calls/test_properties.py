@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
-from tests import rotation
-from tests.registry import CASES
-from tests.registry_case import Case, Shape
+from tests.harness import rotation
+from tests.registry.case import Case, Shape
+from tests.registry.cases import CASES
 
 
 def examples(count: int) -> settings:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import flashattn_jit as fa
 from flashattn_jit.variants.reference import attention_reference
-from tests import rotation
+from tests.harness import rotation
 from tests.ops.cases import rms
 
 HQ, HKV, D = 4, 2, 16

@@ -23,7 +23,7 @@ from flashattn_jit.ops.device.plan_memory import DeviceState, Ring, launch
 from flashattn_jit.planner.tiles import build_request, kernels_by_rows
 from flashattn_jit.variants.reference import attention_reference
 from flashattn_jit.variants.variant import Dims
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 CPU, CUDA0 = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -25,8 +25,8 @@ from flashattn_jit.ops.planning.batch_plan import Needs
 from flashattn_jit.planner.devices import named_hardware
 from flashattn_jit.planner.tiles import build_request, slots
 from tests.cuda import suffixed
+from tests.harness.toolkit import needs_nvcc
 from tests.planner.batch_plans import Paged, device_block, lengths
-from tests.toolkit import needs_nvcc
 
 CUDA0, CPU = torch.device("cuda", 0), torch.device("cpu")
 needs_no_driver = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would launch it")

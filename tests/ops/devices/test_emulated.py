@@ -11,8 +11,8 @@ from flashattn_jit.ops.attention import run_dense
 from flashattn_jit.ops.device import emulated
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.variants.reference import attention_reference, varlen_reference
+from tests.harness.toolkit import needs_nvcc
 from tests.ops.cases import assert_close
-from tests.toolkit import needs_nvcc
 
 pytestmark = needs_nvcc
 

@@ -1,7 +1,7 @@
 """A target below the host's, in turns: library variants, the formats of batches, and `verify`.
 
-`tests/rotation.py` chooses the target; ids of tests name it, and the run's header says how to
-choose it again. tests/full has all variants on all targets.
+`tests/harness/rotation.py` chooses the target; ids of tests name it, and the run's header says how
+to choose it again. tests/full has all variants on all targets.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from flashattn_jit.inspect.dims import complete_dims
 from flashattn_jit.inspect.verification import verification
 from flashattn_jit.inspect.verification.cases import cases
 from flashattn_jit.inspect.verification.run import Runner
-from tests import rotation
 from tests.batch.formats import FORMATS, run_format
+from tests.harness import rotation
 from tests.ops.cases import DECODE, LIBRARY, SMALL, fitting, run
-from tests.registry_case import Case
+from tests.registry.case import Case
 
 TARGET = rotation.other_target()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

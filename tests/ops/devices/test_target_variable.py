@@ -18,7 +18,7 @@ from flashattn_jit.deploy.wanted.arguments import parse_targets
 from flashattn_jit.errors import EnvironmentVariableError
 from flashattn_jit.inspect.doctor import cache as _check_cache
 from flashattn_jit.inspect.doctor import machine as _check_machine
-from tests import processes
+from tests.harness import processes
 from tests.ops.cases import HOST_TARGETS
 
 NAME = "FLASHATTN_JIT_TARGET"

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from tests import processes
+from tests.harness import processes
 
 TIMEOUT_S = 240
 """For the whole script: compiling is in it; its children wait at most ten seconds each."""

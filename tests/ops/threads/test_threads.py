@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes, rotation
+from tests.harness import processes, rotation
 
 
 def run(body: str) -> str:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashattn_jit as fa
 from flashattn_jit.ops.batch import BatchAttention
 from flashattn_jit.ops.torch_ops import sites
-from tests import processes
+from tests.harness import processes
 
 # The compiler's own modules warn when they are first imported.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import flashattn_jit as fa
-from tests import rotation
+from tests.harness import rotation
 from tests.ops.torch_signatures.flex_oracle import (
     check_against_oracle,
     literal_mask,
@@ -29,9 +29,9 @@ from tests.ops.torch_signatures.flex_oracle import (
     randn,
     uncompiled,
 )
-from tests.registry_case import Case, Shape
-from tests.registry_masks import MASK_CASES
-from tests.registry_scores import SCORE_CASES
+from tests.registry.case import Case, Shape
+from tests.registry.masks import MASK_CASES
+from tests.registry.scores import SCORE_CASES
 
 D = 32
 SMALL = Shape(2, 4, 2, 70, 130, D, D)  # two tiles of rows and of keys, with tails

@@ -25,7 +25,7 @@ from flashattn_jit.variants.capture.extract import extractor, stride_pattern
 from flashattn_jit.variants.capture.walk import MAX_LOCATIONS, Walk
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant, variant
-from tests.slowness import slowdown
+from tests.harness.slowness import slowdown
 from tests.variants.capture import captures_module
 from tests.variants.capture.captures_oracle import DIMS, value
 

@@ -15,8 +15,8 @@ import torch
 
 from flashattn_jit.variants.interval.tile_runs import EMPTY, FULL, Grid
 from flashattn_jit.variants.params import Dims
-from tests.registry_case import Case, Shape
-from tests.registry_masks import MASK_CASES
+from tests.registry.case import Case, Shape
+from tests.registry.masks import MASK_CASES
 
 from .bounds_oracle import classify_grid, traced
 

@@ -19,7 +19,7 @@ from flashattn_jit.variants.interval.simplify import range_tables
 from flashattn_jit.variants.interval.tile_runs import Grid
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
-from tests.registry import CASES, Shape
+from tests.registry.cases import CASES, Shape
 
 from .bounds_oracle import Compiled, Mask, bound, classify_grid, traced
 from .bounds_random import RandomMask

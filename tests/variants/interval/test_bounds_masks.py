@@ -14,7 +14,7 @@ from flashattn_jit.variants.interval.simplify import simplify
 from flashattn_jit.variants.interval.tile_runs import Grid, tile_runs
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
-from tests.registry import CASES, Case, Shape
+from tests.registry.cases import CASES, Case, Shape
 
 from .bounds_oracle import bound, brute_force, classify_grid, format_program, traced
 from .tile_states import dense_states, runs_of_row

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashattn_jit.variants.interval.tile_runs import FULL, Grid, tile_runs
-from tests.memory import peak_bytes
-from tests.slowness import slowdown
+from tests.harness.memory import peak_bytes
+from tests.harness.slowness import slowdown
 
 from .bounds_oracle import traced
 from .tile_states import dense_states, runs_of_row

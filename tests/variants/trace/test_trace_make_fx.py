@@ -14,9 +14,9 @@ from flashattn_jit.variants.ir.dtypes import DTYPE_NAMES, TORCH_DTYPES, VALUE_DT
 from flashattn_jit.variants.ir.ir import promote, result_dtype
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
-from tests.registry_case import Case
-from tests.registry_masks import MASK_CASES
-from tests.registry_scores import SCORE_CASES
+from tests.registry.case import Case
+from tests.registry.masks import MASK_CASES
+from tests.registry.scores import SCORE_CASES
 
 _ATEN = {
     "add": "add", "sub": "sub", "rsub": "sub", "mul": "mul", "div": "div", "tanh": "tanh",

@@ -9,10 +9,10 @@ from flashattn_jit.variants.ir import ir
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.reference import _Lengths, _Run
 from flashattn_jit.variants.variant import as_variant
-from tests.registry_case import Case, Shape
-from tests.registry_library import LIBRARY_CASES
-from tests.registry_masks import MASK_CASES
-from tests.registry_scores import SCORE_CASES
+from tests.registry.case import Case, Shape
+from tests.registry.library import LIBRARY_CASES
+from tests.registry.masks import MASK_CASES
+from tests.registry.scores import SCORE_CASES
 from tests.variants.ir_eval import evaluate, grids
 
 CASES = (*MASK_CASES, *SCORE_CASES, *LIBRARY_CASES)

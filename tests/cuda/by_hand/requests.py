@@ -15,7 +15,7 @@ import flashattn_jit as fa
 from flashattn_jit.planner.tiles import kernels_by_rows
 from flashattn_jit.variants.binding import Bound
 from flashattn_jit.variants.variant import Dims
-from tests.cuda.by_hand import ByHand, ints
+from tests.cuda.by_hand.launches import ByHand, ints
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 GROUP = HEADS // KV_HEADS

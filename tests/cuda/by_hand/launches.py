@@ -20,7 +20,7 @@ from flashattn_jit.jit.emulator import programs
 from flashattn_jit.jit.module import kernel_ptx, load_stepping
 from flashattn_jit.planner.tiles import build_request
 from flashattn_jit.variants.binding import Bound
-from tests.abi import Args, Launch, TensorParam
+from tests.harness.abi import Args, Launch, TensorParam
 
 
 @dataclass(slots=True)

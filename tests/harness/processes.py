@@ -178,7 +178,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # tests/: its modules would hide others of the same names
+    del sys.path[0]  # tests/harness: its modules would hide others of the same names
     import torch  # noqa: F401 - forked processes have it
 
     gc.freeze()

@@ -21,6 +21,7 @@ BUDGET_S = {
     "tests/emulator": 30,
     "tests/fleet": 60,
     "tests/fuzz": 35,
+    "tests/harness": 20,
     "tests/inspect": 25,
     "tests/integrations": 50,
     "tests/jit": 55,
@@ -28,8 +29,9 @@ BUDGET_S = {
     "tests/ops": 180,
     "tests/planner": 50,
     "tests/random": 20,
-    "tests/variants": 55,
-    "tests/*.py": 130,
+    "tests/registry": 10,
+    "tests/variants": 45,
+    "tests/*.py": 110,
 }
 
 _spent: dict[str, float] = defaultdict(float)

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from tests.registry_case import Case, Make, Shape, tags
+from tests.registry.case import Case, Make, Shape, tags
 
 
 def _random(generator: torch.Generator, *sizes: int) -> torch.Tensor:

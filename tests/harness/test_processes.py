@@ -1,4 +1,4 @@
-"""A forked process of `tests.processes` behaves like one that an interpreter starts."""
+"""A forked process of `tests.harness.processes` behaves like one that an interpreter starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.harness import processes
 
 STATE = """
 import os, sys

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests import rotation
+from tests.harness import rotation
 
 SEEDS = range(600)
 

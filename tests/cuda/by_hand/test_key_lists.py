@@ -14,9 +14,9 @@ import torch
 import flashattn_jit as fa
 from flashattn_jit.codegen.render import render
 from flashattn_jit.errors import InputError
-from tests import rotation
-from tests.cuda.by_hand import ByHand
-from tests.cuda.requests import GROUP, KV_HEADS, WRONG, Batch, Item, Request
+from tests.cuda.by_hand.launches import ByHand
+from tests.cuda.by_hand.requests import GROUP, KV_HEADS, WRONG, Batch, Item, Request
+from tests.harness import rotation
 
 KINDS = ("prefill", "few_row")
 TARGETS = ("sm_80", "sm_75", "sm_90", "sm_100")

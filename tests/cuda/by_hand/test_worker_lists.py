@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import rotation
-from tests.cuda.by_hand import ByHand
-from tests.cuda.requests import GROUP, KV_HEADS, PADDING, Batch, Item, Request
+from tests.cuda.by_hand.launches import ByHand
+from tests.cuda.by_hand.requests import GROUP, KV_HEADS, PADDING, Batch, Item, Request
+from tests.harness import rotation
 
 KINDS = ("prefill", "few_row")
 TARGETS = ("sm_75", "sm_80", "sm_90", "sm_100")

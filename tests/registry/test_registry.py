@@ -11,8 +11,8 @@ import torch
 import flashattn_jit.variants.library as lib
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import as_variant
-from tests import registry_library
-from tests.registry import CASES, SHAPES, Case, by_name, pairs
+from tests.registry import library
+from tests.registry.cases import CASES, SHAPES, Case, by_name, pairs
 
 KINDS = {"mask", "score", "row", "normalizer"}
 
@@ -33,7 +33,7 @@ def test_shapes_cover_groups_head_dims_and_the_empty_ones() -> None:
 
 
 def test_every_library_variant_has_a_case() -> None:
-    source = inspect.getsource(registry_library)
+    source = inspect.getsource(library)
     helpers = {"NoScaling", "RopeScaling", "alibi_slopes", "document_ids", "pack_bits", "rotate",
                "rope_scaling_from_config", "rope_tables", "t5_buckets"}  # fmt: skip
     used = set(re.findall(r"\blib\.(\w+)", source))

@@ -9,7 +9,7 @@ import torch
 
 import flashattn_jit.variants.library as lib
 from flashattn_jit.variants.variant import Variant
-from tests.registry_case import Case, Make, Params, Shape, no_params, tags
+from tests.registry.case import Case, Make, Params, Shape, no_params, tags
 
 
 def _lib(name: str, kinds: str, make: Any, params: Params = no_params, **more: Any) -> Case:

@@ -1,18 +1,18 @@
 """The registry: every variant that tests and benchmarks run, and the shapes they run on.
 
 `CASES` drives the reference checks, the CPU kernels, the interval form, `make_fx` and the
-benchmarks. A new variant is one entry in registry_library.py, registry_scores.py or
-registry_masks.py. `pairs` gives (case, shape) pairs for a parametrised test.
+benchmarks. A new variant is one entry in library.py, scores.py or masks.py.
+`pairs` gives (case, shape) pairs for a parametrised test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tests.registry_case import DEFAULT_SHAPE, Case, Shape
-from tests.registry_library import LIBRARY_CASES
-from tests.registry_masks import MASK_CASES
-from tests.registry_scores import SCORE_CASES
+from tests.registry.case import DEFAULT_SHAPE, Case, Shape
+from tests.registry.library import LIBRARY_CASES
+from tests.registry.masks import MASK_CASES
+from tests.registry.scores import SCORE_CASES
 
 __all__ = ["CASES", "DEFAULT_SHAPE", "SHAPES", "Case", "Shape", "by_name", "pairs", "select"]
 

@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from tests.registry_case import Case, Make, Shape, tags
+from tests.registry.case import Case, Make, Shape, tags
 
 
 def _simple(fn) -> Make:
