@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.toolkit import needs_nvcc
+from tests.harness.toolkit import needs_nvcc
 
 HERE = Path(__file__).parent
 

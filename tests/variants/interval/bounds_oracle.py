@@ -23,7 +23,7 @@ from flashattn_jit.variants.interval.tile_runs import Grid, MaskParams
 from flashattn_jit.variants.ir.ir import HOOK_INPUTS, Graph, GraphBuilder, TensorParam
 from flashattn_jit.variants.params import Dims
 from flashattn_jit.variants.variant import Variant, as_variant
-from tests.abi import TensorParam as TensorStructure
+from tests.harness.abi import TensorParam as TensorStructure
 
 from .tile_states import classify_boxes
 
