@@ -18,10 +18,9 @@ import flashattn_jit as fa
 from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
 from benchmarks.parts.work import attention_flops
 from flashattn_jit.codegen.spec import KernelSpec, TileKind, default_target, matrix_dtype
-from flashattn_jit.codegen.targets import CPU_ROWS
 from flashattn_jit.ops.launching import launches
 from flashattn_jit.ops.planning import batch_plan
-from flashattn_jit.planner.tiles import few_rows, prefill_tile
+from flashattn_jit.planner.tiles import few_rows, prefill_tile, prefill_tiles
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -100,22 +99,28 @@ def crossover_rows(rounds: int) -> list[Row]:
 
 
 def tile_rows(rounds: int) -> list[Row]:
-    """Tiles of the prefill kernel at S2048."""
-    lanes = CPU_ROWS[default_target()].lanes
-    rows = []
+    """Tiles of the prefill kernel, of one block of rows to sixteen, as shares of the chosen one."""
+    target, rows = default_target(), []
     for dtype_name, dtype in _DTYPES.items():
-        for head_dim in (64, 128, 256):
-            q, k, v = (torch.randn(1, 4, 2048, head_dim).to(dtype) for _ in range(3))
+        matrix = matrix_dtype(target, str(dtype).removeprefix("torch."))
+        block = prefill_tiles(target, matrix).block_rows
+        for head_dim, q_len in ((64, 2048), (128, 1024), (128, 4096), (256, 2048)):
+            q, k, v = (torch.randn(1, 4, q_len, head_dim).to(dtype) for _ in range(3))
+            chosen = prefill_tile(target, head_dim, head_dim, matrix)
+            tried = {(n * block, keys) for n in (1, 2, 4, 8, 16) for keys in (24, 48, 96, 128, 192)}
             tiles: dict[str, tuple[TileKind, int, int]] = {
-                f"{vectors * lanes}x{tile_kv}": ("prefill", vectors * lanes, tile_kv)
-                for vectors in ((3, 6, 8, 16) if lanes == 16 else (2, 4))
-                for tile_kv in (24, 48, 96, 128, 192)
+                f"{tile_q}x{tile_kv}": ("prefill", tile_q, tile_kv)
+                for tile_q, tile_kv in sorted({chosen, *tried})
             }
             times = compare_tiles(q, k, v, tiles, rounds)
-            flops = attention_flops(2048 * 2048, 1, 4, head_dim)
+            flops = attention_flops(q_len**2, 1, 4, head_dim)
+            best = times["x".join(map(str, chosen))]
             for name in tiles:
-                rate = flops / median(times[name]) / 1e9
-                rows.append(Row(f"{dtype_name} D{head_dim} tile {name}", None, rate, "GFLOP/s"))
+                value, spread = ratio(best, times[name])
+                claim = f"{dtype_name} D{head_dim} S{q_len} tile {name}: rate over the chosen one's"
+                detail = f"{flops / median(times[name]) / 1e9:.0f} GFLOP/s"
+                detail += ", chosen" if times[name] is best else ""
+                rows.append(Row(claim, None, value, "x", "higher", spread, detail))
     return rows
 
 

@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 
+from benchmarks.parts import target
 from benchmarks.parts.progress import hide, show, steps
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -111,15 +112,20 @@ def arguments(
     )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/*.json")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="interleaved rounds (%(default)s)")
+    parser.add_argument(
+        "--target", choices=target.TARGETS, help="hold this package and torch to a CPU target"
+    )
     if extend is not None:
         extend(parser)
     options = parser.parse_args()
+    if options.target is not None:
+        target.hold(options.target)
     options.load_before = os.getloadavg()[0]
     return options
 
 
 def machine_name() -> str:
-    """Such as ``amd-epyc-2c-avx512_bf16``."""
+    """Such as ``amd-epyc-2c-avx512_bf16``; the last part is the target that calls run."""
     from flashattn_jit.codegen.spec import default_target
 
     model = platform.machine()
@@ -137,10 +143,13 @@ def machine_name() -> str:
 
 def report(benchmark: str, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Print the rows as a table and, when asked, save them by machine and date."""
+    from flashattn_jit.codegen.spec import host_target
+
     hide()
     context = {
         "commit": commit(),
         "machine": machine_name(),
+        "host_target": host_target(),
         "threads": torch.get_num_threads(),
         "load": [options.load_before, os.getloadavg()[0]],
         "rounds": options.pairs,

@@ -93,34 +93,65 @@ FEW_ROWS_OF_TILES = 32
 The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."""
 
 _FEW_ROW_TILE_KV = 64
-_L2_BUDGET_BYTES = 768 * 1024  # three quarters of 1 MiB, the smallest L2 among AVX-512 servers
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """The tiles of the prefill kernels of targets with one width of vectors.
+
+    block_rows: rows that the products process at once (csrc/include/fajit/cpu/microkernel.h).
+    choices: (blocks in tile_q, tile_kv), the fastest first. l2_bytes: of the smallest L2 that
+    common machines of the targets have.
+    """
+
+    block_rows: int
+    choices: tuple[tuple[int, int], ...]
+    l2_bytes: int
+
+
+_VECTOR_TILES = {
+    4: PrefillTiles(8, ((4, 96), (4, 48), (4, 24)), 256 << 10),
+    8: PrefillTiles(24, ((8, 96), (8, 48), (4, 48), (2, 48), (2, 24)), 512 << 10),
+    16: PrefillTiles(48, ((2, 96), (2, 48), (2, 24)), 1 << 20),
+}
+"""By fp32 lanes of a vector: what benchmarks/cpu_tiles.py measured."""
+
+_AMX_TILES = PrefillTiles(32, ((8, 128), (4, 128), (2, 128)), 1 << 20)
+"""On AMX a tile packs V once for all its rows, so more rows are faster: 256 x 128 takes 0.94 of the
+time of 128 x 128 and 0.83 of that of 96 x 96 (head_dim 128, benchmarks/cpu_tiles.py)."""
+
+
+def prefill_tiles(target: str, matrix: str) -> PrefillTiles:
+    """The tiles of a target's prefill kernels whose products are in this dtype."""
+    return _AMX_TILES if on_tiles(target, matrix) else _VECTOR_TILES[CPU_ROWS[target].lanes]
 
 
 def prefill_tile(target: str, head_dim: int, head_dim_v: int, matrix: str) -> tuple[int, int]:
     """(tile_q, tile_kv) of the prefill kernel: a function of target and head dims alone.
 
-    On AMX a tile packs V once for all its rows, so more rows are faster: 256 x 128 takes 0.94 of
-    the time of 128 x 128 and 0.83 of that of 96 x 96 (head_dim 128, benchmarks/cpu_tiles.py).
+    The fastest that takes at most three quarters of the L2 of the target's machines.
     """
-    if on_tiles(target, matrix):
-        for tile_q in (256, 128, 64):
-            if scratch_bytes(tile_q, 128, head_dim, head_dim_v, matrix) <= _L2_BUDGET_BYTES:
-                break
-        return tile_q, 128
-    vectors = 6 if CPU_ROWS[target].lanes == 16 else 4
-    tile_q = vectors * CPU_ROWS[target].lanes
-    for tile_kv in (96, 48, 24):
-        if scratch_bytes(tile_q, tile_kv, head_dim, head_dim_v, matrix) <= _L2_BUDGET_BYTES:
+    tiles = prefill_tiles(target, matrix)
+    for blocks, tile_kv in tiles.choices:
+        tile_q = blocks * tiles.block_rows
+        used = scratch_bytes(target, (tile_q, tile_kv), (head_dim, head_dim_v), matrix)
+        if 4 * used <= 3 * tiles.l2_bytes:
             break
     return tile_q, tile_kv
 
 
-def scratch_bytes(tile_q: int, tile_kv: int, head_dim: int, head_dim_v: int, matrix: str) -> int:
-    """Bytes that one thread accesses per tile: Q, scores, weights, K, V and the accumulator."""
+def scratch_bytes(
+    target: str, tile: tuple[int, int], head_dims: tuple[int, int], matrix: str
+) -> int:
+    """Bytes that one thread of a prefill kernel accesses per tile (tile_q, tile_kv).
+
+    Q, K, V and the accumulator, and the scores of one block, which its weights overwrite.
+    """
+    (tile_q, tile_kv), (head_dim, head_dim_v) = tile, head_dims
     item = 2 if matrix == "bfloat16" else 4
     q_and_k = (tile_q + tile_kv) * head_dim * item
     values = tile_kv * head_dim_v * item
-    scores = tile_q * tile_kv * (4 + item)
+    scores = min(tile_q, prefill_tiles(target, matrix).block_rows) * tile_kv * 4
     return q_and_k + values + scores + tile_q * head_dim_v * 4
 
 
@@ -133,10 +164,11 @@ def item_rows(spec: KernelSpec, l2_bytes: int) -> int:
     if spec.tile_kind == "few_row" or l2_bytes <= 0:
         return spec.tile_q
     lanes, matrix = CPU_ROWS[spec.target].lanes, matrix_dtype(spec.target, spec.q_dtype)
-    rows = spec.tile_q
-    while rows > lanes and (
-        4 * scratch_bytes(rows, spec.tile_kv, spec.head_dim, spec.head_dim_v, matrix) > 3 * l2_bytes
-    ):
+    rows, head_dims = spec.tile_q, (spec.head_dim, spec.head_dim_v)
+    while rows > lanes:
+        used = scratch_bytes(spec.target, (rows, spec.tile_kv), head_dims, matrix)
+        if 4 * used <= 3 * l2_bytes:
+            break
         rows -= lanes
     return rows
 
@@ -159,7 +191,8 @@ def with_cpu_tile(spec: KernelSpec, kind: TileKind) -> KernelSpec:
 def _touched_bytes(spec: KernelSpec) -> int:
     """`scratch_bytes` of a spec with a tile."""
     matrix = matrix_dtype(spec.target, spec.q_dtype) if spec.tile_kind == "prefill" else "float32"
-    return scratch_bytes(spec.tile_q, spec.tile_kv, spec.head_dim, spec.head_dim_v, matrix)
+    tile, head_dims = (spec.tile_q, spec.tile_kv), (spec.head_dim, spec.head_dim_v)
+    return scratch_bytes(spec.target, tile, head_dims, matrix)
 
 
 def _considered_on_cpu(

@@ -96,6 +96,6 @@ def test_a_small_cache_gets_fewer_rows_of_the_same_kernel():
     spec = choose(PLAIN, problem(4096, 4096, head_dim=256, dtype="float32"), "cpu:avx512")
     rows = item_rows(spec, 256 << 10)
     assert 0 < rows < spec.tile_q and rows % 16 == 0
-    used = scratch_bytes(rows, spec.tile_kv, 256, 256, "float32")
+    used = scratch_bytes("cpu:avx512", (rows, spec.tile_kv), (256, 256), "float32")
     assert used <= 0.75 * (256 << 10) or rows == 16
     assert item_rows(spec, 2 << 20) == item_rows(spec, 0) == spec.tile_q

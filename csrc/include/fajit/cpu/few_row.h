@@ -106,6 +106,7 @@ class FewRow {
       store(sums_ + i * kLanes, vf{});
       if constexpr (kPairHooks) rows_[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
       convert_query<Config, Hooks, kDim>(c_, w, row, q_ + i * kDim);
+      if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(q_ + i * kDim);
     }
     if constexpr (kTiles) pack_queries(count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);

@@ -30,14 +30,38 @@ FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
   return r[0];
 }
 
+// Whether rows of `Dim` bf16 values are converted by pairs: a word of two becomes two floats by a
+// shift and an AND, where a vector after the other takes a widening each as well. The even elements
+// of 2 * kLanes stand before the odd ones then: in Q (`paired_row`), and in O until it is written.
+template <class Matrix, class T, int Dim>
+constexpr bool kPaired = same<Matrix, float> && same<T, bfloat16_t> && Dim % (2 * kLanes) == 0;
+
+struct EvenOdd {
+  vf even, odd;
+  explicit FAJIT_INLINE EvenOdd(const bfloat16_t* p) {
+    const vi words = load<vi>(p);
+    even = as_float(words << 16);
+    odd = as_float(words & ~0xffff);
+  }
+};
+
 // One vector of K against one of Q. Two bf16 vectors are multiplied as words of two; other storage
 // types are converted to float.
-template <class Matrix, class Key>
+template <class Matrix, class Key, bool Paired = false>
 struct KeyVector {
   static constexpr int kElements = kLanes;
   vf v;
   explicit FAJIT_INLINE KeyVector(const Key* p) : v(Storage<Key>::load(p)) {}
   FAJIT_INLINE vf dot(vf acc, const Matrix* q) const { return acc + v * load(q); }
+};
+template <>
+struct KeyVector<float, bfloat16_t, true> {
+  static constexpr int kElements = 2 * kLanes;
+  EvenOdd v;
+  explicit FAJIT_INLINE KeyVector(const bfloat16_t* p) : v(p) {}
+  FAJIT_INLINE vf dot(vf acc, const float* q) const {
+    return acc + v.even * load(q) + v.odd * load(q + kLanes);
+  }
 };
 #if defined(__AVX512BF16__)
 template <>
@@ -61,7 +85,7 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale,
                              int s_stride) {
   constexpr int keys = kLanes / NR;
   constexpr int ahead = prefetch_keys(Dim * sizeof(Key));
-  using Vector = KeyVector<Matrix, Key>;
+  using Vector = KeyVector<Matrix, Key, kPaired<Matrix, Key, Dim>>;
   for (int n = 0; n < count; n += keys) {
     const Key* row[keys];
 #pragma GCC unroll 16
@@ -96,13 +120,24 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale,
 // values: two keys at a time, as words of two; interleaving within 128-bit lanes is one operation
 // for 16 words, and leaves 32 dims as two vectors in the order that `ordered_dims` undoes. With a
 // conversion and an FMA for each key instead, 4 rows took 2.4 times as long from L1.
-template <class Matrix, class Value>
+template <class Matrix, class Value, bool Paired = false>
 struct ValueStep {
   using Weight = float;
   static constexpr int kKeys = 1;
   static constexpr int kVectors = 1;  // vectors that load() makes
   static FAJIT_INLINE void load(const Value* row, const Value*, vi (&x)[1]) {
     x[0] = as_int(Storage<Value>::load(row));
+  }
+};
+template <>
+struct ValueStep<float, bfloat16_t, true> {
+  using Weight = float;
+  static constexpr int kKeys = 1;
+  static constexpr int kVectors = 2;
+  static FAJIT_INLINE void load(const bfloat16_t* row, const bfloat16_t*, vi (&x)[2]) {
+    const EvenOdd v(row);
+    x[0] = as_int(v.even);
+    x[1] = as_int(v.odd);
   }
 };
 #if defined(__AVX512BF16__)
@@ -125,10 +160,11 @@ struct ValueStep<bfloat16_t, bfloat16_t> {
 // o[row][0, NV * kLanes) += sum over `count` keys of p[row] v, in steps of kKeys: `p` has a word a
 // step. An odd last key is paired with itself, with weight 0. `Fetch`: bytes of the rows of `ahead`
 // to prefetch at each key, 0 for none.
-template <class Matrix, class Value, int NR, int NV, int Fetch, class ValueRows, class AheadRows>
+template <class Matrix, class Value, bool Paired, int NR, int NV, int Fetch, class ValueRows,
+          class AheadRows>
 FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const int32_t* p,
                                   int p_stride, float* o, int o_stride) {
-  using Step = ValueStep<Matrix, Value>;
+  using Step = ValueStep<Matrix, Value, Paired>;
   using Weight = Dot<typename Step::Weight>;
   vf acc[NR][NV] = {};  // added to o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Step::kKeys) {
@@ -163,6 +199,7 @@ FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const
 // rows stay in L1 for all parts of the head dim; the first part prefetches, a row at a step.
 template <class Matrix, class Value, int Dim, int NR, class ValueRows>
 FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
+  constexpr bool paired = kPaired<Matrix, Value, Dim>;
   constexpr int vectors = Dim / kLanes;
   constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
   constexpr int NV = vectors < most ? vectors : most;
@@ -172,15 +209,15 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
     const int keys = count - n < chunk ? count - n : chunk;
     const ValueRows rows = v.from(n, 0);
     const int32_t* words = p + n / ValueStep<Matrix, Value>::kKeys;
-    few_values_part<Matrix, Value, NR, NV, Dim * sizeof(Value)>(rows, rows.from(ahead, 0), keys,
-                                                                words, p_stride, o, Dim);
+    few_values_part<Matrix, Value, paired, NR, NV, Dim * sizeof(Value)>(
+        rows, rows.from(ahead, 0), keys, words, p_stride, o, Dim);
     int d = NV * kLanes;
     for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Matrix, Value, NR, NV, 0>(rows.from(0, d), rows, keys, words, p_stride, o + d,
-                                                Dim);
+      few_values_part<Matrix, Value, paired, NR, NV, 0>(rows.from(0, d), rows, keys, words,
+                                                        p_stride, o + d, Dim);
     if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Value, NR, vectors % NV, 0>(rows.from(0, d), rows, keys, words,
-                                                          p_stride, o + d, Dim);
+      few_values_part<Matrix, Value, paired, NR, vectors % NV, 0>(rows.from(0, d), rows, keys,
+                                                                  words, p_stride, o + d, Dim);
   }
 }
 
@@ -209,6 +246,13 @@ FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p
       const Value* row = v(n + i);
       if constexpr (sizeof(Copy) == sizeof(Value)) {
         __builtin_memcpy(copy + i * Dim, row, Dim * sizeof(Value));
+      } else if constexpr (kPaired<Matrix, Value, Dim>) {
+#pragma GCC unroll 4
+        for (int d = 0; d < Dim; d += 2 * kLanes) {
+          const EvenOdd x(row + d);
+          store(copy + i * Dim + d, x.even);
+          store(copy + i * Dim + d + kLanes, x.odd);
+        }
       } else {
 #pragma GCC unroll 4
         for (int d = 0; d < Dim; d += kLanes)
@@ -219,21 +263,21 @@ FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p
     const int32_t* words = p + n / Step::kKeys;
     int d = 0;
     for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Matrix, Copy, NR, NV, bytes>(held.from(0, d), next.from(0, d), keys, words,
-                                                   p_stride, o + d, Dim);
+      few_values_part<Matrix, Copy, false, NR, NV, bytes>(held.from(0, d), next.from(0, d), keys,
+                                                          words, p_stride, o + d, Dim);
     if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Copy, NR, vectors % NV, bytes>(held.from(0, d), next.from(0, d), keys,
-                                                             words, p_stride, o + d, Dim);
+      few_values_part<Matrix, Copy, false, NR, vectors % NV, bytes>(
+          held.from(0, d), next.from(0, d), keys, words, p_stride, o + d, Dim);
 #pragma GCC unroll 1
     for (int g = 1; g < NG; ++g) {
       const int32_t* of_group = words + g * NR * p_stride;
       float* out = o + g * NR * Dim;
       for (d = 0; d + NV * kLanes <= Dim; d += NV * kLanes)
-        few_values_part<Matrix, Copy, NR, NV, 0>(held.from(0, d), held, keys, of_group, p_stride,
-                                                 out + d, Dim);
+        few_values_part<Matrix, Copy, false, NR, NV, 0>(held.from(0, d), held, keys, of_group,
+                                                        p_stride, out + d, Dim);
       if constexpr (vectors % NV != 0)
-        few_values_part<Matrix, Copy, NR, vectors % NV, 0>(held.from(0, d), held, keys, of_group,
-                                                           p_stride, out + d, Dim);
+        few_values_part<Matrix, Copy, false, NR, vectors % NV, 0>(held.from(0, d), held, keys,
+                                                                  of_group, p_stride, out + d, Dim);
     }
   }
 }
@@ -254,9 +298,28 @@ FAJIT_INLINE void pack_row_weights([[maybe_unused]] float* p, [[maybe_unused]] i
 #endif
 }
 
+// The even elements of every 2 * kLanes before the odd ones, in place.
+template <int Dim>
+FAJIT_INLINE void paired_row(float* q) {
+  const vi even = (iota() * 2) & (2 * kLanes - 1);
+  for (int d = 0; d < Dim; d += 2 * kLanes) {
+    const vi a = load<vi>(q + d), b = load<vi>(q + d + kLanes);
+    store(q + d, shuffle2(a, b, even));
+    store(q + d + kLanes, shuffle2(a, b, even + 1));
+  }
+}
+
 // Restores the order of dims in a row of accumulators, in place.
 template <class Matrix, class Value, int Dim>
 FAJIT_INLINE void ordered_dims([[maybe_unused]] float* o) {
+  if constexpr (kPaired<Matrix, Value, Dim>) {
+    const vi first = (iota() >> 1) + (iota() & 1) * kLanes;
+    for (int d = 0; d < Dim; d += 2 * kLanes) {
+      const vi a = load<vi>(o + d), b = load<vi>(o + d + kLanes);
+      store(o + d, shuffle2(a, b, first));
+      store(o + d + kLanes, shuffle2(a, b, first + kLanes / 2));
+    }
+  }
 #if defined(__AVX512BF16__)
   if constexpr (ValueStep<Matrix, Value>::kKeys == 2) {
     const vi first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};

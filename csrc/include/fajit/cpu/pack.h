@@ -88,15 +88,14 @@ FAJIT_INLINE void pack_panels(int count, int32_t* words, int64_t stride, Row row
         const Matrix* odd = row(n + 1);
         for (int p = 0; p < panels; ++p)
           for (int i = 0; i < kPanel; i += kLanes) {
-            const vu lo = __builtin_convertvector(load<vh>(even + p * kPanel + i), vu);
-            const vu hi = __builtin_convertvector(load<vh>(odd + p * kPanel + i), vu);
+            const vu lo = widen(load<vh>(even + p * kPanel + i));
+            const vu hi = widen(load<vh>(odd + p * kPanel + i));
             store(words + p * stride + n / 2 * kPanel + i, lo | (hi << 16));
           }
       } else {
         for (int p = 0; p < panels; ++p)
           for (int i = 0; i < kPanel; i += kLanes)
-            store(words + p * stride + n / 2 * kPanel + i,
-                  __builtin_convertvector(load<vh>(even + p * kPanel + i), vu));
+            store(words + p * stride + n / 2 * kPanel + i, widen(load<vh>(even + p * kPanel + i)));
       }
     }
   }

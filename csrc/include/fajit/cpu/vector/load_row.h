@@ -14,10 +14,29 @@ struct e4m3_t {  // float8_e4m3fn: no infinities, NaN is 0x7f
 };
 
 typedef uint8_t vb __attribute__((vector_size(FAJIT_LANES)));
+typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));
 
 // --- lanes ------------------------------------------------------------------------------------
 
-FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+// Wider integers. One instruction each: gcc 12 extends vectors of bytes one by one (48 instructions
+// for eight), and those of words by halves.
+#if FAJIT_AVX
+#define FAJIT_WIDEN(From, To, code)         \
+  FAJIT_INLINE To widen(From x) {           \
+    To r;                                   \
+    asm(code " %1, %0" : "=v"(r) : "v"(x)); \
+    return r;                               \
+  }
+#else
+#define FAJIT_WIDEN(From, To, code) \
+  FAJIT_INLINE To widen(From x) { return __builtin_convertvector(x, To); }
+#endif
+FAJIT_WIDEN(vh, vu, "vpmovzxwd")
+FAJIT_WIDEN(vb, vu, "vpmovzxbd")
+FAJIT_WIDEN(vs, vi, "vpmovsxbd")
+#undef FAJIT_WIDEN
+
+FAJIT_INLINE vf bfloat16_to_float(vh h) { return (vf)(widen(h) << 16); }
 // Round to nearest even; NaN stays NaN.
 FAJIT_INLINE vh float_to_bfloat16(vf x) {
   const vu bits = (vu)x;
@@ -31,7 +50,7 @@ FAJIT_INLINE vf half_to_float(vh h) {
   asm("vcvtph2ps %1, %0" : "=v"(r) : "v"(h));
   return r;
 #else
-  const vu w = __builtin_convertvector(h, vu);
+  const vu w = widen(h);
   const vu magnitude = w & 0x7fff;
   // Normal numbers, infinity and NaN are rebiased by an addition; subnormals are converted as
   // integers.
@@ -60,7 +79,7 @@ FAJIT_INLINE vh float_to_half(vf x) {
 }
 
 FAJIT_INLINE vf e4m3_to_float(vb b) {
-  const vu w = __builtin_convertvector(b, vu), magnitude = w & 0x7f;
+  const vu w = widen(b), magnitude = w & 0x7f;
   const vf normal = (vf)((magnitude << 20) + (120u << 23));
   const vf tiny = to_float((vi)magnitude) * 0x1p-9f;
   vf r = magnitude < 8 ? tiny : normal;
@@ -99,10 +118,7 @@ struct Storage<half_t> {
 };
 template <>
 struct Storage<int8_t> {
-  typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));
-  static FAJIT_INLINE vf load(const void* p) {
-    return __builtin_convertvector(__builtin_convertvector(fajit::load<vs>(p), vi), vf);
-  }
+  static FAJIT_INLINE vf load(const void* p) { return to_float(widen(fajit::load<vs>(p))); }
 };
 template <>
 struct Storage<e4m3_t> {

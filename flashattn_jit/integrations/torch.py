@@ -1,0 +1,241 @@
+"""One line for any model: torch's own `scaled_dot_product_attention` on the CPU by this engine.
+
+    fa.integrations.torch.activate()
+
+torch sends what its fused CPU attention can compute to one op; all the rest (other devices, dtypes
+without a kernel, nested tensors, dropout) it computes by parts. `activate` registers a kernel of
+that op's for the CPU. The kernel passes on to torch's what needs gradients or is too small to be
+faster here; results are torch's up to rounding.
+
+torch's registry of flash attention implementations (`torch.nn.attention`) is not used: it has one
+entry, and would evict a FlashAttention 3 or 4 of CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ..codegen.spec import MAX_HEAD_DIM
+from ..errors import InputError
+from ..ops.attention import run_dense
+from ..variants.library.masks import Causal, Full
+from ..variants.variant import Variant, tensor
+
+_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+LEAST_FLOPS = 2_000_000
+"""Calls with fewer floating-point operations are left to torch."""
+
+
+class _Add(Variant):
+    """Add a mask to the scores; its dims of size 1 are broadcast."""
+
+    attn_mask: torch.Tensor = tensor("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
+
+    def score_mod(
+        self,
+        score: torch.Tensor,
+        b: torch.Tensor,
+        h: torch.Tensor,
+        q_idx: torch.Tensor,
+        kv_idx: torch.Tensor,
+    ) -> torch.Tensor:
+        return score + self.attn_mask[b, h, q_idx, kv_idx]
+
+
+class _AddToKeys(Variant):
+    """Add a mask that is the same for all heads and query rows, as for padded sequences."""
+
+    attn_mask: torch.Tensor = tensor("batch|1", "kv_len|1")
+
+    def score_mod(
+        self,
+        score: torch.Tensor,
+        b: torch.Tensor,
+        h: torch.Tensor,
+        q_idx: torch.Tensor,
+        kv_idx: torch.Tensor,
+    ) -> torch.Tensor:
+        return score + self.attn_mask[b, kv_idx]
+
+
+_FULL, _CAUSAL, _ADD, _ADD_TO_KEYS = Full(), Causal(), _Add(), _AddToKeys()
+
+
+class Activation:
+    """What `activate` returns: a context manager, at whose end the activation ends.
+
+    Example:
+        >>> with fa.integrations.torch.activate():
+        ...     model(**inputs)
+    """
+
+    def __init__(self) -> None:
+        self._active = True
+
+    def deactivate(self) -> None:
+        """End this activation; a second call does nothing."""
+        with _lock:
+            if self._active:
+                self._active = False
+                _active.remove(self)
+                _register()
+
+    def __enter__(self) -> Activation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.deactivate()
+
+
+_lock = threading.RLock()
+_active: list[Activation] = []
+_kernel: _Kernel | None = None
+
+
+def activate() -> Activation:
+    """Let torch's `scaled_dot_product_attention` on CPU tensors run on this engine.
+
+    For the whole process and all its threads, compiled and exported programs included; a program
+    that AOTInductor compiled calls torch's kernel directly and is not changed. Left to torch: calls
+    with gradients (an input requires grad while grad mode is on), with dropout, with both a mask
+    and is_causal, in float64, with fewer than `LEAST_FLOPS` operations, and whatever torch does not
+    send to its fused CPU attention, such as calls under ``sdpa_kernel(SDPBackend.MATH)``. The first
+    call of a kind compiles its kernel, as `fa.attention` does.
+
+    Activations may be nested or repeated: the engine is in use until each has ended. Where another
+    library has replaced the same op, its implementation gets what is left to torch.
+
+    Returns:
+        The activation, to end it by `Activation.deactivate` or as a context manager.
+
+    Example:
+        >>> fa.integrations.torch.activate()
+        >>> torch.nn.functional.scaled_dot_product_attention(q, k, v)  # by this engine
+    """
+    with _lock:
+        activation = Activation()
+        _active.append(activation)
+        _register()
+        return activation
+
+
+def deactivate() -> None:
+    """End every activation: torch's attention is as it was before the first."""
+    with _lock:
+        for activation in list(_active):
+            activation.deactivate()
+
+
+def is_active() -> bool:
+    """Whether torch's attention on CPU tensors runs on this engine."""
+    return bool(_active)
+
+
+def _register() -> None:
+    """Registers or removes the kernel, as `_active` wants."""
+    global _kernel
+    if _active and _kernel is None:
+        _kernel = _Kernel()
+    elif not _active and _kernel is not None:
+        _kernel.remove()
+        _kernel = None
+
+
+class _Kernel:
+    """The registered kernel of torch's op, and the one that it replaced."""
+
+    def __init__(self) -> None:
+        self._replaced = torch.library.get_kernel(_OP, "CPU")
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            # torch warns, once in a process, of what is the purpose here.
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
+            self._library.impl(_OP, self.run, "CPU")
+
+    def remove(self) -> None:
+        """Make the replaced kernel the op's again."""
+        self._library._destroy()
+
+    def run(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        attn_mask: torch.Tensor | None = None,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [batch, num_q_heads, q_len, head_dim], lse [batch, num_q_heads, q_len]).
+
+        Both have the strides of torch's kernel, which compiled programs rely on.
+        """
+        both = is_causal and attn_mask is not None
+        if dropout_p or both or not _is_served(query, key, value, attn_mask):
+            return self._by_replaced(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )
+        variant: Variant = _CAUSAL if is_causal else _FULL
+        params: dict[str, object] = {}
+        if attn_mask is not None:
+            variant, params = _with_mask(attn_mask)
+        out, lse = run_dense(
+            query, key, value, variant, params, scale=scale, return_lse=True,
+            out=torch.empty_like(query), direct=True,
+        )  # fmt: skip
+        assert lse is not None
+        return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def _by_replaced(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self._replaced.call_boxed(_CPU, *args, **kwargs)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            if "has been invalidated" not in str(error):
+                raise
+            raise InputError(
+                "another library replaced torch's CPU attention before activate(), and has "
+                "withdrawn its implementation since: call fa.integrations.torch.deactivate() and "
+                "then activate() again"
+            ) from None
+
+
+def _is_served(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> bool:
+    """Whether a call that torch sends to its fused attention is for this engine."""
+    batch, heads, q_len, head_dim = query.shape
+    if 4 * batch * heads * q_len * key.shape[2] * head_dim < LEAST_FLOPS:
+        return False
+    if query.dtype not in _DTYPES or head_dim > MAX_HEAD_DIM:
+        return False
+    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    with_mask = attn_mask is not None and attn_mask.requires_grad
+    return not (with_mask or query.requires_grad or key.requires_grad or value.requires_grad)
+
+
+def _with_mask(mask: torch.Tensor) -> tuple[Variant, dict[str, object]]:
+    """The variant that adds a float mask, of any number of dims, and its param."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim in range(4):  # an expanded dim is one entry
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    if mask.shape[1] == mask.shape[2] == 1:
+        return _ADD_TO_KEYS, {"attn_mask": mask[:, 0, 0]}
+    return _ADD, {"attn_mask": mask}
