@@ -1,11 +1,11 @@
 """This engine against the other attention engines of the CPU, in one process and one table.
 
-    python -m benchmarks.peers [--only dense serving] [--engines torch vllm onnxruntime openvino]
+    python -m benchmarks.peers [--only dense serving] [--engines torch vllm ...]
                                [--vllm FOLDER] [--target cpu:avx2] [--save]
 
 Each engine's result is compared with ours before the timing. Layouts, caches, plans, sessions and
 scheduler metadata are made before it too: the attention alone is timed, on as many threads as torch
-uses. Engines that do not run here are listed last, with the reason and the way to get them.
+uses. Cases and engines that are not compared are listed last, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.engines import onnxruntime, openvino, vllm
+from benchmarks.engines import ggml, onnxruntime, openvino, vllm, zentorch
 from benchmarks.engines import torch as torch_engine
 from benchmarks.engines.case import (
     Case,
@@ -35,10 +35,13 @@ from benchmarks.parts.peers import missing
 from benchmarks.parts.progress import say
 from flashattn_jit.codegen.spec import default_target, host_target
 
-_ENGINES = ("torch", "vllm", "onnxruntime", "openvino")
+_ENGINES = ("torch", "vllm", "onnxruntime", "openvino", "zentorch", "ggml")
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Largest norm of the difference of a row of the output over the norm of the row."""
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
+"""Largest norm of the difference of a row of the output over the norm of the row.
+
+Some engines round scores, weights or sums to the dtype; a key too many or too few is seen.
+"""
 
 
 def dense_cases(scale: int) -> list[Case]:
@@ -107,6 +110,9 @@ def serving_cases(scale: int) -> list[Case]:
     ]
 
 
+_REST_S = 0.005
+"""Engines have threads of their own, which spin for a while after a call."""
+
 LeftOut = dict[str, list[str]]
 """Reasons why something is not compared, and the cases; none for an engine that does not run."""
 
@@ -117,7 +123,7 @@ def title(case: Case) -> str:
     """The case's name, dtype, heads, batch and lengths."""
     what = case.name if case.window is None else f"{case.name} {case.window}"
     lengths = f"q{max(case.q_lens)} kv{max(case.kv_lens)}"
-    heads = f"{case.heads[0]}/{case.heads[1]} heads D{case.head_dim}"
+    heads = f"{case.heads[0]}/{case.heads[1]} heads D{case.head_dim}{' paged' * case.paged}"
     return f"{_NAMES[case.dtype]} {what} B{len(case.q_lens)} {lengths} {heads}"
 
 
@@ -142,14 +148,16 @@ def case_rows(
     own = ours(case, inputs)
     expected = own.result().float()
     forms: dict[str, dict[str, Prepared]] = {}
+    errors = {}
     for name, engine in engines.items():
         if engine.paged != case.paged:
             continue
         try:
             made = dict(engine.make(case, inputs))
             for form, prepared in made.items():
-                _check(form, case, prepared.result(), expected)
-            forms[name] = made
+                errors[form] = _error(form, case, prepared.result(), expected)
+            if made:
+                forms[name] = made
         except NotSupported as why:
             left_out.setdefault(f"{name}: {why}", []).append(title(case))
         except Exception as error:  # an engine may fail in any way
@@ -157,21 +165,23 @@ def case_rows(
             left_out.setdefault(reason, []).append(title(case))
             say(f"  {title(case)}: {reason}")
     runs = {form: prepared.run for made in forms.values() for form, prepared in made.items()}
-    times = interleave({"ours": own.run, **runs}, pairs) if runs else {}
+    times = interleave({"ours": own.run, **runs}, pairs, rest=_REST_S) if runs else {}
     rows = {}
     for name, made in forms.items():
         fastest = min(made, key=lambda form: median(times[form]))
         value, spread = ratio(times[fastest], times["ours"])
         shown = [f"{form} {median(times[form]) * 1e3:.2f} ms" for form in ("ours", *made)]
+        shown.append(f"differs by {max(errors[form] for form in made):.1g}")
         claim = f"{title(case)}: times {name}"
         rows[name] = Row(claim, None, value, "x", "higher", spread, ", ".join(shown))
     return rows
 
 
-def _check(form: str, case: Case, result: Tensor, expected: Tensor) -> None:
+def _error(form: str, case: Case, result: Tensor, expected: Tensor) -> float:
     error = ((result.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
     if not error <= _TOLERANCES[case.dtype]:  # also nan
         raise ValueError(f"{form} differs from our result: {error:.2g} of a row's norm")
+    return float(error)
 
 
 def summary(name: str, version: str, rows: Sequence[Row]) -> Row:
@@ -198,6 +208,8 @@ def main() -> None:
         "vllm": vllm.source(options.vllm),
         "onnxruntime": onnxruntime.SOURCE,
         "openvino": openvino.SOURCE,
+        "zentorch": zentorch.SOURCE,
+        "ggml": ggml.SOURCE,
     }
     left_out: LeftOut = {}
     engines = opened({name: sources[name] for name in options.engines}, left_out)

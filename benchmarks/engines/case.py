@@ -88,10 +88,14 @@ def packed(out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A call that is ready to be timed, and its result as packed rows [tokens, q heads, dim]."""
+    """A call that is ready to be timed, and its result as packed rows [tokens, q heads, dim].
+
+    kept: tensors that the call reads without owning their memory.
+    """
 
     run: Run
     result: Callable[[], Tensor]
+    kept: object = None
 
 
 class NotSupported(Exception):

@@ -60,7 +60,6 @@ def _make(case: Case, inputs: Inputs) -> Mapping[str, Prepared]:
     if threads != torch.get_num_threads():
         raise NotSupported(f"it runs on {threads} threads, not on {torch.get_num_threads()}")
     request, out = compiled.create_infer_request(), torch.empty_like(q)
-    kept = (q, k, v, out)  # the request does not own their memory
     for i, tensor in enumerate((q, k, v)):
         request.set_input_tensor(i, _shared(openvino, tensor, kind))
     request.set_output_tensor(0, _shared(openvino, out, kind))
@@ -70,10 +69,9 @@ def _make(case: Case, inputs: Inputs) -> Mapping[str, Prepared]:
 
     def result() -> Tensor:
         run()
-        assert kept
         return packed(out.view(batch, num_q_heads, -1, case.head_dim))
 
-    return {"openvino": Prepared(run, result)}
+    return {"openvino": Prepared(run, result, (q, k, v, out))}
 
 
 def _shared(openvino: Any, tensor: Tensor, kind: Any) -> Any:
