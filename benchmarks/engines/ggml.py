@@ -146,4 +146,4 @@ def _open() -> Engine:
     return Engine(importlib.metadata.version("libggml-python"), _make)
 
 
-SOURCE = Source(_open, "pip install --no-deps libggml-python; its build is for --target cpu:avx2")
+SOURCE = Source(_open, "pip install --no-deps libggml-python, with --target cpu:avx2")
