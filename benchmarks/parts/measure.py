@@ -62,9 +62,12 @@ class Row:
 
 
 def interleave(
-    candidates: Mapping[str, Run], rounds: int, warm_up: int = 2
+    candidates: Mapping[str, Run], rounds: int, warm_up: int = 2, rest: float = 0.0
 ) -> dict[str, list[float]]:
-    """Wall times in seconds of each candidate over `rounds` rounds; warm-up calls do not count."""
+    """Wall times in seconds of each candidate over `rounds` rounds; warm-up calls do not count.
+
+    rest: seconds to sleep before each call, in which the threads of the last one stop spinning.
+    """
     what = f"measurement {next(_numbers)}: {', '.join(candidates)}"
     show(f"{what}: first calls")
     for _ in range(warm_up):
@@ -73,6 +76,8 @@ def interleave(
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in steps(what, range(rounds)):
         for name, run in candidates.items():
+            if rest:
+                time.sleep(rest)
             begin = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - begin)

@@ -28,16 +28,18 @@ def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
 
 
 def prefill_peers(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> dict[str, Run]:
-    """Peers for equal q_len and kv_len and as many kv heads as q heads."""
+    """Peers for equal q_len and kv_len."""
     compiled = compiled_flex()
-    q_len, kv_len = q.shape[2], k.shape[2]
+    q_len, kv_len, grouped = q.shape[2], k.shape[2], q.shape[1] != k.shape[1]
     mask = create_block_mask(causal if is_causal else noop_mask, None, None, q_len, kv_len, "cpu")
     peers: dict[str, Run] = {
-        "sdpa": lambda: scaled_dot_product_attention(q, k, v, is_causal=is_causal),
-        "flex": lambda: compiled(q, k, v, block_mask=mask),
+        "sdpa": lambda: scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, enable_gqa=grouped
+        ),
+        "flex": lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped),
     }
     if not is_causal:
-        peers["flex, no block mask"] = lambda: compiled(q, k, v)
+        peers["flex, no block mask"] = lambda: compiled(q, k, v, enable_gqa=grouped)
     return that_work(peers)
 
 
