@@ -24,7 +24,8 @@ def variables(target: str) -> dict[str, str]:
     """The environment variables that hold this package and torch's libraries to `target`.
 
     FlexAttention's generated code follows ATEN_CPU_CAPABILITY in its vectors; its compiler is
-    still given ``-march=native``.
+    still given ``-march=native``. On AMD's CPUs MKL ignores its variable and runs its AVX2 code:
+    there fp32 matrix products of torch are wider than cpu:generic, and narrower than cpu:avx512.
     """
     limits = dict(zip(_NAMES, _LIMITS[target], strict=True))
     return {"FLASHATTN_JIT_TARGET": target} | limits

@@ -13,6 +13,7 @@ entry, and would evict a FlashAttention 3 or 4 of CUDA tensors.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from types import TracebackType
@@ -28,7 +29,8 @@ from ..variants.variant import Variant, tensor
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FP32 = torch.float32
+_DTYPES = (_FP32, torch.bfloat16, torch.float16)
 
 LEAST_FLOPS = 2_000_000
 """Calls with fewer floating-point operations are left to torch."""
@@ -89,6 +91,8 @@ class Activation:
                 _register()
 
     def __enter__(self) -> Activation:
+        if not self._active:
+            raise InputError("this activation has ended; call activate() for another")
         return self
 
     def __exit__(
@@ -117,6 +121,9 @@ def activate() -> Activation:
 
     Activations may be nested or repeated: the engine is in use until each has ended. Where another
     library has replaced the same op, its implementation gets what is left to torch.
+
+    Attention then fails as the engine does where a kernel is missing and cannot be compiled
+    (CompileError, MissingKernelError) or FLASHATTN_JIT_TARGET names no target of this machine.
 
     Returns:
         The activation, to end it by `Activation.deactivate` or as a context manager.
@@ -184,8 +191,10 @@ class _Kernel:
 
         Both have the strides of torch's kernel, which compiled programs rely on.
         """
-        both = is_causal and attn_mask is not None
-        if dropout_p or both or not _is_served(query, key, value, attn_mask):
+        out = None
+        if not dropout_p and _is_served(query, key, value, attn_mask, is_causal, scale):
+            out = torch.empty_like(query)
+        if out is None or out.stride(3) != 1:
             return self._by_replaced(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )
@@ -194,11 +203,12 @@ class _Kernel:
         if attn_mask is not None:
             variant, params = _with_mask(attn_mask)
         out, lse = run_dense(
-            query, key, value, variant, params, scale=scale, return_lse=True,
-            out=torch.empty_like(query), direct=True,
-        )  # fmt: skip
+            query, key, value, variant, params, scale=scale, return_lse=True, out=out, direct=True
+        )
         assert lse is not None
-        return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
+        if attn_mask is not None:
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)  # torch's value for a row without a key
+        return out, _in_torchs_order(lse)
 
     def _by_replaced(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         try:
@@ -213,14 +223,37 @@ class _Kernel:
             ) from None
 
 
+def _in_torchs_order(lse: torch.Tensor) -> torch.Tensor:
+    """A contiguous lse [batch, num_q_heads, q_len] with its heads in the last stride."""
+    _, heads, q_len = lse.shape
+    if heads > 1 and q_len > 1:
+        return lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return lse.as_strided(lse.shape, (heads * q_len, 1, heads))
+
+
 def _is_served(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
 ) -> bool:
-    """Whether a call that torch sends to its fused attention is for this engine."""
+    """Whether a call of torch's fused attention is for this engine; torch refuses bad arguments."""
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return False
     batch, heads, q_len, head_dim = query.shape
     if 4 * batch * heads * q_len * key.shape[2] * head_dim < LEAST_FLOPS:
         return False
-    if query.dtype not in _DTYPES or head_dim > MAX_HEAD_DIM:
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
+        return False
+    if head_dim > MAX_HEAD_DIM or value.shape[3] != head_dim:
+        return False
+    if attn_mask is not None and (
+        is_causal or attn_mask.dim() not in (2, 4) or attn_mask.dtype not in (query.dtype, _FP32)
+    ):
+        return False
+    if scale is not None and not math.isfinite(scale):
         return False
     if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
         return False

@@ -229,10 +229,7 @@ class FewRow {
         vf x = load(s);
         if constexpr (kPairHooks && kKeysOfRows)
           if (r == 0 || b_[r] != b_[r - 1]) key = Hooks::keys(c_, b_[r], kv_h, kv_idx);
-        if constexpr (Hooks::kScore) {
-          x = Hooks::score(c_, x, rows_[r], key);
-          if constexpr (!Hooks::kPointwise) x = x * kLog2e;
-        }
+        if constexpr (Hooks::kScore) x = Hooks::score(c_, x, rows_[r], key);
         if constexpr (Hooks::kPointwise) {
           x = Hooks::pointwise(c_, x);
           if constexpr (Hooks::kPointwiseScale)
@@ -252,14 +249,14 @@ class FewRow {
     }
   }
 
-  // One row's scores of a tile become weights 2^(s - base), where the base is the row's maximum:
+  // One row's scores of a tile become weights e^(s - base), where the base is the row's maximum:
   // the largest weight is 1, which bf16 holds exactly. Most tiles of a long row do not raise the
   // maximum, and need neither a horizontal reduction nor rescaling (100 of 640 ns for 64 keys and 4
   // rows, during which no row of K or V is fetched).
   FAJIT_INLINE void normalize_row(int r, int vectors, vf top) {
     if (any(top > base_[r])) {
       const float highest = max(base_[r], reduce_max(top));
-      const float rescale = math::exp2(base_[r] - highest);
+      const float rescale = math::exp2((base_[r] - highest) * kToBase2<Hooks>);
       base_[r] = highest;
       store(sums_ + r * kLanes, load(sums_ + r * kLanes) * rescale);
       for (int d = 0; d < kDimV; d += kLanes)
@@ -270,7 +267,7 @@ class FewRow {
     vf sum = load(sums_ + r * kLanes);
     for (int j = 0; j < vectors; ++j) {
       float* s = s_ + r * kTileKv + j * kLanes;
-      const vf x = weight_exp2<float>(load(s) - base);
+      const vf x = weight_exp2<float>((load(s) - base) * kToBase2<Hooks>);
       sum += x;
       store(s, x);
     }
@@ -291,7 +288,8 @@ class FewRow {
         }
       }
       const vi b = kIndirect ? load<vi>(b_ + first) : splat(w.request);
-      const Normalized n = writer.normalizer(load(base_ + first), sum, b, load<vi>(h_ + first));
+      const Normalized n =
+          writer.normalizer(load(base_ + first) * kToNatural<Hooks>, sum, b, load<vi>(h_ + first));
       for (int i = 0; i < kLanes && first + i < count; ++i) {
         const int32_t packed = row0 + first + i;
         float* o = o_ + (first + i) * kDimV;
@@ -310,7 +308,7 @@ class FewRow {
   int32_t* qt_;     // [block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  float* base_;  // per row, base-2 units
+  float* base_;  // per row, in the units of scores
   float* sums_;  // [row][lane]: partial sums of weights
   int32_t* h_;
   int32_t* q_idx_;

@@ -30,9 +30,10 @@ FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
   return r[0];
 }
 
-// Whether rows of `Dim` bf16 values are converted by pairs: a word of two becomes two floats by a
-// shift and an AND, where a vector after the other takes a widening each as well. The even elements
-// of 2 * kLanes stand before the odd ones then: in Q (`paired_row`), and in O until it is written.
+// Whether rows of `Dim` bf16 values are read as words of two: a shift makes floats of the even
+// elements and an AND of the odd ones, two operations where widening each vector takes four. Q is
+// permuted to match (`paired_row`), O is permuted back before it is written (`ordered_dims`). One
+// row takes 0.37 of the time that widening took, four rows 0.64 (AVX2, from L2).
 template <class Matrix, class T, int Dim>
 constexpr bool kPaired = same<Matrix, float> && same<T, bfloat16_t> && Dim % (2 * kLanes) == 0;
 
@@ -166,6 +167,7 @@ FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const
                                   int p_stride, float* o, int o_stride) {
   using Step = ValueStep<Matrix, Value, Paired>;
   using Weight = Dot<typename Step::Weight>;
+  static_assert(NV % Step::kVectors == 0);
   vf acc[NR][NV] = {};  // added to o at the end: short chains of additions have small errors
   for (int n = 0; n < count; n += Step::kKeys) {
     const Value* row = v(n);

@@ -53,8 +53,7 @@ class Merge {
         store(sum + d, load(sum + d) + load(src + d) * weight);
       for (int d = whole; d < dims; ++d) sum[d] += src[d] * weight;
     }
-    const Normalized n =
-        writer.normalizer(splat(base * kLog2e), splat(total), splat(row.b), splat(row.h));
+    const Normalized n = writer.normalizer(splat(base), splat(total), splat(row.b), splat(row.h));
     for (int d = 0; d < Writer::kPaddedV; d += kLanes) store(sum + d, load(sum + d) * n.factor);
     writer.write(row, 0, sum, n.lse[0]);
   }

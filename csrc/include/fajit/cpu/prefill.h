@@ -329,13 +329,13 @@ class Prefill {
         top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
       }
       if constexpr (Hooks::kPointwise) {
-        make_weights<Matrix, true, false>(s, p, stride, n0, n1, scale, vf{});
+        make_weights<Matrix, Hooks, false>(s, p, stride, n0, n1, scale, vf{});
         store(alpha + j * kLanes, splat(1.0f));
       } else {
         // A row without a key so far has max -inf: any finite base gives it weights of 0.
         const vf base = select(top == -kInf, splat(0.0f), top);
-        const vf rescale = weight_exp2<float>(old - base);
-        const vf sum = make_weights<Matrix, false, kRawWeights>(s, p, stride, n0, n1, scale, base);
+        const vf rescale = weight_exp2<float>((old - base) * kToBase2<Hooks>);
+        const vf sum = make_weights<Matrix, Hooks, kRawWeights>(s, p, stride, n0, n1, scale, base);
         store(max_ + v * kLanes, top);
         store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
         store(alpha + j * kLanes, rescale);
@@ -381,8 +381,8 @@ class Prefill {
     for (int j = 0; j < block.count; ++j) {
       const int at = (block.first + j) * kLanes;
       const vi b = kIndirect ? load<vi>(b_ + at) : splat(w.request);
-      const Normalized n =
-          writer.normalizer(load(max_ + at), load(sum_ + at), b, load<vi>(h_ + at));
+      const Normalized n = writer.normalizer(load(max_ + at) * kToNatural<Hooks>, load(sum_ + at),
+                                             b, load<vi>(h_ + at));
       const float* o = o_ + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
       for (int d = 0; d < Config::kHeadDimV; d += kLanes) {
         vi square[kLanes];
@@ -409,7 +409,7 @@ class Prefill {
   int32_t* values_;  // V in the layout of the products
   Matrix* k_rows_;   // [key][kKRow] when keys are not used in place
   char* line_;       // kLanes rows of q or of the output
-  float* max_;       // per row, base-2 units
+  float* max_;       // per row, in the units of scores
   float* sum_;
   int32_t* h_;
   int32_t* q_idx_;

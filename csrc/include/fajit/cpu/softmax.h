@@ -53,13 +53,20 @@ FAJIT_INLINE vi pack_weights(vf first, vf second) {
 #endif
 }
 
-// Whether `hook_scores` takes scores in natural units; otherwise the product's scale includes
-// log2(e).
+// Whether scores are in natural units, as hooks take them; otherwise the product's scale includes
+// log2(e), and they are in base-2 units. A score_mod may return up to the largest float, such as
+// torch.finfo(...).min for a key to hide, so natural scores meet log2(e) after the row's maximum is
+// subtracted.
 template <class Hooks>
 constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
+// Factors from the units of scores to base-2 and to natural ones.
+template <class Hooks>
+constexpr float kToBase2 = kNaturalUnits<Hooks> ? kLog2e : 1.0f;
+template <class Hooks>
+constexpr float kToNatural = kNaturalUnits<Hooks> ? 1.0f : kLn2;
 
 // Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). The results are
-// softmax scores in base-2 units, or pointwise weights. `keys[n]`: the hooks' values of key n.
+// softmax scores, or pointwise weights. `keys[n]`: the hooks' values of key n.
 // `Raw`: `scale` is not yet applied to the scores, and is not applied here where there is neither a
 // score_mod nor a pointwise normaliser; a mask then needs a positive scale (ensured by
 // `Prefill::soften`).
@@ -70,10 +77,7 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
     vf x = load(s + int64_t{n} * stride);
     if constexpr (Raw && kNaturalUnits<Hooks>) x = x * scale;
     [[maybe_unused]] const auto& key = keys[n];
-    if constexpr (Hooks::kScore) {
-      x = Hooks::score(c, x, rows, key);
-      if constexpr (!Hooks::kPointwise) x = x * kLog2e;
-    }
+    if constexpr (Hooks::kScore) x = Hooks::score(c, x, rows, key);
     if constexpr (Hooks::kPointwise) {
       x = Hooks::pointwise(c, x);
       if constexpr (Hooks::kPointwiseScale) x = x * row_scale;
@@ -88,15 +92,16 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
   return top;
 }
 
-// Pass 2 over keys [n0, n1): weights 2^(s - base), or s itself for a pointwise normaliser, in the
-// matrix dtype at p[(key / pack) * stride + lane]; returns their sum. n0 is a multiple of pack; an
-// odd last key is paired with weight 0. Weights may overwrite the scores (p == s). `Raw`: `scale`
-// is not yet applied to the scores.
-template <class Matrix, bool Pointwise, bool Raw>
+// Pass 2 over keys [n0, n1): weights 2^((s - base) * kToBase2), or s itself for a pointwise
+// normaliser, in the matrix dtype at p[(key / pack) * stride + lane]; returns their sum. n0 is a
+// multiple of pack; an odd last key is paired with weight 0. Weights may overwrite the scores (p ==
+// s). `Raw`: `scale` is not yet applied to the scores.
+template <class Matrix, class Hooks, bool Raw>
 FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, float scale,
                              vf base) {
+  constexpr bool Pointwise = Hooks::kPointwise;
   const auto below = [&](vf x) __attribute__((always_inline)) {
-    return Raw ? x * scale - base : x - base;
+    return Raw ? x * scale - base : (x - base) * kToBase2<Hooks>;
   };
   vf sum = {}, sum2 = {};
   int n = n0;

@@ -18,21 +18,20 @@ struct Normalized {
   vf lse;     // natural
 };
 
-// `max2` and `sum` of rows whose weights are 2^(score2 - max2). Rows without a key have max2 = -inf
-// and sum = 0: factor 0, lse -inf.
-FAJIT_INLINE Normalized normalize(vf max2, vf sum) {
+// `top` and `sum` of rows whose weights are e^(score - top). Rows without a key have top = -inf and
+// sum = 0: factor 0, lse -inf.
+FAJIT_INLINE Normalized normalize(vf top, vf sum) {
   const vi empty = sum == 0.0f;
-  const vf lse = max2 * kLn2 + math::log(sum);
+  const vf lse = top + math::log(sum);
   return {select(empty, splat(0.0f), 1.0f / sum), select(empty, splat(-kInf), lse)};
 }
 
-// normalize() with a sink (in natural units): one more key, whose value is zero.
-FAJIT_INLINE Normalized normalize_with_sink(vf max2, vf sum, vf sink) {
-  const vf sink2 = sink * kLog2e;
-  const vf top = max(sink2, max2);
-  const vf base = select(top == -kInf, splat(0.0f), top);  // avoids -inf - -inf = NaN
-  const vf kept = math::exp2(max2 - base);
-  const Normalized n = normalize(base, sum * kept + math::exp2(sink2 - base));
+// normalize() with a sink: one more key, whose value is zero.
+FAJIT_INLINE Normalized normalize_with_sink(vf top, vf sum, vf sink) {
+  const vf highest = max(sink, top);
+  const vf base = select(highest == -kInf, splat(0.0f), highest);  // avoids -inf - -inf = NaN
+  const vf kept = math::exp2((top - base) * kLog2e);
+  const Normalized n = normalize(base, sum * kept + math::exp2((sink - base) * kLog2e));
   return {n.factor * kept, n.lse};
 }
 
@@ -48,17 +47,17 @@ struct RowWriter {
 
   // The factors and lse of rows of requests `b` and heads `h`; the sink is included only in final
   // states.
-  FAJIT_INLINE Normalized normalizer(vf max2, vf sum, vi b, vi h) const {
+  FAJIT_INLINE Normalized normalizer(vf top, vf sum, vi b, vi h) const {
     if constexpr (Hooks::kPointwise) {
       return {splat(1.0f), splat(0.0f)};
     } else if constexpr (Hooks::kSink) {
       if (finalizes()) {
         vf sink;
         for (int i = 0; i < kLanes; ++i) sink[i] = Hooks::sink(c, b[i], h[i]);
-        return normalize_with_sink(max2, sum, sink);
+        return normalize_with_sink(top, sum, sink);
       }
     }
-    return normalize(max2, sum);
+    return normalize(top, sum);
   }
 
   // `values` are normalised and padded to kLanes. `split_row`: row of the split state.
