@@ -103,6 +103,43 @@ def test_masks_of_every_broadcast(calls: Calls, shape: tuple[int, ...], dtype: t
     assert calls.served == len(masks)
 
 
+HIDDEN = torch.zeros(B, 1, S, L)
+HIDDEN[0, 0, :, 40:] = torch.finfo(torch.float32).min  # padding, as older models mask it
+HIDDEN[1, 0, 3] = torch.finfo(torch.float32).min  # a row whose keys are all hidden
+EMPTY = torch.rand(S, L) < 0.7
+EMPTY[3] = False
+
+
+@pytest.mark.parametrize("name", ["finfo.min", "a row without a key"])
+def test_rows_that_see_nothing(calls: Calls, name: str) -> None:
+    with torch.no_grad():
+        same(qkv(attn_mask=HIDDEN if name == "finfo.min" else EMPTY))
+    assert calls.served == 1
+
+
+LAYOUTS = {
+    "several heads and rows": qkv(),
+    "one head": {n: t[:, :1] for n, t in qkv().items()},
+    "one row": qkv() | {"query": torch.randn(B, H, 1, D)},
+    "a row without a key": qkv(attn_mask=torch.zeros(S, L).masked_fill(~EMPTY, -torch.inf)),
+    "heads in the last stride": {n: t.transpose(1, 2) for n, t in qkv().items()},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_both_outputs_of_the_op(calls: Calls, name: str) -> None:
+    call = dict(LAYOUTS[name])
+    mask = call.pop("attn_mask", None)
+    with torch.no_grad():
+        expected = OP(*call.values(), attn_mask=mask)
+        with integration.activate():
+            found = OP(*call.values(), attn_mask=mask)
+    assert calls.served == 1
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 LEFT: dict[str, dict[str, Any]] = {
     "dropout": qkv(dropout_p=1.0),
     "float64": qkv(torch.float64),
@@ -116,6 +153,7 @@ LEFT: dict[str, dict[str, Any]] = {
     "narrower values": qkv() | {"value": torch.randn(B, H, L, D // 2)},
     "wrong head_dim": qkv() | {"key": torch.randn(B, H, L, D // 2)},
     "wrong mask": qkv(attn_mask=torch.randn(7, 7)),
+    "a scale that is not finite": qkv(scale=float("nan")),
     "mask and causal": qkv(attn_mask=torch.randn(S, L), is_causal=True),
     "mixed dtypes": qkv() | {"key": torch.randn(B, H, L, D).double()},
     "integers": {n: t.int() for n, t in qkv().items()},
@@ -213,8 +251,11 @@ def test_torch_compile_and_export(calls: Calls) -> None:
     assert calls.served == len(programs)
 
 
-def test_compiled_training_has_torchs_gradients(calls: Calls) -> None:
-    call = qkv(is_causal=True)
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"attn_mask": EMPTY}], ids=["causal", "a row without a key"]
+)
+def test_compiled_training_has_torchs_gradients(calls: Calls, options: dict[str, Any]) -> None:
+    call = qkv(**options)
     call["query"].requires_grad_()
     sdpa(**call).square().sum().backward()
     expected, call["query"].grad = call["query"].grad, None
@@ -258,7 +299,8 @@ def test_activations_nest_and_end(calls: Calls) -> None:
     with integration.activate() as inner:
         inner.deactivate()
         assert integration.is_active()
-    inner.deactivate()
+    with pytest.raises(fa.InputError, match="has ended"), inner:
+        pass
     assert integration.is_active()
     with torch.no_grad():
         sdpa(**qkv())

@@ -1,0 +1,43 @@
+"""Scores up to the largest float: rows whose keys a score_mod hides by `torch.finfo(...).min`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashattn_jit as fa
+from tests.ops.cases import HOST_TARGETS
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("score", [-LARGEST, LARGEST, -2.5e38])
+@pytest.mark.parametrize("q_len", [2, 40])  # few-row and prefill kernels
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_a_row_of_equal_scores_is_the_mean_of_the_values(
+    target: str, q_len: int, score: float
+) -> None:
+    variant = fa.variant(score_mod=lambda s, b, h, q_idx, kv_idx: s * 0 + score)
+    q = torch.randn(1, 2, q_len, 64)
+    k, v = torch.randn(2, 1, 2, 45, 64)
+    out, lse = fa.attention(q, k, v, variant, target=target, return_lse=True)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out), atol=1e-6, rtol=0)
+    torch.testing.assert_close(lse, torch.full_like(lse, score + math.log(45)))
+    out = fa.attention(q, k, v, variant & fa.Sink(torch.ones(2)), target=target)
+    kept = v.mean(2, keepdim=True) if score > 0 else torch.zeros(1, 2, 1, 64)
+    torch.testing.assert_close(out, kept.expand_as(out), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_one_key_that_is_not_hidden_gets_all_weight(target: str, dtype: torch.dtype) -> None:
+    variant = fa.variant(
+        score_mod=lambda s, b, h, q_idx, kv_idx: torch.where(kv_idx == 7, s, -LARGEST)
+    )
+    for q_len in (2, 40):
+        q = torch.randn(1, 2, q_len, 64).to(dtype)
+        k, v = torch.randn(2, 1, 2, 45, 64).to(dtype)
+        out = fa.attention(q, k, v, variant, target=target)
+        assert torch.equal(out, v[:, :, 7:8].expand_as(out))
