@@ -148,10 +148,7 @@ def verify(
         _check_dtypes(dtypes)
     base = complete_dims(dims, held_dims(variant, params))
     runner = Runner(variant, resolve_target(target), seed, params)
-    if dtypes is None:
-        cuda = is_cuda(compiled_target(runner.target))
-        names = cuda_dtypes(runner.target) if cuda else Q_DTYPES
-        dtypes = tuple(TORCH_DTYPES[name] for name in names)
+    dtypes = _dtypes_of(runner.target) if dtypes is None else dtypes
     _check_fit(runner, base, dtypes)
     rows: list[VerifyRow] = []
     for i, dtype in enumerate(dtypes):
@@ -185,6 +182,12 @@ def _headline(report: VerifyReport) -> str:
         "no case ran, so that nothing is verified: the params fit none of them (each row's note "
         "says why); give dims that they fit, or functions of `Dims` as params"
     )
+
+
+def _dtypes_of(target: str) -> tuple[torch.dtype, ...]:
+    """The dtypes of q, k and v that a target takes."""
+    names = cuda_dtypes(target) if is_cuda(compiled_target(target)) else Q_DTYPES
+    return tuple(TORCH_DTYPES[name] for name in names)
 
 
 def _check_fit(runner: Runner, base: Dims, dtypes: Sequence[torch.dtype]) -> None:
