@@ -122,6 +122,7 @@ __all__ = [
     "warm",
 ]
 __all__ += errors.__all__
+__all__.sort()
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,7 @@ import contextlib
 import logging
 import os
 import re
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -223,11 +223,14 @@ def _seconds(name: str, default: str) -> float:
     return seconds
 
 
-cache_remote_timeout_s = partial(_seconds, "CACHE_REMOTE_TIMEOUT_S", "20")
-"""Seconds that a look-up in the remote layer may take. Raises EnvironmentVariableError."""
+def cache_remote_timeout_s() -> float:
+    """Seconds that a look-up in the remote layer may take. Raises EnvironmentVariableError."""
+    return _seconds("CACHE_REMOTE_TIMEOUT_S", "20")
 
-lock_wait_s = partial(_seconds, "LOCK_WAIT_S", "300")
-"""Seconds to wait for another process' build. Raises EnvironmentVariableError."""
+
+def lock_wait_s() -> float:
+    """Seconds to wait for another process' build. Raises EnvironmentVariableError."""
+    return _seconds("LOCK_WAIT_S", "300")
 
 
 def _optional_path(name: str) -> Path | None:
@@ -235,15 +238,22 @@ def _optional_path(name: str) -> Path | None:
     return _path(name, value) if value else None
 
 
-# Raise EnvironmentVariableError for `~` without a home.
-cuda_home = partial(_optional_path, "CUDA_HOME")
-"""The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None."""
+# These raise EnvironmentVariableError for `~` without a home.
 
-lock_dir = partial(_optional_path, "LOCK_DIR")
-"""The folder of build locks, or None if unset."""
 
-record_path = partial(_optional_path, "RECORD")
-"""The file for this process' manifest, or None."""
+def cuda_home() -> Path | None:
+    """The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None."""
+    return _optional_path("CUDA_HOME")
+
+
+def lock_dir() -> Path | None:
+    """The folder of build locks, or None if unset."""
+    return _optional_path("LOCK_DIR")
+
+
+def record_path() -> Path | None:
+    """The file for this process' manifest, or None."""
+    return _optional_path("RECORD")
 
 
 def _path(name: str, value: str) -> Path:

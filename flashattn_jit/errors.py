@@ -20,8 +20,15 @@ __all__ = [
 class FlashAttnJitError(Exception):
     """Base of every error of this package."""
 
-    def __post_init__(self) -> None:  # of those with fields, which are dataclasses
-        super().__init__(self.message)  # type: ignore[attr-defined]
+
+@dataclass(eq=False, repr=False)
+class _WithFields(FlashAttnJitError):
+    """Base of the errors that have more than a message."""
+
+    message: str
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
 
 class InputError(FlashAttnJitError, ValueError):
@@ -49,14 +56,13 @@ class TargetError(FlashAttnJitError, ValueError):
 
 
 @dataclass(eq=False, repr=False)
-class CompileError(FlashAttnJitError, RuntimeError):
+class CompileError(_WithFields, RuntimeError):
     """The compiler is missing or failed. Has the first error line and the paths of log and source.
 
     `location` is the (file, line) of that error as `#line` names it, such as
     ("hook:SoftCap.score_mod", 3); None where the compiler named none.
     """
 
-    message: str
     _: KW_ONLY
     first_error: str = ""
     location: tuple[str, int] | None = None
@@ -114,7 +120,7 @@ class Nearest:
 
 
 @dataclass(eq=False, repr=False)
-class MissingKernelError(CacheError):
+class MissingKernelError(_WithFields, CacheError):
     """The cache lacks a kernel and FLASHATTN_JIT_COMPILE=never forbids to compile it.
 
     `spec` is the canonical JSON of the kernel spec, `key` and `target` are those of the kernel,
@@ -122,7 +128,6 @@ class MissingKernelError(CacheError):
     are empty), `command` is the shell command that builds the kernel.
     """
 
-    message: str
     _: KW_ONLY
     spec: str = ""
     key: str = ""
@@ -160,7 +165,7 @@ class EmulatorError(FlashAttnJitError, RuntimeError):
 
 
 @dataclass(eq=False, repr=False)
-class EmulatorFault(EmulatorError):
+class EmulatorFault(_WithFields, EmulatorError):
     """A kernel has a bad access, a race or a deadlock, which the emulator found.
 
     `kind` is which of them; `kernel`, `source` ("file:line" of the rendered source), `block`,
@@ -168,7 +173,6 @@ class EmulatorFault(EmulatorError):
     empty or None.
     """
 
-    message: str
     _: KW_ONLY
     kind: str = ""
     kernel: str = ""
@@ -188,8 +192,7 @@ class TorchInputError(InputError, RuntimeError):
 
 
 @dataclass(eq=False, repr=False)
-class VerificationError(FlashAttnJitError, AssertionError):
+class VerificationError(_WithFields, AssertionError):
     """A compiled kernel disagrees with the eager reference. `report` is the `VerifyReport`."""
 
-    message: str
     report: object = None

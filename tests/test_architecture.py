@@ -61,6 +61,7 @@ OTHERS = {
     "variant.cpp": "a message of the compiler, in rendered source",
     "ATen/native/TypeProperties.cpp": "torch's",
     "hopper/heuristics.h": "FlashAttention's",
+    "vllm/v1/attention/backends/cpu_attn.py": "vLLM's",
     "csrc/flash_attn/src": "FlashAttention's",
     "flashattn_jit.kernels": "a group of entry points",
 }

@@ -38,7 +38,7 @@ def test_import_takes_less_than_150_ms_beyond_torch(tmp_path: Path) -> None:
 
 
 def test_public_names_exist_and_are_documented() -> None:
-    assert len(set(fa.__all__)) == len(fa.__all__)
+    assert fa.__all__ == sorted(set(fa.__all__))
     for name in fa.__all__:
         public = getattr(fa, name)
         if callable(public) or isinstance(public, type):

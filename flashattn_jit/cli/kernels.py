@@ -18,7 +18,7 @@ from ..deploy.manifest.file import read_manifest
 from ..deploy.warm.report import kernel_words
 from ..errors import CacheError, InputError, PackError
 from ..jit.cache.entry import META, CorruptEntryError, Entry, KernelKey
-from ..jit.cache.layers import FolderLayer, local_layers
+from ..jit.cache.layers import FolderLayer, found_in_folder, local_layers
 from ..jit.cache.pack_file import PackedEntry
 from ..jit.cache.store import REMEDIES, Store
 from ..jit.compilation.toolchain import key_of
@@ -110,15 +110,23 @@ class Listed:
         return ""
 
     def read(self, name: str) -> bytes:
-        """One of its files. Raises CorruptEntryError, InputError where there is none, OSError."""
-        if reason := self.fault():
-            path = getattr(self.entry, "path", self.location)
-            raise CorruptEntryError(path, f"{reason}; {REMEDIES[self.layer]}")
-        if name not in self.meta.get("files", {}):
+        """One of its files, verified; others may be damaged.
+
+        Raises CorruptEntryError, InputError where there is none, OSError.
+        """
+        reason = "" if self.meta else self.fault()
+        if not reason and name not in self.meta.get("files", {}):
             raise InputError(f"kernel {self.key[:SHOWN_KEY]} has no {name}")
-        if isinstance(self.entry, PackedEntry):
-            return self.entry.read(name)
-        return self.entry.path.joinpath(name).read_bytes()
+        try:
+            if reason:
+                raise ValueError(reason)
+            if isinstance(self.entry, PackedEntry):
+                return self.entry.read(name)
+            read_only = self.layer != "user"
+            return found_in_folder(self.entry, self.layer, read_only=read_only).read(name)
+        except (PackError, ValueError) as error:
+            path = getattr(self.entry, "path", self.location)
+            raise CorruptEntryError(path, f"{error}; {REMEDIES[self.layer]}") from None
 
 
 def listed() -> Iterator[Listed]:

@@ -87,6 +87,16 @@ def names(document: object) -> Iterator[str]:
                 yield from names(value[0])
 
 
+def check_row(name: str, document: object) -> None:
+    """That the row of the command `name` lists all fields of what it printed."""
+    table = TEXT[TEXT.index("## JSON") :]
+    row = next(line for line in table.splitlines() if line.startswith(f"| `{name}"))
+    # `cache show` has the fields of `cache ls` too.
+    listed = row + (table if name == "cache show" else "")
+    for field in set(names(document)) - {"schema", "command"}:
+        assert f"`{field}`" in listed, f"{name}: {field}"
+
+
 def test_json_fields_are_documented(run_json, entries, cache: Path, tmp_path: Path) -> None:
     key, manifest, pack = entries[0].key, tmp_path / "m.jsonl", tmp_path / "k.pack"
     spec = run_json("cache", "explain", key)["kernels"][0]
@@ -107,10 +117,18 @@ def test_json_fields_are_documented(run_json, entries, cache: Path, tmp_path: Pa
         "explain": ("explain", "Causal", "--device", "H100", "--dtype", "bf16"),
         "completion": ("completion", "fish"),
     }
-    table = TEXT[TEXT.index("## JSON") :]
     for name, command in commands.items():
-        row = next(line for line in table.splitlines() if line.startswith(f"| `{name}"))
-        # `cache show` has the fields of `cache ls` too.
-        listed = row + (table if name == "cache show" else "")
-        for field in set(names(run_json(*command))) - {"schema", "command"}:
-            assert f"`{field}`" in listed, f"{name}: {field}"
+        check_row(name, run_json(*command))
+
+
+def test_json_fields_of_what_was_compiled_are_documented(
+    run_json, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("Full", "--head-dim", "16", "--dtype", "fp32")
+    benched = run_json("bench", *sizes, "--q-len", "8", "--seconds", "0")
+    assert benched["timings"]
+    check_row("bench", benched)
+    monkeypatch.setenv("FLASHATTN_JIT_COMPILE", "never")
+    warmed = run_json("warm", *sizes, "--target", "cpu:generic", exit_code=3)
+    assert warmed["kernels"]
+    check_row("warm", warmed)

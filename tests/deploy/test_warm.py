@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,6 +25,7 @@ from flashattn_jit.codegen import targets
 from flashattn_jit.codegen.document import line_of
 from flashattn_jit.codegen.spec import UtilitySpec, host_target
 from flashattn_jit.codegen.targets import CPU_TARGETS, CUDA_TARGETS, compiled_here
+from flashattn_jit.deploy.manifest.file import write_manifest
 from flashattn_jit.deploy.manifest.library import library_lines
 from flashattn_jit.deploy.wanted import structures
 from flashattn_jit.deploy.wanted.arguments import parse_targets
@@ -92,6 +93,19 @@ def test_targets_dtypes_and_dims_multiply() -> None:
     assert len({s.document() for s in specs}) == len(specs)
 
 
+def test_a_path_is_one_manifest_even_if_it_can_be_iterated_over(tmp_path: Path) -> None:
+    class Parts(os.PathLike[str]):
+        def __fspath__(self) -> str:
+            return str(tmp_path / "m.jsonl")
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(Path(self).parts)
+
+    lines = [line_of(UtilitySpec("append_paged_kv", "sm_90", 4))]
+    write_manifest(Parts(), lines)
+    assert wanted_specs(Parts()) == [line.spec for line in lines]
+
+
 def test_a_manifest_stands_for_other_lengths_and_targets() -> None:
     (one, *_) = wanted_specs("Causal", **HERE)
     line = line_of(one)
@@ -129,6 +143,8 @@ def test_groups_of_targets_are_built_as_far_as_compilers_of_this_machine_do(
         (lambda: warm("Causal", **{**HERE, "targets": "sm_90"}), InputError, "none of the targets"),
         (lambda: warm("Causal", head_dims=16, dtypes="int8"), InputError, "int8"),
         (lambda: warm("Causal", head_dims="a/b", dtypes="fp32"), InputError, "'a/b'"),
+        (lambda: warm("Causal", head_dims=64.0, dtypes="fp32"), InputError, "'64.0' is no head"),
+        (lambda: warm("Causal", head_dims=[64.5], dtypes="fp32"), InputError, "'64.5' is no head"),
         (lambda: warm("DocumentMask", **HERE), ParamError, r"params={'documents': torch.empty"),
         (lambda: warm("Causal", **HERE, params={"cap": 1.0}), ParamError, "'cap'"),
         (lambda: warm("Causal", **HERE, num_q_heads=4), InputError, "both"),

@@ -28,6 +28,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     library._document.cache_clear()
     yield folder
     library._document.cache_clear()
+    library._not_kept.clear()
 
 
 def obtain() -> int:
@@ -88,10 +89,15 @@ def test_a_mistake_in_it_is_named_with_its_place(sources: Path, tmp_path: Path) 
     assert not artifacts(tmp_path)
 
 
+@pytest.mark.parametrize("writable", [True, False])
 def test_two_that_ask_at_once_compile_one(
-    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
 ) -> None:
     """The lock between processes excludes threads as well."""
+    if not writable:
+        blocked = tmp_path / "file"
+        blocked.touch()
+        monkeypatch.setenv("FLASHATTN_JIT_CACHE_DIR", str(blocked / "cache"))
     wrapper, calls = tmp_path / "c++", tmp_path / "calls"
     wrapper.write_text(f'#!/bin/sh\necho "$@" >> {calls}\nexec c++ "$@"\n')
     wrapper.chmod(0o700)

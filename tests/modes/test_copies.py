@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -195,3 +196,11 @@ def test_what_errors_hold_comes_after_their_message() -> None:
     assert str(warm) == "why" and pickle.loads(pickle.dumps(warm)).report == {"report": 1}
     assert str(Pair(1, 2)) == "1:2" and Pair(1, 2).first_error == "c"
     assert fa.MissingKernelError("why", layers=[]).layers == ()
+
+
+def test_errors_without_fields_may_be_bases_of_dataclasses() -> None:
+    @dataclass
+    class Refused(fa.InputError):
+        code: int
+
+    assert (Refused(3).code, Refused(3).args) == (3, (3,))

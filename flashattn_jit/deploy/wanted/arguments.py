@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from operator import index
 from typing import Any, TypeVar
 
 from ...codegen.spec import KV_DTYPES, Q_DTYPES, SHORT_DTYPES, default_target, device_target
@@ -20,14 +22,15 @@ _TAKEN = (("q takes", Q_DTYPES), ("k and v take", KV_DTYPES), ("k and v take", K
 
 
 def several(given: Any) -> Iterable[Any]:
-    """One or several values as several. A text is one."""
-    return given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    """One or several values as several. A text or a path is one."""
+    one = isinstance(given, str | os.PathLike) or not isinstance(given, Iterable)
+    return [given] if one else given
 
 
 def head_dims_of(one: Any) -> HeadDims:
     """(head_dim, head_dim_v) of 64, "64", (576, 512) or "576/512". Raises ValueError."""
     try:
-        sizes = [int(part) for part in _parts(one)]
+        sizes = [int(part) if isinstance(part, str) else index(part) for part in _parts(one)]
     except (TypeError, ValueError):
         sizes = []
     if len(sizes) not in (1, 2) or min(sizes) < 1:
@@ -40,13 +43,14 @@ def dtypes_of(one: Any) -> Dtypes:
 
     Raises ValueError.
     """
-    names = [str(part).removeprefix("torch.") for part in _parts(one)]
-    names = [_LONG.get(name, name) for name in names]
+    given = [str(part).removeprefix("torch.") for part in _parts(one)]
+    names = [_LONG.get(name, name) for name in given]
     if len(names) not in (1, 2, 3):
         raise ValueError("is not one dtype, q/kv or q/k/v")
-    for name, (who, allowed) in zip(names, _TAKEN, strict=False):
+    for part, name, (who, allowed) in zip(given, names, _TAKEN, strict=False):
         if name not in allowed:
-            raise ValueError(f"is not supported: {who} {', '.join(allowed)}")
+            known = ", ".join(SHORT_DTYPES.get(one, one) for one in allowed)
+            raise ValueError(f"is not supported: {who} {known}, not {part!r}")
     return names[0], names[min(1, len(names) - 1)], names[-1]
 
 

@@ -21,7 +21,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -370,6 +370,13 @@ class FolderLayer:
                 yield entry.key, str(entry.path), entry.meta["document"]
 
 
+_open_packs: dict[tuple[Path, bool], tuple[tuple[int, int, int], PackFile]] = {}
+"""Packs whose directory was read, by (path, installed), with the version of the file.
+
+A pack whose file was replaced is collected, and closed, when nothing found in it is left.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class PackLayer:
     """A pack file, read in place. installed: see `entry.complaint`."""
@@ -387,7 +394,15 @@ class PackLayer:
         """The open pack. Raises PackError, UnsafeCacheError, OSError."""
         status = self.path.stat()
         version = status.st_ino, status.st_size, status.st_mtime_ns
-        return _open_pack(self.path, self.installed, version)
+        which = self.path, self.installed
+        opened, pack = _open_packs.get(which, (None, None))
+        if pack is None or opened != version:
+            from flashattn_jit.jit.cache.pack_file import PackFile
+
+            check_file(self.path, installed=self.installed)
+            pack = PackFile(self.path, installed=self.installed)
+            _open_packs[which] = version, pack  # two threads may open it; one of them is kept
+        return pack
 
     def search(self, key: str, compiler_id: str | None) -> Answer:
         """See `Layer`."""
@@ -487,15 +502,3 @@ def answer_of(
             f"compiler is {compiler_id}; FLASHATTN_JIT_COMPILE=never takes any compiler's"
         )
     return Answer((), tuple(wrong), reason, fault=bool(wrong))
-
-
-@lru_cache(maxsize=64)
-def _open_pack(path: Path, installed: bool, version: tuple[int, int, int]) -> PackFile:
-    """An open pack; its directory was read. version: a file that was replaced is opened again.
-
-    What was found in a pack keeps it open, and reads its other files from it.
-    """
-    from flashattn_jit.jit.cache.pack_file import PackFile
-
-    check_file(path, installed=installed)
-    return PackFile(path, installed=installed)

@@ -55,6 +55,9 @@ _COMPILE_FLAGS = (
 )
 _LINK_FLAGS = ("-pthread", "-Wl,--as-needed", "-Wl,-s")
 
+_not_kept: dict[str, ctypes.CDLL] = {}
+"""Libraries that could not be published, by key: other threads that wait for a build take them."""
+
 
 class Allocation(ctypes.Structure):
     """`fajit_emulator_allocation` of csrc/emulator/c_api.h."""
@@ -125,7 +128,7 @@ def _obtain() -> ctypes.CDLL:
                 key=key,
             )
         with build_lock(key, env.lock_wait_s()):  # other threads wait here as well
-            loaded = _kept(store, key) or _build(store, key)
+            loaded = _kept(store, key) or _not_kept.get(key) or _build(store, key)
     return loaded
 
 
@@ -166,6 +169,7 @@ def _build(store: Store, key: str) -> ctypes.CDLL:
                 store.publish(staging, key, ask_version(compiler), meta)
         except OSError as error:
             log.warning("the emulator is not kept: cannot write to %s: %s", store.root, error)
+            _not_kept[key] = loaded
         return loaded
 
 

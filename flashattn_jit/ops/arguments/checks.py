@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -236,6 +237,12 @@ def no_tensor(name: str, value: object) -> str:
     kind = type(value).__name__
     if not isinstance(value, (list, tuple)) and not hasattr(value, "__array__"):
         return kind
+    try:
+        array = np.asarray(value)
+    except Exception:  # of whatever class: the value is a user's
+        return kind
+    if array.size and array.dtype.kind not in "iu":
+        return kind  # a conversion would truncate
     return f"{kind}; make one: torch.tensor({name.rpartition('.')[2]}, dtype=torch.int32)"
 
 

@@ -82,7 +82,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
     last, held_last = host_array(f"{where}last_page_len", storage.last_page_len)
     name = f"{where}page_indices"
     need_values(name, "batches are planned from them", (storage.page_indices,))
-    given = read_indices(name, storage.page_indices, device)
+    given = read_indices(name, storage.page_indices, device, " [number of pages in use]")
     if given.dim() != 1:
         raise InputError(
             f"{name} must be a tensor [number of pages in use], got {list(given.shape)}"
@@ -101,11 +101,14 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
     return Stored(native, size, indices, pages, (held_indptr, held_last))
 
 
-def read_indices(name: str, indices: object, device: torch.device) -> torch.Tensor:
-    """Indices as an int32 or int64 tensor on the keys' device. Raises InputError."""
+def read_indices(name: str, indices: object, device: torch.device, shape: str = "") -> torch.Tensor:
+    """Indices as an int32 or int64 tensor on the keys' device. Raises InputError.
+
+    shape: what it must be, for the message.
+    """
     if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
         got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
-        raise InputError(f"{name} must be an int32 or int64 tensor, got {got}")
+        raise InputError(f"{name} must be an int32 or int64 tensor{shape}, got {got}")
     check_readable(name, indices)
     if indices.device.type != device.type:
         raise InputError(

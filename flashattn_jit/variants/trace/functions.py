@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import wraps
 from typing import Any
 
 from flashattn_jit.variants.ir.ir import is_float
@@ -24,7 +24,7 @@ from flashattn_jit.variants.trace.operations import (
     val,
     where,
 )
-from flashattn_jit.variants.trace.values import Value, tracer
+from flashattn_jit.variants.trace.values import Handler, Value, tracer
 
 _FLOAT_MAX = {"float32": 3.4028234663852886e38, "float64": 1.7976931348623157e308}
 
@@ -47,49 +47,53 @@ def _softplus(input: Any, beta: Any = 1, threshold: Any = 20) -> Any:
     return where(scaled > threshold, x, soft if scaled is x else soft / beta)
 
 
-_OF_VALUE: Mapping[str, Callable[..., Any]] = {
-    "relu": lambda x: x.clamp(min=0),
-    "relu6": lambda x: x.clamp(min=0, max=6),
-    "square": lambda x: x * x,
-    "frac": lambda x: x - x.trunc(),
-    "isfinite": lambda x: ~(x.isnan() | x.isinf()),
-    "isposinf": lambda x: x == math.inf,
-    "isneginf": lambda x: x == -math.inf,
-    "leaky_relu": lambda x, negative_slope=0.01: where(x > 0, x, x * negative_slope),
-    "heaviside": lambda x, values: where(x == 0, values, cast(x > 0, x.name)),
-    "lerp": lambda x, end, weight: x + weight * (end - x),
+_OF_VALUE: Mapping[str, Handler] = {
+    "relu": lambda input, inplace=False: input.clamp(min=0),
+    "relu6": lambda input, inplace=False: input.clamp(min=0, max=6),
+    "square": lambda input: input * input,
+    "frac": lambda input: input - input.trunc(),
+    "isfinite": lambda input: ~(input.isnan() | input.isinf()),
+    "isposinf": lambda input: input == math.inf,
+    "isneginf": lambda input: input == -math.inf,
+    "leaky_relu": lambda input, negative_slope=0.01, inplace=False: where(
+        input > 0, input, input * negative_slope
+    ),
+    "heaviside": lambda input, values: where(input == 0, values, cast(input > 0, input.name)),
+    "lerp": lambda input, end, weight: input + weight * (end - input),
 }
-"""Functions of a value of any dtype, with their other arguments."""
+"""Functions of a value of any dtype, with the parameters that torch gives them."""
 
-_OF_FLOAT: Mapping[str, Callable[..., Any]] = {
-    "silu": lambda x: x * x.sigmoid(),
-    "hardsigmoid": lambda x: (x + 3).clamp(min=0, max=6) / 6,
-    "hardswish": lambda x: x * _OF_FLOAT["hardsigmoid"](x),
-    "mish": lambda x: x * _softplus(x).tanh(),
-    "softsign": lambda x: x / (x.abs() + 1),
-    "tanhshrink": lambda x: x - x.tanh(),
-    "log_sigmoid": lambda x: x.clamp(max=0) - (-x.abs()).exp().log1p(),
-    "erfc": lambda x: 1 - x.erf(),
-    "reciprocal": lambda x: 1 / x,
-    "deg2rad": lambda x: x * (math.pi / 180),
-    "rad2deg": lambda x: x * (180 / math.pi),
-    "elu": lambda x, alpha=1.0: where(x > 0, x, x.expm1() * alpha),
-    "hypot": lambda x, other: (x * x + _OF_VALUE["square"](as_float(other))).sqrt(),
+_OF_FLOAT: Mapping[str, Handler] = {
+    "silu": lambda input, inplace=False: input * input.sigmoid(),
+    "hardsigmoid": lambda input, inplace=False: (input + 3).clamp(min=0, max=6) / 6,
+    "hardswish": lambda input, inplace=False: input * _OF_FLOAT["hardsigmoid"](input),
+    "mish": lambda input, inplace=False: input * _softplus(input).tanh(),
+    "softsign": lambda input: input / (input.abs() + 1),
+    "tanhshrink": lambda input: input - input.tanh(),
+    "log_sigmoid": lambda input: input.clamp(max=0) - (-input.abs()).exp().log1p(),
+    "erfc": lambda input: 1 - input.erf(),
+    "reciprocal": lambda input: 1 / input,
+    "deg2rad": lambda input: input * (math.pi / 180),
+    "rad2deg": lambda input: input * (180 / math.pi),
+    "elu": lambda input, alpha=1.0, inplace=False: where(input > 0, input, input.expm1() * alpha),
+    "hypot": lambda input, other: (input * input + _OF_VALUE["square"](as_float(other))).sqrt(),
 }
 """The same, with an integer value converted to float32."""
 
 _ALIASES = {"silu": ["swish"], "log_sigmoid": ["logsigmoid"], "erfc": ["special_erfc"]}
 
 
-def _converted(
-    convert: Any, formula: Any, input: Any, *others: Any, inplace: bool = False, **named: Any
-) -> Any:
-    return formula(convert(input), *others, **named)
+def _converted(convert: Callable[[Any], Value], formula: Handler) -> Handler:
+    @wraps(formula)  # which gives the signature that errors are about
+    def handler(input: Any, *others: Any, **named: Any) -> Any:
+        return formula(convert(input), *others, **named)
+
+    return handler
 
 
 for _convert, _formulas in ((val, _OF_VALUE), (as_float, _OF_FLOAT)):
     for _name, _formula in _formulas.items():
-        op(_name, *_ALIASES.get(_name, ()))(partial(_converted, _convert, _formula))
+        op(_name, *_ALIASES.get(_name, ()))(_converted(_convert, _formula))
 
 
 @op("logit", "special_logit")

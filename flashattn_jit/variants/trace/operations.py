@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -198,7 +198,7 @@ def _constant_power(x: Value, c: float, dtype: str) -> Value | None:
     return emit("mul", (half, x), dtype) if c > 1 and c % 2 else half
 
 
-@op("clamp", "clip", "clamp_min", "hardtanh")
+@op("clamp", "clip", "hardtanh")
 def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
     low, high = kw.get("min_val", min), kw.get("max_val", max)
     bounds = [val(x) for x in (low, high) if x is not None]
@@ -210,6 +210,11 @@ def _clamp(input: Any, min: Any = None, max: Any = None, **kw: Any) -> Value:
     if high is not None:
         result = emit("minimum", (result, cast(bounds[-1], dtype)), dtype)
     return result
+
+
+@op("clamp_min")
+def _clamp_min(input: Any, min: Any) -> Value:
+    return _clamp(input, min=min)
 
 
 @op("clamp_max")
@@ -278,8 +283,9 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Value:
 def _reflected(handler: Handler) -> Handler:
     """The handler of ``input.__rsub__(other)``, made from that of ``input - other``."""
 
-    def reflected(input: Any, other: Any, **named: Any) -> Any:
-        return handler(other, input, **named)
+    @wraps(handler)
+    def reflected(input: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        return handler(other, input, *rest, **named)
 
     return reflected
 
@@ -371,6 +377,11 @@ def _neg(input: Any) -> Value:
     return emit("neg", (x,), x.name)
 
 
+@op("positive", "__pos__")
+def _positive(input: Any) -> Value:
+    return val(input)
+
+
 @op("abs", "absolute", "__abs__")
 def _abs(input: Any) -> Value:
     x = val(input)
@@ -394,7 +405,7 @@ def to_dtype(x: Value, dtype: torch.dtype) -> Value:
     return cast(x, name)
 
 
-@op("to", "type_as")
+@op("to")
 def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
     for a in (*args, kwargs.get("dtype"), kwargs.get("other")):
@@ -403,6 +414,11 @@ def _to(input: Any, *args: Any, **kwargs: Any) -> Value:
         if hasattr(a, "dtype"):
             return to_dtype(x, a.dtype)
     return x
+
+
+@op("type_as")
+def _type_as(input: Any, other: Any) -> Value:
+    return to_dtype(val(input), other.dtype)
 
 
 @op("type")
@@ -419,7 +435,7 @@ for _name, _dtype in {
 
 
 @op("clone", "detach", "contiguous", "alias", "cpu", "cuda", "requires_grad_", "lift_fresh",
-    "resolve_conj", "resolve_neg", "positive", "__pos__")  # fmt: skip
+    "resolve_conj", "resolve_neg")  # fmt: skip
 def _same(input: Any, *args: Any, **kwargs: Any) -> Value:
     x = val(input)
     return Value(x.node, x.name, x.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,12 @@ def test_an_unsafe_user_folder_is_an_error_before_anything_is_built(
     assert fake_build.builds == []
 
 
+def open_and_deleted(path: Path) -> int:
+    """Descriptors of this process whose file was at `path`."""
+    links = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    return links.count(f"{path} (deleted)")
+
+
 def test_a_pack_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     adopt(Store(tmp_path / "one"), make('{"a":1}'))
     adopt(Store(tmp_path / "two"), make('{"a":2}'))
@@ -243,6 +250,21 @@ def test_a_pack_that_was_replaced_is_opened_anew(tmp_path: Path) -> None:
     assert layer.search(key_of('{"a":2}'), None).found
     assert not layer.search(key_of('{"a":1}'), None).found
     assert before.read("kernel.cpp") == b"int x;"
+    assert open_and_deleted(path) == 1
+    del before
+    gc.collect()
+    assert open_and_deleted(path) == 0
+
+
+def test_packs_stay_open_however_many_there_are(tmp_path: Path) -> None:
+    adopt(Store(tmp_path / "one"), make())
+    content = pack_of(Store(tmp_path / "one"), tmp_path / "kernels.pack").read_bytes()
+    some = [PackLayer(tmp_path / f"{i}.pack") for i in range(100)]
+    for layer in some:
+        layer.path.write_bytes(content)
+        layer.path.chmod(0o600)
+    first = [layer.pack() for layer in some]
+    assert all(layer.pack() is pack for layer, pack in zip(some, first, strict=True))
 
 
 @pytest.mark.parametrize("loose", ["parent", "v1", "compiler", "digits"])

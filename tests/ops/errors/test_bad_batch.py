@@ -145,7 +145,11 @@ def test_an_indptr_of_another_kind(q_indptr: Any, text: str) -> None:
         ({"page_size": True}, "page_size=True must be an int"),
         (
             {"page_indices": torch.arange(11.0)},
-            "page_indices must be an int32 or int64 tensor, got torch.f",
+            r"page_indices must be an int32 or int64 tensor \[number of pages in use\], got torch",
+        ),
+        (
+            {"page_indices": [0, 1]},
+            r"tensor \[number of pages in use\], got list; make one: torch\.tensor\(page_indices, ",
         ),
         ({"page_indices": torch.arange(12).view(3, 4)}, "page_indices must be a tensor .number of"),
         ({"page_indices": torch.arange(11) - 4}, r"page_indices\[0\]=-4, a page of request 0,"),
@@ -423,6 +427,9 @@ INDPTR, INDICES = torch.tensor([0, 2, 3, 4, 5]), torch.tensor([1, 0, 0, 0, 3], d
         ({"indptr": INDPTR.float()}, "indptr must be an int32 or int64 cpu tensor"),
         ({"indptr": [0, 2, 3, 4, 5]}, r"BlockSparse\.indptr must be an int32 or int64 cpu tensor, "
          r"got list; make one: torch\.tensor\(indptr, dtype=torch\.int32\)$"),
+        ({"indptr": [0, 2.5, 3, 4, 5]}, "indptr must be an int32 or int64 cpu tensor, got list$"),
+        ({"indptr": INDPTR.float().numpy()}, "int32 or int64 cpu tensor, got ndarray$"),
+        ({"indptr": INDPTR.numpy()}, r"got ndarray; make one: torch\.tensor\(indptr, dtype"),
         ({"indptr": None}, "indptr must be an int32 or int64 cpu tensor, got NoneType$"),
         ({"indices": [1, 0, 0, 0, 3]}, r"\.indices must be an int32 or int64 tensor, got list; "
          r"make one: torch\.tensor\(indices, dtype=torch\.int32\)$"),

@@ -67,6 +67,7 @@ ARITHMETIC = {
     "power_tensors": lambda s, b, h, q, k: (s.abs() + 0.1) ** (q * 0.3),
     "alpha": lambda s, b, h, q, k: torch.add(s, q, alpha=3) - torch.sub(q, k, alpha=2),
     "rsub": lambda s, b, h, q, k: torch.rsub(q, 5),
+    "rsub_scaled": lambda s, b, h, q, k: torch.rsub(s, 3.0, 2),
     "shifts": lambda s, b, h, q, k: (q << 2) + (k >> 1) + (1 << h),
     "bits": lambda s, b, h, q, k: (q & 3) | (k ^ 5),
     "invert": lambda s, b, h, q, k: ~q,
