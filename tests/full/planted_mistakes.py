@@ -33,7 +33,7 @@ CPU, CUDA = "csrc/include/fajit/cpu", "csrc/include/fajit/cuda"
 PYTHON = (
     # Variants: tracing, captures, interval form, library
     Mistake("reflected division", f"{VARIANTS}/trace/operations.py",
-            "return handler(other, input)", "return handler(input, other)",
+            "return handler(other, input, *rest", "return handler(input, other, *rest",
             "`7 // kv_idx` in a hook divides the other way round.",
             "tests/variants/trace/test_trace_ops.py"),
     Mistake("uint8 and int8", f"{VARIANTS}/ir/ir.py",
@@ -221,6 +221,20 @@ RUNTIME = (
 )  # fmt: skip
 
 KERNELS = (
+    Mistake("scores in base 2 before the maximum", f"{CPU}/few_row.h",
+            "weight_exp2<float>((load(s) - base) * kToBase2<Hooks>)",
+            "weight_exp2<float>(load(s) * kToBase2<Hooks> - base * kToBase2<Hooks>)",
+            "Scores of finfo.min overflow: a row of them is not the mean of its values.",
+            "tests/ops/calls/test_large_scores.py"),
+    Mistake("order of paired dims", f"{CPU}/few_row_kernel.h",
+            "const vi first = (iota() >> 1) + (iota() & 1) * kLanes;",
+            "const vi first = (iota() >> 1) + (~iota() & 1) * kLanes;",
+            "Even and odd dims of the output are exchanged for bf16 values with fp32 weights.",
+            "tests/ops/calls/test_attention.py"),
+    Mistake("lse of rows without a key", "flashattn_jit/integrations/torch.py",
+            "lse.masked_fill(lse == -torch.inf, 0.0)", "lse",
+            "torch's backward pass makes NaN of a compiled step with an empty row.",
+            "tests/integrations/test_activate.py"),
     Mistake("hidden pairs of sigmoids", f"{CPU}/softmax.h",
             "splat(Hooks::kPointwise ? 0.0f : -kInf)", "splat(-kInf)",
             "A masked pair adds -inf to a pointwise sum.",
