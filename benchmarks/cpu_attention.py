@@ -19,11 +19,22 @@ from benchmarks.parts.peers import decode_peers, prefill_peers
 from benchmarks.parts.progress import say
 from benchmarks.parts.work import attention_flops, kv_bytes, pairs_causal
 from benchmarks.peak import peak
+from flashattn_jit.codegen.spec import default_target
 
 _HEADS = 8
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_PREFILL_GOALS = {("bf16", 128): 3.5, ("bf16", 64): 2.7, ("fp32", 128): 1.7, ("fp32", 64): 1.7}
+_WIDE_GOALS = {("bf16", 128): 3.5, ("bf16", 64): 2.7, ("fp32", 128): 1.7, ("fp32", 64): 1.7}
+_AVX2_GOAL = 1.04
 _PEAK_GOALS = {"bf16": 60.0, "fp32": 62.0}
+_AVX2_PEAK_GOALS = {"bf16": 75.0, "fp32": 72.0}
+_DECODE_GOAL = 85.0
+_REST_S = 0.006
+"""Between the kernel and a loop of the machine's peak: their threads are of two pools, and those of
+the one that ran last spin for some milliseconds."""
+
+
+def _is_avx2() -> bool:
+    return default_target() == "cpu:avx2"
 
 
 def prefill_inputs(q_len: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +51,7 @@ def prefill_rows(options: argparse.Namespace) -> list[Row]:
             for q_len in (1024, 4096):
                 q, k, v = prefill_inputs(q_len, head_dim, dtype)
                 for name, variant in (("full", None), ("causal", fa.Causal())):
-                    goal = _PREFILL_GOALS[dtype_name, head_dim]
+                    goal = _AVX2_GOAL if _is_avx2() else _WIDE_GOALS[dtype_name, head_dim]
                     claim = f"{dtype_name} D{head_dim} S{q_len} {name}: times the faster peer"
                     rows.append(_against_peers(claim, goal, q, k, v, variant, options.pairs))
     return rows
@@ -72,15 +83,15 @@ def peak_rows(options: argparse.Namespace) -> list[Row]:
         probe_flops = machine.bf16_flops if dtype_name == "bf16" else machine.fp32_flops
         for q_len in (1024, 4096):
             q, k, v = prefill_inputs(q_len, 128, dtype)
-            times = interleave(
-                {"ours": partial(fa.attention, q, k, v), "peak": probe}, options.pairs
-            )
+            runs = {"ours": partial(fa.attention, q, k, v), "peak": probe}
+            times = interleave(runs, options.pairs, rest=_REST_S)
             factor = 100 * attention_flops(q_len**2, 1, _HEADS, 128) / probe_flops
             value, spread = ratio(times["peak"], times["ours"], factor)
             top = probe_flops / median(times["peak"]) / 1e9
             claim = f"{dtype_name} D128 S{q_len} full: share of the FMA peak"
             detail = f"peak {top:.0f} GFLOP/s"
-            rows.append(Row(claim, _PEAK_GOALS[dtype_name], value, "%", "higher", spread, detail))
+            goals = _AVX2_PEAK_GOALS if _is_avx2() else _PEAK_GOALS
+            rows.append(Row(claim, goals[dtype_name], value, "%", "higher", spread, detail))
     return rows
 
 
@@ -138,12 +149,12 @@ def decode_rows(options: argparse.Namespace) -> list[Row]:
             machine.read(v)
 
         ours = partial(fa.attention, q, k, v)
-        times = interleave({"ours": ours, "read": read}, options.pairs)
+        times = interleave({"ours": ours, "read": read}, options.pairs, rest=_REST_S)
         value, spread = ratio(times["read"], times["ours"], 100.0)
         rate, top = size / median(times["ours"]) / 1e9, size / median(times["read"]) / 1e9
         case = f"{dtype_name} decode B8 32/8 heads kv4096 D128"
         claim, detail = f"{case}: share of read bandwidth", f"{rate:.1f} of {top:.1f} GB/s"
-        rows.append(Row(claim, 80.0, value, "%", "higher", spread, detail))
+        rows.append(Row(claim, _DECODE_GOAL, value, "%", "higher", spread, detail))
         peers = decode_peers(q, k, v)
         times = interleave({"ours": ours, **peers}, max(3, options.pairs // 4))
         fastest = min(peers, key=lambda name: median(times[name]))

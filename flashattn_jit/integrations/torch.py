@@ -32,8 +32,19 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _FP32 = torch.float32
 _DTYPES = (_FP32, torch.bfloat16, torch.float16)
 
-LEAST_FLOPS = 2_000_000
-"""Calls with fewer floating-point operations are left to torch."""
+
+def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
+    """The floating-point operations of the smallest call in which the engine is faster.
+
+    The engine's fixed cost is 15 us more than torch's. In fp32 torch's rate over 2 to 32 query rows
+    is 1.06 to 1.2 times the engine's, unless query heads share keys (`python -m
+    benchmarks.activate`, 2 cores of a Zen 4).
+    """
+    if dtype != _FP32:
+        return 5e5 if q_len == 1 else 8e6
+    if q_len == 1:
+        return 2e6
+    return 16e6 if q_len > 32 or grouped else math.inf
 
 
 class _Add(Variant):
@@ -115,9 +126,9 @@ def activate() -> Activation:
     For the whole process and all its threads, compiled and exported programs included; a program
     that AOTInductor compiled calls torch's kernel directly and is not changed. Left to torch: calls
     with gradients (an input requires grad while grad mode is on), with dropout, with both a mask
-    and is_causal, in float64, with fewer than `LEAST_FLOPS` operations, and whatever torch does not
-    send to its fused CPU attention, such as calls under ``sdpa_kernel(SDPBackend.MATH)``. The first
-    call of a kind compiles its kernel, as `fa.attention` does.
+    and is_causal, in float64, calls smaller than `least_flops`, and whatever torch does not send to
+    its fused CPU attention, such as calls under ``sdpa_kernel(SDPBackend.MATH)``. The first call of
+    a kind compiles its kernel, as `fa.attention` does.
 
     Activations may be nested or repeated: the engine is in use until each has ended. Where another
     library has replaced the same op, its implementation gets what is left to torch.
@@ -243,7 +254,8 @@ def _is_served(
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return False
     batch, heads, q_len, head_dim = query.shape
-    if 4 * batch * heads * q_len * key.shape[2] * head_dim < LEAST_FLOPS:
+    flops = 4 * batch * heads * q_len * key.shape[2] * head_dim
+    if flops < least_flops(query.dtype, q_len, key.shape[1] != heads):
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype not in _DTYPES:
         return False

@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         return attend(*args, **kwargs)
 
     monkeypatch.setattr(integration, "run_dense", count)
-    monkeypatch.setattr(integration, "LEAST_FLOPS", 1)
+    monkeypatch.setattr(integration, "least_flops", lambda *call: 1)
     yield counted
     assert not integration.is_active()
 
@@ -180,10 +180,18 @@ def test_small_calls_are_torchs(calls: Calls, monkeypatch: pytest.MonkeyPatch) -
     call = qkv()
     flops = 4 * B * H * S * L * D
     for least, served in ((flops + 1, 0), (flops, 1)):
-        monkeypatch.setattr(integration, "LEAST_FLOPS", least)
+        monkeypatch.setattr(integration, "least_flops", lambda *call, least=least: least)
         with torch.no_grad():
             same(call)
         assert calls.served == served
+
+
+def test_what_is_too_small_depends_on_the_call() -> None:
+    fp32, bf16 = torch.float32, torch.bfloat16
+    least = integration.least_flops
+    assert least(bf16, 1, False) < least(fp32, 1, False) < least(bf16, 2, False)
+    assert least(fp32, 2, False) == least(fp32, 32, False) == float("inf")
+    assert least(fp32, 2, True) == least(fp32, 33, False) == least(fp32, 33, True) < float("inf")
 
 
 def test_a_chosen_backend_stays(calls: Calls) -> None:
