@@ -1,11 +1,13 @@
 """torch's attention on the CPU with `fa.integrations.torch.activate()`, over torch without it.
 
-    python -m benchmarks.activate [--only overhead shapes models] [--target cpu:avx2] [--save]
+    python -m benchmarks.activate [--only overhead shapes borders models] [--target cpu:avx2]
+                                  [--save]
 
 Shapes: `scaled_dot_product_attention` alone, random normal data. Models: whole forward passes of
 MiniLM (sentences of several lengths, padded) and SmolLM2-135M with their weights, a ViT and a
-diffusers UNet with random ones. Outputs must agree before anything is timed. A model whose package
-is missing is left out, with the way to install it.
+diffusers UNet with random ones. Borders: small shapes, all served by the engine, from which
+`least_flops` is taken. Outputs of shapes and models must agree before they are timed. A model whose
+package is missing is left out, with the way to install it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks.parts.measure import Row, Run, arguments, median, ratio, report
+from benchmarks.parts.measure import Row, Run, median, ratio, run_parts
 from benchmarks.parts.progress import say, steps
 from flashattn_jit.integrations import torch as integration
 
@@ -103,6 +106,34 @@ def shape_rows(options: argparse.Namespace) -> list[Row]:
             run = partial(sdpa, q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
             _check(f"{name} {dtype}", run)
             rows.append(_row(f"{name}, {str(dtype).removeprefix('torch.')}", run, options.pairs))
+    return rows
+
+
+_BORDERS = (
+    # batch, heads, q_len, kv_len, head_dim
+    (1, 8, 1, 64, 64), (1, 8, 1, 256, 64), (1, 8, 1, 1024, 64), (1, 8, 4, 256, 64),
+    (1, 8, 8, 512, 64), (1, 8, 9, 512, 64), (1, 8, 12, 4096, 128), (1, 8, 17, 512, 64),
+    (1, 8, 24, 512, 64), (1, 8, 32, 32, 64), (1, 2, 64, 64, 64), (1, 8, 64, 64, 64),
+    (2, 12, 64, 64, 64), (1, 8, 40, 512, 64), (1, 8, 128, 128, 64),
+)  # fmt: skip
+
+
+def border_rows(options: argparse.Namespace) -> list[Row]:
+    """torch's time over the engine's where `least_flops` decides, whatever it decides."""
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch, heads, q_len, kv_len, head_dim in _BORDERS:
+            q = torch.randn(batch, heads, q_len, head_dim).to(dtype)
+            k, v = (torch.randn(batch, heads, kv_len, head_dim).to(dtype) for _ in "kv")
+            with patch.object(integration, "least_flops", lambda *call: 0):
+                without, active = compare(partial(sdpa, q, k, v), options.pairs)
+            value, spread = ratio(without, active)
+            flops = 4 * batch * heads * q_len * kv_len * head_dim
+            left = flops < integration.least_flops(dtype, q_len, False)
+            name = f"{str(dtype).removeprefix('torch.')} B{batch} H{heads} q{q_len} kv{kv_len}"
+            claim = f"{name} D{head_dim}, {flops / 1e6:.2g} MFLOP: torch over the engine"
+            detail = "left to torch" if left else "served"
+            rows.append(Row(claim, None, value, "x", "higher", spread, detail))
     return rows
 
 
@@ -203,22 +234,13 @@ def _package(name: str) -> Path:
     return Path(spec.origin).parent
 
 
-_PARTS = {"overhead": overhead_rows, "shapes": shape_rows, "models": model_rows}
-
-
-def main() -> None:
-    """Run the parts asked for and report."""
-    options = arguments(
-        __doc__,
-        lambda parser: parser.add_argument(
-            "--only", nargs="+", choices=_PARTS, default=list(_PARTS), help="parts to run"
-        ),
-    )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        rows = [row for name in options.only for row in _PARTS[name](options)]
-    report("activate", rows, options)
+_PARTS = {
+    "overhead": overhead_rows,
+    "shapes": shape_rows,
+    "borders": border_rows,
+    "models": model_rows,
+}
 
 
 if __name__ == "__main__":
-    main()
+    run_parts("activate", __doc__, _PARTS)

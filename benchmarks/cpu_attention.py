@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashattn_jit as fa
-from benchmarks.parts.measure import Row, arguments, interleave, median, ratio, report
+from benchmarks.parts.measure import Row, interleave, median, ratio, run_parts
 from benchmarks.parts.peers import decode_peers, prefill_peers
 from benchmarks.parts.progress import say
 from benchmarks.parts.work import attention_flops, kv_bytes, pairs_causal
@@ -173,19 +173,5 @@ _PARTS = {
 }
 
 
-def main() -> None:
-    """Run the parts asked for and report."""
-    options = arguments(
-        __doc__,
-        lambda parser: parser.add_argument(
-            "--only", nargs="+", choices=_PARTS, default=list(_PARTS), help="parts to run"
-        ),
-    )
-    torch.manual_seed(0)
-    with torch.no_grad():
-        rows = [row for name in options.only for row in _PARTS[name](options)]
-    report("cpu_attention", rows, options)
-
-
 if __name__ == "__main__":
-    main()
+    run_parts("cpu_attention", __doc__, _PARTS)

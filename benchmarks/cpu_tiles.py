@@ -22,6 +22,11 @@ from flashattn_jit.ops.launching import launches
 from flashattn_jit.ops.planning import batch_plan
 from flashattn_jit.planner.tiles import few_rows, prefill_tile, prefill_tiles
 
+_PREFILLS = (
+    # head_dim, q_len, kv_len, query heads, kv heads
+    (64, 2048, 2048, 4, 4), (128, 1024, 1024, 4, 4), (128, 4096, 4096, 4, 4),
+    (256, 2048, 2048, 4, 4), (128, 512, 4096, 32, 8),
+)  # fmt: skip
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -104,8 +109,9 @@ def tile_rows(rounds: int) -> list[Row]:
     for dtype_name, dtype in _DTYPES.items():
         matrix = matrix_dtype(target, str(dtype).removeprefix("torch."))
         block = prefill_tiles(target, matrix).block_rows
-        for head_dim, q_len in ((64, 2048), (128, 1024), (128, 4096), (256, 2048)):
-            q, k, v = (torch.randn(1, 4, q_len, head_dim).to(dtype) for _ in range(3))
+        for head_dim, q_len, kv_len, num_q_heads, num_kv_heads in _PREFILLS:
+            q = torch.randn(1, num_q_heads, q_len, head_dim).to(dtype)
+            k, v = (torch.randn(1, num_kv_heads, kv_len, head_dim).to(dtype) for _ in "kv")
             chosen = prefill_tile(target, head_dim, head_dim, matrix)
             tried = {(n * block, keys) for n in (1, 2, 4, 8, 16) for keys in (24, 48, 96, 128, 192)}
             tiles: dict[str, tuple[TileKind, int, int]] = {
@@ -113,11 +119,12 @@ def tile_rows(rounds: int) -> list[Row]:
                 for tile_q, tile_kv in sorted({chosen, *tried})
             }
             times = compare_tiles(q, k, v, tiles, rounds)
-            flops = attention_flops(q_len**2, 1, 4, head_dim)
+            flops = attention_flops(q_len * kv_len, 1, num_q_heads, head_dim)
             best = times["x".join(map(str, chosen))]
             for name in tiles:
                 value, spread = ratio(best, times[name])
-                claim = f"{dtype_name} D{head_dim} S{q_len} tile {name}: rate over the chosen one's"
+                what = f"{dtype_name} D{head_dim} q{q_len} kv{kv_len}"
+                claim = f"{what} tile {name}: rate over the chosen one's"
                 detail = f"{flops / median(times[name]) / 1e9:.0f} GFLOP/s"
                 detail += ", chosen" if times[name] is best else ""
                 rows.append(Row(claim, None, value, "x", "higher", spread, detail))

@@ -136,6 +136,11 @@ def cache_remote() -> str | None:
     return _read("CACHE_REMOTE").rstrip("/") or None
 
 
+def cache_remote_timeout_s() -> float:
+    """Seconds that a look-up in the remote layer may take. Raises EnvironmentVariableError."""
+    return _seconds("CACHE_REMOTE_TIMEOUT_S", "20")
+
+
 def check_pages() -> bool | None:
     """Whether page indices are checked; None if unset: then it depends on their device.
 
@@ -147,6 +152,14 @@ def check_pages() -> bool | None:
 def compile_mode() -> CompileMode:
     """When to compile. Raises EnvironmentVariableError for an unknown mode."""
     return cast(CompileMode, _choice("COMPILE", get_args(CompileMode)))
+
+
+def cuda_home() -> Path | None:
+    """The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("CUDA_HOME")
 
 
 def cuda_homes() -> list[Path]:
@@ -170,6 +183,27 @@ def cxx_variable() -> str:
 def emulator_copies() -> EmulatorCopies:
     """When asynchronous copies arrive in the emulator. Raises EnvironmentVariableError."""
     return cast(EmulatorCopies, _choice("EMULATOR_COPIES", get_args(EmulatorCopies)))
+
+
+def lock_dir() -> Path | None:
+    """The folder of build locks, or None if unset.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("LOCK_DIR")
+
+
+def lock_wait_s() -> float:
+    """Seconds to wait for another process' build. Raises EnvironmentVariableError."""
+    return _seconds("LOCK_WAIT_S", "300")
+
+
+def record_path() -> Path | None:
+    """The file for this process' manifest, or None.
+
+    Raises EnvironmentVariableError for `~` without a home.
+    """
+    return _optional_path("RECORD")
 
 
 def target() -> str:
@@ -223,37 +257,9 @@ def _seconds(name: str, default: str) -> float:
     return seconds
 
 
-def cache_remote_timeout_s() -> float:
-    """Seconds that a look-up in the remote layer may take. Raises EnvironmentVariableError."""
-    return _seconds("CACHE_REMOTE_TIMEOUT_S", "20")
-
-
-def lock_wait_s() -> float:
-    """Seconds to wait for another process' build. Raises EnvironmentVariableError."""
-    return _seconds("LOCK_WAIT_S", "300")
-
-
 def _optional_path(name: str) -> Path | None:
     value = _read(name)
     return _path(name, value) if value else None
-
-
-# These raise EnvironmentVariableError for `~` without a home.
-
-
-def cuda_home() -> Path | None:
-    """The folder of the CUDA toolkit set by FLASHATTN_JIT_CUDA_HOME, or None."""
-    return _optional_path("CUDA_HOME")
-
-
-def lock_dir() -> Path | None:
-    """The folder of build locks, or None if unset."""
-    return _optional_path("LOCK_DIR")
-
-
-def record_path() -> Path | None:
-    """The file for this process' manifest, or None."""
-    return _optional_path("RECORD")
 
 
 def _path(name: str, value: str) -> Path:

@@ -129,6 +129,24 @@ def arguments(
     return options
 
 
+def run_parts(
+    benchmark: str,
+    description: str | None,
+    parts: Mapping[str, Callable[[argparse.Namespace], list[Row]]],
+) -> None:
+    """A benchmark's main: the parts that ``--only`` names, without gradients, in one report."""
+    options = arguments(
+        description,
+        lambda parser: parser.add_argument(
+            "--only", nargs="+", choices=parts, default=list(parts), help="parts to run"
+        ),
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        rows = [row for name in options.only for row in parts[name](options)]
+    report(benchmark, rows, options)
+
+
 def machine_name() -> str:
     """Such as ``amd-epyc-2c-avx512_bf16``; the last part is the target that calls run."""
     from flashattn_jit.codegen.spec import default_target

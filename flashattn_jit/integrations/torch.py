@@ -24,7 +24,7 @@ import torch
 from ..codegen.spec import MAX_HEAD_DIM
 from ..errors import InputError
 from ..ops.attention import run_dense
-from ..variants.library.masks import Causal, Full
+from ..ops.sdpa import ADD, CAUSAL, FULL
 from ..variants.variant import Variant, tensor
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -36,31 +36,15 @@ _DTYPES = (_FP32, torch.bfloat16, torch.float16)
 def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
     """The floating-point operations of the smallest call in which the engine is faster.
 
-    The engine's fixed cost is 15 us more than torch's. In fp32 torch's rate over 2 to 32 query rows
-    is 1.06 to 1.2 times the engine's, unless query heads share keys (`python -m
-    benchmarks.activate`, 2 cores of a Zen 4).
+    The engine's fixed cost is higher than torch's, and in fp32 torch's rate over 2 to 32 query rows
+    is higher than the engine's unless query heads share keys: `python -m benchmarks.activate --only
+    borders` (2 cores of a Zen 4).
     """
     if dtype != _FP32:
         return 5e5 if q_len == 1 else 8e6
     if q_len == 1:
         return 2e6
     return 16e6 if q_len > 32 or grouped else math.inf
-
-
-class _Add(Variant):
-    """Add a mask to the scores; its dims of size 1 are broadcast."""
-
-    attn_mask: torch.Tensor = tensor("batch|1", "num_q_heads|1", "q_len|1", "kv_len|1")
-
-    def score_mod(
-        self,
-        score: torch.Tensor,
-        b: torch.Tensor,
-        h: torch.Tensor,
-        q_idx: torch.Tensor,
-        kv_idx: torch.Tensor,
-    ) -> torch.Tensor:
-        return score + self.attn_mask[b, h, q_idx, kv_idx]
 
 
 class _AddToKeys(Variant):
@@ -79,7 +63,7 @@ class _AddToKeys(Variant):
         return score + self.attn_mask[b, kv_idx]
 
 
-_FULL, _CAUSAL, _ADD, _ADD_TO_KEYS = Full(), Causal(), _Add(), _AddToKeys()
+_ADD_TO_KEYS = _AddToKeys()
 
 
 class Activation:
@@ -209,7 +193,7 @@ class _Kernel:
             return self._by_replaced(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )
-        variant: Variant = _CAUSAL if is_causal else _FULL
+        variant: Variant = CAUSAL if is_causal else FULL
         params: dict[str, object] = {}
         if attn_mask is not None:
             variant, params = _with_mask(attn_mask)
@@ -283,4 +267,4 @@ def _with_mask(mask: torch.Tensor) -> tuple[Variant, dict[str, object]]:
             mask = mask.narrow(dim, 0, 1)
     if mask.shape[1] == mask.shape[2] == 1:
         return _ADD_TO_KEYS, {"attn_mask": mask[:, 0, 0]}
-    return _ADD, {"attn_mask": mask}
+    return ADD, {"attn_mask": mask}

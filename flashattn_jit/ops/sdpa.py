@@ -43,7 +43,8 @@ class _Add(Variant):
         return score + self.attn_mask[b, h, q_idx, kv_idx]
 
 
-_FULL, _CAUSAL, _KEEP, _ADD = Full(), Causal(), _Keep(), _Add()
+FULL, CAUSAL, ADD = Full(), Causal(), _Add()
+_KEEP = _Keep()
 
 
 def scaled_dot_product_attention(
@@ -116,11 +117,11 @@ def run_sdpa(
             "use fa.attention with a variant of both"
         )
     q, k, v, lead = as_dense_problem(query, key, value, enable_gqa, bool(direct))
-    chosen: Variant = _CAUSAL if is_causal else _FULL
+    chosen: Variant = CAUSAL if is_causal else FULL
     params: dict[str, object] = {}
     if attn_mask is not None:
         mask = _dense_mask(attn_mask, (*lead, q.shape[1], q.shape[2], k.shape[2]))
-        chosen, params = (_KEEP if mask.dtype == torch.bool else _ADD), {"attn_mask": mask}
+        chosen, params = (_KEEP if mask.dtype == torch.bool else ADD), {"attn_mask": mask}
     if not q.shape[1]:
         return with_leading_dims(_without_heads(q, k, v, scale), lead, query.dim())
     out, _ = run_dense(q, k, v, chosen, params, scale=scale, direct=direct)
@@ -164,7 +165,7 @@ def _without_heads(
 ) -> torch.Tensor:
     """The empty output of zero query heads, after the checks of a call with one head."""
     one, keys, values = (t[:0].reshape(0, 1, *t.shape[2:]) for t in (q, k, v))
-    out, _ = run_dense(one, keys, values, _FULL, {}, scale=scale)
+    out, _ = run_dense(one, keys, values, FULL, {}, scale=scale)
     return out.reshape(*q.shape[:3], v.shape[3])
 
 

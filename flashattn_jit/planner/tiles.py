@@ -115,9 +115,10 @@ _VECTOR_TILES = {
     16: PrefillTiles(48, ((8, 96), (4, 96), (2, 96), (2, 48), (2, 24)), 1 << 20),
 }
 """By fp32 lanes of a vector. K and V are converted and packed once for all rows of a tile, and more
-rows hide more of it: a chunk of 512 rows over 4,096 keys, 32 heads over 8 of dim 128, runs 1.17
-times as fast with 384 x 96 as with 96 x 96 on AVX-512 and 1.18 times on AVX2 (fp32; bf16 1.13 and
-1.13). Machines with a smaller L2 than l2_bytes run fewer of the rows (`item_rows`)."""
+rows hide more of it: 512 rows over 4,096 keys, 32 heads over 8 of dim 128, run 1.19 times as fast
+with 384 x 96 as with 96 x 96 on AVX-512 and 1.2 times on AVX2 (fp32; bf16 1.13 and 1.01 times;
+benchmarks/cpu_tiles.py, on a Zen 4). Machines with a smaller L2 than l2_bytes run fewer of the rows
+(`item_rows`)."""
 
 _AMX_TILES = PrefillTiles(32, ((8, 128), (4, 128), (2, 128)), 1 << 20)
 """On AMX a tile packs V once for all its rows, so more rows are faster: 256 x 128 takes 0.94 of the

@@ -54,7 +54,7 @@ struct Dot<bfloat16_t> {
 // and 24). Without prefetching, decode reaches 65-70 % of the machine's read bandwidth, because the
 // hardware prefetcher stops at page boundaries; with a burst of rows per chunk of keys, V fell to
 // 50 %. 16 KB ahead into L2 takes 0.5 to 0.9 of the time of 6 KB ahead into L1 (17 of 18 shapes of
-// decode, fp32 and bf16, on a Zen 4 with AVX-512; one took 1.04).
+// decode, fp32 and bf16, on a Zen 4 with AVX-512, timed by hand; one took 1.04).
 constexpr int kPrefetchBytes = 16384, kPrefetchLocality = 2;
 constexpr int prefetch_keys(int row_bytes) {
   constexpr int most = 128;  // bounds the size of the tables of keys

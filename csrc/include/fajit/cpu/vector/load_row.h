@@ -19,7 +19,8 @@ typedef int8_t vs __attribute__((vector_size(FAJIT_LANES)));
 // --- lanes ------------------------------------------------------------------------------------
 
 // Wider integers, by one instruction: gcc 12 extends vectors of bytes one by one (48 instructions
-// for eight), and those of words by halves. Rows of int8 are read in 0.14 of the time (AVX2).
+// for eight), and those of words by halves. Rows of int8 are read in 0.14 of the time (AVX2, timed
+// by hand).
 #if FAJIT_AVX
 #define FAJIT_WIDEN(From, To, code)         \
   FAJIT_INLINE To widen(From x) {           \
