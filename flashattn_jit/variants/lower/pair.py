@@ -296,12 +296,24 @@ def lower(variant: VariantIR, declare: str, uniforms: Uniforms | None) -> str:
             "  // Whether `keys` depends on b: rows of several requests then have their own.\n"
             f"  static constexpr bool kKeysReadRequest = {reads};"
         )
+        by_head = "true" if _mask_reads_head(variant) else "false"
+        flags.append(
+            "  // Whether `mask` depends on h: the heads of a token then visit other keys.\n"
+            f"  static constexpr bool kMaskReadsHead = {by_head};"
+        )
     return "\n\n".join([*flags, rows, keys, *bodies])
 
 
 def _keys_read_b(block: Block, result: str) -> bool:
     roots = _escaping(block, result, Level.KEY)
     return any("b" in s.uses for s in _needed(block, roots))
+
+
+def _mask_reads_head(variant: VariantIR) -> bool:
+    graph = variant.hook("mask_mod")
+    if graph is None:
+        return variant.cpp_hook("mask_mod") is not None
+    return any(n.op == "input" and n.attr("name") == "h" for n in graph.nodes)
 
 
 def _needed(block: Block, roots: Sequence[str], through_host: bool = False) -> list[Statement]:

@@ -7,7 +7,27 @@
 
 namespace fajit {
 
-// Runs the items of one list, or all items without lists. Items are claimed one by one, because
+// How many of the items from `w` on run together: those of the kv heads after that of `w`, with the
+// same rows and keys, where the heads of a token are adjacent in memory.
+template <class Config, int Most>
+int items_together(const fajit_args& a, const fajit_work* w, int32_t left) {
+  if (Most == 1 || w->request < 0 || left < 2) return 1;
+  if (a.k_stride[1] != Config::kHeadDim || a.v_stride[1] != Config::kHeadDimV) return 1;
+  const int32_t group = a.num_q_heads / a.num_kv_heads;
+  int n = 1;
+  while (n < Most && n < left) {
+    const fajit_work& next = w[n];
+    const bool same = next.request == w->request && next.row_begin == w->row_begin &&
+                      next.row_end == w->row_end && next.kv_begin == w->kv_begin &&
+                      next.kv_end == w->kv_end && next.head_count == w->head_count &&
+                      next.head_begin == w->head_begin + n * group;
+    if (!same) break;
+    ++n;
+  }
+  return n;
+}
+
+// Runs the items of one list, or all items without lists. Items are claimed as they run, because
 // several threads may process one list. A thread that cannot allocate scratch claims none, so other
 // threads can still do its list.
 template <class Config, class Kernel>
@@ -32,12 +52,19 @@ int run_attention(const fajit_args* a) {
   Carver carver{scratch.data()};
   [[maybe_unused]] const typename Kernel::Session session;
   Kernel kernel(Context{a}, carver);
-  for (int32_t i; (i = __atomic_fetch_add(cursor, 1, __ATOMIC_RELAXED)) < count;) {
-    const fajit_work& w = a->work[begin + i];
-    if (w.request < 0) continue;  // padding
-    for (int32_t row = w.row_begin; row < w.row_end; row += Config::kTileQ) {
-      const int32_t left = w.row_end - row;
-      kernel.run_tile(w, row, left < Config::kTileQ ? left : Config::kTileQ);
+  int32_t i = __atomic_load_n(cursor, __ATOMIC_RELAXED);
+  while (i < count) {
+    const fajit_work* w = a->work + begin + i;
+    const int items = items_together<Config, Kernel::kMaxHeads>(*a, w, count - i);
+    // Fails if another thread has moved the cursor, and then loads it.
+    if (!__atomic_compare_exchange_n(cursor, &i, i + items, false, __ATOMIC_RELAXED,
+                                     __ATOMIC_RELAXED))
+      continue;
+    i += items;
+    if (w->request < 0) continue;  // padding
+    for (int32_t row = w->row_begin; row < w->row_end; row += Config::kTileQ) {
+      const int32_t left = w->row_end - row;
+      kernel.run_tile(w, items, row, left < Config::kTileQ ? left : Config::kTileQ);
     }
   }
   return FAJIT_OK;

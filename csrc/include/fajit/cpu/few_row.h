@@ -1,10 +1,11 @@
 // Few rows: decoding and other tiles of a few packed query rows, bound by memory.
 //
-//   for each tile of kTileQ packed rows (one kv head)                     Q kept in L1
+//   for each tile of kTileQ packed rows                                   Q kept in L1
 //     for each key tile that the mask does not empty
-//       S = Q K^T            few_scores: K read in place, lanes over head_dim
-//       hooks, mask, max, exp, sum of each row, keys on lanes
-//       O = alpha O + P V    few_values: V read in place, lanes over head_dim_v
+//       for each of the item's kv heads                                   one, see kMaxHeads
+//         S = Q K^T            few_scores: K read in place, lanes over head_dim
+//         hooks, mask, max, exp, sum of each row, keys on lanes
+//         O = alpha O + P V    few_values: V read in place, lanes over head_dim_v
 //   normalise, sink, output_mod, cast
 //
 // On AMX, products of bf16 with more than one row use AMX tiles (amx/few_row.h), and kTileQ is up
@@ -54,6 +55,7 @@ class FewRow {
 #endif
   // Rows beyond the last are zero, so that a group of three runs as one of four.
   static constexpr int kTileRows = round_up(Config::kTileQ, kTiles ? 16 : kFewRowGroup);
+  static constexpr int kPaddedRows = kTileRows + kLanes;
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   static constexpr bool kIndirect = Config::kIndirect;
   static constexpr bool kKeysOfRows = kIndirect && Hooks::kKeysReadRequest;
@@ -67,88 +69,168 @@ class FewRow {
   using Key = Choose<kKeysInPlace, K, Matrix>;
   using Value = Choose<kValuesInPlace, V, Matrix>;
 
-  // How many rows ahead the products prefetch, through the table of addresses.
-  static constexpr int kAheadK = prefetch_keys(kDim * sizeof(Key));
-  static constexpr int kAheadV = prefetch_keys(kDimV * sizeof(Value));
-  static constexpr int kAhead = kAheadK > kAheadV ? kAheadK : kAheadV;
+  // Rows of K and V are prefetched this many rows ahead of those in use. The pages of rows are
+  // touched a tile before that, all pages of a tile at once: until an address is translated, no
+  // later instruction retires, and page by page this is waited for page by page. Decoding takes
+  // 0.6 of the time in fp32, 0.7 to 0.8 in bf16 (one thread of a virtual machine on a Zen 4,
+  // cpu:avx2, pages of 4 KB, timed by hand; with pages of 2 MB it takes as long without).
+  static constexpr int kBytesK = Config::kHeadDim * sizeof(K),
+                       kBytesV = Config::kHeadDimV * sizeof(V);
+  static constexpr int kRowBytes = kBytesK > kBytesV ? kBytesK : kBytesV;
+  static constexpr int kAheadK = prefetch_keys(kBytesK), kAheadV = prefetch_keys(kBytesV);
+  static constexpr int kAhead = (kAheadK > kAheadV ? kAheadK : kAheadV) + 2 * kTileKv;
   using KvRows = KeysOf<Config, kAhead>;
 
  public:
+  // Where the kv heads of a token are adjacent ([B, N, H, D], [N, H, D], pages), items of the same
+  // rows and keys run together, tile by tile, up to 2 KB of a token: memory is then read in its
+  // order, and a page is translated once for all heads. Their K and V of a tile stay in L2.
+  static constexpr int kMaxHeads = Config::kBlockMask || Hooks::kMaskReadsHead ? 1
+                                   : kRowBytes > 1024                          ? 1
+                                   : kRowBytes < 256                           ? 8
+                                                                               : 2048 / kRowBytes;
+
   FewRow(const Context& c, Carver& carver)
       : c_(c),
-        q_(carver.take<Matrix>(uint64_t{kTileRows} * kDim)),
-        o_(carver.take<float>(uint64_t{kTileRows} * kDimV)),
+        q_(carver.take<Matrix>(uint64_t{kMaxHeads} * kTileRows * kDim)),
+        o_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kDimV)),
         s_(carver.take<float>(uint64_t{kTileRows} * kTileKv)),
-        qt_(carver.take<int32_t>(kTiles ? uint64_t{kTileRows} * kDim / 2 : 0)),
+        qt_(carver.take<int32_t>(kTiles ? uint64_t{kMaxHeads} * kTileRows * kDim / 2 : 0)),
         k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
-        base_(carver.take<float>(kTileRows + kLanes)),
-        sums_(carver.take<float>(uint64_t{kTileRows} * kLanes)),
-        h_(carver.take<int32_t>(kTileRows + kLanes)),
+        base_(carver.take<float>(kMaxHeads * kPaddedRows)),
+        sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
+        h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
         q_idx_(carver.take<int32_t>(kTileRows)),
-        rows_(carver.take<Rows>(kTileRows)),
-        b_(carver.take<int32_t>(kIndirect ? kTileRows + kLanes : 0)),
+        rows_(carver.take<Rows>(kMaxHeads * kTileRows)),
+        b_(carver.take<int32_t>(kIndirect ? kPaddedRows : 0)),
         kv_(carver) {}
 
   using Session = Choose<kTiles, TileSession, NoSession>;
 
-  void run_tile(const fajit_work& w, int32_t row0, int count) {
+  // Packed rows [row0, row0 + count) of `heads` items, which differ in their kv heads alone: those
+  // from that of the first item on.
+  void run_tile(const fajit_work* items, int heads, int32_t row0, int count) {
+    const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
-    __builtin_memset(q_, 0, sizeof(Matrix) * kTileRows * kDim);
-    __builtin_memset(o_, 0, sizeof(float) * kTileRows * kDimV);
-    for (int i = 0; i < count; ++i) {
-      const PackedRow row = packed_row<kIndirect>(a, w, row0 + i);
-      h_[i] = row.h;
-      q_idx_[i] = row.q_idx;
-      if constexpr (kIndirect) b_[i] = row.b;
-      base_[i] = -kInf;
-      store(sums_ + i * kLanes, vf{});
-      if constexpr (kPairHooks) rows_[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
-      convert_query<Config, Hooks, kDim>(c_, w, row, q_ + i * kDim);
-      if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(q_ + i * kDim);
-    }
-    if constexpr (kTiles) pack_queries(count);
+    for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
     KvWalk<Config, Hooks, KvRows> walk(c_, w, span, row0, kv_);
-    for (KvTile tile; walk.next(tile);) run_keys(w, tile, count);
-    finish(w, row0, count);
+    int32_t reached = -1;
+    for (KvTile tile; walk.next(tile); reached = tile.end) {
+      const KeyRows k = kv_.keys();
+      const ValueRows v = kv_.values();
+      const int ahead_k = heads > 1 ? kTileKv : kAheadK, ahead_v = heads > 1 ? kTileKv : kAheadV;
+      if (tile.begin != reached) start_rows(k, v, ahead_k, ahead_v, heads);
+      touch_pages(k, ahead_k + kTileKv);
+      touch_pages(v, ahead_v + kTileKv);
+      RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
+      RowStream<ValueRows> next_v(v.from(ahead_v, 0), heads * kBytesV);
+      for (int j = 0; j < heads; ++j) {
+        run_keys(items[j], head(j), tile, count, k.from(0, j * Config::kHeadDim),
+                 v.from(0, j * Config::kHeadDimV), next_k, next_v);
+      }
+    }
+    for (int j = 0; j < heads; ++j) finish(items[j], head(j), row0, count);
   }
 
  private:
+  using KeyRows = decltype(static_cast<const KvRows*>(nullptr)->keys());
+  using ValueRows = decltype(static_cast<const KvRows*>(nullptr)->values());
+
+  // The state of the rows of one kv head.
+  struct Head {
+    Matrix* q;
+    float* o;
+    int32_t* qt;
+    float* base;
+    float* sums;
+    int32_t* h;
+    Rows* rows;
+  };
+  FAJIT_INLINE Head head(int j) const {
+    const int row = j * kTileRows;
+    return {q_ + row * kDim,
+            o_ + row * kDimV,
+            qt_ + (kTiles ? row * kDim / 2 : 0),
+            base_ + j * kPaddedRows,
+            sums_ + row * kLanes,
+            h_ + j * kPaddedRows,
+            rows_ + row};
+  }
+
+  void start_head(const fajit_work& w, const Head& s, int32_t row0, int count) {
+    __builtin_memset(s.q, 0, sizeof(Matrix) * kTileRows * kDim);
+    __builtin_memset(s.o, 0, sizeof(float) * kTileRows * kDimV);
+    for (int i = 0; i < count; ++i) {
+      const PackedRow row = packed_row<kIndirect>(*c_.args, w, row0 + i);
+      s.h[i] = row.h;
+      q_idx_[i] = row.q_idx;
+      if constexpr (kIndirect) b_[i] = row.b;
+      s.base[i] = -kInf;
+      store(s.sums + i * kLanes, vf{});
+      if constexpr (kPairHooks) s.rows[i] = Hooks::rows(c_, row.b, row.h, row.q_idx);
+      convert_query<Config, Hooks, kDim>(c_, w, row, s.q + i * kDim);
+      if constexpr (kPaired<Matrix, Key, kDim>) paired_row<kDim>(s.q + i * kDim);
+    }
+    if constexpr (kTiles) pack_queries(s, count);
+  }
+
   // Transposes Q by words, for the products with AMX tiles.
-  void pack_queries(int count) {
+  void pack_queries(const Head& s, int count) {
     const int blocks = (count + 15) / 16;
     for (int j = 0; j < blocks; ++j) {
       const int32_t* rows[kLanes];
       for (int i = 0; i < kLanes; ++i)
-        rows[i] = reinterpret_cast<const int32_t*>(q_ + (j * 16 + i) * kDim);
-      transpose_rows<kDim / 2>(rows, qt_ + j * kLanes, blocks * kLanes);
+        rows[i] = reinterpret_cast<const int32_t*>(s.q + (j * 16 + i) * kDim);
+      transpose_rows<kDim / 2>(rows, s.qt + j * kLanes, blocks * kLanes);
     }
   }
 
-  __attribute__((noinline)) void run_keys(const fajit_work& w, const KvTile& tile, int count) {
+  // What the tiles before would have fetched: for the first tile, and where the mask skips keys.
+  __attribute__((noinline)) void start_rows(const KeyRows& k, const ValueRows& v, int ahead_k,
+                                            int ahead_v, int heads) {
+    for (int n = 0; n < ahead_k + kTileKv; n += kTileKv) touch_pages(k, n);
+    for (int n = 0; n < ahead_v + kTileKv; n += kTileKv) touch_pages(v, n);
+    RowStream<KeyRows> stream_k(k, heads * kBytesK);
+    RowStream<ValueRows> stream_v(v, heads * kBytesV);
+    for (int n = 0; n < heads * ahead_k; ++n) stream_k.template next<kBytesK>();
+    for (int n = 0; n < heads * ahead_v; ++n) stream_v.template next<kBytesV>();
+  }
+
+  // Starts the translation of the addresses of a tile of rows from row `first` on.
+  template <class R>
+  FAJIT_INLINE void touch_pages(const R& rows, int first) {
+    each_page(rows, first, kTileKv,
+              [](const char* p) { __builtin_prefetch(p, 0, kPrefetchLocality); });
+  }
+
+  // One head's products with a tile of keys, during which as many rows are prefetched.
+  __attribute__((noinline)) void run_keys(const fajit_work& w, const Head& s, const KvTile& tile,
+                                          int count, KeyRows k_src, ValueRows v_src,
+                                          RowStream<KeyRows>& next_k,
+                                          RowStream<ValueRows>& next_v) {
     const fajit_args& a = *c_.args;
     const int32_t b = w.request, kv_h = w.head_begin / c_.group_size();
     const int keys = tile.end - tile.begin;
-    const auto k_src = kv_.keys();
-    const auto v_src = kv_.values();
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
 #if FAJIT_AMX
-    RowStream<Config::kHeadDim * sizeof(K), Config::kHeadDimV * sizeof(V), kAhead, decltype(k_src),
-              decltype(v_src)>
-        stream(k_src, v_src, keys);
+    TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>> stream(next_k, next_v,
+                                                                                  keys);
 #endif
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (count > kVectorRows)
-          return tile_few_scores<kDim>(k, keys, qt_, count, scale, s_, kTileKv, stream);
+          return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream);
       }
 #endif
       with_rows(count, [&](auto rows) {
-        few_scores<Matrix, Key, kDim, rows.count, rows.groups>(k, keys, q_, scale, s_, kTileKv);
+        few_scores<Matrix, Key, kDim, rows.count, rows.groups>(
+            k, keys, s.q, scale, s_, kTileKv,
+            [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); });
       });
     };
     if constexpr (kKeysInPlace) {
@@ -160,23 +242,22 @@ class FewRow {
       multiply(StridedRows<Matrix>{k_rows_, kDim});
     }
 
-    soften(b, kv_h, tile, count);
+    soften(s, b, kv_h, tile, count);
 
     const int32_t* words = reinterpret_cast<const int32_t*>(s_);
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
         if (count > kVectorRows)
-          return tile_few_values<kDimV>(v, keys, words, count, kTileKv, o_, stream);
+          return tile_few_values<kDimV>(v, keys, words, count, kTileKv, s.o, stream);
       }
 #endif
       with_rows(count, [&](auto rows) {
-        if constexpr (rows.groups > 1) {
-          grouped_values<Matrix, Value, kDimV, rows.count, rows.groups>(v, keys, words, kTileKv,
-                                                                        o_);
-        } else {
-          few_values<Matrix, Value, kDimV, rows.count>(v, keys, words, kTileKv, o_);
-        }
+        constexpr int steps = ValueParts<kDimV, rows.count>::count;  // for a row
+        constexpr int piece = kBytesV * ValueStep<Matrix, Value>::kKeys / steps;
+        few_values<Matrix, Value, kDimV, rows.count, rows.groups>(
+            v, keys, words, kTileKv, s.o,
+            [&]() __attribute__((always_inline)) { next_v.template next<piece>(); });
       });
     };
     if constexpr (kValuesInPlace) {
@@ -214,7 +295,8 @@ class FewRow {
   }
 
   // Hooks and softmax: scores in s_ become weights in place, o_ is rescaled.
-  __attribute__((flatten)) void soften(int32_t b, int32_t kv_h, const KvTile& tile, int count) {
+  __attribute__((flatten)) void soften(const Head& head, int32_t b, int32_t kv_h,
+                                       const KvTile& tile, int count) {
     const int keys = tile.end - tile.begin, vectors = (keys + kLanes - 1) / kLanes;
     const bool masked = Hooks::kMask && tile.state != FAJIT_TILE_FULL;
     vf top[kTileRows];
@@ -229,22 +311,22 @@ class FewRow {
         vf x = load(s);
         if constexpr (kPairHooks && kKeysOfRows)
           if (r == 0 || b_[r] != b_[r - 1]) key = Hooks::keys(c_, b_[r], kv_h, kv_idx);
-        if constexpr (Hooks::kScore) x = Hooks::score(c_, x, rows_[r], key);
+        if constexpr (Hooks::kScore) x = Hooks::score(c_, x, head.rows[r], key);
         if constexpr (Hooks::kPointwise) {
           x = Hooks::pointwise(c_, x);
           if constexpr (Hooks::kPointwiseScale)
-            x = x * Hooks::pointwise_scale(c_, kIndirect ? b_[r] : b, h_[r], q_idx_[r]);
+            x = x * Hooks::pointwise_scale(c_, kIndirect ? b_[r] : b, head.h[r], q_idx_[r]);
         }
         const vf hidden = splat(Hooks::kPointwise ? 0.0f : -kInf);
         if constexpr (Hooks::kMask)
-          if (masked) x = select(Hooks::mask(c_, rows_[r], key), x, hidden);
+          if (masked) x = select(Hooks::mask(c_, head.rows[r], key), x, hidden);
         x = select(inside, x, hidden);
         store(s, x);
         top[r] = max(top[r], x);
       }
     }
     for (int r = 0; r < count; ++r) {
-      if constexpr (!Hooks::kPointwise) normalize_row(r, vectors, top[r]);
+      if constexpr (!Hooks::kPointwise) normalize_row(head, r, vectors, top[r]);
       pack_row_weights<Matrix, Value>(s_ + r * kTileKv, vectors * kLanes);
     }
   }
@@ -253,46 +335,46 @@ class FewRow {
   // the largest weight is 1, which bf16 holds exactly. Most tiles of a long row do not raise the
   // maximum, and need neither a horizontal reduction nor rescaling (100 of 640 ns for 64 keys and 4
   // rows, during which no row of K or V is fetched).
-  FAJIT_INLINE void normalize_row(int r, int vectors, vf top) {
-    if (any(top > base_[r])) {
-      const float highest = max(base_[r], reduce_max(top));
-      const float rescale = math::exp2((base_[r] - highest) * kToBase2<Hooks>);
-      base_[r] = highest;
-      store(sums_ + r * kLanes, load(sums_ + r * kLanes) * rescale);
+  FAJIT_INLINE void normalize_row(const Head& head, int r, int vectors, vf top) {
+    if (any(top > head.base[r])) {
+      const float highest = max(head.base[r], reduce_max(top));
+      const float rescale = math::exp2((head.base[r] - highest) * kToBase2<Hooks>);
+      head.base[r] = highest;
+      store(head.sums + r * kLanes, load(head.sums + r * kLanes) * rescale);
       for (int d = 0; d < kDimV; d += kLanes)
-        store(o_ + r * kDimV + d, load(o_ + r * kDimV + d) * rescale);
+        store(head.o + r * kDimV + d, load(head.o + r * kDimV + d) * rescale);
     }
     // A row without a key so far: any finite base makes its weights 0.
-    const float base = base_[r] == -kInf ? 0.0f : base_[r];
-    vf sum = load(sums_ + r * kLanes);
+    const float base = head.base[r] == -kInf ? 0.0f : head.base[r];
+    vf sum = load(head.sums + r * kLanes);
     for (int j = 0; j < vectors; ++j) {
       float* s = s_ + r * kTileKv + j * kLanes;
       const vf x = weight_exp2<float>((load(s) - base) * kToBase2<Hooks>);
       sum += x;
       store(s, x);
     }
-    store(sums_ + r * kLanes, sum);
+    store(head.sums + r * kLanes, sum);
   }
 
-  void finish(const fajit_work& w, int32_t row0, int count) {
+  void finish(const fajit_work& w, const Head& head, int32_t row0, int count) {
     const Writer writer{c_, w.request, emit_of(*c_.args, w.partial)};
     for (int first = 0; first < count; first += kLanes) {
       vf sum{};
       for (int i = 0; i < kLanes; ++i) {
         if (first + i < count) {
-          sum[i] = reduce_add(load(sums_ + (first + i) * kLanes));
+          sum[i] = reduce_add(load(head.sums + (first + i) * kLanes));
         } else {  // a lane without a row
-          h_[first + i] = h_[0];
+          head.h[first + i] = head.h[0];
           if constexpr (kIndirect) b_[first + i] = b_[0];
-          base_[first + i] = -kInf;
+          head.base[first + i] = -kInf;
         }
       }
       const vi b = kIndirect ? load<vi>(b_ + first) : splat(w.request);
-      const Normalized n =
-          writer.normalizer(load(base_ + first) * kToNatural<Hooks>, sum, b, load<vi>(h_ + first));
+      const Normalized n = writer.normalizer(load(head.base + first) * kToNatural<Hooks>, sum, b,
+                                             load<vi>(head.h + first));
       for (int i = 0; i < kLanes && first + i < count; ++i) {
         const int32_t packed = row0 + first + i;
-        float* o = o_ + (first + i) * kDimV;
+        float* o = head.o + (first + i) * kDimV;
         for (int d = 0; d < kDimV; d += kLanes) store(o + d, load(o + d) * n.factor[i]);
         ordered_dims<Matrix, Value, kDimV>(o);
         writer.write(packed_row<kIndirect>(*c_.args, w, packed),
@@ -302,17 +384,17 @@ class FewRow {
   }
 
   Context c_;
-  Matrix* q_;       // [row][kDim]
-  float* o_;        // [row][kDimV]
-  float* s_;        // [row][key]
-  int32_t* qt_;     // [block of rows][word][row], for AMX tiles
+  Matrix* q_;       // [head][row][kDim]
+  float* o_;        // [head][row][kDimV]
+  float* s_;        // [row][key] of one head
+  int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  float* base_;  // per row, in the units of scores
-  float* sums_;  // [row][lane]: partial sums of weights
-  int32_t* h_;
+  float* base_;  // [head][row], in the units of scores
+  float* sums_;  // [head][row][lane]: partial sums of weights
+  int32_t* h_;   // [head][row]
   int32_t* q_idx_;
-  Rows* rows_;
+  Rows* rows_;  // [head][row]
   int32_t* b_;  // request of each row, indirect kernels only
   KvRows kv_;
 };

@@ -13,6 +13,36 @@ namespace fajit {
 
 constexpr int kFewRowGroup = 4;  // rows that share a loaded vector
 
+// Prefetches rows in the order of memory, a piece at a time between other work: a burst fills the
+// core's miss queue and stalls, and afterwards the memory is idle. When the first of the parts in
+// which O is computed prefetched all of V, AVX2 (8 parts for 4 rows, D128) read V at 10 instead of
+// 25 GB/s (fp32; 9 and 17 in bf16; one thread of a Zen 4, timed by hand).
+template <class Rows>
+class RowStream {
+ public:
+  // `bytes`: of a row, or of several adjacent ones.
+  FAJIT_INLINE RowStream(const Rows& rows, int64_t bytes) : rows_(rows), bytes_(bytes) { start(); }
+
+  template <int piece>
+  FAJIT_INLINE void next() {
+    prefetch_row<piece>(at_);
+    at_ += piece;
+    if (at_ < end_) return;
+    rows_ = rows_.from(1, 0);
+    start();
+  }
+
+ private:
+  FAJIT_INLINE void start() {
+    at_ = reinterpret_cast<const char*>(rows_(0));
+    end_ = at_ + bytes_;
+  }
+
+  Rows rows_;
+  const int64_t bytes_;
+  const char *at_, *end_;
+};
+
 // Lane i of the result is the sum over the lanes of r[i].
 FAJIT_INLINE vf reduce_columns(vf (&r)[kLanes]) {
 #pragma GCC unroll 4
@@ -76,43 +106,84 @@ struct KeyVector<bfloat16_t, bfloat16_t> {
 };
 #endif
 
+// The sums over the lanes of four vectors, in the first four lanes.
+FAJIT_INLINE vf reduce_four(vf r0, vf r1, vf r2, vf r3) {
+  const vi lane = iota(), low = (lane & ~3) + (lane & 1) + (lane & 2) / 2 * kLanes;
+  const auto join = [](vf a, vf b, vi first, vi second) {
+    return as_float(shuffle2(as_int(a), as_int(b), first)) +
+           as_float(shuffle2(as_int(a), as_int(b), second));
+  };
+  const vi even = (lane & ~3) + 2 * (lane & 1) + (lane & 2) / 2 * kLanes;
+  vf x = join(join(r0, r1, low, low + 2), join(r2, r3, low, low + 2), even, even + 1);
+#pragma GCC unroll 2
+  for (int half = kLanes / 2; half >= 4; half /= 2)
+    x += as_float(shuffle2(as_int(x), as_int(x), lane ^ half));
+  return x;
+}
+
 // s[row * s_stride + key] = scale * q[row] . k[key] for NR rows and keys [0, count), count rounded
 // up to kLanes / NR. Rows of q are `Dim` long; `Dim` is a multiple of a vector. Keys past `count`
-// repeat the last key. `k(n)`: row n, for prefetches also past `count`. The NG groups of NR rows
-// process the same few keys one after another, so all but the first find them in L1: the rows of
-// one head may be 4 KB apart, where 8 of them fill their L1 set and 128 their L2 set.
-template <class Matrix, class Key, int Dim, int NR, int NG = 1, class KeyRows>
+// repeat the last key. `fetch()` issues the prefetches that belong to a key. The NG groups of NR
+// rows process the same few keys one after another, so all but the first find them in L1: the rows
+// of one head may be 4 KB apart, where 8 of them fill their L1 set and 128 their L2 set.
+template <class Matrix, class Key, int Dim, int NR, int NG = 1, class KeyRows, class Fetch>
 FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale, float* s,
-                             int s_stride) {
-  constexpr int keys = kLanes / NR;
-  constexpr int ahead = prefetch_keys(Dim * sizeof(Key));
+                             int s_stride, Fetch fetch) {
   using Vector = KeyVector<Matrix, Key, kPaired<Matrix, Key, Dim>>;
+  // Four rows against three keys have 12 sums in 16 registers: with the 8 of two keys, the latency
+  // of the FMAs shows, and fp32 takes 1.14 times as long (from L2, Zen 4, timed by hand). Words of
+  // two need six registers for three keys.
+  constexpr bool by_key = kLanes == 8 && NR == 4 && Vector::kElements == kLanes;
+  constexpr int keys = by_key ? 3 : kLanes / NR;
   for (int n = 0; n < count; n += keys) {
     const Key* row[keys];
 #pragma GCC unroll 16
     for (int i = 0; i < keys; ++i) {
       row[i] = k(n + i < count ? n + i : count - 1);
-      prefetch_row<Dim * sizeof(Key)>(k(n + i + ahead));
+      fetch();
     }
 #pragma GCC unroll 1
     for (int g = 0; g < NG; ++g) {
       const Matrix* of_group = q + g * NR * Dim;
-      vf acc[kLanes] = {};
+      float* out = s + g * NR * s_stride + n;
+      vf acc[NR * keys] = {};
       for (int d = 0; d < Dim; d += Vector::kElements) {
-#pragma GCC unroll 16
-        for (int i = 0; i < keys; ++i) {
-          const Vector v(row[i] + d);
+        if constexpr (by_key) {
+          vf v[keys];
+#pragma GCC unroll 3
+          for (int i = 0; i < keys; ++i) v[i] = Vector(row[i] + d).v;
 #pragma GCC unroll 4
-          for (int r = 0; r < NR; ++r)
-            acc[r * keys + i] = v.dot(acc[r * keys + i], of_group + r * Dim + d);
+          for (int r = 0; r < NR; ++r) {
+            const vf x = load(of_group + r * Dim + d);
+#pragma GCC unroll 3
+            for (int i = 0; i < keys; ++i) acc[r * keys + i] += v[i] * x;
+          }
+        } else {
+#pragma GCC unroll 16
+          for (int i = 0; i < keys; ++i) {
+            const Vector v(row[i] + d);
+#pragma GCC unroll 4
+            for (int r = 0; r < NR; ++r)
+              acc[r * keys + i] = v.dot(acc[r * keys + i], of_group + r * Dim + d);
+          }
         }
       }
-      const vf dots = reduce_columns(acc) * scale;
       float lanes[kLanes];
-      store(lanes, dots);
+      if constexpr (by_key) {
+#pragma GCC unroll 3
+        for (int i = 0; i < keys; ++i) {
+          store(lanes,
+                reduce_four(acc[i], acc[keys + i], acc[2 * keys + i], acc[3 * keys + i]) * scale);
+          if (n + i < count)
 #pragma GCC unroll 4
-      for (int r = 0; r < NR; ++r)
-        __builtin_memcpy(s + (g * NR + r) * s_stride + n, lanes + r * keys, keys * sizeof(float));
+            for (int r = 0; r < NR; ++r) out[r * s_stride + i] = lanes[r];
+        }
+      } else {
+        store(lanes, reduce_columns(acc) * scale);
+#pragma GCC unroll 4
+        for (int r = 0; r < NR; ++r)
+          __builtin_memcpy(out + r * s_stride, lanes + r * keys, keys * sizeof(float));
+      }
     }
   }
 }
@@ -158,128 +229,138 @@ struct ValueStep<bfloat16_t, bfloat16_t> {
 };
 #endif
 
-// o[row][0, NV * kLanes) += sum over `count` keys of p[row] v, in steps of kKeys: `p` has a word a
-// step. An odd last key is paired with itself, with weight 0. `Fetch`: bytes of the rows of `ahead`
-// to prefetch at each key, 0 for none.
-template <class Matrix, class Value, bool Paired, int NR, int NV, int Fetch, class ValueRows,
-          class AheadRows>
-FAJIT_INLINE void few_values_part(ValueRows v, AheadRows ahead, int count, const int32_t* p,
-                                  int p_stride, float* o, int o_stride) {
-  using Step = ValueStep<Matrix, Value, Paired>;
+// Rows of V, as the vectors of a ValueStep from dim `d` on; steps are counted by their first key.
+// An odd last key is paired with itself, with weight 0.
+template <class Step, class ValueRows>
+struct StoredValues {
   using Weight = Dot<typename Step::Weight>;
-  static_assert(NV % Step::kVectors == 0);
-  vf acc[NR][NV] = {};  // added to o at the end: short chains of additions have small errors
-  for (int n = 0; n < count; n += Step::kKeys) {
-    const Value* row = v(n);
-    const Value* partner = n + 1 < count ? v(n + 1) : row;
-    if constexpr (Fetch > 0)
+  static constexpr int kKeys = Step::kKeys, kVectors = Step::kVectors;
+  ValueRows v;
+  int count;
+
+  FAJIT_INLINE auto at(int n, int d) const {
+    const auto* row = v(n) + d;
+    const auto* partner = kKeys > 1 && n + 1 < count ? v(n + 1) + d : row;
+    return [=](int j, vi(&x)[kVectors]) __attribute__((always_inline)) {
+      Step::load(row + j * kLanes, partner + j * kLanes, x);
+    };
+  }
+};
+// The vectors of a chunk of keys, Dim words a step, which other groups of rows have left in L1.
+template <class Step, int Dim>
+struct KeptValues {
+  using Weight = Dot<typename Step::Weight>;
+  static constexpr int kKeys = Step::kKeys, kVectors = 1;
+  const int32_t* words;
+
+  FAJIT_INLINE auto at(int n, int d) const {
+    const int32_t* step = words + n / kKeys * Dim + d;
+    return [=](int j, vi(&x)[1])
+               __attribute__((always_inline)) { x[0] = load<vi>(step + j * kLanes); };
+  }
+};
+// StoredValues that are kept in `words` as they are read.
+template <class Step, int Dim, class ValueRows>
+struct KeepingValues : StoredValues<Step, ValueRows> {
+  using Stored = StoredValues<Step, ValueRows>;
+  int32_t* words;
+
+  FAJIT_INLINE KeepingValues(Stored stored, int32_t* to) : Stored(stored), words(to) {}
+  FAJIT_INLINE auto at(int n, int d) const {
+    const auto read = Stored::at(n, d);
+    int32_t* step = words + n / Stored::kKeys * Dim + d;
+    return [=](int j, vi(&x)[Stored::kVectors]) __attribute__((always_inline)) {
+      read(j, x);
 #pragma GCC unroll 2
-      for (int i = 0; i < Step::kKeys; ++i) prefetch_row<Fetch>(ahead(n + i));
+      for (int i = 0; i < Stored::kVectors; ++i) store(step + (j + i) * kLanes, x[i]);
+    };
+  }
+};
+
+// o[row][d, d + NV * kLanes) += sum over `count` keys of p[row] v: `p` has a word a step. `fetch()`
+// issues the prefetches that belong to a step.
+template <int NR, int NV, class Values, class Fetch>
+FAJIT_INLINE void few_values_part(const Values& values, int d, int count, const int32_t* p,
+                                  int p_stride, float* o, int o_stride, Fetch fetch) {
+  static_assert(NV % Values::kVectors == 0);
+  vf acc[NR][NV] = {};  // added to o at the end: short chains of additions have small errors
+  for (int n = 0; n < count; n += Values::kKeys) {
+    const auto read = values.at(n, d);
+    fetch();
     vi weight[NR];
 #pragma GCC unroll 4
-    for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n / Step::kKeys]);
+    for (int r = 0; r < NR; ++r) weight[r] = splat(p[r * p_stride + n / Values::kKeys]);
 #pragma GCC unroll 16
-    for (int j = 0; j < NV; j += Step::kVectors) {
-      vi x[Step::kVectors];
-      Step::load(row + j * kLanes, partner + j * kLanes, x);
+    for (int j = 0; j < NV; j += Values::kVectors) {
+      vi x[Values::kVectors];
+      read(j, x);
 #pragma GCC unroll 2
-      for (int i = 0; i < Step::kVectors; ++i)
+      for (int i = 0; i < Values::kVectors; ++i)
 #pragma GCC unroll 4
-        for (int r = 0; r < NR; ++r) acc[r][j + i] = Weight::step(acc[r][j + i], weight[r], x[i]);
+        for (int r = 0; r < NR; ++r)
+          acc[r][j + i] = Values::Weight::step(acc[r][j + i], weight[r], x[i]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < NR; ++r)
 #pragma GCC unroll 16
     for (int j = 0; j < NV; ++j) {
-      float* at = o + r * o_stride + j * kLanes;
+      float* at = o + r * o_stride + d + j * kLanes;
       store(at, load(at) + acc[r][j]);
     }
 }
 
-// All of `Dim` (a multiple of what a step makes) for NR rows. Keys are processed in chunks whose V
-// rows stay in L1 for all parts of the head dim; the first part prefetches, a row at a step.
-template <class Matrix, class Value, int Dim, int NR, class ValueRows>
-FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
-  constexpr bool paired = kPaired<Matrix, Value, Dim>;
-  constexpr int vectors = Dim / kLanes;
-  constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
-  constexpr int NV = vectors < most ? vectors : most;
-  constexpr int chunk = 16;
-  constexpr int ahead = prefetch_keys(Dim * sizeof(Value));
-  for (int n = 0; n < count; n += chunk) {
-    const int keys = count - n < chunk ? count - n : chunk;
-    const ValueRows rows = v.from(n, 0);
-    const int32_t* words = p + n / ValueStep<Matrix, Value>::kKeys;
-    few_values_part<Matrix, Value, paired, NR, NV, Dim * sizeof(Value)>(
-        rows, rows.from(ahead, 0), keys, words, p_stride, o, Dim);
-    int d = NV * kLanes;
-    for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Matrix, Value, paired, NR, NV, 0>(rows.from(0, d), rows, keys, words,
-                                                        p_stride, o + d, Dim);
-    if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Value, paired, NR, vectors % NV, 0>(rows.from(0, d), rows, keys,
-                                                                  words, p_stride, o + d, Dim);
-  }
-}
+// The parts in which O of NR rows is computed, so that the accumulators fit the registers: `whole`
+// parts of NV vectors, then one of `rest`. Keys are processed in chunks whose V rows stay in L1 for
+// all parts.
+template <int Dim, int NR>
+struct ValueParts {
+  static constexpr int vectors = Dim / kLanes, most = 8 / NR;
+  static constexpr int NV = vectors < most ? vectors : most;
+  static constexpr int whole = vectors / NV, rest = vectors % NV;
+  static constexpr int chunk = 16, count = whole + (rest > 0);
 
-// The same for NG groups of NR rows, bound by arithmetic as much as by memory. A chunk's rows are
-// first copied to a contiguous buffer: in place, 4 KB apart, they evict each other from L1 between
-// the groups, and loads from L2 queue behind the prefetches. Each part of the first group
-// prefetches its columns of the next chunk, so the memory stays busy. 8 rows take 0.85 to 0.94 of
-// the time of one group after the other, in bf16 0.8 to 0.89 (measured with chunks of 8 keys, one
-// thread on AVX2, 1 to 32 KV heads). Chunks of 16 take as long, and O, which is updated half as
-// often, then has 1.3 instead of 1.7 times the error of a prefill tile over 8,192 keys.
-template <class Matrix, class Value, int Dim, int NR, int NG, class ValueRows>
-FAJIT_INLINE void grouped_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o) {
-  using Step = ValueStep<Matrix, Value>;
-  // The type of V in the copy: that of the weights.
-  using Copy = typename Step::Weight;
-  constexpr int vectors = Dim / kLanes;
-  constexpr int most = (kLanes == 16 ? 16 : 8) / NR;
-  constexpr int NV = vectors < most ? vectors : most;
-  constexpr int bytes = NV * kLanes * sizeof(Value);
-  constexpr int chunk = 16;
-  alignas(64) Copy copy[chunk * Dim];
-  const StridedRows<Copy> held{copy, Dim};
-  for (int n = 0; n < count; n += chunk) {
-    const int keys = count - n < chunk ? count - n : chunk;
-    for (int i = 0; i < keys; ++i) {
-      const Value* row = v(n + i);
-      if constexpr (sizeof(Copy) == sizeof(Value)) {
-        __builtin_memcpy(copy + i * Dim, row, Dim * sizeof(Value));
-      } else if constexpr (kPaired<Matrix, Value, Dim>) {
-#pragma GCC unroll 4
-        for (int d = 0; d < Dim; d += 2 * kLanes) {
-          const EvenOdd x(row + d);
-          store(copy + i * Dim + d, x.even);
-          store(copy + i * Dim + d + kLanes, x.odd);
-        }
-      } else {
-#pragma GCC unroll 4
-        for (int d = 0; d < Dim; d += kLanes)
-          store(copy + i * Dim + d, Storage<Value>::load(row + d));
-      }
-    }
-    const ValueRows next = v.from(n + chunk, 0);
-    const int32_t* words = p + n / Step::kKeys;
-    int d = 0;
-    for (; d + NV * kLanes <= Dim; d += NV * kLanes)
-      few_values_part<Matrix, Copy, false, NR, NV, bytes>(held.from(0, d), next.from(0, d), keys,
-                                                          words, p_stride, o + d, Dim);
-    if constexpr (vectors % NV != 0)
-      few_values_part<Matrix, Copy, false, NR, vectors % NV, bytes>(
-          held.from(0, d), next.from(0, d), keys, words, p_stride, o + d, Dim);
+  template <int N>
+  struct Width {
+    static constexpr int vectors = N;
+  };
+  // f(width, first dim) for each part.
+  template <class F>
+  static FAJIT_INLINE void each(F f) {
+    for (int i = 0; i < whole; ++i) f(Width<NV>{}, i * NV * kLanes);
+    if constexpr (rest > 0) f(Width<rest>{}, whole * NV * kLanes);
+  }
+};
+
+// o[row][0, Dim) += sum over `count` keys of p[row] v for NG groups of NR rows; Dim is a multiple
+// of what a step makes. `fetch()` issues the prefetches that belong to a key of a part. All but the
+// first group, which also prefetches, read the vectors that it has kept: rows of V may be 4 KB
+// apart, where they evict each other from L1, and loads from L2 queue behind the prefetches. Chunks
+// of 16 keys: O, which is updated half as often as with 8, has 1.3 instead of 1.7 times the error
+// of a prefill tile over 8,192 keys.
+template <class Matrix, class Value, int Dim, int NR, int NG, class ValueRows, class Fetch>
+FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
+                             Fetch fetch) {
+  using Step = ValueStep<Matrix, Value, kPaired<Matrix, Value, Dim>>;
+  using Parts = ValueParts<Dim, NR>;
+  alignas(64) int32_t kept[NG > 1 ? Parts::chunk / Step::kKeys * Dim : 1];
+  for (int n = 0; n < count; n += Parts::chunk) {
+    const int keys = count - n < Parts::chunk ? count - n : Parts::chunk;
+    const auto group = [&](int g, const auto& values, auto each_key)
+                           __attribute__((always_inline)) {
+                             const int32_t* words = p + g * NR * p_stride + n / Step::kKeys;
+                             Parts::each([&](auto width, int d) __attribute__((always_inline)) {
+                               few_values_part<NR, width.vectors>(values, d, keys, words, p_stride,
+                                                                  o + g * NR * Dim, Dim, each_key);
+                             });
+                           };
+    const StoredValues<Step, ValueRows> stored{v.from(n, 0), keys};
+    if constexpr (NG == 1) {
+      group(0, stored, fetch);
+    } else {
+      group(0, KeepingValues<Step, Dim, ValueRows>(stored, kept), fetch);
 #pragma GCC unroll 1
-    for (int g = 1; g < NG; ++g) {
-      const int32_t* of_group = words + g * NR * p_stride;
-      float* out = o + g * NR * Dim;
-      for (d = 0; d + NV * kLanes <= Dim; d += NV * kLanes)
-        few_values_part<Matrix, Copy, false, NR, NV, 0>(held.from(0, d), held, keys, of_group,
-                                                        p_stride, out + d, Dim);
-      if constexpr (vectors % NV != 0)
-        few_values_part<Matrix, Copy, false, NR, vectors % NV, 0>(held.from(0, d), held, keys,
-                                                                  of_group, p_stride, out + d, Dim);
+      for (int g = 1; g < NG; ++g) group(g, KeptValues<Step, Dim>{kept}, [] {});
     }
   }
 }

@@ -30,6 +30,27 @@ struct HeldRows {
   FAJIT_INLINE HeldRows from(int64_t n, int more) const { return {rows + n, d + more}; }
 };
 
+// Rows [first, first + count) one by one, without those that begin on the page of the row before:
+// a row's page for the translation of addresses, of which the smallest is meant (4 KB).
+constexpr int64_t kTranslatedPage = 4096;
+template <class T, class F>
+FAJIT_INLINE void each_page(const StridedRows<T>& rows, int first, int count, F f) {
+  const int64_t stride = rows.stride * int64_t{sizeof(T)}, bytes = stride * count;
+  const int64_t step = stride < kTranslatedPage ? kTranslatedPage : stride;
+  const char* p = reinterpret_cast<const char*>(rows(first));
+  for (int64_t i = 0; i < bytes; i += step) f(p + i);
+}
+template <class T, class F>
+FAJIT_INLINE void each_page(const HeldRows<T>& rows, int first, int count, F f) {
+  int64_t last = -1;
+  for (int n = first; n < first + count; ++n) {
+    const char* p = reinterpret_cast<const char*>(rows(n));
+    const int64_t page = reinterpret_cast<int64_t>(p) / kTranslatedPage;
+    if (page != last) f(p);
+    last = page;
+  }
+}
+
 // Table of the keys that an item visits, in order, a window at a time. Keys that do not exist
 // (entries of a list that are negative or beyond the request's keys) are skipped.
 //

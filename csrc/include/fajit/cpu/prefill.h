@@ -116,7 +116,10 @@ class Prefill {
 
   // --- one tile of rows -----------------------------------------------------------------------
 
-  void run_tile(const fajit_work& w, int32_t row0, int32_t row_count) {
+  static constexpr int kMaxHeads = 1;
+
+  void run_tile(const fajit_work* items, int, int32_t row0, int32_t row_count) {
+    const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     const int vectors = (row_count + kLanes - 1) / kLanes;

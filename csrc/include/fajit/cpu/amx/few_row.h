@@ -12,26 +12,24 @@
 
 namespace fajit {
 
-// Prefetches the rows of K and V that are `Ahead` keys ahead of a tile's, alternately, a few at a
-// time between other work: a burst fills the core's miss queue and stalls, and afterwards the
-// memory bus is idle.
-template <int KeyBytes, int ValueBytes, int Ahead, class KeyRows, class ValueRows>
-class RowStream {
+// Prefetches `count` rows of K and V, alternately, a few at a time.
+template <int KeyBytes, int ValueBytes, class KeyStream, class ValueStream>
+class TileStream {
  public:
-  FAJIT_INLINE RowStream(KeyRows k, ValueRows v, int count) : k_(k), v_(v), count_(count) {}
+  FAJIT_INLINE TileStream(KeyStream& k, ValueStream& v, int count) : k_(k), v_(v), left_(count) {}
 
   // The next `rows` rows of K and of V.
   FAJIT_INLINE void next(int rows) {
-    for (int i = 0; i < rows && at_ < count_; ++i, ++at_) {
-      prefetch_row<KeyBytes>(k_(at_ + Ahead));
-      prefetch_row<ValueBytes>(v_(at_ + Ahead));
+    for (; rows > 0 && left_ > 0; --rows, --left_) {
+      k_.template next<KeyBytes>();
+      v_.template next<ValueBytes>();
     }
   }
 
  private:
-  KeyRows k_;
-  ValueRows v_;
-  int count_, at_ = 0;
+  KeyStream& k_;
+  ValueStream& v_;
+  int left_;
 };
 
 // Rows [n, n + 16) of K for a tile: in place when they are evenly spaced, else copied to `copy`.
