@@ -227,9 +227,9 @@ class FewRow {
           return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream);
       }
 #endif
-      with_rows(count, [&](auto rows) {
-        few_scores<Matrix, Key, kDim, rows.count, rows.groups>(
-            k, keys, s.q, scale, s_, kTileKv,
+      with_rows(count, [&](auto rows, int groups) {
+        few_scores<Matrix, Key, kDim, rows.count>(
+            k, keys, s.q, groups, scale, s_, kTileKv,
             [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); });
       });
     };
@@ -252,11 +252,11 @@ class FewRow {
           return tile_few_values<kDimV>(v, keys, words, count, kTileKv, s.o, stream);
       }
 #endif
-      with_rows(count, [&](auto rows) {
+      with_rows(count, [&](auto rows, int groups) {
         constexpr int steps = ValueParts<kDimV, rows.count>::count;  // for a row
         constexpr int piece = kBytesV * ValueStep<Matrix, Value>::kKeys / steps;
-        few_values<Matrix, Value, kDimV, rows.count, rows.groups>(
-            v, keys, words, kTileKv, s.o,
+        few_values<Matrix, Value, kDimV, rows.count, rows.several>(
+            v, keys, words, kTileKv, groups, s.o,
             [&]() __attribute__((always_inline)) { next_v.template next<piece>(); });
       });
     };
@@ -270,27 +270,28 @@ class FewRow {
     }
   }
 
-  template <int N, int G>
+  template <int N, bool Several>
   struct Groups {
-    static constexpr int count = N, groups = G;
+    static constexpr int count = N;
+    static constexpr bool several = Several;
   };
-  // Calls `f` with a group size for rows [0, count): the rows of a group share each loaded vector.
-  // One group of 1, 2 or 4 rows, or all groups of 4. Results of rows past `count` are not read.
+  // Calls `f` with a group size for rows [0, count) and the number of groups: the rows of a group
+  // share each loaded vector. One group of 1, 2 or 4 rows, or groups of 4. Results of rows past
+  // `count` are not read.
   template <class F>
   FAJIT_INLINE void with_rows(int count, F f) {
     if constexpr (kTiles) {
       static_assert(kVectorRows == 1);
-      return f(Groups<1, 1>{});
+      return f(Groups<1, false>{}, 1);
     }
-    constexpr int all = kTileRows / kFewRowGroup;
-    if (all > 1 && count > kFewRowGroup) {
-      f(Groups<kFewRowGroup, all>{});
+    if (kTileRows > kFewRowGroup && count > kFewRowGroup) {
+      f(Groups<kFewRowGroup, true>{}, (count + kFewRowGroup - 1) / kFewRowGroup);
     } else if (count >= 3) {
-      f(Groups<4, 1>{});
+      f(Groups<4, false>{}, 1);
     } else if (count == 2) {
-      f(Groups<2, 1>{});
+      f(Groups<2, false>{}, 1);
     } else {
-      f(Groups<1, 1>{});
+      f(Groups<1, false>{}, 1);
     }
   }
 

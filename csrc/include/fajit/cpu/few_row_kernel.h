@@ -126,9 +126,9 @@ FAJIT_INLINE vf reduce_four(vf r0, vf r1, vf r2, vf r3) {
 // repeat the last key. `fetch()` issues the prefetches that belong to a key. The NG groups of NR
 // rows process the same few keys one after another, so all but the first find them in L1: the rows
 // of one head may be 4 KB apart, where 8 of them fill their L1 set and 128 their L2 set.
-template <class Matrix, class Key, int Dim, int NR, int NG = 1, class KeyRows, class Fetch>
-FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale, float* s,
-                             int s_stride, Fetch fetch) {
+template <class Matrix, class Key, int Dim, int NR, class KeyRows, class Fetch>
+FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, float scale,
+                             float* s, int s_stride, Fetch fetch) {
   using Vector = KeyVector<Matrix, Key, kPaired<Matrix, Key, Dim>>;
   // Four rows against three keys have 12 sums in 16 registers: with the 8 of two keys, the latency
   // of the FMAs shows, and fp32 takes 1.14 times as long (from L2, Zen 4, timed by hand). Words of
@@ -143,7 +143,7 @@ FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, float scale,
       fetch();
     }
 #pragma GCC unroll 1
-    for (int g = 0; g < NG; ++g) {
+    for (int g = 0; g < groups; ++g) {
       const Matrix* of_group = q + g * NR * Dim;
       float* out = s + g * NR * s_stride + n;
       vf acc[NR * keys] = {};
@@ -338,12 +338,12 @@ struct ValueParts {
 // apart, where they evict each other from L1, and loads from L2 queue behind the prefetches. Chunks
 // of 16 keys: O, which is updated half as often as with 8, has 1.3 instead of 1.7 times the error
 // of a prefill tile over 8,192 keys.
-template <class Matrix, class Value, int Dim, int NR, int NG, class ValueRows, class Fetch>
-FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
-                             Fetch fetch) {
+template <class Matrix, class Value, int Dim, int NR, bool Several, class ValueRows, class Fetch>
+FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_stride, int groups,
+                             float* o, Fetch fetch) {
   using Step = ValueStep<Matrix, Value, kPaired<Matrix, Value, Dim>>;
   using Parts = ValueParts<Dim, NR>;
-  alignas(64) int32_t kept[NG > 1 ? Parts::chunk / Step::kKeys * Dim : 1];
+  alignas(64) int32_t kept[Several ? Parts::chunk / Step::kKeys * Dim : 1];
   for (int n = 0; n < count; n += Parts::chunk) {
     const int keys = count - n < Parts::chunk ? count - n : Parts::chunk;
     const auto group = [&](int g, const auto& values, auto each_key)
@@ -355,12 +355,12 @@ FAJIT_INLINE void few_values(ValueRows v, int count, const int32_t* p, int p_str
                              });
                            };
     const StoredValues<Step, ValueRows> stored{v.from(n, 0), keys};
-    if constexpr (NG == 1) {
+    if constexpr (!Several) {
       group(0, stored, fetch);
     } else {
       group(0, KeepingValues<Step, Dim, ValueRows>(stored, kept), fetch);
 #pragma GCC unroll 1
-      for (int g = 1; g < NG; ++g) group(g, KeptValues<Step, Dim>{kept}, [] {});
+      for (int g = 1; g < groups; ++g) group(g, KeptValues<Step, Dim>{kept}, [] {});
     }
   }
 }
