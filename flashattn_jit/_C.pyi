@@ -90,6 +90,10 @@ indices."""
 _Level = tuple[_Array, _Array | None, _Storage]
 """q_indptr of groups, tokens of their entries, storage of the groups' keys."""
 
+def page_range(indices: _Array, page_indptr: _Array) -> tuple[int, int]:
+    """Of the entries that page_indptr covers: 0 or the smallest negative one, and the largest one;
+    (0, -1) if there are none."""
+
 class BatchLengths:
     """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
 

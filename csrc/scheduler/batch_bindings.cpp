@@ -184,6 +184,13 @@ std::shared_ptr<Lengths> make_dense_lengths(int32_t num_requests, int32_t q_len,
 }
 
 void bind_lengths(py::module_& m) {
+  m.def(
+      "page_range",
+      [](py::handle indices, py::handle page_indptr) {
+        return page_range(read_array(indices, "page_indices"),
+                          read_array(page_indptr, "page_indptr"));
+      },
+      py::arg("indices"), py::arg("page_indptr"));
   py::class_<Lengths, std::shared_ptr<Lengths>>(m, "BatchLengths")
       .def(py::init(&make_lengths), py::arg("q_indptr"), py::arg("storage"),
            py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple())

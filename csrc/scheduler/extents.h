@@ -64,6 +64,9 @@ class MaskExtents {
   // distances.
   int64_t low_from_first_ = 0, high_from_last_ = 0;
   bool low_at_begin_ = true, high_at_end_ = true;
+  // The longest run of empty cells of earlier rows, which ends before their first query.
+  int64_t gap_begin_ = std::numeric_limits<int32_t>::max();
+  int64_t gap_to_query_ = std::numeric_limits<int32_t>::min();
   std::vector<Known> known_;
 };
 

@@ -75,6 +75,27 @@ void require_indptr_count(const Array& array, const char* name, int64_t count, c
   }
 }
 
+template <class T>
+__attribute__((always_inline)) inline std::pair<int64_t, int64_t> range_of(const T* values, int64_t count) {
+  T least = 0, most = -1;
+#pragma omp simd reduction(min : least) reduction(max : most)
+  for (int64_t i = 0; i < count; ++i) {
+    least = values[i] < least ? values[i] : least;
+    most = values[i] > most ? values[i] : most;
+  }
+  return {least, most};
+}
+
+// Page tables have hundreds of thousands of entries: also compiled for AVX2, which the loader
+// selects.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+std::pair<int64_t, int64_t>
+range_of_int32(const int32_t* values, int64_t count) {
+  return range_of(values, count);
+}
+
 class Reader {
  public:
   explicit Reader(Lengths& lengths) : out_(lengths) {}
@@ -268,6 +289,13 @@ class Groups {
 };
 
 }  // namespace
+
+std::pair<int64_t, int64_t> page_range(const Array& indices, const Array& page_indptr) {
+  const int64_t used = page_indptr.size > 0 ? page_indptr.at(page_indptr.size - 1) : 0;
+  const int64_t count = std::min(used, indices.size);
+  if (indices.item_bytes == 8) return range_of(static_cast<const int64_t*>(indices.data), count);
+  return range_of_int32(static_cast<const int32_t*>(indices.data), count);
+}
 
 Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const Array& q_offset,
                      const std::vector<LevelArrays>& levels) {
