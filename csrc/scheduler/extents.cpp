@@ -51,8 +51,7 @@ CellRun longest_gap(uint64_t cells) {
 
 }  // namespace
 
-int64_t Extent::visited(int32_t from, int32_t to) const {
-  if (cell == 0) return to - from;
+int64_t Extent::visited_cells(int32_t from, int32_t to) const {
   int64_t sum = 0;
   for (int32_t at = from; at < to;) {
     const int32_t i = (at - base) / cell, next = std::min(to, end_of_cell(i));

@@ -27,7 +27,10 @@ struct Extent {
         std::min<int64_t>(base + (int64_t{i} + 1) * cell, std::numeric_limits<int32_t>::max()));
   }
   // The number of visited keys in [from, to), which must be inside the extent.
-  int64_t visited(int32_t from, int32_t to) const;
+  int64_t visited(int32_t from, int32_t to) const {
+    return cell == 0 ? to - from : visited_cells(from, to);
+  }
+  int64_t visited_cells(int32_t from, int32_t to) const;
   // The largest end such that [from, end) visits at most `keys`.
   int32_t reach(int32_t from, int64_t keys) const;
 };

@@ -16,7 +16,7 @@ from ... import _C, env
 from ...errors import InputError
 from ...torch_modes import need_values
 from ..arguments.calls import Array, host_array
-from ..arguments.checks import INT32_MAX, check_int, check_readable, no_tensor
+from ..arguments.checks import INT32_MAX, INTEGERS, check_int, check_readable, no_tensor
 from .paged import PAGE_SIZE_RULE, Paged
 
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
@@ -88,7 +88,7 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
         )
     pages = None
     if checks_values(given):
-        values = given.cpu().contiguous()
+        values = (given if given.is_cpu else given.cpu()).contiguous()
         entries = (values.data_ptr(), values.numel(), values.element_size())
         pages = _C.page_range(entries, indptr)
     if pages is not None and (pages[0] < 0 or pages[1] > INT32_MAX):
@@ -109,18 +109,18 @@ def read_indices(name: str, indices: object, device: torch.device, shape: str = 
 
     shape: what it must be, for the message.
     """
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in INTEGERS:
         got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
         raise InputError(f"{name} must be an int32 or int64 tensor{shape}, got {got}")
     check_readable(name, indices)
-    if indices.device.type != device.type:
+    if indices.device != device and indices.device.type != device.type:
         raise InputError(
             f"{name} are on {indices.device}, the batch on {device}; move them with "
             f".to({str(device)!r})"
         )
     if indices.numel() > INT32_MAX:
         raise InputError(f"{name} has more entries than 32 bits count")
-    return indices.resolve_neg()
+    return indices.resolve_neg() if indices.is_neg() else indices
 
 
 def checks_values(indices: torch.Tensor) -> bool:

@@ -281,8 +281,7 @@ class Keys(NamedTuple):
 _RAGGED = Keys(0, None, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """The input of planning.
 
     name: of the variant. num_levels: of shared keys. keeps_mask: every run uses the mask params of
