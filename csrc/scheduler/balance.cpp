@@ -175,6 +175,10 @@ class Spreader {
         Part part{id, head, unit.extent.begin, unit.extent.end, 0, 0};
         double fixed = kinds_[unit.kind].item_ns + (unit.shared ? state_ns(unit) : 0);
         double rest = unit.cost_ns - kinds_[unit.kind].item_ns;
+        if (workers.least() + fixed + rest <= most) {
+          take(part, fixed + rest, workers, out);
+          continue;
+        }
         // The rest of a cut goes to a worker with no smaller load, and costs this much more there.
         const double another = kinds_[unit.kind].item_ns + state_ns(unit);
         // Cuts are rounded to tiles, which even_out() corrects.
