@@ -139,13 +139,15 @@ def loads(
     plan = _C.BatchPlan(
         _C.BatchLengths(queries, (keys, None, None, 0, 0)),
         (prefill, few_row),
-        num_q_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim_v=_DIM,
-        few_rows=few_rows,
-        num_workers=(workers, workers),
-        share_workers=not is_cuda(target),
-        limits=(len(q_len), sum(q_len), max(kv_len), 0),
+        _C.PlanOptions(
+            num_q_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim_v=_DIM,
+            few_rows=few_rows,
+            num_workers=(workers, workers),
+            share_workers=not is_cuda(target),
+            limits=(len(q_len), sum(q_len), max(kv_len), 0),
+        ),
     )
     both = zip(plan.load_ns(0), plan.load_ns(1), strict=True)
     return [a + b for a, b in both]

@@ -90,6 +90,10 @@ indices."""
 _Level = tuple[_Array, _Array | None, _Storage]
 """q_indptr of groups, tokens of their entries, storage of the groups' keys."""
 
+def page_range(indices: _Array, page_indptr: _Array) -> tuple[int, int]:
+    """Of the entries that page_indptr covers: 0 or the smallest negative one, and the largest one;
+    (0, -1) if there are none."""
+
 class BatchLengths:
     """The requests of a batch, read and checked: see csrc/scheduler/batch_plan.h, read_lengths.
 
@@ -163,22 +167,17 @@ class Kind:
     @property
     def min_chunk(self) -> int: ...
 
-class BatchPlan:
-    """The distribution of a batch's work: see csrc/scheduler/batch_plan.h. Immutable.
+class PlanOptions:
+    """What plans of one object have in common: see `PlanOptions` of csrc/scheduler/batch_plan.h.
 
-    kinds: prefill and few-row, None if a batch has no such work. split_keys: keys per split in
-    batch-invariant plans; 0: no splits. merge_ns: cost of a merge's launch. num_levels: levels of
-    shared keys that plans within the limits may have. lists: (q_block, key_block, per_head, begin,
-    count, num_key_blocks) or None. tensors, scalars: of the mask, with their layouts, for its
-    interval form. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None. row_block:
-    items do not cross multiples of this many query rows. Raises ValueError for a batch beyond the
-    limits.
+    split_keys: keys per split in batch-invariant plans; 0: no splits. merge_ns: cost of a merge's
+    launch. limits: (max_requests, max_q_tokens, max_kv_len, max_pages) or None. num_levels: levels
+    of shared keys that plans within the limits may have. row_block: items do not cross multiples of
+    this many query rows.
     """
 
     def __init__(
         self,
-        lengths: BatchLengths,
-        kinds: tuple[Kind | None, Kind | None],
         *,
         num_q_heads: int,
         num_kv_heads: int,
@@ -186,20 +185,33 @@ class BatchPlan:
         few_rows: int,
         num_workers: tuple[int, int],
         share_workers: bool = False,
-        lists: tuple[int, int, bool, _Array, _Array, int] | None = None,
         batch_invariant: bool = False,
         split_keys: tuple[int, int] = (0, 0),
-        classify: bool = False,
-        mask_is_contiguous: bool = False,
-        mask_reads_request: bool = True,
         merge_ns: float = 0.0,
-        tensors: Sequence[int] = (),
-        layouts: Sequence[_Layout] = (),
-        scalars: Sequence[int | float] = (),
-        scalar_kinds: str = "",
         limits: tuple[int, int, int, int] | None = None,
         num_levels: int = 0,
         row_block: int = 0,
+    ) -> None: ...
+
+_Mask = tuple[Sequence[int], Sequence[_Layout], Sequence[int | float], str, bool, bool]
+"""Of a mask whose interval form estimates costs: addresses and layouts of its tensors, its scalars
+and their kinds, whether its keys are one run, whether it reads the request."""
+
+class BatchPlan:
+    """The distribution of a batch's work: see csrc/scheduler/batch_plan.h. Immutable.
+
+    kinds: prefill and few-row, None if a batch has no such work. lists: (q_block, key_block,
+    per_head, begin, count, num_key_blocks) or None. Raises ValueError for a batch beyond the
+    limits.
+    """
+
+    def __init__(
+        self,
+        lengths: BatchLengths,
+        kinds: tuple[Kind | None, Kind | None],
+        options: PlanOptions,
+        lists: tuple[int, int, bool, _Array, _Array, int] | None = None,
+        mask: _Mask | None = None,
     ) -> None: ...
     @staticmethod
     def of_work(
@@ -248,19 +260,7 @@ class BatchPlan:
 
     @staticmethod
     def workspace_bound(
-        kinds: tuple[Kind | None, Kind | None],
-        limits: tuple[int, int, int, int],
-        *,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim_v: int,
-        few_rows: int,
-        num_workers: tuple[int, int],
-        share_workers: bool = False,
-        batch_invariant: bool = False,
-        split_keys: tuple[int, int] = (0, 0),
-        num_levels: int = 0,
-        q_block: int = 0,
+        kinds: tuple[Kind | None, Kind | None], options: PlanOptions, q_block: int = 0
     ) -> int:
         """workspace_bytes of any plan within the limits; options as for the constructor, q_block as
         in its lists."""

@@ -20,7 +20,6 @@ constexpr double kLeastGain = 0.97;
 constexpr double kExcess = 0.03;        // part of a share that may be exceeded without a cut
 constexpr double kReplicaLoss = 1.035;  // accepted loss of planning for one kv head only
 constexpr int kSweeps = 8;              // passes over all cuts in even_out()
-constexpr size_t kBuckets = 4096;
 
 constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
@@ -61,21 +60,30 @@ class Workers {
   std::vector<Entry> heap_;
 };
 
-// Indices of `costs`, longest first, in a stable bucket sort with buckets of `most` / 4096; costs
+// Indices of `costs`, longest first, in a stable radix sort with buckets of `most` / 4096; costs
 // above `most` are not ordered among each other.
 std::vector<int32_t> longest_first(const std::vector<double>& costs, double most) {
-  std::vector<int32_t> first(kBuckets + 1, 0), bucket(costs.size()), out(costs.size());
+  constexpr int kDigitBits = 6;
+  constexpr int32_t kDigits = 1 << kDigitBits, kBuckets = kDigits * kDigits;
+  const size_t count = costs.size();
+  std::vector<int32_t> bucket(count), out(count), sorted(count);
   const double scale = most > 0 ? static_cast<double>(kBuckets - 1) / most : 0;
-  for (size_t i = 0; i < costs.size(); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     const double level = std::min(costs[i] * scale, static_cast<double>(kBuckets - 1));
-    bucket[i] = static_cast<int32_t>(kBuckets) - 1 - static_cast<int32_t>(level);
-    ++first[static_cast<size_t>(bucket[i]) + 1];
+    bucket[i] = kBuckets - 1 - static_cast<int32_t>(level);
   }
-  for (size_t i = 1; i <= kBuckets; ++i) first[i] += first[i - 1];
-  for (size_t i = 0; i < costs.size(); ++i) {
-    out[static_cast<size_t>(first[static_cast<size_t>(bucket[i])]++)] = static_cast<int32_t>(i);
+  std::iota(sorted.begin(), sorted.end(), 0);
+  for (int shift = 0; shift < 2 * kDigitBits; shift += kDigitBits) {
+    const auto digit = [&](int32_t i) {
+      return static_cast<size_t>(bucket[static_cast<size_t>(i)] >> shift & (kDigits - 1));
+    };
+    int32_t first[kDigits + 1] = {};
+    for (const int32_t i : sorted) ++first[digit(i) + 1];
+    std::partial_sum(first, first + kDigits, first);
+    for (const int32_t i : sorted) out[static_cast<size_t>(first[digit(i)]++)] = i;
+    out.swap(sorted);
   }
-  return out;
+  return sorted;
 }
 
 struct Spread {
@@ -167,6 +175,10 @@ class Spreader {
         Part part{id, head, unit.extent.begin, unit.extent.end, 0, 0};
         double fixed = kinds_[unit.kind].item_ns + (unit.shared ? state_ns(unit) : 0);
         double rest = unit.cost_ns - kinds_[unit.kind].item_ns;
+        if (workers.least() + fixed + rest <= most) {
+          take(part, fixed + rest, workers, out);
+          continue;
+        }
         // The rest of a cut goes to a worker with no smaller load, and costs this much more there.
         const double another = kinds_[unit.kind].item_ns + state_ns(unit);
         // Cuts are rounded to tiles, which even_out() corrects.

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -125,10 +126,11 @@ Limits read_limits(py::handle source) {
           runtime::narrow(values[2], "max_kv_len"), runtime::narrow(values[3], "max_pages")};
 }
 
-PlanOptions read_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim_v,
+PlanOptions make_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head_dim_v,
                          int32_t few_rows, std::array<int32_t, 2> num_workers, bool share_workers,
-                         bool batch_invariant, std::array<int32_t, 2> split_keys, py::handle limits,
-                         int32_t num_levels) {
+                         bool batch_invariant, std::array<int32_t, 2> split_keys, double merge_ns,
+                         py::handle limits, int32_t num_levels, int32_t row_block) {
+  if (row_block < 0) throw py::value_error("row_block must not be negative");
   PlanOptions options;
   options.num_q_heads = num_q_heads;
   options.num_kv_heads = num_kv_heads;
@@ -136,8 +138,10 @@ PlanOptions read_options(int32_t num_q_heads, int32_t num_kv_heads, int32_t head
   options.few_rows = few_rows;
   options.share_workers = share_workers;
   options.batch_invariant = batch_invariant;
+  options.merge_ns = merge_ns;
   options.limits = read_limits(limits);
   options.num_levels = num_levels;
+  options.row_block = row_block;
   for (size_t i = 0; i < 2; ++i) {
     options.num_workers[i] = num_workers[i];
     options.split_keys[i] = split_keys[i];
@@ -184,6 +188,13 @@ std::shared_ptr<Lengths> make_dense_lengths(int32_t num_requests, int32_t q_len,
 }
 
 void bind_lengths(py::module_& m) {
+  m.def(
+      "page_range",
+      [](py::handle indices, py::handle page_indptr) {
+        return page_range(read_array(indices, "page_indices"),
+                          read_array(page_indptr, "page_indptr"));
+      },
+      py::arg("indices"), py::arg("page_indptr"));
   py::class_<Lengths, std::shared_ptr<Lengths>>(m, "BatchLengths")
       .def(py::init(&make_lengths), py::arg("q_indptr"), py::arg("storage"),
            py::arg("q_offset") = py::none(), py::arg("levels") = py::make_tuple())
@@ -204,37 +215,28 @@ void bind_lengths(py::module_& m) {
            py::arg("q_block") = 0);
 }
 
-std::shared_ptr<BatchPlan> make_plan(const std::shared_ptr<Lengths>& lengths,
-                                     const Kinds& both_kinds, int32_t num_q_heads,
-                                     int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
-                                     std::array<int32_t, 2> num_workers, bool share_workers,
-                                     py::handle lists_source, bool batch_invariant,
-                                     std::array<int32_t, 2> split_keys, bool classify,
-                                     bool mask_is_contiguous, bool mask_reads_request,
-                                     double merge_ns, py::handle tensors, py::handle layouts,
-                                     py::handle scalars, const std::string& scalar_kinds,
-                                     py::handle limits, int32_t num_levels, int32_t row_block) {
+std::shared_ptr<BatchPlan> make_plan(const Lengths& lengths, const Kinds& both_kinds,
+                                     PlanOptions options, py::handle lists_source,
+                                     py::handle mask) {
   Kind kinds[2];
   read_kinds(both_kinds, kinds);
-  PlanOptions options =
-      read_options(num_q_heads, num_kv_heads, head_dim_v, few_rows, num_workers, share_workers,
-                   batch_invariant, split_keys, limits, num_levels);
-  options.classify = classify;
-  options.mask_is_contiguous = mask_is_contiguous;
-  options.mask_reads_request = mask_reads_request;
-  options.merge_ns = merge_ns;
-  if (row_block < 0) throw py::value_error("row_block must not be negative");
-  options.row_block = row_block;
   const KeyLists lists = read_lists(lists_source);
-  const runtime::ParamLayouts param_layouts(layouts, scalar_kinds);
-  const runtime::Params params(param_layouts, tensors, scalars);
   fajit_args args{};
   args.abi_version = FAJIT_ABI_VERSION;
   args.args_bytes = sizeof(args);
-  param_layouts.fill_counts(args);
-  params.fill(args);
+  std::optional<runtime::Params> params;
+  options.classify = !mask.is_none();
+  if (options.classify) {
+    const Items items = exactly(mask, 6, "mask");
+    const runtime::ParamLayouts layouts(items[1], py::cast<std::string>(items[3]));
+    params.emplace(layouts, items[0], items[2]);
+    layouts.fill_counts(args);
+    params->fill(args);
+    options.mask_is_contiguous = py::cast<bool>(items[4]);
+    options.mask_reads_request = py::cast<bool>(items[5]);
+  }
   const py::gil_scoped_release no_gil;
-  return std::make_shared<BatchPlan>(plan_batch(*lengths, lists, kinds, options, args));
+  return std::make_shared<BatchPlan>(plan_batch(lengths, lists, kinds, options, args));
 }
 
 // Copies the bytes of a contiguous buffer as items of type T.
@@ -269,35 +271,25 @@ std::shared_ptr<BatchPlan> make_plan_of_work(const py::buffer& work, int kind,
       read_items<fajit_merge_work>(merge_work, "merge_work"), merge_sources, partial_rows));
 }
 
-int64_t workspace_bound(const Kinds& both_kinds, py::handle limits, int32_t num_q_heads,
-                        int32_t num_kv_heads, int32_t head_dim_v, int32_t few_rows,
-                        std::array<int32_t, 2> num_workers, bool share_workers,
-                        bool batch_invariant, std::array<int32_t, 2> split_keys, int32_t num_levels,
-                        int32_t q_block) {
+int64_t workspace_bound(const Kinds& both_kinds, const PlanOptions& options, int32_t q_block) {
   Kind kinds[2];
   read_kinds(both_kinds, kinds);
-  const PlanOptions options =
-      read_options(num_q_heads, num_kv_heads, head_dim_v, few_rows, num_workers, share_workers,
-                   batch_invariant, split_keys, limits, num_levels);
-  return workspace_bytes(capacity_of(kinds, options, q_block).partial_rows, head_dim_v);
+  return workspace_bytes(capacity_of(kinds, options, q_block).partial_rows, options.head_dim_v);
 }
 
 void bind_plan(py::module_& m) {
-  const std::array<int32_t, 2> no_splits{0, 0};
-  const py::tuple none = py::make_tuple();
+  py::class_<PlanOptions>(m, "PlanOptions")
+      .def(py::init(&make_options), py::kw_only(), py::arg("num_q_heads"), py::arg("num_kv_heads"),
+           py::arg("head_dim_v"), py::arg("few_rows"), py::arg("num_workers"),
+           py::arg("share_workers") = false, py::arg("batch_invariant") = false,
+           py::arg("split_keys") = std::array<int32_t, 2>{0, 0}, py::arg("merge_ns") = 0.0,
+           py::arg("limits") = py::none(), py::arg("num_levels") = 0, py::arg("row_block") = 0);
   const auto of_kind = [](auto member) {
     return [member](const BatchPlan& self, int kind) { return kind_at(self, kind).*member; };
   };
   py::class_<BatchPlan, std::shared_ptr<BatchPlan>>(m, "BatchPlan")
-      .def(py::init(&make_plan), py::arg("lengths"), py::arg("kinds"), py::kw_only(),
-           py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim_v"),
-           py::arg("few_rows"), py::arg("num_workers"), py::arg("share_workers") = false,
-           py::arg("lists") = py::none(), py::arg("batch_invariant") = false,
-           py::arg("split_keys") = no_splits, py::arg("classify") = false,
-           py::arg("mask_is_contiguous") = false, py::arg("mask_reads_request") = true,
-           py::arg("merge_ns") = 0.0, py::arg("tensors") = none, py::arg("layouts") = none,
-           py::arg("scalars") = none, py::arg("scalar_kinds") = "", py::arg("limits") = py::none(),
-           py::arg("num_levels") = 0, py::arg("row_block") = 0)
+      .def(py::init(&make_plan), py::arg("lengths"), py::arg("kinds"), py::arg("options"),
+           py::arg("lists") = py::none(), py::arg("mask") = py::none())
       .def_static("of_work", &make_plan_of_work, py::arg("work"), py::kw_only(),
                   py::arg("kind") = 0, py::arg("merge_work") = py::bytes(""),
                   py::arg("merge_sources") = std::vector<int32_t>{}, py::arg("partial_rows") = 0)
@@ -332,11 +324,7 @@ void bind_plan(py::module_& m) {
                 py::arg("row_tokens") = c.row_tokens, py::arg("partial_rows") = c.partial_rows,
                 py::arg("max_merge_rows") = c.max_merge_rows);
           })
-      .def_static("workspace_bound", &workspace_bound, py::arg("kinds"), py::arg("limits"),
-                  py::kw_only(), py::arg("num_q_heads"), py::arg("num_kv_heads"),
-                  py::arg("head_dim_v"), py::arg("few_rows"), py::arg("num_workers"),
-                  py::arg("share_workers") = false, py::arg("batch_invariant") = false,
-                  py::arg("split_keys") = no_splits, py::arg("num_levels") = 0,
+      .def_static("workspace_bound", &workspace_bound, py::arg("kinds"), py::arg("options"),
                   py::arg("q_block") = 0);
 }
 

@@ -92,14 +92,12 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
   for (size_t w = 0; w < workers; ++w) next[w + 1] += next[w];
   const size_t count = static_cast<size_t>(next[workers]);
   KindPlan plan;
-  plan.worker_indptr.reserve(workers * replicas + 1);
+  plan.worker_indptr.resize(replicas * workers + 1);
   for (size_t r = 0; r < replicas; ++r) {
-    for (size_t w = 0; w < workers; ++w) {
-      plan.worker_indptr.push_back(static_cast<int32_t>(r * count) + next[w]);
-    }
+    int32_t* const indptr = plan.worker_indptr.data() + r * workers;
+    for (size_t w = 0; w <= workers; ++w) indptr[w] = static_cast<int32_t>(r * count) + next[w];
   }
-  plan.worker_indptr.push_back(static_cast<int32_t>(replicas * count));
-  plan.work.resize(replicas * count);
+  std::vector<fajit_work> work(count);
   plan.load_ns.resize(replicas * workers, 0.0f);
   std::vector<std::pair<size_t, int32_t>>
       states;  // (item, part) of the parts that write a partial state
@@ -110,20 +108,17 @@ KindPlan make_kind(int kind, const std::vector<Unit>& units, const Balance& bala
     const Unit& unit = units[unit_index];
     const size_t at = static_cast<size_t>(next[static_cast<size_t>(part.worker)]++);
     const int32_t head = unit.head >= 0 ? unit.head : part.head;
-    plan.work[at] = {unit.entity,  head * group_size, group_size,  unit.row_begin,
-                     unit.row_end, part.kv_begin,     part.kv_end, -1};
+    work[at] = {unit.entity,  head * group_size, group_size,  unit.row_begin,
+                unit.row_end, part.kv_begin,     part.kv_end, -1};
     plan.load_ns[static_cast<size_t>(part.worker)] += part.cost_ns;
     if (unit.shared || !balance.is_whole(unit_index)) states.emplace_back(at, id);
   }
 
+  plan.work.reserve(replicas * count);
+  plan.work.insert(plan.work.end(), work.begin(), work.end());
   for (size_t r = 1; r < replicas; ++r) {
-    const int32_t head = static_cast<int32_t>(r) * balance.heads * group_size;
-    const fajit_work* const first = plan.work.data();
-    fajit_work* const copy = plan.work.data() + r * count;
-    for (size_t i = 0; i < count; ++i) {
-      copy[i] = first[i];
-      copy[i].head_begin += head;
-    }
+    for (fajit_work& item : work) item.head_begin += balance.heads * group_size;
+    plan.work.insert(plan.work.end(), work.begin(), work.end());
     std::copy_n(plan.load_ns.data(), workers, plan.load_ns.data() + r * workers);
   }
   for (size_t r = 0; r < replicas; ++r) {

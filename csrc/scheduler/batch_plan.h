@@ -17,6 +17,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../runtime/module.h"
@@ -91,6 +92,10 @@ Lengths read_lengths(const Array& q_indptr, const StorageArrays& storage, const 
 // which the first kv_len[b] are keys. Throws std::invalid_argument that names the request.
 Lengths dense_lengths(int32_t q_len, int32_t kv_rows, std::vector<int32_t> kv_len,
                       std::vector<int32_t> q_offset);
+
+// Of the first page_indptr[-1] entries of `indices`, or of all if there are fewer: 0 or the
+// smallest negative one, and the largest one; {0, -1} of none.
+std::pair<int64_t, int64_t> page_range(const Array& indices, const Array& page_indptr);
 
 // The key lists of block rows. Block row i of request b and list head s is at
 //   s * (sum of block rows of all requests) + (block rows of requests before b) + i,

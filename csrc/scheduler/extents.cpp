@@ -34,10 +34,24 @@ int32_t last_true(int32_t count, int32_t guess, const Holds& holds) {
   return low;
 }
 
+int32_t lowest(uint64_t bits) { return bits != 0 ? __builtin_ctzll(bits) : 64; }
+
+struct CellRun { int32_t first, last; };
+
+// The longest run of cells that are not in `cells` and lie before one that is.
+CellRun longest_gap(uint64_t cells) {
+  CellRun gap{0, 0};
+  for (int32_t at = 0; at < 64 && cells >> at != 0;) {
+    const int32_t next = at + lowest(cells >> at);
+    if (next - at > gap.last - gap.first) gap = {at, next};
+    at = next + lowest(~(cells >> next));
+  }
+  return gap;
+}
+
 }  // namespace
 
-int64_t Extent::visited(int32_t from, int32_t to) const {
-  if (cell == 0) return to - from;
+int64_t Extent::visited_cells(int32_t from, int32_t to) const {
   int64_t sum = 0;
   for (int32_t at = from; at < to;) {
     const int32_t i = (at - base) / cell, next = std::min(to, end_of_cell(i));
@@ -151,22 +165,42 @@ Extent MaskExtents::by_cells(int32_t begin, int32_t end, int32_t tile_kv) {
   const int32_t base = begin / tile_kv * tile_kv;
   const int32_t cell = ceil_div(ceil_div(int64_t{end} - base, most_cells_), tile_kv) * tile_kv;
   const int32_t count = ceil_div(int64_t{end} - base, cell);
-  uint8_t states[kMostCells];
-  call_.kv_begin = base;
-  call_.kv_end = end;
-  call_.tile_kv = cell;
-  call_.states = states;
-  if (module_->classify(call_) != FAJIT_OK) {
-    failed_ = true;
-    return {};
-  }
   Extent extent{begin, begin, base, cell, 0};
-  for (int32_t i = 0; i < count; ++i) {
-    if (states[i] == FAJIT_TILE_EMPTY) continue;
-    if (extent.cells == 0) extent.begin = std::max(begin, base + i * cell);
-    extent.end = std::min(end, extent.end_of_cell(i));
-    extent.cells |= uint64_t{1} << i;
+  const auto end_of = [&](int32_t i) { return std::min(end, extent.end_of_cell(i)); };
+  const auto classify = [&](int32_t first, int32_t last) {
+    if (first >= last || failed_) return;
+    uint8_t states[kMostCells];
+    call_.kv_begin = base + first * cell;
+    call_.kv_end = end_of(last - 1);
+    call_.tile_kv = cell;
+    call_.states = states;
+    if (module_->classify(call_) != FAJIT_OK) {
+      failed_ = true;
+      return;
+    }
+    for (int32_t i = first; i < last; ++i) {
+      if (states[i - first] != FAJIT_TILE_EMPTY) extent.cells |= uint64_t{1} << i;
+    }
+  };
+  // The cells where earlier rows had their gap are most likely empty: one evaluation for all.
+  const auto border = [&](int64_t key) {
+    return static_cast<int32_t>(std::clamp<int64_t>((key - base) / cell, 0, count));
+  };
+  const int32_t first = border(gap_begin_ + cell - 1);
+  const int32_t last = border(call_.q_begin - gap_to_query_);
+  const bool skips = last - first > 1 && is_empty(base + first * cell, end_of(last - 1));
+  classify(0, skips ? first : count);
+  if (skips) classify(last, count);
+  if (extent.cells == 0) return extent;
+  const CellRun gap = longest_gap(extent.cells);
+  if (gap.last > gap.first) {
+    // The distance shrinks slowly: too long a gap costs more than one that is a cell too short.
+    const int64_t to_query = int64_t{call_.q_begin} - (base + gap.last * cell);
+    gap_to_query_ = std::max(to_query, gap_to_query_ - (gap_to_query_ - to_query) / 8);
+    gap_begin_ = base + gap.first * cell;
   }
+  extent.begin = std::max(begin, base + lowest(extent.cells) * cell);
+  extent.end = end_of(63 - __builtin_clzll(extent.cells));
   return extent;
 }
 

@@ -27,7 +27,10 @@ struct Extent {
         std::min<int64_t>(base + (int64_t{i} + 1) * cell, std::numeric_limits<int32_t>::max()));
   }
   // The number of visited keys in [from, to), which must be inside the extent.
-  int64_t visited(int32_t from, int32_t to) const;
+  int64_t visited(int32_t from, int32_t to) const {
+    return cell == 0 ? to - from : visited_cells(from, to);
+  }
+  int64_t visited_cells(int32_t from, int32_t to) const;
   // The largest end such that [from, end) visits at most `keys`.
   int32_t reach(int32_t from, int64_t keys) const;
 };
@@ -64,6 +67,9 @@ class MaskExtents {
   // distances.
   int64_t low_from_first_ = 0, high_from_last_ = 0;
   bool low_at_begin_ = true, high_at_end_ = true;
+  // The longest run of empty cells of earlier rows, which ends before their first query.
+  int64_t gap_begin_ = std::numeric_limits<int32_t>::max();
+  int64_t gap_to_query_ = std::numeric_limits<int32_t>::min();
   std::vector<Known> known_;
 };
 

@@ -239,11 +239,8 @@ class BatchBase:
         pair = bound_kernels(
             kernels, self._variant, dims, limits.max_pages > 0, q_block > 0, num_levels > 0
         )
-        options_of_plan = {k: v for k, v in kernels.plan_options(pair).items() if k != "merge_ns"}
-        return _C.BatchPlan.workspace_bound(
-            native_kinds(pair), limits.native(), num_kv_heads=options.num_kv_heads,
-            num_levels=num_levels, q_block=q_block, **options_of_plan,
-        )  # fmt: skip
+        plan_options = kernels.plan_options(pair, options.num_kv_heads, num_levels)
+        return _C.BatchPlan.workspace_bound(native_kinds(pair), plan_options, q_block)
 
     # --- planning ---------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ fallbacks for hooks that need more registers than the tile leaves.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from ..codegen.budget import (
@@ -52,7 +53,7 @@ _LAST_RESORT_KV = 16  # few keys between two barriers: only if registers allow n
 
 def row_class(packed_rows: int) -> int:
     """The class of a number of packed rows: 16, 64 or 128."""
-    return next((c for c in ROW_CLASSES if packed_rows <= c), ROW_CLASSES[-1])
+    return ROW_CLASSES[min(bisect_left(ROW_CLASSES, packed_rows), len(ROW_CLASSES) - 1)]
 
 
 def preferences(rows: int, widest: int, target: str) -> tuple[Tile, ...]:

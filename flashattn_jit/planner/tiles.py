@@ -236,6 +236,7 @@ def tile_kind(packed_rows: int, target: str, q_dtype: str) -> TileKind:
     return "few_row" if packed_rows <= few_rows(target, q_dtype) else "prefill"
 
 
+@cache
 def few_rows(target: str, q_dtype: str) -> int:
     """Most packed rows of a request that gets a few-row kernel of a target."""
     if is_cuda(compiled_target(target)):

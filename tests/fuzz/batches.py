@@ -29,8 +29,6 @@ WILD = (-(2**31), -7, -1, 0, 1, 2, 3, 17, 255, 2**16, 2**30, 2**31 - 1, 2**31, 2
 WILD_ROWS = tuple(x for x in WILD if x < 2**16 or x >= 2**31)
 GUARD = 64  # floats before and after an output
 PATTERN = -12345.0
-OPTIONS = ("share_workers", "batch_invariant", "classify", "mask_is_contiguous",
-           "mask_reads_request")  # fmt: skip
 
 
 class Arrays:
@@ -150,26 +148,24 @@ class Fuzz:
         )
         lists = self.lists(lengths.q_len, kv_heads, wrong)
         workers = r.choice((1, 2, 5, 40)) if not wrong or self.chance(0.9) else r.choice((-1, 0))
-        options: dict[str, Any] = {name: self.chance(0.3) for name in OPTIONS}
-        options["classify"] = False  # the artifact's mask is of q_idx and kv_idx from 0 on
         limits = (8, 300, 3200, 4000) if self.chance(0.2) else None
         if wrong and self.chance(0.1):
             limits = tuple(r.choice((*WILD[:10], 300)) for _ in range(4))  # type: ignore[assignment]
-        plan = _C.BatchPlan(
-            lengths,
-            (self.kind(wrong), self.kind(wrong)),
+        options = _C.PlanOptions(
             num_q_heads=kv_heads * group,
             num_kv_heads=kv_heads,
             head_dim_v=8,
             few_rows=r.choice((0, 1, 8, 16)),
             num_workers=(workers, workers),
-            lists=lists,
+            share_workers=self.chance(0.3),
+            batch_invariant=self.chance(0.3),
             split_keys=(r.choice((0, 16, 256)), r.choice((0, 16, 256))),
             limits=limits,
             num_levels=r.randrange(3) if limits else 0,
             row_block=0 if limits or self.chance(0.6) else r.choice((1, 3, 64)),
-            **options,
         )
+        # Without a mask: the artifact's is of q_idx and kv_idx from 0 on.
+        plan = _C.BatchPlan(lengths, (self.kind(wrong), self.kind(wrong)), options, lists)
         shape = {"num_q_heads": kv_heads * group, "num_kv_heads": kv_heads, "head_dim": 8,
                  "head_dim_v": 8}  # fmt: skip
         if lists is not None:

@@ -65,9 +65,13 @@ class Batch:
         )
         kind = _C.Kind(self.module, 8, 1, 16, 16, 500.0, 1.0, 2.0, 20.0)
         self.plan = _C.BatchPlan(
-            self.lengths, (kind, kind), num_q_heads=self.heads[0], num_kv_heads=self.heads[1],
-            head_dim_v=self.dim, few_rows=self.few_rows, num_workers=(self.workers,) * 2,
-            share_workers=True, limits=self.limits,
+            self.lengths,
+            (kind, kind),
+            _C.PlanOptions(
+                num_q_heads=self.heads[0], num_kv_heads=self.heads[1], head_dim_v=self.dim,
+                few_rows=self.few_rows, num_workers=(self.workers,) * 2, share_workers=True,
+                limits=self.limits,
+            ),
         )  # fmt: skip
         self.core = self.call_on(self.plan)
 

@@ -255,13 +255,16 @@ def make(
     levels: Sequence[Level] = (),
     q_offset: Sequence[int] | None = None,
     kinds: tuple = (PREFILL, FEW_ROW),
+    lists: tuple | None = None,
+    mask: tuple | None = None,
     **options: object,
 ) -> Planned:
-    """A plan of requests; options as BatchPlan has them."""
+    """A plan of requests; lists and mask as BatchPlan has them, options as PlanOptions."""
     batch = lengths(q_len, storage, q_offset, levels)
     both = (workers, workers) if isinstance(workers, int) else workers
     settings = {"head_dim_v": 8, "few_rows": 8, "num_workers": both, **options}
-    plan = _C.BatchPlan(batch, kinds, num_q_heads=heads[0], num_kv_heads=heads[1], **settings)
+    settings = _C.PlanOptions(num_q_heads=heads[0], num_kv_heads=heads[1], **settings)
+    plan = _C.BatchPlan(batch, kinds, settings, lists, mask)
     return Planned(plan, batch, heads, q_len, levels)
 
 

@@ -55,6 +55,30 @@ def test_paged_lengths():
     assert (batch.kv_len, batch.q_offset, batch.num_page_indices) == ([21, 0, 16], [3, 4, 5], 3)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_the_range_of_pages(dtype):
+    """Of the entries in use alone, wherever the extremes are and whatever their number is."""
+    rng = np.random.default_rng(5)
+    for count in (1, 2, 7, 8, 9, 31, 64, 100):
+        pages = array(rng.integers(0, 1000, count + 3), dtype)
+        pages[count:] = -1
+        for at, value in ((0, 5000), (count - 1, 6000), (count // 2, np.iinfo(dtype).max)):
+            pages[at] = value
+            assert _C.page_range(span(pages), span(indptr([count]))) == (0, pages[:count].max())
+        for at, value in ((count - 1, -1), (0, -7), (count // 2, np.iinfo(dtype).min)):
+            pages[at] = value
+            least = _C.page_range(span(pages), span(indptr([count])))[0]
+            assert least == pages[:count].min()
+
+
+def test_the_range_of_no_pages():
+    pages = array([3, -1])
+    for ends in ([], [0], [0, 0], [0, -5]):
+        assert _C.page_range(span(pages), span(array(ends))) == (0, -1)
+    assert _C.page_range(span(array([])), span(array([0, 9]))) == (0, -1)
+    assert _C.page_range(span(pages), span(array([0, 2**62], np.int64))) == (-1, 3)
+
+
 def test_no_requests():
     batch = raw([0], ragged([0]))
     assert (batch.num_requests, batch.max_q_len, batch.q_len) == (0, 0, [])

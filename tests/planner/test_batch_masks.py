@@ -50,12 +50,11 @@ def classified(name: str) -> tuple[tuple, dict[str, object], object]:
     spec = choose(known.ir, problem, "cpu:generic", (), name)
     _, module = load_stepping(build_requests(spec))
     addresses, layouts, held = bind_tensors(known, bound.tensors)
-    options = {
-        "classify": True, "mask_is_contiguous": known.mask_is_contiguous,
-        "mask_reads_request": known.mask_reads_request, "tensors": addresses, "layouts": layouts,
-        "scalars": tuple(bound.scalars), "scalar_kinds": known.scalar_kinds,
-    }  # fmt: skip
-    return small_kinds(module), options, (bound, held)
+    mask = (
+        addresses, layouts, bound.scalars, known.scalar_kinds, known.mask_is_contiguous,
+        known.mask_reads_request,
+    )  # fmt: skip
+    return small_kinds(module), {"mask": mask}, (bound, held)
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +151,13 @@ def test_a_request_is_costed_alike_in_any_batch(masks, name):
     kv_len = [int(n) for n in rng.integers(1, 900, 12)]
     batch = make(q_len, Ragged(kv_len), **options)
     fields = ("head_begin", "row_begin", "row_end", "kv_begin", "kv_end")
+    total = 0.0
     for b in range(12):
         alone = make([q_len[b]], Ragged([kv_len[b]]), workers=1, **options)
         parts = {tuple(i[f] for f in fields) for i in batch.items if i["request"] == b}
         assert parts == {tuple(i[f] for f in fields) for i in alone.items}
+        total += alone.plan.total_ns
+    assert batch.plan.total_ns == pytest.approx(total)
 
 
 @pytest.mark.parametrize("name", ["sink and window", "documents"])

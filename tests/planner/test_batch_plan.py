@@ -364,11 +364,11 @@ def test_any_plan_fits_what_its_limits_reserve(cascade, heads, workers, share, s
         max((m["row_end"] - m["row_begin"] for m in planned.merges), default=0)
         <= capacity["max_merge_rows"]
     )
-    bound = _C.BatchPlan.workspace_bound(
-        (PREFILL, FEW_ROW), limits, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim_v=8,
-        few_rows=8, num_workers=(workers, workers), **options,
+    of_limits = _C.PlanOptions(
+        num_q_heads=heads[0], num_kv_heads=heads[1], head_dim_v=8, few_rows=8,
+        num_workers=(workers, workers), limits=limits, **options,
     )  # fmt: skip
-    assert plan.workspace_bytes == bound
+    assert plan.workspace_bytes == _C.BatchPlan.workspace_bound((PREFILL, FEW_ROW), of_limits)
     empty = make([], Ragged([]), heads=heads, workers=workers, limits=limits, **options)
     assert empty.plan.capacity == capacity, "the layout is the limits', not the batch's"
 

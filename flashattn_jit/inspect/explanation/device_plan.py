@@ -114,11 +114,13 @@ def device_plan(
             problem.kv_len,
         ),
         (kind, None) if spec.tile_kind == "prefill" else (None, kind),
-        num_q_heads=problem.num_q_heads,
-        num_kv_heads=problem.num_kv_heads,
-        head_dim_v=problem.head_dim_v,
-        few_rows=few_rows(device.target, problem.q_dtype),
-        num_workers=(workers, workers),
-        merge_ns=merge_cost(device.target),
+        _C.PlanOptions(
+            num_q_heads=problem.num_q_heads,
+            num_kv_heads=problem.num_kv_heads,
+            head_dim_v=problem.head_dim_v,
+            few_rows=few_rows(device.target, problem.q_dtype),
+            num_workers=(workers, workers),
+            merge_ns=merge_cost(device.target),
+        ),
     )  # fmt: skip
     return DevicePlan(candidates, spec, key, device, found, native.num_work, native.most_splits)

@@ -411,7 +411,7 @@ def host_array(name: str, value: object, shape: str = "[n]") -> tuple[Array, tor
         raise InputError(f"{name} must be a tensor {shape}, got {list(tensor.shape)}")
     if not tensor.is_contiguous() or tensor.is_neg():
         tensor = tensor.resolve_neg().contiguous()
-    return (tensor.data_ptr(), tensor.shape[0], tensor.element_size()), tensor
+    return (tensor.data_ptr(), tensor.numel(), tensor.element_size()), tensor
 
 
 def offset_array(q_offset: Offset, count: int) -> tuple[Array | None, torch.Tensor | None]:

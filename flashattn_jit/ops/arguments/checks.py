@@ -17,6 +17,8 @@ from ...variants.ir.dtypes import DTYPE_NAMES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
+INTEGERS = {torch.int32, torch.int64}
+"""Dtypes of lengths and indices."""
 
 PACKED = (
     "[num_q_tokens, num_q_heads, head_dim]",
@@ -254,7 +256,7 @@ def check_host_integers(name: str, value: object, planned: str = "lengths") -> t
         )
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
         check_readable(name, value)
-    if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
+    if value.dtype not in INTEGERS or not (value.is_cpu or value.device.type == "cpu"):
         raise InputError(
             f"{name} must be an int32 or int64 cpu tensor, got {value.dtype} on {value.device}; "
             f"{planned} are planned on the host, without waiting for a device"

@@ -95,4 +95,5 @@ def extent(
 def aligned_empty(size: int) -> torch.Tensor:
     """uint8 memory with the alignment of a device's allocations."""
     raw = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="cpu")
-    return raw[-raw.data_ptr() % _ALIGNMENT :][:size]
+    begin = -raw.data_ptr() % _ALIGNMENT
+    return raw[begin : begin + size]

@@ -170,8 +170,8 @@ class DeviceState:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
-        if self.emulated or tensor.device.type != "cpu" or not tensor.numel():
-            return tensor.to(self.device)
+        if self.emulated or not tensor.is_cpu or not tensor.numel():
+            return tensor if tensor.device == self.device else tensor.to(self.device)
         moved = torch.empty_like(tensor, device=self.device)
         with self._lock:
             self._copy(tensor, moved)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from ... import env
+from ... import _C, env
 from ...errors import InputError
 from ...torch_modes import need_values
 from ..arguments.calls import Array, host_array
-from ..arguments.checks import INT32_MAX, check_int, check_readable, no_tensor
+from ..arguments.checks import INT32_MAX, INTEGERS, check_int, check_readable, no_tensor
 from .paged import PAGE_SIZE_RULE, Paged
 
 NativeStorage = tuple[Array | None, Array | None, Array | None, int, int]
@@ -87,7 +86,11 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
         raise InputError(
             f"{name} must be a tensor [number of pages in use], got {list(given.shape)}"
         )
-    pages = _pages_in_use(given, held_indptr)
+    pages = None
+    if checks_values(given):
+        values = (given if given.is_cpu else given.cpu()).contiguous()
+        entries = (values.data_ptr(), values.numel(), values.element_size())
+        pages = _C.page_range(entries, indptr)
     if pages is not None and (pages[0] < 0 or pages[1] > INT32_MAX):
         negative = pages[0] < 0
         at = int((given < 0 if negative else given > INT32_MAX).nonzero()[0, 0])
@@ -96,8 +99,8 @@ def read_storage(storage: Storage, device: torch.device, where: str = "") -> Sto
             f"{'group' if where else 'request'} {owner_of(at, held_indptr)}, "
             f"{'is negative' if negative else 'does not fit 32 bits'}"
         )
-    indices = given.to(torch.int32).contiguous()
-    native = (None, indptr, last, size, indices.shape[0])
+    indices = (given if given.dtype is torch.int32 else given.to(torch.int32)).contiguous()
+    native = (None, indptr, last, size, indices.numel())
     return Stored(native, size, indices, pages, (held_indptr, held_last))
 
 
@@ -106,43 +109,24 @@ def read_indices(name: str, indices: object, device: torch.device, shape: str = 
 
     shape: what it must be, for the message.
     """
-    if not isinstance(indices, torch.Tensor) or indices.dtype not in (torch.int32, torch.int64):
+    if not isinstance(indices, torch.Tensor) or indices.dtype not in INTEGERS:
         got = indices.dtype if isinstance(indices, torch.Tensor) else no_tensor(name, indices)
         raise InputError(f"{name} must be an int32 or int64 tensor{shape}, got {got}")
     check_readable(name, indices)
-    if indices.device.type != device.type:
+    if indices.device != device and indices.device.type != device.type:
         raise InputError(
             f"{name} are on {indices.device}, the batch on {device}; move them with "
             f".to({str(device)!r})"
         )
     if indices.numel() > INT32_MAX:
         raise InputError(f"{name} has more entries than 32 bits count")
-    return indices.resolve_neg()
+    return indices.resolve_neg() if indices.is_neg() else indices
 
 
 def checks_values(indices: torch.Tensor) -> bool:
     """Whether the values of indices are checked: on the CPU, unless the environment says."""
     wanted = env.check_pages()
-    return indices.device.type == "cpu" if wanted is None else wanted
-
-
-def _pages_in_use(indices: torch.Tensor, indptr: torch.Tensor) -> tuple[int, int] | None:
-    """`Stored.pages`, of the entries that page_indptr covers; None if values are not checked."""
-    if not checks_values(indices):
-        return None
-    # numpy slices take a tenth of the time of torch's.
-    end = max(0, int(indptr.numpy()[-1])) if indptr.shape[0] else 0
-    if not end or not indices.shape[0]:
-        return 0, -1
-    if indices.is_cpu and indices.dtype == torch.int32:
-        # numpy uses one thread; torch would wake its thread pool, which takes longer than the read.
-        # As uint32, negative entries are the largest.
-        values = indices.numpy()[:end]
-        high = int(values.view(np.uint32).max())
-        return (0, high) if high <= INT32_MAX else (int(values.min()), int(values.max()))
-    used = indices[:end]
-    least, greatest = torch.aminmax(used)
-    return int(least), int(greatest)
+    return indices.is_cpu if wanted is None else wanted
 
 
 def owner_of(entry: int, page_indptr: torch.Tensor) -> int:

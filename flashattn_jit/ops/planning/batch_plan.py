@@ -126,7 +126,7 @@ class Kernels:
     options: Options
     _known: dict[tuple[object, ...], Kernel] = field(default_factory=dict)
     _pairs: dict[tuple[object, ...], Pair] = field(default_factory=dict)
-    _plan_options: dict[tuple[object, ...], dict[str, Any]] = field(default_factory=dict)
+    _plan_options: dict[tuple[object, ...], _C.PlanOptions] = field(default_factory=dict)
 
     @property
     def few_rows(self) -> int:
@@ -161,13 +161,18 @@ class Kernels:
     def pair(self, known: Structure, needs: Needs, name: str) -> Pair:
         """The kernels, from memory or loaded now. name: of the variant, for messages.
 
-        Raises CompileError if no cache has a kernel and the compiler fails.
+        Raises CompileError if no cache has a kernel and the compiler fails, InputError if the
+        variant has more params than a kernel takes.
         """
         found = self._pairs.get((known, needs))
         if found is not None:
             if any(found):
                 default.last_source = "memory"
             return found
+        if not self.options.cpu:
+            from ..device.cuda import check_params  # only processes that use a device import it
+
+            check_params(known)
         features = needs.features(self.options.cpu)
         prefill = few = None
         if needs.prefill_rows:
@@ -217,29 +222,37 @@ class Kernels:
             workers = cuda.workers(spec, self.options.device, module)
         return Kernel(spec, module, native_kind(spec, self.options.target, module), workers)
 
-    def plan_options(self, kernels: Pair) -> dict[str, Any]:
-        """Arguments of `_C.BatchPlan` and `workspace_bound` that the machine and object decide."""
+    def plan_options(
+        self, kernels: Pair, num_kv_heads: int, num_levels: int, row_block: int = 0
+    ) -> _C.PlanOptions:
+        """The options of plans for these kernels on this machine."""
         threads = torch.get_num_threads()
-        key = (threads, *(k and id(k) for k in kernels))
+        key = (threads, num_kv_heads, num_levels, row_block, *(k and id(k) for k in kernels))
         found = self._plan_options.get(key)
         if found is not None:
             return found
+        if len(self._plan_options) >= _KEPT_PAIRS:
+            self._plan_options.clear()
         o = self.options
-        workers = tuple(threads if o.cpu else k.workers if k else 1 for k in kernels)
-        splits = tuple(
-            -(-keys // k.spec.tile_kv) * k.spec.tile_kv if k else keys
+        prefill, few = (
+            (threads if o.cpu else k.workers if k else 1,
+             -(-keys // k.spec.tile_kv) * k.spec.tile_kv if k else keys)
             for keys, k in zip(_SPLIT_KEYS, kernels, strict=True)
+        )  # fmt: skip
+        found = self._plan_options[key] = _C.PlanOptions(
+            num_q_heads=o.num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_v=o.head_dim_v,
+            few_rows=self.few_rows,
+            num_workers=(prefill[0], few[0]),
+            share_workers=o.cpu,
+            batch_invariant=o.batch_invariant,
+            split_keys=(prefill[1], few[1]) if o.batch_invariant else (0, 0),
+            merge_ns=merge_cost(o.target),
+            limits=None if o.limits is None else o.limits.native(),
+            num_levels=num_levels,
+            row_block=row_block,
         )
-        found = self._plan_options[key] = {
-            "num_q_heads": o.num_q_heads,
-            "head_dim_v": o.head_dim_v,
-            "few_rows": self.few_rows,
-            "num_workers": workers,
-            "share_workers": o.cpu,
-            "batch_invariant": o.batch_invariant,
-            "split_keys": splits if o.batch_invariant else (0, 0),
-            "merge_ns": merge_cost(o.target),
-        }
         return found
 
 
@@ -281,8 +294,7 @@ class Keys(NamedTuple):
 _RAGGED = Keys(0, None, None)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(NamedTuple):
     """The input of planning.
 
     name: of the variant. num_levels: of shared keys. keeps_mask: every run uses the mask params of
@@ -412,10 +424,6 @@ def vary(
     """
     options, kernels, lists = batch.options, batch.kernels, batch.lists
     known = bound.structure
-    if not options.cpu:
-        from ..device.cuda import check_params  # only processes that use a device import it
-
-        check_params(known)
     mask = known.ir.hook("mask_mod")
     slots = known.mask_slots
     tensors, scalars = list(bound.tensors), list(bound.scalars)
@@ -435,26 +443,21 @@ def vary(
     )  # fmt: skip
     pair = kernels.pair(known, needs, batch.name)
     classify = mask is not None and lists is None and _can_be_costed(batch, known, tensors)
-    mask_args: dict[str, Any] = {}
+    costed = None
     if classify:
         addresses, layouts, _held = bind_tensors(known, tensors)
-        mask_args = {
-            "tensors": addresses, "layouts": layouts, "scalars": tuple(scalars),
-            "scalar_kinds": known.scalar_kinds, "mask_is_contiguous": known.mask_is_contiguous,
-            "mask_reads_request": known.mask_reads_request,
-        }  # fmt: skip
+        costed = (
+            addresses, layouts, scalars, known.scalar_kinds, known.mask_is_contiguous,
+            known.mask_reads_request,
+        )  # fmt: skip
+    row_block = 0 if blocks is None else blocks.q_block
     try:
         native = _C.BatchPlan(
             batch.lengths,
             native_kinds(pair),
-            lists=None if lists is None else lists.native(),
-            classify=classify,
-            limits=None if options.limits is None else options.limits.native(),
-            num_levels=batch.num_levels,
-            num_kv_heads=num_kv_heads,
-            row_block=0 if blocks is None else blocks.q_block,
-            **kernels.plan_options(pair),
-            **mask_args,
+            kernels.plan_options(pair, num_kv_heads, batch.num_levels, row_block),
+            None if lists is None else lists.native(),
+            costed,
         )
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -488,7 +491,7 @@ def _can_be_costed(batch: Batch, known: Structure, tensors: Sequence[torch.Tenso
         return False
     if not batch.keeps_mask:
         return known.costed_by_mask
-    return all(tensors[slot].device.type == "cpu" for slot in known.mask_slots[0])
+    return all(tensors[slot].is_cpu for slot in known.mask_slots[0])
 
 
 def mask_values(planned: Variation) -> dict[str, torch.Tensor | int | float]:

@@ -325,8 +325,12 @@ class Planned:
         self.indices = pages.order.roll(shift)[: sum(counts)].contiguous()
         lengths = _C.BatchLengths(rows, (None, starts, last, PAGE, sum(counts)))
         self.plan = _C.BatchPlan(
-            lengths, kernels.native, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_v=DIM,
-            few_rows=16, num_workers=(WORKERS, WORKERS), limits=limits,
+            lengths,
+            kernels.native,
+            _C.PlanOptions(
+                num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim_v=DIM, few_rows=16,
+                num_workers=(WORKERS, WORKERS), limits=limits,
+            ),
         )  # fmt: skip
         needed = [m if limits or self.plan.work(i) else None for i, m in enumerate(kernels.modules)]
         self.core = _C.BatchCall(
