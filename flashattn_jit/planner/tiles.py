@@ -85,10 +85,13 @@ class Problem:
 
 # --- tiles of CPU kernels ------------------------------------------------------------------------
 
-FEW_ROWS = 8
-"""Most packed rows of the few-row kernel: the crossover of benchmarks/cpu_tiles.py."""
+_FEW_ROWS = {"float32": 64, "bfloat16": 24}
+"""Most packed rows of the few-row kernel by the dtype of its products, without AMX: the crossover
+of benchmarks/cpu_tiles.py. Four rows share each loaded vector, and K and V are read in place, where
+a prefill tile packs them: 16 rows of fp32 take 0.45 of the time of that tile, 64 rows 0.85, on AVX2
+and AVX-512 (Zen 4)."""
 
-FEW_ROWS_OF_TILES = 32
+_FEW_ROWS_OF_TILES = 32
 """The same for products on AMX tiles, whose time hardly depends on the rows: two blocks of 16.
 The prefill tile takes 1.06 times as long at 32 rows (benchmarks/cpu_tiles.py)."""
 
@@ -241,7 +244,8 @@ def few_rows(target: str, q_dtype: str) -> int:
     """Most packed rows of a request that gets a few-row kernel of a target."""
     if is_cuda(compiled_target(target)):
         return cuda_tiles.ROW_CLASSES[0]
-    return FEW_ROWS_OF_TILES if on_tiles(target, matrix_dtype(target, q_dtype)) else FEW_ROWS
+    matrix = matrix_dtype(target, q_dtype)
+    return _FEW_ROWS_OF_TILES if on_tiles(target, matrix) else _FEW_ROWS[matrix]
 
 
 ALL_ROWS = 2**30
@@ -386,7 +390,7 @@ _CUDA_LEAST_PART = 256
 state costs more to write and merge than its keys cost to read."""
 
 _CPU_LEAST_PART = 256  # keys; a shorter part costs more to merge than it saves
-_CPU_FMAS_PER_CLOCK = {"prefill": 1.2, "few_row": 0.6}
+_CPU_FMAS_PER_CLOCK = {"prefill": 1.5, "few_row": 1.2}
 """Vector multiply-adds per clock, of the two that a core can issue; the softmax takes the rest."""
 _AMX_LANES = 7
 """Factor on these rates for kernels on AMX tiles: 600 GFLOP/s per core in prefill and 370 with 32

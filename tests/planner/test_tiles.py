@@ -10,10 +10,10 @@ from flashattn_jit.codegen.targets import CPU_TARGETS
 from flashattn_jit.planner.reachable import reachable
 from flashattn_jit.planner.roofline import Hardware, roofline
 from flashattn_jit.planner.tiles import (
-    FEW_ROWS,
     Problem,
     candidates,
     choose,
+    few_rows,
     item_rows,
     scratch_bytes,
 )
@@ -43,8 +43,9 @@ def test_flops_and_bytes_are_those_of_the_textbook():
 
 
 def test_grouped_heads_count_as_rows():
-    assert problem(1, 4096, q_heads=FEW_ROWS, kv_heads=1).packed_rows == FEW_ROWS
-    wide = problem(1, 4096, q_heads=FEW_ROWS + 1, kv_heads=1)
+    most = few_rows("cpu:avx512_bf16", "bfloat16")
+    assert problem(1, 4096, q_heads=most, kv_heads=1).packed_rows == most
+    wide = problem(1, 4096, q_heads=most + 1, kv_heads=1)
     assert choose(PLAIN, wide, "cpu:avx512_bf16").tile_kind == "prefill"
 
 

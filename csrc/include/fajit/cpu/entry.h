@@ -8,14 +8,15 @@
 namespace fajit {
 
 // How many of the items from `w` on run together: those of the kv heads after that of `w`, with the
-// same rows and keys, where the heads of a token are adjacent in memory.
+// same rows and keys, where the heads of a token are adjacent in memory. At most 64 rows, whose
+// state stays in L2.
 template <class Config, int Most>
 int items_together(const fajit_args& a, const fajit_work* w, int32_t left) {
   if (Most == 1 || w->request < 0 || left < 2) return 1;
   if (a.k_stride[1] != Config::kHeadDim || a.v_stride[1] != Config::kHeadDimV) return 1;
-  const int32_t group = a.num_q_heads / a.num_kv_heads;
+  const int32_t group = a.num_q_heads / a.num_kv_heads, rows = w->row_end - w->row_begin;
   int n = 1;
-  while (n < Most && n < left) {
+  while (n < Most && n < left && (n + 1) * rows <= 64) {
     const fajit_work& next = w[n];
     const bool same = next.request == w->request && next.row_begin == w->row_begin &&
                       next.row_end == w->row_end && next.kv_begin == w->kv_begin &&

@@ -54,7 +54,8 @@ class FewRow {
   using TileSession = NoSession;
 #endif
   // Rows beyond the last are zero, so that a group of three runs as one of four.
-  static constexpr int kTileRows = round_up(Config::kTileQ, kTiles ? 16 : kFewRowGroup);
+  static constexpr int kGroup = kTiles ? 16 : kFewRowGroup;
+  static constexpr int kTileRows = round_up(Config::kTileQ, kGroup);
   static constexpr int kPaddedRows = kTileRows + kLanes;
   static constexpr bool kPairHooks = Hooks::kScore || Hooks::kMask;
   static constexpr bool kIndirect = Config::kIndirect;
@@ -161,8 +162,9 @@ class FewRow {
   }
 
   void start_head(const fajit_work& w, const Head& s, int32_t row0, int count) {
-    __builtin_memset(s.q, 0, sizeof(Matrix) * kTileRows * kDim);
-    __builtin_memset(s.o, 0, sizeof(float) * kTileRows * kDimV);
+    const int rows = (count + kGroup - 1) / kGroup * kGroup;
+    __builtin_memset(s.q, 0, sizeof(Matrix) * rows * kDim);
+    __builtin_memset(s.o, 0, sizeof(float) * rows * kDimV);
     for (int i = 0; i < count; ++i) {
       const PackedRow row = packed_row<kIndirect>(*c_.args, w, row0 + i);
       s.h[i] = row.h;
