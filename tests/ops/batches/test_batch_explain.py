@@ -43,7 +43,9 @@ def test_tile_kinds_workers_loads_and_workspace() -> None:
     assert "plan of Causal on cpu:" in text and "3 requests, 202 query tokens" in text
     assert "30250 keys (up to 30000), pages of 16" in text
     assert re.search(r"prefill +\d+ x \d+ +indirect +1 ", text), text
-    assert re.search(rf"few_row +{few_rows(default_target(), 'float32')} x 64 +indirect +2 ", text), text
+    assert re.search(
+        rf"few_row +{few_rows(default_target(), 'float32')} x 64 +indirect +2 ", text
+    ), text
     native = batch._planned.first.native
     assert f"in at most {native.most_splits} parts, {native.num_merges} merges" in text
     assert f"({plan.workspace_bytes} bytes)" in text
