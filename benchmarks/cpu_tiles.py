@@ -81,25 +81,28 @@ def compare_tiles(
 
 
 def crossover_rows(rounds: int) -> list[Row]:
-    """Few-row against prefill by packed rows: the crossover is what `few_rows` should return."""
+    """Few-row against prefill by packed rows: the crossovers that `few_rows` lies between."""
     target, rows = default_target(), []
     for dtype_name, dtype in _DTYPES.items():
         text = str(dtype).removeprefix("torch.")
         most = few_rows(target, text)
-        tile = prefill_tile(target, 128, 128, matrix_dtype(target, text))
-        for packed_rows in (1, 2, 4, 8, 12, 16, 24, 32):
-            q = torch.randn(4, 8, packed_rows, 128).to(dtype)
-            k, v = (torch.randn(4, 8, 2048, 128).to(dtype) for _ in range(2))
-            tiles: dict[str, tuple[TileKind, int, int]] = {
-                "few_row": ("few_row", most, 64),
-                "prefill": ("prefill", *tile),
-            }
-            times = compare_tiles(q, k, v, tiles, rounds)
-            value, spread = ratio(times["prefill"], times["few_row"])
-            chosen = "few_row" if packed_rows <= most else "prefill"
-            claim = f"{dtype_name} {packed_rows} packed rows: prefill over few_row time"
-            detail = f"the planner chooses {chosen}"
-            rows.append(Row(claim, None, value, "x", "higher", spread, detail))
+        for where, batch, kv_len in (("memory", 4, 2048), ("cache", 1, 512)):
+            for head_dim in (64, 128):
+                tile = prefill_tile(target, head_dim, head_dim, matrix_dtype(target, text))
+                k, v = (torch.randn(batch, 8, kv_len, head_dim).to(dtype) for _ in "kv")
+                for packed_rows in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64):
+                    q = torch.randn(batch, 8, packed_rows, head_dim).to(dtype)
+                    tiles: dict[str, tuple[TileKind, int, int]] = {
+                        "few_row": ("few_row", 64, 64),
+                        "prefill": ("prefill", *tile),
+                    }
+                    times = compare_tiles(q, k, v, tiles, rounds)
+                    value, spread = ratio(times["prefill"], times["few_row"])
+                    chosen = "few_row" if packed_rows <= most else "prefill"
+                    claim = f"{dtype_name} D{head_dim} {packed_rows} packed rows, keys in {where}: "
+                    claim += "prefill over few_row time"
+                    detail = f"the planner chooses {chosen}"
+                    rows.append(Row(claim, None, value, "x", "higher", spread, detail))
     return rows
 
 

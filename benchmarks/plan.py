@@ -39,7 +39,7 @@ from flashattn_jit.codegen.spec import default_target
 from flashattn_jit.codegen.targets import is_cuda
 from flashattn_jit.ops.device import cuda
 from flashattn_jit.ops.planning.batch_plan import native_kind
-from flashattn_jit.planner.tiles import Problem, choose
+from flashattn_jit.planner.tiles import Problem, choose, few_rows
 from flashattn_jit.variants.ir.ir import VariantIR
 
 _WORKERS, _DIM, _PAGE = 264, 128, 16
@@ -132,7 +132,7 @@ def loads(
     target: str, heads: tuple[int, int], workers: int, q_len: Sequence[int], kv_len: Sequence[int]
 ) -> list[float]:
     """Predicted nanoseconds of every worker."""
-    few_rows = 16 if is_cuda(target) else 8
+    most = few_rows(target, "bfloat16")
     prefill, few_row = _kind(target, 4096), _kind(target, 1)
     held = [np.array(indptr(n), np.int64) for n in (q_len, kv_len)]
     queries, keys = ((a.ctypes.data, a.size, a.itemsize) for a in held)
@@ -143,7 +143,7 @@ def loads(
             num_q_heads=heads[0],
             num_kv_heads=heads[1],
             head_dim_v=_DIM,
-            few_rows=few_rows,
+            few_rows=most,
             num_workers=(workers, workers),
             share_workers=not is_cuda(target),
             limits=(len(q_len), sum(q_len), max(kv_len), 0),

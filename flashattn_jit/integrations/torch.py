@@ -36,15 +36,15 @@ _DTYPES = (_FP32, torch.bfloat16, torch.float16)
 def least_flops(dtype: torch.dtype, q_len: int, grouped: bool) -> float:
     """The floating-point operations of the smallest call in which the engine is faster.
 
-    The engine's fixed cost is higher than torch's, and in fp32 torch's rate over 2 to 32 query rows
-    is higher than the engine's unless query heads share keys: `python -m benchmarks.activate --only
-    borders` (2 cores of a Zen 4).
+    The engine's fixed cost is higher than torch's, and torch is faster over 2 to 32 query rows of
+    fp32 whose keys are in cache: `python -m benchmarks.activate --only borders` (2 cores of a
+    Zen 4).
     """
     if dtype != _FP32:
         return 5e5 if q_len == 1 else 8e6
     if q_len == 1:
-        return 2e6
-    return 16e6 if q_len > 32 or grouped else math.inf
+        return 4e6
+    return 16e6 if q_len > 32 or grouped else 50e6
 
 
 class _AddToKeys(Variant):

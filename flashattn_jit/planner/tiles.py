@@ -85,11 +85,12 @@ class Problem:
 
 # --- tiles of CPU kernels ------------------------------------------------------------------------
 
-_FEW_ROWS = {"float32": 64, "bfloat16": 24}
-"""Most packed rows of the few-row kernel by the dtype of its products, without AMX: the crossover
-of benchmarks/cpu_tiles.py. Four rows share each loaded vector, and K and V are read in place, where
-a prefill tile packs them: 16 rows of fp32 take 0.45 of the time of that tile, 64 rows 0.85, on AVX2
-and AVX-512 (Zen 4)."""
+_FEW_ROWS = {"float32": 32, "bfloat16": 12}
+"""Most packed rows of the few-row kernel by the dtype of its products, without AMX, between the
+crossovers of benchmarks/cpu_tiles.py for keys in memory (more than 64 rows in fp32, 24 to 32 of
+bf16 dot products) and in the last level of cache (12 to 16, 8 to 12). Four rows share each loaded
+vector, and K and V are read in place, where a prefill tile packs them: 16 rows of fp32, D128, take
+0.4 to 0.5 of the time of that tile from memory, and 1.02 to 1.06 from cache (Zen 4, one thread)."""
 
 _FEW_ROWS_OF_TILES = 32
 """The same for products on AMX tiles, whose time hardly depends on the rows: two blocks of 16.

@@ -25,7 +25,7 @@ from flashattn_jit.variants.params import Dims
 from tests.harness import processes
 from tests.planner.asked import Asked, nothing_module
 
-ROWS = 20
+ROWS = 50
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ import multiprocessing, os, sys, torch
 import flashattn_jit as fa
 
 torch.set_num_threads(1)
-q, k, v = (torch.zeros(1, 2, 20, 16) for _ in range(3))
+q, k, v = (torch.zeros(1, 2, 50, 16) for _ in range(3))
 
 
 def child():

@@ -17,7 +17,7 @@ from ...variants.ir.dtypes import DTYPE_NAMES
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 INT32_MAX = 2**31 - 1
-INTEGERS = {torch.int32, torch.int64}
+INTEGERS = frozenset((torch.int32, torch.int64))
 """Dtypes of lengths and indices."""
 
 PACKED = (

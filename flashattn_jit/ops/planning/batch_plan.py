@@ -227,7 +227,13 @@ class Kernels:
     ) -> _C.PlanOptions:
         """The options of plans for these kernels on this machine."""
         threads = torch.get_num_threads()
-        key = (threads, num_kv_heads, num_levels, row_block, *(k and id(k) for k in kernels))
+        key = (
+            threads,
+            num_kv_heads,
+            num_levels,
+            row_block,
+            *(k and (k.workers, k.spec.tile_kv) for k in kernels),
+        )
         found = self._plan_options.get(key)
         if found is not None:
             return found

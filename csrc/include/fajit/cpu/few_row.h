@@ -66,21 +66,23 @@ class FewRow {
   // threads, timed by hand).
   static constexpr int kVectorRows = 1;
 
+  // Keys that several groups of rows read are converted once, where that costs more than a shift.
+  static constexpr bool kConvertOnce =
+      kKeysInPlace && !same<K, Matrix> && !kPaired<Matrix, K, kDim> && kTileRows > kFewRowGroup;
+
   // Element types of K and V as the products read them.
   using Key = Choose<kKeysInPlace, K, Matrix>;
   using Value = Choose<kValuesInPlace, V, Matrix>;
 
-  // Rows of K and V are prefetched this many rows ahead of those in use. The pages of rows are
-  // touched a tile before that, all pages of a tile at once: until an address is translated, no
-  // later instruction retires, and page by page this is waited for page by page. Decoding takes
-  // 0.6 of the time in fp32, 0.7 to 0.8 in bf16 (one thread of a virtual machine on a Zen 4,
-  // cpu:avx2, pages of 4 KB, timed by hand; with pages of 2 MB it takes as long without).
+  // Rows of K and V are prefetched this many rows ahead of those in use. A tile before that, their
+  // pages are touched, all of a tile at once, so that misses of the TLB overlap: decoding takes 0.6
+  // of the time in fp32 and 0.7 to 0.8 in bf16 with this and the order of RowStream (one thread of
+  // a virtual machine on a Zen 4, cpu:avx2, timed by hand). Without touching, pages of 4 KB
+  // took 1.4 times as long as pages of 2 MB.
   static constexpr int kBytesK = Config::kHeadDim * sizeof(K),
                        kBytesV = Config::kHeadDimV * sizeof(V);
-  static constexpr int kRowBytes = kBytesK > kBytesV ? kBytesK : kBytesV;
+  static constexpr int kRowBytes = larger(kBytesK, kBytesV);
   static constexpr int kAheadK = prefetch_keys(kBytesK), kAheadV = prefetch_keys(kBytesV);
-  static constexpr int kAhead = (kAheadK > kAheadV ? kAheadK : kAheadV) + 2 * kTileKv;
-  using KvRows = KeysOf<Config, kAhead>;
 
  public:
   // Where the kv heads of a token are adjacent ([B, N, H, D], [N, H, D], pages), items of the same
@@ -91,13 +93,20 @@ class FewRow {
                                    : kRowBytes < 256                           ? 8
                                                                                : 2048 / kRowBytes;
 
+ private:
+  // Several heads prefetch a whole tile ahead.
+  static constexpr int kMostAhead = larger(kMaxHeads > 1 ? kTileKv : 0, larger(kAheadK, kAheadV));
+  using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
+
+ public:
   FewRow(const Context& c, Carver& carver)
       : c_(c),
         q_(carver.take<Matrix>(uint64_t{kMaxHeads} * kTileRows * kDim)),
         o_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kDimV)),
         s_(carver.take<float>(uint64_t{kTileRows} * kTileKv)),
         qt_(carver.take<int32_t>(kTiles ? uint64_t{kMaxHeads} * kTileRows * kDim / 2 : 0)),
-        k_rows_(kKeysInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
+        k_rows_(kKeysInPlace && !kConvertOnce ? nullptr
+                                              : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
         sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
@@ -118,12 +127,11 @@ class FewRow {
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
     KvWalk<Config, Hooks, KvRows> walk(c_, w, span, row0, kv_);
-    int32_t reached = -1;
-    for (KvTile tile; walk.next(tile); reached = tile.end) {
+    for (KvTile tile; walk.next(tile);) {
       const KeyRows k = kv_.keys();
       const ValueRows v = kv_.values();
       const int ahead_k = heads > 1 ? kTileKv : kAheadK, ahead_v = heads > 1 ? kTileKv : kAheadV;
-      if (tile.begin != reached) start_rows(k, v, ahead_k, ahead_v, heads);
+      if (!tile.follows) start_rows(k, v, ahead_k, ahead_v, heads);
       touch_pages(k, ahead_k + kTileKv);
       touch_pages(v, ahead_v + kTileKv);
       RowStream<KeyRows> next_k(k.from(ahead_k, 0), heads * kBytesK);
@@ -222,6 +230,7 @@ class FewRow {
     TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>> stream(next_k, next_v,
                                                                                   keys);
 #endif
+    const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
@@ -230,18 +239,20 @@ class FewRow {
       }
 #endif
       with_rows(count, [&](auto rows, int groups) {
-        few_scores<Matrix, Key, kDim, rows.count>(
-            k, keys, s.q, groups, scale, s_, kTileKv,
-            [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); });
+        using Read = typename decltype(k)::Element;
+        if constexpr (!rows.several || same<Read, Matrix> || !kConvertOnce)
+          few_scores<Matrix, Read, kDim, rows.count>(k, keys, s.q, groups, scale, s_, kTileKv,
+                                                     fetch);
       });
     };
-    if constexpr (kKeysInPlace) {
-      multiply(k_src);
-    } else {
+    const bool converted = !kKeysInPlace || (kConvertOnce && count > kFewRowGroup);
+    if (converted) {
       for (int n = 0; n < keys; ++n)
         convert_key<Config, Hooks, kDim>(c_, b, kv_h, kv_.position(n), k_src(n),
                                          k_rows_ + n * kDim);
       multiply(StridedRows<Matrix>{k_rows_, kDim});
+    } else {
+      multiply(k_src);
     }
 
     soften(s, b, kv_h, tile, count);

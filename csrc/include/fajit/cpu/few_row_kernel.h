@@ -2,7 +2,8 @@
 // is loaded once, in place, for all rows.
 //
 //   few_scores   lanes over head_dim: kLanes dot products at a time (1 row x 16 keys, 2 x 8,
-//                4 x 4), reduced to one vector of scores by a tree of exchanges
+//                4 x 4), reduced to one vector of scores by a tree of exchanges; on AVX2 12
+//                (4 rows x 3 keys), reduced key by key
 //   few_values   lanes over head_dim_v: rows x vectors of O in registers, a chunk of keys at a time
 #pragma once
 #include <fajit/cpu/key_rows.h>
@@ -121,11 +122,12 @@ FAJIT_INLINE vf reduce_four(vf r0, vf r1, vf r2, vf r3) {
   return x;
 }
 
-// s[row * s_stride + key] = scale * q[row] . k[key] for NR rows and keys [0, count), count rounded
-// up to kLanes / NR. Rows of q are `Dim` long; `Dim` is a multiple of a vector. Keys past `count`
-// repeat the last key. `fetch()` issues the prefetches that belong to a key. The NG groups of NR
-// rows process the same few keys one after another, so all but the first find them in L1: the rows
-// of one head may be 4 KB apart, where 8 of them fill their L1 set and 128 their L2 set.
+// s[row * s_stride + key] = scale * q[row] . k[key] for groups of NR rows and keys [0, count); up
+// to `count` rounded up to kLanes / NR is written, where keys repeat the last one. Rows of q are
+// `Dim` long; `Dim` is a multiple of a vector. `fetch()` issues the prefetches that belong to a
+// key. The groups process the same few keys one after another, so all but the first find them in
+// L1: the rows of one head may be 4 KB apart, where 8 of them fill their L1 set and 128 their L2
+// set.
 template <class Matrix, class Key, int Dim, int NR, class KeyRows, class Fetch>
 FAJIT_INLINE void few_scores(KeyRows k, int count, const Matrix* q, int groups, float scale,
                              float* s, int s_stride, Fetch fetch) {
@@ -332,7 +334,7 @@ struct ValueParts {
   }
 };
 
-// o[row][0, Dim) += sum over `count` keys of p[row] v for NG groups of NR rows; Dim is a multiple
+// o[row][0, Dim) += sum over `count` keys of p[row] v for groups of NR rows; Dim is a multiple
 // of what a step makes. `fetch()` issues the prefetches that belong to a key of a part. All but the
 // first group, which also prefetches, read the vectors that it has kept: rows of V may be 4 KB
 // apart, where they evict each other from L1, and loads from L2 queue behind the prefetches. Chunks

@@ -17,6 +17,7 @@ namespace fajit {
 // on.
 template <class T>
 struct StridedRows {
+  using Element = T;
   const T* first;
   int64_t stride;
   FAJIT_INLINE const T* operator()(int64_t n) const { return first + stride * n; }
@@ -24,6 +25,7 @@ struct StridedRows {
 };
 template <class T>
 struct HeldRows {
+  using Element = T;
   const T* const* rows;
   int d = 0;
   FAJIT_INLINE const T* operator()(int64_t n) const { return rows[n] + d; }

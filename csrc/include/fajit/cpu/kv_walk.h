@@ -13,6 +13,7 @@ namespace fajit {
 struct KvTile {
   int32_t begin, end;  // logical positions; of a list: 0 and the number of keys
   int state;           // fajit_tile_state, never empty
+  bool follows;        // its first key is the one after the last tile's
 };
 
 template <class Hooks>
@@ -77,9 +78,10 @@ class KvWalk {
         }
         state = run_state_ == FAJIT_TILE_FULL ? FAJIT_TILE_FULL : classify(at_, stop);
       }
-      tile = {at_, stop, state};
+      tile = {at_, stop, state, at_ == reached_};
       at_ = stop;
       if (state == FAJIT_TILE_EMPTY) continue;
+      reached_ = stop;
       keys_.seek(tile.begin, tile.end - tile.begin);
       return true;
     }
@@ -91,7 +93,8 @@ class KvWalk {
     while (const int count = keys_.next()) {
       int32_t low, high;
       keys_.hull(0, count, low, high);
-      tile = {0, count, classify(low, high + 1)};
+      tile = {0, count, classify(low, high + 1), reached_ == 0};
+      reached_ = 0;
       if (tile.state != FAJIT_TILE_EMPTY) return true;
     }
     return false;
@@ -109,6 +112,7 @@ class KvWalk {
   const RowSpan rows_;
   Keys& keys_;
   int32_t at_, end_;
+  int32_t reached_ = -1;  // end of the last tile; of lists: 0 after the first
   int32_t run_end_ = INT32_MIN;
   int run_state_ = FAJIT_TILE_PARTIAL;
   const uint8_t* states_ = nullptr;
