@@ -71,7 +71,7 @@ using Wide = Choose<is_vector<B>, B, typename wide_of<A, B>::type>;
 template <class W, class T> FAJIT_FN W widen(T x) {
   if constexpr (!is_vector<W> || same<W, T>) return W(x);
   else if constexpr (same<T, bool>) return W{} - Lane<W>(x);  // a mask lane is 0 or -1
-  else return Lane<W>(x) - W{};  // keeps the sign of zero
+  else return Lane<W>(x) - W{};                               // keeps the sign of zero
 }
 
 template <class T> FAJIT_FN auto lane(T x, int i) {
