@@ -143,7 +143,7 @@ struct Problem {
 
   explicit Problem(Random& r) {
     requests = static_cast<int>(r.between(1, 3));
-    kv_heads = static_cast<int>(r.between(1, 2));
+    kv_heads = static_cast<int>(r.chance(0.5) ? r.between(1, 2) : r.between(3, 11));
     group = static_cast<int>(r.between(1, 5));
     heads = kv_heads * group;
     const bool long_keys = r.chance(0.05);
@@ -262,16 +262,21 @@ struct Work {
   int32_t partial_rows = 0;
 
   Work(Random& r, const Problem& p) {
-    for (int b = 0; b < p.requests; ++b)
+    // As plans have them: the heads of a request are cut alike and follow each other.
+    const bool planned = r.chance(0.5);
+    for (int b = 0; b < p.requests; ++b) {
+      const Random first = r;
       for (int kv_h = 0; kv_h < p.kv_heads; ++kv_h) {
+        if (planned) r = first;
         const bool share = r.chance(0.7);
         const int count = share ? p.group : 1;
         for (int h = kv_h * p.group; h < (kv_h + 1) * p.group; h += count) add(r, p, b, h, count);
       }
+    }
     // Padding, as plans with limits have it.
     for (int64_t i = r.between(0, 2); i > 0; --i) items.push_back({-1, 0, 0, 0, 0, 0, 0, -1});
     if (r.chance(0.3)) merges.push_back({-1, 0, 0, 0, 0, 0, 0, 0});
-    for (size_t i = items.size(); i > 1; --i)  // the order of items must not matter
+    for (size_t i = planned ? 0 : items.size(); i > 1; --i)  // the order of items must not matter
       std::swap(items[i - 1],
                 items[static_cast<size_t>(r.between(0, static_cast<int64_t>(i) - 1))]);
   }

@@ -76,7 +76,7 @@ def config_of(spec: KernelSpec) -> str:
         "HEAD_DIM_V": spec.head_dim_v,
         "BF16": int(spec.q_dtype == "bfloat16"),
         "TILES": int(has_amx(spec.target)),
-        "MAX_Q_LEN": 70 if spec.tile_kind == "prefill" else 4,
+        "MAX_Q_LEN": 70 if spec.tile_kind == "prefill" else 12,
         "NUM_TENSORS": len(ir.tensors),
         "NUM_TABLES": len(tables),
         **{f"SLOT_{name.upper()}": slot for name, slot in slots.items()},
