@@ -240,17 +240,22 @@ class FewRow {
 #endif
       with_rows(count, [&](auto rows, int groups) {
         using Read = typename decltype(k)::Element;
-        if constexpr (!rows.several || same<Read, Matrix> || !kConvertOnce)
+        // Several groups never read keys that are converted once.
+        if constexpr (!kConvertOnce || rows.several == same<Read, Matrix>)
           few_scores<Matrix, Read, kDim, rows.count>(k, keys, s.q, groups, scale, s_, kTileKv,
                                                      fetch);
       });
     };
-    const bool converted = !kKeysInPlace || (kConvertOnce && count > kFewRowGroup);
-    if (converted) {
+    const auto multiply_converted = [&]() __attribute__((always_inline)) {
       for (int n = 0; n < keys; ++n)
         convert_key<Config, Hooks, kDim>(c_, b, kv_h, kv_.position(n), k_src(n),
                                          k_rows_ + n * kDim);
       multiply(StridedRows<Matrix>{k_rows_, kDim});
+    };
+    if constexpr (!kKeysInPlace) {
+      multiply_converted();
+    } else if constexpr (kConvertOnce) {
+      count > kFewRowGroup ? multiply_converted() : multiply(k_src);
     } else {
       multiply(k_src);
     }
