@@ -81,7 +81,7 @@ class FewRow {
   // took 1.4 times as long as pages of 2 MB.
   static constexpr int kBytesK = Config::kHeadDim * sizeof(K),
                        kBytesV = Config::kHeadDimV * sizeof(V);
-  static constexpr int kRowBytes = larger(kBytesK, kBytesV);
+  static constexpr int kRowBytes = larger_of(kBytesK, kBytesV);
   static constexpr int kAheadK = prefetch_keys(kBytesK), kAheadV = prefetch_keys(kBytesV);
 
  public:
@@ -95,7 +95,8 @@ class FewRow {
 
  private:
   // Several heads prefetch a whole tile ahead.
-  static constexpr int kMostAhead = larger(kMaxHeads > 1 ? kTileKv : 0, larger(kAheadK, kAheadV));
+  static constexpr int kMostAhead =
+      larger_of(kMaxHeads > 1 ? kTileKv : 0, larger_of(kAheadK, kAheadV));
   using KvRows = KeysOf<Config, kMostAhead + 2 * kTileKv>;
 
  public:

@@ -129,7 +129,7 @@ struct Storage<e4m3_t> {
 // --- rows -------------------------------------------------------------------------------------
 
 constexpr int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int larger_of(int a, int b) { return a > b ? a : b; }
 
 // dst[0, N) as float; dst has room for N rounded up to kLanes, and the rest of it is zeroed.
 template <class T, int N>
