@@ -87,10 +87,11 @@ class Problem:
 
 _FEW_ROWS = {"float32": 32, "bfloat16": 12}
 """Most packed rows of the few-row kernel by the dtype of its products, without AMX, between the
-crossovers of benchmarks/cpu_tiles.py for keys in memory (more than 64 rows in fp32, 24 to 32 of
-bf16 dot products) and in the last level of cache (12 to 16, 8 to 12). Four rows share each loaded
-vector, and K and V are read in place, where a prefill tile packs them: 16 rows of fp32, D128, take
-0.4 to 0.5 of the time of that tile from memory, and 1.02 to 1.06 from cache (Zen 4, one thread)."""
+crossovers of benchmarks/cpu_tiles.py for keys in memory (D64 and D128: 48 and more than 64 rows in
+fp32, 12 and 28 of bf16 dot products) and in cache (12 and 16, 8 and 12). Four rows share each
+loaded vector, and K and V are read in place, where a prefill tile packs them: 16 rows of fp32,
+D128, take 0.56 of the time of that tile from memory and 1.01 from cache, 32 rows 0.73 and 1.2
+(cpu:avx512_bf16 on a Zen 4)."""
 
 _FEW_ROWS_OF_TILES = 32
 """The same for products on AMX tiles, whose time hardly depends on the rows: two blocks of 16.
@@ -393,9 +394,9 @@ state costs more to write and merge than its keys cost to read."""
 _CPU_LEAST_PART = 256  # keys; a shorter part costs more to merge than it saves
 _CPU_FMAS_PER_CLOCK = {"prefill": 1.5, "few_row": 1.2}
 """Vector multiply-adds per clock, of the two that a core can issue; the softmax takes the rest."""
-_AMX_LANES = 7
-"""Factor on these rates for kernels on AMX tiles: 600 GFLOP/s per core in prefill and 370 with 32
-packed rows (a clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
+_AMX_FMAS_PER_CLOCK = {"prefill": 8.4, "few_row": 4.2}
+"""The same for kernels on AMX tiles: 600 GFLOP/s per core in prefill and 370 with 32 packed rows (a
+clock of 2.6 GHz by /proc/cpuinfo, head_dim 128, measured)."""
 
 READ_BYTES_PER_S_PER_CORE = 20e9
 """Read bandwidth of one core while all cores read: an estimate."""
@@ -458,12 +459,13 @@ def coefficients(spec: KernelSpec, target: str) -> Costs:
     else:
         lanes = CPU_ROWS[compiled].lanes
         matrix = matrix_dtype(compiled, spec.q_dtype)
+        fmas = _CPU_FMAS_PER_CLOCK[spec.tile_kind]
         if on_tiles(compiled, matrix):
-            lanes *= _AMX_LANES
+            fmas = _AMX_FMAS_PER_CLOCK[spec.tile_kind]
         elif spec.tile_kind == "prefill" and matrix == "bfloat16":
             lanes *= 2  # two products per lane
         bytes_per_ns = READ_BYTES_PER_S_PER_CORE * 1e-9
-        flops_per_ns = 2 * lanes * _CPU_FMAS_PER_CLOCK[spec.tile_kind] * clock_hz() * 1e-9
+        flops_per_ns = 2 * lanes * fmas * clock_hz() * 1e-9
         item_ns = _CPU_ITEM_NS
     return Costs(
         item_ns, key_bytes / bytes_per_ns, flops / flops_per_ns, state_bytes / bytes_per_ns

@@ -262,14 +262,12 @@ struct Work {
   int32_t partial_rows = 0;
 
   Work(Random& r, const Problem& p) {
-    // As plans have them: the heads of a request are cut alike and follow each other.
-    const bool planned = r.chance(0.5);
+    const bool planned = r.chance(0.5);  // heads of a request are cut alike and follow each other
     for (int b = 0; b < p.requests; ++b) {
       const Random first = r;
       for (int kv_h = 0; kv_h < p.kv_heads; ++kv_h) {
         if (planned) r = first;
-        const bool share = r.chance(0.7);
-        const int count = share ? p.group : 1;
+        const int count = r.chance(0.7) ? p.group : 1;
         for (int h = kv_h * p.group; h < (kv_h + 1) * p.group; h += count) add(r, p, b, h, count);
       }
     }
