@@ -202,3 +202,25 @@ def test_integer_division_by_zero_is_zero_and_never_traps(library):
             call(*args, ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(COUNT))
             expected = -(2**31) if op in ("floordiv", "truncdiv") else 0
             assert (out == expected).all()
+
+
+@pytest.mark.parametrize("orientation", "sv")
+@pytest.mark.parametrize("kind", ["small", "large", "mixed"])
+def test_tanh_is_within_four_ulp_whatever_the_other_lanes_hold(library, kind, orientation):
+    """A vector of small values alone takes a branch of its own (vector/fast_math.h)."""
+    border = torch.linspace(0.7499, 0.7501, 4001)
+    magnitudes = 10.0 ** torch.linspace(-38, 38, 40001)
+    x = torch.cat([torch.linspace(0, 12, 400001), border, magnitudes, torch.zeros(1)])
+    x = torch.cat([x, -x])
+    if kind != "mixed":
+        x = x[x.abs() < 0.75] if kind == "small" else x[x.abs() >= 0.75]
+    x = x[: x.numel() // 64 * 64]
+    if kind == "mixed":
+        x = x[torch.randperm(x.numel(), generator=torch.Generator().manual_seed(2))].contiguous()
+    out = torch.empty_like(x)
+    call = getattr(library, f"op_{CASES.index(('tanh', 'float32', 1))}_{orientation}")
+    call(*map(ctypes.c_void_p, (x.data_ptr(), None, out.data_ptr())), ctypes.c_int64(x.numel()))
+    exact = torch.tanh(x.double())
+    ulp = torch.finfo(torch.float32).eps * 2.0 ** exact.abs().clamp(min=2.0**-126).log2().floor()
+    assert ((out.double() - exact).abs() / ulp).max() <= 4
+    assert torch.equal(out.signbit(), x.signbit())

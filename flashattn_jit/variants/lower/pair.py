@@ -5,8 +5,8 @@ pair. Row parts are computed once per query row and tile, key parts once per key
 depends on both once per pair. ALiBi on pairs is one subtraction, one conversion and one
 multiply-add; a document mask is one comparison of two values that were read before.
 
-For CUDA, the host computes what depends on scalar params alone (`Uniforms`), and divisors of pairs
-are inverted once per row or key.
+Divisors of scores are inverted once per row or key. For CUDA, the host computes what depends on
+scalar params alone (`Uniforms`).
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ def _lower_node(
     out = []
     for i in range(length):
         names = [a[i] if len(a) > 1 else a[0] for a in args]
-        if block.uniforms is not None:
-            node, names = _cheap_division(block, node, names)
+        node, names = _cheap_division(block, node, names)
         out.append(block.emit(map_op(node, names, dtypes), names, CPP_TYPE[node.dtype]))
     return out
 
@@ -168,8 +167,9 @@ def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, l
     """A cheaper operation and its operands for a division whose divisor is known before the pairs;
     other operations unchanged.
 
-    Scores are multiplied by the reciprocal, which is at most 1 ulp off. Integers are divided
-    exactly, by multiplication with magic numbers, where the host computes the divisor.
+    Scores are multiplied by the reciprocal, which is at most 1 ulp off (a division of 16 scores
+    takes 10 clocks with AVX-512, the rest of a soft cap 6). Integers are divided exactly, by
+    multiplication with magic numbers, where the host computes the divisor.
     """
     if len(names) != 2:
         return node, names

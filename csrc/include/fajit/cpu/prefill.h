@@ -358,8 +358,8 @@ class Prefill {
   // Calls `hook_scores` for one vector over chunks of keys, with the mask unless a chunk is full.
   template <class KeysAt>
   FAJIT_INLINE vf hook_chunks([[maybe_unused]] const uint8_t* states, float* s, int stride, int n0,
-                              int n1, const Rows& rows, const KeysAt& keys, vf row_scale,
-                              float scale, vf top) {
+                              int n1, Rows rows, const KeysAt& keys, vf row_scale, float scale,
+                              vf top) {
     for (int n = n0; n < n1; n += kChunk) {
       const int end = n + kChunk < n1 ? n + kChunk : n1;
       if constexpr (Hooks::kMask) {

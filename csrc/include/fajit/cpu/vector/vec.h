@@ -140,6 +140,21 @@ FAJIT_INLINE bool all(vi m) { return mask_bits(m) == (1u << kLanes) - 1u; }
 FAJIT_INLINE bool any(bool m) { return m; }
 FAJIT_INLINE bool all(bool m) { return m; }
 
+// any(x >= bound). With AVX-512 two instructions, where gcc 12 makes five of the mask of `any`.
+FAJIT_INLINE bool any_at_least(float x, float bound) { return x >= bound; }
+FAJIT_INLINE bool any_at_least(vf x, float bound) {
+#if FAJIT_AVX == 512
+  unsigned short k;
+  bool found;
+  asm("vcmpps $29, %3, %2, %1\n\tkortestw %1, %1"
+      : "=@ccnz"(found), "=&Yk"(k)
+      : "v"(x), "v"(splat(bound)));
+  return found;
+#else
+  return any(x >= bound);
+#endif
+}
+
 // --- arithmetic -------------------------------------------------------------------------------
 
 // a < b ? a : b: when either is NaN the result is b. Pass the value that may be NaN second.
