@@ -88,6 +88,13 @@ class KvWalk {
     return false;
   }
 
+  // Keys after the tile that may be visited; of lists, one tile.
+  int left() const {
+    if constexpr (Config::kIndirect)
+      if (keys_.listed()) return Config::kTileKv;
+    return end_ - at_;
+  }
+
  private:
   bool next_listed(KvTile& tile) {
     while (const int count = keys_.next()) {

@@ -1,6 +1,6 @@
 // The two matrix products of a block of query rows, with rows on lanes:
 //
-//   scores   S^T[key][row] = scale * sum_d K[key][d] Q^T[d][row]
+//   scores   S^T[key][row] = sum_d K[key][d] Q^T[d][row]
 //   values   O^T[dim][row] = alpha[row] O^T[dim][row] + sum_key V^T[dim][key] P^T[key][row]
 //
 //        Q^T or P^T   [depth][NV vectors of rows]   vectors, from L1
@@ -113,18 +113,18 @@ FAJIT_INLINE void accumulate(vf (&acc)[kMicroRows][NV], const int32_t* vectors, 
 FAJIT_INLINE void settle() { asm volatile("" ::: "memory"); }
 
 // Keys [0, count) against a block of rows. `keys(n)`: row n; `s` has room for count rounded up to
-// kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch(n)` issues the
-// prefetches that belong to key n.
+// kMicroRows. Rows past `count` are not read, the last one is used instead. `fetch()` is called
+// once for each key.
 template <class Matrix, int NV, int Words, class KeyRows, class Fetch>
-__attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt, float scale,
-                                      float* s, Fetch fetch) {
+__attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt, float* s,
+                                      Fetch fetch) {
   for (int n = 0; n < count; n += kMicroRows) {
     const char* row[kMicroRows];
 #pragma GCC unroll 8
     for (int i = 0; i < kMicroRows; ++i)
       row[i] = reinterpret_cast<const char*>(keys(n + i < count ? n + i : count - 1));
 #pragma GCC unroll 8
-    for (int i = 0; i < kMicroRows; ++i) fetch(n + i);
+    for (int i = 0; i < kMicroRows; ++i) fetch();
     const auto part = [&](int at, int depth, auto join) __attribute__((always_inline)) {
       vf acc[kMicroRows][NV];
       accumulate<Matrix, NV>(acc, qt + at * NV * kLanes, depth,
@@ -132,7 +132,7 @@ __attribute__((noinline)) void scores(KeyRows keys, int count, const int32_t* qt
 #pragma GCC unroll 8
       for (int i = 0; i < kMicroRows; ++i)
 #pragma GCC unroll 3
-        for (int j = 0; j < NV; ++j) join(s + ((n + i) * NV + j) * kLanes, acc[i][j] * scale);
+        for (int j = 0; j < NV; ++j) join(s + ((n + i) * NV + j) * kLanes, acc[i][j]);
       settle();
     };
     constexpr int parts = Dot<Matrix>::kPack == 1 ? (Words + kScoreChain - 1) / kScoreChain : 1;

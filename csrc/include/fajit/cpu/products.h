@@ -9,10 +9,9 @@
 //   kKvSlots       keys that S and P have room for
 //   kValueWords    words of a packed tile of V
 //   kKeysAnywhere  K rows may be at any addresses; otherwise they must be contiguous
-//   kRawScores     leaves the scale to the softmax
 //   pack(count, words, row)         V of keys [0, count); `row(n)` is valid until row(n + kHeld)
-//   scores<NV>(keys, n0, n1, qt, scale, s, fetch)   keys [n0, n1); n0 is a multiple of kStep
-//   values<NV>(words, n0, n1, p, alpha, o)          likewise
+//   scores<NV>(keys, n0, n1, qt, s, fetch)   keys [n0, n1), not scaled; n0 is a multiple of kStep
+//   values<NV>(words, n0, n1, p, alpha, o)   likewise
 #pragma once
 #include <fajit/cpu/pack.h>
 #if FAJIT_AMX
@@ -32,7 +31,7 @@ struct VectorProducts {
   static constexpr int kKvSlots = round_up(TileKv, kMicroRows);
   static constexpr int64_t kPanelStride = int64_t{(TileKv + kPack - 1) / kPack} * kPanel;
   static constexpr uint64_t kValueWords = kPanelStride * (kVRow / kPanel);
-  static constexpr bool kKeysAnywhere = true, kRawScores = false;
+  static constexpr bool kKeysAnywhere = true;
   static constexpr int kHeld = 2, kStep = 2;
 
   template <class Row>
@@ -40,10 +39,10 @@ struct VectorProducts {
     pack_panels<Matrix, DimV>(count, words, kPanelStride, row);
   }
   template <int NV, class KeyRows, class Fetch>
-  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float scale,
-                                  float* s, Fetch fetch) {
-    fajit::scores<Matrix, NV, kWords>(keys.from(n0, 0), n1 - n0, qt, scale,
-                                      s + int64_t{n0} * NV * kLanes, fetch);
+  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float* s,
+                                  Fetch fetch) {
+    fajit::scores<Matrix, NV, kWords>(keys.from(n0, 0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes,
+                                      fetch);
   }
   template <int NV>
   static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, const int32_t* p,
@@ -65,7 +64,7 @@ struct TileProducts {
   static constexpr int kKvSlots = round_up(TileKv, kTileDepth);
   static constexpr uint64_t kStepWords = kVRow * (kTileDepth / 2);
   static constexpr uint64_t kValueWords = kStepWords * (kKvSlots / kTileDepth);
-  static constexpr bool kKeysAnywhere = false, kRawScores = true;
+  static constexpr bool kKeysAnywhere = false;
   static constexpr int kHeld = kTileDepth, kStep = kTileDepth;
 
   template <class Row>
@@ -78,9 +77,9 @@ struct TileProducts {
     }
   }
   template <int NV, class KeyRows, class Fetch>
-  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float, float* s,
-                                  Fetch) {
-    tile_scores<NV, kWords>(keys(n0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes);
+  static FAJIT_INLINE void scores(KeyRows keys, int n0, int n1, const int32_t* qt, float* s,
+                                  Fetch fetch) {
+    tile_scores<NV, kWords>(keys(n0), n1 - n0, qt, s + int64_t{n0} * NV * kLanes, fetch);
   }
   template <int NV>
   static FAJIT_INLINE void values(const int32_t* words, int n0, int n1, int32_t* p,

@@ -12,19 +12,23 @@
 namespace fajit {
 
 // Keys [0, count) against a block of rows; not scaled. `keys`: contiguous rows of `Words` words;
-// `keys` and `s` have room for count rounded up to 16.
-template <int NV, int Words>
-__attribute__((noinline)) void tile_scores(const void* keys, int count, const int32_t* qt,
-                                           float* s) {
+// `keys` and `s` have room for count rounded up to 16. `fetch()` is called once for each key.
+template <int NV, int Words, class Fetch>
+__attribute__((noinline)) void tile_scores(const void* keys, int count, const int32_t* qt, float* s,
+                                           Fetch fetch) {
   static_assert(NV <= 2);
   constexpr int64_t key_bytes = Words * 4, stride = NV * 64;
   const char* k = static_cast<const char*>(keys);
   const TileRows queries{reinterpret_cast<const char*>(qt), stride};
   const auto part = [&](auto tiles, int n) __attribute__((always_inline)) {
+    constexpr int steps = Words / 16;
+    const auto fetch_some = [&]() __attribute__((always_inline)) {
+      for (int i = 0; i < (16 * tiles.value + steps - 1) / steps; ++i) fetch();
+    };
     const char* first = k + n * key_bytes;
     zero_tiles<tiles.value, NV>();
     multiply_tiles<tiles.value, NV>({first, key_bytes}, {first + 16 * key_bytes, key_bytes},
-                                    queries, Words / 16, [] {});
+                                    queries, steps, fetch_some);
     store_tiles<tiles.value, NV>(s + n * NV * kLanes, stride);
   };
   int n = 0;
