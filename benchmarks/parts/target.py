@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
+from flashattn_jit.codegen.spec import host_target
+from flashattn_jit.codegen.targets import included
+
 _LIMITS = {
     # ATen's own kernels, oneDNN and MKL; each name means "nothing wider".
     "cpu:generic": ("default", "SSE41", "SSE4_2"),
@@ -32,7 +35,13 @@ def variables(target: str) -> dict[str, str]:
 
 
 def hold(target: str) -> None:
-    """Starts this process anew under `variables(target)`, unless they are set already."""
+    """Starts this process anew under `variables(target)`, unless they are set already.
+
+    Ends it with a message if this machine cannot run the target's kernels.
+    """
+    can_run = included(host_target())
+    if target not in can_run:
+        sys.exit(f"--target {target}: this machine can run {', '.join(can_run)}")
     wanted = variables(target)
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.environ.update(wanted)

@@ -536,10 +536,11 @@ def test_only_requested_outputs_are_returned() -> None:
         fa.flex_attention(q, k, v, return_lse=True, return_aux=AuxRequest(lse=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("magnitude", [1e-6, 1.0, 1e3])
-def test_max_scores_of_any_magnitude(magnitude: float) -> None:
+def test_max_scores_of_any_magnitude(magnitude: float, dtype: torch.dtype) -> None:
     q, k, v = dense(q_len=70)
-    q = q * magnitude
+    q, k, v = (q * magnitude).to(dtype), k.to(dtype), v.to(dtype)
     _, aux = fa.flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))
     expected = oracle(q, k, v).max_scores
     torch.testing.assert_close(aux.max_scores.double(), expected, rtol=2e-6, atol=1e-6 * magnitude)

@@ -334,7 +334,13 @@ class Prefill {
         // A row without a key so far has max -inf: any finite base gives it weights of 0.
         const vf base = select(top == -kInf, splat(0.0f), top);
         const vf rescale = weight_exp2<float>((old - base) * kToBase2<Hooks>);
-        const vf sum = make_weights<Matrix, Hooks>(s, p, stride, n0, n1, scale, base);
+        float factor = scale;
+        // s * scale - base is rounded once, base twice: 0.06 apart at such a base, more at larger.
+        if (!kNaturalUnits<Hooks> && any_at_least(abs(base), 0x1p20f)) {
+          for (int n = n0; n < n1; ++n) store(s + n * stride, load(s + n * stride) * scale);
+          factor = 1.0f;
+        }
+        const vf sum = make_weights<Matrix, Hooks>(s, p, stride, n0, n1, factor, base);
         store(max_ + v * kLanes, top);
         store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
         store(alpha + j * kLanes, rescale);
