@@ -97,6 +97,7 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
                             const Rows& rows, const Keys& keys, vf row_scale, float scale, vf top) {
   if constexpr (!Hooks::kScore && !Hooks::kPointwise && !Masked)
     return largest_score(s, stride, n0, n1, scale, top);
+  vf last = top;  // two maxima in turn
   for (int n = n0; n < n1; ++n) {
     vf x = load(s + int64_t{n} * stride);
     if constexpr (kNaturalUnits<Hooks>) x = x * scale;
@@ -111,9 +112,11 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
       x = select(Hooks::mask(c, rows, key), x, hidden);
     }
     if constexpr (Hooks::kScore || Hooks::kPointwise || Masked) store(s + int64_t{n} * stride, x);
-    top = max(top, kNaturalUnits<Hooks> ? x : x * scale);
+    const vf most = max(last, kNaturalUnits<Hooks> ? x : x * scale);
+    last = top;
+    top = most;
   }
-  return top;
+  return max(last, top);
 }
 
 // Pass 2 over keys [n0, n1): weights 2^((s - base) log2(e)) of natural scores, 2^(s scale - base)
