@@ -13,8 +13,8 @@
 //
 // Working memory does not depend on kv_len. Blocks are 48 rows on 16 lanes: Q^T of 48 x 128 is 24
 // KB in fp32 and 12 KB in bf16, which a 48 KB L1 keeps through the whole key tile. AMX uses blocks
-// of 32 rows: 1,550 GFLOP/s on two cores of a Xeon, where vectors of bf16 reach 225 and torch's SDPA
-// 1,150 (S4096, head_dim 128; benchmarks/cpu_attention.py).
+// of 32 rows: 1,550 GFLOP/s on two cores of a Xeon, where vectors of bf16 reach 225 and torch's
+// SDPA 1,150 (S4096, head_dim 128; benchmarks/cpu_attention.py).
 #pragma once
 #include <fajit/cpu/kv_walk.h>
 #include <fajit/cpu/products.h>
