@@ -41,3 +41,24 @@ def test_one_key_that_is_not_hidden_gets_all_weight(target: str, dtype: torch.dt
         k, v = torch.randn(2, 1, 2, 45, 64).to(dtype)
         out = fa.attention(q, k, v, variant, target=target)
         assert torch.equal(out, v[:, :, 7:8].expand_as(out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hook", [True, False])
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_a_row_finds_its_largest_score_at_every_key(
+    target: str, hook: bool, dtype: torch.dtype
+) -> None:
+    """The score of key h of head h is 400: weights overflow below a smaller maximum."""
+    kv_len = 45
+    each = torch.arange(kv_len)
+    raised = torch.zeros(kv_len, kv_len)
+    raised[each, each] = 400.0
+    variant = fa.variant(score_mod=lambda s, b, h, q_idx, kv_idx: s + raised[h, kv_idx])
+    q = torch.ones(1, kv_len, 80, 64, dtype=dtype)
+    k = torch.zeros(1, kv_len, kv_len, 64, dtype=dtype)
+    v = torch.randn(1, kv_len, kv_len, 64).to(dtype)
+    if not hook:
+        k[0, each, each] = 50.0
+    out = fa.attention(q, k, v, variant if hook else None, target=target)
+    assert torch.equal(out, v[:, each, each].unsqueeze(2).expand_as(out))
