@@ -335,8 +335,9 @@ class Prefill {
         const vf base = select(top == -kInf, splat(0.0f), top);
         const vf rescale = weight_exp2<float>((old - base) * kToBase2<Hooks>);
         float factor = scale;
-        // s * scale - base is rounded once, base twice: 0.06 apart at such a base, more at larger.
-        if (!kNaturalUnits<Hooks> && any_at_least(abs(base), 0x1p20f)) {
+        // s * scale - base is rounded once, base is a rounded product: at this size they are up to
+        // 2^-12 apart, so the largest weight is that far from 1.
+        if (!kNaturalUnits<Hooks> && any_at_least(abs(base), 0x1p12f)) {
           for (int n = n0; n < n1; ++n) store(s + n * stride, load(s + n * stride) * scale);
           factor = 1.0f;
         }
