@@ -158,8 +158,8 @@ def _lower_node(
     out = []
     for i in range(length):
         names = [a[i] if len(a) > 1 else a[0] for a in args]
-        node, names = _cheap_division(block, node, names)
-        out.append(block.emit(map_op(node, names, dtypes), names, CPP_TYPE[node.dtype]))
+        cheap, names = _cheap_division(block, node, names)
+        out.append(block.emit(map_op(cheap, names, dtypes), names, CPP_TYPE[node.dtype]))
     return out
 
 
@@ -167,8 +167,9 @@ def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, l
     """A cheaper operation and its operands for a division whose divisor is known before the pairs;
     other operations unchanged.
 
-    Scores are multiplied by the reciprocal, which is at most 1 ulp off (a division of 16 scores
-    takes 10 clocks with AVX-512, the rest of a soft cap 6). Integers are divided exactly, by
+    Scores are multiplied by the reciprocal, which is at most 1 ulp off for divisors
+    between 2^-126 and 2^126 (a division of 16 scores takes 10 clocks with AVX-512, the rest of a
+    soft cap 6). Integers are divided exactly, by
     multiplication with magic numbers, where the host computes the divisor.
     """
     if len(names) != 2:

@@ -62,3 +62,13 @@ def test_a_row_finds_its_largest_score_at_every_key(
         k[0, each, each] = 50.0
     out = fa.attention(q, k, v, variant if hook else None, target=target)
     torch.testing.assert_close(out, v[:, each, each].unsqueeze(2).expand_as(out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_a_hidden_key_of_huge_scores_changes_no_bit(target: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 80, 64).to(dtype) for _ in range(3))
+    huge = k.clone()
+    huge[:, :, 40] *= 1e8
+    outs = [fa.attention(q, x, v, fa.Causal(), target=target)[:, :, :40] for x in (k, huge)]
+    assert torch.equal(*outs)

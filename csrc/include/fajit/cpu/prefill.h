@@ -328,18 +328,23 @@ class Prefill {
         top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
       }
       if constexpr (Hooks::kPointwise) {
-        make_weights<Matrix, Hooks>(s, p, stride, n0, n1, scale, vf{});
+        make_weights<Matrix, Hooks>(s, p, stride, n0, n1, vf{}, vf{});
         store(alpha + j * kLanes, splat(1.0f));
       } else {
         // A row without a key so far has max -inf: any finite base gives it weights of 0.
         const vf base = select(top == -kInf, splat(0.0f), top);
         const vf rescale = weight_exp2<float>((old - base) * kToBase2<Hooks>);
-        float factor = scale;
+        vf factor = splat(scale);
         // s * scale - base is rounded once, base is a rounded product: at this size they are up to
-        // 2^-12 apart, so the largest weight is that far from 1.
+        // 2^-12 apart, so the largest weight is that far from 1. Lanes decide for themselves: no
+        // row depends on another.
         if (!kNaturalUnits<Hooks> && any_at_least(abs(base), 0x1p12f)) {
-          for (int n = n0; n < n1; ++n) store(s + n * stride, load(s + n * stride) * scale);
-          factor = 1.0f;
+          const vi large = abs(base) >= 0x1p12f;
+          for (int n = n0; n < n1; ++n) {
+            const vf x = load(s + n * stride);
+            store(s + n * stride, select(large, x * scale, x));
+          }
+          factor = select(large, splat(1.0f), factor);
         }
         const vf sum = make_weights<Matrix, Hooks>(s, p, stride, n0, n1, factor, base);
         store(max_ + v * kLanes, top);
@@ -359,6 +364,8 @@ class Prefill {
   };
 
   // Calls `hook_scores` for one vector over chunks of keys, with the mask unless a chunk is full.
+  // `rows` is a copy: stores of scores could change values behind a reference, which would then be
+  // loaded again for each key.
   template <class KeysAt>
   FAJIT_INLINE vf hook_chunks([[maybe_unused]] const uint8_t* states, float* s, int stride, int n0,
                               int n1, Rows rows, const KeysAt& keys, vf row_scale, float scale,

@@ -1,6 +1,7 @@
 // Elementary functions on float and vf lanes, at most 4 ulp from the correctly rounded result, with
-// IEEE results for infinities, NaN and out-of-range arguments. One template serves float and vf, so
-// that a hook gives the same bits for scalars and vectors. double and vd call the C library.
+// IEEE results for infinities, NaN and out-of-range arguments. One template serves float and vf;
+// `tanh` of vectors has a reciprocal of its own, whose last bit may differ. double and vd call the
+// C library.
 //
 // Coefficients: minimax fits (iteratively reweighted least squares, low orders rounded first).
 #pragma once
