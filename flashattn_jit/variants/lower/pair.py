@@ -167,10 +167,9 @@ def _cheap_division(block: Block, node: Node, names: list[str]) -> tuple[Node, l
     """A cheaper operation and its operands for a division whose divisor is known before the pairs;
     other operations unchanged.
 
-    Scores are multiplied by the reciprocal, which is at most 1 ulp off for divisors
-    between 2^-126 and 2^126 (a division of 16 scores takes 10 clocks with AVX-512, the rest of a
-    soft cap 6). Integers are divided exactly, by
-    multiplication with magic numbers, where the host computes the divisor.
+    Scores are multiplied by the reciprocal, which is at most 1 ulp off for divisors between 2^-126
+    and 2^126. Integers are divided exactly, by multiplication with magic numbers, where the host
+    computes the divisor.
     """
     if len(names) != 2:
         return node, names

@@ -72,7 +72,8 @@ template <class Hooks>
 constexpr float kToNatural = kNaturalUnits<Hooks> ? 1.0f : kLn2;
 
 // The largest of `top` and of scale * s for keys [n0, n1). Four maxima, because each waits for the
-// one before: with one, this pass took 11 % of the time of bf16 prefill on AMX tiles (D128, S4096).
+// one before: with one, this pass took 11 % of the time of bf16 prefill on AMX tiles (D128, S4096,
+// sampled by hand).
 FAJIT_INLINE vf largest_score(const float* s, int stride, int n0, int n1, float scale, vf top) {
   constexpr int chains = 4;
   vf most[chains];

@@ -123,9 +123,8 @@ FAJIT_INLINE T expm1(T x) {
 
 // An odd polynomial below 3/4, and 1 - 2 / (e^2|x| + 1) beyond, where rounding 2 |x| log2(e) costs
 // no accuracy, because tanh is flat. Soft caps bound most scores well below the cap, so vectors of
-// small values alone have a path of their own. A soft cap adds
-// 10 ms to the 42 ms of bf16 prefill on AMX tiles (S4096, D128; benchmarks/cpu_attention.py); with
-// one path and a division by the cap it added 18 ms.
+// small values alone have a path of their own. A soft cap adds 24 % to bf16 prefill on AMX tiles
+// (S4096, D128; benchmarks/cpu_attention.py).
 template <class T>
 FAJIT_INLINE T tanh(T x) {
   const T u = x * x;
