@@ -109,6 +109,7 @@ class FewRow {
         k_rows_(kKeysInPlace && !kConvertOnce ? nullptr
                                               : carver.take<Matrix>(uint64_t{kTileKv} * kDim)),
         v_rows_(kValuesInPlace ? nullptr : carver.take<Matrix>(uint64_t{kTileKv} * kDimV)),
+        pairs_(carver.take<int32_t>(kTiles ? uint64_t{kTileKv} / 2 * kDimV : 0)),
         base_(carver.take<float>(kMaxHeads * kPaddedRows)),
         sums_(carver.take<float>(uint64_t{kMaxHeads} * kTileRows * kLanes)),
         h_(carver.take<int32_t>(kMaxHeads * kPaddedRows)),
@@ -124,6 +125,9 @@ class FewRow {
   void run_tile(const fajit_work* items, int heads, int32_t row0, int count) {
     const fajit_work& w = items[0];
     const fajit_args& a = *c_.args;
+#if FAJIT_AMX
+    if constexpr (kTiles) TileUnit::configure(count < 16 ? count : 16);
+#endif
     if constexpr (kIndirect) c_.kv_request = a.row_request != nullptr ? w.request : -1;
     for (int j = 0; j < heads; ++j) start_head(items[j], head(j), row0, count);
     const RowSpan span = row_span<kIndirect>(w, b_, q_idx_, count);
@@ -148,6 +152,14 @@ class FewRow {
  private:
   using KeyRows = decltype(static_cast<const KvRows*>(nullptr)->keys());
   using ValueRows = decltype(static_cast<const KvRows*>(nullptr)->values());
+#if FAJIT_AMX
+  using Stream = TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>>;
+#else
+  struct Stream {
+    Stream(RowStream<KeyRows>&, RowStream<ValueRows>&, int) {}
+    void next(int) {}
+  };
+#endif
 
   // The state of the rows of one kv head.
   struct Head {
@@ -227,16 +239,25 @@ class FewRow {
     const int keys = tile.end - tile.begin;
 
     const float scale = kNaturalUnits<Hooks> ? a.scale : a.scale * kLog2e;
-#if FAJIT_AMX
-    TileStream<kBytesK, kBytesV, RowStream<KeyRows>, RowStream<ValueRows>> stream(next_k, next_v,
-                                                                                  keys);
-#endif
+    // Products with vectors prefetch on their own.
+    const bool tiles = kTiles && count > kVectorRows;
+    Stream stream(next_k, next_v, tiles ? keys : 0);
     const auto fetch = [&]() __attribute__((always_inline)) { next_k.template next<kBytesK>(); };
     const auto multiply = [&](auto k) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
-        if (count > kVectorRows)
-          return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream);
+        if (tiles) {
+          PairedValues<kDimV, ValueRows> pairs(v_src, keys, pairs_);
+          return tile_few_scores<kDim>(k, keys, s.qt, count, scale, s_, kTileKv, stream,
+                                       [&]() __attribute__((always_inline)) {
+                                         constexpr int steps = kScoreSteps<kDim>;
+#pragma GCC unroll 1
+                                         for (int i = 0; i < (16 + steps - 1) / steps; ++i) {
+                                           if constexpr (kValuesInPlace) pairs.next(1);
+                                           stream.next(1);
+                                         }
+                                       });
+        }
       }
 #endif
       with_rows(count, [&](auto rows, int groups) {
@@ -261,14 +282,17 @@ class FewRow {
       multiply(k_src);
     }
 
-    soften(s, b, kv_h, tile, count);
+    soften(s, b, kv_h, tile, count, stream);
 
     const int32_t* words = reinterpret_cast<const int32_t*>(s_);
     const auto accumulate = [&](auto v) __attribute__((always_inline)) {
 #if FAJIT_AMX
       if constexpr (kTiles) {
-        if (count > kVectorRows)
-          return tile_few_values<kDimV>(v, keys, words, count, kTileKv, s.o, stream);
+        if (tiles) {
+          if constexpr (!kValuesInPlace)
+            PairedValues<kDimV, decltype(v)>(v, keys, pairs_).next(kTileKv);
+          return tile_few_values<kDimV>(pairs_, keys, words, count, kTileKv, s.o, stream);
+        }
       }
 #endif
       with_rows(count, [&](auto rows, int groups) {
@@ -287,6 +311,7 @@ class FewRow {
                                             v_rows_ + n * kDimV);
       accumulate(StridedRows<Matrix>{v_rows_, kDimV});
     }
+    stream.next(kTileKv);
   }
 
   template <int N, bool Several>
@@ -316,13 +341,14 @@ class FewRow {
 
   // Hooks and softmax: scores in s_ become weights in place, o_ is rescaled.
   __attribute__((flatten)) void soften(const Head& head, int32_t b, int32_t kv_h,
-                                       const KvTile& tile, int count) {
+                                       const KvTile& tile, int count, Stream& stream) {
     const int keys = tile.end - tile.begin, vectors = (keys + kLanes - 1) / kLanes;
     const bool masked = Hooks::kMask && tile.state != FAJIT_TILE_FULL;
     vf top[kTileRows];
     for (int r = 0; r < count; ++r) top[r] = splat(-kInf);
     for (int j = 0; j < vectors; ++j) {
       const vi inside = iota() + j * kLanes < keys;
+      stream.next(1);
       const vi kv_idx = kv_.positions(j * kLanes, inside, keys - 1);
       [[maybe_unused]] Keys key;
       if constexpr (kPairHooks && !kKeysOfRows) key = Hooks::keys(c_, b, kv_h, kv_idx);
@@ -346,6 +372,7 @@ class FewRow {
       }
     }
     for (int r = 0; r < count; ++r) {
+      stream.next(1);
       if constexpr (!Hooks::kPointwise) normalize_row(head, r, vectors, top[r]);
       pack_row_weights<Matrix, Value>(s_ + r * kTileKv, vectors * kLanes);
     }
@@ -410,9 +437,10 @@ class FewRow {
   int32_t* qt_;     // [head][block of rows][word][row], for AMX tiles
   Matrix* k_rows_;  // [key][kDim] when keys are not used in place
   Matrix* v_rows_;
-  float* base_;  // [head][row], in the units of scores
-  float* sums_;  // [head][row][lane]: partial sums of weights
-  int32_t* h_;   // [head][row]
+  int32_t* pairs_;  // [pair of keys][kDimV] of V, for AMX tiles
+  float* base_;     // [head][row], in the units of scores
+  float* sums_;     // [head][row][lane]: partial sums of weights
+  int32_t* h_;      // [head][row]
   int32_t* q_idx_;
   Rows* rows_;  // [head][row]
   int32_t* b_;  // request of each row, indirect kernels only

@@ -12,10 +12,14 @@
 
 namespace fajit {
 
-// Prefetches `count` rows of K and V, alternately, a few at a time.
+// Prefetches rows of K and V, alternately, a few at a time. The 16 misses that a core can have
+// outstanding are two keys: memory is busy throughout only if every part of the work prefetches,
+// in proportion to its time. Without prefetching in the softmax, and with most of it in the packing
+// of V, keys from L3 took 1.2 times as long (4 rows, D128, pages of 16, timed by hand).
 template <int KeyBytes, int ValueBytes, class KeyStream, class ValueStream>
 class TileStream {
  public:
+  // `count` rows of each.
   FAJIT_INLINE TileStream(KeyStream& k, ValueStream& v, int count) : k_(k), v_(v), left_(count) {}
 
   // The next `rows` rows of K and of V.
@@ -30,6 +34,41 @@ class TileStream {
   KeyStream& k_;
   ValueStream& v_;
   int left_;
+};
+
+// Rows of V as the products read them, [pair of keys][Dim] words of two keys, dims in the order
+// that `ordered_dims` undoes. Pairs are packed a few at a time, during the products of K: both wait
+// for L2 most of the time. Keys from `count` on have weight 0, but their values must not be NaN:
+// they repeat the last key, up to a multiple of 32.
+template <int Dim, class ValueRows>
+class PairedValues {
+ public:
+  FAJIT_INLINE PairedValues(const ValueRows& v, int count, int32_t* words)
+      : v_(v), last_(count - 1), words_(words), left_((count + 31) / 32 * 16) {}
+
+  // The next `pairs` pairs.
+  FAJIT_INLINE void next(int pairs) {
+    using Step = ValueStep<bfloat16_t, bfloat16_t>;
+    for (; pairs > 0 && left_ > 0; --pairs, --left_) {
+      const bfloat16_t* even = v_(at_ < last_ ? at_ : last_);
+      const bfloat16_t* odd = v_(at_ < last_ ? at_ + 1 : last_);
+      at_ += 2;
+#pragma GCC unroll 8
+      for (int d = 0; d < Dim; d += 32) {
+        vi x[2];
+        Step::load(even + d, odd + d, x);
+        store(words_ + d, x[0]);
+        store(words_ + d + 16, x[1]);
+      }
+      words_ += Dim;
+    }
+  }
+
+ private:
+  const ValueRows v_;
+  const int last_;
+  int32_t* words_;
+  int left_, at_ = 0;
 };
 
 // Rows [n, n + 16) of K for a tile: in place when they are evenly spaced, else copied to `copy`.
@@ -50,9 +89,12 @@ FAJIT_INLINE TileRows tile_keys(const KeyRows& k, int n, int count, bfloat16_t* 
 
 // s[row * s_stride + key] = scale * q[row] . k[key] for keys [0, count), count rounded up to 32,
 // and rows [0, rows) of 16 NB. `qt`: rows of Q, transposed by words, [Dim / 2][16 NB].
-template <int NB, int Dim, class KeyRows, class Stream>
+// `between()` is called kScoreSteps<Dim> times for 32 keys.
+template <int Dim>
+constexpr int kScoreSteps = Dim / 32;
+template <int NB, int Dim, class KeyRows, class Stream, class Between>
 FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows, float scale,
-                               float* s, int s_stride, Stream& stream) {
+                               float* s, int s_stride, Stream& stream, Between between) {
   constexpr int width = 16 * NB;
   alignas(64) bfloat16_t copy[32 * Dim];
   alignas(64) float st[32 * width];
@@ -60,13 +102,13 @@ FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows
     zero_tiles<2, NB>();
     multiply_tiles<2, NB>(
         tile_keys<Dim>(k, n, count, copy), tile_keys<Dim>(k, n + 16, count, copy + 16 * Dim),
-        {reinterpret_cast<const char*>(qt), width * 4}, Dim / 32, [&] { stream.next(2); });
+        {reinterpret_cast<const char*>(qt), width * 4}, kScoreSteps<Dim>, between);
     store_tiles<2, NB>(st, width * 4);
 #pragma GCC unroll 1
     for (int half = 0; half < 32; half += 16)
 #pragma GCC unroll 1
       for (int first = 0; first < rows; first += 16) {
-        stream.next(2);
+        stream.next(1);
         vi square[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; ++i) square[i] = load<vi>(st + (half + i) * width + first);
@@ -79,61 +121,59 @@ FAJIT_INLINE void score_blocks(KeyRows k, int count, const int32_t* qt, int rows
   }
 }
 
-// o[row][0, Dim) += sum over `count` keys of p[row] v for 16 NA rows. `p`: bf16 weights, zero for
-// keys from `count` on, p_stride words a row.
-template <int NA, int Dim, class ValueRows, class Stream>
-FAJIT_INLINE void value_blocks(ValueRows v, int count, const int32_t* p, int p_stride, float* o,
-                               Stream& stream) {
-  using Step = ValueStep<bfloat16_t, bfloat16_t>;
-  constexpr int chunk = 64;
-  alignas(64) int32_t words[chunk / 2 * Dim];
-  for (int n = 0; n < count; n += chunk) {
-    const int steps = count - n > 32 ? 2 : 1;
+// o[row][0, Dim) += sum over `count` keys of p[row] v for 16 NA rows, or for fewer with NA 1: those
+// that `TileUnit::configure` was given. `words`: PairedValues. `p`: bf16 weights, zero for keys
+// from `count` on, p_stride words a row.
+template <int NA, int Dim, class Stream>
+FAJIT_INLINE void value_blocks(const int32_t* words, int count, const int32_t* p, int p_stride,
+                               float* o, Stream& stream) {
+  constexpr int64_t stride = Dim * 4;
+  const int steps = (count + 31) / 32;
 #pragma GCC unroll 1
-    for (int i = 0; i < 32 * steps; i += 2) {
-      const int at = n + i;
-      stream.next(1);
-      // Keys past the last one have weight 0, but their values must not be NaN.
-      const bfloat16_t* even = v(at < count ? at : count - 1);
-      const bfloat16_t* odd = v(at + 1 < count ? at + 1 : count - 1);
-#pragma GCC unroll 8
-      for (int d = 0; d < Dim; d += 32) {
-        vi x[2];
-        Step::load(even + d, odd + d, x);
-        store(words + i / 2 * Dim + d, x[0]);
-        store(words + i / 2 * Dim + d + 16, x[1]);
+  for (int d = 0; d < Dim; d += 32) {
+    const char* weights = reinterpret_cast<const char*>(p);
+    const char* v = reinterpret_cast<const char*>(words + d);
+    if constexpr (NA == 1) {
+      tile_load<1>(o + d, stride);
+      tile_load<3>(o + d + 16, stride);
+#pragma GCC unroll 1
+      for (int i = 0; i < steps; ++i) {
+        tile_load<7>(weights + 64 * i, p_stride * 4);
+        tile_load<4>(v, stride);
+        tile_multiply<1, 7, 4>();
+        stream.next(2);
+        tile_load<5>(v + 64, stride);
+        tile_multiply<3, 7, 5>();
+        v += 16 * stride;
       }
-    }
-#pragma GCC unroll 1
-    for (int d = 0; d < Dim; d += 32) {
-      const char* weights = reinterpret_cast<const char*>(p + n / 2);
-      stream.next(2);
-      load_tiles<NA, 2>(o + d, Dim * 4);
+      tile_store<1>(o + d, stride);
+      tile_store<3>(o + d + 16, stride);
+    } else {
+      load_tiles<NA, 2>(o + d, stride);
       multiply_tiles<NA, 2>({weights, p_stride * 4}, {weights + 64 * p_stride, p_stride * 4},
-                            {reinterpret_cast<const char*>(words + d), Dim * 4}, steps, [] {});
-      store_tiles<NA, 2>(o + d, Dim * 4);
+                            {v, stride}, steps, [&] { stream.next(4); });
+      store_tiles<NA, 2>(o + d, stride);
     }
   }
-  stream.next(count);
 }
 
 // score_blocks and value_blocks for up to 32 rows: one block of 16 or two.
-template <int Dim, class KeyRows, class Stream>
+template <int Dim, class KeyRows, class Stream, class Between>
 FAJIT_INLINE void tile_few_scores(KeyRows k, int count, const int32_t* qt, int rows, float scale,
-                                  float* s, int s_stride, Stream& stream) {
+                                  float* s, int s_stride, Stream& stream, Between between) {
   if (rows <= 16) {
-    score_blocks<1, Dim>(k, count, qt, rows, scale, s, s_stride, stream);
+    score_blocks<1, Dim>(k, count, qt, rows, scale, s, s_stride, stream, between);
   } else {
-    score_blocks<2, Dim>(k, count, qt, rows, scale, s, s_stride, stream);
+    score_blocks<2, Dim>(k, count, qt, rows, scale, s, s_stride, stream, between);
   }
 }
-template <int Dim, class ValueRows, class Stream>
-FAJIT_INLINE void tile_few_values(ValueRows v, int count, const int32_t* p, int rows, int p_stride,
-                                  float* o, Stream& stream) {
+template <int Dim, class Stream>
+FAJIT_INLINE void tile_few_values(const int32_t* words, int count, const int32_t* p, int rows,
+                                  int p_stride, float* o, Stream& stream) {
   if (rows <= 16) {
-    value_blocks<1, Dim>(v, count, p, p_stride, o, stream);
+    value_blocks<1, Dim>(words, count, p, p_stride, o, stream);
   } else {
-    value_blocks<2, Dim>(v, count, p, p_stride, o, stream);
+    value_blocks<2, Dim>(words, count, p, p_stride, o, stream);
   }
 }
 

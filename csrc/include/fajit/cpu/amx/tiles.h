@@ -23,14 +23,19 @@ constexpr int kTileDepth = 32;  // elements that one tile product sums over
 // csrc/runtime/host/hardware.cpp asks the kernel for permission to use them.
 class TileUnit {
  public:
-  TileUnit() {
+  TileUnit() { configure(16); }
+
+  // Gives tiles 1, 3 and 7 `rows` rows, the others 16, and zeroes all. A product takes a clock for
+  // each row of A, and loads and stores take their rows.
+  static void configure(int rows) {
     alignas(64) uint8_t config[64] = {1};  // palette 1
     for (int i = 0; i < 8; ++i) {
       config[16 + 2 * i] = 64;  // bytes of a row
-      config[48 + i] = 16;      // rows
+      config[48 + i] = static_cast<uint8_t>(i == 1 || i == 3 || i == 7 ? rows : 16);
     }
     asm volatile("ldtilecfg %0" ::"m"(config));
   }
+
   ~TileUnit() { asm volatile("tilerelease"); }
   TileUnit(const TileUnit&) = delete;
   TileUnit& operator=(const TileUnit&) = delete;
