@@ -61,6 +61,15 @@ OFFSETS = (-1000, -40, -1, 0, 5, 64, 300)
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """In fp64, in the call's dtype, and in fp64 with each element of q moved by a fp32 ulp."""
+
+    exact: Answer
+    eager: Answer
+    moved: Callable[[], Answer]
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """What decides the kernels of a call."""
 
@@ -337,26 +346,31 @@ class Call:
     def _answers(
         self, what: Meaning, b: int, q: Tensor, k: Tensor, v: Tensor, start: int,
         visited: Tensor | None,
-    ) -> tuple[Answer, Answer]:  # fmt: skip
-        """In fp64 and in the call's dtype."""
+    ) -> Answers:  # fmt: skip
         i = torch.arange(len(q)) + start
-        exact, eager = (
-            answer(what, b, q, k, v, i, self.scale, visited, self.partial, dtype)
-            for dtype in (torch.float64, self.choice.dtype)
-        )
-        return exact, eager
 
-    def _check(self, outs: Any, lses: Any, answers: list[tuple[Answer, Answer]]) -> None:
+        def of(q: Tensor, dtype: torch.dtype) -> Answer:
+            return answer(what, b, q, k, v, i, self.scale, visited, self.partial, dtype)
+
+        def moved() -> Answer:
+            signs = torch.randn(q.shape, generator=torch.Generator().manual_seed(0)).sign()
+            return of(q.double() * (1 + EPS[torch.float32] * signs), torch.float64)
+
+        return Answers(of(q, torch.float64), of(q, self.choice.dtype), moved)
+
+    def _check(self, outs: Any, lses: Any, answers: list[Answers]) -> None:
         """RMS against fp64 at most 1.5 times that of the eager answer plus half an ulp.
 
         The RMS of few rows is noisy: the factor grows from 1.5 to 3 for one row, and two fp32
-        roundings of the sum of absolute terms are allowed as well.
+        roundings of the sum of absolute terms are allowed as well. So is, times the factor, what
+        moving each element of q by a fp32 ulp changes: a small score is the sum of large terms, and
+        a normaliser such as a square passes its relative error on, of which the eager answer of a
+        few keys may by chance have little.
         """
         out = torch.cat([x.flatten() for x in outs])
-        exact, eager, size = (
-            torch.cat([getattr(x[n], name).flatten() for x in answers]).double()
-            for n, name in ((0, "out"), (1, "out"), (0, "size"))
-        )
+        exact = torch.cat([x.exact.out.flatten() for x in answers]).double()
+        eager = torch.cat([x.eager.out.flatten() for x in answers]).double()
+        size = torch.cat([x.exact.size.flatten() for x in answers]).double()
         dtype = torch.float32 if self.partial else self.choice.dtype
         assert out.dtype == dtype, f"out is {out.dtype}"
         assert torch.isfinite(out).all(), f"out has NaN or infinity in {_bad(outs)}"
@@ -368,17 +382,20 @@ class Call:
             + 2 * EPS[torch.float32] * (rms(size))
         )
         error = rms(out.double() - exact)
+        if error > allowed:
+            moved = torch.cat([x.moved().out.flatten() for x in answers])
+            allowed += factor * rms(moved - exact)
         assert error <= allowed, f"RMS {error:.3g}, allowed {allowed:.3g}, of {rows} rows"
         self._check_lse(lses, answers)
 
-    def _check_lse(self, lses: Any, answers: list[tuple[Answer, Answer]]) -> None:
+    def _check_lse(self, lses: Any, answers: list[Answers]) -> None:
         wanted = self.return_lse or self.partial and not self.pointwise
         assert (lses is not None) == wanted
         if not wanted:
             return
         lse = torch.cat([x.flatten() for x in lses])
-        exact = torch.cat([x[0].lse.flatten() for x in answers])
-        eager = torch.cat([x[1].lse.flatten() for x in answers]).double()
+        exact = torch.cat([x.exact.lse.flatten() for x in answers])
+        eager = torch.cat([x.eager.lse.flatten() for x in answers]).double()
         assert lse.dtype == torch.float32
         good = torch.isfinite(exact)
         assert torch.equal(lse[~good].double(), exact[~good]), "lse of rows without keys"
