@@ -62,7 +62,7 @@ OFFSETS = (-1000, -40, -1, 0, 5, 64, 300)
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """In fp64, in the call's dtype, and in fp64 with each element of q moved by a fp32 ulp."""
+    """In fp64, in the call's dtype, and in fp64 with each element of q moved by an fp32 ulp."""
 
     exact: Answer
     eager: Answer
@@ -363,9 +363,9 @@ class Call:
 
         The RMS of few rows is noisy: the factor grows from 1.5 to 3 for one row, and two fp32
         roundings of the sum of absolute terms are allowed as well. So is, times the factor, what
-        moving each element of q by a fp32 ulp changes: a small score is the sum of large terms, and
-        a normaliser such as a square passes its relative error on, of which the eager answer of a
-        few keys may by chance have little.
+        moving each element of q by an fp32 ulp changes: a small score is the sum of large terms,
+        and a normaliser such as a square passes its relative error on, of which the eager answer of
+        a few keys may by chance have little.
         """
         out = torch.cat([x.flatten() for x in outs])
         exact = torch.cat([x.exact.out.flatten() for x in answers]).double()

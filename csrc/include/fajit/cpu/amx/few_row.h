@@ -12,10 +12,10 @@
 
 namespace fajit {
 
-// Prefetches rows of K and V, alternately, a few at a time. The 16 misses that a core can have
-// outstanding are two keys: memory is busy throughout only if every part of the work prefetches,
-// in proportion to its time. Without prefetching in the softmax, and with most of it in the packing
-// of V, keys from L3 took 1.2 times as long (4 rows, D128, pages of 16, timed by hand).
+// Prefetches rows of K and V, alternately, a few at a time. A core can have 16 misses outstanding,
+// two keys of D128: memory is busy throughout only if every part of the work prefetches, in
+// proportion to its time. With all prefetches during the products with K, keys from L3 took 1.2
+// times as long (4 rows, D128, pages of 16, one thread, timed by hand).
 template <int KeyBytes, int ValueBytes, class KeyStream, class ValueStream>
 class TileStream {
  public:
