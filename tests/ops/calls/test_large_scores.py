@@ -43,6 +43,17 @@ def test_one_key_that_is_not_hidden_gets_all_weight(target: str, dtype: torch.dt
         assert torch.equal(out, v[:, :, 7:8].expand_as(out))
 
 
+@pytest.mark.parametrize("q_len", [2, 97])
+@pytest.mark.parametrize("target", HOST_TARGETS)
+def test_the_output_of_one_key_is_its_value(target: str, q_len: int) -> None:
+    """The fp32 states of bf16 kernels too, whatever the rounding of the only score."""
+    variant = fa.SlidingWindow(1)
+    q, k, v = torch.randn(3, 1, 2, q_len, 64).bfloat16()
+    for scale in (0.125, 0.9, 3.7):
+        out, _ = fa.attention(q, k, v, variant, target=target, partial=True, scale=scale)
+        torch.testing.assert_close(out, v.float(), atol=0, rtol=2.5e-7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hook", [True, False])
 @pytest.mark.parametrize("target", HOST_TARGETS)

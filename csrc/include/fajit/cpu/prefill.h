@@ -296,15 +296,17 @@ class Prefill {
   }
 
   // Hooks and softmax of all vectors of a block: turns scores in s_ into weights in p_ and sets
-  // alpha, the factor for the old sums and outputs. `scale`: factor not yet applied to the scores.
+  // alpha, the factor for the old sums and outputs. `scale`: factor of the scores, not yet applied.
   __attribute__((noinline, flatten)) void soften(const Block& block, const uint8_t* states, int n0,
                                                  int n1, float scale, float* alpha) {
     const int stride = block.count * kLanes;
-    // A negative scale would turn the -inf of a masked score into +inf, and 0 into NaN.
+    // A negative scale would turn the -inf of a masked score into +inf, and 0 into NaN: such a
+    // scale is applied here, which gives scores in base-2 units.
     if (!kNaturalUnits<Hooks> && !(scale > 0.0f)) {
       for (int i = n0 * stride; i < n1 * stride; i += kLanes) store(s_ + i, load(s_ + i) * scale);
       scale = 1.0f;
     }
+    const float to_base2 = kNaturalUnits<Hooks> ? kLog2e : scale;
     for (int j = 0; j < block.count; ++j) {
       const int v = block.first + j;
       float* s = s_ + j * kLanes;
@@ -328,25 +330,13 @@ class Prefill {
         top = hook_chunks(states, s, stride, n0, n1, rows_[v], keys_, row_scale, scale, top);
       }
       if constexpr (Hooks::kPointwise) {
-        make_weights<Matrix, Hooks>(s, p, stride, n0, n1, vf{}, vf{});
+        make_weights<Matrix, Hooks>(s, p, stride, n0, n1, vf{}, 0.0f);
         store(alpha + j * kLanes, splat(1.0f));
       } else {
         // A row without a key so far has max -inf: any finite base gives it weights of 0.
         const vf base = select(top == -kInf, splat(0.0f), top);
-        const vf rescale = weight_exp2<float>((old - base) * kToBase2<Hooks>);
-        vf factor = splat(scale);
-        // s * scale - base is rounded once, base is a rounded product: at this size they are up to
-        // 2^-12 apart, so the largest weight is that far from 1. Lanes decide for themselves: no
-        // row depends on another.
-        if (!kNaturalUnits<Hooks> && any_at_least(abs(base), 0x1p12f)) {
-          const vi large = abs(base) >= 0x1p12f;
-          for (int n = n0; n < n1; ++n) {
-            const vf x = load(s + n * stride);
-            store(s + n * stride, select(large, x * scale, x));
-          }
-          factor = select(large, splat(1.0f), factor);
-        }
-        const vf sum = make_weights<Matrix, Hooks>(s, p, stride, n0, n1, factor, base);
+        const vf rescale = weight_exp2<float>((old - base) * to_base2);
+        const vf sum = make_weights<Matrix, Hooks>(s, p, stride, n0, n1, base, to_base2);
         store(max_ + v * kLanes, top);
         store(sum_ + v * kLanes, load(sum_ + v * kLanes) * rescale + sum);
         store(alpha + j * kLanes, rescale);
@@ -389,11 +379,13 @@ class Prefill {
     const Writer writer{c_, w.request, emit_of(*c_.args, w.partial)};
     float* lines = reinterpret_cast<float*>(line_);
     const int64_t split0 = int64_t{w.partial} - w.row_begin;
+    const float scale = c_.args->scale;
+    const float to_natural = kNaturalUnits<Hooks> ? 1.0f : scale > 0.0f ? scale : kLn2;
     for (int j = 0; j < block.count; ++j) {
       const int at = (block.first + j) * kLanes;
       const vi b = kIndirect ? load<vi>(b_ + at) : splat(w.request);
-      const Normalized n = writer.normalizer(load(max_ + at) * kToNatural<Hooks>, load(sum_ + at),
-                                             b, load<vi>(h_ + at));
+      const Normalized n =
+          writer.normalizer(load(max_ + at) * to_natural, load(sum_ + at), b, load<vi>(h_ + at));
       const float* o = o_ + int64_t{block.first} * kLanes * kOutDims + j * kLanes;
       for (int d = 0; d < Config::kHeadDimV; d += kLanes) {
         vi square[kLanes];
@@ -420,7 +412,7 @@ class Prefill {
   int32_t* values_;  // V in the layout of the products
   Matrix* k_rows_;   // [key][kKRow] when keys are not used in place
   char* line_;       // kLanes rows of q or of the output
-  float* max_;       // per row, in the units of scores
+  float* max_;       // per row, in the units of s_ after `hook_scores`
   float* sum_;
   int32_t* h_;
   int32_t* q_idx_;

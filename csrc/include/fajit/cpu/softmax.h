@@ -12,16 +12,18 @@
 namespace fajit {
 
 // 2^x for x up to 0 or a rounding error above, -inf (gives 0) or NaN. Relative error, with
-// rounding: fp32 1.8e-7; bf16 3e-6, a thousandth of its ulp.
+// rounding: fp32 1.8e-7; bf16 3.4e-6, a thousandth of its ulp.
 template <class Matrix>
 FAJIT_INLINE vf weight_exp2(vf x) {
 #if FAJIT_AVX == 512
-  // vscalefps rounds the exponent down, so the polynomials are those of [0, 1).
+  // vscalefps rounds the exponent down, so the polynomials are those of [0, 1). That of bf16 is 2
+  // at 1, so that a score a rounding error below the maximum gets the same weight in fp32, which is
+  // summed, as in bf16, which multiplies V: 1.
   vf r;  // x - floor(x), and 0 for -inf
   asm("vreduceps $9, %1, %0" : "=v"(r) : "v"(x));
   if constexpr (Dot<Matrix>::kPack == 2) {
     const vf p =
-        math::poly(r, 0x1.b7f75cp-7f, 0x1.abf854p-5f, 0x1.ee2454p-3f, 0x1.62d6c6p-1f, 1.0f);
+        math::poly(r, 0x1.bc31d8p-7f, 0x1.aa3fccp-5f, 0x1.ee5886p-3f, 0x1.62d51ap-1f, 1.0f);
     return math::scale2(p, x);
   } else {
     const vf p = math::poly(r, 0x1.e96912p-10f, 0x1.277c1cp-7f, 0x1.c91c10p-5f, 0x1.ebdb6ap-3f,
@@ -59,22 +61,22 @@ FAJIT_INLINE vi pack_weights(vf first, vf second) {
 #endif
 }
 
-// Whether scores are in natural units, as hooks take them; otherwise the product's scale includes
-// log2(e), and they are in base-2 units. A score_mod may return up to the largest float, such as
-// torch.finfo(...).min for a key to hide, so natural scores meet log2(e) after the row's maximum is
-// subtracted.
+// Whether scores are in natural units, as hooks take them. Other scores take a factor that includes
+// log2(e): in few_row.h from the product, which gives base-2 units, in prefill.h when the row's
+// maximum is subtracted. A score_mod may return up to the largest float, such as
+// torch.finfo(...).min for a key to hide, so natural scores meet log2(e) after that as well.
 template <class Hooks>
 constexpr bool kNaturalUnits = Hooks::kScore || Hooks::kPointwise;
-// Factors from the units of scores to base-2 and to natural ones.
+// Factors from the units of few_row.h's scores to base-2 and to natural ones.
 template <class Hooks>
 constexpr float kToBase2 = kNaturalUnits<Hooks> ? kLog2e : 1.0f;
 template <class Hooks>
 constexpr float kToNatural = kNaturalUnits<Hooks> ? 1.0f : kLn2;
 
-// The largest of `top` and of scale * s for keys [n0, n1). Four maxima, because each waits for the
+// The largest of `top` and of s for keys [n0, n1). Four maxima, because each waits for the
 // one before: with one, this pass took 11 % of the time of bf16 prefill on AMX tiles (D128, S4096,
 // sampled by hand).
-FAJIT_INLINE vf largest_score(const float* s, int stride, int n0, int n1, float scale, vf top) {
+FAJIT_INLINE vf largest_score(const float* s, int stride, int n0, int n1, vf top) {
   constexpr int chains = 4;
   vf most[chains];
 #pragma GCC unroll 4
@@ -86,8 +88,7 @@ FAJIT_INLINE vf largest_score(const float* s, int stride, int n0, int n1, float 
     for (int i = 0; i < chains; ++i) most[i] = max(most[i], load(s + int64_t{n + i} * stride));
 #pragma GCC unroll 1
   for (; n < n1; ++n) most[0] = max(most[0], load(s + int64_t{n} * stride));
-  const vf all = max(max(most[0], most[1]), max(most[2], most[3]));
-  return max(top, all * scale);
+  return max(top, max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
 // Pass 1 over keys [n0, n1): hooks, mask, row maxima (returned, at least `top`). The results are
@@ -98,7 +99,7 @@ template <class Hooks, bool Masked, class Rows, class Keys>
 FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int n1,
                             const Rows& rows, const Keys& keys, vf row_scale, float scale, vf top) {
   if constexpr (!Hooks::kScore && !Hooks::kPointwise && !Masked)
-    return largest_score(s, stride, n0, n1, scale, top);
+    return largest_score(s, stride, n0, n1, top);
   vf last = top;  // two maxima in turn, because each waits for the latency of the one before
   for (int n = n0; n < n1; ++n) {
     vf x = load(s + int64_t{n} * stride);
@@ -114,24 +115,22 @@ FAJIT_INLINE vf hook_scores(const Context& c, float* s, int stride, int n0, int 
       x = select(Hooks::mask(c, rows, key), x, hidden);
     }
     if constexpr (Hooks::kScore || Hooks::kPointwise || Masked) store(s + int64_t{n} * stride, x);
-    const vf most = max(last, kNaturalUnits<Hooks> ? x : x * scale);
+    const vf most = max(last, x);
     last = top;
     top = most;
   }
   return max(last, top);
 }
 
-// Pass 2 over keys [n0, n1): weights 2^((s - base) log2(e)) of natural scores, 2^(s scale - base)
-// of others, or s itself for a pointwise normaliser, in the matrix dtype at
-// p[(key / pack) * stride + lane]; returns their sum. n0 is a multiple of pack; an odd last key is
-// paired with weight 0. Weights may overwrite the scores (p == s).
+// Pass 2 over keys [n0, n1): weights 2^((s - base) to_base2), or s itself for a pointwise
+// normaliser, in the matrix dtype at p[(key / pack) * stride + lane]; returns their sum. n0 is a
+// multiple of pack; an odd last key is paired with weight 0. The weights may overwrite the scores:
+// p may be s.
 template <class Matrix, class Hooks>
-FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, vf scale,
-                             vf base) {
+FAJIT_INLINE vf make_weights(const float* s, int32_t* p, int stride, int n0, int n1, vf base,
+                             float to_base2) {
   constexpr bool Pointwise = Hooks::kPointwise;
-  const auto below = [&](vf x) __attribute__((always_inline)) {
-    return kNaturalUnits<Hooks> ? (x - base) * kLog2e : x * scale - base;
-  };
+  const auto below = [&](vf x) __attribute__((always_inline)) { return (x - base) * to_base2; };
   vf sum = {}, sum2 = {};
   int n = n0;
   for (; n + 2 <= n1; n += 2) {
