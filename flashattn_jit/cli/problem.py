@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import update_wrapper
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,7 @@ from .options import DTYPE, Q_OFFSET, TARGET, VARIANT, params_option
 
 if TYPE_CHECKING:
     from ..inspect.explanation.explanation import Explanation
+    from ..inspect.machine_code.prediction import LoopCost
 
 SIZES = {
     "batch": (1, "Requests."),
@@ -76,24 +78,48 @@ def _problem_options(function: Callable[..., None]) -> Callable[..., None]:
 @click.option("--target", type=TARGET, help="What to compile for; else this host.")
 @click.option("--device", help="A GPU by name, such as H100, which need not be there; or cuda:0.")
 @click.option("--source", is_flag=True, help="Print the kernel's source and nothing else.")
+@click.option(
+    "--machine-code",
+    is_flag=True,
+    help="For a GPU: compile, and simulate the loops of the machine code.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False), help="Draw roofline and tiles to a file.")
 def explain_command(
     variant: Any, dims: dict[str, int], dtype: Any, params: dict[str, Any], *, q_offset: int | str,
-    target: str | None, device: str | None, source: bool, plot: str | None,
+    target: str | None, device: str | None, source: bool, machine_code: bool, plot: str | None,
 ) -> None:  # fmt: skip
     """Explain what VARIANT becomes: hooks, tiles, roofline, plan and kernel.
 
     VARIANT is a name of the library (Causal, "SlidingWindow(4096)", "Causal & ~Chunked(512)"),
     file.py:NAME or module:NAME. A file or module is run as code.
 
-    For a CPU target the kernel is compiled where no cache layer has it; for a GPU nothing is.
+    For a CPU target the kernel is compiled where no cache layer has it; for a GPU nothing is,
+    except with --machine-code. What that prints is simulated, not measured.
     """
     with output.activity(f"explaining {variant.name}; a kernel that no layer has is compiled"):
         found = variant.explain(
             dims=dims, dtype=dtype, q_offset=q_offset, device=device, plot=plot,
             target=default_target() if target == "host" else target, **params,
         )  # fmt: skip
-    output.emit(_document(found), found.source if source else found)
+        cycles = found.cycles if machine_code else None
+    text = found.source if source else str(found)
+    document = _document(found)
+    if cycles is not None and not source:
+        text += f"\n\nmachine code\n{indent(str(cycles), '  ')}"
+        document["machine_code"] = [_loop(cost) for cost in cycles.loops]
+    output.emit(document, text)
+
+
+def _loop(cost: LoopCost) -> dict[str, Any]:
+    return {
+        "instructions": len(cost.loop.common),
+        "longest_instructions": len(cost.loop.longest),
+        "longest_cycles": cost.longest.cycles,
+        "spills": cost.loop.spills,
+        "spills_among_products": cost.loop.spills_among_products,
+        "binding": cost.common.binding,
+        **asdict(cost.common),
+    }
 
 
 def _document(found: Explanation) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import pytest
 
 from flashattn_jit.cli.app import app
 from flashattn_jit.cli.command import Group
+from flashattn_jit.inspect.machine_code.disassembly import nvdisasm
+from flashattn_jit.jit.compilation.toolchain import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")),
@@ -125,6 +127,9 @@ def test_json_fields_of_what_was_compiled_are_documented(
     run_json, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = ("Full", "--head-dim", "16", "--dtype", "fp32")
+    if find_compiler("sm_90") and nvdisasm():
+        check_row("explain", run_json("explain", "Causal", "--device", "H100", "--dtype", "bf16",
+                                      "--machine-code"))  # fmt: skip
     benched = run_json("bench", *sizes, "--q-len", "8", "--seconds", "0")
     assert benched["timings"]
     check_row("bench", benched)

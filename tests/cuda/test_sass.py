@@ -7,13 +7,20 @@ import pytest
 from flashattn_jit.codegen.budget import padded
 from flashattn_jit.codegen.spec import KernelSpec, TileKind
 from flashattn_jit.codegen.targets import CUDA_TARGETS, sm_version
-from tests.cuda import sass
-from tests.cuda.kernels import KINDS, compiled, spec_of
+from flashattn_jit.inspect.machine_code.disassembly import disassemble, nvdisasm
+from tests.cuda import cycles, digests
+from tests.cuda.kernels import KINDS, Compiled, compiled, spec_of
 from tests.harness import rotation
 
 pytestmark = pytest.mark.skipif(
-    sass.nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
+    nvdisasm() is None, reason="needs nvdisasm: pip install nvidia-cuda-nvdisasm"
 )
+
+
+def opcodes_of(kernel: Compiled) -> dict[str, list[str]]:
+    """The opcodes of each kernel of an artifact, with their modifiers, in order."""
+    found = disassemble((kernel.folder / "artifact.so").read_bytes())
+    return {name: [i.opcode for i in code] for name, code in found.items()}
 
 
 def matrix_instructions(spec: KernelSpec) -> int:
@@ -35,7 +42,7 @@ def test_attention_multiplies_on_matrix_units_and_loads_past_registers(
     target: str, kind: TileKind
 ) -> None:
     kernel = compiled(spec_of("causal", target, kind))
-    opcodes = sass.instructions(kernel.folder / "artifact.so")["fajit_attention_kernel"]
+    opcodes = opcodes_of(kernel)["fajit_attention_kernel"]
     shape = "HMMA.1688.F32" if target == "sm_75" else "HMMA.16816.F32"
     matrix = [code for code in opcodes if code.startswith("HMMA")]
     assert {code.removesuffix(".BF16") for code in matrix} == {shape}
@@ -60,8 +67,23 @@ NAMES = ("causal", "rope", "mix_gemma2")
 )
 def test_no_kernel_touches_local_memory(name: str, target: str) -> None:
     kernel = compiled(spec_of(name, target, "prefill"))
-    found = sass.instructions(kernel.folder / "artifact.so")
+    found = opcodes_of(kernel)
     assert set(found) == {"fajit_attention_kernel", "fajit_merge_kernel"}
     for opcodes in found.values():
         assert len(opcodes) > 100
         assert not [code for code in opcodes if code.split(".")[0] in ("LDL", "STL")]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "head_dim"), rotation.chosen(cycles.KERNELS, 12, lambda k: k[2])
+)
+def test_kernels_cost_the_clocks_of_the_table(name: str, target: str, head_dim: int) -> None:
+    """A change that makes a loop 3 % dearer, or cheaper, in the model of machine code shows in the
+    table: `python -m tests.cuda.cycles` writes it."""
+    table = cycles.read()
+    if digests.nvcc_release() != table["nvcc"]:
+        pytest.skip(f"the table is that of nvcc {table['nvcc']}")
+    known = table["kernels"][cycles.row(name, target, head_dim)]
+    found = cycles.predicted(name, target, head_dim)
+    assert found["tile"] == known["tile"]
+    assert found["clocks"] == pytest.approx(known["clocks"], rel=0.03)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from textwrap import indent
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ from .device_plan import DevicePlan, device_plan, machine, split_words
 from .plan import Layout, Schedule, plan
 from .plots import draw, require_matplotlib
 from .tiles import Tiles, analyse
+
+if TYPE_CHECKING:
+    from ..machine_code.report import MachineCode
 
 _SHOWN_ENTRIES = 6
 
@@ -136,6 +140,26 @@ class Explanation:
     def source(self) -> str:
         """The rendered source of the kernel."""
         return render(self.plan.spec)
+
+    @cached_property
+    def cycles(self) -> MachineCode:
+        """What a model of the GPU predicts for the loops of the kernel's machine code.
+
+        Needs nvcc and nvdisasm but no GPU, and compiles the kernel if no cache layer has it. It is
+        a simulation (`flashattn_jit/inspect/machine_code`), not a measurement.
+
+        Raises:
+            InputError: the target is a CPU's, the model has no figures for it, or nvdisasm is
+                missing.
+            CompileError: the kernel does not compile.
+        """
+        from ..machine_code.report import machine_code
+
+        if not isinstance(self.plan, DevicePlan):
+            raise InputError(
+                f"machine code is modelled for GPUs, not for {self.target}: pass device='H100'"
+            )
+        return machine_code(self.plan.spec, self.plan.device)
 
     def __str__(self) -> str:
         p = self.problem

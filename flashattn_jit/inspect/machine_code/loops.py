@@ -1,0 +1,196 @@
+"""The loops of a kernel that multiply matrices, and the instructions that one turn issues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .disassembly import Instruction
+
+Code = Sequence[Instruction]
+_SPILLS = ("LDL", "STL")
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop with matrix instructions.
+
+    common: the instructions of one turn that multiplies and copies as much as any, on the shortest
+    way: no tile is masked, no maximum rises. longest: the same on the longest way.
+    """
+
+    common: tuple[Instruction, ...]
+    longest: tuple[Instruction, ...]
+
+    @property
+    def products(self) -> int:
+        """Matrix instructions of one turn."""
+        return count(self.common, "HMMA")
+
+    @property
+    def spills(self) -> int:
+        """Loads and stores of local memory in one turn."""
+        return count(self.longest, *_SPILLS)
+
+    @property
+    def spills_among_products(self) -> int:
+        """Those between the first and the last matrix instruction."""
+        at = [n for n, i in enumerate(self.longest) if i.name == "HMMA"]
+        return count(self.longest[at[0] : at[-1]], *_SPILLS)
+
+
+def count(code: Iterable[Instruction], *names: str) -> int:
+    """How many instructions have one of the names."""
+    return sum(i.name in names for i in code)
+
+
+def loops(code: Code) -> list[Loop]:
+    """The innermost loops of a kernel that have matrix instructions, in order of address."""
+    graph = _Graph(code)
+    found = []
+    for header, body in graph.loops():
+        inner = any(h != header and h in body and graph.multiplies(b) for h, b in graph.loops())
+        if not inner and graph.multiplies(body):
+            found.append(Loop(*(graph.way(header, body, sign) for sign in (-1, 1))))
+    return found
+
+
+def once(code: Code) -> tuple[Instruction, ...]:
+    """A way from a kernel's entry to its end that makes one turn at most of each loop: the most
+    matrix instructions, then the most copies, then the fewest instructions."""
+    return _Graph(code).way(0, None, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A basic block: instructions from `start` to before `end`, and the starts of what follows."""
+
+    end: int
+    successors: tuple[int, ...]
+
+
+_Score = tuple[int, int, int]
+
+
+class _Graph:
+    """The control flow of a kernel. Blocks are named by the index of their first instruction."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self._blocks = _blocks(code)
+        self._before: dict[int, list[int]] = {}
+        order, stack = [], [(0, iter(self._blocks[0].successors))]
+        seen = {0}
+        while stack:
+            start, rest = stack[-1]
+            following = next(rest, None)
+            if following is None:
+                order.append(start)
+                stack.pop()
+                continue
+            self._before.setdefault(following, []).append(start)
+            if following not in seen:
+                seen.add(following)
+                stack.append((following, iter(self._blocks[following].successors)))
+        order.reverse()
+        self._dominators = self._find_dominators(order)
+
+    def _find_dominators(self, order: list[int]) -> dict[int, frozenset[int]]:
+        """Of each block that is reached, the blocks that every way to it passes."""
+        found = dict.fromkeys(order, frozenset(order))
+        found[0] = frozenset((0,))
+        changed = True
+        while changed:
+            changed = False
+            for start in order[1:]:
+                ways = (found[b] for b in self._before[start])
+                new = frozenset.intersection(*ways) | {start}
+                if new != found[start]:
+                    found[start], changed = new, True
+        return found
+
+    def loops(self) -> list[tuple[int, frozenset[int]]]:
+        """Each loop's header and its blocks: those that return to the header."""
+        ends: dict[int, list[int]] = {}
+        for start, above in self._dominators.items():
+            for successor in self._blocks[start].successors:
+                if successor in above:
+                    ends.setdefault(successor, []).append(start)
+        return [(header, self._returning(header, ends[header])) for header in sorted(ends)]
+
+    def _returning(self, header: int, tails: list[int]) -> frozenset[int]:
+        body, stack = {header}, list(tails)
+        while stack:
+            start = stack.pop()
+            if start not in body:
+                body.add(start)
+                stack += self._before.get(start, [])
+        return frozenset(body)
+
+    def multiplies(self, body: Iterable[int]) -> bool:
+        """Whether one of the blocks has a matrix instruction."""
+        return any(count(self._code[s : self._blocks[s].end], "HMMA") for s in body)
+
+    def way(self, header: int, body: frozenset[int] | None, sign: int) -> tuple[Instruction, ...]:
+        """One turn of a loop; without a body, a way to the kernel's end.
+
+        The most matrix instructions, then the most copies; then, by the sign, the fewest or the
+        most instructions.
+        """
+        best: dict[int, tuple[_Score, tuple[int, ...]] | None] = {}
+        # Deepest first: a block's score is found when the search returns to it.
+        stack = [header]
+        while stack:
+            start = stack[-1]
+            ahead = [
+                s
+                for s in self._blocks[start].successors
+                if s not in self._dominators[start] and (body is None or s in body)
+            ]
+            if missing := [s for s in ahead if s not in best]:
+                stack += missing
+                continue
+            stack.pop()
+            ways = [w for s in ahead if (w := best[s]) is not None]
+            if header in self._blocks[start].successors if body else self._ends(start):
+                ways.append(((0, 0, 0), ()))
+            best[start] = None
+            if ways:
+                part = self._code[start : self._blocks[start].end]
+                score, path = max(ways)
+                products, copies = score[0] + count(part, "HMMA"), score[1] + count(part, "LDGSTS")
+                best[start] = ((products, copies, score[2] + sign * len(part)), (start, *path))
+        found = best[header]
+        assert found is not None, "a loop returns to its header, and a kernel ends"
+        return tuple(i for s in found[1] for i in self._code[s : self._blocks[s].end])
+
+    def _ends(self, start: int) -> bool:
+        return self._code[self._blocks[start].end - 1].name == "EXIT"
+
+
+def _blocks(code: Code) -> dict[int, _Block]:
+    starts = {0}
+    for n, i in enumerate(code):
+        if i.name in ("BRA", "EXIT", "RET", "BRX"):
+            starts.add(n + 1)
+        if i.target is not None:
+            starts.add(i.target)
+    ordered = sorted(s for s in starts if s < len(code))
+    blocks = {}
+    for start, end in zip(ordered, [*ordered[1:], len(code)], strict=True):
+        last = code[end - 1]
+        after = [last.target] if last.name == "BRA" and last.target is not None else []
+        ends = last.name in ("BRA", "EXIT", "RET", "BRX") and _always(last)
+        if not ends and end < len(code):
+            after.append(end)
+        blocks[start] = _Block(end, tuple(after))
+    return blocks
+
+
+def _always(jump: Instruction) -> bool:
+    """Whether a jump is taken by every warp: no predicate before it or among its operands."""
+    return (
+        not jump.predicate
+        and jump.operands.startswith(("`", "("))
+        or (jump.name in ("EXIT", "RET", "BRX") and not jump.predicate)
+    )

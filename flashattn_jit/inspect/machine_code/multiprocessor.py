@@ -1,0 +1,102 @@
+"""The multiprocessor of each target as the model sees it: pipes, rates and latencies, in clocks.
+
+Four schedulers each issue one warp instruction per clock, to pipes of their own (tensor, FMA, ALU,
+MUFU) and to the load and store unit that they share. Rates are those of the CUDA programming guide
+(arithmetic throughput by compute capability); that of mma.sync on Hopper is 62.9 % of wgmma's
+(arXiv 2501.12084). Latencies are those of published micro-benchmarks, rounded (arXiv 1804.06826,
+2402.13499).
+
+One figure is fitted: the clock of sm_90, with which the model gives the published 370 TFLOP/s of
+FlashAttention 2 on an H100 (head_dim 128, no mask, 16384 queries and keys) for its machine code.
+Everything else that the model says about sm_90 is a prediction: `benchmarks/sass.py` compares it
+with the published figures. For other targets nothing is fitted and nothing was compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...codegen.targets import architecture
+from ...planner.devices import Device, typical_hardware
+from .disassembly import Instruction
+
+SCHEDULERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """Clocks of one multiprocessor.
+
+    hmma: from one matrix instruction of a scheduler to its next one (16816 with fp32 accumulation;
+    sm_75: 1688). fma_pipes: FMA pipes of a scheduler, of 16 lanes each. l2_bytes: bytes per clock
+    that it gets of the L2's bandwidth while all others read too. copy_latency: of a copy from the
+    L2. clock_hz: under load.
+    """
+
+    hmma: float
+    fma_pipes: int
+    l2_bytes: float
+    copy_latency: int
+    clock_hz: float
+    shared_latency: int = 30
+    mufu: int = 8
+    mufu_latency: int = 24
+    barrier: int = 24
+    branch: int = 8
+
+
+_MULTIPROCESSORS = {
+    "sm_75": Multiprocessor(8, 1, 16, 300, 1.35e9),
+    "sm_80": Multiprocessor(8, 1, 30, 300, 1.35e9),
+    "sm_86": Multiprocessor(16, 2, 16, 300, 1.6e9),
+    "sm_89": Multiprocessor(16, 2, 20, 350, 2.3e9),
+    "sm_90": Multiprocessor(6.36, 2, 28, 320, 1.747e9),
+}
+
+
+def multiprocessor(device: Device) -> Multiprocessor | None:
+    """The multiprocessor of a device; None where the model does not know its architecture.
+
+    GeForce parts have half the matrix rate of the others of their target.
+    """
+    found = _MULTIPROCESSORS.get(architecture(device.target))
+    if found is None:
+        return None
+    typical = typical_hardware(device.target)
+    rates = typical.matrix_flops / typical.num_sms, device.matrix_flops / device.num_sms
+    return replace(found, hmma=2 * found.hmma) if rates[1] < 0.7 * rates[0] else found
+
+
+_FMA = frozenset("FFMA FMUL FADD FFMA2 FMUL2 FADD2 HFMA2 HMUL2 HADD2".split())
+_HEAVY = frozenset("IMAD IDP".split())
+_MUFU = frozenset("MUFU I2F F2I F2F POPC FLO BREV".split())
+_LSU = frozenset("LDSM LDS STS SHFL LDL STL ATOMS LDG STG LD ST RED ATOM ATOMG".split())
+_UNIFORM = frozenset("S2R S2UR R2UR LDC CS2R VOTEU".split())
+_CONTROL = frozenset(
+    "BRA EXIT NOP BSSY BSYNC WARPSYNC BAR DEPBAR LDGDEPBAR CALL RET YIELD BMOV BREAK ERRBAR "
+    "MEMBAR CCTL NANOSLEEP ACQBULK PREEXIT".split()
+)
+
+
+def pipe_of(instruction: Instruction) -> str:
+    """tensor, fma, heavy (the FMA pipe that multiplies integers), mufu, lsu, copy, uniform,
+    control; else alu."""
+    name = instruction.name
+    for pipe, names in _PIPES.items():
+        if name in names:
+            return pipe
+    return "uniform" if name.startswith("U") else "alu"
+
+
+_PIPES = {
+    "tensor": frozenset(("HMMA",)), "fma": _FMA, "heavy": _HEAVY, "mufu": _MUFU, "lsu": _LSU,
+    "copy": frozenset(("LDGSTS",)), "control": _CONTROL, "uniform": _UNIFORM,
+}  # fmt: skip
+
+
+def wavefronts(instruction: Instruction) -> int:
+    """Clocks that it occupies the load and store unit: one for 128 bytes, without bank
+    conflicts."""
+    if instruction.name == "LDSM":
+        return 4 if ".4" in instruction.opcode else 2 if ".2" in instruction.opcode else 1
+    return 4 if ".128" in instruction.opcode else 2 if ".64" in instruction.opcode else 1

@@ -1,0 +1,106 @@
+"""What the model says of a compiled kernel, as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...codegen.budget import ctas_per_sm
+from ...codegen.spec import KernelSpec
+from ...codegen.targets import architecture
+from ...errors import InputError
+from ...jit.cache.entry import ARTIFACT
+from ...jit.module import prepare_kernel
+from ...planner.devices import Device
+from ...planner.tiles import build_requests, fallbacks
+from ..table import si, table
+from .disassembly import disassemble
+from .multiprocessor import multiprocessor
+from .prediction import KernelModel, LoopCost
+
+ATTENTION = "fajit_attention_kernel"
+_COMPARED = "sm_90"
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """The predicted cost of a kernel's loops over the keys. `str()` gives a table.
+
+    No figure is a measurement: the model (`inspect/machine_code`) reads the compiled instructions
+    and simulates a multiprocessor whose K and V are in the L2.
+
+    spec: the kernel, on the tile that was taken. device: the GPU, which need not exist here.
+    """
+
+    spec: KernelSpec
+    device: Device
+    model: KernelModel
+
+    @property
+    def loops(self) -> tuple[LoopCost, ...]:
+        """The loops in order of address: full tiles, and masked ones where they have a loop."""
+        return self.model.costs
+
+    def flops_per_s(self, cost: LoopCost) -> float:
+        """The predicted rate (FLOP/s) of the device while its blocks repeat a loop's turn."""
+        return self.model.flops_per_s(cost) * self.device.num_sms
+
+    def __str__(self) -> str:
+        header = ["loop", "instructions", "per key and warp", "clocks", "longest", "bound by",
+                  "rate", "of peak"]  # fmt: skip
+        rows, lines = [], []
+        for n, cost in enumerate(self.loops):
+            turn, rate = cost.common, self.flops_per_s(cost)
+            size = len(cost.loop.common)
+            rows.append(
+                [str(n), str(size), f"{size / self._keys:.1f}", f"{turn.cycles:.0f}",
+                 f"{cost.longest.cycles:.0f}", f"{turn.binding} {turn.pipes[turn.binding]:.0%}",
+                 si(rate, "FLOP/s"), f"{rate / self.device.matrix_flops:.0%}"]
+            )  # fmt: skip
+            stalls = sorted(turn.stalls.items(), key=lambda s: -s[1])
+            lines.append(
+                f"loop {n}, share of a warp's clocks: "
+                + ", ".join(f"{cause} {share:.0%}" for cause, share in stalls if share >= 0.005)
+            )
+            if cost.loop.spills:
+                lines.append(
+                    f"loop {n}: {cost.loop.spills} loads and stores of spilled registers, "
+                    f"{cost.loop.spills_among_products} among the matrix products"
+                )
+        known = (
+            ""
+            if architecture(self.spec.target) == _COMPARED
+            else (f"; its figures for {self.spec.target} were compared with no published ones")
+        )
+        return "\n".join(
+            [
+                f"{self.spec.tile_kind} {self.spec.tile_q} x {self.spec.tile_kv}, "
+                f"{self.model.blocks} blocks of {self.model.warps} warps a multiprocessor of "
+                f"{self.device.name}; simulated, not measured{known}",
+                table(header, rows),
+                *lines,
+            ]
+        )
+
+    @property
+    def _keys(self) -> int:
+        """Keys of a tile that one warp multiplies."""
+        split = self.spec.num_warps if self.spec.tile_kind == "few_row" else 1
+        return self.spec.tile_kv // split
+
+
+def machine_code(spec: KernelSpec, device: Device) -> MachineCode:
+    """Compile a kernel if the cache lacks it, and simulate its loops on a device.
+
+    Raises:
+        InputError: nvdisasm is missing, or the model does not know the device's architecture.
+        CompileError: the kernel does not compile.
+    """
+    machine = multiprocessor(device)
+    if machine is None:
+        raise InputError(f"the model of machine code has no figures for {device.target}")
+    obtained = prepare_kernel(build_requests(spec))
+    taken = (spec, *fallbacks(spec))[obtained.tile]
+    code = disassemble(obtained.found.read(ARTIFACT))[ATTENTION]
+    return MachineCode(
+        taken, device, KernelModel(code, machine, ctas_per_sm(taken), taken.num_warps)
+    )

@@ -1,0 +1,60 @@
+"""The table of predicted clocks of kernels. `python -m tests.cuda.cycles` writes it: two minutes.
+
+cycles.json has, for some variants, targets and head dims, the tile of the prefill kernel and the
+clocks that the model of machine code gives one turn of its loop (`flashattn_jit/inspect/
+machine_code`). They depend on the compiler, whose release the table names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flashattn_jit.inspect.machine_code.report import machine_code
+from flashattn_jit.planner.devices import typical_hardware
+from tests.cuda.digests import nvcc_release
+from tests.cuda.kernels import specs
+
+TABLE = Path(__file__).with_name("cycles.json")
+VARIANTS = ("plain", "causal", "alibi", "sliding_window", "soft_cap")
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
+HEAD_DIMS = (64, 128, 256)
+KERNELS = [(v, t, d) for d in HEAD_DIMS for t in TARGETS for v in VARIANTS]
+
+
+def predicted(name: str, target: str, head_dim: int) -> dict[str, Any]:
+    """The tile of a variant's kernel for many rows, and the clocks of its loops."""
+    spec = max(specs(name, target, (head_dim, head_dim)), key=lambda s: s.tile_q)
+    code = machine_code(spec, typical_hardware(target))
+    taken = code.spec
+    return {
+        "tile": f"{taken.tile_q} x {taken.tile_kv}, {taken.num_stages} stages",
+        "clocks": [round(cost.common.cycles, 1) for cost in code.loops],
+    }
+
+
+def row(name: str, target: str, head_dim: int) -> str:
+    """The name of a kernel's row in the table."""
+    return f"{name} {target} D{head_dim}"
+
+
+def read() -> dict[str, Any]:
+    """The committed table: "nvcc", and "kernels" by the names of their rows."""
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    return table
+
+
+def main() -> None:
+    """Writes the table."""
+    table: dict[str, Any] = {}
+    for done, kernel in enumerate(KERNELS, 1):
+        table[row(*kernel)] = predicted(*kernel)
+        sys.stderr.write(f"\r{done} of {len(KERNELS)}")
+    TABLE.write_text(json.dumps({"nvcc": nvcc_release(), "kernels": table}, indent=1) + "\n")
+    sys.stderr.write(f"\n{TABLE}\n")
+
+
+if __name__ == "__main__":
+    main()
