@@ -11,10 +11,11 @@ import flashattn_jit as fa
 from flashattn_jit.codegen.document import spec_from_document
 from flashattn_jit.codegen.render import render
 from flashattn_jit.codegen.spec import BuildRequest, KernelSpec
+from flashattn_jit.inspect.machine_code.disassembly import cubins
 from flashattn_jit.jit.cache.entry import ARTIFACT
 from flashattn_jit.jit.compilation.toolchain import flags_for, key_of
 from flashattn_jit.variants.reference import attention_reference
-from tests.cuda import sass, suffixed
+from tests.cuda import suffixed
 from tests.cuda.kernels import compiled, spec_of
 from tests.ops.cases import assert_close, inputs
 from tests.registry.case import Shape
@@ -41,7 +42,7 @@ def test_its_kernel_is_keyed_and_compiled_for_the_suffix() -> None:
     assert ".target sm_90a\n" in kernel.ptx
     assert not kernel.report.complaints()
     artifact = kernel.folder / ARTIFACT
-    assert b"sm_90a" in b"".join(sass.cubins(artifact.read_bytes()))
+    assert b"sm_90a" in b"".join(cubins(artifact.read_bytes()))
 
 
 def test_the_emulator_runs_it() -> None:
