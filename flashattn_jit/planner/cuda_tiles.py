@@ -52,6 +52,11 @@ At head_dim 64 the model of machine code (`inspect/machine_code`) predicts, for 
 on sm_90, 5803 clocks with one tile of 128 keys and 6562 with two of 64 (plain; causal 5472 and
 6548), on sm_80 6045 and 6232."""
 
+_REGISTER_FEATURES = frozenset({"block_mask", "mixed_rows", "sparse"})
+_REGISTER_FEATURES_KV = 64
+"""Keys of a tile at most with these features: they keep values of each row or key in registers, and
+with 128 keys kernels spill (nvcc 13.0: causal at head_dim 64)."""
+
 _FEW_ROW = (Tile(16, 64, 4), Tile(16, 32, 2), Tile(16, 16, 1))
 _LAST_RESORT_KV = 16  # few keys between two barriers: only if registers allow no larger tile
 
@@ -88,12 +93,15 @@ def ladder(spec: KernelSpec, rows: int) -> tuple[KernelSpec, ...]:
     """`spec` with each tile of a row class that fits its target, in order of preference."""
     kind: TileKind = "few_row" if rows == ROW_CLASSES[0] else "prefill"
     widest = max(padded(spec.head_dim), padded(spec.head_dim_v))
+    tiles = preferences(rows, widest, spec.target)
+    if kind == "prefill" and not _REGISTER_FEATURES.isdisjoint(spec.features):
+        tiles = tuple(t for t in tiles if t.tile_kv <= _REGISTER_FEATURES_KV)
     tiled = (
         replace(
             spec, tile_kind=kind, tile_q=t.tile_q, tile_kv=t.tile_kv, num_warps=t.num_warps,
             num_stages=1,
         )
-        for t in preferences(rows, widest, spec.target)
+        for t in tiles
     )  # fmt: skip
     return tuple(s for p in tiled if fits(s := with_stages(p)))
 

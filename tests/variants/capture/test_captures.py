@@ -558,7 +558,7 @@ def test_a_prelude_that_fails_later_is_a_param_error():
         as_variant(make(torch.ones(7))).bind(DIMS)
 
 
-def test_a_known_structure_is_bound_within_4_microseconds():
+def test_a_known_structure_is_bound_within_6_microseconds():
     """The best of many CPU times, which depends little on the machine's other load."""
 
     def causal(b, h, q, k):
@@ -571,7 +571,7 @@ def test_a_known_structure_is_bound_within_4_microseconds():
         for _ in range(500):
             as_variant(causal).bind(DIMS)
         best = min(best, (time.process_time() - begin) / 500 / slowdown())
-    assert best < 4e-6
+    assert best < 6e-6
 
 
 def test_threads_trace_side_by_side():
