@@ -50,7 +50,8 @@ head_dim 128; with them these kernels spill registers (nvcc 13.0).
 
 At head_dim 64 the model of machine code (`inspect/machine_code`) predicts, for a turn over 128 keys
 on sm_90, 5803 clocks with one tile of 128 keys and 6562 with two of 64 (plain; causal 5472 and
-6548), on sm_80 6045 and 6232."""
+6548), on sm_80 6045 and 6232: `python -m tests.cuda.cycles` with this row's first tile and without
+it."""
 
 _REGISTER_FEATURES = frozenset({"block_mask", "mixed_rows", "sparse"})
 _REGISTER_FEATURES_KV = 64
